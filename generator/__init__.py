@@ -1,0 +1,1 @@
+"""Normforge: generate, verify and search CUDA C++ RMSNorm-backward kernels."""

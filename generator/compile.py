@@ -1,0 +1,282 @@
+"""CUDA C++ to cubin through NVRTC, for any target, with no GPU and no driver.
+
+Results live in a content-addressed cache: the key covers source, options and NVRTC version, a file
+appears by an atomic rename, and its content carries its own checksum, so that a crash or a second
+run at the same time can leave nothing half-written that is later believed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from generator.errors import NormforgeError
+from generator.render import MAIN_KERNEL, render
+from generator.runtime.plan import Launch
+from generator.target import Target
+from generator.variant import Variant
+
+DEFAULT_CACHE = Path(__file__).resolve().parent.parent / ".cache" / "cubins"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas reports for one kernel. Bytes are per thread, smem per CTA (static part)."""
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    smem_bytes: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A cubin and what is known of it. `error` is "" or NVRTC's complaint, and then the cubin is
+    empty. `cap_ignored` is True when ptxas said that it overrode the register cap."""
+
+    arch: str
+    source: str
+    cubin: bytes
+    kernels: Mapping[str, Resources]
+    nvrtc: str
+    cap_ignored: bool
+    log: str
+    error: str = ""
+
+    @property
+    def digest(self) -> str:
+        """Identity of the machine code: equal digests behave equally at equal launches."""
+        return hashlib.sha256(self.cubin).hexdigest()[:16]
+
+    @property
+    def main(self) -> Resources:
+        return self.kernels[MAIN_KERNEL]
+
+    @property
+    def spills(self) -> int:
+        """Bytes spilled or kept on the stack by any kernel of the cubin."""
+        return sum(k.spill_bytes + k.stack_bytes for k in self.kernels.values())
+
+
+def resource_fault(variant: Variant, compiled: Compiled, launch: Launch, target: Target) -> str:
+    """Why the compiled variant must not run on the target: one sentence, or "" when it may."""
+    if compiled.spills:
+        return f"spills or stack: {compiled.spills} bytes per thread"
+    if compiled.cap_ignored:
+        return f"ptxas did not respect the register cap of {variant['register_cap']}"
+    main = compiled.main
+    cap = variant["register_cap"]
+    if cap and main.registers > cap:
+        return f"uses {main.registers} registers, the cap is {cap}"
+    if main.registers * variant.threads > target.registers_per_sm:
+        return f"{variant.threads} threads with {main.registers} registers do not fit one SM"
+    fit = target.occupancy(variant.threads, main.registers, variant.smem_bytes + main.smem_bytes)
+    if fit == 0:
+        return f"no CTA fits an SM of {target} ({main.registers} registers)"
+    if launch.grid > fit * target.sms:
+        wanted = variant["ctas_per_sm"]
+        return f"{wanted} CTAs per SM wanted, {fit} fit ({main.registers} registers)"
+    return ""
+
+
+@cache
+def nvrtc_version() -> str:
+    """Version of the NVRTC library in use, for example "13.0"."""
+    from cuda.bindings import nvrtc
+
+    status, major, minor = nvrtc.nvrtcVersion()
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise NormforgeError("NVRTC does not answer: install the package nvidia-cuda-nvrtc")
+    return f"{major}.{minor}"
+
+
+def compile_options(arch: str, register_cap: int) -> list[str]:
+    """NVRTC options. Contraction is off: every fused multiply-add in the source is written out, so
+    that the bits do not depend on the compiler's choices."""
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "--fmad=false", "--ptxas-options=-v"]
+    if register_cap:
+        options.append(f"--maxrregcount={register_cap}")
+    return options
+
+
+def compile_source(source: str, arch: str, register_cap: int = 0) -> Compiled:
+    """Compile one source for one architecture, without the cache."""
+    from cuda.bindings import nvrtc
+
+    success = nvrtc.nvrtcResult.NVRTC_SUCCESS
+    status, program = nvrtc.nvrtcCreateProgram(
+        source.encode(), b"rmsnorm_backward.cu", 0, [], []
+    )
+    if status != success:
+        raise NormforgeError(f"NVRTC cannot create a program: {status}")
+    try:
+        options = [option.encode() for option in compile_options(arch, register_cap)]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode()
+        log = log.rstrip("\0").strip()
+        if status != success:
+            return Compiled(arch, source, b"", {}, nvrtc_version(), False, log, log or str(status))
+        cubin = _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    kernels = read_resources(log)
+    if MAIN_KERNEL not in kernels:
+        raise NormforgeError(
+            f"NVRTC {nvrtc_version()} reported no resources for {MAIN_KERNEL}; its log was: {log}"
+        )
+    cap_ignored = "Overriding global maxrregcount" in log
+    return Compiled(arch, source, cubin, kernels, nvrtc_version(), cap_ignored, log)
+
+
+def _text(size_of: Any, read: Any, program: Any) -> bytes:
+    _, size = size_of(program)
+    buffer = bytearray(size)
+    # The binding writes into the object it is given; bytes of the right size is what it takes.
+    content = bytes(buffer)
+    read(program, content)
+    return content
+
+
+def read_resources(log: str) -> dict[str, Resources]:
+    """Registers, spills, stack and static smem of every kernel in a ptxas -v log."""
+    kernels: dict[str, Resources] = {}
+    blocks = re.split(r"Compiling entry function '(\w+)'", log)
+    for name, block in zip(blocks[1::2], blocks[2::2], strict=True):
+        used = re.search(r"Used (\d+) registers", block)
+        frame = re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", block
+        )
+        smem = re.search(r"(\d+) bytes smem", block)
+        if used and frame:
+            kernels[name] = Resources(
+                registers=int(used[1]),
+                spill_bytes=int(frame[2]) + int(frame[3]),
+                stack_bytes=int(frame[1]),
+                smem_bytes=int(smem[1]) if smem else 0,
+            )
+    return kernels
+
+
+class CubinCache:
+    """Compiled results by content, shared by any number of processes."""
+
+    def __init__(self, folder: Path = DEFAULT_CACHE) -> None:
+        self.folder = folder
+
+    def path(self, source: str, arch: str, register_cap: int) -> Path:
+        options = " ".join(compile_options(arch, register_cap))
+        key = hashlib.sha256(f"{nvrtc_version()}\n{options}\n{source}".encode()).hexdigest()
+        return self.folder / arch / key[:2] / f"{key}.json"
+
+    def compile(self, source: str, arch: str, register_cap: int = 0) -> Compiled:
+        """The cached result, or a fresh one that is stored. An entry that is damaged is compiled
+        again and replaced."""
+        path = self.path(source, arch, register_cap)
+        found = self._read(path)
+        if found is not None and found.source == source:
+            return found
+        compiled = compile_source(source, arch, register_cap)
+        self._write(path, compiled)
+        return compiled
+
+    @staticmethod
+    def _read(path: Path) -> Compiled | None:
+        try:
+            checksum, _, body = path.read_text().partition("\n")
+            if hashlib.sha256(body.encode()).hexdigest() != checksum:
+                return None
+            data = json.loads(body)
+            data["cubin"] = bytes.fromhex(data["cubin"])
+            data["kernels"] = {n: Resources(**r) for n, r in data["kernels"].items()}
+            return Compiled(**data)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    @staticmethod
+    def _write(path: Path, compiled: Compiled) -> None:
+        data = asdict(compiled) | {"cubin": compiled.cubin.hex()}
+        body = json.dumps(data)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+            with os.fdopen(handle, "w") as file:
+                file.write(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
+            os.replace(name, path)
+        except OSError:
+            # The cache saves time only: a full disk costs a compile, not the run.
+            return
+
+
+def compile_variant(variant: Variant, arch: str, cache_folder: Path = DEFAULT_CACHE) -> Compiled:
+    """Render and compile one variant through the cache."""
+    cap = int(variant["register_cap"])
+    return CubinCache(cache_folder).compile(render(variant), arch, cap)
+
+
+class CompilePool:
+    """Compiles variants in worker processes. A crash of NVRTC costs the variants under way in the
+    pool one retry in a fresh pool each, and the variant that crashes it again is an error."""
+
+    def __init__(self, arch: str, processes: int, cache_folder: Path = DEFAULT_CACHE) -> None:
+        self.arch = arch
+        self.processes = max(1, processes)
+        self.cache_folder = cache_folder
+        self._pool = self._start()
+
+    def _start(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(self.processes, mp_context=get_context("spawn"))
+
+    def submit(self, variant: Variant) -> Future[Compiled]:
+        try:
+            return self._pool.submit(compile_variant, variant, self.arch, self.cache_folder)
+        except BrokenProcessPool:
+            self._pool = self._start()
+            return self._pool.submit(compile_variant, variant, self.arch, self.cache_folder)
+
+    def result(self, variant: Variant, future: Future[Compiled], timeout: float = 120) -> Compiled:
+        """The result of `submit`, compiled once more alone when the pool died under it."""
+        try:
+            return future.result(timeout)
+        except BrokenProcessPool:
+            pass
+        except TimeoutError:
+            self._kill()
+            return self._failed(variant, f"NVRTC took more than {timeout:.0f} s")
+        single = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        try:
+            return single.submit(
+                compile_variant, variant, self.arch, self.cache_folder
+            ).result(timeout)
+        except (BrokenProcessPool, TimeoutError):
+            return self._failed(variant, "NVRTC crashed or hung on this variant twice")
+        finally:
+            single.shutdown(wait=False, cancel_futures=True)
+
+    def _failed(self, variant: Variant, error: str) -> Compiled:
+        return Compiled(self.arch, render(variant), b"", {}, nvrtc_version(), False, "", error)
+
+    def _kill(self) -> None:
+        for process in list((self._pool._processes or {}).values()):
+            process.kill()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool = self._start()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,278 @@
+"""Winners to the importable package `generated/<gpu>/rmsnorm_backward/`.
+
+The package is written beside the old one and put in its place by one rename, so that a reader and a
+crash see either the whole old package or the whole new one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from generator.compile import Compiled
+from generator.errors import NormforgeError
+from generator.problem import Problem
+from generator.runtime.dispatch import TABLE, Kernel, Table, Tuned
+from generator.target import Target
+from generator.variant import Variant
+
+RUNTIME = Path(__file__).resolve().parent / "runtime"
+
+PROVENANCE_KEYS = frozenset(
+    {
+        *("gpu", "driver", "nvrtc", "space", "study", "date", "trials"),
+        *("us", "floor_us", "ratio", "tie", "verified", "checks", "reason"),
+    }
+)
+"""What every entry states about itself, as JSON values; more may be added."""
+
+_INIT = '''\
+"""RMSNorm backward for {title}. Written by Normforge; tune again instead of editing."""
+
+from pathlib import Path
+
+from .runtime.api import Package
+
+_package = Package(Path(__file__).resolve().parent)
+
+PROVENANCE = _package.provenance
+explain = _package.explain
+rmsnorm_backward = _package.rmsnorm_backward
+warmup = _package.warmup
+
+__all__ = ["PROVENANCE", "explain", "rmsnorm_backward", "warmup"]
+'''
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One winner to emit. evidence: `measured` or `predicted`; provenance: PROVENANCE_KEYS."""
+
+    problem: Problem
+    variant: Variant
+    compiled: Compiled
+    evidence: str
+    provenance: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What a call of `emit_package` did. refused: predicted winners that would have replaced
+    measured ones; kept: other problems that were in the package and stay."""
+
+    package: Path
+    written: tuple[Problem, ...]
+    refused: tuple[Problem, ...]
+    kept: tuple[Problem, ...]
+
+
+def check_writable(package: Path) -> None:
+    """Raise NormforgeError unless a package can be written at `package`; creates its parent."""
+    try:
+        if package.exists() and not package.is_dir():
+            raise NotADirectoryError(f"{package} is a file")
+        package.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=package.parent):
+            pass
+    except OSError as error:
+        raise NormforgeError(
+            f"cannot write {package} ({error.strerror or error}): choose another folder with --out"
+        ) from error
+
+
+def emit_package(
+    entries: Sequence[Entry],
+    generics: Sequence[tuple[Variant, Compiled]],
+    target: Target,
+    package: Path,
+) -> Emission:
+    """Write or extend the package at `package`.
+
+    Problems that the package has and `entries` has not are kept with their kernels; a predicted
+    entry never replaces a measured one. The generic kernels are always replaced by `generics`.
+    Raises NormforgeError, leaving the package as it was, for an entry that must not be emitted, a
+    package of another GPU, a damaged package and a folder that cannot be written.
+    """
+    for entry in entries:
+        _check(entry, target)
+    for variant, compiled in generics:
+        _check_cubin(variant, compiled, target)
+    check_writable(package)
+    with _locked(package):
+        old = _read(package, target)
+        known = {_problem(tuned): tuned for tuned in old.tuned} if old else {}
+        files = _Files()
+        tuned: dict[Problem, Tuned] = {}
+        refused = []
+        for entry in entries:
+            existing = known.get(entry.problem)
+            if existing and existing.evidence == "measured" and entry.evidence == "predicted":
+                refused.append(entry.problem)
+                continue
+            kernel = files.add(entry.variant, entry.compiled, target)
+            problem = entry.problem
+            tuned[problem] = Tuned(
+                *(problem.M, problem.N, problem.dtype, problem.weight_dtype),
+                *(entry.evidence, kernel, entry.provenance),
+            )
+        written = tuple(tuned)
+        generic = tuple(files.add(variant, compiled, target) for variant, compiled in generics)
+        for problem, existing in known.items():
+            if problem not in tuned:
+                tuned[problem] = files.keep(existing, package)
+        table = Table(_facts(target), tuple(tuned[p] for p in sorted(tuned)), generic)
+        _replace(package, files.contents, table)
+    kept = tuple(p for p in known if p not in written and p not in refused)
+    return Emission(package, written, tuple(refused), kept)
+
+
+def _check(entry: Entry, target: Target) -> None:
+    what = f"{entry.problem}: {entry.variant}"
+    if entry.variant.determinism == "none":
+        raise NormforgeError(f"{what} is not deterministic and cannot be emitted")
+    if entry.evidence not in ("measured", "predicted"):
+        raise NormforgeError(f"{what} has evidence '{entry.evidence}': measured or predicted")
+    missing = sorted(PROVENANCE_KEYS - entry.provenance.keys())
+    if missing:
+        raise NormforgeError(f"{what} does not state its {', '.join(missing)}")
+    _check_cubin(entry.variant, entry.compiled, target)
+
+
+def _check_cubin(variant: Variant, compiled: Compiled, target: Target) -> None:
+    if compiled.error or not compiled.cubin:
+        raise NormforgeError(f"{variant} was not compiled: {compiled.error or 'it has no cubin'}")
+    if compiled.arch != target.arch:
+        raise NormforgeError(f"{variant} is for {compiled.arch} and {target} is {target.arch}")
+
+
+def _facts(target: Target) -> dict[str, Any]:
+    return {
+        "name": target.name,
+        "title": target.title,
+        "arch": target.arch,
+        "sms": target.sms,
+    }
+
+
+def _problem(tuned: Tuned) -> Problem:
+    return Problem(tuned.M, tuned.N, tuned.dtype, tuned.weight_dtype)
+
+
+def _read(package: Path, target: Target) -> Table | None:
+    """The table of the package that is there, None without one."""
+    if not package.exists() or not any(package.iterdir()):
+        return None
+    try:
+        table = Table.load(package)
+    except (OSError, ValueError) as error:
+        raise NormforgeError(
+            f"{package} holds no readable package ({error}): move it away to start a new one"
+        ) from error
+    if table.target["arch"] != target.arch or table.target["name"] != target.name:
+        raise NormforgeError(
+            f"{package} is for {table.target['name']} and this run for {target}: "
+            "choose another folder with --out"
+        )
+    return table
+
+
+class _Files:
+    """The kernels/ folder of the new package: content by file name."""
+
+    def __init__(self) -> None:
+        self.contents: dict[str, bytes] = {}
+
+    def add(self, variant: Variant, compiled: Compiled, target: Target) -> Kernel:
+        file = self._store(variant.id, compiled.digest, compiled.source.encode(), compiled.cubin)
+        return Kernel(file, compiled.digest, variant.spec(target.sms))
+
+    def keep(self, tuned: Tuned, package: Path) -> Tuned:
+        """The same entry with its kernel taken over from the old package."""
+        old = tuned.kernel
+        try:
+            cubin = old.read_cubin(package)
+            source = (package / "kernels" / f"{old.file}.cu").read_bytes()
+        except (OSError, RuntimeError) as error:
+            raise NormforgeError(
+                f"{package}: the kernel of {tuned.shape} cannot be kept ({error}): tune that "
+                "shape again, or move the folder away to start a new one"
+            ) from error
+        file = self._store(old.spec.name, old.digest, source, cubin)
+        kernel = Kernel(file, old.digest, old.spec)
+        return Tuned(**{**vars(tuned), "kernel": kernel})
+
+    def _store(self, name: str, digest: str, source: bytes, cubin: bytes) -> str:
+        # One variant has two cubins when the templates changed between two winners that share it.
+        taken = self.contents.get(f"{name}.cubin")
+        file = name if taken in (None, cubin) else f"{name}_{digest}"
+        self.contents[f"{file}.cubin"] = cubin
+        self.contents[f"{file}.cu"] = source
+        return file
+
+
+def _replace(package: Path, kernels: dict[str, bytes], table: Table) -> None:
+    fresh = package.parent / f".{package.name}.part"
+    try:
+        shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed here
+        (fresh / "kernels").mkdir(parents=True)
+        (fresh / "runtime").mkdir()
+        for source in sorted(RUNTIME.glob("*.py")):
+            shutil.copyfile(source, fresh / "runtime" / source.name)
+        for name, content in kernels.items():
+            (fresh / "kernels" / name).write_bytes(content)
+        (fresh / "__init__.py").write_text(_INIT.format(title=table.target["title"]))
+        (fresh / TABLE).write_text(json.dumps(table.to_json(), indent=1, sort_keys=True) + "\n")
+        _swap(fresh, package)
+    except OSError as error:
+        raise NormforgeError(
+            f"cannot write {package} ({error.strerror or error}); what was there is unchanged"
+        ) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _swap(fresh: Path, package: Path) -> None:
+    """Put `fresh` where `package` is; afterwards `fresh` holds the old package, if there was one."""
+    if not package.exists():
+        fresh.rename(package)
+        return
+    try:
+        _exchange(fresh, package)
+    except OSError:
+        # A file system without the exchange: two renames, undone if the second one fails.
+        old = package.parent / f".{package.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        package.rename(old)
+        try:
+            fresh.rename(package)
+        except OSError:
+            old.rename(package)
+            raise
+        old.rename(fresh)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swap two names in one step (Linux renameat2 with RENAME_EXCHANGE). Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        raise OSError("this system cannot exchange two names")
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+@contextmanager
+def _locked(package: Path) -> Iterator[None]:
+    """One writer at a time: two runs that extend one package must see each other's winners."""
+    with (package.parent / f".{package.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,8 @@
+"""The one exception that carries a sentence for the person at the keyboard."""
+
+
+class NormforgeError(Exception):
+    """Bad input or an unusable file: one sentence that says what, where and what to do.
+
+    The command line prints the sentence without a traceback and exits with code 2.
+    """

@@ -1,0 +1,101 @@
+"""One variant to CUDA C++ text."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import jinja2
+
+from generator.variant import SUM_THREADS, Variant
+
+TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
+MAIN_KERNEL = "rmsnorm_backward"
+SUM_KERNEL = "sum_partials"  # of the strategy `separate`
+
+_ELEMENT = {"bf16": "bf16", "fp16": "fp16", "fp32": "float"}
+_LOAD_HINT = {"default": ".nc", "no_allocate": ".nc.L1::no_allocate", "streaming": ".cs.nc"}
+_STORE_HINT = {"default": "", "streaming": ".cs"}
+
+
+@cache
+def _source(name: str) -> str:
+    """A static fragment, as it stands: only the .j2 file is a template."""
+    return (TEMPLATES / name).read_text().rstrip("\n")
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.globals["source"] = _source
+    return environment
+
+
+def render(variant: Variant) -> str:
+    """The CUDA C++ source of a variant: its knobs as constants, then the code they choose."""
+    strategy = variant["strategy"]
+    fragment = strategy
+    if strategy == "bulk_reduce":
+        fragment = "bulk_free" if variant["order"] == "free" else "bulk_turns"
+    launch_bounds = ""
+    if variant["min_blocks"]:
+        launch_bounds = f"__launch_bounds__({variant.threads}, {variant['min_blocks']})"
+    return _environment().get_template("rmsnorm_backward.cu.j2").render(
+        name=variant.id,
+        strategy=strategy,
+        determinism=variant.determinism,
+        constants=_constants(variant),
+        row_load=_LOAD_HINT[variant["load_hint"]],
+        row_store=_STORE_HINT[variant["store_hint"]],
+        element=_ELEMENT[variant.dtype],
+        weight=_ELEMENT[variant.weight_dtype],
+        cluster=variant["cluster"],
+        pipeline=variant["pipeline"],
+        weight_in=variant["weight_in"],
+        uses_slices=strategy in ("separate", "last_cta", "column_slices"),
+        uses_turns=strategy == "semaphore" or fragment == "bulk_turns",
+        dw_fragment=fragment,
+        launch_bounds=launch_bounds,
+    )
+
+
+def _constants(v: Variant) -> list[str]:
+    """The knobs and the geometry as `constexpr` lines with their meaning."""
+    stage_barriers = v["stages"] if v["pipeline"] == "bulk" else 0
+    rows: list[tuple[str, int, str]] = [
+        ("kRowColumns", v.N, "N" if v.exact else "largest N served"),
+        ("kColumns", v.columns, "columns of one CTA"),
+        ("kCluster", v["cluster"], "CTAs that share a row"),
+        ("kThreadsPerRow", v["threads_per_row"], ""),
+        ("kTeams", v.teams, "rows that a CTA works on, each by a team of its own"),
+        ("kThreads", v.threads, "of one CTA"),
+        ("kRowsInFlight", v["rows_in_flight"], "rows that a team works on at once"),
+        ("kStages", v["stages"], "batches under way in shared memory"),
+        ("kStageBarriers", stage_barriers, "transaction barriers of one team's stages"),
+        ("kReload", int(v["reload"] == "smem"), "x and dy are read again for dx"),
+        ("kVectorBytes", v["vector_bytes"], ""),
+        ("kElements", v.elements, "elements of x in a vector"),
+        ("kVectors", v.vectors, "vectors of a row in one thread"),
+        ("kWarpsPerRow", v.warps_per_row, ""),
+        ("kWeightBytes", v.elements * v.weight_itemsize, "of the weight for one vector of x"),
+        ("kRowBytes", v.row_bytes, "of one CTA's part of a row of x"),
+        ("kPartialStride", v.partial_stride, "floats of one row of partial dw"),
+        ("kTailColumns", v.tail_columns, "columns of dw that a CTA of the tail sums at once"),
+        ("kLevels", v["levels"], ""),
+        ("kSumThreads", SUM_THREADS, "of the second kernel"),
+        ("kSumsOffset", v.sums_offset, "bytes into shared memory"),
+        ("kWeightOffset", v.weight_offset, ""),
+        ("kBroadcastOffset", v.broadcast_offset, ""),
+        ("kTilesOffset", v.tiles_offset, ""),
+    ]
+    lines = [f"constexpr bool kExact = {'true' if v.exact else 'false'};  // N is a constant"]
+    for name, value, meaning in rows:
+        lines.append(f"constexpr int {name} = {value};" + (f"  // {meaning}" if meaning else ""))
+    return lines
+

@@ -1,0 +1,68 @@
+"""What is known about one variant on one problem: the words every part of the tuner shares."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+OUTCOMES = (
+    "ok",
+    "illegal",
+    "compile_error",
+    "resource",
+    "launch_error",
+    "timeout",
+    "crashed",
+    "wrong",
+    "nondeterministic",
+    "slow",
+)
+"""How a trial can end.
+
+ok: accurate, and its determinism verified (or, predicted, claimed by construction);
+illegal: a rule of the space rejects it; compile_error: NVRTC refused the source;
+resource: spills, a register cap that was not respected, or a grid that cannot be resident;
+launch_error: the driver refused the launch; timeout: past its deadline; crashed: the GPU worker
+died or its context was lost; wrong: dx or dw outside the error bound, or workspace not restored;
+nondeterministic: bits changed between runs; slow: far behind the best, further checks skipped.
+"""
+
+DETERMINISM = ("verified", "refuted", "unverified")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of one variant on one problem.
+
+    us: time of the whole operation in microseconds (cold L2, CUDA graph; or predicted).
+    floor_us: `torch.add(x, dy, out=dx)` in the same block (or predicted). ratio: us / floor_us,
+    the median of paired ratios when measured. determinism: one of DETERMINISM.
+    checks: names of the checks passed. note: one sentence about what went wrong, else "".
+    """
+
+    outcome: str
+    us: float | None = None
+    floor_us: float | None = None
+    ratio: float | None = None
+    determinism: str = "unverified"
+    error_dx: float | None = None
+    error_dw: float | None = None
+    checks: tuple[str, ...] = ()
+    note: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def timed(self) -> bool:
+        """True when a time is known, whether or not the variant may win."""
+        return self.ratio is not None and self.outcome in ("ok", "nondeterministic")
+
+    @property
+    def may_win(self) -> bool:
+        return self.outcome == "ok" and self.ratio is not None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Result:
+        return cls(**{**data, "checks": tuple(data.get("checks", ()))})

@@ -1,0 +1,128 @@
+"""The GPU that kernels are made for, as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from generator.errors import NormforgeError
+
+GPUS_FILE = Path(__file__).resolve().parent.parent / "search_spaces" / "gpus.yaml"
+
+WARP = 32
+SMEM_RESERVED_PER_CTA = 1024
+"""Bytes the driver keeps per CTA on cc 8.0 and later (CUDA programming guide, shared memory)."""
+_REGISTER_UNIT = 256  # registers are allocated per warp in this unit (CUDA occupancy calculator)
+_SMEM_UNIT = 128
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU. Sizes are bytes, bandwidth bytes per second, clock hertz."""
+
+    name: str
+    title: str
+    device_names: tuple[str, ...]
+    arch: str
+    compute_capability: tuple[int, int]
+    sms: int
+    registers_per_sm: int
+    max_threads_per_sm: int
+    max_ctas_per_sm: int
+    smem_per_sm: int
+    smem_per_cta: int
+    l2_bytes: int
+    bandwidth: float
+    clock_hz: float
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def has_bulk_copy(self) -> bool:
+        """cp.async.bulk, mbarrier transaction counts, clusters and st.async (PTX ISA: sm_90)."""
+        return self.compute_capability >= (9, 0)
+
+    @property
+    def max_vector_bytes(self) -> int:
+        """Widest global load or store of one thread: 32 on sm_100 and later
+        (PTX ISA, ld/st: `.v8.b32` requires sm_100), else 16."""
+        return 32 if self.compute_capability >= (10, 0) else 16
+
+    def occupancy(self, threads: int, registers: int, smem_bytes: int) -> int:
+        """CTAs of `threads` threads that fit on one SM, by the rules of the CUDA occupancy
+        calculator (registers per warp rounded up to 256, smem to 128 bytes plus 1 KiB a CTA)."""
+        warps = -(-threads // WARP)
+        per_warp = -(-registers * WARP // _REGISTER_UNIT) * _REGISTER_UNIT
+        # Each of the four schedulers of an SM owns a quarter of the registers.
+        by_registers = 4 * (self.registers_per_sm // 4 // per_warp) // warps
+        smem = -(-smem_bytes // _SMEM_UNIT) * _SMEM_UNIT + SMEM_RESERVED_PER_CTA
+        if smem_bytes > self.smem_per_cta:
+            return 0
+        return min(
+            by_registers,
+            self.max_threads_per_sm // (warps * WARP),
+            self.smem_per_sm // smem,
+            self.max_ctas_per_sm,
+        )
+
+
+@cache
+def load_targets() -> dict[str, Target]:
+    """Every GPU of search_spaces/gpus.yaml by its name."""
+    try:
+        entries: dict[str, dict[str, Any]] = yaml.safe_load(GPUS_FILE.read_text())["gpus"]
+        return {
+            name: Target(
+                name=name,
+                title=str(entry["title"]),
+                device_names=tuple(entry["device_names"]),
+                arch=str(entry["arch"]),
+                compute_capability=(
+                    int(entry["compute_capability"][0]),
+                    int(entry["compute_capability"][1]),
+                ),
+                sms=int(entry["sms"]),
+                registers_per_sm=int(entry["registers_per_sm"]),
+                max_threads_per_sm=int(entry["max_threads_per_sm"]),
+                max_ctas_per_sm=int(entry["max_ctas_per_sm"]),
+                smem_per_sm=int(entry["smem_per_sm_kib"]) * 1024,
+                smem_per_cta=int(entry["smem_per_cta_kib"]) * 1024,
+                l2_bytes=int(entry["l2_mib"]) * 1024 * 1024,
+                bandwidth=float(entry["bandwidth_gbs"]) * 1e9,
+                clock_hz=float(entry["clock_mhz"]) * 1e6,
+            )
+            for name, entry in entries.items()
+        }
+    except (OSError, yaml.YAMLError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise NormforgeError(
+            f"{GPUS_FILE}: unreadable entry ({type(error).__name__}: {error}); "
+            "every GPU needs the fields of the entries beside it"
+        ) from error
+
+
+def find_target(name: str) -> Target:
+    """The target called `name` on the command line."""
+    targets = load_targets()
+    if name not in targets:
+        raise NormforgeError(f"unknown GPU '{name}': known are {', '.join(targets)} and auto")
+    return targets[name]
+
+
+def match_device(device_name: str, sms: int) -> Target | None:
+    """The target whose device names occur in the driver's `device_name`, with the live count of
+    SMs (a MIG slice or a cut-down part has fewer). None when no entry matches."""
+    found = [
+        (len(part), target)
+        for target in load_targets().values()
+        for part in target.device_names
+        if part.lower() in device_name.lower()
+    ]
+    if not found:
+        return None
+    _, target = max(found, key=lambda pair: pair[0])
+    return target if target.sms == sms else replace(target, sms=sms)

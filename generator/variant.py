@@ -1,0 +1,342 @@
+"""One variant: a config applied to a width and dtypes, with the geometry that follows from it.
+
+Every number that both the kernel and the host need (shared-memory offsets, workspace sizes, grid)
+is computed here and nowhere else; the templates receive it as `constexpr` lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from generator.problem import ITEMSIZE, Problem
+from generator.runtime.plan import KernelSpec, ceil_div, round_up
+from generator.target import WARP, Target
+
+Config = Mapping[str, int | str]
+"""Knob name to value, for every knob of the space."""
+
+SUM_THREADS = 512
+"""Threads of the second kernel of the strategy `separate`."""
+
+
+def determinism_class(config: Config) -> str:
+    """`none` where partial sums are added in the order in which CTAs happen to finish, else
+    `gpu_to_gpu`: every sum has one order, fixed by the config and the grid stored with it."""
+    free = config["strategy"] == "atomic" or config["order"] == "free"
+    return "none" if free else "gpu_to_gpu"
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a config means for one row length; `exact` is False for a kernel that takes any
+    N up to `columns_capacity` at run time."""
+
+    config: Config
+    N: int
+    dtype: str
+    weight_dtype: str
+    exact: bool = True
+
+    def __getitem__(self, knob: str) -> Any:
+        return self.config[knob]
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def weight_itemsize(self) -> int:
+        return ITEMSIZE[self.weight_dtype]
+
+    @property
+    def threads(self) -> int:
+        """Threads of one CTA."""
+        return self["threads_per_row"] * self["rows_per_cta"]
+
+    @property
+    def columns(self) -> int:
+        """Columns that one CTA owns."""
+        return self.N // self["cluster"]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one CTA's part of a row of x."""
+        return self.columns * self.itemsize
+
+    @property
+    def widest_vector(self) -> int:
+        """Widest power-of-two vector up to 16 bytes that divides the row."""
+        return next(size for size in (16, 8, 4, 2, 1) if self.row_bytes % size == 0)
+
+    @property
+    def elements(self) -> int:
+        """Elements of x in one vector."""
+        return max(1, self["vector_bytes"] // self.itemsize)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a row that one thread owns."""
+        return ceil_div(self.columns, self["threads_per_row"] * self.elements)
+
+    @property
+    def accumulators(self) -> int:
+        """fp32 partial sums of dw that one thread keeps."""
+        return self.vectors * self.elements
+
+    @property
+    def idle_columns(self) -> int:
+        return self.accumulators * self["threads_per_row"] - self.columns
+
+    @property
+    def register_estimate(self) -> int:
+        """Registers that a thread cannot do without: partial dw, the row's vectors (one row at a
+        time when they are reloaded), the weight where it is kept, and addresses and counters."""
+        rows = 1 if self["reload"] == "smem" else self["rows_in_flight"]
+        row = ceil_div(2 * rows * self.accumulators * self.itemsize, 4)
+        if self["reload"] == "smem":
+            row = min(row, 8)
+        weight = 0
+        if self["weight_in"] == "registers":
+            weight = ceil_div(self.accumulators * self.weight_itemsize, 4)
+        return int(self.accumulators + row + weight + 24)
+
+    @property
+    def teams(self) -> int:
+        return int(self["rows_per_cta"])
+
+    @property
+    def warps_per_row(self) -> int:
+        return int(self["threads_per_row"]) // WARP
+
+    # Shared memory, in bytes from the start of the dynamic allocation.
+
+    @property
+    def barrier_bytes(self) -> int:
+        stages = self["stages"] if self["pipeline"] == "bulk" else 0
+        exchange = 2 if self["cluster"] > 1 else 0
+        return round_up(self.teams * (stages + exchange) * 8, 16)
+
+    @property
+    def sums_offset(self) -> int:
+        return self.barrier_bytes
+
+    @property
+    def sums_per_team(self) -> int:
+        """Floats of one team in one of the two buffers of the row sum: one per warp of the row."""
+        if self.warps_per_row == 1 and self["cluster"] == 1:
+            return 0
+        return int(self["rows_in_flight"] * self.warps_per_row * self["cluster"])
+
+    @property
+    def weight_offset(self) -> int:
+        return self.sums_offset + round_up(2 * self.teams * self.sums_per_team * 4, 16)
+
+    @property
+    def weight_bytes(self) -> int:
+        if self["weight_in"] == "registers":
+            return 0
+        return int(
+            round_up(self.accumulators * self.weight_itemsize, 16) * self["threads_per_row"]
+        )
+
+    @property
+    def broadcast_offset(self) -> int:
+        """One word for handing a value of thread 0 to the CTA."""
+        return self.weight_offset + self.weight_bytes
+
+    @property
+    def tiles_offset(self) -> int:
+        return round_up(self.broadcast_offset + 4, 128)
+
+    @property
+    def tile_bytes(self) -> int:
+        """The stages of the row pipeline."""
+        if self["pipeline"] == "bulk":
+            batch = 2 * self["rows_in_flight"] * self.row_bytes
+            return int(self.teams * self["stages"] * batch)
+        if self["pipeline"] == "async":
+            vector = self["vector_bytes"] * self.vectors * self.threads
+            return int(self["stages"] * 2 * self["rows_in_flight"] * vector)
+        return 0
+
+    @property
+    def partial_stride(self) -> int:
+        """Floats from one partial row of dw to the next in the workspace and in shared memory."""
+        return round_up(self.columns, 4)
+
+    @property
+    def fold_bytes(self) -> int:
+        """Partial dw of every team, in the memory of the stages once they are done."""
+        return self.teams * self.partial_stride * 4
+
+    @property
+    def tail_columns(self) -> int:
+        """Columns that a CTA of the tail sums at once."""
+        if self["slice_columns"]:
+            return int(self["slice_columns"])
+        if self["strategy"] == "last_cta":
+            return min(self.partial_stride, 4 * self.threads)
+        return 0
+
+    def lanes(self, threads: int) -> int:
+        """Rows of partials that `threads` threads read at once in a tail of `tail_columns`."""
+        return threads // (self.tail_columns // 4) if self.tail_columns else 0
+
+    @property
+    def tail_bytes(self) -> int:
+        if self["strategy"] == "separate":
+            return 0
+        return self.lanes(self.threads) * self.tail_columns * 4
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one CTA of the main kernel."""
+        return self.tiles_offset + max(self.tile_bytes, self.fold_bytes, self.tail_bytes)
+
+
+@dataclass(frozen=True)
+class Variant(Geometry):
+    """A geometry with its identity, its launch and its determinism class."""
+
+    def __str__(self) -> str:
+        return self.id
+
+    @cached_property
+    def source_config(self) -> dict[str, int | str]:
+        """The part of the config that the source or the compiler's options depend on: two variants
+        equal in it are one cubin."""
+        return {
+            knob: value
+            for knob, value in self.config.items()
+            if knob not in ("ctas_per_sm", "grid", "overlap")
+            and not (knob == "min_blocks" and value == 0)
+        }
+
+    @cached_property
+    def id(self) -> str:
+        """A readable name that is unique to the source, for example
+        `column_slices_bulk3_n4096_bf16_128x2_5f0c1a9e`."""
+        weight = "" if self.weight_dtype == self.dtype else f"w{self.weight_dtype}_"
+        width = f"n{self.N}" if self.exact else f"upto{self.N}"
+        text = repr((sorted(self.source_config.items()), self.N, self.exact))
+        text += self.dtype + self.weight_dtype
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        stages = self["stages"] if self["pipeline"] != "direct" else ""
+        return (
+            f"{self['strategy']}_{self['pipeline']}{stages}_{width}_{self.dtype}_{weight}"
+            f"{self['threads_per_row']}x{self['rows_per_cta']}_{digest}"
+        )
+
+    @property
+    def determinism(self) -> str:
+        return determinism_class(self.config)
+
+    @property
+    def waits_for_grid(self) -> bool:
+        """True when CTAs wait for CTAs with a higher index. Such a kernel is launched
+        cooperatively: the driver starts it only when every CTA can be resident."""
+        return bool(self["strategy"] == "column_slices")
+
+    def spec(self, sms: int) -> KernelSpec:
+        """The facts that a launch on `sms` multiprocessors needs."""
+        free = self["strategy"] == "atomic" or self["order"] == "free"
+        return KernelSpec(
+            name=self.id,
+            N=self.N,
+            exact=self.exact,
+            dtype=self.dtype,
+            weight_dtype=self.weight_dtype,
+            strategy=self["strategy"],
+            determinism=self.determinism,
+            threads=self.threads,
+            sum_threads=SUM_THREADS,
+            smem_bytes=self.smem_bytes,
+            vector_bytes=self["vector_bytes"],
+            columns=self.columns,
+            partial_stride=self.partial_stride,
+            slice_columns=self["slice_columns"],
+            rows_in_flight=self["rows_in_flight"],
+            rows_per_cta=self["rows_per_cta"],
+            cluster=self["cluster"],
+            cooperative=self.waits_for_grid,
+            dependent=self["overlap"] == "dependent",
+            accumulates=free,
+            turns=self["strategy"] in ("semaphore", "bulk_reduce") and not free,
+            levels=self["levels"],
+            ctas_per_sm=self["ctas_per_sm"],
+            even_grid=self["grid"] == "even",
+            sms=sms,
+        )
+
+
+Derive = Callable[[Geometry, Problem, Target], int]
+
+# Names that rules may use beside the knobs: the knobs each needs, and its value.
+DERIVED: dict[str, tuple[tuple[str, ...], Derive]] = {
+    "threads": (("threads_per_row", "rows_per_cta"), lambda v, p, t: v.threads),
+    "columns": (("cluster",), lambda v, p, t: v.columns),
+    "row_bytes": (("cluster",), lambda v, p, t: v.row_bytes),
+    "widest_vector": (("cluster",), lambda v, p, t: v.widest_vector),
+    "elements": (("vector_bytes",), lambda v, p, t: v.elements),
+    "vectors": (("cluster", "threads_per_row", "vector_bytes"), lambda v, p, t: v.vectors),
+    "accumulators": (
+        ("cluster", "threads_per_row", "vector_bytes"),
+        lambda v, p, t: v.accumulators,
+    ),
+    "idle_columns": (
+        ("cluster", "threads_per_row", "vector_bytes"),
+        lambda v, p, t: v.idle_columns,
+    ),
+    "teams": (("rows_per_cta",), lambda v, p, t: v.teams),
+    "resident_threads": (
+        ("threads_per_row", "rows_per_cta", "ctas_per_sm"),
+        lambda v, p, t: v.threads * v["ctas_per_sm"],
+    ),
+    "resident_registers": (
+        ("threads_per_row", "rows_per_cta", "ctas_per_sm", "register_cap"),
+        lambda v, p, t: v.threads * v["ctas_per_sm"] * v["register_cap"],
+    ),
+    "register_estimate": (
+        (
+            *("cluster", "pipeline", "threads_per_row", "rows_in_flight", "vector_bytes"),
+            *("reload", "weight_in"),
+        ),
+        lambda v, p, t: v.register_estimate,
+    ),
+    "register_budget": (
+        ("threads_per_row", "rows_per_cta", "ctas_per_sm", "register_cap"),
+        lambda v, p, t: min(
+            255,
+            v["register_cap"] or 255,
+            t.registers_per_sm // (v.threads * v["ctas_per_sm"]) // 8 * 8,
+        ),
+    ),
+    "batches": (("rows_in_flight",), lambda v, p, t: ceil_div(p.M, v["rows_in_flight"])),
+    "participants": (
+        ("ctas_per_sm", "cluster"),
+        lambda v, p, t: t.sms * v["ctas_per_sm"] // v["cluster"],
+    ),
+    "smem_bytes": (
+        (
+            *("strategy", "slice_columns", "cluster", "pipeline", "stages", "threads_per_row"),
+            *("rows_per_cta", "rows_in_flight", "vector_bytes", "weight_in"),
+        ),
+        lambda v, p, t: v.smem_bytes,
+    ),
+    "resident_smem": (
+        (
+            *("strategy", "slice_columns", "cluster", "pipeline", "stages", "threads_per_row"),
+            *("rows_per_cta", "rows_in_flight", "vector_bytes", "weight_in", "ctas_per_sm"),
+        ),
+        lambda v, p, t: v["ctas_per_sm"] * (round_up(v.smem_bytes, 128) + 1024),
+    ),
+}
+
+
+def make_variant(config: Config, problem: Problem, *, exact: bool = True) -> Variant:
+    """The variant that serves `problem` with `config` (any M)."""
+    return Variant(dict(config), problem.N, problem.dtype, problem.weight_dtype, exact)

@@ -1,0 +1,150 @@
+"""Inputs, reference and poisoned outputs of one problem on one GPU (or, small, on the CPU)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from generator.problem import Problem
+
+TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+GUARD_BYTES = 4096
+"""Bytes before and after every output that no kernel may touch."""
+_GUARD = 0xA5
+_CHUNK_ELEMENTS = 1 << 26
+
+
+@dataclass
+class Inputs:
+    """x, dy: (M, N); rstd: (M,) fp32; weight: (N,)."""
+
+    x: torch.Tensor
+    dy: torch.Tensor
+    rstd: torch.Tensor
+    weight: torch.Tensor
+
+
+@dataclass
+class Reference:
+    """dx (M, N) and dw (N,) from float64 arithmetic on the rounded inputs, with the magnitudes that
+    bound the error of fp32 arithmetic: row_scale (M, 1), the largest |dx| of the row, and
+    dw_scale (N,), the sum of |dy * xhat| over the rows. dx is kept in float32 when the problem's dtype
+    is narrower (its error is 2^-24 then, far below a half unit of bf16 or fp16), else in float64."""
+
+    dx: torch.Tensor
+    dw: torch.Tensor
+    row_scale: torch.Tensor
+    dw_scale: torch.Tensor
+
+
+def _row_chunks(problem: Problem) -> range:
+    return range(0, problem.M, max(1, _CHUNK_ELEMENTS // problem.N))
+
+
+def _rstd(x: torch.Tensor) -> torch.Tensor:
+    """1 / sqrt(mean(x^2) + 1e-6) of every row, fp32, computed in chunks of float64."""
+    rows = max(1, _CHUNK_ELEMENTS // x.shape[1])
+    parts = [
+        torch.rsqrt(part.double().square().mean(dim=1) + 1e-6).float() for part in x.split(rows)
+    ]
+    return torch.cat(parts)
+
+
+def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs:
+    """Random inputs on which every term shows: dy has a part along x whose sign alternates from row
+    to row, so that mean(xhat * w * dy) is large while dw stays near sqrt(M) and a lost row shows."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = TORCH_DTYPE[problem.dtype]
+    shape = (problem.M, problem.N)
+    x = torch.empty(shape, dtype=dtype, device=device)
+    dy = torch.empty_like(x)
+    step = max(1, _CHUNK_ELEMENTS // problem.N)
+    for start in _row_chunks(problem):
+        part = slice(start, start + step)
+        drawn = torch.randn(x[part].shape, generator=generator, device=device)
+        x[part] = drawn
+        sign = 1.0 - 2.0 * (torch.arange(start, start + len(drawn), device=device) % 2)
+        noise = torch.randn(x[part].shape, generator=generator, device=device)
+        dy[part] = noise + 0.5 * sign[:, None] * drawn
+    weight = 1 + 0.1 * torch.randn(problem.N, generator=generator, device=device)
+    return Inputs(x, dy, _rstd(x), weight.to(TORCH_DTYPE[problem.weight_dtype]))
+
+
+def make_cancelling(problem: Problem, inputs: Inputs, seed: int = 1) -> Inputs:
+    """Inputs whose dw is a small rest of large terms: the second half of the rows takes back, but
+    for small noise, what the first half adds, with magnitudes from 1 to 2^10. Adding partial sums in
+    another order changes the rest in its leading digits, so any reordering shows in dw."""
+    generator = torch.Generator(inputs.x.device).manual_seed(seed)
+    half = problem.M // 2
+    if half == 0:
+        return inputs
+    x, dy, rstd = inputs.x.clone(), inputs.dy.clone(), inputs.rstd.clone()
+    x[half : 2 * half] = x[:half]
+    rstd[half : 2 * half] = rstd[:half]
+    step = max(1, _CHUNK_ELEMENTS // problem.N)
+    for start in range(0, half, step):
+        stop = min(half, start + step)
+        shape = (stop - start, problem.N)
+        power = torch.randint(0, 11, (shape[0], 1), generator=generator, device=x.device)
+        large = torch.randn(shape, generator=generator, device=x.device) * torch.exp2(power)
+        noise = torch.randn(shape, generator=generator, device=x.device)
+        dy[start:stop] = large
+        dy[half + start : half + stop] = -dy[start:stop]
+        dy[half + start : half + stop] += noise * 0.01
+    return Inputs(x, dy, rstd, inputs.weight)
+
+
+def make_reference(problem: Problem, inputs: Inputs) -> Reference:
+    """The reference in float64, computed in chunks of rows.
+
+    dx = rstd * (w * dy - xhat * mean(xhat * w * dy)), dw = sum over rows of dy * xhat, with
+    xhat = x * rstd (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
+    """
+    wide = torch.float64 if problem.dtype == "fp32" else torch.float32
+    device = inputs.x.device
+    dx = torch.empty(inputs.x.shape, dtype=wide, device=device)
+    dw = torch.zeros(problem.N, dtype=torch.float64, device=device)
+    dw_scale = torch.zeros_like(dw)
+    row_scale = torch.empty((problem.M, 1), dtype=torch.float32, device=device)
+    weight = inputs.weight.double()
+    step = max(1, _CHUNK_ELEMENTS // problem.N)
+    for start in _row_chunks(problem):
+        part = slice(start, start + step)
+        rstd = inputs.rstd[part].double()[:, None]
+        xhat = inputs.x[part].double() * rstd
+        dy = inputs.dy[part].double()
+        product = dy * xhat
+        dw += product.sum(0)
+        dw_scale += product.abs().sum(0)
+        weighted = dy * weight
+        exact = rstd * (weighted - xhat * (xhat * weighted).mean(dim=1, keepdim=True))
+        dx[part] = exact
+        row_scale[part] = exact.abs().amax(dim=1, keepdim=True)
+    return Reference(dx, dw, row_scale, dw_scale)
+
+
+class Guarded:
+    """A tensor with guard bytes around it."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        count = 1
+        for size in shape:
+            count *= size
+        self.bytes = count * dtype.itemsize
+        padded = (self.bytes + 255) // 256 * 256
+        self.buffer = torch.full(
+            (2 * GUARD_BYTES + padded,), _GUARD, dtype=torch.uint8, device=device
+        )
+        self.inside = self.buffer[GUARD_BYTES : GUARD_BYTES + self.bytes]
+        self.tensor = self.inside.view(dtype).view(shape)
+
+    def poison(self, byte: int = 0xFF) -> None:
+        """0xFF in every byte is a NaN in every dtype served."""
+        self.inside.fill_(byte)
+
+    def intact(self) -> bool:
+        """True when nobody wrote outside the tensor."""
+        before = self.buffer[:GUARD_BYTES]
+        after = self.buffer[GUARD_BYTES + self.bytes :]
+        return bool((before == _GUARD).all()) and bool((after == _GUARD).all())

@@ -1,0 +1,89 @@
+// Partial dw of every team, one row of kPartialStride floats each, in the memory of the stages: the
+// rows are done, every bulk copy has been waited for, and a CTA barrier keeps teams that
+// are ahead from writing into stages that others still read.
+DEVICE float* store_partials(unsigned char* smem, const Rows& rows,
+                             const float (&partial)[kVectors][kElements]) {
+  float* teams = reinterpret_cast<float*>(smem + kTilesOffset);
+  float* own = teams + team_index() * kPartialStride;
+  const int columns = kExact ? kColumns : rows.columns;
+  cta_barrier();
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    const int column = rows.column(j) - rows.first_column;
+    if (!rows.owns(rows.column(j))) continue;
+    if constexpr (kElements % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < kElements; i += 4)
+        store_shared4(own + column + i, make_float4(partial[j][i], partial[j][i + 1],
+                                                    partial[j][i + 2], partial[j][i + 3]));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) store_shared(own + column + i, partial[j][i]);
+    }
+  }
+  // Up to three floats of padding, so that whole float4s can be read.
+  const int padded = columns + static_cast<int>(team_thread());
+  if (padded < (columns + 3) / 4 * 4) store_shared(own + padded, 0.0f);
+  cta_barrier();
+  return teams;
+}
+
+// The CTA's partial dw of four columns: the teams' in index order.
+DEVICE float4 cta_partial(const float* teams, int column) {
+  float4 sum = load_shared4(teams + column);
+#pragma unroll
+  for (int t = 1; t < kTeams; ++t)
+    sum = add4(sum, load_shared4(teams + t * kPartialStride + column));
+  return sum;
+}
+
+// The columns that a thread handles when the CTA passes over a row of partial dw: all its visits to
+// a column are its own, so it may read back what it wrote.
+template <typename Visit> DEVICE void for_each_quad(int columns, Visit visit) {
+  for (int column = 4 * threadIdx.x; column < columns; column += 4 * kThreads) visit(column);
+}
+
+DEVICE void store_dw4(WeightElement* dw, int column, int columns, float4 value) {
+  store_dw(dw + column, value.x);
+  if (column + 1 < columns) store_dw(dw + column + 1, value.y);
+  if (column + 2 < columns) store_dw(dw + column + 2, value.z);
+  if (column + 3 < columns) store_dw(dw + column + 3, value.w);
+}
+
+// What every strategy is given. `columns` are this CTA's (a cluster splits a row by rank); each rank
+// has its own counters and its own part of every workspace row, so ranks never meet.
+struct DwContext {
+  WeightElement* dw;
+  unsigned* counters;
+  float* zeroed;
+  float* scratch;
+  unsigned participants, group;
+  int columns, rank;
+  unsigned char* smem;
+
+  DEVICE WeightElement* own_dw() const { return dw + rank * kColumns; }
+  // Row `index` of the workspace, from this CTA's first column.
+  DEVICE float* row(unsigned index) const {
+    return scratch + (static_cast<long long>(index) * kCluster + rank) * kPartialStride;
+  }
+  // This CTA's partial dw to workspace row `index`.
+  DEVICE void store_row_of(unsigned index, const Rows& rows,
+                           const float (&partial)[kVectors][kElements]) const {
+    const float* teams = store_partials(smem, rows, partial);
+    float* own = row(index);
+    for_each_quad(columns, [&](int column) {
+      store_workspace(own + column, cta_partial(teams, column));
+    });
+  }
+};
+
+// Hands a value of thread 0 to the whole CTA; the second barrier keeps a next call from overwriting
+// the word before everyone has read it.
+DEVICE unsigned broadcast(unsigned char* smem, unsigned value) {
+  unsigned* word = reinterpret_cast<unsigned*>(smem + kBroadcastOffset);
+  if (threadIdx.x == 0) store_shared_word(word, value);
+  cta_barrier();
+  value = load_shared_word(word);
+  cta_barrier();
+  return value;
+}

@@ -1,0 +1,34 @@
+// ---- The sum over a row ----------------------------------------------------------------------
+
+// A barrier of the threads that share a row. Every thread's reads of the team's stage come before
+// it in program order, so behind it the stage may be overwritten.
+DEVICE void team_barrier() {
+  if constexpr (kThreadsPerRow == 32) {
+    warp_barrier();
+  } else if constexpr (kTeams == 1) {
+    cta_barrier();
+  } else {
+    named_barrier(1 + team_index(), kThreadsPerRow);
+  }
+}
+
+DEVICE float warp_sum(float value) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) value = __fadd_rn(value, shuffle_xor(value, mask));
+  return value;
+}
+
+// The sum of kCount floats of shared memory, the same in every thread of the warp: few of them in
+// index order, many by butterfly, one or two to a lane.
+template <int kCount> DEVICE float sum_shared(const float* from) {
+  float total = 0.0f;
+  if constexpr (kCount <= 8) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) total = __fadd_rn(total, load_shared(from + i));
+  } else {
+    for (int i = threadIdx.x % 32; i < kCount; i += 32)
+      total = __fadd_rn(total, load_shared(from + i));
+    total = warp_sum(total);
+  }
+  return total;
+}

@@ -1,0 +1,76 @@
+// ---- Rows: bulk copies into stages in shared memory ------------------------------------------
+// One thread of each team asks the copy engine for whole rows; a transaction barrier per stage
+// completes when all bytes of the batch have landed, and acquires them for every thread that waits.
+// A stage is refilled only behind a barrier of the team that every thread reaches after its
+// last read of the stage: the barrier of the row sum (with a reload, that of the next batch).
+// Only rows that exist are copied; the places of the others hold old data and are never read.
+
+struct RowPipeline {
+  static constexpr int kBatchBytes = 2 * kRowsInFlight * kRowBytes;
+
+  const Rows& rows;
+  unsigned char* tiles;
+  unsigned long long* landed;  // one barrier per stage
+  int stage = 0;
+  unsigned phase = 0;
+
+  DEVICE RowPipeline(const Rows& r, unsigned char* smem)
+      : rows(r), tiles(smem + kTilesOffset + team_index() * kStages * kBatchBytes),
+        landed(reinterpret_cast<unsigned long long*>(smem) + team_index() * kStages) {
+    if (team_thread() == 0) {
+      for (int s = 0; s < kStages; ++s) mbarrier_init(&landed[s], 1);
+      mbarrier_init_fence();
+    }
+    // The barrier behind the constructor publishes them to the team.
+  }
+  DEVICE void fetch(long long batch, int into) {
+    if (batch >= rows.batches) return;
+    const long long row = batch * kRowsInFlight;
+    const long long left = rows.count - row;
+    const int valid = left < kRowsInFlight ? static_cast<int>(left) : kRowsInFlight;
+    unsigned char* tile = tiles + into * kBatchBytes;
+    mbarrier_expect(&landed[into], 2 * valid * kRowBytes);
+    for (int u = 0; u < valid; ++u) {
+      bulk_load(tile + u * kRowBytes, rows.x + (row + u) * rows.x_stride + rows.first_column,
+                kRowBytes, &landed[into]);
+      bulk_load(tile + (kRowsInFlight + u) * kRowBytes,
+                rows.dy + (row + u) * rows.dy_stride + rows.first_column, kRowBytes,
+                &landed[into]);
+    }
+  }
+  DEVICE void start(long long first, long long step) {
+    if (team_thread() == 0)
+      for (int s = 0; s < kStages - kReload; ++s) fetch(first + s * step, s);
+  }
+  DEVICE void await() { mbarrier_wait(&landed[stage], phase); }
+  DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors],
+                   RowPacket (&dy)[kRowsInFlight][kVectors], long long batch) {
+    const unsigned char* tile = tiles + stage * kBatchBytes;
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const bool valid = batch * kRowsInFlight + u < rows.count;
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        const int column = rows.column(j);
+        const int at = (column - rows.first_column) * static_cast<int>(sizeof(Element));
+        x[u][j] = dy[u][j] = RowPacket{};
+        if (valid && rows.owns(column)) {
+          x[u][j] = load_shared_packet<kVectorBytes>(tile + u * kRowBytes + at);
+          dy[u][j] = load_shared_packet<kVectorBytes>(tile + (kRowsInFlight + u) * kRowBytes + at);
+        }
+      }
+    }
+  }
+  // With a reload the stage of this batch is still needed: the one before it is refilled.
+  DEVICE void refill(long long batch, long long step) {
+    if (team_thread() != 0) return;
+    const int last = stage == 0 ? kStages - 1 : stage - 1;
+    fetch(batch + (kStages - kReload) * step, kReload ? last : stage);
+  }
+  DEVICE void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};

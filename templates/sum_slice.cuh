@@ -1,0 +1,48 @@
+// Sums kWidth columns from `first` over `count` rows of partials that lie `stride` floats apart, with
+// all kBlock threads of the CTA, and hands each column's total to `store(column, total)`.
+//
+// The order is fixed: lane l of the kLanes lanes adds rows l, l + kLanes, ... in index order; lanes
+// that share a warp are added by butterfly; what is left is added in index order.
+template <int kBlock, int kWidth, typename Store>
+DEVICE void sum_slice(const float* partials, long long stride, unsigned count, int first,
+                      int columns, float* buffer, Store store) {
+  constexpr int kQuads = kWidth / 4;
+  constexpr int kLanes = kBlock / kQuads;
+  constexpr bool kShuffle = kQuads < 32 && 32 % kQuads == 0;
+  constexpr int kRows = kShuffle ? kBlock / 32 : kLanes;
+  constexpr int kAhead = 4;  // loads under way in a thread
+  static_assert(kLanes >= 1, "a slice is at most four columns per thread wide");
+
+  const int lane = static_cast<int>(threadIdx.x) / kQuads;
+  const int column = first + 4 * (static_cast<int>(threadIdx.x) % kQuads);
+  float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (lane < kLanes && column < columns) {
+    for (unsigned row = lane; row < count; row += kAhead * kLanes) {
+      float4 ahead[kAhead];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        ahead[a] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (row + a * kLanes < count)
+          ahead[a] = load_workspace(partials + (row + a * kLanes) * stride + column);
+      }
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) sum = add4(sum, ahead[a]);
+    }
+  }
+  if constexpr (kShuffle) {
+#pragma unroll
+    for (int mask = kQuads; mask < 32; mask *= 2)
+      sum = add4(sum, make_float4(shuffle_xor(sum.x, mask), shuffle_xor(sum.y, mask),
+                                  shuffle_xor(sum.z, mask), shuffle_xor(sum.w, mask)));
+  }
+  const int buffer_row = kShuffle ? static_cast<int>(threadIdx.x) / 32 : lane;
+  if (lane < kLanes && (!kShuffle || threadIdx.x % 32 < kQuads))
+    store_shared4(buffer + buffer_row * kWidth + 4 * (threadIdx.x % kQuads), sum);
+  cta_barrier();
+  for (int c = threadIdx.x; c < kWidth && first + c < columns; c += kBlock) {
+    float total = load_shared(buffer + c);
+    for (int r = 1; r < kRows; ++r) total = __fadd_rn(total, load_shared(buffer + r * kWidth + c));
+    store(first + c, total);
+  }
+  cta_barrier();  // the buffer may be used again
+}
