@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from generator.errors import NormforgeError
-from generator.render import MAIN_KERNEL, render
-from generator.runtime.plan import Launch
+from generator.render import render
+from generator.runtime.plan import MAIN_KERNEL, Launch
 from generator.target import Target
 from generator.variant import Variant
 
@@ -103,8 +103,10 @@ def nvrtc_version() -> str:
 
 def compile_options(arch: str, register_cap: int) -> list[str]:
     """NVRTC options. Contraction is off: every fused multiply-add in the source is written out, so
-    that the bits do not depend on the compiler's choices."""
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "--fmad=false", "--ptxas-options=-v"]
+    that the bits do not depend on the compiler's choices. NVRTC's own cache is off because a hit in
+    it comes without ptxas's report. Warning 177 is about constants that a strategy does not use."""
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "--fmad=false"]
+    options += ["--ptxas-options=-v", "--no-cache", "--diag-suppress=177"]
     if register_cap:
         options.append(f"--maxrregcount={register_cap}")
     return options
@@ -115,9 +117,7 @@ def compile_source(source: str, arch: str, register_cap: int = 0) -> Compiled:
     from cuda.bindings import nvrtc
 
     success = nvrtc.nvrtcResult.NVRTC_SUCCESS
-    status, program = nvrtc.nvrtcCreateProgram(
-        source.encode(), b"rmsnorm_backward.cu", 0, [], []
-    )
+    status, program = nvrtc.nvrtcCreateProgram(source.encode(), b"rmsnorm_backward.cu", 0, [], [])
     if status != success:
         raise NormforgeError(f"NVRTC cannot create a program: {status}")
     try:
@@ -212,7 +212,7 @@ class CubinCache:
             handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
             with os.fdopen(handle, "w") as file:
                 file.write(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
-            os.replace(name, path)
+            Path(name).replace(path)
         except OSError:
             # The cache saves time only: a full disk costs a compile, not the run.
             return
@@ -255,9 +255,9 @@ class CompilePool:
             return self._failed(variant, f"NVRTC took more than {timeout:.0f} s")
         single = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
         try:
-            return single.submit(
-                compile_variant, variant, self.arch, self.cache_folder
-            ).result(timeout)
+            return single.submit(compile_variant, variant, self.arch, self.cache_folder).result(
+                timeout
+            )
         except (BrokenProcessPool, TimeoutError):
             return self._failed(variant, "NVRTC crashed or hung on this variant twice")
         finally:

@@ -108,6 +108,8 @@ def emit_package(
         _check_cubin(variant, compiled, target)
     check_writable(package)
     with _locked(package):
+        if _aside(package).exists() and not package.exists():
+            _aside(package).rename(package)
         old = _read(package, target)
         known = {_problem(tuned): tuned for tuned in old.tuned} if old else {}
         files = _Files()
@@ -241,15 +243,16 @@ def _replace(package: Path, kernels: dict[str, bytes], table: Table) -> None:
 
 
 def _swap(fresh: Path, package: Path) -> None:
-    """Put `fresh` where `package` is; afterwards `fresh` holds the old package, if there was one."""
+    """Put `fresh` where `package` is; the old package may be left at `fresh`."""
     if not package.exists():
         fresh.rename(package)
         return
     try:
         _exchange(fresh, package)
     except OSError:
-        # A file system without the exchange: two renames, undone if the second one fails.
-        old = package.parent / f".{package.name}.old"
+        # A file system without the exchange: two renames, undone if the second one fails, and by
+        # the next run if this one is killed between them.
+        old = _aside(package)
         shutil.rmtree(old, ignore_errors=True)
         package.rename(old)
         try:
@@ -257,7 +260,11 @@ def _swap(fresh: Path, package: Path) -> None:
         except OSError:
             old.rename(package)
             raise
-        old.rename(fresh)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _aside(package: Path) -> Path:
+    return package.parent / f".{package.name}.old"
 
 
 def _exchange(one: Path, other: Path) -> None:
@@ -273,6 +280,9 @@ def _exchange(one: Path, other: Path) -> None:
 @contextmanager
 def _locked(package: Path) -> Iterator[None]:
     """One writer at a time: two runs that extend one package must see each other's winners."""
-    with (package.parent / f".{package.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    folder = os.open(package.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(folder)

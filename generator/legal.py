@@ -44,6 +44,15 @@ class LegalConfigs:
         """Places of the values in the file: the fixed order that breaks ties."""
         return tuple(knob.choices.index(config[knob.name]) for knob in self.space.knobs)
 
+    def allows(self, config: Config) -> bool:
+        """Whether a config that may come from another space is legal as it stands."""
+        known = {knob.name: knob.choices for knob in self.space.knobs}
+        if config.keys() != known.keys() or any(config[n] not in known[n] for n in known):
+            return False
+        if self.space.normalize(config, self.problem, self.target) != config:
+            return False
+        return self.space.reject(config, self.problem, self.target) is None
+
     def first(self, limit: int) -> list[Values]:
         """Up to `limit` configs in the order of the file."""
         return list(islice(self.space.legal(self.problem, self.target), limit))
@@ -99,14 +108,15 @@ class LegalConfigs:
             conflict = self._conflict(config, key, taken, deterministic)
             if not conflict:
                 return config
-            for name in conflict - fixed:
+            # In the order of the file: that of a set differs from process to process.
+            for name in filter((conflict - fixed).__contains__, self._values):
                 for value in self._values[name]:
                     if value != config[name]:
                         entry = (changes + 1, rng.random(), next(order), {**config, name: value})
                         heappush(queue, (*entry, fixed | {name}))
         return None
 
-    def random(
+    def draw(
         self, rng: random.Random, taken: Collection[Key], *, deterministic: bool
     ) -> Values | None:
         """A random config that is not taken, or None when none is left."""

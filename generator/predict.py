@@ -18,7 +18,7 @@ from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.plan import Launch, ceil_div, plan_launch
 from generator.target import Target
-from generator.variant import SUM_THREADS, Variant
+from generator.variant import Variant
 
 
 @dataclass(frozen=True)
@@ -272,11 +272,12 @@ def _column_slices(case: _Case) -> dict[str, float]:
 
 def _separate(case: _Case) -> dict[str, float]:
     m, launch, target = case.model, case.launch, case.rates.target
+    threads = case.variant["sum_threads"]
     overlapped = case.variant["overlap"] == "dependent"
-    at_once = target.sms * (target.max_threads_per_sm // SUM_THREADS)
+    at_once = target.sms * (target.max_threads_per_sm // threads)
     return {
         "second_launch": m.overlapped_launch_us if overlapped else m.second_launch_us,
-        "sums": case.slices(launch.participants, SUM_THREADS, at_once, launch.sum_grid),
+        "sums": case.slices(launch.participants, threads, at_once, launch.sum_grid),
     }
 
 

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import jinja2
 
-from generator.variant import SUM_THREADS, Variant
+from generator.variant import Variant
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
-MAIN_KERNEL = "rmsnorm_backward"
-SUM_KERNEL = "sum_partials"  # of the strategy `separate`
 
 _ELEMENT = {"bf16": "bf16", "fp16": "fp16", "fp32": "float"}
 _LOAD_HINT = {"default": ".nc", "no_allocate": ".nc.L1::no_allocate", "streaming": ".cs.nc"}
@@ -46,22 +44,26 @@ def render(variant: Variant) -> str:
     launch_bounds = ""
     if variant["min_blocks"]:
         launch_bounds = f"__launch_bounds__({variant.threads}, {variant['min_blocks']})"
-    return _environment().get_template("rmsnorm_backward.cu.j2").render(
-        name=variant.id,
-        strategy=strategy,
-        determinism=variant.determinism,
-        constants=_constants(variant),
-        row_load=_LOAD_HINT[variant["load_hint"]],
-        row_store=_STORE_HINT[variant["store_hint"]],
-        element=_ELEMENT[variant.dtype],
-        weight=_ELEMENT[variant.weight_dtype],
-        cluster=variant["cluster"],
-        pipeline=variant["pipeline"],
-        weight_in=variant["weight_in"],
-        uses_slices=strategy in ("separate", "last_cta", "column_slices"),
-        uses_turns=strategy == "semaphore" or fragment == "bulk_turns",
-        dw_fragment=fragment,
-        launch_bounds=launch_bounds,
+    return (
+        _environment()
+        .get_template("rmsnorm_backward.cu.j2")
+        .render(
+            name=variant.id,
+            strategy=strategy,
+            determinism=variant.determinism,
+            constants=_constants(variant),
+            row_load=_LOAD_HINT[variant["load_hint"]],
+            row_store=_STORE_HINT[variant["store_hint"]],
+            element=_ELEMENT[variant.dtype],
+            weight=_ELEMENT[variant.weight_dtype],
+            cluster=variant["cluster"],
+            pipeline=variant["pipeline"],
+            weight_in=variant["weight_in"],
+            uses_slices=strategy in ("separate", "last_cta", "column_slices"),
+            uses_turns=strategy == "semaphore" or fragment == "bulk_turns",
+            dw_fragment=fragment,
+            launch_bounds=launch_bounds,
+        )
     )
 
 
@@ -88,7 +90,7 @@ def _constants(v: Variant) -> list[str]:
         ("kPartialStride", v.partial_stride, "floats of one row of partial dw"),
         ("kTailColumns", v.tail_columns, "columns of dw that a CTA of the tail sums at once"),
         ("kLevels", v["levels"], ""),
-        ("kSumThreads", SUM_THREADS, "of the second kernel"),
+        ("kSumThreads", v["sum_threads"], "of one CTA of the second kernel"),
         ("kSumsOffset", v.sums_offset, "bytes into shared memory"),
         ("kWeightOffset", v.weight_offset, ""),
         ("kBroadcastOffset", v.broadcast_offset, ""),
@@ -98,4 +100,3 @@ def _constants(v: Variant) -> list[str]:
     for name, value, meaning in rows:
         lines.append(f"constexpr int {name} = {value};" + (f"  // {meaning}" if meaning else ""))
     return lines
-

@@ -19,9 +19,7 @@ from generator.problem import Problem
 from generator.target import Target
 from generator.variant import DERIVED, Config, Geometry
 
-SPACE_FILE = (
-    Path(__file__).resolve().parent.parent / "search_spaces" / "rmsnorm_backward.yaml"
-)
+SPACE_FILE = Path(__file__).resolve().parent.parent / "search_spaces" / "rmsnorm_backward.yaml"
 PROBLEM_NAMES = ("M", "N", "dtype", "weight_dtype", "itemsize", "weight_itemsize", "exact")
 TARGET_NAMES = {
     "gpu": "name",
@@ -71,7 +69,7 @@ class Expression:
         return cls(text.strip(), names, compile(tree, where, "eval"))
 
     def __call__(self, names: Mapping[str, Any]) -> Any:
-        return eval(self.code, {"__builtins__": {}}, names)  # noqa: S307 (checked in parse)
+        return eval(self.code, {"__builtins__": {}}, names)
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class Rule:
         for literal, code, spec in self.say_parts:
             text += literal
             if code is not None:
-                text += format(eval(code, {"__builtins__": {}}, names), spec)  # noqa: S307
+                text += format(eval(code, {"__builtins__": {}}, names), spec)
         return text
 
 
@@ -254,9 +252,7 @@ class Space:
             + self._why_none(problem, target, rng, fixed or {})
         )
 
-    def _why_none(
-        self, problem: Problem, target: Target, rng: random.Random, fixed: Config
-    ) -> str:
+    def _why_none(self, problem: Problem, target: Target, rng: random.Random, fixed: Config) -> str:
         counts: dict[str, tuple[int, Rejection]] = {}
         for _ in range(300):
             drawn = {k.name: fixed.get(k.name, rng.choice(k.values)) for k in self.knobs}
@@ -300,7 +296,16 @@ def load_space(path: Path = SPACE_FILE) -> Space:
 
 KNOWN_KNOBS = frozenset(
     {
-        *("strategy", "order", "levels", "overlap", "slice_columns", "cluster", "pipeline"),
+        *(
+            "strategy",
+            "order",
+            "levels",
+            "overlap",
+            "slice_columns",
+            "sum_threads",
+            "cluster",
+            "pipeline",
+        ),
         *("stages", "threads_per_row", "rows_per_cta", "rows_in_flight", "vector_bytes", "reload"),
         *("weight_in", "ctas_per_sm", "grid", "min_blocks", "register_cap", "load_hint"),
         "store_hint",
@@ -340,9 +345,8 @@ def _read_knob(path: Path, name: Any, entry: Any, known: set[str], above: set[st
                 raise NormforgeError(
                     f"{where}: 'when' uses {used}, which needs the later knob '{late[0]}'"
                 )
-    return Knob(
-        name, tuple(values), str(entry["why"]), expression, entry.get("otherwise", values[0])
-    )
+    otherwise = entry["otherwise"] if "otherwise" in entry else values[0]
+    return Knob(name, tuple(values), str(entry["why"]), expression, otherwise)
 
 
 def _read_rule(path: Path, entry: Any, known: set[str]) -> Rule:

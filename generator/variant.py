@@ -19,8 +19,6 @@ from generator.target import WARP, Target
 Config = Mapping[str, int | str]
 """Knob name to value, for every knob of the space."""
 
-SUM_THREADS = 512
-"""Threads of the second kernel of the strategy `separate`."""
 
 
 def determinism_class(config: Config) -> str:
@@ -139,9 +137,7 @@ class Geometry:
     def weight_bytes(self) -> int:
         if self["weight_in"] == "registers":
             return 0
-        return int(
-            round_up(self.accumulators * self.weight_itemsize, 16) * self["threads_per_row"]
-        )
+        return int(round_up(self.accumulators * self.weight_itemsize, 16) * self["threads_per_row"])
 
     @property
     def broadcast_offset(self) -> int:
@@ -253,7 +249,7 @@ class Variant(Geometry):
             strategy=self["strategy"],
             determinism=self.determinism,
             threads=self.threads,
-            sum_threads=SUM_THREADS,
+            sum_threads=self["sum_threads"],
             smem_bytes=self.smem_bytes,
             vector_bytes=self["vector_bytes"],
             columns=self.columns,

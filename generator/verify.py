@@ -16,8 +16,8 @@ from generator.workload import Guarded, Inputs, Reference
 HALF_UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
 """Largest relative error of rounding once to nearest, by dtype."""
 FP32_SLACK = 64 * 2.0**-24
-"""What fp32 arithmetic may add to dx, in units of the row's largest |dx|, and to dw, in units of the
-sum of its terms' magnitudes: a few dozen roundings, well above what any order of summation
+"""What fp32 arithmetic may add to dx, in units of the row's largest |dx|, and to dw, in units of
+the sum of its terms' magnitudes: a few dozen roundings, well above what any order of summation
 showed and well below one lost row."""
 RUNS = 20
 
@@ -142,8 +142,8 @@ def check_repeats(
     runs: int = RUNS,
     around: Callable[[int], None] | None = None,
 ) -> str:
-    """Runs `runs` times, each on outputs and scratch dirtied with another byte, and compares all bits
-    with those of the first run. `around(i)` is called before run i, to disturb it.
+    """Runs `runs` times, each on outputs and scratch dirtied with another byte, and compares all
+    bits with those of the first run. `around(i)` is called before run i, to disturb it.
 
     Returns "" or which run differed in what.
     """

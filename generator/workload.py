@@ -29,8 +29,9 @@ class Inputs:
 class Reference:
     """dx (M, N) and dw (N,) from float64 arithmetic on the rounded inputs, with the magnitudes that
     bound the error of fp32 arithmetic: row_scale (M, 1), the largest |dx| of the row, and
-    dw_scale (N,), the sum of |dy * xhat| over the rows. dx is kept in float32 when the problem's dtype
-    is narrower (its error is 2^-24 then, far below a half unit of bf16 or fp16), else in float64."""
+    dw_scale (N,), the sum of |dy * xhat| over the rows. dx is kept in float32 when the problem's
+    dtype is narrower (its error is 2^-24 then, far below a half unit of bf16 or fp16), else in
+    float64."""
 
     dx: torch.Tensor
     dw: torch.Tensor
@@ -52,8 +53,9 @@ def _rstd(x: torch.Tensor) -> torch.Tensor:
 
 
 def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs:
-    """Random inputs on which every term shows: dy has a part along x whose sign alternates from row
-    to row, so that mean(xhat * w * dy) is large while dw stays near sqrt(M) and a lost row shows."""
+    """Random inputs on which every term shows: dy has a part along x whose sign alternates from
+    row to row, so that mean(xhat * w * dy) is large while dw stays near sqrt(M) and a lost row
+    shows."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype = TORCH_DTYPE[problem.dtype]
     shape = (problem.M, problem.N)
@@ -73,8 +75,8 @@ def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs
 
 def make_cancelling(problem: Problem, inputs: Inputs, seed: int = 1) -> Inputs:
     """Inputs whose dw is a small rest of large terms: the second half of the rows takes back, but
-    for small noise, what the first half adds, with magnitudes from 1 to 2^10. Adding partial sums in
-    another order changes the rest in its leading digits, so any reordering shows in dw."""
+    for small noise, what the first half adds, with magnitudes from 1 to 2^10. Adding partial sums
+    in another order changes the rest in its leading digits, so any reordering shows in dw."""
     generator = torch.Generator(inputs.x.device).manual_seed(seed)
     half = problem.M // 2
     if half == 0:

@@ -33,7 +33,7 @@ struct DwStrategy : DwContext {
       }
     }
     if (participant >= waiting) return;
-    cta_barrier();
+    cta_barrier();  // behind it, shared memory is the tail's as well
     float* buffer = reinterpret_cast<float*>(smem + kTilesOffset);
     WeightElement* out = own_dw();
     for (unsigned slice = participant; slice < slices; slice += participants)

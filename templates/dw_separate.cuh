@@ -16,7 +16,7 @@ struct DwStrategy : DwContext {
 // columns: of the whole row. CTA b sums slice b / kCluster of rank b % kCluster.
 extern "C" __global__ void __launch_bounds__(kSumThreads)
     sum_partials(const float* scratch, WeightElement* dw, int participants, int columns) {
-  __shared__ __align__(16) float buffer[kSumThreads * 4];
+  STATIC_SHARED(float, buffer, kSumThreads * 4);
   const int rank = static_cast<int>(blockIdx.x) % kCluster;
   const int slice = static_cast<int>(blockIdx.x) / kCluster;
   WeightElement* out = dw + rank * kColumns;

@@ -66,14 +66,28 @@ struct DwContext {
   DEVICE float* row(unsigned index) const {
     return scratch + (static_cast<long long>(index) * kCluster + rank) * kPartialStride;
   }
-  // This CTA's partial dw to workspace row `index`.
+  // This CTA's partial dw to workspace row `index`: straight from the registers of a single team,
+  // through shared memory where several teams are added first.
   DEVICE void store_row_of(unsigned index, const Rows& rows,
                            const float (&partial)[kVectors][kElements]) const {
-    const float* teams = store_partials(smem, rows, partial);
     float* own = row(index);
-    for_each_quad(columns, [&](int column) {
-      store_workspace(own + column, cta_partial(teams, column));
-    });
+    if constexpr (kTeams == 1 && kElements % 4 == 0) {
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        const int column = rows.column(j);
+        if (!rows.owns(column)) continue;
+#pragma unroll
+        for (int i = 0; i < kElements; i += 4)
+          store_workspace(own + column - rows.first_column + i,
+                          make_float4(partial[j][i], partial[j][i + 1], partial[j][i + 2],
+                                      partial[j][i + 3]));
+      }
+    } else {
+      const float* teams = store_partials(smem, rows, partial);
+      for_each_quad(columns, [&](int column) {
+        store_workspace(own + column, cta_partial(teams, column));
+      });
+    }
   }
 };
 

@@ -155,6 +155,10 @@ DEVICE unsigned take_ticket(unsigned* counter) {
 
 // -- Shared memory --
 
+// One array of the kernel: its size from the launch, or from the code.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+#define STATIC_SHARED(type, name, count) __shared__ __align__(16) type name[count]
+
 DEVICE unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }

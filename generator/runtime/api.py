@@ -50,10 +50,10 @@ class Package:
         """The target, and for every tuned shape how its kernel was found and checked."""
         shapes = {
             entry.shape: {
+                **entry.provenance,
                 "kernel": entry.kernel.file,
                 "determinism": entry.kernel.spec.determinism,
                 "evidence": entry.evidence,
-                **entry.provenance,
             }
             for entry in self.table.tuned
         }
@@ -69,20 +69,20 @@ class Package:
         the forward saved it. weight: (N,), of x's dtype or fp32. Returns dx, contiguous and of
         x's shape and dtype, and dw, of the weight's. No gradient flows through the results.
 
-        CPU tensors (float64 too, with rstd in fp32 or float64) are served by the formula in
-        PyTorch; what has no kernel here by ATen where it can, with one warning per reason.
+        CPU and meta tensors (float64 too, with rstd in fp32 or float64) are served by the formula
+        in PyTorch; what has no kernel here by ATen where it can, with one warning per reason.
         Everything runs on the current stream, may be captured into a CUDA graph and never waits.
 
         Raises TypeError or ValueError for arguments that do not fit, RuntimeError for what
         neither a kernel nor ATen serves, LaunchError when the driver refuses a launch.
         """
         try:
-            # All that the checks and the choice of a kernel depend on.
+            # All that the checks and the choice of a kernel depend on, in the cheapest form.
             signature = (
-                *(x.shape, x.stride(), x.dtype, x.device),
-                *(dy.shape, dy.stride(), dy.dtype, dy.device),
-                *(rstd.shape, rstd.stride(), rstd.dtype, rstd.device),
-                *(weight.shape, weight.stride(), weight.dtype, weight.device),
+                *(x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device()),
+                *(dy.shape, dy.is_contiguous() or dy.stride(), dy.dtype, dy.get_device()),
+                *(rstd.numel(), rstd.is_contiguous(), rstd.dtype, rstd.get_device()),
+                *(weight.shape, weight.is_contiguous(), weight.dtype, weight.get_device()),
                 (x.data_ptr() | dy.data_ptr()) % MAX_ALIGNMENT,
                 weight.data_ptr() % MAX_ALIGNMENT,
             )
@@ -113,7 +113,7 @@ class Package:
         dtype, weight_dtype: a torch dtype or bf16, fp16, fp32; the weight's is x's by default.
         Keys: shape, gpu, how (tuned, nearest, generic or none), reason; with a kernel also kernel,
         source, strategy, determinism (its class), evidence and launch; with a tuned one also
-        tuned_shape and its provenance (time, tie set, checks passed, study, date, …).
+        tuned_shape and provenance (time, tie set, checks passed, study, date, …).
         """
         name = dtype_name(dtype)
         weight_name = name if weight_dtype is None else dtype_name(weight_dtype)
@@ -147,7 +147,8 @@ class Package:
             },
         }
         if choice.tuned:
-            facts |= {"tuned_shape": choice.tuned.shape, **choice.tuned.provenance}
+            facts["tuned_shape"] = choice.tuned.shape
+            facts["provenance"] = choice.tuned.provenance
         return facts
 
     def warmup(
@@ -177,10 +178,10 @@ class Package:
     ) -> Call:
         """Check the arguments and decide what serves every call of their signature."""
         check_arguments(dy, x, rstd, weight)
-        if x.device.type == "cpu":
+        if x.device.type in ("cpu", "meta"):
             return reference_backward
         if x.device.type != "cuda":
-            raise ValueError(f"x is on {x.device}: only CUDA and CPU tensors are served")
+            raise ValueError(f"x is on {x.device}: CUDA, CPU and meta tensors are served")
         N = x.shape[-1]
         M = x.numel() // N
         if M == 0:

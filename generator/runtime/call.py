@@ -20,7 +20,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def check_arguments(
     dy: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor
 ) -> None:
-    """Raise TypeError or ValueError, with one sentence, for arguments that do not belong together."""
+    """Raise TypeError or ValueError, with one sentence, for arguments that do not fit together."""
     if x.dtype not in FLOATS:
         raise TypeError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
     if dy.dtype != x.dtype:

@@ -54,7 +54,6 @@ class Tuned:
     kernel: Kernel
     provenance: dict[str, Any]
 
-
     @property
     def shape(self) -> str:
         return shape_name(self.M, self.N, self.dtype, self.weight_dtype)
@@ -128,25 +127,26 @@ class Table:
         """
         sms = sms or int(self.target["sms"])
         shape = shape_name(M, N, dtype, weight_dtype)
-        passed_over = ""
+        passed_over = []
         for entry in self._by_distance(M, N, dtype, weight_dtype):
             fault = misfit(entry.kernel.spec, M, N, alignment, weight_alignment, sms)
             if fault:
-                passed_over = passed_over or f"; {entry.kernel.file} {fault}"
+                passed_over.append(f"{entry.kernel.file} {fault}")
             elif entry.M == M:
                 return Choice("tuned", f"{shape} was tuned", entry.kernel, entry)
             else:
-                reason = f"{shape} was not tuned; the nearest M tuned at N={N} is {entry.M}"
-                return Choice("nearest", reason + passed_over, entry.kernel, entry)
-        untuned = f"no kernel tuned at N={N} serves {shape}{passed_over}"
+                why = passed_over[0] if passed_over else f"{shape} was not tuned"
+                reason = f"{why}; the nearest M that serves it is {entry.M}"
+                return Choice("nearest", reason, entry.kernel, entry)
+        why = passed_over[0] if passed_over else f"nothing like {shape} was tuned"
         for kernel in sorted(self.generic, key=lambda k: (-k.spec.vector_bytes, k.spec.N)):
             spec = kernel.spec
             if (spec.dtype, spec.weight_dtype) != (dtype, weight_dtype) or N > spec.N:
                 continue
             if not misfit(spec, M, N, alignment, weight_alignment, sms):
-                reason = f"{untuned}; this one takes any shape up to N={spec.N}"
+                reason = f"{why}; this kernel takes any shape up to N={spec.N}"
                 return Choice("generic", reason, kernel)
-        return Choice("none", f"{untuned}, and no generic kernel does")
+        return Choice("none", f"{why}, and no generic kernel serves it")
 
     def _by_distance(self, M: int, N: int, dtype: str, weight_dtype: str) -> list[Tuned]:
         same = [

@@ -139,9 +139,7 @@ class LoadedKernel:
         driver, spec = cuda_driver(), self.spec
         action = "loading"
         module = checked(driver.cuModuleLoadData(self.cubin), action, spec.name)
-        main = checked(
-            driver.cuModuleGetFunction(module, MAIN_KERNEL.encode()), action, spec.name
-        )
+        main = checked(driver.cuModuleGetFunction(module, MAIN_KERNEL.encode()), action, spec.name)
         second = None
         if spec.strategy == "separate":
             second = checked(

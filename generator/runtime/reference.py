@@ -10,8 +10,8 @@ def reference_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx and dw of y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) per row.
 
-    dy, x: (..., N); rstd: one value per row; weight: (N,). With xhat = x * rstd and g = dy * weight:
-    dx = rstd * (g - xhat * mean(g * xhat)) and dw = the sum of dy * xhat over rows.
+    dy, x: (..., N); rstd: one value per row; weight: (N,). With xhat = x * rstd and
+    g = dy * weight: dx = rstd * (g - xhat * mean(g * xhat)); dw = sum of dy * xhat over the rows.
     Everything is computed in fp32 (in float64 for float64 inputs) and rounded once at the end.
     dx is contiguous and of x's shape and dtype, dw of the weight's.
     """

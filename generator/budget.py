@@ -1,0 +1,49 @@
+"""What a search may spend, and what it says while it spends it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from generator.errors import NormforgeError
+from generator.problem import Problem
+
+
+@dataclass(frozen=True)
+class Budget:
+    """When a search ends: after `trials` finished trials or `seconds` of search, whichever comes
+    first; a resumed study counts what it has of both. n_finalists: variants called to the finals.
+    sweep_limit: a space with at most as many legal configs is tried whole."""
+
+    trials: int | None = None
+    seconds: float | None = None
+    n_finalists: int = 6
+    sweep_limit: int = 200
+
+    def __post_init__(self) -> None:
+        if self.trials is None and self.seconds is None:
+            raise NormforgeError("a search needs a number of trials, of seconds, or both")
+        for name, value in (("trials", self.trials), ("seconds", self.seconds)):
+            if value is not None and not value > 0:
+                raise NormforgeError(f"a budget of {value} {name} is none: give more than 0")
+
+    def used(self, trials: int, seconds: float) -> float:
+        """Fraction of the budget that is used up."""
+        by_trials = trials / self.trials if self.trials else 0.0
+        return max(by_trials, seconds / self.seconds if self.seconds else 0.0)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a search stands. phase: origin of the latest trial (seed, tpe, neighbour, price, sweep)
+    or "finals"; total: trials in the budget, None when only seconds count; elapsed: seconds of
+    search; counts: finished trials by outcome."""
+
+    problem: Problem
+    phase: str
+    done: int
+    total: int | None
+    elapsed: float
+    best_us: float | None
+    best_ratio: float | None
+    counts: Mapping[str, int]

@@ -1,0 +1,63 @@
+// What the host twins of the kernel's primitives ask of the executor.
+//
+// Every function that a thread of the kernel may wait in can switch to another thread. `line` is the
+// line of the rendered source that the access or wait comes from. A function that finds a fault
+// ends the schedule and does not return.
+#pragma once
+
+struct Dim {
+  unsigned x;
+};
+extern Dim threadIdx, blockIdx, gridDim;
+
+namespace normforge {
+
+enum Input { kInputRows, kInputRstd, kInputWeight };  // kInputRows: x or dy
+enum Output { kOutputDx, kOutputDw };
+
+// Global memory: each checks the access, which the caller then makes.
+void input_read(Input input, const void* from, unsigned bytes, int line);
+void output_write(Output output, const void* to, unsigned bytes, int line);
+void workspace_read(const float* from, unsigned count, int line);
+void workspace_write(const float* to, unsigned count, int line);
+void workspace_add(float* to, const float* values, unsigned count, int line);  // adds, too
+
+unsigned counter_load_acquire(const unsigned* counter, int line);
+void counter_store(unsigned* counter, unsigned value, bool release, int line);
+unsigned counter_add(unsigned* counter, bool acquire, int line);  // adds 1, always a release
+
+// Shared memory: each checks the access, which the caller then makes.
+unsigned char* dynamic_shared();
+void* static_shared(unsigned bytes);
+void shared_read(const void* from, unsigned bytes, int line);
+void shared_write(const void* to, unsigned bytes, int line);
+
+// Threads that wait for each other.
+float shuffle_xor(float value, int mask, int line);
+void warp_barrier(int line);
+void cta_barrier(int line);
+void named_barrier(unsigned id, unsigned threads, int line);
+void cluster_barrier(int line);
+unsigned cluster_rank();
+
+// Copies that complete later.
+void copy_async(void* to, const void* from, unsigned bytes, int line);
+void copy_async_commit();
+void copy_async_wait(unsigned pending, int line);
+
+void mbarrier_init(unsigned long long* barrier, unsigned arrivals, int line);
+void mbarrier_expect(unsigned long long* barrier, unsigned bytes, int line);
+void mbarrier_wait(unsigned long long* barrier, unsigned phase, bool cluster, int line);
+void bulk_load(void* to, const void* from, unsigned bytes, unsigned long long* barrier, int line);
+void bulk_to_global(float* to, const float* from, unsigned bytes, bool add, int line);
+void bulk_commit();
+void bulk_wait(bool written, int line);
+void fence_async_shared();
+void fence_async_global();
+void store_cluster(float* to, float value, unsigned long long* barrier, unsigned rank, int line);
+
+// Programmatic dependent launch.
+void allow_dependents();
+void wait_for_primary(int line);
+
+}  // namespace normforge

@@ -1,0 +1,307 @@
+// The state of the emulated GPU while one launch runs under one schedule.
+//
+// All threads are fibers of one host thread; nothing here is shared between host threads.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "fiber.h"
+#include "host_api.h"
+
+namespace normforge {
+
+constexpr unsigned kWarp = 32;
+constexpr unsigned kFullWarp = 0xffffffffu;
+constexpr unsigned kUnset = 0xffffffffu;
+
+// SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
+struct Rng {
+  std::uint64_t state;
+
+  std::uint64_t next() {
+    std::uint64_t z = state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+  }
+  unsigned below(unsigned count) {
+    return static_cast<unsigned>((next() >> 32) * count >> 32);
+  }
+  bool chance(unsigned percent) { return percent >= 100 || (percent > 0 && below(100) < percent); }
+};
+
+// How the seed shapes one schedule; every field is drawn anew for every seed.
+struct Policy {
+  enum Pick { kAny, kPriority, kSameCta, kStarve } pick;
+  enum Lanes { kAscending, kDescending, kRotated } lanes;
+  unsigned land_percent;   // before a turn, that a piece of a copy lands
+  unsigned yield_percent;  // that a thread yields before an operation other CTAs can see
+  unsigned break_percent;  // that a warp's turn ends at a shuffle
+  unsigned start_percent;  // before a turn, that a waiting CTA starts
+  bool shuffled_ctas;      // CTAs start in a random order, not by index
+};
+
+// ---- What is ordered before what -----------------------------------------------------------------
+// A point in the life of a thread as its barriers see it. Everything that a thread of the CTA did
+// before its CTA barrier number n has cta_time <= n and is ordered before whatever a thread
+// does after it; team_time is the same for the barriers of one team (the threads that share a row).
+struct Event {
+  static constexpr unsigned kNone = 0, kTeam = 0x2000, kCta = 0x4000, kInitial = 0x6000,
+                            kCopy = 0x8000;
+  std::uint64_t who : 16;  // thread + 1, or one of the above (kTeam + team: several of its threads)
+  std::uint64_t cta_time : 24;
+  std::uint64_t team_time : 24;
+};
+static_assert(sizeof(Event) == 8, "cells of the shadow memory stay small");
+
+// The last write and the last reads of a granule of shared memory.
+struct Cell {
+  Event writer;  // who == kCopy: an asynchronous copy, whose index the times hold
+  Event reader;
+};
+
+// The last write of a word of the workspace.
+struct Word {
+  unsigned cta = 0;
+  unsigned copy = kUnset;  // a bulk operation: its event counts once it has been published
+  unsigned release = 0;    // releases that the thread had made before
+  Event event{Event::kNone, 0, 0};
+};
+
+// What a thread or CTA knows to have happened in other CTAs.
+struct Clock {
+  struct Own {  // a thread's own doings up to its release, which no barrier has collected yet
+    unsigned cta, thread, release;
+  };
+  std::vector<unsigned> cta_time;  // events with an earlier cta_time are known, by CTA
+  std::vector<Own> own;
+
+  void join(const Clock& other);
+  bool knows(const Word& word) const;
+  bool empty() const { return cta_time.empty(); }
+};
+
+// ---- Threads -------------------------------------------------------------------------------------
+
+struct Wait {
+  enum Kind {
+    kNothing, kShuffle, kWarpBarrier, kCtaBarrier, kNamedBarrier, kClusterBarrier, kMbarrier,
+    kCounter, kBulkRead, kBulkWritten, kPrimary
+  } kind = kNothing;
+  int line = 0;
+  unsigned object = 0;  // id of the barrier, index of the mbarrier or of the counter
+  unsigned phase = 0;
+};
+
+struct PendingCopy {  // cp.async
+  unsigned char* to;
+  const unsigned char* from;
+  unsigned bytes;
+};
+struct CopyGroup {
+  unsigned copy;  // index of its Copy, or kUnset for an empty group
+  std::vector<PendingCopy> copies;
+};
+
+struct Cta;
+struct Warp;
+
+struct Thread {
+  Fiber fiber;
+  Cta* cta = nullptr;
+  Warp* warp = nullptr;
+  unsigned index = 0, lane = 0, team = 0;
+  unsigned team_time = 0;
+  unsigned releases = 0;
+  bool done = false;
+  bool wrote_shared = false;    // since its last fence_async_shared
+  bool acquired = false;        // since its last fence_async_global
+  Wait wait;
+  const unsigned* polled = nullptr;  // the counter of its last acquire load, and the version read
+  unsigned polled_version = 0;
+  Clock learned;                      // by acquire, since the last barrier
+  std::vector<unsigned> bulk;         // its bulk operations to global memory
+  std::vector<CopyGroup> groups;      // cp.async, oldest first; the last one is open
+
+  Event now() const;
+};
+
+struct Warp {
+  Cta* cta = nullptr;
+  Thread* threads = nullptr;  // 32 of them
+  unsigned ready = 0;         // lanes that can run
+  unsigned turn = 0;          // lanes that may still run in the turn under way
+  unsigned priority = 0;
+  int place = -1;             // in Machine::ready
+  Wait meeting;               // the shuffle or warp barrier that `arrived` lanes have reached
+  unsigned arrived = 0;
+  unsigned parity = 0;
+  float values[2][kWarp];
+};
+
+struct Barrier {
+  unsigned arrived = 0, threads = 0, first = 0;
+  int line = 0;
+};
+
+struct Mbarrier {
+  unsigned arrivals = 0, missing = 0, completed = 0;
+  long long bytes = 0;       // still to come in this phase
+  Event init{};
+  Event first_wait{};        // the first thread that saw the newest completed phase, and when
+  unsigned first_wait_phases = 0;
+  std::vector<Thread*> waiting;
+};
+
+struct Grid;
+
+struct Cluster {
+  std::vector<Cta*> ctas;
+  unsigned arrived = 0;
+  int line = 0;
+};
+
+struct Cta {
+  Grid* grid = nullptr;
+  Cluster* cluster = nullptr;
+  unsigned id = 0;     // unique in the launch, over both grids
+  unsigned block = 0;  // blockIdx.x
+  unsigned rank = 0;
+  unsigned alive = 0;
+  unsigned time = 1;
+  bool running = false;
+  bool allows_dependents = false;
+  bool knows_primary = false;  // everything the first grid did
+  unsigned arriving = 0;       // asynchronous copies into its shared memory under way
+  unsigned leaving = 0;        // bulk operations that still read its shared memory
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  std::vector<unsigned char> memory;
+  unsigned char* shared = nullptr;
+  unsigned shared_bytes = 0;
+  std::vector<Cell> cells;
+  Barrier barrier;
+  Barrier named[16];
+  std::vector<Mbarrier> mbarriers;
+  std::vector<unsigned> waited;  // [mbarrier * threads + thread]: phases that the thread has seen
+  Clock known;
+};
+
+struct Grid {
+  const char* kernel = "";
+  unsigned ctas = 0, threads = 0, shared_bytes = 0, cluster = 1, team_threads = 0;
+  unsigned first_id = 0, started = 0, finished = 0;
+  std::vector<unsigned> order;  // of clusters
+};
+
+// ---- Memory --------------------------------------------------------------------------------------
+
+struct Buffer {
+  const char* name = "";
+  unsigned char* base = nullptr;
+  std::size_t rows = 0, pitch = 0, row_bytes = 0;  // bytes between rows, and those that count
+  unsigned item = 1;                               // bytes of an element
+
+  std::size_t extent() const { return rows ? (rows - 1) * pitch + row_bytes : 0; }
+  bool holds(const void* at, std::size_t bytes) const {
+    const auto offset = static_cast<std::size_t>(static_cast<const unsigned char*>(at) - base);
+    return offset < extent() && offset % pitch + bytes <= row_bytes;
+  }
+};
+
+enum BufferId {
+  kX, kDy, kRstd, kWeight, kDx, kDw, kCounters, kZeroed, kScratch, kBuffers
+};
+
+// An asynchronous copy, on its way until it has landed whole.
+struct Copy {
+  enum Kind { kLoad, kThreadLoad, kStore, kAdd, kCluster } kind;
+  Cta* cta;  // whose thread asked for it
+  unsigned cta_id, thread;
+  int line;
+  unsigned char* to;
+  const unsigned char* from;
+  unsigned bytes;
+  unsigned landed = 0;
+  Cta* target = nullptr;      // whose shared memory it fills
+  unsigned mbarrier = 0, phase = kUnset;  // the phase that it was counted on, once landed
+  std::vector<unsigned char> staged;      // to global memory: what was read from shared memory
+  bool committed = false, waited = false, published = false;
+  Event event{};              // when published
+  unsigned release = 0;
+};
+
+struct Counter {
+  unsigned version = 0;
+  Clock clock;  // what a thread that acquires it learns
+  std::vector<Thread*> waiting;
+};
+
+// The numbers of one launch, as runtime/plan.py computes them.
+struct Launch {
+  unsigned grid = 0, threads = 0, cluster = 1, shared_bytes = 0, team_threads = 0;
+  unsigned sum_grid = 0, sum_threads = 0;
+  unsigned dependent = 0, ordered_adds = 0, granule = 4;
+  unsigned rows = 0, columns = 0, item = 0, weight_item = 0;
+  unsigned x_stride = 0, dy_stride = 0, dx_stride = 0, misaligned_bytes = 0;
+  unsigned counters = 0, zeroed = 0, scratch = 0, partial_columns = 0, partial_stride = 0, group = 0;
+};
+
+struct Machine {
+  Launch launch;
+  Buffer buffers[kBuffers];
+  std::vector<unsigned char> written[2];  // dx, dw: one byte per element
+  std::vector<Word> words[2];             // zeroed, scratch
+  std::vector<std::vector<Word>> adds;    // unordered adds to the quads of `zeroed` since a store
+  std::vector<Counter> counters;
+
+  Rng rng{0};
+  Policy policy{};
+  unsigned residency = 0, resident = 0;
+  Grid main, sum;
+  std::vector<Cta*> ctas;   // running now
+  std::vector<Warp*> ready;
+  std::vector<Copy> copies;
+  std::vector<unsigned> flying;  // indices of copies that land by themselves
+  Thread* current = nullptr;     // null while the scheduler runs
+  Warp* turn = nullptr;
+  Fiber scheduler;
+  unsigned last_cta = 0, starved = 0;
+  unsigned long long steps = 0;
+  std::string fault;             // the first one ends the schedule
+};
+extern Machine m;
+
+// ---- Between the files -----------------------------------------------------------------------------
+
+// Ends the schedule with a sentence about the current thread. From a thread it does not return; from
+// the scheduler it does.
+[[gnu::format(printf, 2, 3)]] void fault(int line, const char* format, ...);
+std::string thread_name(const Cta& cta, unsigned thread);
+std::string place_of(const void* address);  // "x[3, 17]" or where it is beside a buffer
+
+// memory.cpp
+void lay_out_memory();   // once
+void reset_memory();     // before every schedule
+void check_end_state();  // after it
+Buffer& checked_buffer(unsigned mask, const void* at, std::size_t bytes, const char* verb, int line);
+bool ordered(const Event& before, const Thread& now);
+void note_shared_copy(Cta& cta, const void* to, unsigned bytes, unsigned copy, int line);
+void note_copied(Thread& thread, const void* to, unsigned bytes);
+void note_workspace_copy(unsigned copy, bool add, int line);
+void check_bulk_source(const void* from, unsigned bytes, int line);
+
+// threads.cpp
+void run_schedule(std::uint64_t seed, unsigned residency);
+void make_ready(Thread& thread);
+void wait_for(Wait::Kind kind, int line, unsigned object = 0, unsigned phase = 0);
+void maybe_yield();
+void pass_team_barrier(Thread& thread, unsigned time);
+
+// copies.cpp
+void land_one();  // a piece of a copy on its way
+std::string describe_copy(const Copy& copy);
+
+}  // namespace normforge

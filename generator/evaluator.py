@@ -1,0 +1,67 @@
+"""What the search asks of a compiler and of a GPU, and what it decides without a GPU."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Protocol
+
+from generator.compile import Compiled, resource_fault
+from generator.problem import Problem
+from generator.result import Result
+from generator.runtime.plan import plan_launch
+from generator.target import Target
+from generator.variant import Variant
+
+
+class Pool(Protocol):
+    """Compiles variants in the background; generator.compile.CompilePool is one."""
+
+    processes: int
+
+    def submit(self, variant: Variant) -> Future[Compiled]: ...
+
+    def result(self, variant: Variant, future: Future[Compiled]) -> Compiled: ...
+
+
+class Evaluator(Protocol):
+    """Answers for compiled variants. A bad variant is a Result, never an exception."""
+
+    @property
+    def evidence(self) -> str:
+        """`measured` or `predicted`."""
+        ...
+
+    def evaluate(
+        self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
+    ) -> Result:
+        """Accuracy, determinism and time. best_us: µs of the best variant so far, with which a slow
+        one may be given up early."""
+        ...
+
+    def finals(self, problem: Problem, entries: list[tuple[Variant, Compiled]]) -> Sequence[Result]:
+        """Interleaved times and the full determinism checks, in the order of the entries."""
+        ...
+
+
+def refuse(variant: Variant, compiled: Compiled, problem: Problem, target: Target) -> Result | None:
+    """The result of a variant that must not run on the target, None for one that may."""
+    if compiled.error:
+        lines = [line.strip() for line in compiled.error.splitlines() if line.strip()]
+        first = next((line for line in lines if "error" in line), lines[0])
+        return Result("compile_error", note=first)
+    launch = plan_launch(variant.spec(target.sms), problem.M)
+    fault = resource_fault(variant, compiled, launch, target)
+    return Result("resource", note=fault) if fault else None
+
+
+def identity(variant: Variant, compiled: Compiled, problem: Problem, target: Target) -> str:
+    """Sixteen hex digits over the machine code and the launch: variants equal in it do the same
+    work on the same number of rows, so that one measurement serves all."""
+    spec = variant.spec(target.sms)
+    launch = plan_launch(spec, problem.M)
+    # These fields act through the launch alone.
+    rest = replace(spec, name="", ctas_per_sm=0, even_grid=False)
+    return hashlib.sha256(repr((compiled.digest, rest, launch)).encode()).hexdigest()[:16]

@@ -1,0 +1,96 @@
+"""The finals of a study: the best variants once more, side by side, under the full checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from generator.compile import Compiled
+from generator.evaluator import Evaluator, Pool, refuse
+from generator.legal import LegalConfigs
+from generator.result import Result
+from generator.store import Record
+from generator.variant import Config, Variant, make_variant
+from generator.winner import Finalist, may_win
+
+
+@dataclass(frozen=True)
+class Final:
+    """One variant in the finals."""
+
+    variant: Variant
+    compiled: Compiled
+    result: Result
+
+    @property
+    def may_win(self) -> bool:
+        return may_win(self.variant.config, self.result)
+
+    @property
+    def finalist(self) -> Finalist:
+        """Its entry in a Winner; only a timed variant has one."""
+        assert self.result.us is not None
+        assert self.result.ratio is not None
+        config = dict(self.variant.config)
+        return Finalist(self.variant.id, config, self.result.us, self.result.ratio)
+
+
+def hold_finals(
+    legal: LegalConfigs,
+    pool: Pool,
+    evaluator: Evaluator,
+    records: Sequence[Record],
+    incumbent: Config | None,
+    size: int,
+) -> list[Final]:
+    """Finals of the `size` best of `records` and the incumbent, in rounds: while nobody passes, the
+    next best are called up. The fastest variant that may not win runs in the first round, for its
+    time."""
+    barred = [record for record in records if record.result.timed and not record.feasible]
+    called = [incumbent] if incumbent is not None else []
+    called += [record.config for record in sorted(barred, key=lambda r: r.ratio)[:1]]
+    waiting = [config for config in contenders(legal, records) if config not in called]
+    finals: list[Final] = []
+    while (called or waiting) and not any(final.may_win for final in finals):
+        entries = _compile(legal, pool, called + waiting[:size])
+        called, waiting = [], waiting[size:]
+        results = evaluator.finals(legal.problem, entries) if entries else []
+        finals += [
+            Final(variant, compiled, result)
+            for (variant, compiled), result in zip(entries, results, strict=True)
+        ]
+    return finals
+
+
+def contenders(legal: LegalConfigs, records: Iterable[Record]) -> list[Config]:
+    """Configs that may win, best ratio first. Of several that are one measurement the first in the
+    order of the space stands for all, whichever was tried first."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if record.feasible:
+            groups.setdefault(record.identity, []).append(record)
+    ranked = [
+        min((record.ratio, legal.rank(record.config), record) for record in group)
+        for group in groups.values()
+    ]
+    return [record.config for _, _, record in sorted(ranked)]
+
+
+def fastest_barred(finals: Sequence[Final]) -> Finalist | None:
+    """The fastest variant of the finals that may not win because its bits change."""
+    times = [final.finalist for final in finals if final.result.timed and not final.may_win]
+    return min(times, key=lambda finalist: finalist.ratio, default=None)
+
+
+def _compile(
+    legal: LegalConfigs, pool: Pool, configs: Sequence[Config]
+) -> list[tuple[Variant, Compiled]]:
+    variants = [make_variant(config, legal.problem) for config in configs]
+    futures = [pool.submit(variant) for variant in variants]
+    entries = []
+    for variant, future in zip(variants, futures, strict=True):
+        compiled = pool.result(variant, future)
+        # Fit to run when they were tried, but the templates or the compiler may have changed.
+        if refuse(variant, compiled, legal.problem, legal.target) is None:
+            entries.append((variant, compiled))
+    return entries

@@ -1,0 +1,263 @@
+"""Where studies live: an Optuna journal file, or any database that Optuna knows.
+
+A trial is written when it is finished, in one record. A killed run therefore leaves no half-known
+trial behind, and what it had under way is simply tried again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import optuna
+from optuna.exceptions import StorageInternalError
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.trial import FrozenTrial, TrialState
+
+from generator.errors import NormforgeError
+from generator.problem import Problem
+from generator.result import Result
+from generator.space import Space
+from generator.target import Target
+from generator.variant import Config
+from generator.winner import Winner, may_win
+
+JOURNAL_NAME = "studies.journal"
+"""The study file in the folder of a GPU; optuna-dashboard opens it."""
+_RECORD_START = b'{"op_code":'
+
+
+class _KernelLock(JournalFileOpenLock):
+    """flock on the journal itself. The kernel drops it with its holder, so kill -9 leaves nothing
+    stale; Optuna's own locks are files that outlive their holder and stall the next run until a
+    grace period ends."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._path = path
+        self._handle = -1
+
+    def acquire(self) -> bool:
+        self._handle = os.open(self._path, os.O_RDWR)
+        fcntl.flock(self._handle, fcntl.LOCK_EX)
+        return True
+
+    def release(self) -> None:
+        os.close(self._handle)
+
+
+def open_storage(where: str | Path) -> BaseStorage:
+    """The storage at `where`: a URL (with "://", passed through to Optuna) or the path of a journal
+    file, which is created with its folder when missing.
+
+    The last record of a journal that a kill or a full disk tore is cut off. Raises NormforgeError,
+    and leaves the file as it is, when any other part of it is no journal.
+    """
+    # Optuna reports every new study on stderr, which belongs to the progress line.
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if "://" in str(where):
+        return _open_database(str(where))
+    path = Path(where)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _check_journal(path)
+        backend = JournalFileBackend(str(path), lock_obj=_KernelLock(path))
+    except OSError as error:
+        raise NormforgeError(
+            f"cannot use {path} for the studies ({error.strerror}): choose another output folder"
+        ) from error
+    try:
+        return JournalStorage(backend)
+    except Exception as error:  # Optuna raises whatever the content makes its replay stumble over
+        raise _corrupt(path, f"Optuna cannot replay it ({type(error).__name__})") from error
+
+
+def _open_database(url: str) -> BaseStorage:
+    try:
+        return RDBStorage(url)
+    except Exception as error:  # whatever the driver raises, import errors included
+        parts = urlsplit(url)
+        shown = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"  # without the password
+        reason = " ".join(str(error).split())[:200]
+        raise NormforgeError(
+            f"cannot open the storage {shown} ({type(error).__name__}: {reason}): "
+            "check the URL, the driver and the server"
+        ) from error
+
+
+def _check_journal(path: Path) -> None:
+    """Check every record. Only a torn last one is repaired, because an append would join it."""
+    complete, torn = _read_journal(path)
+    if not torn:
+        return
+    lock = _KernelLock(path)
+    lock.acquire()
+    try:
+        # Another run may have been in the middle of writing it.
+        complete, torn = _read_journal(path)
+        if torn:
+            os.truncate(path, complete)
+    finally:
+        lock.release()
+
+
+def _read_journal(path: Path) -> tuple[int, bool]:
+    """Bytes of complete records, and whether a torn one follows."""
+    content = path.read_bytes()
+    complete = content.rfind(b"\n") + 1
+    for number, line in enumerate(content[:complete].split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise _corrupt(path, f"line {number} is no JSON") from error
+        if not isinstance(record, dict) or "op_code" not in record:
+            raise _corrupt(path, f"line {number} is no record of an Optuna journal")
+    torn = content[complete:]
+    if torn and not torn.startswith(_RECORD_START) and not _RECORD_START.startswith(torn):
+        raise _corrupt(path, "its end is no record of an Optuna journal")
+    return complete, bool(torn)
+
+
+def _corrupt(path: Path, reason: str) -> NormforgeError:
+    return NormforgeError(
+        f"the study file {path} is corrupt: {reason}; restore it, or move it away to start anew"
+    )
+
+
+def study_name(
+    problem: Problem, target: Target, evidence: str, space: Space, revision: str = ""
+) -> str:
+    """Names the study of a problem: results that must not mix have different names. The number of
+    SMs takes part because a slice of a GPU keeps its name, and `revision` for whatever else
+    the results depend on, such as the templates."""
+    name = f"{problem}@{target}-{target.sms}sm:{evidence}:{space.hash}"
+    return f"{name}:{revision}" if revision else name
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished trial.
+
+    variant: its id; origin: the part of the search that chose it; elapsed: seconds of search in the
+    study when it finished; cubin: digest of the machine code; identity: digest of cubin and launch
+    (equal ones are measured once); registers per thread and smem bytes per CTA of the main kernel,
+    None without a cubin; shared_with: number of the trial whose result this one has, None when it
+    has its own.
+    """
+
+    config: Config
+    variant: str
+    result: Result
+    origin: str
+    elapsed: float
+    cubin: str = ""
+    identity: str = ""
+    registers: int | None = None
+    smem: int | None = None
+    shared_with: int | None = None
+
+    @property
+    def feasible(self) -> bool:
+        return may_win(self.config, self.result)
+
+    @property
+    def ratio(self) -> float:
+        """Ratio to the floor; infinite where no time is known."""
+        return float("inf") if self.result.ratio is None else self.result.ratio
+
+    def attributes(self) -> dict[str, Any]:
+        """The user attributes of the trial, in which the whole record is stored. `outcome` and
+        `feasible` repeat what follows from the others, for people who look at the study."""
+        return {
+            "variant": self.variant,
+            "outcome": self.result.outcome,
+            "feasible": self.feasible,
+            "result": self.result.to_json(),
+            "origin": self.origin,
+            "elapsed": round(self.elapsed, 3),
+            "cubin": self.cubin,
+            "identity": self.identity,
+            "registers": self.registers,
+            "smem": self.smem,
+            "shared_with": self.shared_with,
+        }
+
+    @classmethod
+    def from_trial(cls, trial: FrozenTrial) -> Record:
+        stored = {
+            name: value
+            for name, value in trial.user_attrs.items()
+            if name in cls.__dataclass_fields__
+        }
+        result = Result.from_json(stored["result"])
+        return cls(**{**stored, "config": trial.params, "result": result})
+
+
+class StudyLog:
+    """The stored study of one problem."""
+
+    def __init__(self, storage: BaseStorage, name: str) -> None:
+        self.name = name
+        try:
+            try:
+                self._study = optuna.load_study(study_name=name, storage=storage)
+            except KeyError:
+                self._study = optuna.create_study(
+                    storage=storage, study_name=name, direction="minimize", load_if_exists=True
+                )
+        except (OSError, StorageInternalError) as error:
+            raise self._lost(error) from error
+
+    def trials(self) -> list[FrozenTrial]:
+        """Trials with a record, oldest first."""
+        states = (TrialState.COMPLETE, TrialState.PRUNED)
+        return self._study.get_trials(deepcopy=False, states=states)
+
+    def add(self, trial: FrozenTrial) -> None:
+        """Write one finished trial in one record."""
+        try:
+            self._study.add_trial(trial)
+        except (OSError, StorageInternalError) as error:
+            raise self._lost(error) from error
+
+    @property
+    def winner(self) -> Winner | None:
+        """The winner of the last finals."""
+        return _winner(self._study.user_attrs)
+
+    def save_finals(self, winner: Winner | None, finals: Sequence[tuple[Config, Result]]) -> None:
+        """Keep the finals and their winner as attributes of the study."""
+        entries = [{"config": dict(c), "result": r.to_json()} for c, r in finals]
+        try:
+            self._study.set_user_attr("finals", entries)
+            self._study.set_user_attr("winner", winner and winner.to_json())
+        except (OSError, StorageInternalError) as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> NormforgeError:
+        return NormforgeError(
+            f"cannot write to study {self.name} ({error}): finished trials are kept; "
+            "put the storage right and run the same command to continue"
+        )
+
+
+def stored_winners(storage: BaseStorage) -> list[Winner]:
+    """Winners of every study in the storage, oldest first."""
+    found = [_winner(study.user_attrs) for study in storage.get_all_studies()]
+    return sorted((winner for winner in found if winner), key=lambda winner: winner.date)
+
+
+def _winner(attributes: Mapping[str, Any]) -> Winner | None:
+    try:
+        return Winner.from_json(attributes["winner"])
+    except (KeyError, TypeError):
+        # No finals yet, none won, or another version of this program wrote them.
+        return None

@@ -1,0 +1,554 @@
+"""The runtime of an emitted package, without a GPU: the formula, the choice of a kernel, what is
+handed to the driver, and who shares which memory. A fake driver stands in for CUDA's."""
+
+# ruff: noqa: N802 (the fake driver has the names of the real one)
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cuda.bindings import driver as cuda
+
+from generator.runtime import call as call_module
+from generator.runtime import launch as launch_module
+from generator.runtime import workspace as workspace_module
+from generator.runtime.call import KernelCall, aten_backward, check_arguments, row_stride
+from generator.runtime.dispatch import Kernel, Table, Tuned, runs_on
+from generator.runtime.launch import LaunchError, LoadedKernel
+from generator.runtime.plan import KernelSpec, Launch, plan_launch
+from generator.runtime.reference import reference_backward
+from generator.runtime.workspace import LINE, SLAB, Workspaces, Zeros
+
+SPEC = KernelSpec(
+    name="example",
+    N=1024,
+    exact=True,
+    dtype="bf16",
+    weight_dtype="bf16",
+    strategy="column_slices",
+    determinism="gpu_to_gpu",
+    threads=256,
+    sum_threads=512,
+    smem_bytes=50_000,
+    vector_bytes=16,
+    columns=1024,
+    partial_stride=1024,
+    slice_columns=32,
+    rows_in_flight=1,
+    rows_per_cta=2,
+    cluster=1,
+    cooperative=True,
+    dependent=False,
+    accumulates=False,
+    turns=False,
+    levels=1,
+    ctas_per_sm=1,
+    even_grid=False,
+    sms=132,
+)
+SEPARATE = replace(
+    SPEC, name="two_kernels", strategy="separate", cooperative=False, dependent=True, cluster=2
+)
+
+
+class FakeDriver:
+    """Types and constants of the real bindings; calls are recorded and succeed."""
+
+    def __init__(self) -> None:
+        self.loads = 0
+        self.attributes: list[tuple[Any, int]] = []
+        self.launches: list[SimpleNamespace] = []
+        self.zeroed: list[tuple[int, int]] = []
+        self.freed: list[tuple[int, int]] = []
+        self.capture_modes: list[Any] = []
+        self.status: Any = cuda.CUresult.CUDA_SUCCESS
+        self._mode: Any = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+        self._next_address = 1 << 32
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("cu"):
+            raise AssertionError(f"unexpected driver call {name}")
+        return getattr(cuda, name)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
+        self.capture_modes.append(mode)
+        before, self._mode = self._mode, mode
+        return self.status, before
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[Any, ...]:
+        assert self._mode == cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self.loads += 1
+        return cuda.CUresult.CUDA_SUCCESS, image
+
+    def cuModuleGetFunction(self, module: bytes, name: bytes) -> tuple[Any, ...]:
+        return cuda.CUresult.CUDA_SUCCESS, name.decode()
+
+    def cuFuncSetAttribute(self, function: str, attribute: Any, value: int) -> tuple[Any, ...]:
+        self.attributes.append((attribute, value))
+        return (cuda.CUresult.CUDA_SUCCESS,)
+
+    def cuLaunchKernelEx(
+        self, config: Any, function: str, parameters: int, extra: int
+    ) -> tuple[Any, ...]:
+        attributes = {
+            attribute.id: attribute.value for attribute in config.attrs[: config.numAttrs]
+        }
+        self.launches.append(
+            SimpleNamespace(
+                function=function,
+                grid=config.gridDimX,
+                block=config.blockDimX,
+                smem=config.sharedMemBytes,
+                stream=int(config.hStream),
+                attributes=attributes,
+                arguments=read_arguments(function, parameters),
+                block_address=parameters,
+            )
+        )
+        return (self.status,)
+
+    def cuMemAlloc(self, size: int) -> tuple[Any, ...]:
+        assert self._mode == cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        address, self._next_address = self._next_address, self._next_address + size
+        return cuda.CUresult.CUDA_SUCCESS, cuda.CUdeviceptr(address)
+
+    def cuMemAllocAsync(self, size: int, stream: int) -> tuple[Any, ...]:
+        return self.cuMemAlloc(size)
+
+    def cuMemFreeAsync(self, address: int, stream: int) -> tuple[Any, ...]:
+        self.freed.append((address, stream))
+        return (cuda.CUresult.CUDA_SUCCESS,)
+
+    def cuStreamCreate(self, flags: Any) -> tuple[Any, ...]:
+        assert flags == cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
+        return cuda.CUresult.CUDA_SUCCESS, "aside"
+
+    def cuMemsetD8Async(self, at: int, value: int, size: int, stream: str) -> tuple[Any, ...]:
+        assert (value, stream) == (0, "aside")
+        self.zeroed.append((at, size))
+        return (cuda.CUresult.CUDA_SUCCESS,)
+
+    def cuStreamSynchronize(self, stream: str) -> tuple[Any, ...]:
+        return (cuda.CUresult.CUDA_SUCCESS,)
+
+    def cuStreamDestroy(self, stream: str) -> tuple[Any, ...]:
+        return (cuda.CUresult.CUDA_SUCCESS,)
+
+
+def read_arguments(function: str, parameters: int) -> tuple[int, ...]:
+    """What the driver would copy, given the kernels' parameter lists."""
+    formats = "QQQQQQQQQqqqqii" if function == "rmsnorm_backward" else "QQii"
+    addresses = struct.unpack(f"{len(formats)}Q", ctypes.string_at(parameters, 8 * len(formats)))
+    return tuple(
+        struct.unpack(code, ctypes.string_at(address, struct.calcsize(code)))[0]
+        for code, address in zip(formats, addresses, strict=True)
+    )
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    fake = FakeDriver()
+    monkeypatch.setattr(launch_module, "cuda_driver", lambda: fake)
+    monkeypatch.setattr(workspace_module, "cuda_driver", lambda: fake)
+    return fake
+
+
+def tensors(
+    M: int = 6, N: int = 1024, dtype: torch.dtype = torch.bfloat16, weight: Any = None
+) -> tuple[torch.Tensor, ...]:
+    """dy, x, rstd, weight with a true rstd."""
+    generator = torch.Generator().manual_seed(M * N)
+    x = torch.randn(M, N, generator=generator).to(dtype)
+    dy = torch.randn(M, N, generator=generator).to(dtype)
+    scale = (1 + 0.1 * torch.randn(N, generator=generator)).to(weight or dtype)
+    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    return dy, x, rstd, scale
+
+
+# ---- The formula -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", [None, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_formula_agrees_with_autograd_in_float64(dtype: torch.dtype, weight: Any) -> None:
+    dy, x, rstd, scale = tensors(64, 96, dtype, weight)
+    dx, dw = reference_backward(dy, x, rstd, scale)
+    wide = [t.double().requires_grad_() for t in (x, scale)]
+    y = torch.nn.functional.rms_norm(wide[0], (96,), wide[1], eps=1e-6)
+    y.backward(dy.double())
+    assert (dx.dtype, dw.dtype) == (x.dtype, scale.dtype)
+    for got, leaf in ((dx, wide[0]), (dw, wide[1])):
+        assert leaf.grad is not None
+        # One rounding to the output's dtype, and fp32 in the middle (rstd is fp32 throughout).
+        bound = 2e-6 + torch.finfo(got.dtype).eps
+        error = (got.double() - leaf.grad).abs() / (1 + leaf.grad.abs())
+        assert error.max() < bound
+
+
+# ---- The arguments -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"x": torch.zeros(6, 8, dtype=torch.int32)}, TypeError, "x must be bfloat16"),
+        ({"dy": torch.zeros(6, 8, dtype=torch.half)}, TypeError, "dy must have x's dtype"),
+        ({"weight": torch.zeros(8, dtype=torch.half)}, TypeError, "weight must have x's dtype"),
+        ({"rstd": torch.zeros(6, dtype=torch.bfloat16)}, TypeError, "rstd must be float32"),
+        ({"rstd": torch.zeros(6, dtype=torch.float64)}, TypeError, "rstd must be float32"),
+        ({"dy": torch.zeros(5, 8, dtype=torch.bfloat16)}, ValueError, r"got \(5, 8\)"),
+        ({"weight": torch.zeros(7)}, ValueError, r"weight must have shape \(8,\), got \(7,\)"),
+        ({"rstd": torch.zeros(5)}, ValueError, "each of the 6 rows of x, got 5"),
+        ({"weight": torch.zeros(8, device="meta")}, ValueError, "weight is on meta and x on cpu"),
+        (
+            {"x": torch.zeros(6, 0).bfloat16(), "dy": torch.zeros(6, 0).bfloat16()},
+            ValueError,
+            "N >= 1",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(
+    change: dict[str, torch.Tensor], error: type[Exception], sentence: str
+) -> None:
+    dy, x, rstd, weight = tensors(6, 8)
+    arguments = {"dy": dy, "x": x, "rstd": rstd, "weight": weight} | change
+    with pytest.raises(error, match=sentence):
+        check_arguments(**arguments)
+
+
+def test_rows_are_read_in_place_wherever_they_are_contiguous() -> None:
+    x = torch.empty(4, 6, 16)
+    assert row_stride(x) == 16
+    assert row_stride(x[:, :, :8]) == 16
+    assert row_stride(x.reshape(24, 16)[::2]) == 32
+    assert row_stride(torch.empty(16).expand(4, 6, 16)) == 0
+    assert row_stride(torch.empty(16)) == 16
+    assert row_stride(torch.empty(6, 1)) == 1
+    assert row_stride(x[:, ::2, :8]) == 32
+    assert row_stride(x[:, :4]) is None  # two row strides cannot be one
+    assert row_stride(x.transpose(1, 2)) is None
+    assert row_stride(torch.ones(()).expand(4, 16)) is None
+
+
+# ---- The choice of a kernel ---------------------------------------------------------------------
+
+
+def entry(M: int, spec: KernelSpec = SPEC, **changes: Any) -> Tuned:
+    kernel = Kernel(f"k{M}", "", replace(spec, **changes))
+    return Tuned(M, spec.N, spec.dtype, spec.weight_dtype, "measured", kernel, {})
+
+
+def generic(N: int, vector_bytes: int) -> Kernel:
+    spec = replace(
+        SPEC, N=N, exact=False, vector_bytes=vector_bytes, strategy="separate", cooperative=False
+    )
+    return Kernel(f"any{N}_{vector_bytes}", "", spec)
+
+
+TABLE = Table(
+    {"name": "h200", "title": "H200", "arch": "sm_90a", "sms": 132},
+    (entry(1024), entry(4096), entry(65536)),
+    (generic(4096, 2), generic(1024, 2), generic(4096, 16), generic(1024, 16)),
+)
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "how", "file"),
+    [
+        (4096, 1024, "tuned", "k4096"),
+        (4097, 1024, "nearest", "k4096"),
+        (1, 1024, "nearest", "k1024"),
+        (2048, 1024, "nearest", "k1024"),  # as far from 4096: the smaller one
+        (16383, 1024, "nearest", "k4096"),
+        (16385, 1024, "nearest", "k65536"),
+        (10**9, 1024, "nearest", "k65536"),
+        (4096, 512, "generic", "any1024_16"),
+        (4096, 2048, "generic", "any4096_16"),
+        (4096, 513, "generic", "any1024_2"),
+        (4096, 1025, "generic", "any4096_2"),
+        (4096, 4104, "none", None),
+    ],
+)
+def test_choice_by_shape(M: int, N: int, how: str, file: str | None) -> None:
+    choice = TABLE.choose(M, N, "bf16", "bf16")
+    assert (choice.how, choice.kernel and choice.kernel.file) == (how, file)
+
+
+def test_choice_depends_on_the_dtypes() -> None:
+    assert TABLE.choose(4096, 1024, "bf16", "fp32").how == "none"
+    assert TABLE.choose(4096, 1024, "fp16", "fp16").how == "none"
+
+
+@pytest.mark.parametrize("places", [{"alignment": 8}, {"weight_alignment": 8}])
+def test_unaligned_rows_or_weights_get_a_kernel_with_narrow_vectors(places: Any) -> None:
+    choice = TABLE.choose(4096, 1024, "bf16", "bf16", **places)
+    assert (choice.how, choice.kernel and choice.kernel.file) == ("generic", "any1024_2")
+    assert "k4096 needs" in choice.reason
+
+
+def test_wide_vectors_need_only_16_bytes_of_the_weight() -> None:
+    wide = Table(TABLE.target, (entry(4096, vector_bytes=32),), ())
+    assert wide.choose(4096, 1024, "bf16", "bf16", weight_alignment=16).how == "tuned"
+    assert wide.choose(4096, 1024, "bf16", "bf16", alignment=16).how == "none"
+
+
+def test_kernels_whose_ctas_wait_for_all_others_need_all_multiprocessors() -> None:
+    choice = TABLE.choose(4096, 1024, "bf16", "bf16", sms=114)
+    assert choice.how == "generic"
+    assert "needs 132 multiprocessors at once and the device has 114" in choice.reason
+    assert TABLE.choose(150, 1024, "bf16", "bf16", sms=114).how == "nearest"  # 75 CTAs fit
+
+
+@pytest.mark.parametrize(
+    ("arch", "capability", "runs"),
+    [
+        ("sm_90a", (9, 0), True),
+        ("sm_90a", (10, 0), False),
+        ("sm_100a", (10, 0), True),
+        ("sm_100a", (10, 3), False),
+        ("sm_103a", (10, 3), True),
+        ("sm_120a", (12, 0), True),
+        ("sm_80", (8, 6), True),
+        ("sm_89", (8, 6), False),
+        ("sm_80", (9, 0), False),
+    ],
+)
+def test_code_runs_on(arch: str, capability: tuple[int, int], runs: bool) -> None:
+    assert runs_on(arch, capability) is runs
+
+
+# ---- What the driver gets ------------------------------------------------------------------------
+
+
+def launch(kernel: LoadedKernel, stream: int = 7, workspace: int = 4096) -> tuple[Any, ...]:
+    dy, x, rstd, weight = tensors()
+    x = torch.cat([x, x], 1)[:, :1024]  # row stride 2048
+    dx, dw = torch.empty_like(dy), torch.empty_like(weight)
+    plan = plan_launch(kernel.spec, len(x))
+    kernel.launch(x, dy, rstd, weight, dx, dw, workspace, plan, stream)
+    return (x, dy, rstd, weight, dx, dw), plan
+
+
+def test_launch_hands_over_arguments_in_the_order_of_the_kernel(driver: FakeDriver) -> None:
+    given, plan = launch(LoadedKernel(b"cubin", SPEC))
+    (seen,) = driver.launches
+    assert seen.arguments == (
+        *(tensor.data_ptr() for tensor in given),
+        *(4096, 4096 + plan.zeroed_offset, 4096 + plan.scratch_offset),
+        *(6, 2048, 1024, 1024),
+        *(1024, plan.group),
+    )
+    assert (seen.function, seen.grid, seen.block) == ("rmsnorm_backward", plan.grid, 256)
+    assert (seen.smem, seen.stream) == (50_000, 7)
+    (kind,) = seen.attributes
+    assert kind == cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    assert seen.attributes[kind].cooperative == 1
+    size = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    assert driver.attributes == [(size, 50_000)]
+
+
+def test_second_kernel_follows_with_early_start(driver: FakeDriver) -> None:
+    given, plan = launch(LoadedKernel(b"cubin", SEPARATE))
+    main, second = driver.launches
+    kinds = cuda.CUlaunchAttributeID
+    cluster = main.attributes[kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION].clusterDim
+    assert (cluster.x, cluster.y, cluster.z) == (2, 1, 1)
+    assert (second.function, second.grid, second.block) == ("sum_partials", plan.sum_grid, 512)
+    assert (second.smem, second.stream) == (0, 7)
+    scratch = 4096 + plan.scratch_offset
+    assert second.arguments == (scratch, given[5].data_ptr(), plan.participants, 1024)
+    early = second.attributes[kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION]
+    assert early.programmaticStreamSerializationAllowed == 1
+
+
+def test_no_attribute_is_set_that_a_kernel_does_not_ask_for(driver: FakeDriver) -> None:
+    plain = replace(SEPARATE, cluster=1, dependent=False, smem_bytes=0)
+    launch(LoadedKernel(b"cubin", plain))
+    assert [seen.attributes for seen in driver.launches] == [{}, {}]
+    assert driver.attributes == []
+
+
+def test_clusters_beyond_the_portable_size_opt_in(driver: FakeDriver) -> None:
+    launch(LoadedKernel(b"cubin", replace(SPEC, cluster=16, cooperative=False)))
+    wide = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+    assert (wide, 1) in driver.attributes
+
+
+def test_cubin_is_loaded_once_and_each_thread_has_its_own_arguments(driver: FakeDriver) -> None:
+    kernel = LoadedKernel(b"cubin", SPEC)
+    barrier = threading.Barrier(4)
+
+    def work() -> None:
+        barrier.wait()
+        launch(kernel)
+        barrier.wait()  # all blocks exist at once, so equal addresses would be shared ones
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert driver.loads == 1
+    assert len({seen.block_address for seen in driver.launches}) == 4
+    modes = cuda.CUstreamCaptureMode
+    assert driver.capture_modes == [  # loading is allowed during a capture, then as before
+        modes.CU_STREAM_CAPTURE_MODE_RELAXED,
+        modes.CU_STREAM_CAPTURE_MODE_GLOBAL,
+    ]
+
+
+def test_configurations_are_built_once_per_grid_and_stream(driver: FakeDriver) -> None:
+    kernel = LoadedKernel(b"cubin", SPEC)
+    built = []
+
+    def config() -> Any:
+        built.append(cuda.CUlaunchConfig())
+        return built[-1]
+
+    driver.CUlaunchConfig = config
+    for stream in (7, 8, 7, 8, 7):
+        launch(kernel, stream)
+    assert [seen.stream for seen in driver.launches] == [7, 8, 7, 8, 7]
+    assert len(built) == 2
+
+
+def test_refused_launch_names_the_error_and_the_kernel(driver: FakeDriver) -> None:
+    kernel = LoadedKernel(b"cubin", SPEC)
+    launch(kernel)
+    driver.status = cuda.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
+    with pytest.raises(LaunchError, match="launching rmsnorm_backward of example") as caught:
+        launch(kernel)
+    assert caught.value.code == "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
+
+
+# ---- Who shares which memory ---------------------------------------------------------------------
+
+
+def test_zeroed_lines_are_disjoint_whole_and_zeroed_before_use(driver: FakeDriver) -> None:
+    zeros = Zeros()
+    sizes = [8, 128, 129, 0, SLAB - LINE, 3 * SLAB, 4]
+    taken = [(zeros.take(size), -(-size // LINE) * LINE) for size in sizes]
+    assert taken[3][0] == 0
+    taken.remove(taken[3])
+    for at, size in taken:
+        assert at % LINE == 0
+        assert any(slab <= at and at + size <= slab + long for slab, long in driver.zeroed)
+    taken.sort()
+    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(taken))
+
+
+class Calls:
+    """KernelCall on CPU tensors, with the device's state in attributes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> None:
+        self.driver = driver
+        self.stream, self.device, self.capturing = 7, 0, False
+        self.workspaces = Workspaces()
+        self.kernel = LoadedKernel(b"cubin", SPEC)
+        monkeypatch.setattr(call_module, "current_stream", lambda device: self.stream)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+
+    def __call__(self, M: int = 6, copies: tuple[bool, ...] = (), **layout: Any) -> Any:
+        dy, x, rstd, weight = tensors(M)
+        plan = plan_launch(SPEC, M)
+        extent = (M, 1024, 1024, 1024, 1024, plan.group)
+        arguments = {"dy": dy, "x": x, "rstd": rstd, "weight": weight} | layout
+        call = KernelCall(self.kernel, plan, extent, self.device, copies, self.workspaces)
+        dx, dw = call(**arguments)
+        assert (dx.shape, dw.shape) == (x.shape, weight.shape)
+        seen = self.driver.launches[-1]
+        return SimpleNamespace(zeros=seen.arguments[6], scratch=seen.arguments[8], seen=seen)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> Calls:
+    return Calls(monkeypatch, driver)
+
+
+def test_calls_on_one_stream_reuse_its_workspace(calls: Calls) -> None:
+    first, second = calls(), calls()
+    assert (first.zeros, first.scratch) == (second.zeros, second.scratch)
+    assert first.zeros and first.scratch
+
+
+def test_streams_and_devices_never_share(calls: Calls) -> None:
+    owners = []
+    for calls.device, calls.stream in ((0, 7), (0, 8), (1, 7), (1, 8)):
+        owners.append(calls())
+    assert len({owner.zeros for owner in owners}) == 4
+    assert len({owner.scratch for owner in owners}) == 4
+
+
+def test_scratch_grows_in_stream_order_and_counters_stay(calls: Calls) -> None:
+    small, large, small_again = calls(6), calls(4096), calls(6)
+    assert calls.driver.freed == [(small.scratch, 7)]
+    assert small.zeros == large.zeros == small_again.zeros
+    assert large.scratch == small_again.scratch != small.scratch
+
+
+def test_captured_calls_have_counters_of_their_own_and_no_memset(calls: Calls) -> None:
+    eager = calls()
+    calls.capturing = True
+    captured = [calls(), calls()]
+    calls.capturing = False
+    assert calls().zeros == eager.zeros
+    assert len({eager.zeros, *(call.zeros for call in captured)}) == 3
+    assert all(call.scratch != eager.scratch for call in captured)
+    assert len(calls.driver.zeroed) == 1  # the slab, once, outside the graph
+
+
+def test_layouts_that_kernels_cannot_read_are_copied(calls: Calls) -> None:
+    x = tensors()[1]
+    sideways = x.t().contiguous().t()
+    call = calls(x=sideways, copies=(False, True, False, False))
+    assert call.seen.arguments[0] != sideways.data_ptr()
+
+
+def test_scratch_is_retried_after_pytorch_gave_back_its_cache(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = [True]
+    allocate = calls.driver.cuMemAllocAsync
+    monkeypatch.setattr(torch.cuda, "empty_cache", full.clear)
+
+    def allocate_if_free(size: int, stream: int) -> tuple[Any, ...]:
+        if full:
+            return cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
+        return allocate(size, stream)
+
+    monkeypatch.setattr(calls.driver, "cuMemAllocAsync", allocate_if_free)
+    assert calls().scratch
+
+
+# ---- PyTorch's own kernel ------------------------------------------------------------------------
+
+
+def test_aten_gets_the_arguments_of_its_schema() -> None:
+    if not hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
+        pytest.skip("this PyTorch has no aten::_fused_rms_norm_backward")
+    seen = []
+
+    def kernel(dy: Any, x: Any, shape: Any, rstd: Any, weight: Any, mask: Any) -> Any:
+        seen.append((list(shape), tuple(rstd.shape), list(mask)))
+        return reference_backward(dy, x, rstd, weight)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm_backward", kernel, "CPU")
+    dy, x, rstd, weight = tensors(6, 8)
+    dx, dw = aten_backward(dy.view(2, 3, 8), x.view(2, 3, 8), rstd.flatten(), weight)
+    assert seen == [([8], (2, 3, 1), [True, True])]
+    assert (dx.shape, dw.shape) == ((2, 3, 8), (8,))
+
+
+def test_launch_numbers_are_computed_once() -> None:
+    plan = Launch(132, 132, 132, 0, counters=33, zeroed=5, scratch=10)
+    assert (plan.zeroed_offset, plan.scratch_offset, plan.workspace_bytes) == (256, 384, 424)
