@@ -28,16 +28,20 @@ from generator.target import Target
 from generator.variant import Variant
 
 DEFAULT_CACHE = Path(__file__).resolve().parent.parent / ".cache" / "cubins"
+ENTRY_FORMAT = 2
+"""Version of what a cache entry holds: entries of other versions are never looked at."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas reports for one kernel. Bytes are per thread, smem per CTA (static part)."""
+    """What ptxas reports for one kernel. Bytes are per thread, smem per CTA (static part);
+    barriers: CTA barriers, of which an SM has a limited number for all its CTAs."""
 
     registers: int
     spill_bytes: int
     stack_bytes: int
     smem_bytes: int
+    barriers: int = 1
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,15 @@ def resource_fault(variant: Variant, compiled: Compiled, launch: Launch, target:
         return f"uses {main.registers} registers, the cap is {cap}"
     if main.registers * variant.threads > target.registers_per_sm:
         return f"{variant.threads} threads with {main.registers} registers do not fit one SM"
-    fit = target.occupancy(variant.threads, main.registers, variant.smem_bytes + main.smem_bytes)
+    smem_bytes = variant.smem_bytes + main.smem_bytes
+    fit = target.occupancy(variant.threads, main.registers, smem_bytes, main.barriers)
     if fit == 0:
         return f"no CTA fits an SM of {target} ({main.registers} registers)"
-    if launch.grid > fit * target.sms:
-        wanted = variant["ctas_per_sm"]
-        return f"{wanted} CTAs per SM wanted, {fit} fit ({main.registers} registers)"
+    wanted = variant["ctas_per_sm"]
+    # A kernel whose CTAs wait for each other has to fit at any M that a module may serve with it.
+    if launch.grid > fit * target.sms or (variant.waits_for_grid and wanted > fit):
+        used = f"{main.registers} registers, {main.barriers} barriers"
+        return f"{wanted} CTAs per SM wanted, {fit} fit ({used})"
     return ""
 
 
@@ -158,12 +165,14 @@ def read_resources(log: str) -> dict[str, Resources]:
             r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", block
         )
         smem = re.search(r"(\d+) bytes smem", block)
+        barriers = re.search(r"used (\d+) barriers", block)
         if used and frame:
             kernels[name] = Resources(
                 registers=int(used[1]),
                 spill_bytes=int(frame[2]) + int(frame[3]),
                 stack_bytes=int(frame[1]),
                 smem_bytes=int(smem[1]) if smem else 0,
+                barriers=int(barriers[1]) if barriers else 0,
             )
     return kernels
 
@@ -176,7 +185,8 @@ class CubinCache:
 
     def path(self, source: str, arch: str, register_cap: int) -> Path:
         options = " ".join(compile_options(arch, register_cap))
-        key = hashlib.sha256(f"{nvrtc_version()}\n{options}\n{source}".encode()).hexdigest()
+        text = f"{ENTRY_FORMAT} {nvrtc_version()}\n{options}\n{source}"
+        key = hashlib.sha256(text.encode()).hexdigest()
         return self.folder / arch / key[:2] / f"{key}.json"
 
     def compile(self, source: str, arch: str, register_cap: int = 0) -> Compiled:

@@ -33,7 +33,7 @@ from generator.winner import Winner
 from generator.worker import GpuWorker, MeasuredEvaluator
 
 PACKAGE_NAME = "rmsnorm_backward"
-TRIALS = {"measured": 400, "predicted": 48}
+TRIALS = {"measured": 400, "predicted": 64}
 """Trials of one problem unless the caller says otherwise."""
 
 

@@ -53,9 +53,19 @@ class Target:
         (PTX ISA, ld/st: `.v8.b32` requires sm_100), else 16."""
         return 32 if self.compute_capability >= (10, 0) else 16
 
-    def occupancy(self, threads: int, registers: int, smem_bytes: int) -> int:
+    @property
+    def barriers_per_sm(self) -> int:
+        """CTA barriers that one SM has for all its CTAs (CUDA occupancy calculator,
+        cudaOccMaxBlocksPerSMBlockBarrierLimit)."""
+        twice = self.compute_capability == (8, 0) or self.compute_capability[0] in (9, 10)
+        return self.max_ctas_per_sm * (2 if twice else 1)
+
+    def occupancy(self, threads: int, registers: int, smem_bytes: int, barriers: int = 1) -> int:
         """CTAs of `threads` threads that fit on one SM, by the rules of the CUDA occupancy
-        calculator (registers per warp rounded up to 256, smem to 128 bytes plus 1 KiB a CTA)."""
+        calculator (registers per warp rounded up to 256, smem to 128 bytes plus 1 KiB a CTA).
+
+        registers: of one thread; smem_bytes: of one CTA, static and dynamic; barriers: CTA barriers
+        that the kernel uses, of which a barrier whose number is not a constant takes all 16."""
         warps = -(-threads // WARP)
         per_warp = -(-registers * WARP // _REGISTER_UNIT) * _REGISTER_UNIT
         # Each of the four schedulers of an SM owns a quarter of the registers.
@@ -68,6 +78,7 @@ class Target:
             self.max_threads_per_sm // (warps * WARP),
             self.smem_per_sm // smem,
             self.max_ctas_per_sm,
+            self.barriers_per_sm // barriers,
         )
 
 

@@ -42,9 +42,9 @@ def digest(*values: object) -> str:
 
 
 def registers(variant: Variant) -> int:
-    """What a compiler might use without a cap."""
+    """Registers that a compiler might use, within the cap."""
     kept = 1 if variant["reload"] == "smem" else 1 + variant["rows_in_flight"]
-    return min(255, int(28 + variant.accumulators * kept))
+    return min(variant["register_cap"] or 255, int(28 + variant.accumulators * kept))
 
 
 def cost(variant: Variant) -> float:
@@ -61,13 +61,20 @@ def cost(variant: Variant) -> float:
 
 
 class FakePool:
-    """Compiles at once. Two sources that differ in a cap that does not bind are one cubin."""
+    """Compiles at once. `broken` configs are compile errors, `spilling` ones spill, and sources
+    that differ in the knobs `unseen` only are one cubin."""
 
     processes = 2
 
-    def __init__(self, broken: Callable[[Config], bool] = lambda config: False) -> None:
-        self.broken = broken
-        self.version = ""
+    def __init__(
+        self,
+        broken: Callable[[Config], bool] = lambda config: False,
+        spilling: Callable[[Config], bool] = lambda config: False,
+        unseen: tuple[str, ...] = (),
+        version: str = "",
+    ) -> None:
+        self.broken, self.spilling = broken, spilling
+        self.unseen, self.version = unseen, version
         self.submitted = 0
 
     def submit(self, variant: Variant) -> Future[Compiled]:
@@ -83,12 +90,10 @@ class FakePool:
         if self.broken(variant.config):
             log = "rmsnorm_backward.cu(7): error: planted\n1 error detected"
             return Compiled(TARGET.arch, "", b"", {}, "0.0", False, log, log)
-        config = dict(variant.source_config)
-        used = registers(variant)
-        cap = int(config.pop("register_cap"))
-        spills = 8 * (used - cap) if cap and used > cap else 0
-        cubin = digest(self.version, sorted(config.items()), variant.N, spills).encode()
-        kernels = {MAIN_KERNEL: Resources(min(used, cap or used), spills, 0, 0)}
+        seen = [pair for pair in variant.source_config.items() if pair[0] not in self.unseen]
+        cubin = digest(self.version, sorted(seen), variant.N).encode()
+        spills = 8 if self.spilling(variant.config) else 0
+        kernels = {MAIN_KERNEL: Resources(registers(variant), spills, 0, 0)}
         return Compiled(TARGET.arch, "", cubin, kernels, "0.0", False, "")
 
 
@@ -143,8 +148,9 @@ def shrink(folder: Path, keep: Config, **open_knobs: list[int | str]) -> Space:
         entry.setdefault("otherwise", entry["values"][0])
         if name in open_knobs:
             entry["values"] = open_knobs[name]
-        elif keep[name] in entry["values"]:
-            entry["values"] = [keep[name]]
+        else:
+            kept = keep[name] in entry["values"]
+            entry["values"] = [keep[name] if kept else entry["values"][0]]
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return load_space(path)

@@ -237,10 +237,11 @@ def test_progress_tells_how_far_and_how_good(storage: BaseStorage) -> None:
 
 
 def test_a_trial_carries_what_a_reader_of_the_study_needs(storage: BaseStorage) -> None:
-    def broken(config: Config) -> bool:
-        return config["strategy"] == "last_cta"
-
-    search(storage, trials=60, pool=FakePool(broken))
+    pool = FakePool(
+        broken=lambda config: config["strategy"] == "last_cta",
+        spilling=lambda config: config["strategy"] == "semaphore",
+    )
+    search(storage, trials=60, pool=pool)
     trials = StudyLog(storage, NAME).trials()
     outcomes = {trial.user_attrs["outcome"] for trial in trials}
     assert {"ok", "nondeterministic", "compile_error", "resource"} <= outcomes
@@ -274,21 +275,24 @@ def test_optuna_opens_the_journal_and_names_the_same_best(
     assert study.best_value == min(r.ratio for r in records(storage) if r.feasible)
 
 
-def test_one_cubin_with_one_launch_is_measured_once(storage: BaseStorage) -> None:
+def test_one_cubin_with_one_launch_is_measured_once(storage: BaseStorage, tmp_path: Path) -> None:
+    space = shrink(
+        tmp_path,
+        LEGAL.first(1)[0],
+        strategy=["column_slices", "semaphore"],
+        store_hint=["default", "streaming"],
+    )
     evaluator = FakeEvaluator()
-    search(storage, evaluator, trials=100)
-    done = records(storage)
-    shared = [record for record in done if record.shared_with is not None]
-    assert shared, "the search met no two configs with one cubin"
-    for record in shared:
+    pool = FakePool(unseen=("store_hint",))
+    winner = won(search(storage, evaluator, pool=pool, space=space))
+    done = records(storage, winner.study)
+    assert [record.shared_with for record in done] == [None, 0, None, 2]
+    assert [record.config for record in done[::2]] == evaluator.evaluated
+    for record in done[1::2]:
         origin = done[record.shared_with or 0]
-        assert origin.shared_with is None
         assert (origin.identity, origin.cubin) == (record.identity, record.cubin)
         assert origin.result == record.result
-    judged = [
-        record for record in done if record.result.outcome not in ("compile_error", "resource")
-    ]
-    assert len(evaluator.evaluated) == len(judged) - len(shared)
+    assert len(evaluator.finalists[0]) == 2, "one measurement is one finalist"
 
 
 def test_one_cubin_with_another_launch_is_another_measurement(
@@ -356,8 +360,7 @@ def test_a_finished_study_answers_without_measuring(storage: BaseStorage, tmp_pa
 
 def test_finals_are_held_again_for_other_machine_code(storage: BaseStorage) -> None:
     first = won(search(storage, trials=30))
-    pool = FakePool()
-    pool.version = "another compiler"
+    pool = FakePool(version="another compiler")
     evaluator = FakeEvaluator()
     again = won(search(storage, evaluator, trials=30, pool=pool))
     assert len(evaluator.finalists) == 1

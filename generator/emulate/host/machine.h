@@ -286,6 +286,7 @@ std::string place_of(const void* address);  // "x[3, 17]" or where it is beside 
 void lay_out_memory();   // once
 void reset_memory();     // before every schedule
 void check_end_state();  // after it
+void clear_shared(Cta& cta);
 Buffer& checked_buffer(unsigned mask, const void* at, std::size_t bytes, const char* verb, int line);
 bool ordered(const Event& before, const Thread& now);
 void note_shared_copy(Cta& cta, const void* to, unsigned bytes, unsigned copy, int line);

@@ -1,0 +1,277 @@
+// Threads that wait for each other: shuffles, barriers, counters, dependent launch; and what they
+// learn of each other's writes by it.
+#include <algorithm>
+
+#include "machine.h"
+
+namespace normforge {
+
+// ---- Knowledge ----
+
+void Clock::join(const Clock& other) {
+  if (other.empty()) return;
+  if (empty()) cta_time.resize(other.cta_time.size());
+  for (std::size_t i = 0; i < cta_time.size(); ++i)
+    cta_time[i] = std::max(cta_time[i], other.cta_time[i]);
+  for (const Own& theirs : other.own) {
+    auto mine = std::find_if(own.begin(), own.end(), [&](const Own& o) {
+      return o.cta == theirs.cta && o.thread == theirs.thread;
+    });
+    if (mine == own.end())
+      own.push_back(theirs);
+    else
+      mine->release = std::max(mine->release, theirs.release);
+  }
+}
+
+bool Clock::knows(const Word& word) const {
+  if (empty()) return false;
+  if (word.event.cta_time < cta_time[word.cta]) return true;
+  return std::any_of(own.begin(), own.end(), [&](const Own& o) {
+    return o.cta == word.cta && o.thread + 1 == word.event.who && word.release <= o.release;
+  });
+}
+
+Event Thread::now() const { return Event{index + 1, cta->time, team_time}; }
+
+namespace {
+
+// What a release of the thread makes known: what it learned, what its CTA did before the
+// last CTA barrier, and what the thread itself has done.
+Clock release_clock(Thread& t) {
+  Clock clock = t.cta->known;
+  clock.join(t.learned);
+  clock.cta_time.resize(m.launch.grid + m.launch.sum_grid);
+  clock.cta_time[t.cta->id] = std::max(clock.cta_time[t.cta->id], t.cta->time);
+  Clock own;
+  own.cta_time.resize(clock.cta_time.size());
+  own.own.push_back({t.cta->id, t.index, t.releases++});
+  clock.join(own);
+  return clock;
+}
+
+// A CTA barrier has been passed by all threads.
+void pass_cta_barrier(Cta& cta) {
+  ++cta.time;
+  for (Thread& thread : cta.threads) {
+    if (thread.learned.empty()) continue;
+    cta.known.join(thread.learned);
+    thread.learned = Clock{};
+  }
+}
+
+// All lanes of a warp meet. The last to come goes on; the others can run again.
+void meet(Wait::Kind kind, int line, unsigned object) {
+  Thread& self = *m.current;
+  Warp& warp = *self.warp;
+  if (warp.arrived == 0) {
+    warp.meeting = Wait{kind, line, object, 0};
+  } else if (warp.meeting.kind != kind || warp.meeting.line != line ||
+             warp.meeting.object != object) {
+    fault(line, "divergent warp: other lanes wait at line %d", warp.meeting.line);
+  }
+  warp.arrived |= 1u << self.lane;
+  if (warp.arrived != kFullWarp) {
+    wait_for(kind, line, object);
+    return;
+  }
+  warp.arrived = 0;
+  warp.parity ^= 1;
+  if (kind == Wait::kWarpBarrier && self.cta->grid->team_threads == kWarp) {
+    const unsigned time = self.team_time + 1;
+    for (unsigned lane = 0; lane < kWarp; ++lane) pass_team_barrier(warp.threads[lane], time);
+  }
+  const unsigned others = kFullWarp & ~(1u << self.lane);
+  make_ready(warp.threads[self.lane ^ 1]);  // puts the warp on the list
+  warp.ready |= others;
+  // In one turn the warp goes from meeting to meeting, unless the seed lets others in between.
+  if (!m.rng.chance(m.policy.break_percent)) warp.turn |= others;
+}
+
+}  // namespace
+
+void pass_team_barrier(Thread& thread, unsigned time) {
+  thread.team_time = std::max(thread.team_time, time);
+}
+
+// ---- A warp ----
+
+float shuffle_xor(float value, int mask, int line) {
+  Warp& warp = *m.current->warp;
+  const unsigned lane = m.current->lane;
+  const unsigned parity = warp.parity;  // two sets: a lane that is ahead writes the other one
+  warp.values[parity][lane] = value;
+  meet(Wait::kShuffle, line, static_cast<unsigned>(mask));
+  return warp.values[parity][lane ^ static_cast<unsigned>(mask)];
+}
+
+void warp_barrier(int line) { meet(Wait::kWarpBarrier, line, 0); }
+
+// ---- A CTA ----
+
+void cta_barrier(int line) {
+  Thread& self = *m.current;
+  Cta& cta = *self.cta;
+  Barrier& barrier = cta.barrier;
+  if (cta.alive < cta.threads.size())
+    fault(line, "divergent barrier: it waits at a CTA barrier and %zu threads have ended",
+          cta.threads.size() - cta.alive);
+  if (barrier.arrived == 0) {
+    barrier.line = line;
+    barrier.first = self.index;
+  } else if (barrier.line != line) {
+    fault(line, "divergent barrier: thread %u waits at the CTA barrier of line %d", barrier.first,
+          barrier.line);
+  }
+  if (++barrier.arrived < cta.threads.size()) {
+    wait_for(Wait::kCtaBarrier, line);
+    return;
+  }
+  barrier.arrived = 0;
+  pass_cta_barrier(cta);
+  for (Thread& thread : cta.threads)
+    if (&thread != &self) make_ready(thread);
+  maybe_yield();
+}
+
+void named_barrier(unsigned id, unsigned threads, int line) {
+  Thread& self = *m.current;
+  Cta& cta = *self.cta;
+  if (id == 0 || id > 15) fault(line, "uses barrier %u: 1 to 15 are free", id);
+  if (threads % kWarp) fault(line, "barrier %u is for %u threads, not whole warps", id, threads);
+  Barrier& barrier = cta.named[id];
+  if (barrier.arrived == 0) {
+    barrier.line = line;
+    barrier.first = self.index;
+    barrier.threads = threads;
+  } else if (barrier.line != line || barrier.threads != threads) {
+    fault(line, "divergent barrier: thread %u waits at barrier %u for %u threads at line %d",
+          barrier.first, id, barrier.threads, barrier.line);
+  }
+  if (++barrier.arrived < threads) {
+    wait_for(Wait::kNamedBarrier, line, id);
+    return;
+  }
+  barrier.arrived = 0;
+  std::vector<Thread*> there{&self};
+  for (Thread& thread : cta.threads)
+    if (thread.wait.kind == Wait::kNamedBarrier && thread.wait.object == id)
+      there.push_back(&thread);
+  Clock learned;
+  unsigned time = 0;
+  bool one_team = there.size() == cta.grid->team_threads;
+  for (const Thread* thread : there) {
+    learned.join(thread->learned);
+    time = std::max(time, thread->team_time + 1);
+    one_team = one_team && thread->team == self.team;
+  }
+  for (Thread* thread : there) {
+    thread->learned = learned;
+    if (one_team) pass_team_barrier(*thread, time);
+    if (thread != &self) make_ready(*thread);
+  }
+  maybe_yield();
+}
+
+// ---- A cluster ----
+
+unsigned cluster_rank() { return m.current->cta->rank; }
+
+void cluster_barrier(int line) {
+  Thread& self = *m.current;
+  Cluster& cluster = *self.cta->cluster;
+  if (cluster.arrived == 0)
+    cluster.line = line;
+  else if (cluster.line != line)
+    fault(line, "divergent barrier: other threads wait at the cluster barrier of line %d",
+          cluster.line);
+  if (++cluster.arrived < cluster.ctas.size() * self.cta->threads.size()) {
+    wait_for(Wait::kClusterBarrier, line);
+    return;
+  }
+  cluster.arrived = 0;
+  Clock known;
+  known.cta_time.resize(m.launch.grid + m.launch.sum_grid);
+  for (Cta* cta : cluster.ctas) {
+    pass_cta_barrier(*cta);
+    known.join(cta->known);
+    known.cta_time[cta->id] = cta->time;
+  }
+  for (Cta* cta : cluster.ctas) {
+    cta->known = known;
+    for (Thread& thread : cta->threads)
+      if (&thread != &self) make_ready(thread);
+  }
+  maybe_yield();
+}
+
+// ---- The grid: counters ----
+
+namespace {
+
+Counter& checked_counter(const unsigned* at, const char* verb, int line) {
+  const Buffer& buffer = checked_buffer(1u << kCounters, at, 4, verb, line);
+  return m.counters[static_cast<std::size_t>(at - reinterpret_cast<unsigned*>(buffer.base))];
+}
+
+void changed(Counter& counter) {
+  ++counter.version;
+  for (Thread* thread : counter.waiting) make_ready(*thread);
+  counter.waiting.clear();
+}
+
+void acquire(Thread& thread, const Counter& counter) {
+  thread.learned.join(counter.clock);
+  thread.acquired = true;
+}
+
+}  // namespace
+
+unsigned counter_load_acquire(const unsigned* at, int line) {
+  Thread& self = *m.current;
+  Counter& counter = checked_counter(at, "reads", line);
+  maybe_yield();
+  // A thread that asks again for what it has just read is in a loop: it sleeps until there is news.
+  if (self.polled == at && self.polled_version == counter.version) {
+    counter.waiting.push_back(&self);
+    wait_for(Wait::kCounter, line,
+             static_cast<unsigned>(at - reinterpret_cast<unsigned*>(m.buffers[kCounters].base)));
+  }
+  self.polled = at;
+  self.polled_version = counter.version;
+  acquire(self, counter);
+  return *at;
+}
+
+void counter_store(unsigned* at, unsigned value, bool release, int line) {
+  Counter& counter = checked_counter(at, "stores to", line);
+  if (release) maybe_yield();
+  *at = value;
+  counter.clock = release ? release_clock(*m.current) : Clock{};
+  changed(counter);
+}
+
+unsigned counter_add(unsigned* at, bool acquires, int line) {
+  Counter& counter = checked_counter(at, "adds to", line);
+  maybe_yield();
+  Thread& self = *m.current;
+  // Read-modify-writes continue the release sequences of those before them.
+  const Clock released = release_clock(self);
+  if (acquires) acquire(self, counter);
+  counter.clock.join(released);
+  const unsigned before = (*at)++;
+  changed(counter);
+  return before;
+}
+
+// ---- Dependent launch ----
+
+void allow_dependents() { m.current->cta->allows_dependents = true; }
+
+void wait_for_primary(int line) {
+  if (m.current->cta->grid == &m.main) return;
+  if (m.main.finished < m.main.ctas) wait_for(Wait::kPrimary, line);
+  m.current->cta->knows_primary = true;
+}
+
+}  // namespace normforge
