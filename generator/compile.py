@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from generator.errors import NormforgeError
+from generator.processes import end_with_parent
 from generator.render import render
 from generator.runtime.plan import MAIN_KERNEL, Launch
 from generator.target import Target
@@ -242,28 +243,29 @@ class CompilePool:
         self.arch = arch
         self.processes = max(1, processes)
         self.cache_folder = cache_folder
-        self._pool = self._start()
+        self._pool = self._start(self.processes)
 
-    def _start(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(self.processes, mp_context=get_context("spawn"))
+    @staticmethod
+    def _start(processes: int) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent)
 
     def submit(self, variant: Variant) -> Future[Compiled]:
         try:
             return self._pool.submit(compile_variant, variant, self.arch, self.cache_folder)
         except BrokenProcessPool:
-            self._pool = self._start()
+            self._pool = self._start(self.processes)
             return self._pool.submit(compile_variant, variant, self.arch, self.cache_folder)
 
     def result(self, variant: Variant, future: Future[Compiled], timeout: float = 120) -> Compiled:
         """The result of `submit`, compiled once more alone when the pool died under it."""
         try:
             return future.result(timeout)
-        except BrokenProcessPool:
+        except (BrokenProcessPool, CancelledError):
             pass
         except TimeoutError:
             self._kill()
             return self._failed(variant, f"NVRTC took more than {timeout:.0f} s")
-        single = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        single = self._start(1)
         try:
             return single.submit(compile_variant, variant, self.arch, self.cache_folder).result(
                 timeout
@@ -280,7 +282,7 @@ class CompilePool:
         for process in list((self._pool._processes or {}).values()):
             process.kill()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._pool = self._start()
+        self._pool = self._start(self.processes)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -50,7 +50,7 @@ def refuse(variant: Variant, compiled: Compiled, problem: Problem, target: Targe
     """The result of a variant that must not run on the target, None for one that may."""
     if compiled.error:
         lines = [line.strip() for line in compiled.error.splitlines() if line.strip()]
-        first = next((line for line in lines if "error" in line), lines[0])
+        first = next((line for line in lines if "error" in line), " ".join(lines))
         return Result("compile_error", note=first)
     launch = plan_launch(variant.spec(target.sms), problem.M)
     fault = resource_fault(variant, compiled, launch, target)

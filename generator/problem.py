@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import yaml
@@ -16,7 +17,8 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 MAX_COLUMNS = 1 << 20
 SHAPES_FOLDER = Path(__file__).resolve().parent.parent / "search_spaces" / "shapes"
 
-_PROBLEM = re.compile(r"(?P<M>-?\d+)x(?P<N>-?\d+):(?P<dtype>\w+)(?::(?P<weight>\w+))?")
+# Twelve digits are more rows than any GPU holds.
+_PROBLEM = re.compile(r"(?P<M>-?\d{1,12})x(?P<N>-?\d{1,12}):(?P<dtype>\w+)(?::(?P<weight>\w+))?")
 
 
 @dataclass(frozen=True, order=True)
@@ -92,17 +94,16 @@ def load_problems(shapes: str) -> list[Problem]:
         entry = entry.strip()
         if not entry:
             continue
-        named = SHAPES_FOLDER / f"{entry}.yaml"
-        if re.fullmatch(r"[\w-]+", entry) and not named.exists() and not Path(entry).exists():
-            known = ", ".join(sorted(path.stem for path in SHAPES_FOLDER.glob("*.yaml")))
-            raise NormforgeError(
-                f"unknown shape list '{entry}': known lists are {known}; "
-                "a single shape is written MxN:dtype, for example 4096x1024:bf16"
-            )
-        if named.exists():
-            found = _load_file(named)
+        lists = {path.stem: path for path in sorted(SHAPES_FOLDER.glob("*.yaml"))}
+        if entry in lists:
+            found = _load_file(lists[entry])
         elif entry.endswith((".yaml", ".yml")):
             found = _load_file(Path(entry))
+        elif re.fullmatch(r"[\w-]+", entry):
+            raise NormforgeError(
+                f"unknown shape list '{entry}': known lists are {', '.join(lists)}; "
+                "a single shape is written MxN:dtype, for example 4096x1024:bf16"
+            )
         else:
             found = [Problem.parse(entry)]
         problems.update(dict.fromkeys(found))
@@ -120,24 +121,26 @@ def _load_file(path: Path) -> list[Problem]:
     blocks = content.get("shapes") if isinstance(content, dict) else None
     if not isinstance(blocks, list) or not blocks:
         raise NormforgeError(f"{path}: expected a list under 'shapes'")
-    problems = []
+    texts: list[str] = []
     for block in blocks:
         if isinstance(block, str):
-            problems.append(Problem.parse(block))
+            texts.append(block)
             continue
         if not isinstance(block, dict) or set(block) - {"M", "N", "dtype", "weight_dtype"}:
             raise NormforgeError(
                 f"{path}: a block has lists M, N, dtype and optionally weight_dtype, got {block!r}"
             )
-        try:
-            weights = block.get("weight_dtype") or [None]
-            problems += [
-                Problem.parse(f"{M}x{N}:{dtype}" + (f":{weight}" if weight else ""))
-                for dtype in block["dtype"]
-                for weight in weights
-                for N in block["N"]
-                for M in block["M"]
-            ]
-        except (KeyError, TypeError) as error:
-            raise NormforgeError(f"{path}: a block needs the lists M, N and dtype") from error
-    return problems
+        weights = block.get("weight_dtype", [None])
+        lists = [block.get("dtype"), weights, block.get("N"), block.get("M")]
+        if not all(isinstance(values, list) and values for values in lists):
+            raise NormforgeError(
+                f"{path}: a block needs the lists M, N and dtype with a value each, got {block!r}"
+            )
+        texts += [
+            f"{M}x{N}:{dtype}" + (f":{weight}" if weight else "")
+            for dtype, weight, N, M in product(*lists)
+        ]
+    try:
+        return [Problem.parse(text) for text in texts]
+    except NormforgeError as error:
+        raise NormforgeError(f"{path}: {error}") from error

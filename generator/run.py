@@ -6,7 +6,6 @@ import hashlib
 import os
 import random
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from generator.budget import Budget, Progress
 from generator.compile import CompilePool, compile_variant, nvrtc_version, resource_fault
 from generator.emit import Emission, Entry, check_writable, emit_package
 from generator.errors import NormforgeError
@@ -24,7 +24,7 @@ from generator.predict import Predictor
 from generator.problem import Problem
 from generator.render import TEMPLATES
 from generator.runtime.plan import plan_launch
-from generator.search import Budget, Progress, search_problem
+from generator.search import search_problem
 from generator.space import Space
 from generator.store import JOURNAL_NAME, open_storage
 from generator.target import Target, find_target, match_device
@@ -35,12 +35,13 @@ from generator.worker import GpuWorker, MeasuredEvaluator
 PACKAGE_NAME = "rmsnorm_backward"
 TRIALS = {"measured": 400, "predicted": 64}
 """Trials of one problem unless the caller says otherwise."""
+FINALISTS = 8
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do. trials: of each problem; seconds: of the whole run, None for no limit; storage: a
-    database URL or None for the journal in `out`."""
+    """What to do. trials: of each problem; seconds: of search in the whole run, in equal shares for
+    the problems, None for no limit; storage: a database URL or None for the journal in `out`."""
 
     target: Target
     problems: tuple[Problem, ...]
@@ -136,14 +137,10 @@ def tune(
     name = revision()
     winners: list[tuple[Problem, Winner | None]] = []
     interrupted = False
-    deadline = time.monotonic() + plan.seconds if plan.seconds else None
+    share = plan.seconds / len(plan.problems) if plan.seconds else None
     with ExitStack() as stack:
         pool = stack.enter_context(CompilePool(plan.target.arch, _processes()))
         for index, problem in enumerate(plan.problems):
-            seconds = None
-            if deadline is not None:
-                left = max(1.0, deadline - time.monotonic())
-                seconds = left / (len(plan.problems) - index)
             try:
                 winner = search_problem(
                     problem,
@@ -152,7 +149,7 @@ def tune(
                     pool,
                     evaluator,
                     storage,
-                    Budget(plan.trials, seconds),
+                    Budget(plan.trials, share, FINALISTS),
                     revision=name,
                     seed=plan.seed,
                     on_progress=lambda event, index=index: on_progress(index, event),  # type: ignore[misc]

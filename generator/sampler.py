@@ -37,9 +37,9 @@ class LegalSampler(BaseSampler):
     Trials come from `study.ask(distributions(space))`; raises NothingLeftError out of it when no
     config is left.
 
-    TPE is multivariate: over four problems with 12 seeds each and the predictor of this project as
-    the objective, the best after 100 trials stood at 0.990 of the optimum, against 0.979 with
-    independent parameters and 0.981 at random; pipelined, it gained nothing from `constant_liar`.
+    TPE is multivariate: with the predictor of this project as the objective (four problems, 12
+    seeds each) the best after 100 trials stood at 0.994 of the best known, against 0.987 with
+    independent parameters and 0.983 at random. Pipelined, it gained nothing from `constant_liar`.
     """
 
     def __init__(self, legal: LegalConfigs, seed: int) -> None:

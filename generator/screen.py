@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from generator.budget import Progress
 from generator.problem import Problem
 from generator.run import Outcome, Plan
-from generator.search import Progress
 from generator.winner import Winner
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +32,9 @@ TARGET_NAMES = {
         )
     },
 }
+PATIENCE = 1_000_000
+"""Values of knobs tried in vain before a search for legal configs is given up: a few seconds. Where
+the rules of this project allow nothing it takes less than half of that to know."""
 _ALLOWED = (
     *(ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp),
     *(ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Div, ast.Mod, ast.Compare, ast.Eq, ast.NotEq),
@@ -46,6 +50,7 @@ class Expression:
     text: str
     names: frozenset[str]
     code: CodeType
+    where: str
 
     @classmethod
     def parse(cls, text: Any, known: set[str], where: str) -> Expression:
@@ -53,8 +58,8 @@ class Expression:
             raise NormforgeError(f"{where}: expected an expression in text, got {text!r}")
         try:
             tree = ast.parse(text.strip(), mode="eval")
-        except SyntaxError as error:
-            raise NormforgeError(f"{where}: '{text}' is no expression ({error.msg})") from error
+        except (SyntaxError, ValueError) as error:
+            raise NormforgeError(f"{where}: '{text}' is no expression ({error})") from error
         for node in ast.walk(tree):
             if not isinstance(node, _ALLOWED):
                 kind = type(node).__name__
@@ -66,10 +71,19 @@ class Expression:
                 f"{where}: '{text}' uses unknown name '{unknown[0]}'; the header of the "
                 "file lists the names"
             )
-        return cls(text.strip(), names, compile(tree, where, "eval"))
+        return cls(text.strip(), names, compile(tree, where, "eval"), where)
+
+    def __str__(self) -> str:
+        return self.text
 
     def __call__(self, names: Mapping[str, Any]) -> Any:
-        return eval(self.code, {"__builtins__": {}}, names)
+        """The value. Raises NormforgeError where the names do not allow one, such as `M / 0`."""
+        try:
+            return eval(self.code, {"__builtins__": {}}, names)
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise NormforgeError(
+                f"{self.where}: '{self.text}' cannot be computed ({error})"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -97,15 +111,24 @@ class Rule:
     id: str
     require: Expression
     say: str
-    say_parts: tuple[tuple[str, CodeType | None, str], ...]
+    say_parts: tuple[tuple[str, Expression | None, str], ...]
 
     def sentence(self, names: Mapping[str, Any]) -> str:
         text = ""
-        for literal, code, spec in self.say_parts:
+        for literal, expression, spec in self.say_parts:
             text += literal
-            if code is not None:
-                text += format(eval(code, {"__builtins__": {}}, names), spec)
+            if expression is not None:
+                text += _formatted(expression, expression(names), spec)
         return text
+
+
+def _formatted(expression: Expression, value: Any, spec: str) -> str:
+    try:
+        return format(value, spec)
+    except (TypeError, ValueError) as error:
+        raise NormforgeError(
+            f"{expression.where}: '{expression.text}' cannot be shown as '{spec}' ({error})"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -213,14 +236,18 @@ class Space:
         fixed: Config | None = None,
     ) -> Iterator[dict[str, int | str]]:
         """Legal configs, each once: in the order of the file, or in an order drawn by `rng`
-        (a random walk of the same tree). `fixed` narrows knobs to one value each."""
+        (a random walk of the same tree). `fixed` narrows knobs to one value each. Ends early when
+        PATIENCE values were tried since the last legal config."""
         fixed = fixed or {}
+        tried = 0
         names = Names(problem, target, True)
         if not all(rule.require(names) for rule in self._rules_after[0]):
             return
 
         def descend(index: int) -> Iterator[dict[str, int | str]]:
+            nonlocal tried
             if index == len(self.knobs):
+                tried = 0
                 yield {knob.name: names[knob.name] for knob in self.knobs}
                 return
             knob = self.knobs[index]
@@ -231,6 +258,9 @@ class Space:
             if rng is not None and len(values) > 1:
                 values = rng.sample(values, len(values))
             for value in values:
+                tried += 1
+                if tried > PATIENCE:
+                    return
                 names[knob.name] = value
                 if all(rule.require(names) for rule in self._rules_after[index + 1]):
                     yield from descend(index + 1)
@@ -253,16 +283,23 @@ class Space:
         )
 
     def _why_none(self, problem: Problem, target: Target, rng: random.Random, fixed: Config) -> str:
-        counts: dict[str, tuple[int, Rejection]] = {}
+        """The rule that most random configs break: where nothing is legal, the one that is in the
+        way whatever the others leave. Its sentence is about the config that breaks fewest rules."""
+        counts: Counter[str] = Counter()
+        nearest: dict[str, tuple[int, Rejection]] = {}
         for _ in range(300):
             drawn = {k.name: fixed.get(k.name, rng.choice(k.values)) for k in self.knobs}
-            rejection = self.reject(self.normalize(drawn, problem, target), problem, target)
-            if rejection:
-                count = counts.get(rejection.rule, (0, rejection))[0]
-                counts[rejection.rule] = (count + 1, rejection)
+            names = Names(problem, target, True)
+            names.update(self.normalize(drawn, problem, target))
+            broken = [rule for rule in self.rules if not rule.require(names)]
+            for rule in broken:
+                counts[rule.id] += 1
+                if rule.id not in nearest or len(broken) < nearest[rule.id][0]:
+                    rejection = Rejection(rule.id, rule.sentence(names))
+                    nearest[rule.id] = (len(broken), rejection)
         if not counts:
             return ""
-        return f"; the rule met most: {max(counts.values(), key=lambda pair: pair[0])[1]}"
+        return f"; the rule met most: {nearest[counts.most_common(1)[0][0]][1]}"
 
 
 def load_space(path: Path = SPACE_FILE) -> Space:
@@ -280,7 +317,7 @@ def load_space(path: Path = SPACE_FILE) -> Space:
     knobs: list[Knob] = []
     for name, entry in content["knobs"].items():
         knobs.append(_read_knob(path, name, entry, known, {knob.name for knob in knobs}))
-    missing = sorted(KNOWN_KNOBS - {knob.name for knob in knobs})
+    missing = sorted(KNOWN_KNOBS.keys() - {knob.name for knob in knobs})
     if missing:
         raise NormforgeError(f"{path}: knob '{missing[0]}' is missing; one value is enough")
     known |= {knob.name for knob in knobs}
@@ -294,24 +331,30 @@ def load_space(path: Path = SPACE_FILE) -> Space:
     return space
 
 
-KNOWN_KNOBS = frozenset(
-    {
-        *(
-            "strategy",
-            "order",
-            "levels",
-            "overlap",
-            "slice_columns",
-            "sum_threads",
-            "cluster",
-            "pipeline",
-        ),
-        *("stages", "threads_per_row", "rows_per_cta", "rows_in_flight", "vector_bytes", "reload"),
-        *("weight_in", "ctas_per_sm", "grid", "min_blocks", "register_cap", "load_hint"),
-        "store_hint",
-    }
-)
-"""The knobs that the templates know."""
+KNOWN_KNOBS: dict[str, tuple[int | str, ...] | range] = {
+    "strategy": ("column_slices", "separate", "last_cta", "semaphore", "bulk_reduce", "atomic"),
+    "order": ("turns", "free"),
+    "levels": range(1, 3),
+    "overlap": ("dependent", "none"),
+    "sum_threads": range(0, 1025, 32),
+    "slice_columns": range(0, 1025, 4),
+    "cluster": (1, 2, 4, 8, 16),
+    "pipeline": ("bulk", "direct", "async"),
+    "stages": range(1, 17),
+    "threads_per_row": range(32, 1025, 32),
+    "rows_per_cta": range(1, 33),
+    "rows_in_flight": range(1, 17),
+    "vector_bytes": (2, 4, 8, 16, 32),
+    "reload": ("none", "smem"),
+    "weight_in": ("registers", "smem"),
+    "ctas_per_sm": range(1, 33),
+    "grid": ("full", "even"),
+    "min_blocks": range(33),
+    "register_cap": range(256),
+    "load_hint": ("default", "no_allocate", "streaming"),
+    "store_hint": ("default", "streaming"),
+}
+"""The knobs that the templates know, with the values for which they make a kernel."""
 
 
 def _read_knob(path: Path, name: Any, entry: Any, known: set[str], above: set[str]) -> Knob:
@@ -332,13 +375,19 @@ def _read_knob(path: Path, name: Any, entry: Any, known: set[str], above: set[st
     if kinds not in ({int}, {str}):
         shown = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise NormforgeError(f"{where}: values are all integers or all text, got {shown}")
+    for value in [*values, entry.get("otherwise", values[0])]:
+        if value not in KNOWN_KNOBS[name]:
+            raise NormforgeError(f"{where} cannot be {value!r}: the templates know {_shown(name)}")
     if len(set(values)) != len(values):
         raise NormforgeError(f"{where} lists a value twice")
     when = entry.get("when")
     expression = None
     if when is not None:
+        expression = Expression.parse(when, known | KNOWN_KNOBS.keys(), where)
+        later = sorted(expression.names & (KNOWN_KNOBS.keys() - above))
+        if later:
+            raise NormforgeError(f"{where}: 'when' looks at '{later[0]}', which comes later")
         # Derived names are resolved at the knob's place; those that need a later knob are refused.
-        expression = Expression.parse(when, known | above, where)
         for used in expression.names & DERIVED.keys():
             late = sorted(set(DERIVED[used][0]) - above)
             if late:
@@ -349,6 +398,14 @@ def _read_knob(path: Path, name: Any, entry: Any, known: set[str], above: set[st
     return Knob(name, tuple(values), str(entry["why"]), expression, otherwise)
 
 
+def _shown(knob: str) -> str:
+    known = KNOWN_KNOBS[knob]
+    if isinstance(known, range):
+        steps = f" in steps of {known.step}" if known.step > 1 else ""
+        return f"{known[0]} to {known[-1]}{steps}"
+    return ", ".join(map(str, known))
+
+
 def _read_rule(path: Path, entry: Any, known: set[str]) -> Rule:
     if not isinstance(entry, dict) or set(entry) != {"id", "require", "say"}:
         raise NormforgeError(f"{path}: a rule has exactly id, require and say, got {entry!r}")
@@ -356,7 +413,7 @@ def _read_rule(path: Path, entry: Any, known: set[str]) -> Rule:
     if not isinstance(entry["id"], str) or not isinstance(entry["say"], str):
         raise NormforgeError(f"{where}: id and say are text")
     require = Expression.parse(entry["require"], known, where)
-    parts: list[tuple[str, CodeType | None, str]] = []
+    parts: list[tuple[str, Expression | None, str]] = []
     rest = entry["say"]
     while "{" in rest:
         literal, _, rest = rest.partition("{")
@@ -364,6 +421,6 @@ def _read_rule(path: Path, entry: Any, known: set[str]) -> Rule:
         if not closed:
             raise NormforgeError(f"{where}: 'say' has an open brace")
         text, _, spec = inside.partition(":")
-        parts.append((literal, Expression.parse(text, known, where).code, spec))
+        parts.append((literal, Expression.parse(text, known, where), spec))
     parts.append((rest, None, ""))
     return Rule(entry["id"], require, entry["say"], tuple(parts))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import lzma
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +59,10 @@ def open_storage(where: str | Path) -> BaseStorage:
     """The storage at `where`: a URL (with "://", passed through to Optuna) or the path of a journal
     file, which is created with its folder when missing.
 
-    The last record of a journal that a kill or a full disk tore is cut off. Raises NormforgeError,
-    and leaves the file as it is, when any other part of it is no journal.
+    Where the journal is missing and lies packed beside its place (`<name>.xz`, the form in which
+    the repository keeps it), it is unpacked first. The last record of a journal that a kill or a
+    full disk tore is cut off. Raises NormforgeError, and leaves the file as it is, when any other
+    part of it is no journal.
     """
     # Optuna reports every new study on stderr, which belongs to the progress line.
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -67,6 +71,8 @@ def open_storage(where: str | Path) -> BaseStorage:
     path = Path(where)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            _unpack(path)
         if path.exists():
             _check_journal(path)
         backend = JournalFileBackend(str(path), lock_obj=_KernelLock(path))
@@ -78,6 +84,22 @@ def open_storage(where: str | Path) -> BaseStorage:
         return JournalStorage(backend)
     except Exception as error:  # Optuna raises whatever the content makes its replay stumble over
         raise _corrupt(path, f"Optuna cannot replay it ({type(error).__name__})") from error
+
+
+def _unpack(path: Path) -> None:
+    """Unpack `<path>.xz` to `path`, if there is one; the journal appears whole or not at all."""
+    packed = path.with_name(path.name + ".xz")
+    if not packed.exists():
+        return
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with lzma.open(packed) as source, part.open("wb") as to:
+            shutil.copyfileobj(source, to)
+        part.replace(path)
+    except (lzma.LZMAError, EOFError) as error:
+        raise _corrupt(packed, str(error)) from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _open_database(url: str) -> BaseStorage:

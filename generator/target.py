@@ -56,9 +56,9 @@ class Target:
     @property
     def barriers_per_sm(self) -> int:
         """CTA barriers that one SM has for all its CTAs (CUDA occupancy calculator,
-        cudaOccMaxBlocksPerSMBlockBarrierLimit)."""
-        twice = self.compute_capability == (8, 0) or self.compute_capability[0] in (9, 10)
-        return self.max_ctas_per_sm * (2 if twice else 1)
+        cudaOccMaxBlocksPerSMBlockBarrierLimit): before sm_90 enough for any kernel."""
+        major = self.compute_capability[0]
+        return self.max_ctas_per_sm * (16 if major < 9 else 2 if major < 11 else 1)
 
     def occupancy(self, threads: int, registers: int, smem_bytes: int, barriers: int = 1) -> int:
         """CTAs of `threads` threads that fit on one SM, by the rules of the CUDA occupancy
@@ -83,10 +83,10 @@ class Target:
 
 
 @cache
-def load_targets() -> dict[str, Target]:
-    """Every GPU of search_spaces/gpus.yaml by its name."""
+def load_targets(path: Path = GPUS_FILE) -> dict[str, Target]:
+    """Every GPU of the table by its name. Raises NormforgeError for a table that is damaged."""
     try:
-        entries: dict[str, dict[str, Any]] = yaml.safe_load(GPUS_FILE.read_text())["gpus"]
+        entries: dict[str, dict[str, Any]] = dict(yaml.safe_load(path.read_text())["gpus"])
         return {
             name: Target(
                 name=name,
@@ -110,9 +110,10 @@ def load_targets() -> dict[str, Target]:
             for name, entry in entries.items()
         }
     except (OSError, yaml.YAMLError, KeyError, IndexError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
         raise NormforgeError(
-            f"{GPUS_FILE}: unreadable entry ({type(error).__name__}: {error}); "
-            "every GPU needs the fields of the entries beside it"
+            f"{path}: unreadable entry ({type(error).__name__}: {reason}); "
+            "every GPU needs the fields that the others have"
         ) from error
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from generator.compile import Compiled
 from generator.errors import NormforgeError
 from generator.problem import Problem
+from generator.processes import end_with_parent
 from generator.result import Result
 from generator.runtime.plan import KernelSpec
 from generator.target import Target
@@ -73,7 +74,7 @@ class GpuWorker:
             self._ready = answer
         return self._ready
 
-    def call(self, job: Job, seconds: float = JOB_SECONDS) -> Any:
+    def call(self, job: Job, seconds: float) -> Any:
         """The worker's answer. Raises WorkerLostError when there is none by the deadline."""
         self.ready()
         try:
@@ -93,7 +94,9 @@ class GpuWorker:
             self._process.join(5)
             code = self._process.exitcode
             self.kill()
-            raise WorkerLostError("crashed", f"the GPU worker died ({doing}, exit {code})") from error
+            raise WorkerLostError(
+                "crashed", f"the GPU worker died ({doing}, exit {code})"
+            ) from error
 
     @property
     def alive(self) -> bool:
@@ -110,13 +113,13 @@ class MeasuredEvaluator:
     """Evaluates candidates on a real GPU; the search sees only Results.
 
     A second worker is kept in reserve: it takes over when the first is lost, and it is the fresh
-    process in which finalists must produce the same bits again.
+    process in which finalists must produce the same bits again. seconds: deadline of one job.
     """
 
     evidence = "measured"
 
-    def __init__(self, target: Target, device: int = 0) -> None:
-        self.target, self.device = target, device
+    def __init__(self, target: Target, device: int = 0, seconds: float = JOB_SECONDS) -> None:
+        self.target, self.device, self.seconds = target, device, seconds
         self._worker = GpuWorker(device)
         self.facts = self._worker.ready()
         self._reserve: GpuWorker | None = GpuWorker(device)
@@ -145,7 +148,7 @@ class MeasuredEvaluator:
     def _result(self, job: Job) -> Result:
         """The worker's Result for a job on one candidate, or the Result that its loss is."""
         try:
-            answer, fatal = self._worker.call(job)
+            answer, fatal = self._worker.call(job, self.seconds)
         except WorkerLostError as lost:
             self.lost += 1
             self._promote()
@@ -187,15 +190,19 @@ class MeasuredEvaluator:
         if self._reserve is None:
             self._reserve = GpuWorker(self.device)
         try:
-            again, fatal = self._reserve.call(Job("digest", problem, (candidate,)))
+            again, fatal = self._reserve.call(Job("digest", problem, (candidate,)), self.seconds)
         except WorkerLostError as lost:
             self._reserve = None
             return Result(lost.outcome, note=lost.note)
         if fatal:
             self._reserve.kill()
             self._reserve = None
-            return Result.from_json(again)
-        if again["extra"]["digest"] != first.extra["digest"]:
+        if isinstance(again, str):
+            raise NormforgeError(f"{problem} cannot be set up on the GPU: {again}")
+        result = Result.from_json(again)
+        if result.outcome != "ok":
+            return result
+        if result.extra["digest"] != first.extra["digest"]:
             note = "other bits in a fresh process"
             return replace(first, outcome="nondeterministic", determinism="refuted", note=note)
         return replace(first, checks=(*first.checks, "fresh process"))
@@ -206,7 +213,8 @@ class MeasuredEvaluator:
         if not candidates:
             return []
         try:
-            answer, fatal = self._worker.call(Job("interleave", problem, tuple(candidates)))
+            job = Job("interleave", problem, tuple(candidates))
+            answer, fatal = self._worker.call(job, self.seconds)
         except WorkerLostError as lost:
             self._promote()
             raise NormforgeError(f"{problem}: timing the finalists failed: {lost.note}") from lost
@@ -220,6 +228,7 @@ class MeasuredEvaluator:
 
 
 def _serve(connection: Connection, device: int) -> None:
+    end_with_parent()
     try:
         from generator.session import Session
 

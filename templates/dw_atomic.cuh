@@ -1,6 +1,7 @@
 // ---- Strategy `atomic`: free-running atomic adds ----------------------------------------------
 // Every CTA adds its partial dw to one row of the workspace with atomics, in whatever order CTAs
 // finish; the last to finish rounds the sums to dw and zeroes them for the next call.
+// These adds flush subnormal numbers to zero, as the hardware's floating-point reductions do.
 // Determinism class none: the order of the adds, and so the bits, change from run to run.
 //
 // Order of memory: the CTA barrier orders all threads' atomics before thread 0's ticket, which is an

@@ -6,7 +6,7 @@
 // Order of memory: proxy fence and CTA barrier before the bulk operation; the full wait (not
 // `.read`) and a proxy fence before the ticket, which releases the landed sums and acquires everyone
 // else's. The zeros are ordinary stores; the next launch's bulk operations come after the end of
-// this grid.
+// this grid, and the order of a stream holds for every proxy.
 struct DwStrategy : DwContext {
   DEVICE unsigned begin() const { return blockIdx.x / kCluster; }
   DEVICE void finish(const Rows& rows, const float (&partial)[kVectors][kElements],

@@ -4,9 +4,11 @@
 //
 // Order of memory: the partial dw is written by ordinary stores, which each thread orders before the
 // copy engine's reads by a proxy fence, and the CTA barrier collects the threads before thread
-// 0 issues. The turn is passed only after the full wait (the destination has been written; `.read`
-// would only say that the source was) and a proxy fence, so that the release covers the landed
-// sums; the next participant fences between its acquire and its own bulk operation.
+// 0 issues. The turn is passed only after the full wait: the destination has been written and is
+// visible to ordinary accesses (`.read` would only say that the source was read), so the release
+// covers the landed sums. The next participant's proxy fence between its acquire and its own
+// bulk operation leads back into the asynchronous proxy; the one before the release is not needed by
+// the model's letter and costs nothing beside the wait.
 // Determinism class gpu_to_gpu: one order of adds, by index.
 struct DwStrategy : Turns {
   DEVICE void finish(const Rows& rows, const float (&partial)[kVectors][kElements],

@@ -5,7 +5,7 @@
 //
 // Progress: waiting CTAs wait for CTAs with larger indices, so all must be able to run at the same
 // time. The tuner admits only grids that fit the device, and the kernel is launched cooperatively:
-// the driver starts it only when the whole grid can be resident, whatever else is running.
+// the driver starts it only when the whole grid can be resident, and refuses it otherwise.
 // Order of memory: the CTA barrier orders all threads' stores before thread 0's arrival (release at
 // gpu scope, cumulative); the waiting thread 0 acquires the full count, and the CTA barrier hands
 // that to its threads. Counters: a waiting CTA departs after its last look at the arrivals, and the

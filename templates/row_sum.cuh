@@ -1,7 +1,7 @@
 // ---- The sum over a row ----------------------------------------------------------------------
 
-// A barrier of the threads that share a row. Every thread's reads of the team's stage come before
-// it in program order, so behind it the stage may be overwritten.
+// A barrier of the threads that share a row. Every thread's reads of the stage that is refilled
+// behind it come before it in program order.
 DEVICE void team_barrier() {
   if constexpr (kThreadsPerRow == 32) {
     warp_barrier();

@@ -4,10 +4,12 @@
 // same buffer: a CTA sends for batch i + 2 only after it has received this CTA's sums of
 // batch i + 1, and this CTA sends those only after it has seen batch i complete. (One barrier would
 // not do: a fast CTA's sums of batch i + 1 could be counted on a phase that still waits
-// for a slow CTA's sums of batch i.) The values of batch i have been read before this CTA sends for
-// batch i + 1, hence before anyone can send for batch i + 2 into the same buffer. A phase
-// completes only after every warp of the team has read its part of the stage, so it stands in for
-// the team's barrier when the stage is refilled.
+// for a slow CTA's sums of batch i.) Each warp reads the sums of batch i
+// before it sends for batch i + 1, in program order and behind a warp barrier, hence before anyone
+// can send for batch i + 2 into the same buffer. A phase completes only after every warp of the
+// team has sent, which it does after its reads of the stage, so it stands in for the team's
+// barrier when the stage is refilled. A CTA may end while its peers still run: it has received every
+// sum that is ever sent to it, and nobody else reads its shared memory.
 struct RowSum {
   static constexpr int kSums = kRowsInFlight * kCluster * kWarpsPerRow;
 
@@ -31,8 +33,10 @@ struct RowSum {
     if (team_thread() == 0) mbarrier_expect(&arrived[buffer], kSums * sizeof(float));
     const unsigned lane = threadIdx.x % 32, warp = team_thread() / 32;
 #pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) value[u] = warp_sum(value[u]);
+    warp_barrier();  // a lane sends for all lanes of its warp: their reads are done
+#pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      value[u] = warp_sum(value[u]);
       if (lane < kCluster)
         store_cluster(into + (u * kCluster + cluster_rank()) * kWarpsPerRow + warp, value[u],
                       &arrived[buffer], lane);

@@ -2,8 +2,8 @@
 // A thread copies exactly the vectors that it reads, so waiting for its own groups is all the
 // synchronisation there is. One group is committed for every batch, empty ones past the end
 // included, so that "all but the newest kStages - 1" always names the batch that is due.
-// A stage is refilled after the row sum of a batch that was read before: every value of the old
-// batch has been consumed by then, so the copy cannot overtake the read.
+// A slot is refilled by the very thread that read it, and an asynchronous copy comes after the
+// instructions before it in its own thread (PTX ISA, asynchronous operations).
 
 struct RowPipeline {
   static constexpr int kTileBytes = kVectors * kThreads * kVectorBytes;  // one row of every team

@@ -1,8 +1,10 @@
 // ---- Rows: bulk copies into stages in shared memory ------------------------------------------
 // One thread of each team asks the copy engine for whole rows; a transaction barrier per stage
 // completes when all bytes of the batch have landed, and acquires them for every thread that waits.
-// A stage is refilled only behind a barrier of the team that every thread reaches after its
-// last read of the stage: the barrier of the row sum (with a reload, that of the next batch).
+// A stage is refilled only after every thread of the team has read it: behind the barrier of the row
+// sum or, in a cluster, behind the completed exchange, in which every warp of the team takes part
+// after its reads (with a reload, those of the next batch). The barrier orders ordinary accesses; the
+// proxy fence of the thread that issues the copy orders them before the asynchronous write.
 // Only rows that exist are copied; the places of the others hold old data and are never read.
 
 struct RowPipeline {
@@ -64,6 +66,7 @@ struct RowPipeline {
   // With a reload the stage of this batch is still needed: the one before it is refilled.
   DEVICE void refill(long long batch, long long step) {
     if (team_thread() != 0) return;
+    fence_async_shared();
     const int last = stage == 0 ? kStages - 1 : stage - 1;
     fetch(batch + (kStages - kReload) * step, kReload ? last : stage);
   }

@@ -2,7 +2,8 @@
 // all kBlock threads of the CTA, and hands each column's total to `store(column, total)`.
 //
 // The order is fixed: lane l of the kLanes lanes adds rows l, l + kLanes, ... in index order; lanes
-// that share a warp are added by butterfly; what is left is added in index order.
+// that share a warp are added by butterfly (where kQuads divides a warp); what is left is added in
+// index order.
 template <int kBlock, int kWidth, typename Store>
 DEVICE void sum_slice(const float* partials, long long stride, unsigned count, int first,
                       int columns, float* buffer, Store store) {

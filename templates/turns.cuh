@@ -4,13 +4,14 @@
 //
 // Nobody waits for a CTA that might never run: the index is not blockIdx but a ticket taken when
 // the CTA starts, and a CTA waits only for smaller indices, whose CTAs have started. A CTA that
-// has started keeps its SM until it ends, so the chain always moves, whatever the grid and the
+// has started goes on running until it ends, so the chain always moves, whatever the grid and the
 // number of CTAs that the device holds at once. The rows of a CTA follow from its index, so dw does
 // not depend on which CTA drew which ticket.
 //
 // Order of memory: the adds of a turn are ordered before `pass` by its CTA barrier, which orders the
 // threads' writes before thread 0's release at gpu scope (release is cumulative); the next CTA's
-// thread 0 acquires the counter and its CTA barrier hands that to its threads.
+// thread 0 acquires the counter and its CTA barrier hands that to its threads. (Turns inside a group
+// of `bulk_reduce` are thread 0's alone; its fragment has their argument.)
 struct Turns : DwContext {
   // counters: [0] start tickets, [1 + g] turn inside group g, [1 + groups] turn of the groups.
   DEVICE unsigned groups() const { return (participants + group - 1) / group; }

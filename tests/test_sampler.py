@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -196,6 +199,24 @@ def test_equal_seeds_propose_alike() -> None:
     first, again = (run(LegalSampler(LEGAL, seed=2), 40) for _ in range(2))
     assert first == again
     assert first != run(LegalSampler(LEGAL, seed=3), 40)
+
+
+def test_equal_seeds_propose_alike_in_every_process() -> None:
+    program = (
+        "from tests.test_sampler import LEGAL, LegalSampler, run\n"
+        "print([LEGAL.key(config) for config in run(LegalSampler(LEGAL, seed=2), 25)])"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=Path(__file__).resolve().parent.parent,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            check=True,
+            capture_output=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert len(outputs) == 1
 
 
 def test_tpe_learns_from_the_trials() -> None:

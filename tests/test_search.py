@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import os
 import random
 import signal
@@ -27,7 +28,14 @@ from generator.problem import Problem
 from generator.result import Result
 from generator.search import search_problem
 from generator.space import load_space
-from generator.store import Record, StudyLog, open_storage, stored_winners, study_name
+from generator.store import (
+    JOURNAL_NAME,
+    Record,
+    StudyLog,
+    open_storage,
+    stored_winners,
+    study_name,
+)
 from generator.variant import Config, Variant, determinism_class, make_variant
 from generator.winner import Winner, choose, keep_measured
 from tests.synthetic import (
@@ -187,6 +195,9 @@ def test_seconds_end_a_search(storage: BaseStorage) -> None:
     winner = won(search(storage, FakeEvaluator(delay=0.02), budget=Budget(seconds=0.8)))
     assert 5 <= winner.trials <= 40
     assert time.monotonic() - started < 3
+    again = FakeEvaluator()
+    assert search(storage, again, budget=Budget(seconds=0.8)) == winner
+    assert again.evaluated == [], "the seconds of the first run count"
 
 
 def test_a_shape_without_a_legal_config_is_refused(storage: BaseStorage) -> None:
@@ -653,6 +664,14 @@ def test_the_stored_incumbent_takes_part_and_stays_on_a_tie(storage: BaseStorage
     assert again.reason == "the incumbent: not beaten by more than 1 %"
 
 
+def test_an_incumbent_is_in_the_finals_however_slow(storage: BaseStorage) -> None:
+    slow = max(DETERMINISTIC, key=ratio_of)
+    evaluator = FakeEvaluator()
+    winner = won(search(storage, evaluator, trials=60, incumbent=make_winner(slow)))
+    assert slow in evaluator.finalists[0]
+    assert winner.reason.startswith("beat the incumbent by ")
+
+
 def test_a_predicted_incumbent_has_no_rights_among_measured_ones(storage: BaseStorage) -> None:
     slow = max(DETERMINISTIC, key=ratio_of)
     evaluator = FakeEvaluator(lambda variant: 1.2)
@@ -662,7 +681,7 @@ def test_a_predicted_incumbent_has_no_rights_among_measured_ones(storage: BaseSt
 
 
 def test_an_illegal_incumbent_is_a_start_and_no_finalist(storage: BaseStorage) -> None:
-    stale = {**DETERMINISTIC[0], "threads_per_row": 1024, "rows_per_cta": 16}
+    stale = {**DETERMINISTIC[0], "register_cap": 40}  # would run, but a rule rejects it
     assert not LEGAL.allows(stale)
     evaluator = FakeEvaluator()
     search(storage, evaluator, trials=30, incumbent=make_winner(stale))
@@ -718,3 +737,28 @@ def test_equal_seeds_find_the_same_winner(tmp_path: Path) -> None:
         won(search(open_storage(tmp_path / name), trials=50, seed=3)) for name in ("a", "b")
     ]
     assert replace(runs[0], date="") == replace(runs[1], date="")
+
+
+def test_packed_journal_is_unpacked_when_the_journal_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / JOURNAL_NAME
+    optuna.create_study(storage=open_storage(path), study_name="kept")
+    packed = path.with_name(path.name + ".xz")
+    packed.write_bytes(lzma.compress(path.read_bytes()))
+    path.unlink()
+
+    assert optuna.get_all_study_names(open_storage(path)) == ["kept"]
+
+    optuna.create_study(storage=open_storage(path), study_name="newer")
+    assert optuna.get_all_study_names(open_storage(path)) == ["kept", "newer"]
+
+
+def test_damaged_packed_journal_is_one_sentence_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / JOURNAL_NAME
+    packed = path.with_name(path.name + ".xz")
+    packed.write_bytes(b"no archive")
+
+    with pytest.raises(NormforgeError, match="corrupt"):
+        open_storage(path)
+
+    assert packed.read_bytes() == b"no archive"
+    assert not path.exists()

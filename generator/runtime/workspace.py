@@ -3,8 +3,9 @@
 Zeroed words (counters) are zero before a kernel and left zero by it. They are taken from slabs that
 were zeroed once, outside every stream and graph, and are never given back, so their owner finds
 zeros at every call with no memset. An owner is one stream, whose calls are ordered, or one call
-captured into a CUDA graph: replays of one executable graph are ordered, and no two graphs and no
-two branches of a graph share an owner. Memory from the graph's own pool would not do: the pool may
+captured into a CUDA graph: replays of one executable graph are ordered, and no two captures and no
+two branches of one share an owner (two executables made from one capture share their outputs as
+well, and must not run at the same time for that reason already). Memory from the graph's own pool would not do: the pool may
 have lent the same bytes to another node of the graph, which dirties them at every replay, so each
 captured call would need a memset. The price is one 128-byte line (a few for two-level strategies)
 per captured call for the life of the process.
@@ -27,6 +28,7 @@ from .plan import Launch, round_up
 LINE = 128
 """Bytes of one L2 line: owners in different lines do not slow each other down."""
 SLAB = 1 << 16
+PER_THREAD = 2  # CU_STREAM_PER_THREAD
 _NAME = "the workspace"
 
 
@@ -118,7 +120,7 @@ class Workspaces:
 
     def __init__(self) -> None:
         self._zeros: dict[int, Zeros] = {}
-        self._streams: dict[tuple[int, int], StreamWorkspace] = {}
+        self._streams: dict[tuple[int, int, int], StreamWorkspace] = {}
 
     def zeros(self, device: int) -> Zeros:
         """The zeroed words of a device, which must be the current one when they are taken."""
@@ -126,8 +128,10 @@ class Workspaces:
 
     def of_stream(self, device: int, stream: int) -> StreamWorkspace:
         """What eager calls on a raw stream of a device share."""
-        found = self._streams.get((device, stream))
+        # The handle of the per-thread default stream names another stream in every thread.
+        thread = threading.get_ident() if stream == PER_THREAD else 0
+        found = self._streams.get((device, stream, thread))
         if found is None:
             new = StreamWorkspace(stream, self.zeros(device))
-            found = self._streams.setdefault((device, stream), new)
+            found = self._streams.setdefault((device, stream, thread), new)
         return found

@@ -32,8 +32,6 @@ bool Clock::knows(const Word& word) const {
   });
 }
 
-Event Thread::now() const { return Event{index + 1, cta->time, team_time}; }
-
 namespace {
 
 // What a release of the thread makes known: what it learned, what its CTA did before the
@@ -82,8 +80,7 @@ void meet(Wait::Kind kind, int line, unsigned object) {
     for (unsigned lane = 0; lane < kWarp; ++lane) pass_team_barrier(warp.threads[lane], time);
   }
   const unsigned others = kFullWarp & ~(1u << self.lane);
-  make_ready(warp.threads[self.lane ^ 1]);  // puts the warp on the list
-  warp.ready |= others;
+  warp.ready |= others;  // the warp that runs is on the list of ready ones
   // In one turn the warp goes from meeting to meeting, unless the seed lets others in between.
   if (!m.rng.chance(m.policy.break_percent)) warp.turn |= others;
 }
@@ -271,7 +268,7 @@ void allow_dependents() { m.current->cta->allows_dependents = true; }
 void wait_for_primary(int line) {
   if (m.current->cta->grid == &m.main) return;
   if (m.main.finished < m.main.ctas) wait_for(Wait::kPrimary, line);
-  m.current->cta->knows_primary = true;
+  m.current->knows_primary = true;
 }
 
 }  // namespace normforge

@@ -1,13 +1,15 @@
 // Switching between the stacks of the emulated threads.
 #pragma once
 
-#if !defined(__x86_64__)
+#if defined(__x86_64__) && !defined(NORMFORGE_UCONTEXT)
+#define NORMFORGE_FAST_SWITCH
+#else
 #include <ucontext.h>
 #endif
 
 namespace normforge {
 
-#if defined(__x86_64__)
+#if defined(NORMFORGE_FAST_SWITCH)
 
 // The registers that a call preserves, on the stack that `stack_pointer` names while another runs.
 struct Fiber {

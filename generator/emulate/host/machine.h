@@ -118,6 +118,7 @@ struct Thread {
   bool done = false;
   bool wrote_shared = false;    // since its last fence_async_shared
   bool acquired = false;        // since its last fence_async_global
+  bool knows_primary = false;   // everything that the first kernel did
   Wait wait;
   const unsigned* polled = nullptr;  // the counter of its last acquire load, and the version read
   unsigned polled_version = 0;
@@ -173,7 +174,6 @@ struct Cta {
   unsigned time = 1;
   bool running = false;
   bool allows_dependents = false;
-  bool knows_primary = false;  // everything the first grid did
   unsigned arriving = 0;       // asynchronous copies into its shared memory under way
   unsigned leaving = 0;        // bulk operations that still read its shared memory
   std::vector<Thread> threads;
@@ -188,6 +188,17 @@ struct Cta {
   std::vector<unsigned> waited;  // [mbarrier * threads + thread]: phases that the thread has seen
   Clock known;
 };
+
+inline Event Thread::now() const { return Event{index + 1, cta->time, team_time}; }
+
+// Whether barriers order what happened before what the thread does now, both in its CTA.
+inline bool ordered(const Event& before, const Thread& now) {
+  if (before.cta_time < now.cta->time || before.who == now.index + 1) return true;
+  if (before.team_time >= now.team_time) return false;
+  if (before.who < Event::kTeam)
+    return now.cta->threads[static_cast<std::size_t>(before.who - 1)].team == now.team;
+  return before.who == Event::kTeam + now.team;
+}
 
 struct Grid {
   const char* kernel = "";
@@ -288,10 +299,10 @@ void reset_memory();     // before every schedule
 void check_end_state();  // after it
 void clear_shared(Cta& cta);
 Buffer& checked_buffer(unsigned mask, const void* at, std::size_t bytes, const char* verb, int line);
-bool ordered(const Event& before, const Thread& now);
 void note_shared_copy(Cta& cta, const void* to, unsigned bytes, unsigned copy, int line);
 void note_copied(Thread& thread, const void* to, unsigned bytes);
 void note_workspace_copy(unsigned copy, bool add, int line);
+void add_staged(Copy& copy, unsigned from, unsigned bytes);
 void check_bulk_source(const void* from, unsigned bytes, int line);
 
 // threads.cpp

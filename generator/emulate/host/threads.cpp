@@ -19,7 +19,7 @@ void sum_partials(const void*, void*, int, int) __attribute__((weak));
 
 Dim threadIdx, blockIdx, gridDim;
 
-#if defined(__x86_64__)
+#if defined(NORMFORGE_FAST_SWITCH)
 asm(R"(
 .text
 .globl normforge_switch
@@ -177,7 +177,6 @@ void start_cta(Grid& grid, unsigned block, Cluster* cluster) {
   cta.time = 1;
   cta.running = true;
   cta.allows_dependents = false;
-  cta.knows_primary = &grid == &m.sum && m.main.finished == m.main.ctas;
   cta.arriving = cta.leaving = 0;
   cta.barrier = Barrier{};
   std::fill(std::begin(cta.named), std::end(cta.named), Barrier{});
@@ -208,6 +207,7 @@ void start_cta(Grid& grid, unsigned block, Cluster* cluster) {
     thread.team_time = 1;
     thread.releases = 0;
     thread.done = thread.wrote_shared = thread.acquired = false;
+    thread.knows_primary = &grid == &m.sum && !m.launch.dependent;
     thread.wait = Wait{};
     thread.polled = nullptr;
     thread.learned = Clock{};
@@ -392,6 +392,7 @@ void make_ready(Thread& thread) {
 void wait_for(Wait::Kind kind, int line, unsigned object, unsigned phase) {
   m.current->wait = Wait{kind, line, object, phase};
   suspend();
+  m.current->wait.kind = Wait::kNothing;
 }
 
 void maybe_yield() {

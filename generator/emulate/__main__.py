@@ -1,0 +1,112 @@
+"""`python -m generator.emulate`: one variant under many schedules, for a person with a suspicion."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from generator.emulate.build import NO_COMPILER, find_compiler
+from generator.emulate.check import PARTICIPANTS, Check, check_variant
+from generator.errors import NormforgeError
+from generator.problem import Problem
+from generator.space import Space, load_space
+from generator.target import find_target
+from generator.variant import Config, make_variant
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0 when no schedule found anything, 1 when one did, 2 when none could be run."""
+    options = _parser().parse_args(arguments)
+    try:
+        if find_compiler() is None:
+            raise NormforgeError(NO_COMPILER)
+        check = _check(options)
+    except NormforgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(check.to_json(), indent=2))
+    else:
+        _print(check)
+    return 1 if check.problems else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m generator.emulate", description=__doc__)
+    parser.add_argument("--strategy", required=True, help="for example semaphore")
+    parser.add_argument("--shape", required=True, help="MxN:dtype[:weight dtype]; keep M small")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KNOB=VALUE",
+        help="fix a knob of the search space, for example pipeline=bulk; may be repeated",
+    )
+    parser.add_argument("--gpu", default="h200", help="whose rules make the config legal")
+    parser.add_argument("--schedules", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
+    parser.add_argument("--residency", type=int, help="CTAs at once; default 1, half and all in turn")
+    parser.add_argument("--ctas", type=int, default=PARTICIPANTS, help="largest grid, in clusters")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
+def _check(options: argparse.Namespace) -> Check:
+    for name in ("schedules", "ctas", "residency"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise NormforgeError(f"--{name} {value}: at least 1 is needed")
+    problem = Problem.parse(options.shape)
+    space = load_space()
+    target = find_target(options.gpu)
+    fixed = {"strategy": options.strategy, **_settings(options.set)}
+    _check_knobs(space, fixed)
+    config = next(space.legal(problem, target, fixed=fixed), None)
+    if config is None:
+        raise NormforgeError(f"{problem} on {target} has no legal config with {fixed}")
+    return check_variant(
+        make_variant(config, problem),
+        problem,
+        schedules=options.schedules,
+        residencies=None if options.residency is None else (options.residency,),
+        seed=options.seed,
+        participants=options.ctas,
+        all_rows=True,
+    )
+
+
+def _settings(texts: Sequence[str]) -> dict[str, int | str]:
+    settings: dict[str, int | str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise NormforgeError(f"--set {text}: expected KNOB=VALUE, for example pipeline=bulk")
+        settings[name] = int(value) if value.isdigit() else value
+    return settings
+
+
+def _check_knobs(space: Space, fixed: Config) -> None:
+    knobs = {knob.name: knob.choices for knob in space.knobs}
+    for name, value in fixed.items():
+        if name not in knobs:
+            raise NormforgeError(f"unknown knob '{name}': known are {', '.join(knobs)}")
+        if value not in knobs[name]:
+            choices = ", ".join(map(str, knobs[name]))
+            raise NormforgeError(f"{name} cannot be '{value}': it is one of {choices}")
+
+
+def _print(check: Check) -> None:
+    print(f"{check.variant}: {check.schedules} schedules, {check.distinct_results} different results")
+    if check.max_error_dx is not None and check.max_error_dw is not None:
+        print(f"relative error against float64: dx {check.max_error_dx:.2e}, ", end="")
+        print(f"dw {check.max_error_dw:.2e}")
+    for problem in check.problems:
+        print(f"  {problem}")
+    if not check.problems:
+        print("no problem found")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

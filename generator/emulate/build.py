@@ -1,0 +1,128 @@
+"""Rendered sources to host programs: the C++ compiler, and a cache of what it made.
+
+A program is one variant linked with the executor. Programs live in a content-addressed cache and
+appear by an atomic rename, as cubins do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from generator.errors import NormforgeError
+
+HOST = Path(__file__).resolve().parent / "host"
+DEFAULT_CACHE = Path(__file__).resolve().parent.parent.parent / ".cache" / "host"
+NO_COMPILER = (
+    "no C++ compiler found (g++ or clang++, or the one that CXX names): kernels cannot be run "
+    "without a GPU, and checks that do so are not run"
+)
+_COMPILE_SECONDS = 300
+
+
+@cache
+def find_compiler() -> str | None:
+    """The path of the host's C++ compiler: $CXX, else g++, else clang++; None without one."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
+    return next((found for found in map(shutil.which, names) if found), None)
+
+
+@cache
+def _version(compiler: str) -> str:
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return done.stdout
+
+
+@cache
+def flags() -> tuple[str, ...]:
+    """Compiler flags. Contraction is off, as in the GPU build; fused multiply-adds are written out
+    and take the CPU's instruction where it has one (libm's exact one otherwise)."""
+    common = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-exceptions")
+    return (*common, "-mfma") if _has_x86_fma() else common
+
+
+def _has_x86_fma() -> bool:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    try:
+        words = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return "fma" in words
+
+
+def build(source: str, cache_folder: Path = DEFAULT_CACHE) -> Path:
+    """The program that runs `source`, from the cache or compiled now.
+
+    Raises NormforgeError without a compiler, and with the compiler's first error when it refuses
+    the source.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise NormforgeError(NO_COMPILER)
+    executor = _executor(compiler, cache_folder)
+    key = _key(compiler, executor.name, source)
+    program = cache_folder / key[:2] / key
+    if not program.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            text = Path(folder) / "rmsnorm_backward.cpp"
+            text.write_text(source)
+            options = ["-DNORMFORGE_HOST", "-Wno-unknown-pragmas", f"-I{HOST}"]
+            compile_to(compiler, [*options, str(text), str(executor)], program)
+    return program
+
+
+def _executor(compiler: str, cache_folder: Path) -> Path:
+    """The executor as one object file."""
+    sources = sorted(HOST.glob("*.cpp"))
+    contents = [path.read_text() for path in sorted(HOST.iterdir())]
+    program = cache_folder / f"executor-{_key(compiler, *contents)}.o"
+    if not program.exists():
+        compile_to(compiler, ["-r", "-nostdlib", *map(str, sources)], program)
+    return program
+
+
+def _key(compiler: str, *contents: str) -> str:
+    parts = (_version(compiler), *flags(), *contents)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def compile_to(compiler: str, arguments: list[str], result: Path) -> None:
+    """Run the compiler with `flags()` and these arguments; `result` appears whole or not at all.
+
+    Raises NormforgeError with the compiler's first error.
+    """
+    try:
+        result.parent.mkdir(parents=True, exist_ok=True)
+        # A name of its own until it is whole: several processes may build the same program.
+        handle, name = tempfile.mkstemp(dir=result.parent, suffix=".part")
+        os.close(handle)
+    except OSError as error:
+        raise NormforgeError(
+            f"cannot write to the cache {result.parent} ({error.strerror}): make it writable"
+        ) from error
+    part = Path(name)
+    try:
+        done = subprocess.run(
+            [compiler, *flags(), *arguments, "-o", name],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_COMPILE_SECONDS,
+        )
+        if done.returncode:
+            lines = done.stderr.strip().splitlines()
+            first = next((line for line in lines if "error" in line), "no message")
+            raise NormforgeError(f"{compiler} refuses the source: {first}")
+        part.chmod(0o755)
+        part.replace(result)
+    except subprocess.TimeoutExpired as error:
+        raise NormforgeError(f"{compiler} took more than {_COMPILE_SECONDS} s") from error
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,229 @@
+"""Whether a variant computes what it should, with the same bits, whatever the schedule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from generator.emulate.build import DEFAULT_CACHE, NO_COMPILER, find_compiler
+from generator.emulate.run import DEADLINE_SECONDS, Layout, Runs, Schedule, run_schedules
+from generator.problem import Problem
+from generator.render import render
+from generator.runtime.plan import KernelSpec, Launch, plan_launch
+from generator.variant import Variant
+from generator.verify import FP32_SLACK, HALF_UNIT, compare
+from generator.workload import Inputs, Reference, make_cancelling, make_inputs, make_reference
+
+PARTICIPANTS = 5
+"""CTAs (or clusters) that an emulated grid has at most: two levels of groups, the last one ragged,
+and several batches for every CTA at a small M."""
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class EmulationResult:
+    """dx: (M, N) of the problem's dtype; dw: (N,) of the weight's dtype; None when a problem
+    ended the run. problems: sentences that name variant, CTA, thread and buffer."""
+
+    dx: torch.Tensor | None
+    dw: torch.Tensor | None
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What many schedules of one variant showed.
+
+    schedules: how many were run; 0 when `note` says why none could be. distinct_results: different
+    (dx, dw), bit by bit, among the schedules that ended well, all on the same inputs, whose dw is
+    a small rest of large terms. max_error_dx, max_error_dw: largest ||out - ref|| / ||ref||
+    against float64 on ordinary inputs. problems: different faults, each with a schedule that
+    shows it.
+    """
+
+    variant: str
+    schedules: int
+    distinct_results: int = 0
+    max_error_dx: float | None = None
+    max_error_dw: float | None = None
+    problems: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """True when the schedules were run and none of them found anything."""
+        return self.schedules > 0 and not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan(variant: Variant, M: int, participants: int = PARTICIPANTS) -> tuple[KernelSpec, Launch]:
+    """A launch of the variant with the grid of a GPU so small that `participants` CTAs fill it
+    (clusters of 4 and 8 CTAs: 16 CTAs)."""
+    sms = participants * variant["cluster"]
+    spec = replace(variant.spec(sms), ctas_per_sm=1)
+    return spec, plan_launch(spec, M)
+
+
+def reduced(variant: Variant, problem: Problem, participants: int = PARTICIPANTS) -> Problem:
+    """The problem with few rows: enough that every stage of every CTA is refilled, and a last batch
+    that is not full where there can be one."""
+    batch = variant["rows_per_cta"] * variant["rows_in_flight"]
+    rows = participants * batch * (variant["stages"] + 1) + batch // 2 + 1
+    return replace(problem, M=min(problem.M, rows))
+
+
+def default_residencies(spec: KernelSpec, grid: int) -> tuple[int, ...]:
+    """One CTA, about half of the grid, all of it; only all for a kernel that waits for its grid."""
+    if spec.cooperative:
+        return (grid,)
+    return tuple(sorted({spec.cluster, max(spec.cluster, (grid + 1) // 2), grid}))
+
+
+def emulate(
+    variant: Variant,
+    problem: Problem,
+    inputs: Inputs | None = None,
+    *,
+    seed: int = 0,
+    residency: int | None = None,
+    launch: tuple[KernelSpec, Launch] | None = None,
+    layout: Layout | None = None,
+    deadline: float = DEADLINE_SECONDS,
+) -> EmulationResult:
+    """Run one variant once on the CPU; dx and dw have the bits that a GPU gives.
+
+    inputs: default `make_inputs(problem)`. residency: CTAs that may run at once, default all.
+    launch: default `plan(variant, problem.M)`; dw depends on the grid, so a comparison with a GPU
+    passes the launch that is used there.
+
+    Raises NormforgeError as run_schedules does.
+    """
+    spec, numbers = launch or plan(variant, problem.M)
+    inputs = inputs or make_inputs(problem, CPU)
+    schedule = Schedule(seed, residency if residency is not None else numbers.grid)
+    runs = run_schedules(
+        render(variant), spec, numbers, inputs, [schedule], layout=layout, deadline=deadline
+    )
+    problems = tuple(f"{variant}: {fault}" for fault in runs.faults)
+    if problems:
+        return EmulationResult(None, None, problems)
+    return EmulationResult(runs.dx[0], runs.dw[0], ())
+
+
+def check_variant(
+    variant: Variant,
+    problem: Problem,
+    *,
+    schedules: int = 12,
+    residencies: Sequence[int] | None = None,
+    seed: int = 0,
+    participants: int = PARTICIPANTS,
+    all_rows: bool = False,
+    layout: Layout | None = None,
+    deadline: float = DEADLINE_SECONDS,
+) -> Check:
+    """Run the variant under `schedules` schedules (seeds from `seed` on, residencies in turn) on
+    a small grid and, unless `all_rows`, few of the problem's rows. Without a C++ compiler nothing
+    is run, and the check's note says so.
+    """
+    if find_compiler() is None:
+        return Check(variant.id, 0, note=NO_COMPILER)
+    small = problem if all_rows else reduced(variant, problem, participants)
+    spec, launch = plan(variant, small.M, participants)
+    return check_source(
+        render(variant),
+        spec,
+        launch,
+        small,
+        schedules=schedules,
+        residencies=residencies,
+        seed=seed,
+        layout=layout,
+        deadline=deadline,
+    )
+
+
+def check_source(
+    source: str,
+    spec: KernelSpec,
+    launch: Launch,
+    problem: Problem,
+    *,
+    schedules: int,
+    residencies: Sequence[int] | None = None,
+    seed: int = 0,
+    layout: Layout | None = None,
+    deadline: float = DEADLINE_SECONDS,
+    cache_folder: Path = DEFAULT_CACHE,
+) -> Check:
+    """`check_variant` for a source and a launch that the caller chose. Raises as run_schedules."""
+    residencies = residencies or default_residencies(spec, launch.grid)
+    plain = make_inputs(problem, CPU)
+    cancelling = make_cancelling(problem, plain)
+    chosen = [
+        Schedule(seed + i, residencies[i % len(residencies)]) for i in range(max(1, schedules))
+    ]
+    problems: dict[str, str] = {}
+    errors: list[tuple[float, float]] = []
+    runs = Runs()
+    # The last to run are the schedules that are counted.
+    for inputs, some in ((plain, chosen[: len(residencies)]), (cancelling, chosen)):
+        runs = run_schedules(
+            source,
+            spec,
+            launch,
+            inputs,
+            some,
+            layout=layout,
+            deadline=deadline,
+            cache_folder=cache_folder,
+        )
+        reference = make_reference(problem, inputs)
+        found, wrong = _accuracy(problem, runs, reference)
+        if inputs is plain:
+            errors = found
+        for outcome in runs.outcomes:
+            if outcome.fault:
+                # Faults that differ in the CTA or the thread only are one.
+                alike = re.sub(r"\d+", "#", outcome.fault)
+                problems.setdefault(alike, f"{outcome.fault} [{outcome.schedule}]")
+        problems.update(dict.fromkeys(wrong, ""))
+    if spec.determinism != "none" and runs.distinct_results > 1:
+        count = runs.distinct_results
+        problems[f"{count} different results, and the variant claims {spec.determinism}"] = ""
+    return Check(
+        variant=spec.name,
+        schedules=len(runs.outcomes),
+        distinct_results=runs.distinct_results,
+        max_error_dx=max((dx for dx, _ in errors), default=None),
+        max_error_dw=max((dw for _, dw in errors), default=None),
+        problems=tuple(f"{spec.name}: {shown or text}" for text, shown in problems.items()),
+    )
+
+
+def _accuracy(
+    problem: Problem, runs: Runs, reference: Reference
+) -> tuple[list[tuple[float, float]], list[str]]:
+    """Errors of every different dx and dw, and what is outside the bounds of generator.verify."""
+    errors = {"dx": [0.0], "dw": [0.0]}
+    wrong: list[str] = []
+    units = {"dx": HALF_UNIT[problem.dtype], "dw": HALF_UNIT[problem.weight_dtype]}
+    slacks = {"dx": reference.row_scale * FP32_SLACK, "dw": reference.dw_scale * FP32_SLACK}
+    for name, results in (("dx", runs.dx), ("dw", runs.dw)):
+        for out in results:
+            info = torch.finfo(out.dtype)
+            slack = slacks[name] + info.tiny * info.eps / 2  # half a unit of a subnormal result
+            error, fault = compare(name, out, getattr(reference, name), units[name], slack)
+            errors[name].append(error)
+            if fault:
+                wrong.append(fault)
+    if not runs.dx:
+        return [], wrong
+    return [(max(errors["dx"]), max(errors["dw"]))], wrong

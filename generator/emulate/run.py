@@ -1,0 +1,189 @@
+"""One launch of a rendered source on the CPU, under as many schedules as asked for."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from generator.emulate.build import DEFAULT_CACHE, build
+from generator.errors import NormforgeError
+from generator.problem import ITEMSIZE
+from generator.runtime.plan import KernelSpec, Launch
+from generator.workload import TORCH_DTYPE, Inputs
+
+DEADLINE_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One order of events. residency: CTAs that may run at the same time (whole clusters start)."""
+
+    seed: int
+    residency: int
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}, {self.residency} CTAs resident"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the matrices lie in memory: elements of padding behind every row of x, dy and dx, and
+    bytes between a 4096-byte boundary and their first element."""
+
+    pad_x: int = 0
+    pad_dy: int = 0
+    pad_dx: int = 0
+    misaligned_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one schedule gave: indices into Runs.dx and Runs.dw, or the fault that ended it."""
+
+    schedule: Schedule
+    dx: int | None = None
+    dw: int | None = None
+    fault: str = ""
+
+
+@dataclass
+class Runs:
+    """The outcomes in the order of the schedules, and every different dx (M, N) and dw (N,)."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    dx: list[torch.Tensor] = field(default_factory=list)
+    dw: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def distinct_results(self) -> int:
+        return len({(o.dx, o.dw) for o in self.outcomes if not o.fault})
+
+    @property
+    def faults(self) -> list[str]:
+        """One sentence for every schedule that found something, with the schedule."""
+        return [f"{o.fault} [{o.schedule}]" for o in self.outcomes if o.fault]
+
+
+def run_schedules(
+    source: str,
+    spec: KernelSpec,
+    launch: Launch,
+    inputs: Inputs,
+    schedules: Sequence[Schedule],
+    *,
+    layout: Layout | None = None,
+    deadline: float = DEADLINE_SECONDS,
+    cache_folder: Path = DEFAULT_CACHE,
+) -> Runs:
+    """Run `launch` of the kernels in `source` once for every schedule.
+
+    inputs: on the CPU. deadline: seconds for all schedules; the one that is under way then gets a
+    fault, and those behind it have no outcome. A schedule ends at its first fault.
+
+    Raises NormforgeError when there is no C++ compiler, when it refuses the source, and when a
+    kernel whose CTAs wait for the whole grid is given a smaller residency, which a driver
+    refuses, too.
+    """
+    for schedule in schedules:
+        if spec.cooperative and schedule.residency < launch.grid:
+            raise NormforgeError(
+                f"cooperative launch too large: the {launch.grid} CTAs of {spec.name} wait for each "
+                f"other and {schedule.residency} may be resident"
+            )
+    program = build(source, cache_folder)
+    request = _request(spec, launch, inputs, schedules, layout or Layout())
+    with subprocess.Popen(
+        [str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            output, errors = process.communicate(request, timeout=deadline)
+            end = f"the executor ended with code {process.returncode}: {errors.decode().strip()}"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, errors = process.communicate()
+            end = f"no end within {deadline:g} s: a thread runs without ever waiting"
+    runs = _read(output, spec, inputs, schedules)
+    if len(runs.outcomes) < len(schedules):
+        runs.outcomes.append(Outcome(schedules[len(runs.outcomes)], fault=end))
+    return runs
+
+
+def _request(
+    spec: KernelSpec,
+    launch: Launch,
+    inputs: Inputs,
+    schedules: Sequence[Schedule],
+    layout: Layout,
+) -> bytes:
+    """What the program reads; main.cpp has the format."""
+    M, N = inputs.x.shape
+    item, weight_item = ITEMSIZE[spec.dtype], ITEMSIZE[spec.weight_dtype]
+    weight_bytes = max(1, spec.vector_bytes // item) * weight_item
+    fields = {
+        "grid": launch.grid,
+        "threads": spec.threads,
+        "cluster": spec.cluster,
+        "shared_bytes": spec.smem_bytes,
+        "team_threads": spec.threads // spec.rows_per_cta,
+        "sum_grid": launch.sum_grid,
+        "sum_threads": spec.sum_threads,
+        "dependent": int(spec.dependent),
+        "ordered_adds": int(spec.determinism != "none"),
+        # Neighbouring threads may own neighbouring halves of a word of shared memory.
+        "granule": min(4, spec.vector_bytes, weight_bytes),
+        "rows": M,
+        "columns": N,
+        "item": item,
+        "weight_item": weight_item,
+        "x_stride": N + layout.pad_x,
+        "dy_stride": N + layout.pad_dy,
+        "dx_stride": N + layout.pad_dx,
+        "misaligned_bytes": layout.misaligned_bytes,
+        "counters": launch.zeroed_offset // 4,
+        "zeroed": launch.zeroed,
+        "scratch": launch.scratch,
+        "partial_columns": spec.columns if spec.exact else N,
+        "partial_stride": spec.partial_stride,
+        "group": launch.group,
+    }
+    lines = [f"{name} {value}" for name, value in fields.items()]
+    lines += [f"run {schedule.seed} {schedule.residency}" for schedule in schedules]
+    tensors = (inputs.x, inputs.dy, inputs.rstd, inputs.weight)
+    data = b"".join(_bytes(tensor) for tensor in tensors)
+    return ("\n".join(lines) + "\ndata\n").encode() + data
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _read(
+    output: bytes, spec: KernelSpec, inputs: Inputs, schedules: Sequence[Schedule]
+) -> Runs:
+    runs = Runs()
+    results = {
+        "dx": (runs.dx, TORCH_DTYPE[spec.dtype], tuple(inputs.x.shape)),
+        "dw": (runs.dw, TORCH_DTYPE[spec.weight_dtype], tuple(inputs.weight.shape)),
+    }
+    at = 0
+    while (end := output.find(b"\n", at)) >= 0 and len(runs.outcomes) < len(schedules):
+        kind, _, rest = output[at:end].decode().partition(" ")
+        at = end + 1
+        schedule = schedules[len(runs.outcomes)]
+        if kind == "fault":
+            runs.outcomes.append(Outcome(schedule, fault=rest))
+        elif kind == "run":
+            dx, dw = map(int, rest.split())
+            runs.outcomes.append(Outcome(schedule, dx, dw))
+        else:
+            found, dtype, shape = results[kind]
+            content = bytearray(output[at : at + int(rest)])
+            at += int(rest)
+            if len(content) < int(rest):
+                break  # killed while it wrote
+            found.append(torch.frombuffer(content, dtype=dtype).view(shape))
+    return runs

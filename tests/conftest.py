@@ -1,0 +1,59 @@
+"""Rules for all tests: which need a GPU, and how hypothesis draws its examples."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import settings
+
+from generator.space import Space, load_space
+from generator.target import Target, find_target, match_device
+
+# The same examples in every run, on machines of any speed; `--hypothesis-profile=explore` draws
+# new ones.
+settings.register_profile("fixed", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile("fixed")
+
+
+@cache
+def why_no_gpu() -> str:
+    """Why tests marked `gpu` cannot run on this machine, "" when they can."""
+    if torch.version.cuda is None:
+        return f"needs a CUDA GPU: PyTorch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return "needs a CUDA GPU: PyTorch sees none"
+    properties = torch.cuda.get_device_properties(0)
+    if match_device(properties.name, properties.multi_processor_count) is None:
+        return f"needs a GPU of search_spaces/gpus.yaml: {properties.name} is not there"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and (reason := why_no_gpu()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def space() -> Space:
+    """The search space of the project."""
+    return load_space()
+
+
+@pytest.fixture(scope="session")
+def target() -> Target:
+    """A target that has everything but 32-byte vectors."""
+    return find_target("h200")
+
+
+@pytest.fixture(scope="session")
+def here() -> Target:
+    """The GPU of this machine; only for tests marked `gpu`."""
+    properties = torch.cuda.get_device_properties(0)
+    found = match_device(properties.name, properties.multi_processor_count)
+    assert found is not None
+    return found

@@ -1,0 +1,122 @@
+"""Problems and legal variants for tests to draw from."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+from hypothesis import reject
+from hypothesis import strategies as st
+
+from generator.errors import NormforgeError
+from generator.problem import ITEMSIZE, Problem
+from generator.space import Space, load_space
+from generator.target import Target, find_target, load_targets
+from generator.variant import Config, Variant, make_variant
+
+SPACE = load_space()
+
+FLAVOURS: dict[str, dict[str, int | str]] = {
+    "column_slices": {"strategy": "column_slices"},
+    "separate": {"strategy": "separate"},
+    "last_cta": {"strategy": "last_cta"},
+    "semaphore": {"strategy": "semaphore"},
+    "bulk_turns": {"strategy": "bulk_reduce", "order": "turns"},
+    "bulk_free": {"strategy": "bulk_reduce", "order": "free"},
+    "atomic": {"strategy": "atomic"},
+}
+"""Every way from partial dw to dw, by the name of its template."""
+
+DETERMINISTIC = tuple(name for name in FLAVOURS if name not in ("atomic", "bulk_free"))
+DTYPES = tuple(ITEMSIZE)
+
+PLAIN: dict[str, int | str] = {
+    "pipeline": "direct",
+    "cluster": 1,
+    "threads_per_row": 128,
+    "rows_per_cta": 2,
+    "rows_in_flight": 1,
+    "reload": "none",
+    "weight_in": "registers",
+    "ctas_per_sm": 1,
+    "min_blocks": 0,
+    "register_cap": 0,
+}
+"""Knobs of a conservative config for N = 1024: few registers, no staging."""
+
+
+def sample_variant(
+    problem: Problem | str,
+    target: Target,
+    seed: int = 0,
+    *,
+    space: Space = SPACE,
+    **fixed: int | str,
+) -> Variant:
+    """A legal variant, the same for the same arguments; `fixed` are knobs that keep their value."""
+    if isinstance(problem, str):
+        problem = Problem.parse(problem)
+    return make_variant(space.sample(problem, target, random.Random(seed), fixed), problem)
+
+
+def plain_variant(problem: Problem | str, target: Target, **knobs: int | str) -> Variant:
+    """The conservative config with `knobs` changed, which has to be legal."""
+    if isinstance(problem, str):
+        problem = Problem.parse(problem)
+    widest = next(v for v in (16, 8, 4, 2) if problem.N * problem.itemsize % v == 0)
+    config: Config = {"vector_bytes": widest, **PLAIN, **knobs}
+    config = SPACE.normalize(config, problem, target)
+    assert not (rejection := SPACE.reject(config, problem, target)), rejection
+    return make_variant(config, problem)
+
+
+WIDTHS = (
+    *(8, 64, 100, 256, 500, 768, 1000, 1001, 1024, 1025, 1536, 2048, 2880, 3072, 4096, 4097, 5120),
+    *(8192, 12288, 16384, 32768, 65536),
+)
+"""Row lengths: what models have, what no wide vector divides, and what needs a cluster."""
+
+
+def problems() -> st.SearchStrategy[Problem]:
+    """Problems that can be tuned: every dtype, few rows and many."""
+
+    def build(m: int, n: int, dtype: str, wide: bool) -> Problem:
+        return Problem(m, n, dtype, "fp32" if wide else dtype)
+
+    rows = st.one_of(st.integers(64, 4000), st.sampled_from([4096, 65536, 1 << 17, 99991]))
+    return st.builds(build, rows, st.sampled_from(WIDTHS), st.sampled_from(DTYPES), st.booleans())
+
+
+def targets() -> st.SearchStrategy[Target]:
+    """Every target of gpus.yaml."""
+    return st.sampled_from(sorted(load_targets())).map(find_target)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Problem, Target, Variant]:
+    """A problem, a target, and a legal variant. The flavour and the pipeline or the cluster are
+    drawn first, so that the rare ones show up."""
+    problem, target = draw(problems()), draw(targets())
+    bulk = target.has_bulk_copy
+    flavours = [name for name in FLAVOURS if bulk or "bulk" not in name]
+    flavour = FLAVOURS[draw(st.sampled_from(flavours))]
+    wishes: list[dict[str, int | str]] = [{}, {"pipeline": "async"}]
+    if bulk and problem.N * problem.itemsize % 16 == 0:
+        wishes.append({"pipeline": "bulk"})
+    if flavour["strategy"] in ("separate", "last_cta", "atomic"):
+        for cluster in (2, 4, 8):
+            whole = problem.N % cluster == 0 and problem.N * problem.itemsize >= 4096 * cluster
+            wishes += [{"cluster": cluster}] if bulk and whole else []
+    wish = draw(st.sampled_from(wishes))
+    seed = draw(st.integers(0, 99))
+    return problem, target, _sampled(problem, target, seed, tuple({**flavour, **wish}.items()))
+
+
+@cache
+def _sampled(
+    problem: Problem, target: Target, seed: int, fixed: tuple[tuple[str, int | str], ...]
+) -> Variant:
+    try:
+        return sample_variant(problem, target, seed, **dict(fixed))
+    except NormforgeError:
+        reject()

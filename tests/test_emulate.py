@@ -1,0 +1,313 @@
+"""Kernels on the CPU: right values, one set of bits under every schedule, faults named."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from generator.emulate import build as host_build
+from generator.emulate import check_variant, emulate, find_compiler
+from generator.emulate.__main__ import main
+from generator.emulate.check import CPU, check_source, plan, reduced
+from generator.emulate.run import Layout
+from generator.errors import NormforgeError
+from generator.generic import generic_variants
+from generator.problem import Problem
+from generator.render import render
+from generator.target import Target, find_target
+from generator.variant import Variant
+from generator.workload import make_cancelling, make_inputs
+from tests.samples import DETERMINISTIC, FLAVOURS, plain_variant, sample_variant
+
+SEED = int(os.environ.get("NORMFORGE_EMULATE_SEED", "2026"))
+"""Of the sampled variants; every test id shows it."""
+ROOT = Path(__file__).resolve().parent.parent
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+pytestmark = needs_compiler
+
+
+# ---- One set of bits -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pipeline", ["direct", "bulk"])
+@pytest.mark.parametrize("flavour", DETERMINISTIC)
+def test_deterministic_flavour_gives_one_set_of_bits(
+    flavour: str, pipeline: str, target: Target
+) -> None:
+    knobs = {"pipeline": pipeline, **({"stages": 2} if pipeline == "bulk" else {})}
+    variant = plain_variant("43x1024:bf16", target, **FLAVOURS[flavour], **knobs)
+    problem = Problem.parse("43x1024:bf16")
+    _, launch = plan(variant, problem.M)
+    # A kernel that waits for its whole grid runs only where all of it fits.
+    residencies = (launch.grid,) if flavour == "column_slices" else (1, 3, launch.grid)
+    assert launch.grid == 5
+    check = check_variant(
+        variant, problem, schedules=300, residencies=residencies, seed=SEED, all_rows=True
+    )
+    assert check.problems == ()
+    assert (check.schedules, check.distinct_results) == (300, 1)
+
+
+@pytest.mark.parametrize("flavour", ["atomic", "bulk_free"])
+def test_free_running_flavour_is_told_apart(flavour: str, target: Target) -> None:
+    variant = plain_variant("43x1024:bf16", target, **FLAVOURS[flavour])
+    problem = Problem.parse("43x1024:bf16")
+    check = check_variant(variant, problem, schedules=100, seed=SEED, all_rows=True)
+    assert check.problems == ()
+    assert check.distinct_results > 1
+    # A variant of this kind that claimed to be deterministic would be caught.
+    spec, launch = plan(variant, problem.M)
+    claim = replace(spec, determinism="gpu_to_gpu")
+    caught = check_source(render(variant), claim, launch, problem, schedules=100, seed=SEED)
+    assert any(
+        "different results" in problem or "race" in problem or "in no order" in problem
+        for problem in caught.problems
+    )
+
+
+def test_same_seed_gives_the_same_schedule(target: Target) -> None:
+    variant = plain_variant("43x1024:bf16", target, **FLAVOURS["atomic"])
+    problem = Problem.parse("43x1024:bf16")
+    inputs = make_cancelling(problem, make_inputs(problem, CPU))
+    results = [emulate(variant, problem, inputs, seed=seed) for seed in (7, 7, *range(20))]
+    assert all(result.problems == () for result in results)
+    first, again, *others = (result.dw for result in results)
+    assert first is not None and again is not None
+    assert torch.equal(first, again)
+    assert any(other is not None and not torch.equal(first, other) for other in others)
+
+
+# ---- Sampled variants ----------------------------------------------------------------------------
+
+SHAPES = (
+    *("70x1:fp16", "64x6:bf16", "55x33:bf16:fp32", "61x77:fp32", "50x129:fp16", "97x333:bf16"),
+    *("300x256:bf16", "300x512:fp16:fp32", "97x1000:bf16", "200x1024:bf16:fp32", "99x2050:fp32"),
+    *("201x3072:fp16", "200x4096:fp32", "99x4104:bf16", "133x8192:bf16", "111x8192:fp32"),
+    *("120x16384:bf16:fp32",),
+)
+
+
+def sampled(index: int) -> tuple[Problem, Variant, Layout]:
+    """Case `index` of SEED: flavours, shapes and pipelines in turn, the rest at random."""
+    rng = random.Random(f"{SEED} {index}")
+    flavour = list(FLAVOURS.values())[index % len(FLAVOURS)]
+    problem = Problem.parse(SHAPES[index % len(SHAPES)])
+    gpu = find_target(rng.choice(("h200", "gb200", "a100")))
+    wishes: list[dict[str, int | str]] = [
+        {"pipeline": ("bulk", "direct", "async")[index % 3]},
+        {"cluster": rng.choice((1, 2, 4, 8))},
+        {"reload": rng.choice(("smem", "none"))},
+        {"rows_in_flight": rng.choice((1, 2))},
+    ]
+    variant = None
+    for count in range(len(wishes), -1, -1):
+        fixed = {name: value for wish in wishes[:count] for name, value in wish.items()}
+        for where in (gpu, find_target("h200")):
+            try:
+                variant = sample_variant(problem, where, rng.randrange(1 << 32), **flavour, **fixed)
+                break
+            except NormforgeError:
+                continue
+        if variant is not None:
+            break
+    assert variant is not None
+    layout = Layout()
+    if rng.random() < 0.5:  # strides and bases are multiples of the vector, and no more
+        unit = max(1, variant["vector_bytes"] // problem.itemsize)
+        unit = unit * 8 if variant["pipeline"] == "bulk" and problem.itemsize < 4 else unit * 4
+        layout = Layout(unit, 3 * unit, 2 * unit, max(16, variant["vector_bytes"]))
+    return problem, variant, layout
+
+
+@pytest.mark.parametrize("index", range(51), ids=lambda index: f"seed{SEED}-{index}")
+def test_sampled_variant_is_right_under_every_schedule(index: int) -> None:
+    problem, variant, layout = sampled(index)
+    check = check_variant(variant, problem, schedules=6, seed=index, layout=layout)
+    assert check.problems == (), (dict(variant.config), layout)
+    assert check.schedules == 6
+    if variant.determinism != "none":
+        assert check.distinct_results == 1
+
+
+def test_the_samples_cover_the_space() -> None:
+    variants = [sampled(index)[1] for index in range(51)]
+    assert {v["strategy"] for v in variants} == {v["strategy"] for v in FLAVOURS.values()}
+    assert {v.dtype for v in variants} == {"bf16", "fp16", "fp32"}
+    assert {v["pipeline"] for v in variants} == {"bulk", "direct", "async"}
+    assert {v["reload"] for v in variants} == {"none", "smem"}
+    assert len({v["cluster"] for v in variants}) > 2
+    assert any(v.weight_dtype != v.dtype for v in variants)
+
+
+@pytest.mark.parametrize("N", [1, 1000, 1001, 1024])
+def test_generic_variant_serves_shorter_rows(N: int, target: Target) -> None:
+    for variant in generic_variants(target, [("bf16", "fp32")])[:2]:
+        if N > variant.N or N * 2 % variant["vector_bytes"]:
+            continue
+        problem = Problem(21, N, "bf16", "fp32")
+        spec, launch = plan(variant, problem.M)
+        check = check_source(render(variant), spec, launch, problem, schedules=6, seed=SEED)
+        assert check.problems == ()
+
+
+@pytest.mark.parametrize("shape", ["1x1:fp32", "1x8:bf16", "2x1024:fp16:fp32"])
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_few_rows(flavour: str, shape: str, target: Target) -> None:
+    served = Problem.parse(shape)
+    tuned = Problem(4096, served.N, served.dtype, served.weight_dtype)
+    variant = sample_variant(tuned, target, SEED, **FLAVOURS[flavour], pipeline="direct", cluster=1)
+    check = check_variant(variant, served, schedules=6, seed=SEED)
+    assert check.problems == ()
+
+
+def test_reduced_rows_refill_every_stage(target: Target) -> None:
+    variant = plain_variant(
+        "65536x1024:bf16", target, **FLAVOURS["semaphore"], pipeline="bulk", stages=4
+    )
+    small = reduced(variant, Problem.parse("65536x1024:bf16"))
+    assert small.N == 1024
+    assert 4 < small.M / (5 * 2) < 8
+
+
+# ---- The host twins of conversions ---------------------------------------------------------------
+
+
+def test_conversions_round_as_the_gpu_does(tmp_path: Path) -> None:
+    source = tmp_path / "numbers.cpp"
+    source.write_text(
+        '#include "normforge_host.h"\n'
+        'extern "C" void widen(const unsigned short* in, float* out, int n) {\n'
+        "  for (int i = 0; i < n; ++i) out[i] = widen_fp16(in[i]);\n"
+        "}\n"
+        'extern "C" void narrow(const float* in, unsigned short* h, unsigned short* b, int n) {\n'
+        "  for (int i = 0; i < n; ++i) h[i] = narrow_fp16(in[i]), b[i] = narrow_bf16(in[i]);\n"
+        "}\n"
+    )
+    library = tmp_path / "numbers.so"
+    command = [find_compiler(), *host_build.flags(), "-shared", "-fPIC", f"-I{host_build.HOST}"]
+    subprocess.run([*map(str, command), str(source), "-o", str(library)], check=True)
+    numbers = ctypes.CDLL(str(library))
+
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    widened = np.empty(1 << 16, dtype=np.float32)
+    numbers.widen(halves.ctypes, widened.ctypes, len(halves))
+    expected = torch.from_numpy(halves.view(np.float16)).float().numpy()
+    numeric = ~np.isnan(expected)
+    assert np.array_equal(widened.view(np.uint32)[numeric], expected.view(np.uint32)[numeric])
+    assert np.isnan(widened[~numeric]).all()
+
+    # Every half and its neighbourhood, ties included, and random bits.
+    near = expected[numeric].view(np.uint32).astype(np.int64)[:, None] + np.arange(-3, 4) * 1024
+    middle = (expected[numeric].view(np.uint32).astype(np.int64) + 4096)[:, None]
+    drawn = np.random.default_rng(SEED).integers(0, 1 << 32, 1 << 20)
+    bits = np.concatenate([near.ravel(), middle.ravel(), (middle + 1).ravel(), drawn]) % (1 << 32)
+    floats = bits.astype(np.uint32).view(np.float32)
+    half, brain = np.empty(len(floats), np.uint16), np.empty(len(floats), np.uint16)
+    numbers.narrow(floats.ctypes, half.ctypes, brain.ctypes, len(floats))
+    number = ~np.isnan(floats)
+    for ours, dtype in ((half, torch.float16), (brain, torch.bfloat16)):
+        theirs = torch.from_numpy(floats).to(dtype).view(torch.uint16).numpy()
+        assert np.array_equal(ours[number], theirs[number])
+        assert (ours[~number] == 0x7FFF).all()
+
+
+# ---- Building and running ------------------------------------------------------------------------
+
+
+def test_portable_fibers_give_the_same_bits(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = plain_variant("13x1024:bf16", target, **FLAVOURS["atomic"])
+    problem = Problem.parse("13x1024:bf16")
+    spec, launch = plan(variant, problem.M)
+    fast = check_source(render(variant), spec, launch, problem, schedules=9)
+    flags = (*host_build.flags(), "-DNORMFORGE_UCONTEXT")
+    monkeypatch.setattr(host_build, "flags", lambda: flags)
+    portable = check_source(
+        render(variant), spec, launch, problem, schedules=9, cache_folder=tmp_path
+    )
+    assert portable == fast
+
+
+def test_source_that_does_not_compile_is_refused_with_the_reason() -> None:
+    with pytest.raises(NormforgeError, match=r"refuses the source: .*error"):
+        host_build.build("this is no C++\n")
+
+
+def test_no_part_of_a_program_is_left_behind(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    compiler = find_compiler()
+    assert compiler is not None
+    with pytest.raises(NormforgeError):
+        host_build.compile_to(compiler, [str(tmp_path / "absent.cpp")], program)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_line_prints_one_json_document(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--strategy", "semaphore", "--shape", "64x1024:bf16", "--schedules", "50"]
+    assert main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["variant"].startswith("semaphore_")
+    assert document["schedules"] == 50
+    assert document["distinct_results"] == 1
+    assert 0 < document["max_error_dx"] < 0.01
+    assert 0 < document["max_error_dw"] < 0.01
+    assert document["problems"] == []
+    assert main(arguments) == 0
+    assert "50 schedules, 1 different results" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--strategy", "nonsense"), "strategy cannot be 'nonsense'"),
+        (("--strategy", "semaphore", "--set", "stages"), "expected KNOB=VALUE"),
+        (("--strategy", "semaphore", "--set", "colour=red"), "unknown knob 'colour'"),
+        (("--strategy", "semaphore", "--schedules", "0"), "--schedules 0"),
+        (("--strategy", "semaphore", "--gpu", "abacus"), "unknown GPU 'abacus'"),
+        (("--strategy", "column_slices", "--residency", "2"), "cooperative launch too large"),
+    ],
+)
+def test_command_line_refuses_with_one_sentence(
+    arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--shape", "64x1024:bf16", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert sentence in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_without_a_compiler_the_checks_are_reported_as_not_run(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "generator.emulate"),
+            *("--strategy", "semaphore", "--shape", "64x1024:bf16"),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"PATH": "", "CXX": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "no C++ compiler found" in done.stderr
+    monkeypatch.setattr("generator.emulate.check.find_compiler", lambda: None)
+    variant = plain_variant("64x1024:bf16", target, **FLAVOURS["semaphore"])
+    check = check_variant(variant, Problem.parse("64x1024:bf16"))
+    assert not check.passed
+    assert (check.schedules, check.problems) == (0, ())
+    assert "not run" in check.note

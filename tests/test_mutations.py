@@ -1,0 +1,368 @@
+"""The executor finds planted bugs: each test breaks one line of a rendered kernel that passes as it
+stands, and names what has to be reported."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from generator.emulate.build import find_compiler
+from generator.emulate.check import Check, check_source, plan
+from generator.errors import NormforgeError
+from generator.problem import Problem
+from generator.render import render
+from generator.target import Target
+from generator.variant import Variant
+from tests.samples import FLAVOURS, plain_variant
+
+SCHEDULES = 200
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` becomes `new` wherever it is in the source of the flavour with the knobs; a problem that
+    matches `found` has to be reported. residency: None lets it vary."""
+
+    flavour: str
+    old: str
+    new: str
+    found: str
+    knobs: dict[str, int | str] = field(default_factory=dict)
+    shape: str = "43x1024:bf16"
+    residency: int | None = None
+
+
+BULK = {"pipeline": "bulk", "stages": 2}
+ASYNC = {"pipeline": "async", "stages": 2}
+
+PLANTED = {
+    # The six bugs that this executor was built to find.
+    "barrier before the ticket removed (last_cta)": Mutation(
+        "last_cta",
+        "    cta_barrier();\n    unsigned ticket = 0;",
+        "    unsigned ticket = 0;",
+        r"CTA \d+ thread \d+: race: reads scratch\[.*which CTA \d+ thread \d+ wrote",
+        {"levels": 1},
+    ),
+    "barrier before the ticket removed (atomic)": Mutation(
+        "atomic",
+        "    cta_barrier();\n    unsigned ticket = 0;",
+        "    unsigned ticket = 0;",
+        r"race: reads zeroed\[.*which CTA \d+ thread \d+ wrote",
+    ),
+    "barrier before the release removed (semaphore)": Mutation(
+        "semaphore",
+        "    cta_barrier();\n    if (threadIdx.x == 0) store_release(turn, next);",
+        "    if (threadIdx.x == 0) store_release(turn, next);",
+        r"race: reads scratch\[.*which CTA \d+ thread \d+ wrote",
+    ),
+    "bulk wait weakened to .read (turns)": Mutation(
+        "bulk_turns",
+        "bulk_wait_written();",
+        "bulk_wait_read();",
+        r"race: .* scratch\[.*bulk (add|store) of thread 0.* may not have landed",
+    ),
+    "bulk wait weakened to .read (free-running)": Mutation(
+        "bulk_free",
+        "bulk_wait_written();",
+        "bulk_wait_read();",
+        r"race: reads zeroed\[.*bulk add of thread 0.* may not have landed",
+    ),
+    "counter not reset (last_cta)": Mutation(
+        "last_cta",
+        "if (ticket + 1 == count) store_counter(counter, 0);",
+        "",
+        r"counters\[\d+\] is \d+ after the call and not 0 again",
+    ),
+    "counter not reset (semaphore)": Mutation(
+        "semaphore",
+        "i < groups() + 2; ++i) store_counter",
+        "i < groups() + 1; ++i) store_counter",
+        r"counters\[\d+\] is \d+ after the call and not 0 again",
+        {"levels": 2},
+    ),
+    "waits for a CTA that is not resident (semaphore)": Mutation(
+        "semaphore",
+        "    return broadcast(smem, ticket);",
+        "    return blockIdx.x + 0 * broadcast(smem, ticket);",
+        r"deadlock: .*CTA \d+ thread 0 waits for counters\[\d+\].*have not started",
+        residency=2,
+    ),
+    "last row of a ragged tile read": Mutation(
+        "separate",
+        "const bool valid = row < rows.count;",
+        "const bool valid = true;",
+        r"CTA \d+ thread \d+: out of bounds: reads 16 bytes at x\[43, \d+\]",
+        {"rows_in_flight": 2},
+    ),
+    "last row of a ragged tile copied": Mutation(
+        "separate",
+        "const int valid = left < kRowsInFlight ? static_cast<int>(left) : kRowsInFlight;",
+        "const int valid = kRowsInFlight;",
+        r"out of bounds: reads 2048 bytes at x\[43, 0\]",
+        {"rows_in_flight": 2, **BULK},
+    ),
+    "last row of a ragged tile written": Mutation(
+        "separate",
+        "if (row < count && rows.owns(column)) {",
+        "if (rows.owns(column)) {",
+        r"out of bounds: writes 16 bytes at dx\[43, \d+\]",
+        {"rows_in_flight": 2},
+    ),
+    "stage refilled before all threads have read it (bulk)": Mutation(
+        "separate",
+        "    row_sum(sum);\n    pipeline.refill(batch, step);",
+        "    pipeline.refill(batch, step);\n    row_sum(sum);",
+        r"race: refills byte \d+ of shared memory, which .* may still have to read"
+        r"|reads byte \d+ of shared memory, .*bulk copy of thread 0.*refilled before",
+        BULK,
+    ),
+    "stage refilled while it is reloaded (bulk)": Mutation(
+        "last_cta",
+        "kReload ? last : stage);",
+        "stage);",
+        r"refilled before this thread had read it",
+        {**BULK, "stages": 3, "reload": "smem"},
+    ),
+    "stage refilled while it is reloaded (cp.async)": Mutation(
+        "last_cta",
+        "kReload ? last : stage);",
+        "stage);",
+        r"reads byte \d+ of shared memory before the wait for the cp.async",
+        {**ASYNC, "stages": 3, "reload": "smem"},
+    ),
+    # Others of their kind.
+    "cooperative launch left away": Mutation(
+        "column_slices",
+        "load_acquire(arrivals)",
+        "load_acquire(arrivals)",
+        r"deadlock: .* waits for counters\[0\] to change from \d.*have not started",
+        residency=2,
+    ),
+    "barrier before the arrival removed": Mutation(
+        "column_slices",
+        "    cta_barrier();\n    if (threadIdx.x == 0) {\n      add_release(arrivals);",
+        "    if (threadIdx.x == 0) {\n      add_release(arrivals);",
+        r"race: reads scratch\[",
+    ),
+    "counters reset too early": Mutation(
+        "column_slices",
+        "if (take_ticket(departures) + 1 == waiting) {",
+        "if (take_ticket(departures) == 0) {",
+        r"deadlock: |counters\[\d\] is",
+    ),
+    "no proxy fence before a bulk operation reads shared memory": Mutation(
+        "bulk_turns",
+        "    fence_async_shared();\n    cta_barrier();",
+        "    cta_barrier();",
+        r"no proxy fence: thread \d+ wrote byte \d+ of shared memory",
+    ),
+    "no proxy fence between acquire and bulk operation": Mutation(
+        "bulk_turns",
+        "        fence_async_global();\n        bulk_add",
+        "        bulk_add",
+        r"no proxy fence between an acquire and the bulk operation on scratch\[",
+    ),
+    "no proxy fence between bulk operation and release": Mutation(
+        "bulk_turns",
+        "      bulk_wait_written();\n      fence_async_global();",
+        "      bulk_wait_written();",
+        r"race: .*or not fenced",
+    ),
+    "own turn not awaited": Mutation(
+        "bulk_turns",
+        "while (load_acquire(group_turn(g)) != place) {",
+        "while (load_acquire(group_turn(g)) == kThreads) {",
+        r"race: adds to scratch\[|adds to scratch\[.*nobody has written",
+    ),
+    "stage read before its wait (bulk)": Mutation(
+        "separate",
+        "    pipeline.await();\n",
+        "",
+        r"CTA \d+ thread \d+: reads byte \d+ of shared memory, .*before this thread's wait",
+        BULK,
+    ),
+    "stage read before its wait (cp.async)": Mutation(
+        "separate",
+        "copy_async_wait<kStages - 1 - kReload>();",
+        "copy_async_wait<kStages - kReload>();",
+        r"CTA \d+ thread \d+: reads byte \d+ of shared memory before the wait for the cp.async",
+        ASYNC,
+    ),
+    "barriers of the stages not published": Mutation(
+        "separate",
+        "  RowSum row_sum(smem);\n  team_barrier();",
+        "  RowSum row_sum(smem);",
+        r"race: uses mbarrier \d+, whose initialisation|an mbarrier at byte \d+ .* not initialised",
+        BULK,
+    ),
+    "barriers of a cluster not published": Mutation(
+        "separate",
+        "  cluster_barrier();\n",
+        "",
+        r"race: uses mbarrier \d+, whose initialisation|an mbarrier at byte \d+ .* not initialised",
+        {"cluster": 2, "rows_per_cta": 1, "threads_per_row": 256},
+        shape="21x4096:bf16",
+    ),
+    "sums of a cluster read before their wait": Mutation(
+        "separate",
+        "    mbarrier_wait_cluster(&arrived[buffer], phase);\n",
+        "",
+        r"reads byte \d+ of shared memory, .*store from the cluster",
+        {"cluster": 2, "rows_per_cta": 1, "threads_per_row": 256},
+        shape="21x4096:bf16",
+    ),
+    "barrier of the row sum removed": Mutation(
+        "separate",
+        "store_shared(into + u * kWarpsPerRow + team_thread() / 32, value[u]);\n"
+        "      team_barrier();",
+        "store_shared(into + u * kWarpsPerRow + team_thread() / 32, value[u]);",
+        r"race: reads byte \d+ of shared memory|reads byte \d+ .*nobody has written",
+    ),
+    "teams add up before all have stored": Mutation(
+        "separate",
+        "store_shared(own + padded, 0.0f);\n  cta_barrier();",
+        "store_shared(own + padded, 0.0f);",
+        r"race: reads byte \d+ of shared memory|reads byte \d+ .*nobody has written",
+    ),
+    "stages overwritten while others read them": Mutation(
+        "separate",
+        "const int columns = kExact ? kColumns : rows.columns;\n  cta_barrier();",
+        "const int columns = kExact ? kColumns : rows.columns;",
+        r"race: overwrites byte \d+ of shared memory|refilled before this thread had read it",
+        {**BULK, "reload": "smem", "stages": 3},
+    ),
+    "barrier in a branch": Mutation(
+        "separate",
+        "    allow_dependents();\n",
+        "    allow_dependents();\n    if (threadIdx.x < 32) cta_barrier();\n",
+        r"divergent barrier: ",
+    ),
+    "second kernel does not wait for the first": Mutation(
+        "separate",
+        "  wait_for_primary();\n",
+        "",
+        r"sum_partials CTA \d+ thread \d+: (race: reads|reads) scratch\[",
+        {"overlap": "dependent"},
+    ),
+    "row of dx left out": Mutation(
+        "separate",
+        "if (row < count && rows.owns(column)) {",
+        "if (row < count - 1 && rows.owns(column)) {",
+        r"dx\[42, 0\] was never written, nor 1023 more",
+    ),
+    "row of dx written twice": Mutation(
+        "separate",
+        "store_row<kVectorBytes>(dx + row * dx_stride + column, packet);",
+        "store_row<kVectorBytes>(dx + row / 2 * dx_stride + column, packet);",
+        r"writes dx\[\d+, \d+\] a second time",
+    ),
+    "slice of dw left out": Mutation(
+        "column_slices",
+        "slice < slices; slice += participants)",
+        "slice + 1 < slices; slice += participants)",
+        r"dw\[\d+\] was never written",
+    ),
+    "workspace row too far": Mutation(
+        "last_cta",
+        "store_row_of(participant, rows, partial);",
+        "store_row_of(participant + 1, rows, partial);",
+        r"out of bounds: writes 16 bytes at scratch\[|reads scratch\[.*nobody has written",
+        {"levels": 1},
+    ),
+    "shared memory too small": Mutation(
+        "separate",
+        "float* own = teams + team_index() * kPartialStride;",
+        "float* own = teams + (team_index() + 1) * kPartialStride;",
+        r"out of bounds: writes 16 bytes at byte \d+ of shared memory, which has \d+",
+    ),
+    "loop without end": Mutation(
+        "separate",
+        "    allow_dependents();\n",
+        "    for (volatile int i = 0; i == 0;) {\n    }\n",
+        r"no end within 2 s",
+    ),
+    # A wrong kernel that synchronises well.
+    "wrong formula": Mutation(
+        "separate",
+        "const float correction = -__fmul_rn(",
+        "const float correction = __fmul_rn(",
+        r"dx\[\d+, \d+\] is .*, float64 gives",
+    ),
+    "partial dw started over": Mutation(
+        "separate",
+        "partial[j][i] = __fmaf_rn(xe, scaled, partial[j][i]);",
+        "partial[j][i] = __fmaf_rn(xe, scaled, row == 17 ? 0.0f : partial[j][i]);",
+        r"dw\[\d+\] is .*, float64 gives",
+    ),
+}
+
+
+def make(mutation: Mutation, target: Target) -> Variant:
+    return plain_variant(mutation.shape, target, **FLAVOURS[mutation.flavour], **mutation.knobs)
+
+
+def run(mutation: Mutation, source: str, variant: Variant) -> Check:
+    problem = Problem.parse(mutation.shape)
+    spec, launch = plan(variant, problem.M)
+    residencies = None
+    if mutation.residency is not None:
+        # Nobody asks the driver whether the grid fits.
+        spec, residencies = replace(spec, cooperative=False), (mutation.residency,)
+    deadline = 2.0 if "no end" in mutation.found else 60.0
+    return check_source(
+        source,
+        spec,
+        launch,
+        problem,
+        schedules=SCHEDULES,
+        residencies=residencies,
+        deadline=deadline,
+    )
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_bug_is_found_and_named(name: str, target: Target) -> None:
+    mutation = PLANTED[name]
+    variant = make(mutation, target)
+    source = render(variant)
+    assert mutation.old in source, "the template has changed: plant the bug anew"
+    check = run(mutation, source.replace(mutation.old, mutation.new), variant)
+    assert any(re.search(mutation.found, problem) for problem in check.problems), check.problems
+    assert all(problem.startswith(variant.id + ": ") for problem in check.problems)
+
+
+def untouched() -> dict[str, Mutation]:
+    """One mutation for every different source above."""
+    first: dict[tuple[object, ...], str] = {}
+    for name, m in PLANTED.items():
+        if m.residency is None:  # the others break the launch, not only the source
+            first.setdefault((m.flavour, tuple(sorted(m.knobs.items())), m.shape), name)
+    return {name: PLANTED[name] for name in first.values()}
+
+
+@pytest.mark.parametrize("name", untouched())
+def test_unmutated_kernel_passes_the_same_schedules(name: str, target: Target) -> None:
+    mutation = PLANTED[name]
+    variant = make(mutation, target)
+    check = run(mutation, render(variant), variant)
+    assert check.problems == ()
+    assert check.schedules == SCHEDULES
+
+
+def test_grid_that_does_not_fit_is_refused(target: Target) -> None:
+    variant = plain_variant("43x1024:bf16", target, **FLAVOURS["column_slices"])
+    spec, launch = plan(variant, 43)
+    with pytest.raises(NormforgeError, match="cooperative launch too large: the 5 CTAs"):
+        check_source(
+            render(variant),
+            spec,
+            launch,
+            Problem.parse("43x1024:bf16"),
+            schedules=1,
+            residencies=(4,),
+        )

@@ -1,0 +1,182 @@
+"""Shapes as text and as files: what is read, and what is refused in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from generator.errors import NormforgeError
+from generator.problem import ITEMSIZE, MAX_COLUMNS, SHAPES_FOLDER, Problem, load_problems
+
+any_problem = st.builds(
+    lambda M, N, dtype, wide: Problem(M, N, dtype, "fp32" if wide else dtype),
+    st.integers(1, 1 << 31),
+    st.integers(1, MAX_COLUMNS),
+    st.sampled_from(sorted(ITEMSIZE)),
+    st.booleans(),
+)
+
+
+def refusal(shapes: str) -> str:
+    """The sentence with which `--shapes` is refused."""
+    with pytest.raises(NormforgeError) as caught:
+        load_problems(shapes)
+    sentence = str(caught.value)
+    assert sentence
+    assert "\n" not in sentence
+    return sentence
+
+
+# ---- Text ----------------------------------------------------------------------------------------
+
+
+@given(any_problem)
+def test_text_of_a_problem_reads_back_as_the_problem(problem: Problem) -> None:
+    assert Problem.parse(str(problem)) == problem
+    assert load_problems(f" {problem} ,") == [problem]
+
+
+@given(any_problem)
+def test_traffic_is_three_passes_over_a_matrix(problem: Problem) -> None:
+    matrix = problem.M * problem.N * ITEMSIZE[problem.dtype]
+    assert problem.traffic_bytes == 3 * matrix
+
+
+def test_weight_has_the_dtype_of_the_rows_unless_named() -> None:
+    assert Problem.parse("8x16:bf16").weight_dtype == "bf16"
+    assert Problem.parse("8x16:bf16:fp32").weight_dtype == "fp32"
+    assert str(Problem.parse("8x16:fp32:fp32")) == "8x16:fp32"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("4096", "unknown shape list '4096'"),
+        ("nonsense", "unknown shape list 'nonsense'"),
+        ("4096x1024", "unknown shape list"),
+        ("4096*1024:bf16", "malformed shape"),
+        ("4096x1024:", "malformed shape"),
+        ("4096x:bf16", "malformed shape"),
+        ("x1024:bf16", "malformed shape"),
+        ("4096x1024x2:bf16", "malformed shape"),
+        ("4096x1024:bf16:fp32:fp32", "malformed shape"),
+        ("1e3x1024:bf16", "malformed shape"),
+        ("4096.0x1024:bf16", "malformed shape"),
+        ("0x10x1024:bf16", "malformed shape"),
+        ("4096x1024:bf16;4096x2048:bf16", "malformed shape"),
+        ("9" * 5000 + "x1024:bf16", "malformed shape"),
+        ("0x1024:bf16", "at least 1"),
+        ("4096x0:bf16", "at least 1"),
+        ("-1x1024:bf16", "at least 1"),
+        ("4096x-1024:bf16", "at least 1"),
+        (f"1x{MAX_COLUMNS + 1}:bf16", f"at most {MAX_COLUMNS}"),
+        ("4096x1024:fp64", "unknown dtype 'fp64'"),
+        ("4096x1024:float32", "unknown dtype 'float32'"),
+        ("4096x1024:bf16:int8", "unknown weight dtype 'int8'"),
+        ("4096x1024:bf16:fp16", "the weight is either of x's dtype"),
+        ("4096x1024:fp32:bf16", "the weight is either of x's dtype"),
+        ("", "names no shape"),
+        (" , ,", "names no shape"),
+    ],
+)
+def test_text_that_is_no_shape_is_refused(text: str, says: str) -> None:
+    assert says in refusal(text)
+
+
+def test_refusal_of_an_unknown_list_names_the_known_ones() -> None:
+    sentence = refusal("defualt")
+    for path in SHAPES_FOLDER.glob("*.yaml"):
+        assert path.stem in sentence
+
+
+@given(st.text(max_size=400))
+def test_no_text_breaks_the_reader(text: str) -> None:
+    try:
+        problems = load_problems(text)
+    except NormforgeError as error:
+        assert str(error)
+    else:
+        assert problems
+
+
+# ---- Lists ---------------------------------------------------------------------------------------
+
+
+def test_named_lists_are_the_shapes_that_the_project_promises() -> None:
+    rows = (4096, 8192, 16384, 32768, 65536)
+    columns = (256, 512, 1024, 2048, 3072, 4096, 8192, 16384)
+    assert set(load_problems("default")) == {
+        Problem(M, N, "bf16", "bf16") for M in rows for N in columns
+    }
+    assert set(load_problems("tilegym")) == {
+        Problem(4096, N, dtype, dtype)
+        for N in (1024, 2048, 4096, 8192, 16384)
+        for dtype in ("bf16", "fp16", "fp32")
+    }
+    assert len(load_problems("smoke")) == 3
+
+
+def test_entries_mix_keep_their_order_and_appear_once() -> None:
+    both = load_problems("64x64:bf16, smoke,tilegym,64x64:bf16,smoke")
+    assert both[0] == Problem(64, 64, "bf16", "bf16")
+    assert both[1:4] == load_problems("smoke")
+    assert len(both) == len(set(both)) == 1 + 3 + 15
+
+
+def test_file_of_blocks_and_texts_is_read_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "shapes:\n"
+        "  - 3x5:fp16\n"
+        "  - {M: [1, 2], N: [7], dtype: [bf16], weight_dtype: [bf16, fp32]}\n"
+    )
+    assert [str(problem) for problem in load_problems(str(path))] == [
+        *("3x5:fp16", "1x7:bf16", "2x7:bf16", "1x7:bf16:fp32", "2x7:bf16:fp32")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("shapes: [", "cannot read the shape file"),
+        ("\tshapes: x", "cannot read the shape file"),
+        ("", "expected a list under 'shapes'"),
+        ("shapes:", "expected a list under 'shapes'"),
+        ("shapes: []", "expected a list under 'shapes'"),
+        ("shapes: 4096x1024:bf16", "expected a list under 'shapes'"),
+        ("- 4096x1024:bf16", "expected a list under 'shapes'"),
+        ("shapes: [4096]", "a block has lists"),
+        ("shapes: [[4096, 1024]]", "a block has lists"),
+        ("shapes: [{M: [1], N: [1], dtype: [bf16], K: [1]}]", "a block has lists"),
+        ("shapes: [{M: [1], N: [1]}]", "needs the lists M, N and dtype"),
+        ("shapes: [{M: 4096, N: [1], dtype: [bf16]}]", "needs the lists M, N and dtype"),
+        ("shapes: [{M: '12', N: [1], dtype: [bf16]}]", "needs the lists M, N and dtype"),
+        ("shapes: [{M: [1], N: [1], dtype: bf16}]", "needs the lists M, N and dtype"),
+        ("shapes: [{M: [], N: [1], dtype: [bf16]}]", "needs the lists M, N and dtype"),
+        ("shapes: [{M: [1.5], N: [1], dtype: [bf16]}]", "malformed shape '1.5x1:bf16'"),
+        ("shapes: [{M: [true], N: [1], dtype: [bf16]}]", "malformed shape 'Truex1:bf16'"),
+        ("shapes: [{M: [0], N: [1], dtype: [bf16]}]", "at least 1"),
+        ("shapes: [{M: [1], N: [1], dtype: [f64]}]", "unknown dtype 'f64'"),
+        ("shapes: ['4096x1024']", "malformed shape '4096x1024'"),
+    ],
+)
+def test_file_that_is_ill_formed_is_refused_by_name(
+    tmp_path: Path, content: str, says: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(content)
+    sentence = refusal(str(path))
+    assert says in sentence
+    assert str(path) in sentence
+
+
+def test_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "binary.yaml").write_bytes(b"shapes: [\xff\xfe]")
+    for name in ("missing.yaml", "folder.yaml", "binary.yaml"):
+        sentence = refusal(str(tmp_path / name))
+        assert "cannot read the shape file" in sentence
+        assert name in sentence
