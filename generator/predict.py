@@ -26,7 +26,8 @@ class Model:
     """The constants, each with its unit and its source.
 
     Sources: `floor`: least squares over `torch.add(x, dy, out=dx)` on one H200, 47 shapes;
-    `kernels`: chosen to meet ten hand-written kernels timed on one H200; `sheet`: a vendor's
+    `kernels`: chosen to meet ten hand-written kernels timed on one H200; `trials`: chosen by a
+    coarse scan over the tuner's own trials on one H200 (generated/h200); `sheet`: a vendor's
     document; `estimate`: an order of magnitude that nothing here was measured for.
     """
 
@@ -54,7 +55,8 @@ class Model:
     shuffle_clocks: float = 200.0  # latency of the row sum inside a warp, and of waking; estimate
     barrier_clocks: float = 100.0  # row sum between warps: smem, barrier, second sum; estimate
     barrier_clocks_per_warp: float = 2.0  # clocks for every warp that arrives; estimate
-    cluster_clocks: float = 800.0  # row sum between CTAs: remote store, skew, wait; estimate
+    cluster_clocks: float = 800.0  # row sum between 2 CTAs: remote store, skew, wait; trials
+    cluster_growth: float = 1.5  # its growth as a power of CTAs / 2, no unit; trials
     until_sum_fraction: float = 0.5  # of a batch's time, until its row sum is known; estimate
 
     # Tails
@@ -64,7 +66,7 @@ class Model:
     loads_in_flight: int = 4  # rows of partials that a thread of the tail has under way; estimate
     slice_clocks: float = 400.0  # clocks per slice: sum across lanes, store dw; estimate
     second_launch_us: float = 2.6  # µs: a dependent kernel of the same graph; estimate
-    overlapped_launch_us: float = 2.0  # µs: the same, launched programmatically; estimate
+    overlapped_launch_us: float = 0.8  # µs: the same, launched programmatically; trials
     turn_us: float = 1.2  # µs: one turn of a chain without its add; estimate (1 to 1.5 reported)
     add_bytes_per_clock: float = 8.0  # bytes/clock per SM of the GPU of L2 vector adds; estimate
     bulk_add_bytes_per_clock: float = 16.0  # the same for bulk reduce-add; estimate
@@ -186,7 +188,7 @@ class _Case:
         if v.warps_per_row > 1:
             clocks += m.barrier_clocks + m.barrier_clocks_per_warp * v.warps_per_row
         if v["cluster"] > 1:
-            clocks += m.cluster_clocks
+            clocks += m.cluster_clocks * (v["cluster"] / 2) ** m.cluster_growth
         return clocks / self.rates.clocks
 
     @cached_property

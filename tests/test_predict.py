@@ -14,8 +14,7 @@ from generator.compile import Compiled, Resources
 from generator.errors import NormforgeError
 from generator.predict import MODEL, TAILS, Predictor, floor_us, predict_us
 from generator.problem import Problem
-from generator.render import MAIN_KERNEL
-from generator.runtime.plan import plan_launch
+from generator.runtime.plan import MAIN_KERNEL, plan_launch
 from generator.space import load_space
 from generator.target import find_target, load_targets
 from generator.variant import Variant, make_variant
@@ -209,7 +208,7 @@ def test_extra_work_per_element_is_never_faster() -> None:
 
 def test_cluster_exchange_and_launch_are_counted() -> None:
     problem = Problem.parse("4096x16384:bf16")
-    knobs = {"pipeline": "bulk", "stages": 2, "threads_per_row": 256, "cluster": 4}
+    knobs = {"strategy": "separate", "pipeline": "bulk", "stages": 2, "threads_per_row": 256, "cluster": 4}
     variant = variant_of(problem, **knobs)
     cheap = replace(MODEL, cluster_clocks=0.0)
     with_exchange = predict_us(variant, LEAN, problem, H200)
