@@ -221,9 +221,12 @@ class CubinCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-            with os.fdopen(handle, "w") as file:
-                file.write(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
-            Path(name).replace(path)
+            try:
+                with os.fdopen(handle, "w") as file:
+                    file.write(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
+                Path(name).replace(path)
+            finally:
+                Path(name).unlink(missing_ok=True)
         except OSError:
             # The cache saves time only: a full disk costs a compile, not the run.
             return

@@ -20,8 +20,8 @@ from generator.emit import Emission, Entry, check_writable, emit_package
 from generator.errors import NormforgeError
 from generator.evaluator import Evaluator
 from generator.generic import MANY_ROWS, generic_variants
-from generator.predict import Predictor
 from generator.problem import Problem
+from generator.rehearse import RehearsingPredictor
 from generator.render import TEMPLATES
 from generator.runtime.plan import plan_launch
 from generator.search import search_problem
@@ -75,6 +75,8 @@ def revision() -> str:
 def choose_target(name: str, device: int) -> tuple[Target, MeasuredEvaluator | None, str]:
     """The target called `name` ("auto": the GPU of this machine), an evaluator when that very GPU
     is here, and a sentence that says what will happen."""
+    if name != "auto":
+        find_target(name)  # an unknown name is told at once, not after a worker has started
     facts = _device_facts(device)
     here = match_device(facts["name"], facts["sms"]) if facts else None
     if name == "auto":
@@ -95,7 +97,8 @@ def choose_target(name: str, device: int) -> tuple[Target, MeasuredEvaluator | N
         target,
         None,
         f"No {target.name} here ({found}): nothing is measured. Times are predicted from the "
-        "compiled kernels, and every winner is marked `predicted`.",
+        "compiled kernels, winners are executed on the CPU under many schedules, and every one is "
+        "marked `predicted`.",
     )
 
 
@@ -133,7 +136,7 @@ def tune(
     package = plan.out / PACKAGE_NAME
     check_writable(package)
     storage = open_storage(plan.storage or plan.out / JOURNAL_NAME)
-    evaluator: Evaluator = measured or Predictor(plan.target)
+    evaluator: Evaluator = measured or RehearsingPredictor(plan.target)
     name = revision()
     winners: list[tuple[Problem, Winner | None]] = []
     interrupted = False
@@ -212,6 +215,7 @@ def provenance(winner: Winner, measured: MeasuredEvaluator | None) -> dict[str, 
         "error_dw": result.error_dw,
         "verified": result.determinism,
         "checks": list(result.checks),
+        "note": result.note,
         "tie": [{"variant": f.variant, "us": f.us, "ratio": f.ratio} for f in winner.tied],
         "fastest_nondeterministic": (
             {"variant": fastest.variant, "us": fastest.us, "ratio": fastest.ratio}

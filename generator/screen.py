@@ -16,10 +16,10 @@ from generator.winner import Winner
 class Status:
     """Live progress on stderr: rewritten in place on a terminal, a line per problem elsewhere."""
 
-    def __init__(self, problems: int, stream: TextIO = sys.stderr) -> None:
+    def __init__(self, problems: int, stream: TextIO | None = None) -> None:
         self.problems = problems
-        self.stream = stream
-        self.live = stream.isatty()
+        self.stream = stream or sys.stderr
+        self.live = self.stream.isatty()
         self.started = time.monotonic()
         self._last = 0.0
         self._width = 0

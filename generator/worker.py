@@ -65,9 +65,14 @@ class GpuWorker:
         self._ready: dict[str, Any] | None = None
 
     def ready(self) -> dict[str, Any]:
-        """Waits until the worker has its GPU; facts about the device and the driver."""
+        """Waits until the worker has its GPU; facts about the device and the driver.
+
+        Raises NormforgeError when it cannot have one."""
         if self._ready is None:
-            answer = self._receive(START_SECONDS, "starting")
+            try:
+                answer = self._receive(START_SECONDS, "starting")
+            except WorkerLostError as lost:
+                answer = lost.note
             if isinstance(answer, str):
                 self.kill()
                 raise NormforgeError(f"the GPU worker cannot start: {answer}")

@@ -12,7 +12,8 @@ TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.floa
 GUARD_BYTES = 4096
 """Bytes before and after every output that no kernel may touch."""
 _GUARD = 0xA5
-_CHUNK_ELEMENTS = 1 << 26
+CHUNK_ELEMENTS = 1 << 26
+"""Elements that float64 arithmetic works on at once: half a GiB for each intermediate result."""
 
 
 @dataclass
@@ -41,12 +42,12 @@ class Reference:
 
 
 def _row_chunks(problem: Problem) -> range:
-    return range(0, problem.M, max(1, _CHUNK_ELEMENTS // problem.N))
+    return range(0, problem.M, max(1, CHUNK_ELEMENTS // problem.N))
 
 
 def _rstd(x: torch.Tensor) -> torch.Tensor:
     """1 / sqrt(mean(x^2) + 1e-6) of every row, fp32, computed in chunks of float64."""
-    rows = max(1, _CHUNK_ELEMENTS // x.shape[1])
+    rows = max(1, CHUNK_ELEMENTS // x.shape[1])
     parts = [
         torch.rsqrt(part.double().square().mean(dim=1) + 1e-6).float() for part in x.split(rows)
     ]
@@ -62,7 +63,7 @@ def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs
     shape = (problem.M, problem.N)
     x = torch.empty(shape, dtype=dtype, device=device)
     dy = torch.empty_like(x)
-    step = max(1, _CHUNK_ELEMENTS // problem.N)
+    step = max(1, CHUNK_ELEMENTS // problem.N)
     for start in _row_chunks(problem):
         part = slice(start, start + step)
         drawn = torch.randn(x[part].shape, generator=generator, device=device)
@@ -85,7 +86,7 @@ def make_cancelling(problem: Problem, inputs: Inputs, seed: int = 1) -> Inputs:
     x, dy, rstd = inputs.x.clone(), inputs.dy.clone(), inputs.rstd.clone()
     x[half : 2 * half] = x[:half]
     rstd[half : 2 * half] = rstd[:half]
-    step = max(1, _CHUNK_ELEMENTS // problem.N)
+    step = max(1, CHUNK_ELEMENTS // problem.N)
     for start in range(0, half, step):
         stop = min(half, start + step)
         shape = (stop - start, problem.N)
@@ -111,7 +112,7 @@ def make_reference(problem: Problem, inputs: Inputs) -> Reference:
     dw_scale = torch.zeros_like(dw)
     row_scale = torch.empty((problem.M, 1), dtype=torch.float32, device=device)
     weight = inputs.weight.double()
-    step = max(1, _CHUNK_ELEMENTS // problem.N)
+    step = max(1, CHUNK_ELEMENTS // problem.N)
     for start in _row_chunks(problem):
         part = slice(start, start + step)
         rstd = inputs.rstd[part].double()[:, None]

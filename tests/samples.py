@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from functools import cache
 
 from hypothesis import reject
@@ -68,6 +69,14 @@ def plain_variant(problem: Problem | str, target: Target, **knobs: int | str) ->
     config = SPACE.normalize(config, problem, target)
     assert not (rejection := SPACE.reject(config, problem, target)), rejection
     return make_variant(config, problem)
+
+
+def sm_of(cubin: bytes) -> int:
+    """The compute capability in the flags of a cubin's ELF header, for example 90."""
+    assert cubin[:4] == b"\x7fELF"
+    (flags,) = struct.unpack_from("<I", cubin, 48)
+    abi_version = cubin[8]
+    return (flags >> 8) & 0xFF if abi_version >= 8 else flags & 0xFF
 
 
 WIDTHS = (

@@ -45,8 +45,12 @@ pytestmark = needs_compiler
 def test_deterministic_flavour_gives_one_set_of_bits(
     flavour: str, pipeline: str, target: Target
 ) -> None:
-    knobs = {"pipeline": pipeline, **({"stages": 2} if pipeline == "bulk" else {})}
-    variant = plain_variant("43x1024:bf16", target, **FLAVOURS[flavour], **knobs)
+    knobs = {"pipeline": pipeline, **FLAVOURS[flavour]}
+    if pipeline == "bulk":
+        knobs["stages"] = 2
+    if flavour == "separate":
+        knobs["sum_threads"] = 128
+    variant = plain_variant("43x1024:bf16", target, **knobs)
     problem = Problem.parse("43x1024:bf16")
     _, launch = plan(variant, problem.M)
     # A kernel that waits for its whole grid runs only where all of it fits.
@@ -169,6 +173,20 @@ def test_few_rows(flavour: str, shape: str, target: Target) -> None:
     variant = sample_variant(tuned, target, SEED, **FLAVOURS[flavour], pipeline="direct", cluster=1)
     check = check_variant(variant, served, schedules=6, seed=SEED)
     assert check.problems == ()
+
+
+@pytest.mark.parametrize("flavour", DETERMINISTIC)
+def test_many_partial_rows(flavour: str, target: Target) -> None:
+    """More partial rows than a tail's lanes read at once, and groups of more than two."""
+    variant = plain_variant(
+        *("333x256:fp32", target),
+        **{**FLAVOURS[flavour], "threads_per_row": 64, "rows_per_cta": 2, "ctas_per_sm": 2},
+    )
+    problem = Problem.parse("333x256:fp32")
+    assert plan(variant, problem.M, 150)[1].grid == 150
+    check = check_variant(variant, problem, schedules=2, seed=SEED, participants=150, all_rows=True)
+    assert check.problems == ()
+    assert check.distinct_results == 1
 
 
 def test_reduced_rows_refill_every_stage(target: Target) -> None:

@@ -1,4 +1,4 @@
-"""`python -m generator.emulate`: one variant under many schedules, for a person with a suspicion."""
+"""`python -m generator.emulate`: one variant under many schedules, for whoever has a suspicion."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", default="h200", help="whose rules make the config legal")
     parser.add_argument("--schedules", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
-    parser.add_argument("--residency", type=int, help="CTAs at once; default 1, half and all in turn")
+    parser.add_argument("--residency", type=int, help="CTAs at once; default 1, half, all in turn")
     parser.add_argument("--ctas", type=int, default=PARTICIPANTS, help="largest grid, in clusters")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
@@ -98,7 +98,8 @@ def _check_knobs(space: Space, fixed: Config) -> None:
 
 
 def _print(check: Check) -> None:
-    print(f"{check.variant}: {check.schedules} schedules, {check.distinct_results} different results")
+    results = f"{check.distinct_results} different results"
+    print(f"{check.variant}: {check.schedules} schedules, {results}")
     if check.max_error_dx is not None and check.max_error_dw is not None:
         print(f"relative error against float64: dx {check.max_error_dx:.2e}, ", end="")
         print(f"dw {check.max_error_dw:.2e}")

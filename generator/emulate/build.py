@@ -24,6 +24,7 @@ NO_COMPILER = (
     "without a GPU, and checks that do so are not run"
 )
 _COMPILE_SECONDS = 300
+_MOST_STACK_BYTES = 16384  # of the kernel's frame; the executor's own functions need some, too
 
 
 @cache
@@ -74,6 +75,7 @@ def build(source: str, cache_folder: Path = DEFAULT_CACHE) -> Path:
             text = Path(folder) / "rmsnorm_backward.cpp"
             text.write_text(source)
             options = ["-DNORMFORGE_HOST", "-Wno-unknown-pragmas", f"-I{HOST}"]
+            options.append(f"-Werror=frame-larger-than={_MOST_STACK_BYTES}")
             compile_to(compiler, [*options, str(text), str(executor)], program)
     return program
 

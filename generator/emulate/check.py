@@ -16,7 +16,7 @@ from generator.problem import Problem
 from generator.render import render
 from generator.runtime.plan import KernelSpec, Launch, plan_launch
 from generator.variant import Variant
-from generator.verify import FP32_SLACK, HALF_UNIT, compare
+from generator.verify import HALF_UNIT, compare, slacks
 from generator.workload import Inputs, Reference, make_cancelling, make_inputs, make_reference
 
 PARTICIPANTS = 5
@@ -64,8 +64,8 @@ class Check:
 
 
 def plan(variant: Variant, M: int, participants: int = PARTICIPANTS) -> tuple[KernelSpec, Launch]:
-    """A launch of the variant with the grid of a GPU so small that `participants` CTAs fill it
-    (clusters of 4 and 8 CTAs: 16 CTAs)."""
+    """A launch of the variant with the grid of a GPU so small that `participants` CTAs or clusters
+    fill it. Clusters of 4 and 8 are planned in units of 16 CTAs, so there may be fewer or more."""
     sms = participants * variant["cluster"]
     spec = replace(variant.spec(sms), ctas_per_sm=1)
     return spec, plan_launch(spec, M)
@@ -131,7 +131,7 @@ def check_variant(
 ) -> Check:
     """Run the variant under `schedules` schedules (seeds from `seed` on, residencies in turn) on
     a small grid and, unless `all_rows`, few of the problem's rows. Without a C++ compiler nothing
-    is run, and the check's note says so.
+    is run, and the check's note says so; otherwise raises NormforgeError as run_schedules does.
     """
     if find_compiler() is None:
         return Check(variant.id, 0, note=NO_COMPILER)
@@ -215,11 +215,9 @@ def _accuracy(
     errors = {"dx": [0.0], "dw": [0.0]}
     wrong: list[str] = []
     units = {"dx": HALF_UNIT[problem.dtype], "dw": HALF_UNIT[problem.weight_dtype]}
-    slacks = {"dx": reference.row_scale * FP32_SLACK, "dw": reference.dw_scale * FP32_SLACK}
-    for name, results in (("dx", runs.dx), ("dw", runs.dw)):
+    slack_dx, slack_dw = slacks(problem, reference)
+    for name, results, slack in (("dx", runs.dx, slack_dx), ("dw", runs.dw, slack_dw)):
         for out in results:
-            info = torch.finfo(out.dtype)
-            slack = slacks[name] + info.tiny * info.eps / 2  # half a unit of a subnormal result
             error, fault = compare(name, out, getattr(reference, name), units[name], slack)
             errors[name].append(error)
             if fault:

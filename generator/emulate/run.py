@@ -91,8 +91,8 @@ def run_schedules(
     for schedule in schedules:
         if spec.cooperative and schedule.residency < launch.grid:
             raise NormforgeError(
-                f"cooperative launch too large: the {launch.grid} CTAs of {spec.name} wait for each "
-                f"other and {schedule.residency} may be resident"
+                f"cooperative launch too large: the {launch.grid} CTAs of {spec.name} wait for "
+                f"each other and {schedule.residency} may be resident"
             )
     program = build(source, cache_folder)
     request = _request(spec, launch, inputs, schedules, layout or Layout())
@@ -161,9 +161,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _read(
-    output: bytes, spec: KernelSpec, inputs: Inputs, schedules: Sequence[Schedule]
-) -> Runs:
+def _read(output: bytes, spec: KernelSpec, inputs: Inputs, schedules: Sequence[Schedule]) -> Runs:
     runs = Runs()
     results = {
         "dx": (runs.dx, TORCH_DTYPE[spec.dtype], tuple(inputs.x.shape)),

@@ -35,8 +35,8 @@ void check_bulk_size(const void* global, const void* shared, unsigned bytes, int
   const auto bits = reinterpret_cast<std::uintptr_t>(global) |
                     reinterpret_cast<std::uintptr_t>(shared) | bytes;
   if (bits % 16 || bytes == 0)
-    fault(line, "misaligned: a bulk copy of %u bytes at %s; addresses and sizes are multiples of 16",
-          bytes, place_of(global).c_str());
+    fault(line, "misaligned: a bulk copy of %u bytes at %s; addresses and sizes are multiples of "
+          "16", bytes, place_of(global).c_str());
 }
 
 // A barrier's 8 bytes hold its index, and a word by which to know it.
@@ -84,8 +84,8 @@ void wake_bulk_waiters(const Copy& copy) {
 std::string describe_copy(const Copy& copy) {
   static const char* const kNames[] = {"bulk copy", "cp.async", "bulk store", "bulk add",
                                        "store from the cluster"};
-  return std::string(kNames[copy.kind]) + " of thread " + std::to_string(copy.thread) + " at line " +
-         std::to_string(copy.line);
+  return std::string(kNames[copy.kind]) + " of thread " + std::to_string(copy.thread) +
+         " at line " + std::to_string(copy.line);
 }
 
 void land_one() {
@@ -258,9 +258,9 @@ void store_cluster(float* to, float value, unsigned long long* barrier, unsigned
   if (rank >= ctas.size())
     fault(line, "stores to CTA %u of a cluster of %zu", rank, ctas.size());
   Cta& target = *ctas[rank];
-  if (!target.running || target.alive == 0)
-    fault(line, "stores to shared memory of %s, which has ended",
-          thread_name(target, kUnset).c_str());
+  // Its place may have been taken by a CTA of another cluster since.
+  if (target.cluster != cta.cluster || !target.running || target.alive == 0)
+    fault(line, "stores to shared memory of CTA %u of its cluster, which has ended", rank);
   auto* there = target.shared + (reinterpret_cast<unsigned char*>(to) - cta.shared);
   auto* its_barrier = reinterpret_cast<unsigned long long*>(
       target.shared + (reinterpret_cast<unsigned char*>(barrier) - cta.shared));

@@ -1,7 +1,7 @@
 // What the host twins of the kernel's primitives ask of the executor.
 //
-// Every function that a thread of the kernel may wait in can switch to another thread. `line` is the
-// line of the rendered source that the access or wait comes from. A function that finds a fault
+// Every function that a thread of the kernel may wait in can switch to another thread. `line` is
+// the line of the rendered source that the access or wait comes from. A function that finds a fault
 // ends the schedule and does not return.
 #pragma once
 

@@ -43,7 +43,7 @@ struct Policy {
   bool shuffled_ctas;      // CTAs start in a random order, not by index
 };
 
-// ---- What is ordered before what -----------------------------------------------------------------
+// ---- What is ordered before what ---------------------------------------------------------------
 // A point in the life of a thread as its barriers see it. Everything that a thread of the CTA did
 // before its CTA barrier number n has cta_time <= n and is ordered before whatever a thread
 // does after it; team_time is the same for the barriers of one team (the threads that share a row).
@@ -83,7 +83,7 @@ struct Clock {
   bool empty() const { return cta_time.empty(); }
 };
 
-// ---- Threads -------------------------------------------------------------------------------------
+// ---- Threads -----------------------------------------------------------------------------------
 
 struct Wait {
   enum Kind {
@@ -176,6 +176,7 @@ struct Cta {
   bool allows_dependents = false;
   unsigned arriving = 0;       // asynchronous copies into its shared memory under way
   unsigned leaving = 0;        // bulk operations that still read its shared memory
+  unsigned char* stacks = nullptr;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   std::vector<unsigned char> memory;
@@ -207,7 +208,7 @@ struct Grid {
   std::vector<unsigned> order;  // of clusters
 };
 
-// ---- Memory --------------------------------------------------------------------------------------
+// ---- Memory ------------------------------------------------------------------------------------
 
 struct Buffer {
   const char* name = "";
@@ -257,7 +258,8 @@ struct Launch {
   unsigned dependent = 0, ordered_adds = 0, granule = 4;
   unsigned rows = 0, columns = 0, item = 0, weight_item = 0;
   unsigned x_stride = 0, dy_stride = 0, dx_stride = 0, misaligned_bytes = 0;
-  unsigned counters = 0, zeroed = 0, scratch = 0, partial_columns = 0, partial_stride = 0, group = 0;
+  unsigned counters = 0, zeroed = 0, scratch = 0;
+  unsigned partial_columns = 0, partial_stride = 0, group = 0;
 };
 
 struct Machine {
@@ -285,31 +287,45 @@ struct Machine {
 };
 extern Machine m;
 
-// ---- Between the files -----------------------------------------------------------------------------
+// ---- Between the files -------------------------------------------------------------------------
 
-// Ends the schedule with a sentence about the current thread. From a thread it does not return; from
-// the scheduler it does.
+// Ends the schedule with a sentence about the current thread. From a thread it does not return;
+// from the scheduler it does.
 [[gnu::format(printf, 2, 3)]] void fault(int line, const char* format, ...);
 std::string thread_name(const Cta& cta, unsigned thread);
 std::string place_of(const void* address);  // "x[3, 17]" or where it is beside a buffer
 
-// memory.cpp
+// buffers.cpp
 void lay_out_memory();   // once
 void reset_memory();     // before every schedule
 void check_end_state();  // after it
-void clear_shared(Cta& cta);
-Buffer& checked_buffer(unsigned mask, const void* at, std::size_t bytes, const char* verb, int line);
-void note_shared_copy(Cta& cta, const void* to, unsigned bytes, unsigned copy, int line);
-void note_copied(Thread& thread, const void* to, unsigned bytes);
+Buffer& checked_buffer(unsigned mask, const void* at, std::size_t bytes, const char* verb,
+                       int line);
+void check_aligned(const void* at, std::size_t bytes, const char* verb, int line);
+
+// workspace.cpp
 void note_workspace_copy(unsigned copy, bool add, int line);
 void add_staged(Copy& copy, unsigned from, unsigned bytes);
+
+// shared.cpp
+void clear_shared(Cta& cta);
+void note_shared_copy(Cta& cta, const void* to, unsigned bytes, unsigned copy, int line);
+void note_copied(Thread& thread, const void* to, unsigned bytes);
 void check_bulk_source(const void* from, unsigned bytes, int line);
+std::string event_name(const Event& event);
 
 // threads.cpp
-void run_schedule(std::uint64_t seed, unsigned residency);
+void end_all_ctas();
+void start_cluster(Grid& grid);  // the next one in the grid's order
+void run_turn(Warp& warp);       // until every lane that was ready waits or yields
 void make_ready(Thread& thread);
 void wait_for(Wait::Kind kind, int line, unsigned object = 0, unsigned phase = 0);
 void maybe_yield();
+
+// schedule.cpp
+void run_schedule(std::uint64_t seed, unsigned residency);
+
+// barriers.cpp
 void pass_team_barrier(Thread& thread, unsigned time);
 
 // copies.cpp

@@ -1,7 +1,7 @@
 // Runs one launch under many schedules.
 //
-// stdin:  lines "name value" (the fields of Launch), a line "run seed residency" for every schedule,
-//         a line "data", then the rows of x and of dy, rstd and weight, each without padding.
+// stdin:  lines "name value" (the fields of Launch), a line "run seed residency" for every
+//         schedule, a line "data", then the rows of x and of dy, rstd and weight, without padding.
 // stdout: for every schedule a line "run DX DW" with the indices of its results among the different
 //         ones seen so far, or "fault TEXT"; before that, for every result not seen before, a line
 //         "dx BYTES" or "dw BYTES" and the bytes.

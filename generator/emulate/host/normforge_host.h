@@ -1,5 +1,5 @@
-// CUDA's vocabulary and the host twins of templates/primitives.cuh: with NORMFORGE_HOST defined, the
-// rendered source includes this file in place of that one and compiles as plain C++17.
+// CUDA's vocabulary and the host twins of templates/primitives.cuh: with NORMFORGE_HOST defined,
+// the rendered source includes this file in place of that one and compiles as plain C++17.
 //
 // Arithmetic is IEEE fp32 rounded once per operation on both sides (contraction is off in both
 // builds), so a kernel gives the same bits here as on a GPU.

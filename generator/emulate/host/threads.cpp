@@ -1,13 +1,11 @@
-// Threads as fibers, and the scheduler that a seed controls.
+// CTAs of threads that are fibers, and the turns in which their warps run.
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
-#include <map>
 #include <memory>
-#include <tuple>
 
 #include "machine.h"
 
@@ -48,13 +46,7 @@ Machine m;
 
 namespace {
 
-constexpr std::size_t kStackBytes = 32768;
-constexpr std::uint64_t kCanary = 0x5afe57ac5afe57acu;
-constexpr unsigned long long kMostSteps = 100'000'000;
-
-void fill_canary(unsigned char* stack) { *reinterpret_cast<std::uint64_t*>(stack) = kCanary; }
-
-unsigned char* stack_of(const Cta& cta, unsigned thread);
+constexpr std::size_t kStackBytes = 32768;  // build.py refuses kernels whose frames come near it
 
 // ---- Fibers ----
 
@@ -125,8 +117,6 @@ void thread_main() {
   if (cta.barrier.arrived)
     fault(0, "divergent barrier: it ends while thread %u waits at the CTA barrier of line %d",
           cta.barrier.first, cta.barrier.line);
-  if (*reinterpret_cast<std::uint64_t*>(stack_of(cta, self.index)) != kCanary)
-    fault(0, "overflows the %zu-byte stack that the executor gives a thread", kStackBytes);
   self.done = true;
   --cta.alive;
   suspend();
@@ -135,39 +125,31 @@ void thread_main() {
 
 // ---- CTAs ----
 
-struct Slot {
-  Cta cta;
-  unsigned char* stacks;
-};
-std::vector<std::unique_ptr<Slot>> slots[2];  // of the main and of the second kernel
+std::vector<std::unique_ptr<Cta>> pool[2];  // of the main and of the second kernel
+std::vector<std::unique_ptr<Cluster>> clusters;
 
-unsigned char* stack_of(const Cta& cta, unsigned thread) {
-  // The CTA is the first member of its slot.
-  return reinterpret_cast<const Slot&>(cta).stacks + thread * kStackBytes;
-}
-
-Cta& free_slot(Grid& grid) {
-  auto& pool = slots[&grid == &m.sum];
-  for (auto& slot : pool)
-    if (!slot->cta.running) return slot->cta;
-  pool.push_back(std::make_unique<Slot>());
-  Slot& slot = *pool.back();
+Cta& free_cta(Grid& grid) {
+  auto& ctas = pool[&grid == &m.sum];
+  for (auto& cta : ctas)
+    if (!cta->running) return *cta;
+  ctas.push_back(std::make_unique<Cta>());
+  Cta& cta = *ctas.back();
   void* stacks = mmap(nullptr, grid.threads * kStackBytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (stacks == MAP_FAILED) {
     std::fprintf(stderr, "no memory for the stacks of %u threads\n", grid.threads);
     std::exit(3);
   }
-  slot.stacks = static_cast<unsigned char*>(stacks);
-  slot.cta.threads.resize(grid.threads);
-  slot.cta.warps.resize(grid.threads / kWarp);
-  slot.cta.memory.resize(grid.shared_bytes + 128);
-  slot.cta.cells.resize(grid.shared_bytes / m.launch.granule + 1);
-  return slot.cta;
+  cta.stacks = static_cast<unsigned char*>(stacks);
+  cta.threads.resize(grid.threads);
+  cta.warps.resize(grid.threads / kWarp);
+  cta.memory.resize(grid.shared_bytes + 128);
+  cta.cells.resize(grid.shared_bytes / m.launch.granule + 1);
+  return cta;
 }
 
 void start_cta(Grid& grid, unsigned block, Cluster* cluster) {
-  Cta& cta = free_slot(grid);
+  Cta& cta = free_cta(grid);
   cta.grid = &grid;
   cta.cluster = cluster;
   cta.block = block;
@@ -213,54 +195,11 @@ void start_cta(Grid& grid, unsigned block, Cluster* cluster) {
     thread.learned = Clock{};
     thread.bulk.clear();
     thread.groups.clear();
-    unsigned char* stack = stack_of(cta, t);
-    fill_canary(stack);
     // Tops of stacks at different distances from a page's start: else all share a few cache sets.
-    thread.fiber.prepare(stack, kStackBytes - t * 320 % 4096, thread_main);
+    thread.fiber.prepare(cta.stacks + t * kStackBytes, kStackBytes - t * 320 % 4096, thread_main);
   }
   m.ctas.push_back(&cta);
   ++m.resident;
-}
-
-std::vector<std::unique_ptr<Cluster>> clusters;
-
-void start_cluster(Grid& grid) {
-  clusters.push_back(std::make_unique<Cluster>());
-  const unsigned first = grid.order[grid.started++] * grid.cluster;
-  for (unsigned rank = 0; rank < grid.cluster; ++rank)
-    start_cta(grid, first + rank, clusters.back().get());
-  for (Cta* cta : m.ctas)
-    if (cta->cluster == clusters.back().get()) clusters.back()->ctas.push_back(cta);
-}
-
-bool has_unstarted(const Grid& grid) { return grid.started < grid.order.size(); }
-
-// The grid whose next cluster may start now, or null.
-Grid* startable() {
-  Grid* grid = has_unstarted(m.main) ? &m.main : has_unstarted(m.sum) ? &m.sum : nullptr;
-  if (grid == nullptr || m.resident + grid->cluster > std::max(m.residency, grid->cluster))
-    return nullptr;
-  if (grid == &m.sum && m.main.finished < m.main.ctas) {
-    if (!m.launch.dependent) return nullptr;
-    for (const Cta* cta : m.ctas)
-      if (cta->grid == &m.main && !cta->allows_dependents) return nullptr;
-  }
-  return grid;
-}
-
-// ---- The scheduler ----
-
-Policy draw_policy(Rng& rng) {
-  static const unsigned kLand[] = {0, 3, 30, 100}, kYield[] = {0, 30, 100}, kBreak[] = {0, 10, 50};
-  Policy p{};
-  p.pick = static_cast<Policy::Pick>(rng.below(4));
-  p.lanes = static_cast<Policy::Lanes>(rng.below(3));
-  p.land_percent = kLand[rng.below(4)];
-  p.yield_percent = kYield[rng.below(3)];
-  p.break_percent = kBreak[rng.below(3)];
-  p.start_percent = rng.below(2) ? 100 : 5;
-  p.shuffled_ctas = rng.below(3) > 0;
-  return p;
 }
 
 void leave_ready(Warp& warp) {
@@ -271,29 +210,25 @@ void leave_ready(Warp& warp) {
   warp.place = -1;
 }
 
-Warp& pick_warp() {
-  const auto count = static_cast<unsigned>(m.ready.size());
-  Warp* any = m.ready[m.rng.below(count)];
-  switch (m.policy.pick) {
-    case Policy::kAny:
-      return *any;
-    case Policy::kSameCta:  // stays with one CTA most of the time
-      for (unsigned i = 0; i < 8 && any->cta->id != m.last_cta && !m.rng.chance(2); ++i)
-        any = m.ready[m.rng.below(count)];
-      m.last_cta = any->cta->id;
-      return *any;
-    case Policy::kStarve:  // some warps run only when nobody else can
-      for (unsigned i = 0; i < 16 && any->priority % 4 == m.starved; ++i)
-        any = m.ready[m.rng.below(count)];
-      return *any;
-    case Policy::kPriority:  // the most urgent one, until its priority is drawn anew
-      for (Warp* warp : m.ready)
-        if (warp->priority > any->priority) any = warp;
-      if (m.rng.chance(2)) any->priority = static_cast<unsigned>(m.rng.next());
-      return *any;
+}  // namespace
+
+void start_cluster(Grid& grid) {
+  clusters.push_back(std::make_unique<Cluster>());
+  Cluster& cluster = *clusters.back();
+  const unsigned first = grid.order[grid.started++] * grid.cluster;
+  for (unsigned rank = 0; rank < grid.cluster; ++rank) {
+    start_cta(grid, first + rank, &cluster);
+    cluster.ctas.push_back(m.ctas.back());
   }
-  return *any;
 }
+
+void end_all_ctas() {
+  for (auto& ctas : pool)
+    for (auto& cta : ctas) cta->running = false;
+  clusters.clear();
+}
+
+// ---- Turns ----
 
 void run_turn(Warp& warp) {
   m.turn = &warp;
@@ -307,77 +242,6 @@ void run_turn(Warp& warp) {
   if (warp.ready == 0) leave_ready(warp);
   if (warp.cta->alive == 0 && warp.cta->running) finish_cta(*warp.cta);
 }
-
-std::string describe_wait(const Wait& wait) {
-  const std::string line = " (line " + std::to_string(wait.line) + ")";
-  const std::string object = std::to_string(wait.object);
-  switch (wait.kind) {
-    case Wait::kShuffle: return "at a shuffle" + line;
-    case Wait::kWarpBarrier: return "at a warp barrier" + line;
-    case Wait::kCtaBarrier: return "at the CTA barrier" + line;
-    case Wait::kNamedBarrier: return "at barrier " + object + line;
-    case Wait::kClusterBarrier: return "at the cluster barrier" + line;
-    case Wait::kMbarrier: return "for phase " + std::to_string(wait.phase) + " of mbarrier " +
-                                 object + line;
-    case Wait::kCounter: {
-      const auto* counters = reinterpret_cast<const unsigned*>(m.buffers[kCounters].base);
-      return "for counters[" + object + "] to change from " +
-             std::to_string(counters[wait.object]) + line;
-    }
-    case Wait::kBulkRead: return "for its bulk operations to have read" + line;
-    case Wait::kBulkWritten: return "for its bulk operations to have written" + line;
-    case Wait::kPrimary: return "for the first kernel to end" + line;
-    case Wait::kNothing: break;
-  }
-  return "for nothing";
-}
-
-void report_deadlock() {
-  // Threads of one CTA that wait for the same thing are named together.
-  std::map<std::tuple<unsigned, int, int, unsigned>, std::pair<unsigned, const Thread*>> groups;
-  for (const Cta* cta : m.ctas)
-    for (const Thread& t : cta->threads) {
-      if (t.done) continue;
-      auto& group = groups[{cta->id, t.wait.kind, t.wait.line, t.wait.object}];
-      if (group.first++ == 0) group.second = &t;
-    }
-  std::string text = "deadlock: nobody can run";
-  unsigned named = 0;
-  for (const auto& [key, group] : groups) {
-    if (++named > 6) break;
-    const auto& [count, thread] = group;
-    text += "; " + thread_name(*thread->cta, thread->index);
-    if (count > 1) text += " and " + std::to_string(count - 1) + " more of it wait ";
-    else text += " waits ";
-    text += describe_wait(thread->wait);
-  }
-  if (groups.size() > 6) text += "; and " + std::to_string(groups.size() - 6) + " more groups";
-  for (const Grid* grid : {&m.main, &m.sum})
-    if (has_unstarted(*grid))
-      text += "; " + std::to_string(grid->ctas - grid->started * grid->cluster) + " CTAs of " +
-              grid->kernel + " have not started, because " + std::to_string(m.resident) +
-              " are resident";
-  fault(0, "%s", text.c_str());
-}
-
-void set_up(Grid& grid, const char* kernel, unsigned ctas, unsigned threads, unsigned shared,
-            unsigned cluster, unsigned team, unsigned first_id) {
-  grid.kernel = kernel;
-  grid.ctas = ctas;
-  grid.threads = threads;
-  grid.shared_bytes = shared;
-  grid.cluster = cluster;
-  grid.team_threads = team;
-  grid.first_id = first_id;
-  grid.started = grid.finished = 0;
-  grid.order.resize(ctas / cluster);
-  for (unsigned i = 0; i < grid.order.size(); ++i) grid.order[i] = i;
-  if (!m.policy.shuffled_ctas) return;
-  for (unsigned i = static_cast<unsigned>(grid.order.size()); i > 1; --i)
-    std::swap(grid.order[i - 1], grid.order[m.rng.below(i)]);
-}
-
-}  // namespace
 
 void make_ready(Thread& thread) {
   thread.wait.kind = Wait::kNothing;
@@ -424,54 +288,6 @@ void fault(int line, const char* format, ...) {
   m.current = nullptr;
   switch_fiber(self->fiber, m.scheduler);
   __builtin_unreachable();
-}
-
-void run_schedule(std::uint64_t seed, unsigned residency) {
-  const Launch& l = m.launch;
-  m.rng = Rng{seed};
-  m.policy = draw_policy(m.rng);
-  m.starved = m.rng.below(4);
-  m.last_cta = 0;
-  m.steps = 0;
-  m.fault.clear();
-  m.residency = residency;
-  m.resident = 0;
-  m.ctas.clear();
-  m.ready.clear();
-  m.copies.clear();
-  m.flying.clear();
-  m.current = nullptr;
-  for (auto& pool : slots)
-    for (auto& slot : pool) slot->cta.running = false;
-  clusters.clear();
-  constexpr unsigned kStaticShared = 49152;  // the most that a kernel may declare
-  set_up(m.main, "rmsnorm_backward", l.grid, l.threads, l.shared_bytes, l.cluster, l.team_threads,
-         0);
-  set_up(m.sum, "sum_partials", l.sum_grid, l.sum_threads, kStaticShared, 1, l.sum_threads,
-         l.grid);
-  reset_memory();
-  while (m.fault.empty()) {
-    if (++m.steps > kMostSteps) {
-      fault(0, "no end after %llu turns of warps", kMostSteps);
-      break;
-    }
-    if (!m.flying.empty() && m.rng.chance(m.policy.land_percent)) {
-      land_one();
-      continue;
-    }
-    Grid* const next = startable();
-    if (next && (m.ready.empty() || m.rng.chance(m.policy.start_percent)))
-      start_cluster(*next);
-    else if (!m.ready.empty())
-      run_turn(pick_warp());
-    else if (!m.flying.empty())
-      land_one();
-    else if (m.ctas.empty())
-      break;
-    else
-      report_deadlock();
-  }
-  if (m.fault.empty()) check_end_state();
 }
 
 }  // namespace normforge

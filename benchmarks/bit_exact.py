@@ -1,0 +1,292 @@
+"""Compare dx and dw of sampled variants, GPU against CPU executor, bit for bit.
+
+    python benchmarks/bit_exact.py --out benchmarks/results/bit_exact_h200.json
+
+Needs a GPU, its driver and a C++ compiler. Variants are drawn over all strategies, dtypes,
+pipelines and clusters, on even and odd shapes, with padded rows and unaligned bases for half of
+them. Both sides run the same rendered source with the same launch on the same two sets of inputs.
+The strategies whose CTAs add in any order get two participants: with two, every order gives the
+same sum.
+
+Exit code 0 when every bit of every compared variant agrees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from generator.compile import compile_variant, nvrtc_version  # noqa: E402
+from generator.emulate import Layout, Schedule, find_compiler, run_schedules  # noqa: E402
+from generator.emulate.check import CPU, plan  # noqa: E402
+from generator.errors import NormforgeError  # noqa: E402
+from generator.problem import Problem  # noqa: E402
+from generator.render import render  # noqa: E402
+from generator.runtime.launch import LaunchError, LoadedKernel  # noqa: E402
+from generator.runtime.plan import KernelSpec, Launch  # noqa: E402
+from generator.space import load_space  # noqa: E402
+from generator.target import Target, match_device  # noqa: E402
+from generator.variant import Config, Variant, make_variant  # noqa: E402
+from generator.workload import Inputs, make_cancelling, make_inputs  # noqa: E402
+
+FLAVOURS: tuple[Config, ...] = (
+    *({"strategy": name} for name in ("column_slices", "separate", "last_cta", "semaphore")),
+    *({"strategy": "bulk_reduce", "order": order} for order in ("turns", "free")),
+    {"strategy": "atomic"},
+)
+DTYPES = (("bf16",) * 2, ("fp16",) * 2, ("fp32",) * 2, ("bf16", "fp32"), ("fp16", "fp32"))
+WIDTHS = (
+    *(1, 6, 33, 77, 129, 256, 333, 512, 1000, 1001, 1024, 1536, 2048, 2050, 3072, 4096, 4104),
+    *(5120, 8192, 12288, 16384),
+)
+MOST_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """One variant with everything that its run depends on."""
+
+    index: int
+    problem: Problem
+    variant: Variant
+    participants: int
+    layout: Layout
+
+    def inputs(self) -> list[Inputs]:
+        plain = make_inputs(self.problem, CPU, seed=self.index)
+        return [plain, make_cancelling(self.problem, plain, seed=self.index + 1)]
+
+
+def draw_case(index: int, seed: int, target: Target) -> Case:
+    """Case `index`: flavours and dtypes in turn, the rest at random; wishes that the rules of the
+    space do not grant are dropped, last one first."""
+    rng = random.Random(f"{seed} {index}")
+    flavour = FLAVOURS[index % len(FLAVOURS)]
+    dtype, weight_dtype = DTYPES[index // len(FLAVOURS) % len(DTYPES)]
+    free = flavour["strategy"] == "atomic" or flavour.get("order") == "free"
+    space = load_space()
+    while True:
+        N = rng.choice(WIDTHS)
+        M = rng.randint(1, max(1, min(700, MOST_ELEMENTS // N)))
+        problem = Problem(M, N, dtype, weight_dtype)
+        # Configs are legal for many rows; that they also serve few is part of the test.
+        tuned = Problem(65536, N, dtype, weight_dtype)
+        wishes: list[Config] = [
+            {"pipeline": rng.choice(("bulk", "direct", "async"))},
+            {"cluster": rng.choice((1, 2, 8) if free else (1, 2, 4, 8))},
+            {"reload": rng.choice(("smem", "none"))},
+        ]
+        for count in range(len(wishes), -1, -1):
+            fixed = dict(flavour)
+            for wish in wishes[:count]:
+                fixed |= wish
+            try:
+                config = space.sample(tuned, target, rng, fixed)
+            except NormforgeError:
+                continue
+            if free and config["cluster"] == 4:
+                continue
+            variant = make_variant(config, problem)
+            participants = 2 if free else rng.randint(1, 20)
+            return Case(index, problem, variant, participants, draw_layout(variant, rng))
+
+
+def draw_layout(variant: Variant, rng: random.Random) -> Layout:
+    """Dense rows, or strides and bases that are multiples of what the variant needs and no more."""
+    if rng.random() < 0.5:
+        return Layout()
+    aligned = 16 if variant["pipeline"] == "bulk" else variant["vector_bytes"]
+    unit = aligned // variant.itemsize
+    return Layout(unit, 3 * unit, 2 * unit, aligned)
+
+
+@dataclass
+class Emulated:
+    """What the executor and NVRTC made of one case: (dx, dw) for each set of inputs, or the reason
+    why nothing can be compared."""
+
+    case: Case
+    results: list[tuple[torch.Tensor, torch.Tensor]]
+    cubin: bytes
+    failure: str
+
+
+def emulate_case(index: int, seed: int, target: Target) -> Emulated:
+    """Draw a case, compile it for both sides and run it on the CPU; in a worker process."""
+    torch.set_num_threads(1)
+    case = draw_case(index, seed, target)
+    compiled = compile_variant(case.variant, target.arch)
+    if compiled.error:
+        return Emulated(case, [], b"", f"does not compile: {compiled.error}")
+    spec, launch = plan(case.variant, case.problem.M, case.participants)
+    schedule = Schedule(index, launch.grid if spec.cooperative else min(launch.grid, 8))
+    results = []
+    for inputs in case.inputs():
+        source = render(case.variant)
+        runs = run_schedules(source, spec, launch, inputs, [schedule], layout=case.layout)
+        if runs.faults:
+            return Emulated(case, [], b"", runs.faults[0])
+        results.append((runs.dx[0], runs.dw[0]))
+    return Emulated(case, results, compiled.cubin, "")
+
+
+def place(rows: torch.Tensor, pad: int, misaligned_bytes: int) -> torch.Tensor:
+    """A copy of `rows` on the GPU with `pad` elements behind each row and a base that lies
+    `misaligned_bytes` behind an aligned address."""
+    M, N = rows.shape
+    offset = misaligned_bytes // rows.element_size()
+    flat = torch.empty(offset + M * (N + pad), dtype=rows.dtype, device="cuda")
+    placed = flat[offset:].view(M, N + pad)[:, :N]
+    placed.copy_(rows)
+    return placed
+
+
+def run_on_gpu(
+    kernel: LoadedKernel, launch: Launch, spec: KernelSpec, inputs: Inputs, layout: Layout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx and dw from the GPU, on the CPU; outputs and scratch are poisoned before."""
+    base = layout.misaligned_bytes
+    x, dy = place(inputs.x, layout.pad_x, base), place(inputs.dy, layout.pad_dy, base)
+    rstd, weight = inputs.rstd.cuda(), inputs.weight.cuda()
+    poison = torch.full_like(inputs.x, float("nan"))
+    dx = place(poison, layout.pad_dx, base)
+    dw = torch.full_like(weight, float("nan"))
+    workspace = torch.full((launch.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
+    workspace[: launch.scratch_offset] = 0
+    stream = torch.cuda.current_stream().cuda_stream
+    kernel.launch(x, dy, rstd, weight, dx, dw, workspace.data_ptr(), launch, stream)
+    torch.cuda.synchronize()
+    if bool(workspace[: launch.scratch_offset].any()):
+        raise NormforgeError(f"{spec.name} left a counter or an accumulator changed on the GPU")
+    return dx.cpu(), dw.cpu()
+
+
+def first_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str:
+    """ "" when all bits agree, else the first place that differs and both values."""
+    view = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.element_size()]
+    different = ours.contiguous().view(view) != theirs.contiguous().view(view)
+    if not bool(different.any()):
+        return ""
+    at = tuple(different.nonzero()[0].tolist())
+    count = int(different.sum())
+    return f"{list(at)}: CPU {float(ours[at])!r}, GPU {float(theirs[at])!r}; {count} differ"
+
+
+def compare_case(emulated: Emulated) -> dict[str, Any]:
+    """One row of the report. outcome: equal, different, skipped (the GPU cannot launch the
+    variant) or failed (a side gave nothing to compare)."""
+    case = emulated.case
+    spec, launch = plan(case.variant, case.problem.M, case.participants)
+    row: dict[str, Any] = {
+        "variant": case.variant.id,
+        "problem": str(case.problem),
+        "config": dict(case.variant.config),
+        "grid": launch.grid,
+        "layout": asdict(case.layout),
+    }
+    if emulated.failure:
+        return row | {"outcome": "failed", "why": emulated.failure}
+    kernel = LoadedKernel(emulated.cubin, spec)
+    for kind, inputs, (dx, dw) in zip(
+        ("ordinary", "cancelling"), case.inputs(), emulated.results, strict=True
+    ):
+        try:
+            gpu_dx, gpu_dw = run_on_gpu(kernel, launch, spec, inputs, case.layout)
+        except LaunchError as error:
+            return row | {"outcome": "skipped", "why": str(error)}
+        except NormforgeError as error:
+            return row | {"outcome": "failed", "why": str(error)}
+        for name, ours, theirs in (("dx", dx, gpu_dx), ("dw", dw, gpu_dw)):
+            difference = first_difference(ours, theirs)
+            if difference:
+                return row | {"outcome": "different", "why": f"{kind} {name}{difference}"}
+    return row | {"outcome": "equal"}
+
+
+def environment(target: Target, processes: int) -> dict[str, Any]:
+    """What the result depends on, and when it was made."""
+    from cuda.bindings import driver
+
+    _, version = driver.cuDriverGetVersion()
+    compiler = subprocess.run(
+        [find_compiler() or "", "--version"], capture_output=True, text=True, check=True
+    )
+    return {
+        "gpu": torch.cuda.get_device_properties(0).name,
+        "arch": target.arch,
+        "cuda_driver": f"{version // 1000}.{version % 1000 // 10}",
+        "nvrtc": nvrtc_version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": platform.processor() or platform.machine(),
+        "compiler": compiler.stdout.splitlines()[0],
+        "processes": processes,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--variants", type=int, default=245, help="to draw; a few may not launch")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    options = parser.parse_args()
+    if find_compiler() is None or not torch.cuda.is_available():
+        print("error: needs a C++ compiler and a GPU that PyTorch sees", file=sys.stderr)
+        return 2
+    properties = torch.cuda.get_device_properties(0)
+    target = match_device(properties.name, properties.multi_processor_count)
+    if target is None:
+        print(f"error: {properties.name} is not in search_spaces/gpus.yaml", file=sys.stderr)
+        return 2
+    torch.zeros(1, device="cuda")  # the context that LoadedKernel needs
+
+    started = time.perf_counter()
+    rows: dict[int, dict[str, Any]] = {}
+    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
+        pending = [
+            pool.submit(emulate_case, index, options.seed, target)
+            for index in range(options.variants)
+        ]
+        for future in as_completed(pending):
+            emulated = future.result()
+            row = rows[emulated.case.index] = compare_case(emulated)
+            if row["outcome"] != "equal":
+                print(f"{row['outcome']}: {row['variant']} {row['problem']}: {row['why']}")
+
+    outcomes = Counter(row["outcome"] for row in rows.values())
+    report = {
+        "what": "dx and dw of the GPU and of the CPU executor, compared bit for bit",
+        "environment": environment(target, options.processes),
+        "seed": options.seed,
+        "seconds": round(time.perf_counter() - started, 1),
+        "outcomes": dict(outcomes),
+        "cases": [rows[index] for index in sorted(rows)],
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
+    print(f"{summary} in {report['seconds']} s; written to {options.out}")
+    return 0 if set(outcomes) <= {"equal", "skipped"} and outcomes["equal"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,164 @@
+// Global memory: where the buffers lie, and what every access to them has to keep to.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "machine.h"
+
+namespace normforge {
+
+namespace {
+
+// Unmapped distance between buffers: a wild address is nearest to the buffer it was meant for.
+constexpr std::size_t kGap = std::size_t{1} << 22;
+
+}  // namespace
+
+void lay_out_memory() {
+  const Launch& l = m.launch;
+  const std::size_t row = std::size_t{l.columns} * l.item;
+  const std::size_t partials = l.partial_stride ? std::size_t{l.partial_stride} * 4 : 4;
+  const auto flat = [](const char* name, std::size_t bytes, unsigned item) {
+    return Buffer{name, nullptr, 1, bytes ? bytes : 1, bytes, item};
+  };
+  m.buffers[kX] = {"x", nullptr, l.rows, std::size_t{l.x_stride} * l.item, row, l.item};
+  m.buffers[kDy] = {"dy", nullptr, l.rows, std::size_t{l.dy_stride} * l.item, row, l.item};
+  m.buffers[kRstd] = flat("rstd", std::size_t{l.rows} * 4, 4);
+  m.buffers[kWeight] = flat("weight", std::size_t{l.columns} * l.weight_item, l.weight_item);
+  m.buffers[kDx] = {"dx", nullptr, l.rows, std::size_t{l.dx_stride} * l.item, row, l.item};
+  m.buffers[kDw] = flat("dw", std::size_t{l.columns} * l.weight_item, l.weight_item);
+  m.buffers[kCounters] = flat("counters", std::size_t{l.counters} * 4, 4);
+  m.buffers[kZeroed] = {"zeroed", nullptr, l.zeroed * 4 / partials, partials, partials, 4};
+  m.buffers[kScratch] = {"scratch", nullptr, l.scratch * 4 / partials, partials, partials, 4};
+  std::size_t total = kGap;
+  for (const Buffer& buffer : m.buffers) total += (buffer.extent() + 4095) / 4096 * 4096 + kGap;
+  void* arena = mmap(nullptr, total, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (arena == MAP_FAILED) {
+    std::fprintf(stderr, "no memory for buffers of %zu bytes\n", total);
+    std::exit(3);
+  }
+  auto* at = static_cast<unsigned char*>(arena) + kGap;
+  for (Buffer& buffer : m.buffers) {
+    const bool row_matrix = &buffer == &m.buffers[kX] || &buffer == &m.buffers[kDy] ||
+                            &buffer == &m.buffers[kDx];
+    buffer.base = at + (row_matrix ? l.misaligned_bytes : 0);
+    at += (buffer.extent() + l.misaligned_bytes + 4095) / 4096 * 4096 + kGap;
+  }
+  m.written[kOutputDx].resize(std::size_t{l.rows} * l.columns);
+  m.written[kOutputDw].resize(l.columns);
+  m.words[0].resize(l.zeroed);
+  m.words[1].resize(l.scratch);
+  m.adds.resize(l.zeroed / 4);
+  m.counters.resize(l.counters);
+}
+
+void reset_memory() {
+  for (const BufferId id : {kDx, kDw, kScratch})
+    std::memset(m.buffers[id].base, 0xff, m.buffers[id].extent());
+  for (const BufferId id : {kCounters, kZeroed})
+    std::memset(m.buffers[id].base, 0, m.buffers[id].extent());
+  for (auto& written : m.written) std::fill(written.begin(), written.end(), 0);
+  Word zero;
+  zero.event.who = Event::kInitial;
+  std::fill(m.words[0].begin(), m.words[0].end(), zero);
+  std::fill(m.words[1].begin(), m.words[1].end(), Word{});
+  for (auto& adds : m.adds) adds.clear();
+  for (Counter& counter : m.counters) counter = Counter{};
+}
+
+std::string place_of(const void* address) {
+  const auto* at = static_cast<const unsigned char*>(address);
+  const Buffer* nearest = nullptr;
+  std::size_t distance = 0;
+  for (const Buffer& b : m.buffers) {
+    if (b.extent() == 0) continue;
+    const unsigned char* end = b.base + b.extent();
+    const auto away =
+        static_cast<std::size_t>(at < b.base ? b.base - at : at >= end ? at - end : 0);
+    if (nearest == nullptr || away < distance) {
+      nearest = &b;
+      distance = away;
+    }
+  }
+  if (nearest == nullptr) return "an unknown address";
+  const Buffer& b = *nearest;
+  if (at < b.base) return std::to_string(b.base - at) + " bytes before " + b.name;
+  const auto offset = static_cast<std::size_t>(at - b.base);
+  const std::string column = std::to_string(offset % b.pitch / b.item);
+  std::string place = b.name;
+  if (b.rows > 1 || &b == &m.buffers[kX] || &b == &m.buffers[kDy] || &b == &m.buffers[kDx])
+    place += "[" + std::to_string(offset / b.pitch) + ", " + column + "]";
+  else
+    place += "[" + column + "]";
+  if (offset >= b.extent())
+    place += ", " + std::to_string(offset - b.extent()) + " bytes past its end";
+  return place;
+}
+
+Buffer& checked_buffer(unsigned mask, const void* at, std::size_t bytes, const char* verb,
+                       int line) {
+  for (unsigned id = 0; id < kBuffers; ++id)
+    if (mask >> id & 1 && m.buffers[id].holds(at, bytes)) return m.buffers[id];
+  std::string allowed;
+  for (unsigned id = 0; id < kBuffers; ++id)
+    if (mask >> id & 1)
+      allowed += (allowed.empty() ? "" : " or ") + std::string(m.buffers[id].name);
+  fault(line, "out of bounds: %s %zu bytes at %s, outside %s", verb, bytes, place_of(at).c_str(),
+        allowed.c_str());
+  __builtin_unreachable();
+}
+
+void check_aligned(const void* at, std::size_t bytes, const char* verb, int line) {
+  if (reinterpret_cast<std::uintptr_t>(at) % bytes)
+    fault(line, "misaligned: %s %zu bytes at %s", verb, bytes, place_of(at).c_str());
+}
+
+void input_read(Input input, const void* from, unsigned bytes, int line) {
+  static const unsigned kMasks[] = {1u << kX | 1u << kDy, 1u << kRstd, 1u << kWeight};
+  checked_buffer(kMasks[input], from, bytes, "reads", line);
+  check_aligned(from, bytes, "reads", line);
+}
+
+void output_write(Output output, const void* to, unsigned bytes, int line) {
+  const BufferId id = output == kOutputDx ? kDx : kDw;
+  const Buffer& b = checked_buffer(1u << id, to, bytes, "writes", line);
+  check_aligned(to, bytes, "writes", line);
+  const auto offset = static_cast<std::size_t>(static_cast<const unsigned char*>(to) - b.base);
+  unsigned char* written = m.written[output].data() + offset / b.pitch * m.launch.columns +
+                           offset % b.pitch / b.item;
+  for (unsigned i = 0; i < bytes / b.item; ++i)
+    if (written[i]++)
+      fault(line, "writes %s a second time",
+            place_of(static_cast<const unsigned char*>(to) + i * b.item).c_str());
+}
+
+void check_end_state() {
+  const Buffer& counters = m.buffers[kCounters];
+  for (unsigned i = 0; i < m.launch.counters; ++i) {
+    const unsigned value = reinterpret_cast<const unsigned*>(counters.base)[i];
+    if (value) return fault(0, "counters[%u] is %u after the call and not 0 again", i, value);
+  }
+  const Buffer& zeroed = m.buffers[kZeroed];
+  for (unsigned i = 0; i < m.launch.zeroed; ++i)
+    if (reinterpret_cast<const unsigned*>(zeroed.base)[i])
+      return fault(0, "zeroed[%u] is %g after the call and not 0 again", i,
+                   static_cast<double>(reinterpret_cast<const float*>(zeroed.base)[i]));
+  for (const Output output : {kOutputDx, kOutputDw}) {
+    const auto& written = m.written[output];
+    const auto missing = std::count(written.begin(), written.end(), 0);
+    if (missing == 0) continue;
+    const auto first = static_cast<std::size_t>(
+        std::find(written.begin(), written.end(), 0) - written.begin());
+    const std::size_t row = first / m.launch.columns, column = first % m.launch.columns;
+    if (output == kOutputDx)
+      return fault(0, "dx[%zu, %zu] was never written, nor %td more elements", row, column,
+                   missing - 1);
+    return fault(0, "dw[%zu] was never written, nor %td more elements", column, missing - 1);
+  }
+}
+
+}  // namespace normforge

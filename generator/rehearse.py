@@ -1,0 +1,80 @@
+"""Predicted winners are run on the CPU before they may win: few rows, many schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from generator.compile import Compiled
+from generator.emulate import Check, check_variant
+from generator.errors import NormforgeError
+from generator.predict import Predictor
+from generator.problem import Problem
+from generator.result import Result
+from generator.target import Target
+from generator.variant import Variant
+from generator.winner import TIE
+
+SCHEDULES = 12
+
+
+class RehearsingPredictor:
+    """The evaluator where the target is absent: times are predicted, and the finalists that the
+    time lets win are executed by `generator.emulate` on reduced M and real N. One that fails there
+    is out, and the next best are executed.
+
+    The executor runs the rendered source itself, so what passes is accurate, has the same bits
+    under every schedule tried, and leaves its counters at zero. It is not a GPU: determinism stays
+    `unverified`, and the check's name says what was done.
+    """
+
+    evidence = "predicted"
+
+    def __init__(self, target: Target, schedules: int = SCHEDULES) -> None:
+        self._predictor = Predictor(target)
+        self._schedules = schedules
+        self._checks: dict[str, Check] = {}
+
+    def evaluate(
+        self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
+    ) -> Result:
+        """The predicted time; nothing runs."""
+        return self._predictor.evaluate(problem, variant, compiled, best_us)
+
+    def finals(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[Result]:
+        """The predicted times, and the executor's verdict on all that may be chosen."""
+        results = self._predictor.finals(problem, entries)
+        rehearsed: set[int] = set()
+        while True:
+            open_ = [i for i, result in enumerate(results) if result.may_win]
+            if not open_:
+                return results
+            best = min(results[i].ratio or 0.0 for i in open_)
+            tied = [i for i in open_ if (results[i].ratio or 0.0) <= best * (1 + TIE)]
+            missing = [i for i in tied if i not in rehearsed]
+            if not missing:
+                return results
+            for i in missing:
+                results[i] = self._verdict(problem, entries[i][0], results[i])
+                rehearsed.add(i)
+
+    def _verdict(self, problem: Problem, variant: Variant, result: Result) -> Result:
+        # M only changes how many rows are left out, so a variant is executed once for all M.
+        check = self._checks.get(variant.id)
+        if check is None:
+            try:
+                check = check_variant(variant, problem, schedules=self._schedules)
+            except NormforgeError as error:
+                check = Check(variant.id, 0, problems=(str(error),))
+            self._checks[variant.id] = check
+        if check.problems:
+            outcome = "nondeterministic" if check.distinct_results > 1 else "wrong"
+            return replace(result, outcome=outcome, note=check.problems[0])
+        if not check.passed:
+            return replace(result, note=f"not executed: {check.note}")
+        return replace(
+            result,
+            checks=(*result.checks, f"host executor, {check.schedules} schedules"),
+            error_dx=check.max_error_dx,
+            error_dw=check.max_error_dw,
+        )
