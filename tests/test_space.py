@@ -125,8 +125,8 @@ def test_enumeration_finds_what_brute_force_finds(write: Callable[[Any], Path]) 
 
 
 @pytest.mark.parametrize("gpu", load_targets())
-def test_every_shape_of_the_project_can_be_tuned_on_every_gpu(gpu: str, space: Space) -> None:
-    for problem in load_problems("default,tilegym,smoke"):
+def test_every_default_shape_can_be_tuned_on_every_gpu(gpu: str, space: Space) -> None:
+    for problem in load_problems("default,smoke"):
         assert space.sample(problem, find_target(gpu), random.Random(0))
 
 
@@ -390,6 +390,15 @@ def test_contradiction_names_the_shape_the_gpu_and_the_rule_met_most(
     sentence = str(caught.value)
     assert "no legal config for 4096x1024:bf16 on h200" in sentence
     assert f"the rule met most: {says}" in sentence
+
+
+def test_search_for_a_legal_config_gives_up_after_its_patience(
+    monkeypatch: pytest.MonkeyPatch, space: Space
+) -> None:
+    target = find_target("h200")
+    assert len(list(islice(space.legal(PROBLEM, target), 3))) == 3
+    monkeypatch.setattr(space_module, "PATIENCE", len(space.knobs) - 1)
+    assert list(space.legal(PROBLEM, target)) == []
 
 
 # ---- The hash ------------------------------------------------------------------------------------

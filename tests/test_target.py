@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from generator import target as target_module
 from generator.errors import NormforgeError
 from generator.runtime.dispatch import runs_on
 from generator.target import (
@@ -212,6 +213,15 @@ def test_resident_ctas_stay_within_every_limit_and_one_more_breaks_one(
 def test_device_is_matched_by_its_name(device: str, name: str) -> None:
     target = find_target(name)
     assert match_device(device, target.sms) == target
+
+
+def test_longest_name_wins_where_one_contains_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    vague = replace(find_target("h100"), device_names=("NVIDIA H",))
+    known = {"vague": vague, "h200": find_target("h200"), "again": replace(vague, name="again")}
+    monkeypatch.setattr(target_module, "load_targets", lambda: known)
+    found = match_device("NVIDIA H200", 132)
+    assert found is not None
+    assert found.name == "h200"
 
 
 @pytest.mark.parametrize("device", ["NVIDIA L40", "Tesla V100-SXM2-16GB", "NVIDIA GH100", ""])

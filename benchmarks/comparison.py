@@ -1,0 +1,236 @@
+"""One comparison: which shapes are still to be measured, and what goes into the results file."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from benchmarks import harness
+from benchmarks.goals import best_peer, ratio
+from benchmarks.harness import Cell, Contender, Entrant, ShapeRun, check_gpu, kernel_path, sentence
+from benchmarks.peers import Peer, installed_version
+from benchmarks.prepare import any_inputs
+from benchmarks.results import OURS, Environment, Results, Row, write_text
+from generator.errors import NormforgeError
+from generator.measure import FLUSH_BYTES, Timer
+from generator.problem import Problem
+from generator.runtime.dispatch import TABLE
+from generator.verify import RUNS
+
+RESERVE_SECONDS = 40.0
+"""Kept for the code paths and the report; no shape is begun in them."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to compare. tuned: the shapes for peers that tune themselves; until: the end, on the
+    monotonic clock."""
+
+    problems: tuple[Problem, ...]
+    tuned: frozenset[Problem]
+    peers: tuple[Peer, ...]
+    until: float
+
+    def peers_of(self, problem: Problem) -> list[Peer]:
+        return [peer for peer in self.peers if not peer.tuned or problem in self.tuned]
+
+    def remaining(self, results: Results) -> list[Problem]:
+        """The shapes that were not yet measured together with all of their peers; those on which
+        peers tune themselves come last, because they take longest."""
+        missing = [
+            problem
+            for problem in self.problems
+            if not results.has(problem, [peer.name for peer in self.peers_of(problem)])
+        ]
+        return sorted(missing, key=lambda problem: problem in self.tuned)
+
+
+class Comparison:
+    """The emitted module and the loaded peers on one GPU."""
+
+    def __init__(
+        self, plan: Plan, contenders: dict[str, Contender], module: ModuleType, timer: Timer
+    ) -> None:
+        # The package's public function, called as a training program calls it.
+        ours = Contender(lambda i: partial(module.rmsnorm_backward, i.dy, i.x, i.rstd, i.weight))
+        self.plan, self.module, self.timer = plan, module, timer
+        self.contenders = {OURS: ours, **contenders}
+
+    def measure(self, results: Results) -> int:
+        """Measure what is missing and write it shape by shape, as long as there is time; how many
+        shapes are left."""
+        todo = self.plan.remaining(results)
+        longest = {False: 0.0, True: 0.0}
+        for index, problem in enumerate(todo):
+            started = time.monotonic()
+            slow = problem in self.plan.tuned
+            if started + longest[slow] > self.plan.until - RESERVE_SECONDS:
+                return len(todo) - index
+            row = self.measure_shape(problem)
+            results.put(row)
+            results.sort(self.plan.problems)
+            results.write()
+            seconds = time.monotonic() - started
+            longest[slow] = max(longest[slow], seconds)
+            say(f"[{index + 1}/{len(todo)}] {progress(row)}  {seconds:.1f} s")
+        return 0
+
+    def measure_shape(self, problem: Problem) -> Row:
+        """One row of the results file, without the paths."""
+        names = [OURS, *(peer.name for peer in self.plan.peers_of(problem))]
+        run = ShapeRun(problem, {name: self.contenders[name] for name in names}, self.timer)
+        with torch.no_grad():
+            add_us = run.run()
+        torch.cuda.empty_cache()
+        facts = self.module.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype)
+        return make_row(problem, add_us, run.cells, facts)
+
+    def record_paths(self, results: Results) -> None:
+        """Ask the profiler, once per implementation, N and dtypes, which kernels run. This comes
+        last, because a profiler that was once on can slow later launches down."""
+        groups: dict[tuple[int, str, str], list[Row]] = {}
+        for row in results.rows:
+            groups.setdefault((row["N"], row["dtype"], row["weight_dtype"]), []).append(row)
+        for (N, dtype, weight_dtype), rows in groups.items():
+            for name in self.contenders:
+                lacking = [row for row in rows if lacks_path(row, name)]
+                if lacking and time.monotonic() < self.plan.until:
+                    problem = Problem(lacking[0]["M"], N, dtype, weight_dtype)
+                    path = self._path(name, problem)
+                    for row in lacking:
+                        set_path(row, name, path)
+        results.write()
+
+    def _path(self, name: str, problem: Problem) -> str:
+        try:
+            with torch.no_grad():
+                inputs = any_inputs(problem, self.timer.flush.device)
+                return kernel_path(Entrant(self.contenders[name], inputs).run)
+        except Exception as error:
+            check_gpu(name, problem)
+            return f"not seen ({sentence(error)})"
+
+
+def load_module(folder: Path) -> ModuleType:
+    """Import an emitted package from its folder. Raises NormforgeError when there is none."""
+    name = "compared_module"
+    init = folder / "__init__.py"
+    spec = importlib.util.spec_from_file_location(
+        name, init, submodule_search_locations=[str(folder)]
+    )
+    if not (folder / TABLE).is_file() or spec is None or spec.loader is None:
+        raise NormforgeError(f"{folder} is no emitted package: --module names its folder")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise NormforgeError(f"{folder} cannot be imported: {sentence(error)}") from error
+    return module
+
+
+def load_peers(wanted: Sequence[Peer], timer: Timer) -> tuple[dict[str, Contender], dict[str, str]]:
+    """By name the peers that are there, and why the others are not."""
+    found: dict[str, Contender] = {}
+    missing: dict[str, str] = {}
+    for peer in wanted:
+        reason = peer.missing()
+        if not reason:
+            try:
+                found[peer.name] = Contender(peer.load(timer), peer.overwrites_dy)
+            except Exception as error:
+                reason = sentence(error)
+        if reason:
+            missing[peer.name] = reason
+    return found, missing
+
+
+def describe(
+    facts: dict[str, Any], peers: Sequence[Peer], missing: dict[str, str], module: Path
+) -> Environment:
+    """The conditions of the rows. facts: those of generator.session about the device."""
+    table = (module / TABLE).read_bytes()
+    return {
+        "gpu": facts["name"],
+        "driver": facts["driver"],
+        "cuda_driver": facts["cuda_driver"],
+        "torch": facts["torch"],
+        "triton": installed_version("triton"),
+        "python": sys.version.split()[0],
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "peers": {peer.name: peer.versions() for peer in peers},
+        "missing": missing,
+        "module": {"path": str(module), "digest": hashlib.sha256(table).hexdigest()[:16]},
+        "harness": {
+            "flush_bytes": FLUSH_BYTES,
+            "blocks": harness.BLOCKS,
+            "rounds": harness.ROUNDS,
+            "host_calls": harness.HOST_CALLS,
+            "determinism_runs": RUNS,
+        },
+    }
+
+
+def make_row(problem: Problem, add_us: float, cells: dict[str, Cell], facts: dict[str, Any]) -> Row:
+    """One row of the results file. facts: what the module's `explain` says about the shape."""
+    return {
+        "M": problem.M,
+        "N": problem.N,
+        "dtype": problem.dtype,
+        "weight_dtype": problem.weight_dtype,
+        "add_us": add_us,
+        **{f"{OURS}_{key}": value for key, value in cells[OURS].to_json().items()},
+        "strategy": facts.get("strategy", "none"),
+        "how": facts["how"],
+        "peers": {name: cell.to_json() for name, cell in cells.items() if name != OURS},
+    }
+
+
+def lacks_path(row: Row, name: str) -> bool:
+    if name == OURS:
+        return row["ours_us"] is not None and row["ours_path"] is None
+    cell = row["peers"].get(name)
+    return cell is not None and cell["us"] is not None and cell["path"] is None
+
+
+def set_path(row: Row, name: str, path: str) -> None:
+    if name == OURS:
+        row["ours_path"] = path
+    else:
+        row["peers"][name]["path"] = path
+
+
+def progress(row: Row) -> str:
+    """A row in one line."""
+    best = best_peer(row)
+    ours = f"{row['ours_us']:.1f} us ({ratio(row):.2f})" if row["ours_us"] else row["ours_reason"]
+    peer = f"{best[0]} {best[1]:.1f} us ({best[1] / row['add_us']:.2f})" if best else "none"
+    return (
+        f"{row['M']}x{row['N']}:{row['dtype']}  add {row['add_us']:.1f} us  ours {ours}  "
+        f"best peer {peer}"
+    )
+
+
+def write_page(results: Results) -> None:
+    """Write the page and the plot beside the results file."""
+    from benchmarks.report import markdown, plot
+
+    write_text(results.path.with_suffix(".md"), markdown(results.environment, results.rows))
+    say(plot(results.environment, results.rows, results.path.with_suffix(".svg")))
+
+
+def say(text: str) -> None:
+    """A line of progress, on standard error."""
+    if text:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,171 @@
+"""What the rows of a comparison say about the goals set for an H200."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import exp, inf, log
+
+from benchmarks.results import Row, problem_of
+from generator.problem import Problem, load_problems
+
+LARGE_BYTES = 400e6
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One goal and how far the rows are from it. met is None when shapes that it speaks of were
+    not measured and those that were keep to it."""
+
+    text: str
+    limit: str
+    reached: str
+    met: bool | None
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Of positive numbers; infinity for none, and when one is infinite."""
+    logs = [log(value) if value < inf else inf for value in values]
+    return exp(sum(logs) / len(logs)) if logs and max(logs) < inf else inf
+
+
+def ratio(row: Row) -> float:
+    """Ours over the floor; infinity where ours could not be measured."""
+    return row["ours_us"] / row["add_us"] if row["ours_us"] is not None else inf
+
+
+def best_peer(row: Row) -> tuple[str, float] | None:
+    """Name and microseconds of the fastest peer that was measured; the first of equals."""
+    times = [(cell["us"], name) for name, cell in row["peers"].items() if cell["us"] is not None]
+    if not times:
+        return None
+    us, name = min(times, key=lambda entry: entry[0])
+    return name, us
+
+
+def goals(rows: Sequence[Row]) -> list[Goal]:
+    """Every goal that the rows can answer, in the order in which they were set."""
+    every = load_problems("compare")
+    plain = {
+        problem_of(row): row
+        for row in rows
+        if row.get("weight_dtype", row["dtype"]) == row["dtype"]
+    }
+    compared = [problem for problem in every if problem in plain]
+    mean = geometric_mean(ratio(plain[problem]) for problem in compared)
+    found = [
+        Goal(
+            f"all {len(every)} shapes, geometric mean",
+            "≤ 1.12 add",
+            f"{mean:.3f} ({len(compared)} shapes)" if compared else "not measured",
+            _verdict(mean <= 1.12, compared, every),
+        )
+    ]
+
+    def each(text: str, limit: float, wanted: Sequence[Problem]) -> None:
+        found.append(
+            _each(f"{text}, each", f"≤ {limit:.2f} add", limit, wanted, plain, ratio, "{:.3f}")
+        )
+
+    def bf16(*shapes: tuple[int, int]) -> list[Problem]:
+        return [Problem(M, N, "bf16", "bf16") for M, N in shapes]
+
+    each("traffic ≥ 400 MB", 1.05, [p for p in every if p.traffic_bytes >= LARGE_BYTES])
+    each(
+        "65536x3072, 65536x8192, 16384x16384",
+        1.06,
+        bf16((65536, 3072), (65536, 8192), (16384, 16384)),
+    )
+    each(
+        "4096x16384, 4096x32768, 4096x65536",
+        1.12,
+        bf16((4096, 16384), (4096, 32768), (4096, 65536)),
+    )
+    each("4096x4096, 4096x8192", 1.12, bf16((4096, 4096), (4096, 8192)))
+    each("4096x1024, 4096x2048", 1.18, bf16((4096, 1024), (4096, 2048)))
+    found.append(
+        _each(
+            "4096x256, 4096x512, each",
+            "≤ add + 2.5 µs",
+            2.5,
+            bf16((4096, 256), (4096, 512)),
+            plain,
+            lambda row: inf if row["ours_us"] is None else row["ours_us"] - row["add_us"],
+            "add + {:.2f} µs",
+        )
+    )
+    each(
+        "fp32 and fp16 at M=4096, N ≥ 4096",
+        1.10,
+        [p for p in every if p.dtype != "bf16" and p.M == 4096 and p.N >= 4096],
+    )
+    found.append(_fp32_weight(rows, plain))
+    found += _against_peers(plain, compared, every)
+    return found
+
+
+def _verdict(kept: bool, measured: Sequence[object], wanted: Sequence[object]) -> bool | None:
+    if not kept and measured:
+        return False
+    return True if len(measured) == len(wanted) and wanted else None
+
+
+def _each(
+    text: str,
+    limit_text: str,
+    limit: float,
+    wanted: Sequence[Problem],
+    rows: dict[Problem, Row],
+    value: Callable[[Row], float],
+    form: str,
+) -> Goal:
+    """A goal that every one of the wanted problems has to keep."""
+    values = {problem: value(rows[problem]) for problem in wanted if problem in rows}
+    if not values:
+        return Goal(text, limit_text, "not measured", None)
+    worst = max(values, key=lambda problem: values[problem])
+    reached = f"{form.format(values[worst])} at worst ({worst}; {len(values)} of {len(wanted)})"
+    return Goal(text, limit_text, reached, _verdict(values[worst] <= limit, [*values], wanted))
+
+
+def _fp32_weight(rows: Sequence[Row], plain: dict[Problem, Row]) -> Goal:
+    text, limit = "bf16 x with fp32 weight, each", "≤ 1.03 of the bf16 weight"
+    cost = {}
+    for row in rows:
+        problem = problem_of(row)
+        same = plain.get(Problem(problem.M, problem.N, "bf16", "bf16"))
+        if (problem.dtype, problem.weight_dtype) == ("bf16", "fp32") and same is not None:
+            # Each over the floor of its own blocks, so that a clock that moved cancels.
+            cost[problem] = ratio(row) / ratio(same)
+    if not cost:
+        return Goal(text, limit, "not measured", None)
+    worst = max(cost, key=lambda problem: cost[problem])
+    return Goal(text, limit, f"{cost[worst]:.3f} at worst ({worst})", cost[worst] <= 1.03)
+
+
+def _against_peers(
+    rows: dict[Problem, Row], compared: Sequence[Problem], every: Sequence[Problem]
+) -> list[Goal]:
+    faster = {}
+    for problem in compared:
+        best = best_peer(rows[problem])
+        if best is not None:
+            ours = rows[problem]["ours_us"]
+            faster[problem] = best[1] / ours if ours is not None else 0.0
+    texts = ("faster than the best peer, each", "faster than the best peer, geometric mean")
+    if not faster:
+        return [
+            Goal(text, limit, "not measured", None)
+            for text, limit in zip(texts, ("≥ 1.00", "≥ 1.30"), strict=True)
+        ]
+    least = min(faster, key=lambda problem: faster[problem])
+    mean = 0.0 if faster[least] == 0 else geometric_mean(faster.values())
+    return [
+        Goal(
+            texts[0],
+            "≥ 1.00",
+            f"{faster[least]:.3f} at worst ({least})",
+            _verdict(faster[least] >= 1, [*faster], every),
+        ),
+        Goal(texts[1], "≥ 1.30", f"{mean:.3f}", _verdict(mean >= 1.3, [*faster], every)),
+    ]

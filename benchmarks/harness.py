@@ -1,0 +1,272 @@
+"""Measures any number of implementations of one RMSNorm backward in the same blocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import isfinite
+from statistics import median
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.peers import Bind, Gradients
+from generator.errors import NormforgeError
+from generator.measure import Timer
+from generator.problem import Problem
+from generator.verify import FP32_SLACK, HALF_UNIT, RUNS, compare
+from generator.workload import Inputs, Reference, make_cancelling, make_inputs, make_reference
+
+BLOCKS = 3
+ROUNDS = 15
+HOST_CALLS = 20
+HOST_REPEATS = 9
+PATH_CHARACTERS = 70
+"""Of each kernel's name; those that CuTe DSL makes run to several hundred."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An implementation. overwrites_dy: writes dx over dy."""
+
+    bind: Bind
+    overwrites_dy: bool = False
+
+
+@dataclass
+class Cell:
+    """What is known about one implementation on one shape.
+
+    us: median GPU time of the whole operation; host_us: time of one call on the host; error_dx,
+    error_dw: ||out - ref|| / ||ref|| against float64; deterministic: equal bits in all runs on
+    inputs that show any reordering; path: the kernels it ran; timed: `graph`, or `events` when it
+    cannot be captured and launch gaps may be inside; reason: why the rest is missing.
+    """
+
+    us: float | None = None
+    host_us: float | None = None
+    error_dx: float | None = None
+    error_dw: float | None = None
+    deterministic: bool | None = None
+    path: str | None = None
+    timed: str = "graph"
+    reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Entrant:
+    """A contender bound to inputs. One that overwrites dy gets its own, filled by `restore`."""
+
+    def __init__(self, contender: Contender, inputs: Inputs) -> None:
+        self._given = inputs.dy
+        self._own = inputs.dy
+        if contender.overwrites_dy:
+            self._own = inputs.dy.clone()
+            inputs = replace(inputs, dy=self._own)
+        self.run: Callable[[], Gradients] = contender.bind(inputs)
+
+    def restore(self) -> None:
+        if self._own is not self._given:
+            self._own.copy_(self._given)
+
+
+class ShapeRun:
+    """All contenders on one problem. `cells` fills up while `run` works; a contender that raises
+    gets the reason into its cell and takes no further part."""
+
+    def __init__(self, problem: Problem, contenders: Mapping[str, Contender], timer: Timer) -> None:
+        self.problem, self.contenders, self.timer = problem, contenders, timer
+        self.cells = {name: Cell() for name in contenders}
+        self._entrants: dict[str, Entrant] = {}
+
+    def run(self) -> float:
+        """Does everything but the paths; microseconds of `torch.add(x, dy, out=dx)`.
+
+        Raises NormforgeError when a contender leaves the GPU unusable for this process.
+        """
+        inputs = make_inputs(self.problem, self.timer.flush.device)
+        reference = make_reference(self.problem, inputs)
+        for name in self.contenders:
+            self._attempt(name, partial(self._enter, name, inputs))
+        self._each(partial(self._check_accuracy, inputs, reference))
+        del reference
+        add_us = self._time(inputs)
+        self._each(self._time_host)
+        self._entrants.clear()
+        cancelling = make_cancelling(self.problem, inputs)
+        del inputs
+        for name, cell in self.cells.items():
+            if not cell.reason:
+                # One at a time, so that copies of dy do not add up.
+                self._attempt(name, partial(self._enter, name, cancelling))
+                self._each(self._check_repeats)
+                self._entrants.clear()
+        return add_us
+
+    def _attempt(self, name: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+            torch.cuda.synchronize()
+        except Exception as error:
+            self.cells[name].reason = sentence(error)
+            self._entrants.pop(name, None)
+            check_gpu(name, self.problem)
+
+    def _each(self, work: Callable[[str, Entrant], None]) -> None:
+        for name, entrant in list(self._entrants.items()):
+            self._attempt(name, partial(work, name, entrant))
+
+    def _enter(self, name: str, inputs: Inputs) -> None:
+        self._entrants[name] = Entrant(self.contenders[name], inputs)
+
+    def _check_accuracy(
+        self, inputs: Inputs, reference: Reference, name: str, entrant: Entrant
+    ) -> None:
+        errors = []
+        unit = {"dx": HALF_UNIT[self.problem.dtype], "dw": HALF_UNIT[self.problem.weight_dtype]}
+        scale = {"dx": reference.row_scale, "dw": reference.dw_scale}
+        for what, out, like, exact in zip(
+            ("dx", "dw"),
+            entrant.run(),
+            (inputs.x, inputs.weight),
+            (reference.dx, reference.dw),
+            strict=True,
+        ):
+            if (out.shape, out.dtype) != (like.shape, like.dtype):
+                raise ValueError(f"{what} is {tuple(out.shape)} of {out.dtype}")
+            error, _ = compare(what, out, exact, unit[what], scale[what] * FP32_SLACK)
+            if not isfinite(error):
+                raise ValueError(f"{what} is not finite")
+            errors.append(error)
+        self.cells[name].error_dx, self.cells[name].error_dw = errors
+
+    def _time(self, inputs: Inputs) -> float:
+        """Times all in the same blocks, beside the floor; returns the floor's microseconds."""
+        out = torch.empty_like(inputs.x)
+
+        def floor() -> object:
+            return torch.add(inputs.x, inputs.dy, out=out)
+
+        together = []
+        for name, entrant in self._entrants.items():
+            try:
+                self.timer.block([entrant.run], 1)
+                together.append(name)
+            except Exception:
+                check_gpu(name, self.problem)
+                self.cells[name].timed = "events"
+        operations = [floor, *(self._entrants[name].run for name in together)]
+        times: list[list[float]] = [[] for _ in operations]
+        for _ in range(BLOCKS):
+            for entrant in self._entrants.values():
+                entrant.restore()
+            for own, block in zip(times, self.timer.block(operations, ROUNDS), strict=True):
+                own += block
+        for name, own in zip(together, times[1:], strict=True):
+            self.cells[name].us = median(own)
+        self._each(self._time_by_events)
+        return median(times[0])
+
+    def _time_by_events(self, name: str, entrant: Entrant) -> None:
+        if self.cells[name].timed == "events":
+            self.cells[name].us = event_time(entrant, self.timer)
+
+    def _time_host(self, name: str, entrant: Entrant) -> None:
+        self.cells[name].host_us = host_time(entrant.run)
+
+    def _check_repeats(self, name: str, entrant: Entrant) -> None:
+        self.cells[name].deterministic = repeats(entrant)
+
+
+def event_time(entrant: Entrant, timer: Timer) -> float:
+    """Median microseconds between events around the call, with a cold L2. What the host is late
+    with is inside."""
+    times = []
+    for _ in range(BLOCKS * ROUNDS):
+        entrant.restore()
+        before = torch.cuda.Event(enable_timing=True)
+        after = torch.cuda.Event(enable_timing=True)
+        timer.flush.fill_(0.0)
+        before.record()
+        entrant.run()
+        after.record()
+        after.synchronize()
+        times.append(before.elapsed_time(after) * 1e3)
+    return median(times)
+
+
+def host_time(call: Callable[[], object]) -> float:
+    """Microseconds of one call on the host: the median over repeats of back-to-back calls that
+    nobody waits for. They are so few that the launch queue never fills, so that the GPU's speed is
+    not in it."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(HOST_REPEATS):
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        for _ in range(HOST_CALLS):
+            call()
+        times.append((time.perf_counter_ns() - start) / HOST_CALLS * 1e-3)
+    torch.cuda.synchronize()
+    return median(times)
+
+
+def repeats(entrant: Entrant) -> bool:
+    """True when the bits of dx and dw are the same in all runs."""
+    entrant.restore()
+    first = [_bits(out).clone() for out in entrant.run()]
+    for _ in range(1, RUNS):
+        entrant.restore()
+        for out, expected in zip(entrant.run(), first, strict=True):
+            if not torch.equal(_bits(out), expected):
+                return False
+    return True
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as integers: a NaN equals itself there."""
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+def kernel_path(call: Callable[[], object]) -> str:
+    """The kernels that one call runs, in order, by name without template arguments."""
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        call()
+        torch.cuda.synchronize()
+    kernels = [event for event in recorded.events() if event.device_type.name == "CUDA"]
+    kernels.sort(key=lambda event: event.time_range.start)
+    return " + ".join(short_name(event.name) for event in kernels) or "no kernel seen"
+
+
+def short_name(kernel: str) -> str:
+    """`void at::native::(anonymous namespace)::f<float>(int)` becomes `at::native::f`."""
+    name = kernel.replace("(anonymous namespace)::", "").removeprefix("void ")
+    name = name.split("<")[0]
+    if not name.startswith(("Memset", "Memcpy")):
+        name = name.split("(")[0]
+    return name.strip()[:PATH_CHARACTERS]
+
+
+def check_gpu(name: str, problem: Problem) -> None:
+    """Raise NormforgeError when the GPU cannot be used any more after what `name` did."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise NormforgeError(
+            f"{name} on {problem} left the GPU unusable ({sentence(error)}): "
+            "go on with --resume and a --peers list without it"
+        ) from error
+
+
+def sentence(error: BaseException) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:240] if text else type(error).__name__

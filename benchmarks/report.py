@@ -1,0 +1,229 @@
+"""A comparison as a Markdown page and as a plot."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from math import inf
+from pathlib import Path
+from statistics import median
+
+from benchmarks.goals import best_peer, geometric_mean, goals, ratio
+from benchmarks.peers import PEERS
+from benchmarks.results import Environment, Row, problem_of
+
+TITLES = {peer.name: peer.title for peer in PEERS}
+MET = {True: "yes", False: "**no**", None: "-"}
+
+
+def markdown(environment: Environment, rows: Sequence[Row]) -> str:
+    """The whole page: conditions, ratios, goals, then host times, accuracy and code paths."""
+    names = [peer.name for peer in PEERS if any(peer.name in row["peers"] for row in rows)]
+    parts = [
+        f"# RMSNorm backward on {environment['gpu']}",
+        _conditions(environment),
+        "## GPU time",
+        "Ratio to `torch.add(x, dy, out=dx)`, which moves the same bytes: x and dy read, dx "
+        "written. Whole operation, dw in its final dtype; cold L2; medians of replayed CUDA "
+        "graphs in which the floor, ours and all peers of a row take turns. `!`: not available, "
+        "see below; `*`: could not be captured, timed by events around the call, launch gaps "
+        "inside; empty: not run on this shape.",
+        _ratios(rows, names),
+        "## Goals",
+        _goals(rows),
+        "## Host time, accuracy, determinism",
+        "Host time: one call, in µs, the median over the shapes. Errors: "
+        "||out - ref|| / ||ref|| against float64, the largest over the shapes of a dtype. "
+        "Deterministic: shapes on which 20 runs gave the same bits, on inputs whose sums cancel "
+        "so that any reordering shows.",
+        _qualities(rows, names),
+        "## Code paths",
+        "The kernels of one call, as the profiler saw them.",
+        _paths(rows, names),
+    ]
+    failures = _failures(rows, names)
+    if failures:
+        parts += ["## Not available", failures]
+    return "\n\n".join(parts) + "\n"
+
+
+def missing_sentence(missing: dict[str, str]) -> str:
+    """Which peers were left out and why; "" when all took part."""
+    if not missing:
+        return ""
+    reasons = "; ".join(f"{TITLES[name]} ({reason})" for name, reason in missing.items())
+    return f"Not compared: {reasons}."
+
+
+def _conditions(environment: Environment) -> str:
+    lines = [
+        f"Measured {environment['date']}, driver {environment['driver']}, "
+        f"PyTorch {environment['torch']}, Triton {environment['triton']}.",
+        "Peers: "
+        + "; ".join(f"{TITLES[name]}: {text}" for name, text in environment["peers"].items())
+        + ".",
+        missing_sentence(environment["missing"]),
+    ]
+    return "\n".join(line for line in lines if line)
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    align = ["---", *("---:" for _ in head[1:])]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, align, *lines))
+
+
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "-" if value is None or value == inf else format(value, form)
+
+
+def _ratios(rows: Sequence[Row], names: Sequence[str]) -> str:
+    titles = [TITLES[name] for name in names]
+    head = ["shape", "add µs", "ours µs", "strategy", "ours", *titles, "best peer", "ours faster"]
+    lines, faster = [], []
+    for row in rows:
+        best = best_peer(row)
+        gain = best[1] / row["ours_us"] if best and row["ours_us"] else None
+        if gain is not None:
+            faster.append(gain)
+        lines.append(
+            [
+                str(problem_of(row)),
+                _number(row["add_us"], ".1f"),
+                _number(row["ours_us"], ".1f"),
+                str(row["strategy"]),
+                _number(ratio(row)),
+                *(_ratio_cell(row, name) for name in names),
+                TITLES[best[0]] if best else "-",
+                f"{_number(gain)}x" if gain is not None else "-",
+            ]
+        )
+    means = [
+        geometric_mean(
+            row["peers"][name]["us"] / row["add_us"]
+            for row in rows
+            if name in row["peers"] and row["peers"][name]["us"] is not None
+        )
+        for name in names
+    ]
+    best_ratios = [best[1] / row["add_us"] for row in rows if (best := best_peer(row)) is not None]
+    lines.append(
+        [
+            "**geometric mean**",
+            *[""] * 3,
+            _number(geometric_mean(map(ratio, rows))),
+            *map(_number, means),
+            _number(geometric_mean(best_ratios)),
+            f"{_number(geometric_mean(faster))}x",
+        ]
+    )
+    return _table(head, lines)
+
+
+def _ratio_cell(row: Row, name: str) -> str:
+    cell = row["peers"].get(name)
+    if cell is None:
+        return ""
+    if cell["us"] is None:
+        return "!"
+    mark = "*" if cell.get("timed") == "events" else ""
+    return _number(cell["us"] / row["add_us"]) + mark
+
+
+def _goals(rows: Sequence[Row]) -> str:
+    lines = [[goal.text, goal.limit, goal.reached, MET[goal.met]] for goal in goals(rows)]
+    return _table(["goal", "limit", "reached", "met"], lines)
+
+
+def _cells(row: Row, names: Sequence[str]) -> dict[str, dict[str, object]]:
+    """Ours and the peers of a row under the same keys."""
+    keys = ("us", "host_us", "error_dx", "error_dw", "deterministic", "path", "reason")
+    cells = {"ours": {key: row.get(f"ours_{key}") for key in keys}}
+    cells.update({name: row["peers"][name] for name in names if name in row["peers"]})
+    return cells
+
+
+def _qualities(rows: Sequence[Row], names: Sequence[str]) -> str:
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    head = ["", "host µs"]
+    head += [f"{what} {dtype}" for dtype in dtypes for what in ("dx", "dw")]
+    lines = []
+    for name in ("ours", *names):
+        mine = [(row, _cells(row, names).get(name)) for row in rows]
+        held = [(row, cell) for row, cell in mine if cell is not None]
+        host = _known(cell["host_us"] for _, cell in held)
+        line = [TITLES.get(name, name), _number(median(host) if host else None, ".1f")]
+        for dtype in dtypes:
+            for key in ("error_dx", "error_dw"):
+                errors = _known(cell[key] for row, cell in held if row["dtype"] == dtype)
+                line.append(_number(max(errors) if errors else None, ".1e"))
+        verdicts = [cell["deterministic"] for _, cell in held if cell["deterministic"] is not None]
+        lines.append([*line, f"{sum(map(bool, verdicts))} of {len(verdicts)}"])
+    return _table([*head, "deterministic"], lines)
+
+
+def _known(values: Iterable[object]) -> list[float]:
+    return [value for value in values if isinstance(value, float | int)]
+
+
+def _paths(rows: Sequence[Row], names: Sequence[str]) -> str:
+    lines = []
+    for name in ("ours", *names):
+        shapes = defaultdict(list)
+        for row in rows:
+            path = _cells(row, names).get(name, {}).get("path")
+            if path:
+                shapes[path].append(f"{row['N']}:{row['dtype']}")
+        for path, widths in shapes.items():
+            where = ", ".join(dict.fromkeys(widths))
+            lines.append(f"- {TITLES.get(name, name)}, N {where}: `{path}`")
+    return "\n".join(lines) or "Not recorded."
+
+
+def _failures(rows: Sequence[Row], names: Sequence[str]) -> str:
+    shapes = defaultdict(list)
+    for row in rows:
+        for name, cell in _cells(row, names).items():
+            if cell.get("reason"):
+                shapes[name, cell["reason"]].append(str(problem_of(row)))
+    return "\n".join(
+        f"- {TITLES.get(name, name)}, {', '.join(where)}: {reason}"
+        for (name, reason), where in shapes.items()
+    )
+
+
+def plot(environment: Environment, rows: Sequence[Row], path: Path) -> str:
+    """Draw the ratio to the floor over M·N, a colour per N: ours solid, the best peer dashed.
+    "" or the sentence that says why there is no plot."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "No plot: matplotlib is not installed."
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5.5))
+    shown = [row for row in rows if row["dtype"] == "bf16" and ratio(row) < inf]
+    for index, N in enumerate(sorted({row["N"] for row in shown})):
+        mine = sorted((row for row in shown if row["N"] == N), key=lambda row: row["M"])
+        sizes = [row["M"] * N for row in mine]
+        colour = f"C{index}"
+        axes.plot(sizes, [ratio(row) for row in mine], "o-", color=colour, label=f"N = {N}")
+        peers = [(size, best_peer(row)) for size, row in zip(sizes, mine, strict=True)]
+        points = [
+            (size, best[1] / row["add_us"])
+            for (size, best), row in zip(peers, mine, strict=True)
+            if best is not None
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), "x--", color=colour, alpha=0.6)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("M · N (bf16)")
+    axes.set_ylabel("time / torch.add(x, dy, out=dx)")
+    axes.set_title(f"RMSNorm backward, {environment['gpu']}: ours solid, best peer dashed")
+    axes.legend(fontsize="small", ncols=2)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+    return ""

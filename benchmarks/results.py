@@ -1,0 +1,121 @@
+"""The results file: written whole after every shape, so that an interrupted run keeps what it has.
+
+    {"environment": {"gpu", "driver", "torch", "triton", "peers", "missing", "module", "date", …},
+     "rows": [{"M", "N", "dtype", "weight_dtype", "add_us", "ours_us", "ours_host_us", "strategy",
+               "peers": {name: {"us", "host_us", "error_dx", "error_dw", "deterministic", "path"}},
+               …}]}
+
+Times are in microseconds; None stands for what could not be measured, with a `reason` beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from generator.errors import NormforgeError
+from generator.problem import Problem
+
+Row = dict[str, Any]
+Environment = dict[str, Any]
+
+OURS = "ours"
+SAME = ("gpu", "driver", "torch", "triton", "peers", "module")
+"""What must not differ between the rows of one file. Of the module, its digest."""
+
+
+def problem_of(row: Row) -> Problem:
+    return Problem(row["M"], row["N"], row["dtype"], str(row.get("weight_dtype", row["dtype"])))
+
+
+class Results:
+    """The rows of one results file, in memory and on disk."""
+
+    def __init__(self, path: Path, environment: Environment, rows: Sequence[Row] = ()) -> None:
+        self.path, self.environment = path, environment
+        self._rows = {problem_of(row): row for row in rows}
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        """Raises NormforgeError when the file cannot be read or is no results file."""
+        try:
+            data = json.loads(path.read_text())
+            return cls(path, dict(data["environment"]), list(data["rows"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise NormforgeError(
+                f"{path} is no results file ({type(error).__name__}: {error}): "
+                "measure again without --resume"
+            ) from error
+
+    @classmethod
+    def resume(cls, path: Path, environment: Environment) -> Results:
+        """What the file already has, or nothing when there is none.
+
+        Raises NormforgeError when it was measured under other conditions.
+        """
+        if not path.exists():
+            return cls(path, environment)
+        found = cls.read(path)
+        for key in SAME:
+            before, now = found.environment.get(key), environment.get(key)
+            if key == "module":
+                before, now = (value and value["digest"] for value in (before, now))
+            if key == "peers" and isinstance(before, dict) and isinstance(now, dict):
+                # A peer may be left out this time.
+                before = {name: before[name] for name in before.keys() & now.keys()}
+                now = {name: now[name] for name in before}
+            if before != now:
+                raise NormforgeError(
+                    f"{path} was measured with another {key} ({before}, now {now}): "
+                    "leave out --resume to measure everything again"
+                )
+        merged = {**environment, "date": found.environment["date"]}
+        merged["peers"] = {**found.environment["peers"], **environment["peers"]}
+        return cls(path, merged, found.rows)
+
+    @property
+    def rows(self) -> list[Row]:
+        return list(self._rows.values())
+
+    def row(self, problem: Problem) -> Row | None:
+        return self._rows.get(problem)
+
+    def has(self, problem: Problem, peers: Sequence[str]) -> bool:
+        """True when the problem was measured together with all of these peers."""
+        row = self.row(problem)
+        return row is not None and set(peers) <= set(row["peers"])
+
+    def put(self, row: Row) -> None:
+        self._rows[problem_of(row)] = row
+
+    def sort(self, problems: Sequence[Problem]) -> None:
+        """Put the rows into the order of the problems; others follow."""
+        order = {problem: index for index, problem in enumerate(problems)}
+        known = sorted(self._rows, key=lambda problem: order.get(problem, len(order)))
+        self._rows = {problem: self._rows[problem] for problem in known}
+
+    def write(self) -> None:
+        """Replace the file in one step. Raises NormforgeError when it cannot be written."""
+        document = {"environment": self.environment, "rows": self.rows}
+        write_text(self.path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that a reader, and a crash, see the old one or the new one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        temporary = Path(name)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            temporary.chmod(0o644)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise NormforgeError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,453 @@
+"""The comparison with other implementations: everything in it that needs no GPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import harness
+from benchmarks.compare import TUNED, main
+from benchmarks.comparison import Plan, load_module, load_peers, make_row
+from benchmarks.goals import best_peer, geometric_mean, goals
+from benchmarks.harness import Cell, Contender, Entrant, ShapeRun, repeats, short_name
+from benchmarks.peers import PEERS, choose_peers, decomposed_backward
+from benchmarks.report import markdown, missing_sentence, plot
+from benchmarks.results import Environment, Results, Row, problem_of
+from generator.errors import NormforgeError
+from generator.problem import Problem, load_problems
+from generator.runtime.reference import reference_backward
+from generator.workload import Inputs, make_inputs
+
+EVERY = load_problems("compare")
+ENVIRONMENT: Environment = {
+    "gpu": "NVIDIA H200",
+    "driver": "580.1",
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "date": "2026-01-02",
+    "peers": {"aten": "torch 2.11.0", "quack": "quack-kernels 0.6.5"},
+    "missing": {"liger_triton": "liger-kernel not installed"},
+    "module": {"path": "generated/h200/rmsnorm_backward", "digest": "0123456789abcdef"},
+}
+
+
+def cell(us: float | None, **more: Any) -> dict[str, Any]:
+    known = Cell(us, 12.0, 1e-3, 2e-3, True, "kernel") if us is not None else Cell()
+    return replace(known, **more).to_json()
+
+
+def row(problem: Problem, ratio: float = 1.03, peers: dict[str, float] | None = None) -> Row:
+    """A row whose floor takes 10 us + 1 us per MB, with ours and peers at ratios to it."""
+    add_us = 10 + problem.traffic_bytes * 1e-6
+    peers = {"aten": 2.5, "quack": 1.5} if peers is None else peers
+    ours = {f"ours_{key}": value for key, value in cell(add_us * ratio).items()}
+    return {
+        "M": problem.M,
+        "N": problem.N,
+        "dtype": problem.dtype,
+        "weight_dtype": problem.weight_dtype,
+        "add_us": add_us,
+        **ours,
+        "strategy": "column_slices",
+        "how": "tuned",
+        "peers": {name: cell(add_us * value) for name, value in peers.items()},
+    }
+
+
+def rows(**changed: float) -> list[Row]:
+    """A row for every shape of the list; `changed` gives the ratio of some, by MxN_dtype."""
+    return [
+        row(problem, changed.get(f"r{problem.M}x{problem.N}_{problem.dtype}", 1.03))
+        for problem in EVERY
+    ]
+
+
+def verdicts(some: list[Row]) -> dict[str, bool | None]:
+    return {goal.text: goal.met for goal in goals(some)}
+
+
+def test_the_list_has_the_47_shapes_and_the_tuned_ones_are_among_them() -> None:
+    assert len(EVERY) == 47
+    assert {problem.dtype for problem in EVERY} == {"bf16", "fp16", "fp32"}
+    assert EVERY[0] == Problem.parse("4096x256:bf16")
+    assert EVERY[-1] == Problem.parse("4096x16384:fp32")
+    assert set(load_problems(TUNED)) <= set(EVERY)
+
+
+def test_geometric_mean() -> None:
+    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+    assert geometric_mean([]) == float("inf")
+    assert geometric_mean([1.0, float("inf")]) == float("inf")
+
+
+def test_the_best_peer_is_the_fastest_that_was_measured() -> None:
+    some = row(EVERY[0], peers={"aten": 2.0, "quack": 1.5})
+    some["peers"]["inductor"] = cell(None, reason="RuntimeError: no")
+    assert best_peer(some) == ("quack", pytest.approx(1.5 * some["add_us"]))
+    assert best_peer(row(EVERY[0], peers={})) is None
+
+
+def test_goals_are_met_when_every_row_keeps_to_them() -> None:
+    found = verdicts(rows())
+    assert found.pop("bf16 x with fp32 weight, each") is None
+    assert len(found) == 10
+    assert set(found.values()) == {True}
+
+
+@pytest.mark.parametrize(
+    ("shape", "ratio", "missed"),
+    [
+        ("65536x4096_bf16", 1.055, "traffic ≥ 400 MB, each"),
+        ("65536x8192_bf16", 1.065, "65536x3072, 65536x8192, 16384x16384, each"),
+        ("4096x32768_bf16", 1.13, "4096x16384, 4096x32768, 4096x65536, each"),
+        ("4096x8192_bf16", 1.13, "4096x4096, 4096x8192, each"),
+        ("4096x1024_bf16", 1.19, "4096x1024, 4096x2048, each"),
+        ("4096x512_bf16", 1.2, "4096x256, 4096x512, each"),
+        ("4096x8192_fp32", 1.11, "fp32 and fp16 at M=4096, N ≥ 4096, each"),
+        ("8192x256_bf16", 1.51, "faster than the best peer, each"),
+    ],
+)
+def test_one_slow_shape_misses_the_goal_of_its_class(shape: str, ratio: float, missed: str) -> None:
+    found = verdicts(rows(**{f"r{shape}": ratio}))
+    assert found[missed] is False
+    assert found["all 47 shapes, geometric mean"] is True
+
+
+def test_goals_over_all_shapes_miss_when_all_are_slow() -> None:
+    found = verdicts([row(problem, 1.2) for problem in EVERY])
+    assert found["all 47 shapes, geometric mean"] is False
+    assert found["faster than the best peer, geometric mean"] is False
+    assert found["faster than the best peer, each"] is True
+
+
+def test_goals_stay_open_until_all_of_their_shapes_are_measured() -> None:
+    found = verdicts(rows()[:5])
+    assert set(found.values()) == {None}
+    slow = verdicts([row(EVERY[0], 2.0)])
+    assert slow["4096x256, 4096x512, each"] is False
+    assert set(verdicts([]).values()) == {None}
+
+
+def test_a_shape_on_which_ours_failed_misses_its_goals() -> None:
+    some = rows()
+    some[0]["ours_us"] = None
+    found = verdicts(some)
+    assert found["all 47 shapes, geometric mean"] is False
+    assert found["4096x256, 4096x512, each"] is False
+    assert found["faster than the best peer, each"] is False
+    assert "**no**" in markdown(ENVIRONMENT, some)
+
+
+def test_the_fp32_weight_is_set_against_the_bf16_weight_of_the_same_shape() -> None:
+    wide = Problem.parse("4096x4096:bf16:fp32")
+    assert verdicts([*rows(), row(wide, 1.05)])["bf16 x with fp32 weight, each"] is True
+    assert verdicts([*rows(), row(wide, 1.07)])["bf16 x with fp32 weight, each"] is False
+
+
+def test_the_page_shows_ratios_marks_and_reasons() -> None:
+    some = [row(EVERY[0], 1.25), row(EVERY[1], 1.25, {"aten": 3.0})]
+    some[0]["peers"]["quack"] = cell(None, reason="ValueError: too wide")
+    some[1]["peers"]["aten"]["timed"] = "events"
+    page = markdown(ENVIRONMENT, some)
+    lines = page.splitlines()
+    head = next(line for line in lines if line.startswith("| shape"))
+    assert [text.strip() for text in head.strip("|").split("|")] == [
+        *("shape", "add µs", "ours µs", "strategy", "ours", "ATen", "QuACK"),
+        *("best peer", "ours faster"),
+    ]
+    first, second, mean = (
+        [text.strip() for text in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith(("| 4096x256:", "| 8192x256:", "| **geometric"))
+    )
+    assert first[3:] == ["column_slices", "1.25", "2.50", "!", "ATen", "2.00x"]
+    assert second[3:] == ["column_slices", "1.25", "3.00*", "", "ATen", "2.40x"]
+    assert mean[4:] == ["1.25", "2.74", "-", "2.74", "2.19x"]
+    assert "- QuACK, 4096x256:bf16: ValueError: too wide" in page
+    assert "Not compared: Liger Triton (liger-kernel not installed)." in page
+    assert "- ATen, N 256:bf16: `kernel`" in page
+    assert "| ATen | 12.0 | 1.0e-03 | 2.0e-03 | 2 of 2 |" in page
+
+
+def test_nothing_is_said_about_missing_peers_when_none_is_missing() -> None:
+    assert missing_sentence({}) == ""
+
+
+def test_a_peer_that_is_not_installed_is_reported_and_left_out() -> None:
+    absent = replace(PEERS[0], name="quack", needs=("no-such-distribution",))
+
+    def broken(timer: object) -> Any:
+        raise ImportError("libcuda.so.1: no such file")
+
+    present = replace(PEERS[0], needs=("torch",), load=broken)
+    found, missing = load_peers([absent, present], None)  # type: ignore[arg-type]
+    assert found == {}
+    assert missing == {
+        "quack": "no-such-distribution not installed",
+        "aten": "ImportError: libcuda.so.1: no such file",
+    }
+
+
+def test_peers_are_chosen_by_name() -> None:
+    assert choose_peers("all") == list(PEERS)
+    assert [peer.name for peer in choose_peers("quack, aten")] == ["aten", "quack"]
+    with pytest.raises(NormforgeError, match="unknown peer 'quak': use all or some of aten"):
+        choose_peers("quak")
+
+
+def test_results_survive_a_write_that_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "sub" / "h200.json"
+    results = Results(path, ENVIRONMENT, [row(EVERY[0])])
+    results.write()
+    before = path.read_text()
+    results.put(row(EVERY[1]))
+
+    def fail(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", fail)
+        with pytest.raises(NormforgeError, match=r"cannot write .*h200\.json: No space left"):
+            results.write()
+    assert path.read_text() == before
+    assert [file.name for file in path.parent.iterdir()] == ["h200.json"]
+    results.write()
+    assert [problem_of(found) for found in Results.read(path).rows] == EVERY[:2]
+
+
+def test_a_resumed_run_keeps_rows_and_date_and_skips_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    Results(path, ENVIRONMENT, [row(EVERY[1])]).write()
+    later = {**ENVIRONMENT, "date": "2026-01-03"}
+    results = Results.resume(path, later)
+    assert results.environment["date"] == "2026-01-02"
+    peers = tuple(choose_peers("aten,quack,quack_tuned"))
+    plan = Plan(tuple(EVERY[:3]), frozenset(EVERY[:1]), peers, until=0.0)
+    assert plan.remaining(results) == [EVERY[2], EVERY[0]]
+    assert [peer.name for peer in plan.peers_of(EVERY[0])] == ["aten", "quack", "quack_tuned"]
+    more = replace(plan, peers=tuple(choose_peers("aten,inductor")))
+    assert EVERY[1] in more.remaining(results)
+    results.put(row(EVERY[0]))
+    results.sort(EVERY)
+    assert [problem_of(found) for found in results.rows] == EVERY[:2]
+    assert Results.resume(tmp_path / "none.json", later).rows == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("torch", "2.13.0"),
+        ("peers", {"quack": "quack-kernels 0.7"}),
+        ("module", {"path": "generated/h200/rmsnorm_backward", "digest": "fedcba9876543210"}),
+    ],
+)
+def test_rows_of_other_conditions_are_not_resumed(tmp_path: Path, key: str, value: Any) -> None:
+    path = tmp_path / "h200.json"
+    Results(path, ENVIRONMENT, [row(EVERY[1])]).write()
+    with pytest.raises(NormforgeError, match=f"another {key} .*leave out --resume"):
+        Results.resume(path, {**ENVIRONMENT, key: value})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"rows": []}', '{"environment": {}, "rows": [1]}'])
+def test_a_damaged_results_file_is_refused_with_a_sentence(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "h200.json"
+    path.write_text(text)
+    with pytest.raises(NormforgeError, match=r"h200.json is no results file"):
+        Results.read(path)
+
+
+def test_the_page_is_drawn_from_a_file_without_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "h200.json"
+    Results(path, ENVIRONMENT, rows()).write()
+    assert main(["--render", "--out", str(path)]) == 0
+    page = (tmp_path / "h200.md").read_text()
+    assert page == markdown(ENVIRONMENT, json.loads(path.read_text())["rows"])
+    drawn = (tmp_path / "h200.svg").exists()
+    assert drawn != ("No plot: matplotlib is not installed." in capsys.readouterr().err)
+    assert main(["--render", "--out", str(tmp_path / "none.json")]) == 2
+
+
+def test_the_plot_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert plot(ENVIRONMENT, rows(), tmp_path / "h200.svg") == ""
+    assert "<svg" in (tmp_path / "h200.svg").read_text()
+
+
+def test_a_folder_without_a_package_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NormforgeError, match="is no emitted package: --module names its folder"):
+        load_module(tmp_path)
+    (tmp_path / "table.json").write_text("{}")
+    (tmp_path / "__init__.py").write_text("import no_such_module_at_all")
+    with pytest.raises(NormforgeError, match="cannot be imported: ModuleNotFoundError"):
+        load_module(tmp_path)
+    (tmp_path / "part.py").write_text("VALUE = 3")
+    (tmp_path / "__init__.py").write_text("from .part import VALUE")
+    assert load_module(tmp_path).VALUE == 3
+
+
+def test_kernel_names_lose_their_arguments() -> None:
+    reduce = "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float> >(ReduceOp)"
+    assert short_name(reduce) == "at::native::reduce_kernel"
+    hidden = "void at::native::(anonymous namespace)::gamma<float, (bool)1>(long, float const*)"
+    assert short_name(hidden) == "at::native::gamma"
+    assert short_name("Memset (Device)") == "Memset (Device)"
+    assert len(short_name("kernel_cutlass_" + "x" * 300)) == harness.PATH_CHARACTERS
+
+
+def test_the_compiled_formula_is_the_backward() -> None:
+    problem = Problem.parse("32x48:bf16:fp32")
+    inputs = make_inputs(problem, torch.device("cpu"))
+    arguments = (inputs.dy, inputs.x, inputs.rstd, inputs.weight)
+    for out, expected in zip(
+        decomposed_backward(*arguments), reference_backward(*arguments), strict=True
+    ):
+        assert out.dtype == expected.dtype
+        torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-5)
+
+
+class CpuTimer:
+    """Runs operations once and reports as many microseconds as the rounds have."""
+
+    def __init__(self) -> None:
+        self.flush = torch.empty(1)
+
+    def block(self, operations: list[Any], rounds: int) -> list[list[float]]:
+        for operation in operations:
+            operation()
+        return [[100.0 + index] * rounds for index in range(len(operations))]
+
+
+def good(inputs: Inputs) -> Any:
+    return lambda: reference_backward(inputs.dy, inputs.x, inputs.rstd, inputs.weight)
+
+
+def in_place(inputs: Inputs) -> Any:
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        dx, dw = good(inputs)()
+        return inputs.dy.copy_(dx), dw
+
+    return run
+
+
+def restless(inputs: Inputs) -> Any:
+    calls = iter(range(1000))
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        dx, dw = good(inputs)()
+        dw[0] += next(calls) % 2
+        return dx, dw
+
+    return run
+
+
+def refuses(inputs: Inputs) -> Any:
+    raise RuntimeError("N is\ntoo wide")
+
+
+def narrow(inputs: Inputs) -> Any:
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        dx, dw = good(inputs)()
+        return dx, dw.double()
+
+    return run
+
+
+def not_a_number(inputs: Inputs) -> Any:
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        dx, dw = good(inputs)()
+        return dx * float("nan"), dw
+
+    return run
+
+
+def test_repeats_compares_bits_and_restores_an_overwritten_dy() -> None:
+    inputs = make_inputs(Problem.parse("16x64:bf16"), torch.device("cpu"))
+    assert repeats(Entrant(Contender(good), inputs))
+    assert repeats(Entrant(Contender(in_place, overwrites_dy=True), inputs))
+    assert not repeats(Entrant(Contender(restless), inputs))
+
+
+def test_a_contender_that_fails_gets_its_reason_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    problem = Problem.parse("16x64:bf16")
+    contenders = {
+        "ours": Contender(good),
+        "in_place": Contender(in_place, overwrites_dy=True),
+        "restless": Contender(restless),
+        "refuses": Contender(refuses),
+        "narrow": Contender(narrow),
+        "not_a_number": Contender(not_a_number),
+    }
+    run = ShapeRun(problem, contenders, CpuTimer())  # type: ignore[arg-type]
+    assert run.run() == 100.0
+    cells = run.cells
+    assert [cells[name].us for name in ("ours", "in_place", "restless")] == [101.0, 102.0, 103.0]
+    assert cells["ours"].deterministic
+    assert cells["in_place"].deterministic
+    assert cells["restless"].deterministic is False
+    assert cells["in_place"].error_dx == cells["ours"].error_dx
+    assert cells["in_place"].error_dx is not None
+    assert 0 < cells["in_place"].error_dx < 2**-8
+    assert cells["refuses"] == Cell(reason="RuntimeError: N is too wide")
+    assert cells["narrow"].reason == "ValueError: dw is (64,) of torch.float64"
+    assert cells["not_a_number"].reason == "ValueError: dx is not finite"
+    assert cells["narrow"].us is None
+
+    made = make_row(problem, 100.0, cells, {"how": "tuned", "strategy": "atomic"})
+    assert (made["ours_us"], made["strategy"]) == (101.0, "atomic")
+    assert set(made["peers"]) == set(contenders) - {"ours"}
+    json.dumps(made, allow_nan=False)
+
+
+def test_what_cannot_be_captured_is_timed_by_events_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(harness, "event_time", lambda entrant, timer: 55.0)
+    problem = Problem.parse("16x64:bf16")
+
+    uncapturable = []
+
+    class Capturing(CpuTimer):
+        def block(self, operations: list[Any], rounds: int) -> list[list[float]]:
+            if any(operation in uncapturable for operation in operations):
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return super().block(operations, rounds)
+
+    def late(inputs: Inputs) -> Any:
+        uncapturable.append(good(inputs))
+        return uncapturable[-1]
+
+    run = ShapeRun(
+        problem,
+        {"ours": Contender(good), "late": Contender(late)},
+        Capturing(),  # type: ignore[arg-type]
+    )
+    run.run()
+    assert (run.cells["ours"].us, run.cells["ours"].timed) == (101.0, "graph")
+    assert (run.cells["late"].us, run.cells["late"].timed) == (55.0, "events")
+
+
+def test_a_lost_gpu_ends_the_run_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    run = ShapeRun(
+        Problem.parse("16x64:bf16"),
+        {"quack": Contender(good)},
+        CpuTimer(),  # type: ignore[arg-type]
+    )
+    with pytest.raises(NormforgeError, match="quack on 16x64:bf16 left the GPU unusable"):
+        run.run()
