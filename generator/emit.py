@@ -89,6 +89,12 @@ def check_writable(package: Path) -> None:
         ) from error
 
 
+def check_package(package: Path, target: Target) -> None:
+    """Raise NormforgeError unless winners for `target` can be added to what is at `package`."""
+    check_writable(package)
+    _read(package, target)
+
+
 def emit_package(
     entries: Sequence[Entry],
     generics: Sequence[tuple[Variant, Compiled]],

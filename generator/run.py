@@ -16,7 +16,7 @@ import torch
 
 from generator.budget import Budget, Progress
 from generator.compile import CompilePool, compile_variant, nvrtc_version, resource_fault
-from generator.emit import Emission, Entry, check_writable, emit_package
+from generator.emit import Emission, Entry, check_package, emit_package
 from generator.errors import NormforgeError
 from generator.evaluator import Evaluator
 from generator.generic import MANY_ROWS, generic_variants
@@ -134,7 +134,7 @@ def tune(
     """
     check_problems(plan)
     package = plan.out / PACKAGE_NAME
-    check_writable(package)
+    check_package(package, plan.target)
     storage = open_storage(plan.storage or plan.out / JOURNAL_NAME)
     evaluator: Evaluator = measured or RehearsingPredictor(plan.target)
     name = revision()

@@ -28,7 +28,8 @@ TARGET_NAMES = {
         name: name
         for name in (
             *("sms", "registers_per_sm", "max_threads_per_sm", "max_ctas_per_sm"),
-            *("smem_per_sm", "smem_per_cta", "max_vector_bytes", "has_bulk_copy"),
+            *("smem_per_sm", "smem_per_cta", "barriers_per_sm", "max_vector_bytes"),
+            "has_bulk_copy",
         )
     },
 }

@@ -20,7 +20,6 @@ Config = Mapping[str, int | str]
 """Knob name to value, for every knob of the space."""
 
 
-
 def determinism_class(config: Config) -> str:
     """`none` where partial sums are added in the order in which CTAs happen to finish, else
     `gpu_to_gpu`: every sum has one order, fixed by the config and the grid stored with it."""

@@ -132,7 +132,7 @@ def choose(
         else:
             before = f"the incumbent failed in the finals ({result.outcome}): "
     if len(tied) == 1:
-        reason = f"fastest of {len(times)} verified finalists"
+        reason = f"fastest of {len(times)} finalists that may win"
     else:
         reason = f"first in the order of the space of {len(tied)} finalists within 1 %"
     return Choice(tied[0], tuple(tied), before + reason)

@@ -208,7 +208,13 @@ def test_extra_work_per_element_is_never_faster() -> None:
 
 def test_cluster_exchange_and_launch_are_counted() -> None:
     problem = Problem.parse("4096x16384:bf16")
-    knobs = {"strategy": "separate", "pipeline": "bulk", "stages": 2, "threads_per_row": 256, "cluster": 4}
+    knobs = {
+        "strategy": "separate",
+        "pipeline": "bulk",
+        "stages": 2,
+        "threads_per_row": 256,
+        "cluster": 4,
+    }
     variant = variant_of(problem, **knobs)
     cheap = replace(MODEL, cluster_clocks=0.0)
     with_exchange = predict_us(variant, LEAN, problem, H200)
