@@ -55,7 +55,6 @@ class Bench:
         self.dx, self.dw = dx, dw
         device = dx.buffer.device
         self.workspace = Guarded((launch.workspace_bytes,), torch.uint8, device)
-        self.workspace.poison()
         self.clean = self.workspace.tensor[: launch.scratch_offset]
         self.scratch = self.workspace.tensor[launch.scratch_offset :]
         self.clean.zero_()
@@ -72,6 +71,12 @@ class Bench:
             self.launch,
             torch.cuda.current_stream().cuda_stream,
         )
+
+    def arm(self) -> None:
+        """Start a check: guards in order, counters and accumulators at zero."""
+        for guarded in (self.dx, self.dw, self.workspace):
+            guarded.arm()
+        self.clean.zero_()
 
     def poison(self, byte: int = 0xFF) -> None:
         self.dx.poison(byte)
@@ -126,6 +131,7 @@ def compare(
 
 def check_accuracy(bench: Bench, inputs: Inputs, reference: Reference) -> Accuracy:
     """One run on poisoned outputs and workspace against the reference."""
+    bench.arm()
     bench.poison()
     bench.run(inputs)
     problem = bench.problem
@@ -154,6 +160,7 @@ def check_repeats(
 
     Returns "" or which run differed in what.
     """
+    bench.arm()
     bench.poison()
     bench.run(inputs)
     dx, dw = bench.dx.inside.clone(), bench.dw.inside.clone()

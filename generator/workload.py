@@ -144,6 +144,11 @@ class Guarded:
         self.inside = self.buffer[GUARD_BYTES : GUARD_BYTES + self.bytes]
         self.tensor = self.inside.view(dtype).view(shape)
 
+    def arm(self) -> None:
+        """Put the guards back: what an earlier kernel did to them is not the next one's fault."""
+        self.buffer[:GUARD_BYTES] = _GUARD
+        self.buffer[GUARD_BYTES + self.bytes :] = _GUARD
+
     def poison(self, byte: int = 0xFF) -> None:
         """0xFF in every byte is a NaN in every dtype served."""
         self.inside.fill_(byte)

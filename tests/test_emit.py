@@ -490,8 +490,9 @@ def gpu_tensors(*shape: int, dtype: torch.dtype, weight: torch.dtype) -> list[to
 
 
 def assert_close(got: tuple[torch.Tensor, ...], arguments: list[torch.Tensor]) -> None:
-    """Against float64, within a few roundings of the output's dtype and of fp32 sums. dx is measured
-    by its first term, from which the second takes away nearly everything where N is small."""
+    """Against float64, within a few roundings of the output's dtype and of fp32 sums. dx is
+    measured by its first term, from which the second takes away nearly everything where N is
+    small."""
     dy, x, rstd, weight = (tensor.double() for tensor in arguments)
     wanted = reference_backward(dy, x, rstd, weight)
     terms = (rstd.view(-1, 1) * (dy * weight).view(-1, len(weight))).abs().view_as(x), wanted[1]

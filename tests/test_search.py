@@ -201,8 +201,8 @@ def test_seconds_end_a_search(storage: BaseStorage) -> None:
 
 
 def test_a_shape_without_a_legal_config_is_refused(storage: BaseStorage) -> None:
-    with pytest.raises(NormforgeError, match="no legal config for 1x16:bf16 on h200"):
-        search(storage, problem=Problem.parse("1x16:bf16"))
+    with pytest.raises(NormforgeError, match="no legal config for 64x131071:fp32 on h200"):
+        search(storage, problem=Problem.parse("64x131071:fp32"))
 
 
 @pytest.mark.parametrize("budget", [{}, {"trials": 0}, {"seconds": -1.0}])

@@ -353,3 +353,14 @@ def test_weight_dtype_decides_the_bound_of_dw() -> None:
     assert faults(problem, inputs, dx, dw.bfloat16().float()).startswith("dw[")
     narrow = replace(problem, weight_dtype="bf16")
     assert faults(narrow, inputs, dx, dw.bfloat16()) == ""
+
+
+def test_guards_that_an_earlier_kernel_broke_are_put_back() -> None:
+    guarded = Guarded((5,), torch.float32, torch.device("cpu"))
+    guarded.buffer[0] = 0
+    guarded.buffer[-1] = 0
+    assert not guarded.intact()
+    guarded.poison()
+    assert not guarded.intact(), "poisoning is no excuse for what was done before"
+    guarded.arm()
+    assert guarded.intact()
