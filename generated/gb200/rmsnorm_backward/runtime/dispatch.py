@@ -1,0 +1,206 @@
+"""Which kernel serves a call: the table of a package and the rules for reading it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import log
+from pathlib import Path
+from typing import Any
+
+from .plan import KernelSpec, plan_launch
+
+FORMAT = 1
+"""Version of table.json: a package and its own runtime always agree on it."""
+TABLE = "table.json"
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+MAX_ALIGNMENT = 32
+"""Bytes: the widest vector of any kernel, and so the most that an address needs to be known for."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A stored kernel: `file` is the stem of kernels/<file>.cu and .cubin, digest the first 16 hex
+    digits of the cubin's sha256."""
+
+    file: str
+    digest: str
+    spec: KernelSpec
+
+    def read_cubin(self, package: Path) -> bytes:
+        """The machine code. Raises RuntimeError when the file is missing or damaged."""
+        path = package / "kernels" / f"{self.file}.cubin"
+        try:
+            cubin = path.read_bytes()
+        except OSError as error:
+            raise RuntimeError(f"cannot read {path} ({error.strerror}); emit it again") from error
+        if hashlib.sha256(cubin).hexdigest()[:16] != self.digest:
+            raise RuntimeError(f"{path} is not the kernel of {TABLE}; emit the package again")
+        return cubin
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The winner of one problem, and what is known about it."""
+
+    M: int
+    N: int
+    dtype: str
+    weight_dtype: str
+    evidence: str
+    kernel: Kernel
+    provenance: dict[str, Any]
+
+    @property
+    def shape(self) -> str:
+        return shape_name(self.M, self.N, self.dtype, self.weight_dtype)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What serves a call. how: `tuned`, `nearest`, `generic` or `none`; reason: one sentence.
+    kernel is None for `none`; tuned is the table's entry for the first two."""
+
+    how: str
+    reason: str
+    kernel: Kernel | None = None
+    tuned: Tuned | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """The contents of table.json: target holds name, title, arch and sms."""
+
+    target: dict[str, Any]
+    tuned: tuple[Tuned, ...]
+    generic: tuple[Kernel, ...]
+
+    @classmethod
+    def load(cls, package: Path) -> Table:
+        """Read a package's table. Raises ValueError for a damaged one, OSError for none."""
+        path = package / TABLE
+        try:
+            data = json.loads(path.read_text())
+            if data["format"] != FORMAT:
+                raise ValueError(f"format {data['format']}, expected {FORMAT}")
+            return cls(
+                target=dict(data["target"]),
+                tuned=tuple(
+                    Tuned(**{**entry, "kernel": _kernel(entry["kernel"])})
+                    for entry in data["tuned"]
+                ),
+                generic=tuple(_kernel(entry) for entry in data["generic"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error}); emit the package again") from error
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "target": self.target,
+            "tuned": [{**vars(entry), "kernel": _plain(entry.kernel)} for entry in self.tuned],
+            "generic": [_plain(kernel) for kernel in self.generic],
+        }
+
+    def choose(
+        self,
+        M: int,
+        N: int,
+        dtype: str,
+        weight_dtype: str,
+        *,
+        alignment: int = MAX_ALIGNMENT,
+        weight_alignment: int = MAX_ALIGNMENT,
+        sms: int | None = None,
+    ) -> Choice:
+        """The kernel for M >= 1 rows of N columns.
+
+        alignment: the power of two, in bytes, that divides the addresses and row strides of x and
+        dy; weight_alignment: the same of the weight; sms: multiprocessors of the device, by
+        default those of the target. Order: the tuned shape; the tuned M nearest by ratio at the
+        same N and dtypes; the generic kernel with the widest vectors and the least capacity.
+        A kernel that the alignment or the device rules out is passed over. The answer depends on
+        these arguments alone, so equal calls get equal bits.
+        """
+        sms = sms or int(self.target["sms"])
+        shape = shape_name(M, N, dtype, weight_dtype)
+        passed_over = []
+        for entry in self._by_distance(M, N, dtype, weight_dtype):
+            fault = misfit(entry.kernel.spec, M, N, alignment, weight_alignment, sms)
+            if fault:
+                passed_over.append(f"{entry.kernel.file} {fault}")
+            elif entry.M == M:
+                return Choice("tuned", f"{shape} was tuned", entry.kernel, entry)
+            else:
+                why = passed_over[0] if passed_over else f"{shape} was not tuned"
+                reason = f"{why}; the nearest M that serves it is {entry.M}"
+                return Choice("nearest", reason, entry.kernel, entry)
+        why = passed_over[0] if passed_over else f"nothing like {shape} was tuned"
+        for kernel in sorted(self.generic, key=lambda k: (-k.spec.vector_bytes, k.spec.N)):
+            spec = kernel.spec
+            if (spec.dtype, spec.weight_dtype) != (dtype, weight_dtype) or N > spec.N:
+                continue
+            if not misfit(spec, M, N, alignment, weight_alignment, sms):
+                reason = f"{why}; this kernel takes any shape up to N={spec.N}"
+                return Choice("generic", reason, kernel)
+        return Choice("none", f"{why}, and no generic kernel serves it")
+
+    def _by_distance(self, M: int, N: int, dtype: str, weight_dtype: str) -> list[Tuned]:
+        same = [
+            entry
+            for entry in self.tuned
+            if (entry.N, entry.dtype, entry.weight_dtype) == (N, dtype, weight_dtype)
+        ]
+        return sorted(same, key=lambda entry: (abs(log(entry.M / M)), entry.M))
+
+    def kernels(self) -> Iterator[Kernel]:
+        """Every kernel, tuned ones first; one that serves several shapes repeats."""
+        yield from (entry.kernel for entry in self.tuned)
+        yield from self.generic
+
+
+def shape_name(M: int, N: int, dtype: str, weight_dtype: str) -> str:
+    """`MxN:dtype[:weight dtype]`, the form in which the tuner names shapes."""
+    return f"{M}x{N}:{dtype}" + ("" if weight_dtype == dtype else f":{weight_dtype}")
+
+
+def misfit(
+    spec: KernelSpec, M: int, N: int, alignment: int, weight_alignment: int, sms: int
+) -> str:
+    """Why a kernel of the right width and dtypes cannot serve a call: the rest of a sentence that
+    begins with the kernel, or "" when it can."""
+    itemsize = ITEMSIZE[spec.dtype]
+    vector = spec.vector_bytes
+    if N * itemsize % vector or alignment % vector:
+        return f"needs rows at multiples of {vector} bytes"
+    # The weights beside one vector of x are loaded at most 16 bytes at a time.
+    weights = min(16, vector // itemsize * ITEMSIZE[spec.weight_dtype])
+    if weight_alignment % weights:
+        return f"needs a weight at a multiple of {weights} bytes"
+    if spec.cooperative and plan_launch(spec, M).grid > sms * spec.ctas_per_sm:
+        return f"needs {spec.sms} multiprocessors at once and the device has {sms}"
+    return ""
+
+
+def runs_on(arch: str, capability: tuple[int, int]) -> bool:
+    """True when machine code for `arch` loads on a device of this compute capability. With an "a"
+    it loads on exactly one, else also on later minor versions (CUDA programming guide, binary
+    compatibility)."""
+    match = re.fullmatch(r"sm_(\d+)(\d)(a?)", arch)
+    if match is None:
+        return False
+    major, minor = int(match[1]), int(match[2])
+    if match[3]:
+        return capability == (major, minor)
+    return capability[0] == major and capability[1] >= minor
+
+
+def _kernel(data: dict[str, Any]) -> Kernel:
+    return Kernel(data["file"], data["digest"], KernelSpec(**data["spec"]))
+
+
+def _plain(kernel: Kernel) -> dict[str, Any]:
+    return {"file": kernel.file, "digest": kernel.digest, "spec": kernel.spec.to_json()}

@@ -1,0 +1,279 @@
+"""Cubin to loaded kernel to launch, through the CUDA driver.
+
+Everything that does not change from call to call is built once: the launch configuration (grid,
+block, shared memory, attributes, stream) is a driver object that is never written to again and is
+shared by all threads; the arguments live in one block per thread, whose addresses the driver
+already has, so that a call packs fifteen numbers and launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from .plan import MAIN_KERNEL, SUM_KERNEL, KernelSpec, Launch
+
+PORTABLE_CLUSTER = 8
+"""Largest cluster that every GPU with clusters takes without opting in (CUDA programming guide)."""
+
+# The parameters of the two kernels as the compiler lays them out, every one naturally aligned.
+# x, dy, rstd, weight, dx, dw, counters, zeroed, scratch; rows and three strides; columns, group.
+_MAIN = struct.Struct("@9Q4q2i")
+_MAIN_OFFSETS = (*range(0, 13 * 8, 8), 104, 108)
+# scratch, dw; participants, columns.
+_SUM = struct.Struct("@2Q2i")
+_SUM_OFFSETS = (0, 8, 16, 20)
+
+Extent = tuple[int, int, int, int, int, int]
+"""rows; elements between rows of x, of dy and of dx; columns; Launch.group."""
+
+
+class LaunchError(RuntimeError):
+    """The CUDA driver refused to load or to launch a kernel.
+
+    code: the driver's name of the error, for example CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE.
+    """
+
+    def __init__(self, code: str, action: str, kernel: str) -> None:
+        super().__init__(f"{code} while {action} {kernel}")
+        self.code = code
+
+
+def current_stream(device: int) -> int:
+    """The raw handle of PyTorch's current stream on a device.
+
+    torch.cuda.current_stream() wraps the same handle into a new object at ten times the cost; this
+    is the call that the code written by TorchInductor makes, for the same reason.
+    """
+    return int(torch._C._cuda_getCurrentRawStream(device))
+
+
+@cache
+def cuda_driver() -> Any:
+    """cuda.bindings.driver, imported when it is first needed."""
+    from cuda.bindings import driver
+
+    return driver
+
+
+def checked(status_and_values: tuple[Any, ...], action: str, kernel: str) -> Any:
+    """The value of a driver call. Raises LaunchError when its status is no success."""
+    status, *values = status_and_values
+    if status != 0:
+        raise LaunchError(status.name, action, kernel)
+    return values[0] if values else None
+
+
+@contextmanager
+def during_capture(kernel: str) -> Iterator[None]:
+    """Lets this thread load modules and allocate memory while a stream is being captured.
+
+    A capture in the mode `global` forbids such calls to every thread and one in `thread_local` to
+    its own, because they might synchronise with the captured stream. Those made here do not: they
+    work on a stream of their own, and what they do happens now, once, and not in the graph.
+    """
+    driver = cuda_driver()
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    action = "changing the capture mode for"
+    before = checked(driver.cuThreadExchangeStreamCaptureMode(relaxed), action, kernel)
+    try:
+        yield
+    finally:
+        checked(driver.cuThreadExchangeStreamCaptureMode(before), action, kernel)
+
+
+class _Arguments(threading.local):
+    """One block of kernel arguments per thread; the driver copies it before a launch returns."""
+
+    def __init__(self) -> None:
+        self.values = ctypes.create_string_buffer(_MAIN.size + _SUM.size)
+        base = ctypes.addressof(self.values)
+        self._main = (ctypes.c_void_p * len(_MAIN_OFFSETS))(*(base + at for at in _MAIN_OFFSETS))
+        base += _MAIN.size
+        self._sum = (ctypes.c_void_p * len(_SUM_OFFSETS))(*(base + at for at in _SUM_OFFSETS))
+        self.main = ctypes.addressof(self._main)
+        self.sum = ctypes.addressof(self._sum)
+
+
+_arguments = _Arguments()
+
+
+class LoadedKernel:
+    """One variant, loaded on each device when it is first launched there.
+
+    Safe to share between threads. A launch needs x's device to be the thread's current one and
+    its context to exist, which is so after any PyTorch call that reached the device.
+    """
+
+    def __init__(self, cubin: bytes, spec: KernelSpec) -> None:
+        self.cubin = cubin
+        self.spec = spec
+        self._lock = threading.Lock()
+        self._functions: dict[int, tuple[Any, Any]] = {}
+        self._main_configs: dict[tuple[int, int], Any] = {}
+        self._sum_configs: dict[tuple[int, int], Any] = {}
+
+    def __repr__(self) -> str:
+        return f"LoadedKernel({self.spec.name}, devices={sorted(self._functions)})"
+
+    def load(self, device: int) -> tuple[Any, Any]:
+        """The functions of the main and the second kernel (None without one) on the current
+        device, whose index is `device`. Loads the cubin at the first call.
+
+        Raises LaunchError when the driver refuses the cubin or its shared memory or cluster.
+        """
+        with self._lock:
+            if device not in self._functions:
+                with during_capture(self.spec.name):
+                    self._functions[device] = self._load()
+            return self._functions[device]
+
+    def _load(self) -> tuple[Any, Any]:
+        driver, spec = cuda_driver(), self.spec
+        action = "loading"
+        module = checked(driver.cuModuleLoadData(self.cubin), action, spec.name)
+        main = checked(driver.cuModuleGetFunction(module, MAIN_KERNEL.encode()), action, spec.name)
+        second = None
+        if spec.strategy == "separate":
+            second = checked(
+                driver.cuModuleGetFunction(module, SUM_KERNEL.encode()), action, spec.name
+            )
+        attributes = driver.CUfunction_attribute
+        if spec.smem_bytes:
+            size = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            action = f"allowing {spec.smem_bytes} bytes of shared memory for"
+            checked(driver.cuFuncSetAttribute(main, size, spec.smem_bytes), action, spec.name)
+        if spec.cluster > PORTABLE_CLUSTER:
+            wide = attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            action = f"allowing clusters of {spec.cluster} for"
+            checked(driver.cuFuncSetAttribute(main, wide, 1), action, spec.name)
+        return main, second
+
+    def launch(
+        self,
+        x: torch.Tensor,
+        dy: torch.Tensor,
+        rstd: torch.Tensor,
+        weight: torch.Tensor,
+        dx: torch.Tensor,
+        dw: torch.Tensor,
+        workspace: int,
+        launch: Launch,
+        stream: int,
+    ) -> None:
+        """Launch on `stream` (a raw CUDA stream), without waiting.
+
+        x, dy, dx: (M, N) of the spec's dtype, the columns contiguous, M >= 1; base addresses and
+        row strides multiples of spec.vector_bytes. rstd: (M,) fp32; weight, dw: (N,) contiguous.
+        workspace: address of launch.workspace_bytes bytes on the device, of which the first
+        launch.scratch_offset are zero. launch: plan_launch(spec, M).
+
+        Raises LaunchError. Nothing is checked here: the dispatch has done so.
+        """
+        rows, columns = x.shape
+        self.enqueue(
+            x.get_device(),
+            stream,
+            launch,
+            (rows, x.stride(0), dy.stride(0), dx.stride(0), columns, launch.group),
+            x.data_ptr(),
+            dy.data_ptr(),
+            rstd.data_ptr(),
+            weight.data_ptr(),
+            dx.data_ptr(),
+            dw.data_ptr(),
+            workspace,
+            workspace + launch.scratch_offset,
+        )
+
+    def enqueue(
+        self,
+        device: int,
+        stream: int,
+        launch: Launch,
+        extent: Extent,
+        x: int,
+        dy: int,
+        rstd: int,
+        weight: int,
+        dx: int,
+        dw: int,
+        zeros: int,
+        scratch: int,
+    ) -> None:
+        """`launch` for a caller that has the addresses and the extent already. zeros: address of
+        launch.scratch_offset zero bytes; scratch: of 4 * launch.scratch bytes of any content."""
+        main, second = self._functions.get(device) or self.load(device)
+        config = self._main_configs.get((launch.grid, stream))
+        if config is None:
+            config = self._configure_main(launch.grid, stream)
+        block = _arguments
+        # fmt: off
+        _MAIN.pack_into(
+            block.values, 0, x, dy, rstd, weight, dx, dw,
+            zeros, zeros + launch.zeroed_offset, scratch, *extent,
+        )
+        # fmt: on
+        driver = cuda_driver()
+        (status,) = driver.cuLaunchKernelEx(config, main, block.main, 0)
+        if status != 0:
+            raise LaunchError(status.name, "launching", f"{MAIN_KERNEL} of {self.spec.name}")
+        if second is None:
+            return
+        config = self._sum_configs.get((launch.sum_grid, stream))
+        if config is None:
+            config = self._configure_sum(launch.sum_grid, stream)
+        _SUM.pack_into(block.values, _MAIN.size, scratch, dw, launch.participants, extent[4])
+        (status,) = driver.cuLaunchKernelEx(config, second, block.sum, 0)
+        if status != 0:
+            raise LaunchError(status.name, "launching", f"{SUM_KERNEL} of {self.spec.name}")
+
+    def _configure_main(self, grid: int, stream: int) -> Any:
+        driver, spec = cuda_driver(), self.spec
+        kinds = driver.CUlaunchAttributeID
+        attributes = []
+        if spec.cluster > 1:
+            cluster = driver.CUlaunchAttribute()
+            cluster.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dimension = cluster.value.clusterDim
+            dimension.x, dimension.y, dimension.z = spec.cluster, 1, 1
+            attributes.append(cluster)
+        if spec.cooperative:
+            cooperative = driver.CUlaunchAttribute()
+            cooperative.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            cooperative.value.cooperative = 1
+            attributes.append(cooperative)
+        config = _configure(grid, spec.threads, spec.smem_bytes, stream, attributes)
+        self._main_configs[grid, stream] = config
+        return config
+
+    def _configure_sum(self, grid: int, stream: int) -> Any:
+        driver, spec = cuda_driver(), self.spec
+        attributes = []
+        if spec.dependent:
+            early = driver.CUlaunchAttribute()
+            kinds = driver.CUlaunchAttributeID
+            early.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            early.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(early)
+        config = _configure(grid, spec.sum_threads, 0, stream, attributes)
+        self._sum_configs[grid, stream] = config
+        return config
+
+
+def _configure(grid: int, threads: int, smem_bytes: int, stream: int, attributes: list[Any]) -> Any:
+    config = cuda_driver().CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = smem_bytes
+    config.hStream = stream
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    return config

@@ -1,0 +1,133 @@
+"""From a kernel's fixed facts and a number of rows to the numbers of one launch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import isqrt
+from typing import Any
+
+MAIN_KERNEL = "rmsnorm_backward"
+SUM_KERNEL = "sum_partials"
+"""The `extern "C"` names in every cubin; the second exists for the strategy `separate` only."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, unit: int) -> int:
+    return ceil_div(a, unit) * unit
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """The facts of one compiled variant that its launches need.
+
+    N: row length, or with exact False the longest one served. threads, sum_threads: CTA sizes of
+    the main and the second kernel. columns: columns of one CTA. partial_stride: floats from one
+    partial row of dw to the next. sms: multiprocessors the grid was tuned for; it is a constant of
+    the module, so that the order of every sum is one too. vector_bytes: alignment that pointers and
+    row strides need.
+    """
+
+    name: str
+    N: int
+    exact: bool
+    dtype: str
+    weight_dtype: str
+    strategy: str
+    determinism: str
+    threads: int
+    sum_threads: int
+    smem_bytes: int
+    vector_bytes: int
+    columns: int
+    partial_stride: int
+    slice_columns: int
+    rows_in_flight: int
+    rows_per_cta: int
+    cluster: int
+    cooperative: bool
+    dependent: bool
+    accumulates: bool
+    turns: bool
+    levels: int
+    ctas_per_sm: int
+    even_grid: bool
+    sms: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The numbers of one launch.
+
+    grid: CTAs; participants: CTAs that contribute to one column of dw (grid / cluster);
+    group: participants in one group of a two-level strategy; sum_grid: CTAs of the second kernel, 0
+    without one; counters and zeroed: uint32 and fp32 words that are zero before and after every
+    call; scratch: fp32 words of any content.
+    """
+
+    grid: int
+    participants: int
+    group: int
+    sum_grid: int
+    counters: int
+    zeroed: int
+    scratch: int
+
+    @cached_property
+    def zeroed_offset(self) -> int:
+        """Byte offset of the zeroed words: the counters come first, in whole 128-byte lines."""
+        return round_up(self.counters, 32) * 4
+
+    @cached_property
+    def scratch_offset(self) -> int:
+        return self.zeroed_offset + round_up(self.zeroed, 32) * 4
+
+    @cached_property
+    def workspace_bytes(self) -> int:
+        return self.scratch_offset + self.scratch * 4
+
+
+def plan_launch(spec: KernelSpec, M: int) -> Launch:
+    """The launch of `spec` for M >= 1 rows."""
+    batches = ceil_div(M, spec.rows_in_flight)
+    needed = ceil_div(batches, spec.rows_per_cta)
+    # A cluster lives in one GPC, whose 16 or more SMs are rarely a multiple of 4 or 8: count whole
+    # clusters in 16 SMs, so that a cooperative grid of clusters fits.
+    sms = spec.sms if spec.cluster <= 2 else max(16, spec.sms // 16 * 16)
+    full = max(1, sms * spec.ctas_per_sm // spec.cluster)
+    participants = min(full, needed)
+    if spec.even_grid:
+        participants = ceil_div(needed, ceil_div(needed, full))
+    group = participants if spec.levels == 1 else isqrt(participants - 1) + 1
+    groups = ceil_div(participants, group)
+    row = spec.partial_stride * spec.cluster
+    counters = zeroed = scratch = sum_grid = 0
+    if spec.accumulates:
+        counters, zeroed = spec.cluster, row  # arrivals; the sums themselves
+    elif spec.turns:
+        counters = 1 + groups + 1  # start tickets; turns in every group; turns of the groups
+        scratch = groups * row
+    elif spec.strategy == "last_cta":
+        counters = spec.cluster * (groups + 1)  # arrivals in every group; groups done
+        scratch = (participants + (groups if spec.levels == 2 else 0)) * row
+    elif spec.strategy == "column_slices":
+        counters = 2 * spec.cluster  # arrivals and departures
+        scratch = participants * row
+    elif spec.strategy == "separate":
+        scratch = participants * row
+        sum_grid = ceil_div(spec.columns, spec.slice_columns) * spec.cluster
+    return Launch(
+        grid=participants * spec.cluster,
+        participants=participants,
+        group=group,
+        sum_grid=sum_grid,
+        counters=counters,
+        zeroed=zeroed,
+        scratch=scratch,
+    )

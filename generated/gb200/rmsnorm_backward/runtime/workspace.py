@@ -1,0 +1,137 @@
+"""Device memory that the kernels need beside their outputs, and who may share it.
+
+Zeroed words (counters) are zero before a kernel and left zero by it. They are taken from slabs that
+were zeroed once, outside every stream and graph, and are never given back, so their owner finds
+zeros at every call with no memset. An owner is one stream, whose calls are ordered, or one call
+captured into a CUDA graph: replays of one executable graph are ordered, and no two captures and no
+two branches of one share an owner (two executables made from one capture share their outputs as
+well, and must not run at the same time for that reason already). Memory from the graph's own pool
+would not do: the pool may have lent the same bytes to another node of the graph, which dirties them
+at every replay, so each captured call would need a memset. The price is one 128-byte line (a few
+for two-level strategies) per captured call for the life of the process.
+
+Scratch may hold anything. Eager calls keep one block per stream, allocated by the driver in stream
+order. It is kept out of PyTorch's allocator because PyTorch's CUDA-graph trees run their warm-up
+with ordinary launches inside a private pool and expect that nothing in it outlives the step.
+Captured calls take their scratch as a temporary of the graph's pool, like any operator does.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from .launch import LaunchError, checked, cuda_driver, during_capture
+from .plan import Launch, round_up
+
+LINE = 128
+"""Bytes of one L2 line: owners in different lines do not slow each other down."""
+SLAB = 1 << 16
+PER_THREAD = 2  # CU_STREAM_PER_THREAD
+_NAME = "the workspace"
+
+
+class Zeros:
+    """Zeroed memory of one device, handed out for good in whole lines. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 0
+        self._left = 0
+
+    def take(self, size: int) -> int:
+        """Address of `size` zero bytes on the current device; 0 for none."""
+        size = round_up(size, LINE)
+        if size == 0:
+            return 0
+        with self._lock:
+            if size > self._left:
+                self._left = max(size, SLAB)
+                self._next = _zeroed_slab(self._left)
+            address = self._next
+            self._next += size
+            self._left -= size
+        return address
+
+
+def _zeroed_slab(size: int) -> int:
+    """New zeroed memory. The memset runs on a stream of its own and is waited for, so that neither
+    a capture under way nor any other stream has a part in it."""
+    driver = cuda_driver()
+    action = "zeroing"
+    with during_capture(_NAME):
+        slab = int(checked(driver.cuMemAlloc(size), f"allocating {size} bytes for", _NAME))
+        aside = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        stream = checked(driver.cuStreamCreate(aside), action, _NAME)
+        try:
+            checked(driver.cuMemsetD8Async(slab, 0, size, stream), action, _NAME)
+            checked(driver.cuStreamSynchronize(stream), action, _NAME)
+        finally:
+            checked(driver.cuStreamDestroy(stream), action, _NAME)
+    return slab
+
+
+class StreamWorkspace:
+    """What the eager calls on one stream share.
+
+    Hold `lock` from `fit` to the last launch of a call: a second thread on the same stream must
+    not launch between the two kernels of one call, nor see a block that is being replaced.
+    """
+
+    def __init__(self, stream: int, zeros: Zeros) -> None:
+        self.lock = threading.Lock()
+        self.zeros = 0
+        self.scratch = 0
+        self._stream = stream
+        self._source = zeros
+        self._zero_bytes = 0
+        self._scratch_words = 0
+
+    def fit(self, launch: Launch) -> None:
+        """Make `zeros` and `scratch` large enough for a launch. Raises LaunchError."""
+        if launch.scratch_offset > self._zero_bytes:
+            self.zeros = self._source.take(launch.scratch_offset)
+            self._zero_bytes = launch.scratch_offset
+        if launch.scratch > self._scratch_words:
+            self._replace_scratch(launch.scratch)
+
+    def _replace_scratch(self, words: int) -> None:
+        driver = cuda_driver()
+        with during_capture(_NAME):
+            old, self.scratch, self._scratch_words = self.scratch, 0, 0
+            if old:
+                # In stream order: kernels launched before still use it, and none after.
+                checked(driver.cuMemFreeAsync(old, self._stream), "freeing", _NAME)
+            action = f"allocating {words * 4} bytes for"
+            try:
+                block = checked(driver.cuMemAllocAsync(words * 4, self._stream), action, _NAME)
+            except LaunchError as error:
+                if error.code != "CUDA_ERROR_OUT_OF_MEMORY":
+                    raise
+                # PyTorch may hold the missing memory unused.
+                torch.cuda.empty_cache()
+                block = checked(driver.cuMemAllocAsync(words * 4, self._stream), action, _NAME)
+            self.scratch, self._scratch_words = int(block), words
+
+
+class Workspaces:
+    """The workspaces of one process, by device and stream."""
+
+    def __init__(self) -> None:
+        self._zeros: dict[int, Zeros] = {}
+        self._streams: dict[tuple[int, int, int], StreamWorkspace] = {}
+
+    def zeros(self, device: int) -> Zeros:
+        """The zeroed words of a device, which must be the current one when they are taken."""
+        return self._zeros.get(device) or self._zeros.setdefault(device, Zeros())
+
+    def of_stream(self, device: int, stream: int) -> StreamWorkspace:
+        """What eager calls on a raw stream of a device share."""
+        # The handle of the per-thread default stream names another stream in every thread.
+        thread = threading.get_ident() if stream == PER_THREAD else 0
+        found = self._streams.get((device, stream, thread))
+        if found is None:
+            new = StreamWorkspace(stream, self.zeros(device))
+            found = self._streams.setdefault((device, stream, thread), new)
+        return found
