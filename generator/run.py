@@ -7,7 +7,6 @@ import os
 import random
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,14 @@ from typing import Any
 import torch
 
 from generator.budget import Budget, Progress
-from generator.compile import CompilePool, compile_variant, nvrtc_version, resource_fault
+from generator.compile import CompilePool, compile_variant, nvrtc_version
 from generator.emit import Emission, Entry, check_package, emit_package
 from generator.errors import NormforgeError
-from generator.evaluator import Evaluator
+from generator.evaluator import Evaluator, refuse
 from generator.generic import MANY_ROWS, generic_variants
 from generator.problem import Problem
 from generator.rehearse import RehearsingPredictor
 from generator.render import TEMPLATES
-from generator.runtime.plan import plan_launch
 from generator.search import search_problem
 from generator.space import Space
 from generator.store import JOURNAL_NAME, open_storage
@@ -141,8 +139,7 @@ def tune(
     winners: list[tuple[Problem, Winner | None]] = []
     interrupted = False
     share = plan.seconds / len(plan.problems) if plan.seconds else None
-    with ExitStack() as stack:
-        pool = stack.enter_context(CompilePool(plan.target.arch, _processes()))
+    with CompilePool(plan.target.arch, _processes()) as pool:
         for index, problem in enumerate(plan.problems):
             try:
                 winner = search_problem(
@@ -186,8 +183,8 @@ def emit(plan: Plan, winners: Sequence[Winner], measured: MeasuredEvaluator | No
     generics = []
     for variant in generic_variants(target):
         compiled = compile_variant(variant, target.arch)
-        launch = plan_launch(variant.spec(target.sms), MANY_ROWS)
-        if not compiled.error and not resource_fault(variant, compiled, launch, target):
+        many_rows = Problem(MANY_ROWS, variant.N, variant.dtype, variant.weight_dtype)
+        if refuse(variant, compiled, many_rows, target) is None:
             generics.append((variant, compiled))
     return emit_package(entries, generics, target, plan.out / PACKAGE_NAME)
 

@@ -238,7 +238,7 @@ class Variant(Geometry):
 
     def spec(self, sms: int) -> KernelSpec:
         """The facts that a launch on `sms` multiprocessors needs."""
-        free = self["strategy"] == "atomic" or self["order"] == "free"
+        free = self.determinism == "none"
         return KernelSpec(
             name=self.id,
             N=self.N,
