@@ -1,7 +1,8 @@
-"""The kernels of a package that take any shape: one safe config, never tuned.
+"""The kernels of a package that take any shape.
 
-`separate` with no overlap and plain or cp.async loads needs no residency, no barrier across CTAs
-and no instruction newer than sm_80, so it runs wherever its code loads.
+`separate` with plain or cp.async loads needs no residency, no barrier across CTAs and no
+instruction newer than sm_80 (but a programmatic launch where there is one), so it runs wherever its
+code loads.
 """
 
 from __future__ import annotations
@@ -23,22 +24,41 @@ MANY_ROWS = 1 << 20
 
 @dataclass(frozen=True)
 class _Layout:
-    """CTAs for rows of up to `columns`. Eight columns in each thread fit the registers; sixteen do
-    when x and dy wait in shared memory and are read twice."""
+    """CTAs for rows of up to `columns`."""
 
     columns: int
+    pipeline: str
+    stages: int
     threads_per_row: int
     rows_per_cta: int
     ctas_per_sm: int
-    pipeline: str = "direct"
+    rows_in_flight: int = 1
+    reload: str = "none"
+    weight_in: str = "registers"
 
 
-_LAYOUTS = (
-    _Layout(1024, 128, 2, 2),
-    _Layout(4096, 512, 1, 1),
-    _Layout(8192, 1024, 1, 1),
-    _Layout(16384, 1024, 1, 1, "async"),
+_WIDE = (
+    _Layout(256, "async", 2, 32, 8, 3, rows_in_flight=2),
+    _Layout(512, "async", 2, 32, 4, 4),
+    _Layout(1024, "async", 2, 64, 2, 3, rows_in_flight=2),
+    _Layout(2048, "async", 3, 256, 1, 4),
+    _Layout(3072, "async", 2, 96, 1, 3),
+    _Layout(4096, "async", 3, 256, 2, 1),
+    _Layout(6144, "async", 4, 384, 1, 1, rows_in_flight=2, reload="smem"),
+    _Layout(8192, "async", 3, 512, 1, 1, weight_in="smem"),
+    _Layout(16384, "async", 2, 512, 1, 1, reload="smem", weight_in="smem"),
 )
+"""For rows of whole 16-byte vectors: the best of 48 random layouts each on one H200, at two N of
+the bracket and two M in bf16."""
+
+_PLAIN = (
+    _Layout(1024, "direct", 1, 128, 2, 2, weight_in="smem"),
+    _Layout(4096, "direct", 1, 512, 1, 1, weight_in="smem"),
+    _Layout(8192, "direct", 1, 1024, 1, 1, weight_in="smem"),
+    _Layout(16384, "async", 2, 1024, 1, 1, reload="smem", weight_in="smem"),
+)
+"""For all others, and where a GPU or a dtype has no room for those above: few registers, and shared
+memory only where nothing else holds the rows."""
 
 
 def generic_variants(
@@ -54,11 +74,16 @@ def generic_variants(
     space = space or load_space()
     found: list[Variant] = []
     for dtype, weight_dtype in dtypes:
-        for layout in _LAYOUTS:
-            problem = Problem(MANY_ROWS, layout.columns, dtype, weight_dtype)
-            for vector_bytes in (16, problem.itemsize):
-                config = _config(layout, vector_bytes)
-                config = space.normalize(config, problem, target)
+        for layouts, vector_bytes in ((_WIDE, 16), (_PLAIN, 16), (_PLAIN, ITEMSIZE[dtype])):
+            for layout in layouts:
+                if any(
+                    (v.N, v["vector_bytes"], v.dtype, v.weight_dtype)
+                    == (layout.columns, vector_bytes, dtype, weight_dtype)
+                    for v in found
+                ):
+                    continue  # a better layout for the same rows is legal
+                problem = Problem(MANY_ROWS, layout.columns, dtype, weight_dtype)
+                config = space.normalize(_config(layout, vector_bytes), problem, target)
                 if space.reject(config, problem, target, exact=False) is None:
                     found.append(make_variant(config, problem, exact=False))
     return found
@@ -67,18 +92,18 @@ def generic_variants(
 def _config(layout: _Layout, vector_bytes: int) -> Config:
     return {
         "strategy": "separate",
-        "overlap": "none",
+        "overlap": "dependent",
         "slice_columns": 32,
         "sum_threads": 512,
         "cluster": 1,
         "pipeline": layout.pipeline,
-        "stages": 2,
-        "reload": "smem",
+        "stages": layout.stages,
+        "reload": layout.reload,
         "threads_per_row": layout.threads_per_row,
         "rows_per_cta": layout.rows_per_cta,
-        "rows_in_flight": 1,
+        "rows_in_flight": layout.rows_in_flight,
         "vector_bytes": vector_bytes,
-        "weight_in": "smem",
+        "weight_in": layout.weight_in,
         "ctas_per_sm": layout.ctas_per_sm,
         "grid": "full",
         "min_blocks": layout.ctas_per_sm,

@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from generator.errors import NormforgeError
+from generator.runtime.dispatch import shape_name
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one element of each supported dtype."""
@@ -18,19 +19,31 @@ MAX_COLUMNS = 1 << 20
 SHAPES_FOLDER = Path(__file__).resolve().parent.parent / "search_spaces" / "shapes"
 
 # Twelve digits are more rows than any GPU holds.
-_PROBLEM = re.compile(r"(?P<M>-?\d{1,12})x(?P<N>-?\d{1,12}):(?P<dtype>\w+)(?::(?P<weight>\w+))?")
+_PROBLEM = re.compile(
+    r"(?P<M>-?\d{1,12})x(?P<N>-?\d{1,12}):(?P<dtype>\w+?)(?::(?P<weight>\w+?))?"
+    r"(?P<options>(\+\w+)*)"
+)
+_FORM = "MxN:dtype[:weight dtype][+offset][+residual[_dtype]]"
 
 
 @dataclass(frozen=True, order=True)
 class Problem:
     """One RMSNorm backward: x, dy, dx are (M, N) of `dtype`; weight and dw are (N,) of
-    `weight_dtype`; rstd is (M,) fp32. `str(problem)` is `MxN:dtype[:weight dtype]`, the form
-    used on the command line, in study names and in logs."""
+    `weight_dtype`; rstd is (M,) fp32.
+
+    offset: a number is added to the weight in fp32, as in models that store w - 1; residual: dtype
+    of a residual gradient (M, N) that is added to dx in fp32, "" for none; where it is not `dtype`,
+    dx is written in both.
+
+    `str(problem)` is `MxN:dtype[:weight dtype]` and the options, such as `+offset`, `+residual`,
+    `+residual_fp32`: the form used on the command line, in study names and in logs."""
 
     M: int
     N: int
     dtype: str
     weight_dtype: str
+    offset: bool = False
+    residual: str = ""
 
     def __post_init__(self) -> None:
         for name, dtype in (("dtype", self.dtype), ("weight dtype", self.weight_dtype)):
@@ -42,14 +55,19 @@ class Problem:
             raise NormforgeError(
                 f"shape {self}: the weight is either of x's dtype ({self.dtype}) or fp32"
             )
+        if self.residual not in ("", self.dtype, "fp32"):
+            raise NormforgeError(
+                f"shape {self}: the residual's gradient is of x's dtype ({self.dtype}) or fp32"
+            )
         if self.M < 1 or self.N < 1:
             raise NormforgeError(f"shape {self}: M and N must be at least 1 to be tuned")
         if self.N > MAX_COLUMNS:
             raise NormforgeError(f"shape {self}: N may be at most {MAX_COLUMNS}")
 
     def __str__(self) -> str:
-        weight = "" if self.weight_dtype == self.dtype else f":{self.weight_dtype}"
-        return f"{self.M}x{self.N}:{self.dtype}{weight}"
+        return shape_name(
+            *(self.M, self.N, self.dtype, self.weight_dtype), *(self.offset, self.residual)
+        )
 
     @property
     def itemsize(self) -> int:
@@ -62,30 +80,51 @@ class Problem:
         return ITEMSIZE[self.weight_dtype]
 
     @property
+    def residual_itemsize(self) -> int:
+        """Bytes of one element of the residual's gradient, 0 without one."""
+        return ITEMSIZE[self.residual] if self.residual else 0
+
+    @property
     def traffic_bytes(self) -> int:
-        """Bytes that any implementation moves: x and dy read once, dx written once.
-        The same three streams as `torch.add(x, dy, out=dx)`."""
-        return 3 * self.M * self.N * self.itemsize
+        """Bytes that any implementation moves: x and dy read once, dx written once: the same three
+        streams as `torch.add(x, dy, out=dx)`. The residual's gradient is read once more and, where
+        it has a dtype of its own, written in it."""
+        streams = 3 * self.itemsize + self.residual_itemsize
+        if self.residual not in ("", self.dtype):
+            streams += self.residual_itemsize
+        return self.M * self.N * streams
 
     @classmethod
     def parse(cls, text: str) -> Problem:
-        """Read `MxN:dtype[:weight dtype]`, for example `4096x1024:bf16` or `8192x4096:bf16:fp32`.
+        """Read `MxN:dtype[:weight dtype]` and options, for example `4096x1024:bf16`,
+        `8192x4096:bf16:fp32` or `4096x2048:bf16+offset+residual`.
 
         Raises NormforgeError with the expected form when the text does not fit it.
         """
         match = _PROBLEM.fullmatch(text.strip())
         if match is None:
             raise NormforgeError(
-                f"malformed shape '{text.strip()}': expected MxN:dtype[:weight dtype], "
+                f"malformed shape '{text.strip()}': expected {_FORM}, "
                 "for example 4096x1024:bf16 or 8192x4096:bf16:fp32"
             )
         dtype = match["dtype"]
-        return cls(int(match["M"]), int(match["N"]), dtype, match["weight"] or dtype)
+        offset, residual = False, ""
+        for option in match["options"].split("+")[1:]:
+            if option == "offset":
+                offset = True
+            elif option == "residual" or option.startswith("residual_"):
+                residual = option[len("residual_") :] or dtype
+            else:
+                raise NormforgeError(
+                    f"shape '{text.strip()}': unknown option '+{option}'; expected {_FORM}"
+                )
+        weight = match["weight"] or dtype
+        return cls(int(match["M"]), int(match["N"]), dtype, weight, offset, residual)
 
 
 def load_problems(shapes: str) -> list[Problem]:
     """The problems named by `--shapes`: comma-separated entries, each either the name of a file in
-    search_spaces/shapes/, the path of such a file, or one `MxN:dtype[:weight dtype]`.
+    search_spaces/shapes/, the path of such a file, or one `MxN:dtype[:weight dtype][options]`.
 
     Order is kept and repeated problems appear once.
     """
@@ -126,19 +165,22 @@ def _load_file(path: Path) -> list[Problem]:
         if isinstance(block, str):
             texts.append(block)
             continue
-        if not isinstance(block, dict) or set(block) - {"M", "N", "dtype", "weight_dtype"}:
+        known = {"M", "N", "dtype", "weight_dtype", "options"}
+        if not isinstance(block, dict) or set(block) - known:
             raise NormforgeError(
-                f"{path}: a block has lists M, N, dtype and optionally weight_dtype, got {block!r}"
+                f"{path}: a block has lists M, N, dtype and optionally weight_dtype and options, "
+                f"got {block!r}"
             )
         weights = block.get("weight_dtype", [None])
-        lists = [block.get("dtype"), weights, block.get("N"), block.get("M")]
+        options = block.get("options", [""])
+        lists = [block.get("dtype"), weights, options, block.get("N"), block.get("M")]
         if not all(isinstance(values, list) and values for values in lists):
             raise NormforgeError(
                 f"{path}: a block needs the lists M, N and dtype with a value each, got {block!r}"
             )
         texts += [
-            f"{M}x{N}:{dtype}" + (f":{weight}" if weight else "")
-            for dtype, weight, N, M in product(*lists)
+            f"{M}x{N}:{dtype}" + (f":{weight}" if weight else "") + (option or "")
+            for dtype, weight, option, N, M in product(*lists)
         ]
     try:
         return [Problem.parse(text) for text in texts]

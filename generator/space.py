@@ -21,7 +21,10 @@ from generator.target import Target
 from generator.variant import DERIVED, Config, Geometry
 
 SPACE_FILE = Path(__file__).resolve().parent.parent / "search_spaces" / "rmsnorm_backward.yaml"
-PROBLEM_NAMES = ("M", "N", "dtype", "weight_dtype", "itemsize", "weight_itemsize", "exact")
+PROBLEM_NAMES = (
+    *("M", "N", "dtype", "weight_dtype", "itemsize", "weight_itemsize"),
+    *("residual_itemsize", "exact"),
+)
 TARGET_NAMES = {
     "gpu": "name",
     **{
@@ -151,7 +154,11 @@ class Names(dict[str, Any]):
         self.update({name: getattr(target, field) for name, field in TARGET_NAMES.items()})
         self["exact"] = exact
         self.problem, self.target = problem, target
-        self.geometry = Geometry(self, problem.N, problem.dtype, problem.weight_dtype, exact)
+        self.geometry = Geometry(
+            self,
+            *(problem.N, problem.dtype, problem.weight_dtype),
+            *(exact, problem.offset, problem.residual),
+        )
 
     def __missing__(self, name: str) -> Any:
         return DERIVED[name][1](self.geometry, self.problem, self.target)

@@ -37,6 +37,8 @@ class Geometry:
     dtype: str
     weight_dtype: str
     exact: bool = True
+    offset: bool = False
+    residual: str = ""
 
     def __getitem__(self, knob: str) -> Any:
         return self.config[knob]
@@ -48,6 +50,11 @@ class Geometry:
     @property
     def weight_itemsize(self) -> int:
         return ITEMSIZE[self.weight_dtype]
+
+    @property
+    def residual_itemsize(self) -> int:
+        """Bytes of one element of the residual's gradient, 0 without one."""
+        return ITEMSIZE[self.residual] if self.residual else 0
 
     @property
     def threads(self) -> int:
@@ -93,7 +100,8 @@ class Geometry:
         """Registers that a thread cannot do without: partial dw, the row's vectors (one row at a
         time when they are reloaded), the weight where it is kept, and addresses and counters."""
         rows = 1 if self["reload"] == "smem" else self["rows_in_flight"]
-        row = ceil_div(2 * rows * self.accumulators * self.itemsize, 4)
+        streams = 2 * self.itemsize + self.residual_itemsize
+        row = ceil_div(rows * self.accumulators * streams, 4)
         if self["reload"] == "smem":
             row = min(row, 8)
         weight = 0
@@ -150,13 +158,18 @@ class Geometry:
     @property
     def tile_bytes(self) -> int:
         """The stages of the row pipeline."""
+        rows = self["stages"] * self["rows_in_flight"]
         if self["pipeline"] == "bulk":
-            batch = 2 * self["rows_in_flight"] * self.row_bytes
-            return int(self.teams * self["stages"] * batch)
+            return int(self.teams * rows * (2 * self.row_bytes + self.residual_row_bytes))
         if self["pipeline"] == "async":
-            vector = self["vector_bytes"] * self.vectors * self.threads
-            return int(self["stages"] * 2 * self["rows_in_flight"] * vector)
+            vector = self.elements * (2 * self.itemsize + self.residual_itemsize)
+            return int(rows * vector * self.vectors * self.threads)
         return 0
+
+    @property
+    def residual_row_bytes(self) -> int:
+        """Bytes of one CTA's part of a row of the residual's gradient."""
+        return self.columns * self.residual_itemsize
 
     @property
     def partial_stride(self) -> int:
@@ -218,11 +231,12 @@ class Variant(Geometry):
         weight = "" if self.weight_dtype == self.dtype else f"w{self.weight_dtype}_"
         width = f"n{self.N}" if self.exact else f"upto{self.N}"
         text = repr((sorted(self.source_config.items()), self.N, self.exact))
-        text += self.dtype + self.weight_dtype
+        text += self.dtype + self.weight_dtype + "offset" * self.offset + self.residual
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         stages = self["stages"] if self["pipeline"] != "direct" else ""
+        options = "offset_" * self.offset + (f"residual{self.residual}_" if self.residual else "")
         return (
-            f"{self['strategy']}_{self['pipeline']}{stages}_{width}_{self.dtype}_{weight}"
+            f"{self['strategy']}_{self['pipeline']}{stages}_{width}_{self.dtype}_{weight}{options}"
             f"{self['threads_per_row']}x{self['rows_per_cta']}_{digest}"
         )
 
@@ -265,6 +279,8 @@ class Variant(Geometry):
             ctas_per_sm=self["ctas_per_sm"],
             even_grid=self["grid"] == "even",
             sms=sms,
+            offset=self.offset,
+            residual=self.residual,
         )
 
 
@@ -334,4 +350,8 @@ DERIVED: dict[str, tuple[tuple[str, ...], Derive]] = {
 
 def make_variant(config: Config, problem: Problem, *, exact: bool = True) -> Variant:
     """The variant that serves `problem` with `config` (any M)."""
-    return Variant(dict(config), problem.N, problem.dtype, problem.weight_dtype, exact)
+    return Variant(
+        dict(config),
+        *(problem.N, problem.dtype, problem.weight_dtype),
+        *(exact, problem.offset, problem.residual),
+    )

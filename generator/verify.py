@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from generator.problem import Problem
-from generator.runtime.launch import LoadedKernel
+from generator.runtime.launch import DW_ADDED, DW_IN_FP32, DW_IN_WEIGHT_DTYPE, LoadedKernel
 from generator.runtime.plan import Launch
 from generator.workload import CHUNK_ELEMENTS, TORCH_DTYPE, Guarded, Inputs, Reference
 
@@ -49,44 +49,71 @@ class Bench:
     """One kernel on one problem: outputs with guards, a workspace, and the way to run it."""
 
     def __init__(
-        self, kernel: LoadedKernel, problem: Problem, launch: Launch, dx: Guarded, dw: Guarded
+        self,
+        kernel: LoadedKernel,
+        problem: Problem,
+        launch: Launch,
+        dx: Guarded,
+        dw: Guarded,
+        dresidual: Guarded | None = None,
     ) -> None:
+        """dresidual: where the kernel writes dx in the residual's dtype as well."""
         self.kernel, self.problem, self.launch = kernel, problem, launch
-        self.dx, self.dw = dx, dw
+        self.dx, self.dw, self.dresidual = dx, dw, dresidual
         device = dx.buffer.device
         self.workspace = Guarded((launch.workspace_bytes,), torch.uint8, device)
         self.clean = self.workspace.tensor[: launch.scratch_offset]
         self.scratch = self.workspace.tensor[launch.scratch_offset :]
         self.clean.zero_()
 
-    def run(self, inputs: Inputs) -> None:
+    @property
+    def outputs(self) -> dict[str, Guarded]:
+        named = {"dw": self.dw, "dx": self.dx}
+        return named | ({"dresidual_out": self.dresidual} if self.dresidual else {})
+
+    def run(
+        self,
+        inputs: Inputs,
+        *,
+        want_dx: bool = True,
+        want_dw: bool = True,
+        dw: torch.Tensor | None = None,
+        dw_mode: int = DW_IN_WEIGHT_DTYPE,
+    ) -> None:
+        """Enqueue one call. inputs.weight may be None here, and x and dy packed as (M / H, H, N);
+        dw, dw_mode: another place for dw, and what to do with it."""
+        dw = self.dw.tensor if dw is None else dw
         self.kernel.launch(
             inputs.x,
             inputs.dy,
             inputs.rstd,
             inputs.weight,
-            self.dx.tensor,
-            self.dw.tensor,
+            self.dx.tensor if want_dx else None,
+            dw if want_dw else None,
             self.workspace.tensor.data_ptr(),
             self.launch,
             torch.cuda.current_stream().cuda_stream,
+            dresidual=inputs.residual,
+            dresidual_out=self.dresidual.tensor if self.dresidual and want_dx else None,
+            dw_mode=dw_mode,
+            weight_offset=inputs.offset,
         )
 
     def arm(self) -> None:
         """Start a check: guards in order, counters and accumulators at zero."""
-        for guarded in (self.dx, self.dw, self.workspace):
+        for guarded in (*self.outputs.values(), self.workspace):
             guarded.arm()
         self.clean.zero_()
 
     def poison(self, byte: int = 0xFF) -> None:
-        self.dx.poison(byte)
-        self.dw.poison(byte)
+        for guarded in self.outputs.values():
+            guarded.poison(byte)
         self.scratch.fill_(byte)
 
     def fault(self) -> str:
         """What the last run left behind that it should not have."""
-        if not (self.dx.intact() and self.dw.intact() and self.workspace.intact()):
-            return "wrote outside dx, dw or the workspace"
+        if not all(guarded.intact() for guarded in (*self.outputs.values(), self.workspace)):
+            return "wrote outside its outputs or the workspace"
         if bool(self.clean.any()):
             return "left a counter or an accumulator of the workspace changed"
         return ""
@@ -142,7 +169,12 @@ def check_accuracy(bench: Bench, inputs: Inputs, reference: Reference) -> Accura
     error_dw, fault_dw = compare(
         "dw", bench.dw.tensor, reference.dw, HALF_UNIT[problem.weight_dtype], slack_dw
     )
-    return Accuracy(error_dx, error_dw, fault_dx or fault_dw or bench.fault())
+    fault = fault_dx or fault_dw
+    if bench.dresidual is not None:
+        unit = HALF_UNIT[problem.residual]
+        _, second = compare("dresidual_out", bench.dresidual.tensor, reference.dx, unit, slack_dx)
+        fault = fault or second
+    return Accuracy(error_dx, error_dw, fault or bench.fault())
 
 
 def same_bits(a: Guarded, b: torch.Tensor) -> bool:
@@ -163,17 +195,76 @@ def check_repeats(
     bench.arm()
     bench.poison()
     bench.run(inputs)
-    dx, dw = bench.dx.inside.clone(), bench.dw.inside.clone()
+    firsts = {name: guarded.inside.clone() for name, guarded in bench.outputs.items()}
     for i in range(1, runs):
         bench.poison((0xFF, 0x7F, 0x00, 0x3C)[i % 4])
         if around is not None:
             around(i)
         bench.run(inputs)
-        for name, out, first in (("dw", bench.dw, dw), ("dx", bench.dx, dx)):
-            if not same_bits(out, first):
-                count = int((out.inside != first).sum())
+        for name, out in bench.outputs.items():
+            if not same_bits(out, firsts[name]):
+                count = int((out.inside != firsts[name]).sum())
                 return f"{name} of run {i} differs from run 0 in {count} bytes"
     return bench.fault()
+
+
+def check_wishes(bench: Bench, inputs: Inputs) -> str:
+    """What a call may ask of any kernel at run time, each compared bit by bit with plain calls: no
+    dx, no dw, no weight, dw as fp32, dw added to an fp32 buffer, x and dy as the heads of packed
+    tensors. Returns "" or what differed."""
+    bench.arm()
+    bench.poison()
+    bench.run(inputs)
+    plain = {name: guarded.inside.clone() for name, guarded in bench.outputs.items()}
+
+    def differs(wish: str, *names: str) -> str:
+        for name in names:
+            if not same_bits(bench.outputs[name], plain[name]):
+                return f"{name} of a call {wish} is not that of a plain call"
+        return bench.fault()
+
+    rows = tuple(name for name in plain if name != "dw")
+    bench.poison()
+    bench.run(inputs, want_dw=False)
+    fault = differs("without dw", *rows)
+    bench.poison()
+    bench.run(inputs, want_dx=False)
+    fault = fault or differs("without dx", "dw")
+
+    wide = Guarded((bench.problem.N,), torch.float32, bench.dx.buffer.device)
+    wide.poison()
+    bench.run(inputs, dw=wide.tensor, dw_mode=DW_IN_FP32)
+    narrowed = wide.tensor.to(bench.dw.tensor.dtype)
+    if not torch.equal(narrowed.view(torch.uint8), plain["dw"].view(torch.uint8)):
+        fault = fault or "dw as fp32 does not round to dw"
+    start = torch.linspace(-3, 5, bench.problem.N, device=wide.buffer.device)
+    expected = start + wide.tensor
+    wide.tensor.copy_(start)
+    bench.run(inputs, dw=wide.tensor, dw_mode=DW_ADDED)
+    if not (torch.equal(wide.tensor, expected) and wide.intact()):
+        fault = fault or "dw added to a buffer is not the buffer and dw"
+
+    bench.run(replace(inputs, weight=torch.ones_like(inputs.weight)))
+    plain = {name: guarded.inside.clone() for name, guarded in bench.outputs.items()}
+    bench.poison()
+    bench.run(replace(inputs, weight=None))  # type: ignore[arg-type]
+    fault = fault or differs("without a weight", *plain)
+    for heads in (3, 2, 1):
+        if bench.problem.M % heads == 0:
+            bench.poison()
+            x, dy = pack(inputs.x, heads, 1), pack(inputs.dy, heads, 2)
+            bench.run(replace(inputs, x=x, dy=dy, weight=None))  # type: ignore[arg-type]
+            return fault or differs(f"with {heads} packed heads", *plain)
+    return fault
+
+
+def pack(rows: torch.Tensor, heads: int, gap: int) -> torch.Tensor:
+    """A copy of (M, N) rows as (M / heads, heads, N) with room for `gap` more heads in between, as
+    in a slice of a packed QKV tensor."""
+    M, N = rows.shape
+    packed = rows.new_empty((M // heads, heads + gap, N))
+    packed[:, :heads] = rows.view(M // heads, heads, N)
+    return packed[:, :heads]
 
 
 class Disturbance:

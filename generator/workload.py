@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,19 +18,22 @@ CHUNK_ELEMENTS = 1 << 26
 
 @dataclass
 class Inputs:
-    """x, dy: (M, N); rstd: (M,) fp32; weight: (N,)."""
+    """x, dy: (M, N); rstd: (M,) fp32; weight: (N,), to which `offset` is added in fp32; residual:
+    (M, N), the gradient that is added to dx."""
 
     x: torch.Tensor
     dy: torch.Tensor
     rstd: torch.Tensor
     weight: torch.Tensor
+    offset: float = 0.0
+    residual: torch.Tensor | None = None
 
 
 @dataclass
 class Reference:
     """dx (M, N) and dw (N,) from float64 arithmetic on the rounded inputs, with the magnitudes that
     bound the error of fp32 arithmetic: row_scale (M, 1), the largest sum of the magnitudes of dx's
-    two terms in the row (they cancel where N is 1), and
+    terms in the row (they cancel where N is 1), and
     dw_scale (N,), the sum of |dy * xhat| over the rows. dx is kept in float32 when the problem's
     dtype is narrower (its error is 2^-24 then, far below a half unit of bf16 or fp16), else in
     float64."""
@@ -71,8 +74,16 @@ def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs
         sign = 1.0 - 2.0 * (torch.arange(start, start + len(drawn), device=device) % 2)
         noise = torch.randn(x[part].shape, generator=generator, device=device)
         dy[part] = noise + 0.5 * sign[:, None] * drawn
-    weight = 1 + 0.1 * torch.randn(problem.N, generator=generator, device=device)
-    return Inputs(x, dy, _rstd(x), weight.to(TORCH_DTYPE[problem.weight_dtype]))
+    offset = 1.0 if problem.offset else 0.0
+    weight = 1 - offset + 0.1 * torch.randn(problem.N, generator=generator, device=device)
+    residual = None
+    if problem.residual:
+        residual = torch.empty(shape, dtype=TORCH_DTYPE[problem.residual], device=device)
+        for start in _row_chunks(problem):
+            part = slice(start, start + step)
+            residual[part] = torch.randn(x[part].shape, generator=generator, device=device)
+    weight = weight.to(TORCH_DTYPE[problem.weight_dtype])
+    return Inputs(x, dy, _rstd(x), weight, offset, residual)
 
 
 def make_cancelling(problem: Problem, inputs: Inputs, seed: int = 1) -> Inputs:
@@ -96,14 +107,15 @@ def make_cancelling(problem: Problem, inputs: Inputs, seed: int = 1) -> Inputs:
         dy[start:stop] = large
         dy[half + start : half + stop] = -dy[start:stop]
         dy[half + start : half + stop] += noise * 0.01
-    return Inputs(x, dy, rstd, inputs.weight)
+    return replace(inputs, x=x, dy=dy, rstd=rstd)
 
 
 def make_reference(problem: Problem, inputs: Inputs) -> Reference:
     """The reference in float64, computed in chunks of rows.
 
     dx = rstd * (w * dy - xhat * mean(xhat * w * dy)), dw = sum over rows of dy * xhat, with
-    xhat = x * rstd (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
+    xhat = x * rstd (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019); w is the
+    weight and the offset, and the residual's gradient is added to dx.
     """
     wide = torch.float64 if problem.dtype == "fp32" else torch.float32
     device = inputs.x.device
@@ -111,7 +123,7 @@ def make_reference(problem: Problem, inputs: Inputs) -> Reference:
     dw = torch.zeros(problem.N, dtype=torch.float64, device=device)
     dw_scale = torch.zeros_like(dw)
     row_scale = torch.empty((problem.M, 1), dtype=torch.float32, device=device)
-    weight = inputs.weight.double()
+    weight = inputs.weight.double() + inputs.offset
     step = max(1, CHUNK_ELEMENTS // problem.N)
     for start in _row_chunks(problem):
         part = slice(start, start + step)
@@ -123,8 +135,12 @@ def make_reference(problem: Problem, inputs: Inputs) -> Reference:
         dw_scale += product.abs().sum(0)
         weighted = dy * weight
         along = xhat * (xhat * weighted).mean(dim=1, keepdim=True)
-        dx[part] = rstd * (weighted - along)
+        gradient = rstd * (weighted - along)
         terms = rstd * (weighted.abs() + along.abs())
+        if inputs.residual is not None:
+            gradient += inputs.residual[part].double()
+            terms += inputs.residual[part].double().abs()
+        dx[part] = gradient
         row_scale[part] = terms.amax(dim=1, keepdim=True)
     return Reference(dx, dw, row_scale, dw_scale)
 

@@ -28,7 +28,7 @@ struct DwStrategy : DwContext {
     }
     if (broadcast(smem, ticket) + 1 < participants) return;
     for_each_quad(columns, [&](int column) {
-      store_dw4(own_dw(), column, columns, load_workspace(sums + column));
+      own_dw().store4(column, columns, load_workspace(sums + column));
       store_workspace(sums + column, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
     });
     if (threadIdx.x == 0) store_counter(counters + rank, 0);

@@ -35,11 +35,11 @@ struct DwStrategy : DwContext {
     if (participant >= waiting) return;
     cta_barrier();  // behind it, shared memory is the tail's as well
     float* buffer = reinterpret_cast<float*>(smem + kTilesOffset);
-    WeightElement* out = own_dw();
+    const DwOutput out = own_dw();
     for (unsigned slice = participant; slice < slices; slice += participants)
       sum_slice<kThreads, kTailColumns>(
           row(0), static_cast<long long>(kCluster) * kPartialStride, participants,
           static_cast<int>(slice) * kTailColumns, columns, buffer,
-          [&](int column, float total) { store_dw(out + column, total); });
+          [&](int column, float total) { out.store(column, total); });
   }
 };

@@ -36,8 +36,8 @@ struct DwStrategy : DwContext {
     const unsigned size = min(group, participants - g * group);
     unsigned* arrivals = counters + rank * (groups + 1);
     if (!last_of(arrivals + g, size)) return;
-    WeightElement* out = own_dw();
-    const auto to_dw = [&](int column, float total) { store_dw(out + column, total); };
+    const DwOutput out = own_dw();
+    const auto to_dw = [&](int column, float total) { out.store(column, total); };
     if constexpr (kLevels == 1) {
       sum_rows(0, participants, to_dw);
     } else {

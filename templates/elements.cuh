@@ -32,19 +32,55 @@ DEVICE float4 add4(float4 a, float4 b) {
                      __fadd_rn(a.w, b.w));
 }
 
-// The weights beside one vector of x, in loads of up to 16 bytes.
-DEVICE Packet<kWeightBytes> load_weights(const WeightElement* from) {
-  if constexpr (kWeightBytes <= 16) {
-    return load_weight<kWeightBytes>(from);
-  } else {
-    Packet<kWeightBytes> packet;
+// Wide packets travel in chunks of up to 16 bytes.
+template <int kBytes> constexpr int kChunkOf = kBytes < 16 ? kBytes : 16;
+
+// The weights beside one vector of x, in loads of up to 16 bytes; ones where there is no weight.
+DEVICE Packet<kWeightBytes> load_weights(const WeightElement* weight, int column) {
+  constexpr int kChunk = kChunkOf<kWeightBytes>;
+  constexpr unsigned kOne = sizeof(WeightElement) == 4 ? 0x3f800000u
+                            : is_bf16<WeightElement>   ? 0x3f803f80u
+                                                       : 0x3c003c00u;
+  Packet<kWeightBytes> packet;
+  if (weight == nullptr) {
 #pragma unroll
-    for (int c = 0; c < kWeightBytes / 16; ++c) {
-      const Packet<16> part = load_weight<16>(from + c * 16 / static_cast<int>(sizeof(*from)));
-#pragma unroll
-      for (int w = 0; w < 4; ++w) packet.words[4 * c + w] = part.words[w];
-    }
+    for (unsigned& word : packet.words) word = kOne;
     return packet;
+  }
+#pragma unroll
+  for (int c = 0; c < kWeightBytes / kChunk; ++c)
+    *reinterpret_cast<Packet<kChunk>*>(packet.words + c * kChunk / 4) =
+        load_weight<kChunk>(weight + column + c * kChunk / static_cast<int>(sizeof(*weight)));
+  return packet;
+}
+
+// The weight of element i of a packet as the formulas use it: with the offset of models that store
+// w - 1, added in fp32.
+DEVICE float weight_of(const Packet<kWeightBytes>& packet, int i, float offset) {
+  const float w = element<WeightElement>(packet.words, i);
+  return kOffset ? __fadd_rn(w, offset) : w;
+}
+
+// dresidual beside one vector of x from shared memory, its chunks at `place(chunk)`.
+template <typename Place> DEVICE ResidualPacket gather_chunks(Place place) {
+  constexpr int kChunk = kChunkOf<kResidualBytes>;
+  ResidualPacket packet;
+#pragma unroll
+  for (int c = 0; c < kResidualBytes / kChunk; ++c)
+    *reinterpret_cast<Packet<kChunk>*>(packet.words + c * kChunk / 4) =
+        load_shared_packet<kChunk>(place(c));
+  return packet;
+}
+
+// dx in the residual's dtype.
+DEVICE void store_residual(ResidualElement* to, const float* values) {
+  constexpr int kChunk = kChunkOf<kResidualBytes>;
+  constexpr int kStep = kChunk / static_cast<int>(sizeof(ResidualElement));
+#pragma unroll
+  for (int c = 0; c < kResidualBytes / kChunk; ++c) {
+    Packet<kChunk> packet;
+    narrow<ResidualElement, kStep>(packet.words, values + c * kStep);
+    store_row<kChunk>(to + c * kStep, packet);
   }
 }
 

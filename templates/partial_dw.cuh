@@ -43,17 +43,38 @@ template <typename Visit> DEVICE void for_each_quad(int columns, Visit visit) {
   for (int column = 4 * threadIdx.x; column < columns; column += 4 * kThreads) visit(column);
 }
 
-DEVICE void store_dw4(WeightElement* dw, int column, int columns, float4 value) {
-  store_dw(dw + column, value.x);
-  if (column + 1 < columns) store_dw(dw + column + 1, value.y);
-  if (column + 2 < columns) store_dw(dw + column + 2, value.z);
-  if (column + 3 < columns) store_dw(dw + column + 3, value.w);
-}
+// Where dw goes and how: rounded once to the weight's dtype (0), as fp32 (1), or added to the fp32
+// numbers that are there (2). Every element is stored by one thread, once.
+struct DwOutput {
+  void* base;
+  int mode;
+
+  DEVICE void store(int column, float value) const {
+    if (mode == 0) {
+      store_dw(static_cast<WeightElement*>(base) + column, value);
+    } else {
+      float* to = static_cast<float*>(base) + column;
+      store_dw(to, mode == 1 ? value : __fadd_rn(load_dw(to), value));
+    }
+  }
+  DEVICE void store4(int column, int columns, float4 value) const {
+    store(column, value.x);
+    if (column + 1 < columns) store(column + 1, value.y);
+    if (column + 2 < columns) store(column + 2, value.z);
+    if (column + 3 < columns) store(column + 3, value.w);
+  }
+  // The part of the columns from `first` on.
+  DEVICE DwOutput from(int first) const {
+    return {mode == 0 ? static_cast<void*>(static_cast<WeightElement*>(base) + first)
+                      : static_cast<void*>(static_cast<float*>(base) + first),
+            mode};
+  }
+};
 
 // What every strategy is given. `columns` are this CTA's (a cluster splits a row by rank); each rank
 // has its own counters and its own part of every workspace row, so ranks never meet.
 struct DwContext {
-  WeightElement* dw;
+  DwOutput output;
   unsigned* counters;
   float* zeroed;
   float* scratch;
@@ -61,7 +82,7 @@ struct DwContext {
   int columns, rank;
   unsigned char* smem;
 
-  DEVICE WeightElement* own_dw() const { return dw + rank * kColumns; }
+  DEVICE DwOutput own_dw() const { return output.from(rank * kColumns); }
   // Row `index` of the workspace, from this CTA's first column.
   DEVICE float* row(unsigned index) const {
     return scratch + (static_cast<long long>(index) * kCluster + rank) * kPartialStride;

@@ -11,6 +11,8 @@ template <> constexpr bool is_bf16<bf16> = true;
 template <int kBytes> struct Packet { unsigned words[(kBytes + 3) / 4]; };
 
 #define DEVICE __device__ __forceinline__
+// The parameters of a kernel, read in place from the constant bank.
+#define ARGUMENTS(type, name) const __grid_constant__ type name
 
 // -- Numbers. Every rounding is written out; the build turns contraction off. --
 
@@ -101,6 +103,8 @@ template <int kBytes> DEVICE void store_row(void* to, const Packet<kBytes>& pack
 DEVICE void store_dw(bf16* to, float value) { to->bits = narrow_bf16(value); }
 DEVICE void store_dw(fp16* to, float value) { to->bits = narrow_fp16(value); }
 DEVICE void store_dw(float* to, float value) { *to = value; }
+// A gradient that this launch adds to: each element is read and written by one thread, once.
+DEVICE float load_dw(const float* from) { return *from; }
 
 // The workspace, which CTAs write for each other: strong (relaxed) loads read at the L2, where the
 // writes of other SMs are, so that no argument about stale L1 lines is needed.

@@ -7,6 +7,9 @@
 
 struct RowPipeline {
   static constexpr int kTileBytes = kVectors * kThreads * kVectorBytes;  // one row of every team
+  static constexpr int kResidualTileBytes = kResidual * kVectors * kThreads * kResidualBytes;
+  static constexpr int kStageBytes = kRowsInFlight * (2 * kTileBytes + kResidualTileBytes);
+  static constexpr int kAhead = kStages - kReload;
 
   const Rows& rows;
   unsigned char* tiles;
@@ -16,8 +19,14 @@ struct RowPipeline {
 
   // Vectors of consecutive threads are neighbours: no bank conflicts.
   DEVICE unsigned char* slot(int in_stage, int tensor, int u, int j) const {
-    return tiles + ((in_stage * 2 + tensor) * kRowsInFlight + u) * kTileBytes +
+    return tiles + in_stage * kStageBytes + (tensor * kRowsInFlight + u) * kTileBytes +
            (j * kThreads + threadIdx.x) * kVectorBytes;
+  }
+  DEVICE unsigned char* residual_slot(int in_stage, int u, int j, int chunk) const {
+    return tiles + in_stage * kStageBytes + 2 * kRowsInFlight * kTileBytes +
+           u * kResidualTileBytes +
+           ((j * (kResidualBytes / kChunkOf<kResidualBytes>) + chunk) * kThreads + threadIdx.x) *
+               kChunkOf<kResidualBytes>;
   }
   DEVICE void fetch(long long batch, int into) {
 #pragma unroll
@@ -27,18 +36,26 @@ struct RowPipeline {
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
         if (row < rows.count && rows.owns(column)) {
-          copy_async<kVectorBytes>(slot(into, 0, u, j), rows.x + row * rows.x_stride + column);
-          copy_async<kVectorBytes>(slot(into, 1, u, j), rows.dy + row * rows.dy_stride + column);
+          copy_async<kVectorBytes>(slot(into, 0, u, j), rows.x(row, column));
+          copy_async<kVectorBytes>(slot(into, 1, u, j), rows.dy(row, column));
+          if constexpr (kResidual) {
+            constexpr int kChunk = kChunkOf<kResidualBytes>;
+            constexpr int kStep = kChunk / static_cast<int>(sizeof(ResidualElement));
+#pragma unroll
+            for (int c = 0; c < kResidualBytes / kChunk; ++c)
+              copy_async<kChunk>(residual_slot(into, u, j, c),
+                                 rows.dresidual(row, column) + c * kStep);
+          }
         }
       }
     }
     copy_async_commit();
   }
-  DEVICE void start(long long first, long long step) {
+  DEVICE void start(const Schedule& schedule) {
 #pragma unroll
-    for (int s = 0; s < kStages - kReload; ++s) fetch(first + s * step, s);
+    for (int s = 0; s < kAhead; ++s) fetch(schedule.ahead(s), s);
   }
-  DEVICE void await() { copy_async_wait<kStages - 1 - kReload>(); }
+  DEVICE void await() { copy_async_wait<kAhead - 1>(); }
   DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors],
                    RowPacket (&dy)[kRowsInFlight][kVectors], long long batch) {
 #pragma unroll
@@ -54,10 +71,23 @@ struct RowPipeline {
       }
     }
   }
+  DEVICE void read_residual(ResidualPacket (&residual)[kRowsInFlight][kVectors], long long batch) {
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const bool valid = batch * kRowsInFlight + u < rows.count;
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        residual[u][j] = ResidualPacket{};
+        if (valid && rows.owns(rows.column(j)))
+          residual[u][j] =
+              gather_chunks([&](int c) { return residual_slot(stage, u, j, c); });
+      }
+    }
+  }
   // With a reload the stage of this batch is still needed: the one before it is refilled.
-  DEVICE void refill(long long batch, long long step) {
+  DEVICE void refill(const Schedule& schedule) {
     const int last = stage == 0 ? kStages - 1 : stage - 1;
-    fetch(batch + (kStages - kReload) * step, kReload ? last : stage);
+    fetch(schedule.ahead(kAhead), kReload ? last : stage);
   }
   DEVICE void advance() { stage = stage + 1 == kStages ? 0 : stage + 1; }
 };

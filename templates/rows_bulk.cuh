@@ -8,7 +8,8 @@
 // Only rows that exist are copied; the places of the others hold old data and are never read.
 
 struct RowPipeline {
-  static constexpr int kBatchBytes = 2 * kRowsInFlight * kRowBytes;
+  static constexpr int kBatchBytes = kRowsInFlight * (2 * kRowBytes + kResidualRowBytes);
+  static constexpr int kAhead = kStages - kReload;
 
   const Rows& rows;
   unsigned char* tiles;
@@ -31,18 +32,20 @@ struct RowPipeline {
     const long long left = rows.count - row;
     const int valid = left < kRowsInFlight ? static_cast<int>(left) : kRowsInFlight;
     unsigned char* tile = tiles + into * kBatchBytes;
-    mbarrier_expect(&landed[into], 2 * valid * kRowBytes);
+    mbarrier_expect(&landed[into], valid * (2 * kRowBytes + kResidualRowBytes));
     for (int u = 0; u < valid; ++u) {
-      bulk_load(tile + u * kRowBytes, rows.x + (row + u) * rows.x_stride + rows.first_column,
-                kRowBytes, &landed[into]);
-      bulk_load(tile + (kRowsInFlight + u) * kRowBytes,
-                rows.dy + (row + u) * rows.dy_stride + rows.first_column, kRowBytes,
+      bulk_load(tile + u * kRowBytes, rows.x(row + u, rows.first_column), kRowBytes,
                 &landed[into]);
+      bulk_load(tile + (kRowsInFlight + u) * kRowBytes, rows.dy(row + u, rows.first_column),
+                kRowBytes, &landed[into]);
+      if constexpr (kResidual)
+        bulk_load(tile + 2 * kRowsInFlight * kRowBytes + u * kResidualRowBytes,
+                  rows.dresidual(row + u, rows.first_column), kResidualRowBytes, &landed[into]);
     }
   }
-  DEVICE void start(long long first, long long step) {
+  DEVICE void start(const Schedule& schedule) {
     if (team_thread() == 0)
-      for (int s = 0; s < kStages - kReload; ++s) fetch(first + s * step, s);
+      for (int s = 0; s < kAhead; ++s) fetch(schedule.ahead(s), s);
   }
   DEVICE void await() { mbarrier_wait(&landed[stage], phase); }
   DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors],
@@ -63,12 +66,29 @@ struct RowPipeline {
       }
     }
   }
+  DEVICE void read_residual(ResidualPacket (&residual)[kRowsInFlight][kVectors], long long batch) {
+    const unsigned char* tile = tiles + stage * kBatchBytes + 2 * kRowsInFlight * kRowBytes;
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const bool valid = batch * kRowsInFlight + u < rows.count;
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        const int column = rows.column(j);
+        const unsigned char* from =
+            tile + u * kResidualRowBytes +
+            (column - rows.first_column) * static_cast<int>(sizeof(ResidualElement));
+        residual[u][j] = ResidualPacket{};
+        if (valid && rows.owns(column))
+          residual[u][j] = gather_chunks([&](int c) { return from + 16 * c; });
+      }
+    }
+  }
   // With a reload the stage of this batch is still needed: the one before it is refilled.
-  DEVICE void refill(long long batch, long long step) {
+  DEVICE void refill(const Schedule& schedule) {
     if (team_thread() != 0) return;
     fence_async_shared();
     const int last = stage == 0 ? kStages - 1 : stage - 1;
-    fetch(batch + (kStages - kReload) * step, kReload ? last : stage);
+    fetch(schedule.ahead(kAhead), kReload ? last : stage);
   }
   DEVICE void advance() {
     if (++stage == kStages) {

@@ -19,6 +19,7 @@ struct Turns : DwContext {
   DEVICE unsigned* top_turn() const { return counters + 1 + groups(); }
 
   DEVICE unsigned begin() const {
+    if (output.base == nullptr) return blockIdx.x;  // no dw, no turns
     unsigned ticket = 0;
     if (threadIdx.x == 0) ticket = take_ticket(counters);
     return broadcast(smem, ticket);
@@ -48,7 +49,7 @@ struct Turns : DwContext {
       float4 sum = own(column);
       if (g > 0) sum = add4(load_workspace(total + column), sum);
       if (last)
-        store_dw4(own_dw(), column, columns, sum);
+        own_dw().store4(column, columns, sum);
       else
         store_workspace(total + column, sum);
     });

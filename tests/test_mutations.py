@@ -108,15 +108,15 @@ PLANTED = {
     ),
     "last row of a ragged tile written": Mutation(
         "separate",
-        "if (row < count && rows.owns(column)) {",
-        "if (rows.owns(column)) {",
+        "if (args.dx != nullptr && row < args.rows && rows.owns(column)) {",
+        "if (args.dx != nullptr && rows.owns(column)) {",
         r"out of bounds: writes 16 bytes at dx\[43, \d+\]",
         {"rows_in_flight": 2},
     ),
     "stage refilled before all threads have read it (bulk)": Mutation(
         "separate",
-        "    row_sum(sum);\n    pipeline.refill(batch, step);",
-        "    pipeline.refill(batch, step);\n    row_sum(sum);",
+        "    row_sum(sum);\n    pipeline.refill(schedule);",
+        "    pipeline.refill(schedule);\n    row_sum(sum);",
         r"race: refills byte \d+ of shared memory, which .* may still have to read"
         r"|reads byte \d+ of shared memory, .*bulk copy of thread 0.*refilled before",
         BULK,
@@ -190,8 +190,8 @@ PLANTED = {
     ),
     "stage read before its wait (cp.async)": Mutation(
         "separate",
-        "copy_async_wait<kStages - 1 - kReload>();",
-        "copy_async_wait<kStages - kReload>();",
+        "copy_async_wait<kAhead - 1>();",
+        "copy_async_wait<kAhead>();",
         r"CTA \d+ thread \d+: reads byte \d+ of shared memory before the wait for the cp.async",
         ASYNC,
     ),
@@ -253,14 +253,14 @@ PLANTED = {
     ),
     "row of dx left out": Mutation(
         "separate",
-        "if (row < count && rows.owns(column)) {",
-        "if (row < count - 1 && rows.owns(column)) {",
+        "if (args.dx != nullptr && row < args.rows && rows.owns(column)) {",
+        "if (args.dx != nullptr && row < args.rows - 1 && rows.owns(column)) {",
         r"dx\[42, 0\] was never written, nor 1023 more",
     ),
     "row of dx written twice": Mutation(
         "separate",
-        "store_row<kVectorBytes>(dx + row * dx_stride + column, packet);",
-        "store_row<kVectorBytes>(dx + row / 2 * dx_stride + column, packet);",
+        "store_row<kVectorBytes>(args.dx + row * args.dx_stride + column, packet);",
+        "store_row<kVectorBytes>(args.dx + row / 2 * args.dx_stride + column, packet);",
         r"writes dx\[\d+, \d+\] a second time",
     ),
     "slice of dw left out": Mutation(

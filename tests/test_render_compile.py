@@ -89,7 +89,8 @@ def test_every_fragment_is_used_by_some_variant() -> None:
                 plain_variant(SHAPE, find_target("h200"), **flavour, pipeline=pipeline)
             )
     used |= fragments(clustered(find_target("h200")))
-    assert used == {path.stem for path in TEMPLATES.glob("*.cuh")}
+    found = {path.stem for path in TEMPLATES.glob("*.cuh")}
+    assert used == {name for name in found if not name.startswith("forward_")}
 
 
 # ---- Every strategy compiles ---------------------------------------------------------------------

@@ -212,13 +212,16 @@ def _accuracy(
     problem: Problem, runs: Runs, reference: Reference
 ) -> tuple[list[tuple[float, float]], list[str]]:
     """Errors of every different dx and dw, and what is outside the bounds of generator.verify."""
-    errors = {"dx": [0.0], "dw": [0.0]}
+    errors = {"dx": [0.0], "dw": [0.0], "dresidual_out": [0.0]}
     wrong: list[str] = []
-    units = {"dx": HALF_UNIT[problem.dtype], "dw": HALF_UNIT[problem.weight_dtype]}
     slack_dx, slack_dw = slacks(problem, reference)
-    for name, results, slack in (("dx", runs.dx, slack_dx), ("dw", runs.dw, slack_dw)):
+    for name, results, truth, dtype, slack in (
+        ("dx", runs.dx, reference.dx, problem.dtype, slack_dx),
+        ("dw", runs.dw, reference.dw, problem.weight_dtype, slack_dw),
+        ("dresidual_out", runs.residual, reference.dx, problem.residual, slack_dx),
+    ):
         for out in results:
-            error, fault = compare(name, out, getattr(reference, name), units[name], slack)
+            error, fault = compare(name, out, truth, HALF_UNIT[dtype], slack)
             errors[name].append(error)
             if fault:
                 wrong.append(fault)

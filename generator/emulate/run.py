@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 from generator.emulate.build import DEFAULT_CACHE, build
 from generator.errors import NormforgeError
 from generator.problem import ITEMSIZE
+from generator.runtime.launch import DW_IN_WEIGHT_DTYPE
 from generator.runtime.plan import KernelSpec, Launch
 from generator.workload import TORCH_DTYPE, Inputs
 
@@ -41,26 +43,44 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Wishes:
+    """What a call may ask of any kernel: no weight (ones), no dx, no dw, dw as fp32
+    (DW_IN_FP32) or added to `dw`, (N,) fp32 (DW_ADDED); inner > 0: x and dy lie as `inner` rows
+    and then a gap."""
+
+    weight: bool = True
+    dx: bool = True
+    dw: bool = True
+    dw_mode: int = DW_IN_WEIGHT_DTYPE
+    added_to: torch.Tensor | None = None
+    inner: int = 0
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """What one schedule gave: indices into Runs.dx and Runs.dw, or the fault that ended it."""
+    """What one schedule gave: indices into Runs.dx, Runs.dw and Runs.residual, or the fault that
+    ended it."""
 
     schedule: Schedule
     dx: int | None = None
     dw: int | None = None
+    residual: int | None = None
     fault: str = ""
 
 
 @dataclass
 class Runs:
-    """The outcomes in the order of the schedules, and every different dx (M, N) and dw (N,)."""
+    """The outcomes in the order of the schedules, and every different dx (M, N), dw (N,) and second
+    output of dx in the residual's dtype (where that is another one)."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     dx: list[torch.Tensor] = field(default_factory=list)
     dw: list[torch.Tensor] = field(default_factory=list)
+    residual: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def distinct_results(self) -> int:
-        return len({(o.dx, o.dw) for o in self.outcomes if not o.fault})
+        return len({(o.dx, o.dw, o.residual) for o in self.outcomes if not o.fault})
 
     @property
     def faults(self) -> list[str]:
@@ -76,6 +96,7 @@ def run_schedules(
     schedules: Sequence[Schedule],
     *,
     layout: Layout | None = None,
+    wishes: Wishes | None = None,
     deadline: float = DEADLINE_SECONDS,
     cache_folder: Path = DEFAULT_CACHE,
 ) -> Runs:
@@ -95,7 +116,8 @@ def run_schedules(
                 f"each other and {schedule.residency} may be resident"
             )
     program = build(source, cache_folder)
-    request = _request(spec, launch, inputs, schedules, layout or Layout())
+    wishes = wishes or Wishes()
+    request = _request(spec, launch, inputs, schedules, layout or Layout(), wishes)
     with subprocess.Popen(
         [str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -106,7 +128,7 @@ def run_schedules(
             process.kill()
             output, errors = process.communicate()
             end = f"no end within {deadline:g} s: a thread runs without ever waiting"
-    runs = _read(output, spec, inputs, schedules)
+    runs = _read(output, spec, inputs, schedules, wishes)
     if len(runs.outcomes) < len(schedules):
         runs.outcomes.append(Outcome(schedules[len(runs.outcomes)], fault=end))
     return runs
@@ -118,18 +140,20 @@ def _request(
     inputs: Inputs,
     schedules: Sequence[Schedule],
     layout: Layout,
+    wishes: Wishes,
 ) -> bytes:
     """What the program reads; main.cpp has the format."""
     M, N = inputs.x.shape
     item, weight_item = ITEMSIZE[spec.dtype], ITEMSIZE[spec.weight_dtype]
     weight_bytes = max(1, spec.vector_bytes // item) * weight_item
+    residual_item = ITEMSIZE[spec.residual] if spec.residual else 0
     fields = {
         "grid": launch.grid,
         "threads": spec.threads,
         "cluster": spec.cluster,
         "shared_bytes": spec.smem_bytes,
         "team_threads": spec.threads // spec.rows_per_cta,
-        "sum_grid": launch.sum_grid,
+        "sum_grid": launch.sum_grid if wishes.dw else 0,
         "sum_threads": spec.sum_threads,
         "dependent": int(spec.dependent),
         "ordered_adds": int(spec.determinism != "none"),
@@ -149,10 +173,22 @@ def _request(
         "partial_columns": spec.columns if spec.exact else N,
         "partial_stride": spec.partial_stride,
         "group": launch.group,
+        "partials": launch.participants,
+        "no_weight": int(not wishes.weight),
+        "no_dx": int(not wishes.dx),
+        "no_dw": int(not wishes.dw),
+        "dw_mode": wishes.dw_mode,
+        "dw_item": weight_item if wishes.dw_mode == DW_IN_WEIGHT_DTYPE else 4,
+        "weight_offset": struct.unpack("I", struct.pack("f", inputs.offset))[0],
+        "residual_item": residual_item,
+        "residual_out": int(spec.residual not in ("", spec.dtype)),
+        "inner": wishes.inner,
     }
     lines = [f"{name} {value}" for name, value in fields.items()]
     lines += [f"run {schedule.seed} {schedule.residency}" for schedule in schedules]
-    tensors = (inputs.x, inputs.dy, inputs.rstd, inputs.weight)
+    tensors = [inputs.x, inputs.dy, inputs.rstd, inputs.weight]
+    tensors += [] if inputs.residual is None else [inputs.residual]
+    tensors += [] if wishes.added_to is None else [wishes.added_to]
     data = b"".join(_bytes(tensor) for tensor in tensors)
     return ("\n".join(lines) + "\ndata\n").encode() + data
 
@@ -161,11 +197,20 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _read(output: bytes, spec: KernelSpec, inputs: Inputs, schedules: Sequence[Schedule]) -> Runs:
+def _read(
+    output: bytes,
+    spec: KernelSpec,
+    inputs: Inputs,
+    schedules: Sequence[Schedule],
+    wishes: Wishes,
+) -> Runs:
     runs = Runs()
+    rows = tuple(inputs.x.shape)
+    dw_dtype = spec.weight_dtype if wishes.dw_mode == DW_IN_WEIGHT_DTYPE else "fp32"
     results = {
-        "dx": (runs.dx, TORCH_DTYPE[spec.dtype], tuple(inputs.x.shape)),
-        "dw": (runs.dw, TORCH_DTYPE[spec.weight_dtype], tuple(inputs.weight.shape)),
+        "dx": (runs.dx, TORCH_DTYPE[spec.dtype], rows),
+        "dw": (runs.dw, TORCH_DTYPE[dw_dtype], tuple(inputs.weight.shape)),
+        "dresidual_out": (runs.residual, TORCH_DTYPE[spec.residual or spec.dtype], rows),
     }
     at = 0
     while (end := output.find(b"\n", at)) >= 0 and len(runs.outcomes) < len(schedules):
@@ -175,11 +220,13 @@ def _read(output: bytes, spec: KernelSpec, inputs: Inputs, schedules: Sequence[S
         if kind == "fault":
             runs.outcomes.append(Outcome(schedule, fault=rest))
         elif kind == "run":
-            dx, dw = map(int, rest.split())
-            runs.outcomes.append(Outcome(schedule, dx, dw))
+            dx, dw, residual = map(int, rest.split())
+            runs.outcomes.append(Outcome(schedule, dx, dw, residual))
         else:
             found, dtype, shape = results[kind]
             content = bytearray(output[at : at + int(rest)])
+            if not content:
+                continue  # an output that there is not
             at += int(rest)
             if len(content) < int(rest):
                 break  # killed while it wrote

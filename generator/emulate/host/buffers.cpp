@@ -24,12 +24,23 @@ void lay_out_memory() {
   const auto flat = [](const char* name, std::size_t bytes, unsigned item) {
     return Buffer{name, nullptr, 1, bytes ? bytes : 1, bytes, item};
   };
-  m.buffers[kX] = {"x", nullptr, l.rows, std::size_t{l.x_stride} * l.item, row, l.item};
-  m.buffers[kDy] = {"dy", nullptr, l.rows, std::size_t{l.dy_stride} * l.item, row, l.item};
+  const std::size_t last = l.rows ? l.rows - 1 : 0;
+  m.buffers[kX] = {"x", nullptr, stored_row(kX, last) + 1, std::size_t{l.x_stride} * l.item, row,
+                   l.item};
+  m.buffers[kDy] = {"dy", nullptr, stored_row(kDy, last) + 1, std::size_t{l.dy_stride} * l.item,
+                    row, l.item};
   m.buffers[kRstd] = flat("rstd", std::size_t{l.rows} * 4, 4);
   m.buffers[kWeight] = flat("weight", std::size_t{l.columns} * l.weight_item, l.weight_item);
   m.buffers[kDx] = {"dx", nullptr, l.rows, std::size_t{l.dx_stride} * l.item, row, l.item};
-  m.buffers[kDw] = flat("dw", std::size_t{l.columns} * l.weight_item, l.weight_item);
+  m.buffers[kDw] = flat("dw", std::size_t{l.columns} * l.dw_item, l.dw_item);
+  const std::size_t residual = std::size_t{l.columns} * l.residual_item;
+  const unsigned residual_item = l.residual_item ? l.residual_item : 1;
+  m.buffers[kDresidual] = {"dresidual", nullptr, l.residual_item ? l.rows : 0, residual + !residual,
+                           residual, residual_item};
+  m.buffers[kDresidualOut] = {"dresidual_out", nullptr, l.residual_out ? l.rows : 0,
+                              (residual + !residual) / l.columns * l.dx_stride, residual,
+                              residual_item};
+  if (!l.residual_out) m.buffers[kDresidualOut].pitch = 1;
   m.buffers[kCounters] = flat("counters", std::size_t{l.counters} * 4, 4);
   m.buffers[kZeroed] = {"zeroed", nullptr, l.zeroed * 4 / partials, partials, partials, 4};
   m.buffers[kScratch] = {"scratch", nullptr, l.scratch * 4 / partials, partials, partials, 4};
@@ -48,17 +59,26 @@ void lay_out_memory() {
     buffer.base = at + (row_matrix ? l.misaligned_bytes : 0);
     at += (buffer.extent() + l.misaligned_bytes + 4095) / 4096 * 4096 + kGap;
   }
-  m.written[kOutputDx].resize(std::size_t{l.rows} * l.columns);
-  m.written[kOutputDw].resize(l.columns);
+  const std::size_t elements = std::size_t{l.rows} * l.columns;
+  m.written[0].resize(l.no_dx ? 0 : elements);
+  m.written[1].resize(l.no_dw ? 0 : l.columns);
+  m.written[2].resize(l.residual_out && !l.no_dx ? elements : 0);
   m.words[0].resize(l.zeroed);
   m.words[1].resize(l.scratch);
   m.adds.resize(l.zeroed / 4);
   m.counters.resize(l.counters);
 }
 
+std::size_t stored_row(BufferId id, std::size_t row) {
+  const unsigned inner = m.launch.inner;
+  return inner ? row + row / inner * (id == kX ? 1 : 2) : row;
+}
+
 void reset_memory() {
-  for (const BufferId id : {kDx, kDw, kScratch})
+  for (const BufferId id : {kDx, kDw, kDresidualOut, kScratch})
     std::memset(m.buffers[id].base, 0xff, m.buffers[id].extent());
+  if (!m.initial_dw.empty())
+    std::memcpy(m.buffers[kDw].base, m.initial_dw.data(), m.initial_dw.size());
   for (const BufferId id : {kCounters, kZeroed})
     std::memset(m.buffers[id].base, 0, m.buffers[id].extent());
   for (auto& written : m.written) std::fill(written.begin(), written.end(), 0);
@@ -118,22 +138,31 @@ void check_aligned(const void* at, std::size_t bytes, const char* verb, int line
 }
 
 void input_read(Input input, const void* from, unsigned bytes, int line) {
-  static const unsigned kMasks[] = {1u << kX | 1u << kDy, 1u << kRstd, 1u << kWeight};
+  static const unsigned kMasks[] = {1u << kX | 1u << kDy | 1u << kDresidual, 1u << kRstd,
+                                    1u << kWeight};
   checked_buffer(kMasks[input], from, bytes, "reads", line);
   check_aligned(from, bytes, "reads", line);
 }
 
 void output_write(Output output, const void* to, unsigned bytes, int line) {
-  const BufferId id = output == kOutputDx ? kDx : kDw;
-  const Buffer& b = checked_buffer(1u << id, to, bytes, "writes", line);
+  unsigned mask = 0;
+  if (output == kOutputDw) mask = m.launch.no_dw ? 0 : 1u << kDw;
+  else if (!m.launch.no_dx) mask = 1u << kDx | (m.launch.residual_out ? 1u << kDresidualOut : 0);
+  const Buffer& b = checked_buffer(mask, to, bytes, "writes", line);
   check_aligned(to, bytes, "writes", line);
   const auto offset = static_cast<std::size_t>(static_cast<const unsigned char*>(to) - b.base);
-  unsigned char* written = m.written[output].data() + offset / b.pitch * m.launch.columns +
+  const unsigned which = &b == &m.buffers[kDx] ? 0 : &b == &m.buffers[kDw] ? 1 : 2;
+  unsigned char* written = m.written[which].data() + offset / b.pitch * m.launch.columns +
                            offset % b.pitch / b.item;
   for (unsigned i = 0; i < bytes / b.item; ++i)
     if (written[i]++)
       fault(line, "writes %s a second time",
             place_of(static_cast<const unsigned char*>(to) + i * b.item).c_str());
+}
+
+void output_read(const void* from, unsigned bytes, int line) {
+  checked_buffer(m.launch.dw_mode == 2 ? 1u << kDw : 0, from, bytes, "reads", line);
+  check_aligned(from, bytes, "reads", line);
 }
 
 void check_end_state() {
@@ -147,16 +176,17 @@ void check_end_state() {
     if (reinterpret_cast<const unsigned*>(zeroed.base)[i])
       return fault(0, "zeroed[%u] is %g after the call and not 0 again", i,
                    static_cast<double>(reinterpret_cast<const float*>(zeroed.base)[i]));
-  for (const Output output : {kOutputDx, kOutputDw}) {
-    const auto& written = m.written[output];
+  static const char* const kNames[] = {"dx", "dw", "dresidual_out"};
+  for (unsigned which = 0; which < 3; ++which) {
+    const auto& written = m.written[which];
     const auto missing = std::count(written.begin(), written.end(), 0);
     if (missing == 0) continue;
     const auto first = static_cast<std::size_t>(
         std::find(written.begin(), written.end(), 0) - written.begin());
     const std::size_t row = first / m.launch.columns, column = first % m.launch.columns;
-    if (output == kOutputDx)
-      return fault(0, "dx[%zu, %zu] was never written, nor %td more elements", row, column,
-                   missing - 1);
+    if (which != 1)
+      return fault(0, "%s[%zu, %zu] was never written, nor %td more elements", kNames[which], row,
+                   column, missing - 1);
     return fault(0, "dw[%zu] was never written, nor %td more elements", column, missing - 1);
   }
 }

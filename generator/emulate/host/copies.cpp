@@ -195,7 +195,7 @@ void mbarrier_wait(unsigned long long* barrier, unsigned phase, bool cluster, in
 void bulk_load(void* to, const void* from, unsigned bytes, unsigned long long* barrier, int line) {
   maybe_yield();
   Cta& cta = *m.current->cta;
-  checked_buffer(1u << kX | 1u << kDy, from, bytes, "reads", line);
+  checked_buffer(1u << kX | 1u << kDy | 1u << kDresidual, from, bytes, "reads", line);
   check_bulk_size(from, to, bytes, line);
   const unsigned index = find_mbarrier(cta, barrier, line);
   const unsigned copy = start(Copy::kLoad, to, from, bytes, line);

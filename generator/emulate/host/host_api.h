@@ -12,12 +12,13 @@ extern Dim threadIdx, blockIdx, gridDim;
 
 namespace normforge {
 
-enum Input { kInputRows, kInputRstd, kInputWeight };  // kInputRows: x or dy
-enum Output { kOutputDx, kOutputDw };
+enum Input { kInputRows, kInputRstd, kInputWeight };  // kInputRows: x, dy or dresidual
+enum Output { kOutputRows, kOutputDw };               // kOutputRows: dx or dresidual_out
 
 // Global memory: each checks the access, which the caller then makes.
 void input_read(Input input, const void* from, unsigned bytes, int line);
 void output_write(Output output, const void* to, unsigned bytes, int line);
+void output_read(const void* from, unsigned bytes, int line);  // dw that is added to
 void workspace_read(const float* from, unsigned count, int line);
 void workspace_write(const float* to, unsigned count, int line);
 void workspace_add(float* to, const float* values, unsigned count, int line);  // adds, too

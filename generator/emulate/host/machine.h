@@ -224,7 +224,8 @@ struct Buffer {
 };
 
 enum BufferId {
-  kX, kDy, kRstd, kWeight, kDx, kDw, kCounters, kZeroed, kScratch, kBuffers
+  kX, kDy, kRstd, kWeight, kDx, kDw, kDresidual, kDresidualOut, kCounters, kZeroed, kScratch,
+  kBuffers
 };
 
 // An asynchronous copy, on its way until it has landed whole.
@@ -260,12 +261,32 @@ struct Launch {
   unsigned x_stride = 0, dy_stride = 0, dx_stride = 0, misaligned_bytes = 0;
   unsigned counters = 0, zeroed = 0, scratch = 0;
   unsigned partial_columns = 0, partial_stride = 0, group = 0;
+  unsigned partials = 0;
+  unsigned no_weight = 0, no_dx = 0, no_dw = 0;  // null pointers
+  unsigned dw_mode = 0, dw_item = 0;
+  unsigned weight_offset = 0;  // the bits of a float
+  unsigned residual_item = 0, residual_out = 0;
+  unsigned inner = 0;  // x and dy: a gap of one row (of two in dy) behind every `inner` rows
+};
+
+// The parameter of rmsnorm_backward, as templates/rmsnorm_backward.cu.j2 declares it.
+struct Arguments {
+  const void *x, *dy, *rstd, *weight;
+  void *dx, *dw;
+  const void* dresidual;
+  void* dresidual_out;
+  void *counters, *zeroed, *scratch;
+  long long rows, x_stride, dy_stride, dresidual_stride, dx_stride, x_outer, dy_outer;
+  unsigned inner;
+  int columns, group, dw_mode;
+  float weight_offset;
 };
 
 struct Machine {
   Launch launch;
   Buffer buffers[kBuffers];
-  std::vector<unsigned char> written[2];  // dx, dw: one byte per element
+  std::vector<unsigned char> written[3];  // dx, dw, dresidual_out: one byte per element
+  std::vector<unsigned char> initial_dw;  // what dw holds before a launch that adds to it
   std::vector<Word> words[2];             // zeroed, scratch
   std::vector<std::vector<Word>> adds;    // unordered adds to the quads of `zeroed` since a store
   std::vector<Counter> counters;
@@ -297,6 +318,7 @@ std::string place_of(const void* address);  // "x[3, 17]" or where it is beside 
 
 // buffers.cpp
 void lay_out_memory();   // once
+std::size_t stored_row(BufferId id, std::size_t row);  // where a row of x or dy lies
 void reset_memory();     // before every schedule
 void check_end_state();  // after it
 Buffer& checked_buffer(unsigned mask, const void* at, std::size_t bytes, const char* verb,

@@ -1,10 +1,11 @@
 // Runs one launch under many schedules.
 //
 // stdin:  lines "name value" (the fields of Launch), a line "run seed residency" for every
-//         schedule, a line "data", then the rows of x and of dy, rstd and weight, without padding.
-// stdout: for every schedule a line "run DX DW" with the indices of its results among the different
-//         ones seen so far, or "fault TEXT"; before that, for every result not seen before, a line
-//         "dx BYTES" or "dw BYTES" and the bytes.
+//         schedule, a line "data", then the rows of x and of dy, rstd and weight, the rows of
+//         dresidual where there is one, and what dw holds where it is added to, without padding.
+// stdout: for every schedule a line "run DX DW RESIDUAL" with the indices of its results among the
+//         different ones seen so far, or "fault TEXT"; before that, for every result not seen before,
+//         a line "dx BYTES", "dw BYTES" or "dresidual_out BYTES" and the bytes.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -39,7 +40,11 @@ std::vector<Run> read_request() {
       {"x_stride", &l.x_stride}, {"dy_stride", &l.dy_stride}, {"dx_stride", &l.dx_stride},
       {"misaligned_bytes", &l.misaligned_bytes}, {"counters", &l.counters},
       {"zeroed", &l.zeroed}, {"scratch", &l.scratch}, {"partial_columns", &l.partial_columns},
-      {"partial_stride", &l.partial_stride}, {"group", &l.group}};
+      {"partial_stride", &l.partial_stride}, {"group", &l.group},
+      {"partials", &l.partials}, {"no_weight", &l.no_weight}, {"no_dx", &l.no_dx},
+      {"no_dw", &l.no_dw}, {"dw_mode", &l.dw_mode}, {"dw_item", &l.dw_item},
+      {"weight_offset", &l.weight_offset}, {"residual_item", &l.residual_item},
+      {"residual_out", &l.residual_out}, {"inner", &l.inner}};
   std::vector<Run> runs;
   std::string name;
   while (std::cin >> name && name != "data") {
@@ -57,10 +62,13 @@ std::vector<Run> read_request() {
   return runs;
 }
 
-void read_rows(Buffer& buffer) {
+void read_rows(BufferId id) {
+  Buffer& buffer = m.buffers[id];
   std::memset(buffer.base, 0xff, buffer.extent());
-  for (std::size_t row = 0; row < buffer.rows; ++row) {
-    std::cin.read(reinterpret_cast<char*>(buffer.base + row * buffer.pitch),
+  const bool packed = id == kX || id == kDy;
+  for (std::size_t row = 0; (packed ? stored_row(id, row) : row) < buffer.rows; ++row) {
+    const std::size_t at = packed ? stored_row(id, row) : row;
+    std::cin.read(reinterpret_cast<char*>(buffer.base + at * buffer.pitch),
                   static_cast<std::streamsize>(buffer.row_bytes));
   }
   if (!std::cin) refuse("the request ends inside " + std::string(buffer.name));
@@ -87,15 +95,23 @@ int main() {
   std::ios::sync_with_stdio(false);
   const std::vector<Run> runs = read_request();
   lay_out_memory();
-  for (const BufferId id : {kX, kDy, kRstd, kWeight}) read_rows(m.buffers[id]);
-  std::vector<std::string> dx, dw;
+  for (const BufferId id : {kX, kDy, kRstd, kWeight}) read_rows(id);
+  if (m.launch.residual_item) read_rows(kDresidual);
+  if (m.launch.dw_mode == 2) {
+    m.initial_dw.resize(m.buffers[kDw].row_bytes);
+    std::cin.read(reinterpret_cast<char*>(m.initial_dw.data()),
+                  static_cast<std::streamsize>(m.initial_dw.size()));
+  }
+  std::vector<std::string> dx, dw, residual;
   for (const Run& run : runs) {
     run_schedule(run.seed, run.residency);
     if (!m.fault.empty()) {
       std::printf("fault %s\n", m.fault.c_str());
     } else {
       const std::size_t first = find_result(m.buffers[kDx], dx);
-      std::printf("run %zu %zu\n", first, find_result(m.buffers[kDw], dw));
+      const std::size_t second = find_result(m.buffers[kDw], dw);
+      const std::size_t third = find_result(m.buffers[kDresidualOut], residual);
+      std::printf("run %zu %zu %zu\n", first, second, third);
     }
     std::fflush(stdout);
   }

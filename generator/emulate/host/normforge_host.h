@@ -12,6 +12,7 @@
 #define __global__
 #define __launch_bounds__(...)
 #define DEVICE inline __attribute__((always_inline))
+#define ARGUMENTS(type, name) const type& name
 #define AT_LINE int line = __builtin_LINE()
 
 struct alignas(16) float4 {
@@ -93,7 +94,7 @@ DEVICE float load_rstd(const float* from, AT_LINE) {
   return *from;
 }
 template <int kBytes> DEVICE void store_row(void* to, const Packet<kBytes>& packet, AT_LINE) {
-  normforge::output_write(normforge::kOutputDx, to, kBytes, line);
+  normforge::output_write(normforge::kOutputRows, to, kBytes, line);
   __builtin_memcpy(to, packet.words, kBytes);
 }
 DEVICE void store_dw(bf16* to, float value, AT_LINE) {
@@ -107,6 +108,10 @@ DEVICE void store_dw(fp16* to, float value, AT_LINE) {
 DEVICE void store_dw(float* to, float value, AT_LINE) {
   normforge::output_write(normforge::kOutputDw, to, 4, line);
   *to = value;
+}
+DEVICE float load_dw(const float* from, AT_LINE) {
+  normforge::output_read(from, 4, line);
+  return *from;
 }
 DEVICE float4 load_workspace(const float* from, AT_LINE) {
   normforge::workspace_read(from, 4, line);

@@ -5,14 +5,14 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 
 #include "machine.h"
 
 extern "C" {
-void rmsnorm_backward(const void*, const void*, const void*, const void*, void*, void*, void*,
-                      void*, void*, long long, long long, long long, long long, int, int);
-void sum_partials(const void*, void*, int, int) __attribute__((weak));
+void rmsnorm_backward(const normforge::Arguments&);
+void sum_partials(const void*, void*, int, int, int) __attribute__((weak));
 }
 
 Dim threadIdx, blockIdx, gridDim;
@@ -105,14 +105,27 @@ void thread_main() {
   Thread& self = *m.current;
   const Launch& l = m.launch;
   const Buffer* b = m.buffers;
-  if (self.cta->grid == &m.main)
-    rmsnorm_backward(b[kX].base, b[kDy].base, b[kRstd].base, b[kWeight].base, b[kDx].base,
-                     b[kDw].base, b[kCounters].base, b[kZeroed].base, b[kScratch].base, l.rows,
-                     l.x_stride, l.dy_stride, l.dx_stride, static_cast<int>(l.columns),
-                     static_cast<int>(l.group));
-  else
-    sum_partials(b[kScratch].base, b[kDw].base, static_cast<int>(l.grid / l.cluster),
-                 static_cast<int>(l.columns));
+  const auto wanted = [](const Buffer& buffer, unsigned none) {
+    return none ? nullptr : buffer.base;
+  };
+  if (self.cta->grid == &m.main) {
+    float offset;
+    std::memcpy(&offset, &l.weight_offset, 4);
+    const Arguments arguments{
+        b[kX].base, b[kDy].base, b[kRstd].base, wanted(b[kWeight], l.no_weight),
+        wanted(b[kDx], l.no_dx), wanted(b[kDw], l.no_dw),
+        wanted(b[kDresidual], l.residual_item == 0),
+        wanted(b[kDresidualOut], l.residual_out == 0),
+        b[kCounters].base, b[kZeroed].base, b[kScratch].base,
+        l.rows, l.x_stride, l.dy_stride, l.columns, l.dx_stride,
+        l.inner ? (l.inner + 1LL) * l.x_stride : 0, l.inner ? (l.inner + 2LL) * l.dy_stride : 0,
+        l.inner, static_cast<int>(l.columns), static_cast<int>(l.group),
+        static_cast<int>(l.dw_mode), offset};
+    rmsnorm_backward(arguments);
+  } else {
+    sum_partials(b[kScratch].base, b[kDw].base, static_cast<int>(l.partials),
+                 static_cast<int>(l.columns), static_cast<int>(l.dw_mode));
+  }
   Cta& cta = *self.cta;
   if (cta.barrier.arrived)
     fault(0, "divergent barrier: it ends while thread %u waits at the CTA barrier of line %d",

@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""What a module gives on shapes that nobody tuned, beside tuning those very shapes.
+
+    python benchmarks/untuned.py --module generated/h200/rmsnorm_backward --rows 20 --widths 10 \
+        --trials 200 --out benchmarks/results/untuned_h200.json
+
+Draws `--rows` pairs of a tuned N (bf16) and a random M, and `--widths` pairs of a random N and M,
+searches each anew, and then times the module's kernel, the found one, ATen and the floor in the
+same blocks. Nothing is written to the module.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from generator.budget import Budget  # noqa: E402
+from generator.compile import CompilePool, compile_variant  # noqa: E402
+from generator.measure import Timer  # noqa: E402
+from generator.problem import Problem  # noqa: E402
+from generator.run import FINALISTS, choose_target  # noqa: E402
+from generator.runtime.api import Package  # noqa: E402
+from generator.search import search_problem  # noqa: E402
+from generator.session import Session, Workload  # noqa: E402
+from generator.space import load_space  # noqa: E402
+from generator.store import open_storage  # noqa: E402
+from generator.variant import make_variant  # noqa: E402
+from generator.worker import Candidate  # noqa: E402
+
+BLOCKS = 3
+ROUNDS = 15
+
+
+def draw(package: Package, rows: int, widths: int, seed: int) -> list[tuple[str, Problem]]:
+    """("M", problem) with a tuned N, then ("N", problem) with none; log-uniform, M from 1,000 to
+    100,000 and N from 128 to 16,384, at most 2^29 elements."""
+    rng = random.Random(seed)
+    tuned = {(entry.M, entry.N) for entry in package.table.tuned if entry.dtype == "bf16"}
+    known = sorted({N for _, N in tuned if N <= 16384})
+
+    def number(low: int, high: int) -> int:
+        return round(low * (high / low) ** rng.random())
+
+    found: list[tuple[str, Problem]] = []
+    while len(found) < rows + widths:
+        kind = "M" if len(found) < rows else "N"
+        N = rng.choice(known) if kind == "M" else number(128, 16384)
+        if kind == "N":
+            N = N if rng.random() < 0.3 else max(128, N // 64 * 64)  # most models are round
+        M = number(1000, 100_000)
+        new = (M, N) not in tuned if kind == "M" else N not in known
+        if new and M * N <= 1 << 29:
+            found.append((kind, Problem(M, N, "bf16", "bf16")))
+    return found
+
+
+def compare(problem: Problem, winner: Any, package: Package, sms: int) -> dict[str, Any]:
+    """Times of the floor, the module's choice, the kernel tuned for the problem and ATen, µs."""
+    device = torch.device("cuda")
+    workload = Workload(problem, device)
+    inputs = workload.inputs
+    variant = make_variant(winner.config, problem)
+    compiled = compile_variant(variant, package.table.target["arch"])
+    tuned = workload.bench(Candidate(compiled.cubin, variant.spec(sms)))
+    aten = torch.ops.aten._fused_rms_norm_backward
+    rstd = inputs.rstd[:, None]
+    operations = {
+        "floor": workload.floor,
+        "ours": lambda: package.rmsnorm_backward(inputs.dy, inputs.x, inputs.rstd, inputs.weight),
+        "tuned": lambda: tuned.run(inputs),
+        "aten": lambda: aten(
+            *(inputs.dy, inputs.x, [problem.N], rstd, inputs.weight, [True, True])
+        ),
+    }
+    timer = Timer(device)
+    times: dict[str, list[float]] = {name: [] for name in operations}
+    for _ in range(BLOCKS):
+        blocks = timer.block(list(operations.values()), ROUNDS)
+        for name, block in zip(operations, blocks, strict=True):
+            times[name] += block
+
+    def ratio(one: str, other: str) -> float:
+        pairs = zip(times[one], times[other], strict=True)
+        return median(a / b for a, b in pairs)
+
+    choice = package.table.choose(problem.M, problem.N, problem.dtype, problem.weight_dtype)
+    return {
+        "shape": str(problem),
+        "how": choice.how,
+        "reason": choice.reason,
+        **{f"{name}_us": round(median(values), 3) for name, values in times.items()},
+        "ours_over_floor": round(ratio("ours", "floor"), 4),
+        "ours_over_tuned": round(ratio("ours", "tuned"), 4),
+        "ours_over_aten": round(ratio("ours", "aten"), 4),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--module", type=Path, required=True, help="folder of the emitted package")
+    parser.add_argument("--rows", type=int, default=20, help="shapes with a tuned N")
+    parser.add_argument("--widths", type=int, default=10, help="shapes with an N of their own")
+    parser.add_argument("--trials", type=int, default=200, help="of each search")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="the results file, .json")
+    args = parser.parse_args(argv)
+    package = Package(args.module)
+    target, measured, sentence = choose_target(package.table.target["name"], 0)
+    print(sentence, file=sys.stderr)
+    if measured is None:
+        print("untuned.py: needs the module's GPU", file=sys.stderr)
+        return 2
+    cases = draw(package, args.rows, args.widths, args.seed)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, CompilePool(target.arch, 14) as pool:
+        storage = open_storage(Path(folder) / "studies.journal")
+        winners = [
+            search_problem(
+                *(problem, target, load_space(), pool, measured, storage),
+                Budget(args.trials, None, FINALISTS),
+                revision="untuned",
+            )
+            for _, problem in cases
+        ]
+    facts = measured.facts
+    measured.close()
+    Session(0)  # CUDA in this process, now that the worker is gone
+    for (kind, problem), winner in zip(cases, winners, strict=True):
+        if winner is None:
+            continue
+        row = compare(problem, winner, package, target.sms)
+        rows.append({"unknown": kind, **row})
+        print(kind, row["shape"], row["how"], row["ours_over_tuned"], row["ours_over_aten"])
+    document = {"environment": facts, "trials": args.trials, "rows": rows}
+    args.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
