@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from generator.problem import Problem
-from generator.runtime.launch import DW_ADDED, DW_IN_FP32, DW_IN_WEIGHT_DTYPE, LoadedKernel
+from generator.runtime.launch import (
+    DW_ADDED,
+    DW_IN_FP32,
+    DW_IN_WEIGHT_DTYPE,
+    LoadedKernel,
+    gap_factor,
+)
 from generator.runtime.plan import Launch
 from generator.workload import CHUNK_ELEMENTS, TORCH_DTYPE, Guarded, Inputs, Reference
 
@@ -247,13 +253,14 @@ def check_wishes(bench: Bench, inputs: Inputs) -> str:
     bench.run(replace(inputs, weight=torch.ones_like(inputs.weight)))
     plain = {name: guarded.inside.clone() for name, guarded in bench.outputs.items()}
     bench.poison()
-    bench.run(replace(inputs, weight=None))  # type: ignore[arg-type]
+    without = replace(inputs, weight=None)  # type: ignore[arg-type]
+    bench.run(without)
     fault = fault or differs("without a weight", *plain)
-    for heads in (3, 2, 1):
-        if bench.problem.M % heads == 0:
+    for heads in (32, 8, 3, 2):
+        if bench.problem.M % heads == 0 and gap_factor(bench.problem.M, heads):
             bench.poison()
             x, dy = pack(inputs.x, heads, 1), pack(inputs.dy, heads, 2)
-            bench.run(replace(inputs, x=x, dy=dy, weight=None))  # type: ignore[arg-type]
+            bench.run(replace(without, x=x, dy=dy))
             return fault or differs(f"with {heads} packed heads", *plain)
     return fault
 

@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from generator.emulate import check_variant, find_compiler
 from generator.emulate.check import CPU, check_source, plan
 from generator.emulate.run import Runs, Schedule, Wishes, run_schedules
 from generator.problem import Problem
 from generator.render import render
-from generator.runtime.launch import DW_ADDED, DW_IN_FP32
+from generator.runtime.launch import DW_ADDED, DW_IN_FP32, gap_factor
 from generator.target import Target
 from generator.variant import Variant
 from generator.workload import Inputs, make_inputs
@@ -73,6 +75,18 @@ def test_no_weight_means_ones(weight: str, weight_in: str, target: Target) -> No
     expected, found = call(variant, ones), call(variant, inputs, Wishes(weight=False))
     assert torch.equal(found.dx[0], expected.dx[0])
     assert not torch.equal(found.dx[0], call(variant, inputs).dx[0])
+
+
+@given(heads=st.integers(2, 4096), tokens=st.integers(1, 1 << 20), data=st.data())
+def test_gap_factor_divides_every_row(heads: int, tokens: int, data: st.DataObject) -> None:
+    rows = heads * tokens
+    factor = gap_factor(rows, heads)
+    if rows * heads >= 1 << 32:
+        assert factor == 0
+        return
+    token = data.draw(st.integers(0, tokens - 1))
+    for row in {0, rows - 1, token * heads, token * heads + heads - 1}:
+        assert factor * row >> 32 == row // heads
 
 
 @pytest.mark.parametrize("pipeline", ["direct", "async", "bulk"])

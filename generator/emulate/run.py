@@ -13,7 +13,7 @@ import torch
 from generator.emulate.build import DEFAULT_CACHE, build
 from generator.errors import NormforgeError
 from generator.problem import ITEMSIZE
-from generator.runtime.launch import DW_IN_WEIGHT_DTYPE
+from generator.runtime.launch import DW_IN_WEIGHT_DTYPE, gap_factor
 from generator.runtime.plan import KernelSpec, Launch
 from generator.workload import TORCH_DTYPE, Inputs
 
@@ -44,9 +44,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a call may ask of any kernel: no weight (ones), no dx, no dw, dw as fp32
-    (DW_IN_FP32) or added to `dw`, (N,) fp32 (DW_ADDED); inner > 0: x and dy lie as `inner` rows
-    and then a gap."""
+    """What a call may ask of any kernel: no weight (ones), no dx, no dw, dw as fp32 (DW_IN_FP32)
+    or added to `added_to`, (N,) fp32 (DW_ADDED); inner > 0: x and dy lie as `inner` rows and then a
+    gap."""
 
     weight: bool = True
     dx: bool = True
@@ -183,6 +183,7 @@ def _request(
         "residual_item": residual_item,
         "residual_out": int(spec.residual not in ("", spec.dtype)),
         "inner": wishes.inner,
+        "gaps": gap_factor(M, wishes.inner),
     }
     lines = [f"{name} {value}" for name, value in fields.items()]
     lines += [f"run {schedule.seed} {schedule.residency}" for schedule in schedules]

@@ -40,9 +40,9 @@ fp32 numbers that are there."""
 class Extent(NamedTuple):
     """The numbers of a call in the order in which the kernel takes them.
 
-    Strides are elements between rows. inner, x_outer and dy_outer: x and dy lie as `inner` rows at
-    their stride and then a step of x_outer or dy_outer elements, as the heads of a packed tensor
-    do; inner is 0 where all rows lie at one stride, and rows is below 2^32 where it is not.
+    Strides are elements between rows. x_gap, dy_gap: elements of a gap behind some rows, as between
+    the heads of one token and the next in a packed tensor; gaps: see `gap_factor`, 0 where all rows
+    lie at one stride.
     """
 
     rows: int
@@ -50,9 +50,9 @@ class Extent(NamedTuple):
     dy_stride: int
     dresidual_stride: int
     dx_stride: int
-    x_outer: int
-    dy_outer: int
-    inner: int
+    x_gap: int
+    dy_gap: int
+    gaps: int
     columns: int
     group: int
     dw_mode: int
@@ -72,14 +72,24 @@ def plain_extent(
     dw_mode: int = DW_IN_WEIGHT_DTYPE,
     weight_offset: float = 0.0,
 ) -> Extent:
-    """The extent of a call. dx_stride: default `columns`; packed: inner, x_outer, dy_outer."""
-    inner, x_outer, dy_outer = packed
+    """The extent of a call. dx_stride: default `columns`; packed: heads, and elements from one
+    token to the next in x and in dy; heads is 0 where all rows lie at one stride, and
+    `gap_factor(rows, heads)` must not be 0 where it is not."""
+    heads, x_outer, dy_outer = packed
     return Extent(
         *(rows, x_stride, dy_stride, dresidual_stride),
         columns if dx_stride is None else dx_stride,
-        *(x_outer, dy_outer, inner, columns),
+        *(x_outer - heads * x_stride, dy_outer - heads * dy_stride, gap_factor(rows, heads)),
+        columns,
         *(launch.group, dw_mode, weight_offset),
     )
+
+
+def gap_factor(rows: int, heads: int) -> int:
+    """f for which f * row >> 32 is row // heads, for every row below `rows`; 0 where there is none,
+    or no heads. (f * heads exceeds 2^32 by at most `heads`, so the product is off by less than
+    rows * heads, which must stay below 2^32.)"""
+    return (1 << 32) // heads + 1 if heads > 1 and rows * heads < 1 << 32 else 0
 
 
 class LaunchError(RuntimeError):
@@ -224,8 +234,9 @@ class LoadedKernel:
 
         x, dy, dx: (M, N) of the spec's dtype, the columns contiguous, M >= 1; base addresses and
         row strides multiples of spec.vector_bytes. x and dy may be (M / H, H, N) as well, with any
-        two strides. rstd: (M,) fp32; weight, dw: (N,) contiguous; dw is fp32 unless dw_mode is
-        DW_IN_WEIGHT_DTYPE. weight None stands for ones; dx or dw None is not computed.
+        two strides, where H > 1 and M * H < 2^32. rstd: (M,) fp32; weight, dw: (N,) contiguous; dw
+        is fp32 unless dw_mode is DW_IN_WEIGHT_DTYPE. weight None stands for ones; dx or dw None is
+        not computed.
         dresidual: (M, N) of spec.residual, if it has one; dresidual_out: the same, contiguous like
         dx, where that is not the spec's dtype. weight_offset: counts where spec.offset is set.
         workspace: address of launch.workspace_bytes bytes on the device, of which the first

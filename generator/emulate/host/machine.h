@@ -266,7 +266,7 @@ struct Launch {
   unsigned dw_mode = 0, dw_item = 0;
   unsigned weight_offset = 0;  // the bits of a float
   unsigned residual_item = 0, residual_out = 0;
-  unsigned inner = 0;  // x and dy: a gap of one row (of two in dy) behind every `inner` rows
+  unsigned inner = 0, gaps = 0;  // x and dy: a gap of one row (of two in dy) behind every `inner` rows
 };
 
 // The parameter of rmsnorm_backward, as templates/rmsnorm_backward.cu.j2 declares it.
@@ -276,8 +276,8 @@ struct Arguments {
   const void* dresidual;
   void* dresidual_out;
   void *counters, *zeroed, *scratch;
-  long long rows, x_stride, dy_stride, dresidual_stride, dx_stride, x_outer, dy_outer;
-  unsigned inner;
+  long long rows, x_stride, dy_stride, dresidual_stride, dx_stride, x_gap, dy_gap;
+  unsigned gaps;
   int columns, group, dw_mode;
   float weight_offset;
 };

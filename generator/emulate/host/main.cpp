@@ -44,7 +44,8 @@ std::vector<Run> read_request() {
       {"partials", &l.partials}, {"no_weight", &l.no_weight}, {"no_dx", &l.no_dx},
       {"no_dw", &l.no_dw}, {"dw_mode", &l.dw_mode}, {"dw_item", &l.dw_item},
       {"weight_offset", &l.weight_offset}, {"residual_item", &l.residual_item},
-      {"residual_out", &l.residual_out}, {"inner", &l.inner}};
+      {"residual_out", &l.residual_out}, {"inner", &l.inner},
+      {"gaps", &l.gaps}};
   std::vector<Run> runs;
   std::string name;
   while (std::cin >> name && name != "data") {

@@ -21,6 +21,9 @@ struct alignas(16) float4 {
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline unsigned min(unsigned a, unsigned b) { return b < a ? b : a; }
 inline int min(int a, int b) { return b < a ? b : a; }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32);
+}
 inline float __uint_as_float(unsigned bits) {
   float value;
   __builtin_memcpy(&value, &bits, 4);

@@ -118,8 +118,7 @@ void thread_main() {
         wanted(b[kDresidualOut], l.residual_out == 0),
         b[kCounters].base, b[kZeroed].base, b[kScratch].base,
         l.rows, l.x_stride, l.dy_stride, l.columns, l.dx_stride,
-        l.inner ? (l.inner + 1LL) * l.x_stride : 0, l.inner ? (l.inner + 2LL) * l.dy_stride : 0,
-        l.inner, static_cast<int>(l.columns), static_cast<int>(l.group),
+        l.x_stride, 2LL * l.dy_stride, l.gaps, static_cast<int>(l.columns), static_cast<int>(l.group),
         static_cast<int>(l.dw_mode), offset};
     rmsnorm_backward(arguments);
   } else {

@@ -1,0 +1,240 @@
+"""Chooses the forward kernels of a package: measured where the GPU is, else by a rule.
+
+The space of a shape is so small that all of it is compiled and timed; there is no study.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from generator.compile import Compiled, nvrtc_version
+from generator.emulate.build import find_compiler
+from generator.emulate.forward import REHEARSAL, rehearse_forward
+from generator.errors import NormforgeError
+from generator.forward import (
+    ForwardVariant,
+    compile_forward,
+    forward_fault,
+    forward_revision,
+    forward_variants,
+    generic_forwards,
+)
+from generator.forward_measure import ForwardTime, measure_forwards
+from generator.generic import DTYPES
+from generator.problem import Problem
+from generator.processes import end_with_parent
+from generator.runtime.forward_table import ForwardTable
+from generator.target import Target
+
+SECONDS = 120.0
+"""Deadline of one shape on the GPU."""
+MOST_VARIANTS = 60
+TIE = 0.01
+"""Ratios this close, relative to the best, are equal; the one that the rule prefers wins."""
+
+Made = tuple[ForwardVariant, Compiled]
+
+
+@dataclass(frozen=True)
+class ForwardEntry:
+    """The chosen forward of one shape. evidence: `measured` or `predicted`; provenance: how it was
+    chosen, as JSON values."""
+
+    problem: Problem
+    variant: ForwardVariant
+    compiled: Compiled
+    evidence: str
+    provenance: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """What goes into a package: chosen ones, and those that take any row."""
+
+    tuned: tuple[ForwardEntry, ...]
+    generic: tuple[Made, ...]
+
+
+def tune_forwards(
+    problems: Sequence[Problem],
+    target: Target,
+    device: int | None = None,
+    *,
+    known: ForwardTable | None = None,
+    processes: int = 1,
+    say: Callable[[str], None] = lambda line: None,
+) -> Forwards:
+    """The forwards for these shapes (M, N and dtypes count) and for any other.
+
+    device: index of a GPU that is the target, None to choose by `generator.forward.preference`.
+    known: a table whose choices are kept as they are while the sources are the same; predicted ones
+    are measured where they can be.
+    processes: compilers at a time. After Ctrl-C the shapes that are left are chosen by the rule.
+    A shape of which no kernel compiles or passes its checks is left to the generic ones, with a
+    line that says so.
+    """
+    wanted = [Problem(p.M, p.N, p.dtype, p.weight_dtype) for p in problems]
+    kept = set()
+    for old in known.tuned if known else ():
+        fresh = old.provenance.get("revision") == forward_revision()
+        if fresh and (device is None or old.evidence == "measured"):
+            kept.add(Problem(old.M, old.N, old.dtype, old.weight_dtype))
+    gpu = None if device is None else _Gpu(device)
+    tuned = []
+    with ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent) as pool:
+        compiler = _Compiler(pool, target)
+        generic = compiler.usable(generic_forwards(DTYPES))
+        for problem in dict.fromkeys(wanted):
+            if problem in kept:
+                continue
+            try:
+                try:
+                    entry = _choose(problem, target, compiler, gpu)
+                except KeyboardInterrupt:
+                    if gpu is None:
+                        raise
+                    gpu.close()
+                    gpu = None
+                    entry = _choose(problem, target, compiler, gpu)
+            except NormforgeError as error:
+                # The backward's winner must not be lost for it.
+                say(f"forward {error}; a generic one serves it")
+                continue
+            tuned.append(entry)
+            facts = entry.provenance
+            timed = f"{facts['us']:.1f} us, {facts['ratio']:.3f} of a copy" if "us" in facts else ""
+            say(f"forward {problem}: {entry.variant} ({timed or 'by rule'})")
+    if gpu is not None:
+        gpu.close()
+    return Forwards(tuple(tuned), tuple(generic))
+
+
+def _choose(
+    problem: Problem, target: Target, compiler: _Compiler, gpu: _Gpu | None
+) -> ForwardEntry:
+    if gpu is None:
+        return _predict(problem, target, compiler)
+    return _measure(problem, target, compiler, gpu)
+
+
+class _Gpu:
+    """Measures in a process of its own, so that nothing a kernel does to the GPU outlives it; a
+    process that is lost is replaced for the next shape."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self._pool: ProcessPoolExecutor | None = None
+
+    def measure(self, problem: Problem, made: Sequence[Made], sms: int) -> list[ForwardTime] | str:
+        """The times, or why there are none."""
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(1, get_context("spawn"), end_with_parent)
+        candidates = [(compiled.cubin, variant.spec(sms)) for variant, compiled in made]
+        try:
+            work = self._pool.submit(measure_forwards, problem, candidates, self.device)
+            return work.result(SECONDS)
+        except TimeoutError:
+            self.close()
+            return f"no answer after {SECONDS:.0f} s"
+        except (BrokenProcessPool, RuntimeError) as error:
+            self.close()
+            return " ".join(str(error).split())[:200]
+
+    def close(self) -> None:
+        if self._pool is not None:
+            for process in list((self._pool._processes or {}).values()):
+                process.kill()
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
+
+
+class _Compiler:
+    """Compiles in a pool and remembers, since shapes that differ in M share their kernels."""
+
+    def __init__(self, pool: ProcessPoolExecutor, target: Target) -> None:
+        self.pool, self.target = pool, target
+        self._known: dict[str, Compiled] = {}
+        self._rehearsed: dict[ForwardVariant, str] = {}
+
+    def usable(self, variants: Sequence[ForwardVariant]) -> list[Made]:
+        """Those that compile and neither spill nor ask for more than an SM has."""
+        missing = {v.id: v for v in variants if v.id not in self._known}
+        arch = [self.target.arch] * len(missing)
+        for name, compiled in zip(
+            missing, self.pool.map(compile_forward, missing.values(), arch), strict=True
+        ):
+            self._known[name] = compiled
+        made = [(v, self._known[v.id]) for v in variants]
+        return [(v, c) for v, c in made if not forward_fault(v, c, self.target)]
+
+    def rehearse(self, variant: ForwardVariant, problem: Problem) -> str:
+        """What executing a variant on the CPU found, once for all M; "" for nothing."""
+        if variant not in self._rehearsed:
+            self._rehearsed[variant] = rehearse_forward(variant, problem)
+        return self._rehearsed[variant]
+
+
+def _predict(problem: Problem, target: Target, compiler: _Compiler) -> ForwardEntry:
+    reason, checks, fault = "the rule's first choice that compiles without spills", [], ""
+    for variant in forward_variants(problem, target):
+        for usable, compiled in compiler.usable([variant]):
+            if find_compiler() is not None:
+                fault = compiler.rehearse(usable, problem)
+                checks = [f"{len(REHEARSAL)} schedules on the CPU"]
+            if not fault:
+                facts = _facts(reason) | {"checks": checks}
+                return ForwardEntry(problem, usable, compiled, "predicted", facts)
+    raise NormforgeError(
+        f"{problem}: no forward kernel for {target} passes ({fault or 'none compiles'})"
+    )
+
+
+def _measure(problem: Problem, target: Target, compiler: _Compiler, gpu: _Gpu) -> ForwardEntry:
+    made = compiler.usable(forward_variants(problem, target)[:MOST_VARIANTS])
+    times = gpu.measure(problem, made, target.sms)
+    if isinstance(times, str):
+        entry = _predict(problem, target, compiler)
+        return ForwardEntry(
+            *(problem, entry.variant, entry.compiled, "predicted"),
+            _facts(f"{entry.provenance['reason']}, because measuring failed: {times}"),
+        )
+    finals = [i for i, time in enumerate(times) if time.final and time.ratio is not None]
+    if not finals:
+        faults = next((time.fault for time in times if time.fault), "no candidate")
+        raise NormforgeError(f"{problem}: no forward kernel passes its checks ({faults})")
+    ratio = {i: times[i].ratio or 0.0 for i in finals}
+    best = min(ratio.values())
+    tied = [i for i in finals if ratio[i] <= best * (1 + TIE)]
+    chosen = tied[0]  # the candidates are in the order of the rule
+    time = times[chosen]
+    facts = _facts(f"first in the order of the rule of {len(tied)} within 1 % of the best") | {
+        "us": time.us,
+        "floor_us": time.floor_us,
+        "ratio": time.ratio,
+        "candidates": len(times),
+        "faults": sum(bool(t.fault) for t in times),
+        "checks": ["accuracy", "20 runs", "residual"],
+        "tie": [
+            {"variant": made[i][0].id, "us": times[i].us, "ratio": times[i].ratio} for i in tied
+        ],
+    }
+    return ForwardEntry(problem, *made[chosen], "measured", facts)
+
+
+def _facts(reason: str) -> dict[str, Any]:
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {
+        "reason": reason,
+        "revision": forward_revision(),
+        "nvrtc": nvrtc_version(),
+        "torch": torch.__version__,
+        "date": date,
+    }
