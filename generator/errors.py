@@ -1,4 +1,4 @@
-"""The one exception that carries a sentence for the person at the keyboard."""
+"""The exceptions that carry a sentence for the person at the keyboard."""
 
 
 class NormforgeError(Exception):
@@ -6,3 +6,7 @@ class NormforgeError(Exception):
 
     The command line prints the sentence without a traceback and exits with code 2.
     """
+
+
+class ProblemError(NormforgeError):
+    """One problem cannot be finished now; its finished trials are kept, and others may go on."""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import parent_process
 from threading import Thread
 
 
 def end_with_parent() -> None:
-    """End this process when the one that started it is gone: nobody else would after a kill -9."""
+    """End this process when the one that started it is gone: nobody else would after a kill -9.
+    Ctrl-C, which a terminal sends to all of them, is for the parent to act upon."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has its parent's handler
     parent = parent_process()
     if parent is None:
         raise RuntimeError("end_with_parent is for processes started by multiprocessing")
@@ -18,3 +24,13 @@ def end_with_parent() -> None:
         os._exit(1)
 
     Thread(target=wait, name="end with parent", daemon=True).start()
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """Processes started inside never see Ctrl-C, not even before `end_with_parent` runs."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -22,8 +22,9 @@ OUTCOMES = (
 ok: accurate, and its determinism verified (or, predicted, claimed by construction);
 illegal: a rule of the space rejects it; compile_error: NVRTC refused the source;
 resource: spills, a register cap that was not respected, or a grid that cannot be resident;
-launch_error: the driver refused the launch; timeout: past its deadline; crashed: the GPU worker
-died or its context was lost; wrong: dx or dw outside the error bound, or workspace not restored;
+launch_error: the driver refused the launch, or memory ran out in a fresh process, too;
+timeout: past its deadline; crashed: the GPU worker died or its context was lost; wrong: dx or dw
+outside the error bound, or workspace not restored;
 nondeterministic: bits changed between runs; slow: far behind the best, further checks skipped.
 """
 
@@ -38,6 +39,7 @@ class Result:
     floor_us: `torch.add(x, dy, out=dx)` in the same block (or predicted). ratio: us / floor_us,
     the median of paired ratios when measured. determinism: one of DETERMINISM.
     checks: names of the checks passed. note: one sentence about what went wrong, else "".
+    noisy: the times are from a GPU that was disturbed, and serve as a hint only.
     """
 
     outcome: str
@@ -49,6 +51,7 @@ class Result:
     error_dw: float | None = None
     checks: tuple[str, ...] = ()
     note: str = ""
+    noisy: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property

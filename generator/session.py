@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 from generator.measure import Timer
+from generator.noise import SEARCH_PAUSES, collect
 from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.launch import LaunchError, LoadedKernel
 from generator.runtime.plan import plan_launch
-from generator.verify import Accuracy, Bench, Disturbance, check_accuracy, check_repeats, digest
-from generator.worker import Candidate, Job
+from generator.verify import (
+    Accuracy,
+    Bench,
+    Disturbance,
+    check_accuracy,
+    check_repeats,
+    check_wishes,
+    digest,
+)
+from generator.worker import Answer, Candidate, Job, NoGpuError
 from generator.workload import (
     TORCH_DTYPE,
     Guarded,
@@ -26,10 +35,9 @@ from generator.workload import (
 
 SEARCH_ROUNDS = 15
 FINAL_ROUNDS = 21
-FINAL_BLOCKS = 3
 SLOW = 1.6
 """A candidate this many times slower than the best is timed and not checked any further."""
-# After these the context is gone, and with it the worker.
+# The driver said no and nothing ran. After any other error the context is gone, and the worker.
 _REFUSED = (
     "CUDA_ERROR_INVALID_VALUE",
     "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE",
@@ -50,6 +58,10 @@ class Workload:
         self.reference = make_reference(problem, self.inputs)
         self.dx = Guarded((problem.M, problem.N), TORCH_DTYPE[problem.dtype], device)
         self.dw = Guarded((problem.N,), TORCH_DTYPE[problem.weight_dtype], device)
+        self.dresidual: Guarded | None = None
+        if problem.residual not in ("", problem.dtype):
+            dtype = TORCH_DTYPE[problem.residual]
+            self.dresidual = Guarded((problem.M, problem.N), dtype, device)
 
     def floor(self) -> object:
         """The practical floor: the same three streams of memory."""
@@ -58,7 +70,7 @@ class Workload:
     def bench(self, candidate: Candidate) -> Bench:
         kernel = LoadedKernel(candidate.cubin, candidate.spec)
         launch = plan_launch(candidate.spec, self.problem.M)
-        return Bench(kernel, self.problem, launch, self.dx, self.dw)
+        return Bench(kernel, self.problem, launch, self.dx, self.dw, self.dresidual)
 
 
 class Session:
@@ -66,7 +78,7 @@ class Session:
 
     def __init__(self, device: int) -> None:
         if not torch.cuda.is_available():
-            raise RuntimeError("PyTorch sees no CUDA device")
+            raise NoGpuError("PyTorch sees no CUDA device")
         torch.cuda.set_device(device)
         self.device = torch.device("cuda", device)
         self.timer = Timer(self.device)
@@ -81,45 +93,56 @@ class Session:
             self._workload = Workload(problem, self.device)
         return self._workload
 
-    def handle(self, job: Job) -> tuple[Any, bool]:
-        """The answer to a job, and whether this process must end after it."""
-        workload = self.workload(job.problem)
-        torch.cuda.synchronize()
-        if job.kind == "interleave":
-            return self._interleave(workload, job.candidates), False
-        work: Callable[[Workload, Job], Result] = {
+    def handle(self, job: Job) -> Answer:
+        """The answer to a job; whatever a candidate does is part of it."""
+        try:
+            workload = self.workload(job.problem)
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            short = _short_of_memory(error)
+            return Answer(error=_sentence(error), last=True, short_of_memory=short)
+        work: dict[str, Callable[[Workload, Job], Answer]] = {
             "evaluate": self._evaluate,
             "ladder": self._ladder,
             "digest": self._digest,
-        }[job.kind]
+            "interleave": self._interleave,
+            "probe": self._probe,
+        }
         try:
-            result = work(workload, job)
+            answer = work[job.kind](workload, job)
             torch.cuda.synchronize()
-            return result.to_json(), False
-        except LaunchError as error:
-            outcome = "launch_error" if error.code in _REFUSED else "crashed"
-            return Result(outcome, note=str(error)).to_json(), outcome == "crashed"
-        except torch.cuda.OutOfMemoryError as error:
-            return Result("launch_error", note=_sentence(error)).to_json(), False
-        except RuntimeError as error:
-            return Result("crashed", note=_sentence(error)).to_json(), True
+            return answer
+        except RuntimeError as error:  # LaunchError and PyTorch's own are of this kind
+            note = _sentence(error)
+            if _short_of_memory(error):
+                return Answer(Result("launch_error", note=note), last=True, short_of_memory=True)
+            if isinstance(error, LaunchError) and error.code in _REFUSED:
+                return Answer(Result("launch_error", note=note))
+            return Answer(Result("crashed", note=note), last=True)
 
-    def _evaluate(self, workload: Workload, job: Job) -> Result:
+    def _evaluate(self, workload: Workload, job: Job) -> Answer:
         bench = workload.bench(job.candidates[0])
         accuracy = check_accuracy(bench, workload.inputs, workload.reference)
         if accuracy.fault:
             return _wrong(accuracy)
-        [(us, ratio)], floor_us = self.timer.against(
-            workload.floor, [lambda: bench.run(workload.inputs)], SEARCH_ROUNDS
+        operations = [workload.floor, lambda: bench.run(workload.inputs)]
+        timing = collect(
+            lambda: self.timer.block(operations, SEARCH_ROUNDS),
+            1,
+            job.floor_us,
+            SEARCH_PAUSES,
+            time.sleep,
         )
-        known = _accurate(accuracy) | {"us": us, "floor_us": floor_us, "ratio": ratio}
-        if job.best_us is not None and us > SLOW * job.best_us:
+        known = _accurate(accuracy) | timing.fields()
+        us = known["us"]
+        # Noise makes anything slow.
+        if job.best_us is not None and us > SLOW * job.best_us and not timing.fault:
             note = f"{us:.1f} us, the best has {job.best_us:.1f}"
-            return Result.from_json(known | {"outcome": "slow", "note": note})
+            return Answer(Result(**known | {"outcome": "slow", "note": note}))
         fault = check_repeats(bench, workload.cancelling)
-        return Result.from_json(known | _determinism(job.candidates[0], fault, ("20 runs",)))
+        return Answer(Result(**known | _determinism(job.candidates[0], fault, ("20 runs",))))
 
-    def _ladder(self, workload: Workload, job: Job) -> Result:
+    def _ladder(self, workload: Workload, job: Job) -> Answer:
         candidate = job.candidates[0]
         bench = workload.bench(candidate)
         accuracy = check_accuracy(bench, workload.inputs, workload.reference)
@@ -129,47 +152,36 @@ class Session:
         fault = check_repeats(bench, workload.inputs)
         fault = fault or check_repeats(bench, workload.cancelling)
         fault = fault or check_repeats(bench, workload.cancelling, around=self.disturbance)
-        checks = ("20 runs", "cancelling magnitudes", "busy GPU and thrashed L2")
-        return Result.from_json(
-            _accurate(accuracy)
-            | {"extra": {"digest": bits}}
-            | _determinism(candidate, fault, checks)
-        )
+        if candidate.spec.determinism != "none":
+            fault = fault or check_wishes(bench, workload.inputs)
+        checks = ("20 runs", "cancelling magnitudes", "busy GPU and thrashed L2", "wishes")
+        known = _accurate(accuracy) | {"extra": {"digest": bits}}
+        return Answer(Result(**known | _determinism(candidate, fault, checks)))
 
-    def _digest(self, workload: Workload, job: Job) -> Result:
+    def _digest(self, workload: Workload, job: Job) -> Answer:
         bench = workload.bench(job.candidates[0])
-        return Result("ok", extra={"digest": digest(bench, workload.cancelling)})
+        return Answer(Result("ok", extra={"digest": digest(bench, workload.cancelling)}))
 
-    def _interleave(
-        self, workload: Workload, candidates: tuple[Candidate, ...]
-    ) -> list[tuple[float, float, float]]:
-        benches = [workload.bench(candidate) for candidate in candidates]
-
+    def _interleave(self, workload: Workload, job: Job) -> Answer:
         def operation(bench: Bench) -> Callable[[], None]:
             return lambda: bench.run(workload.inputs)
 
+        benches = [workload.bench(candidate) for candidate in job.candidates]
         operations = [workload.floor, *map(operation, benches)]
-        times: list[list[float]] = [[] for _ in operations]
-        for _ in range(FINAL_BLOCKS):
-            for own, block in zip(times, self.timer.block(operations, FINAL_ROUNDS), strict=True):
-                own += block
-        floors = times[0]
-        return [
-            (
-                median(own),
-                median(floors),
-                median(t / floor for t, floor in zip(own, floors, strict=True)),
-            )
-            for own in times[1:]
-        ]
+        return Answer(block=self.timer.block(operations, FINAL_ROUNDS))
+
+    def _probe(self, workload: Workload, job: Job) -> Answer:
+        return Answer(block=self.timer.block([workload.floor], SEARCH_ROUNDS))
 
 
-def _wrong(accuracy: Accuracy) -> Result:
-    return Result(
-        "wrong",
-        error_dx=accuracy.error_dx,
-        error_dw=accuracy.error_dw,
-        note=accuracy.fault,
+def _wrong(accuracy: Accuracy) -> Answer:
+    return Answer(
+        Result(
+            "wrong",
+            error_dx=accuracy.error_dx,
+            error_dw=accuracy.error_dw,
+            note=accuracy.fault,
+        )
     )
 
 
@@ -198,15 +210,27 @@ def _sentence(error: BaseException) -> str:
     return str(error).split("\n")[0][:300]
 
 
+def _short_of_memory(error: RuntimeError) -> bool:
+    """Whether an error says that memory ran out: PyTorch's allocator, the driver, or cuBLAS."""
+    if isinstance(error, LaunchError):
+        return error.code == "CUDA_ERROR_OUT_OF_MEMORY"
+    said = str(error).lower()
+    kinds = ("out of memory", "alloc_failed")
+    return isinstance(error, torch.cuda.OutOfMemoryError) or any(kind in said for kind in kinds)
+
+
 def _facts(device: int) -> dict[str, Any]:
-    """Facts about the device for matching a target and for provenance."""
+    """Facts about the device for matching a target, for provenance, and for NVML."""
     from cuda.bindings import driver
 
     properties = torch.cuda.get_device_properties(device)
     _, version = driver.cuDriverGetVersion()
+    _, handle = driver.cuDeviceGet(device)
+    _, bus_id = driver.cuDeviceGetPCIBusId(16, handle)
     return {
         "name": properties.name,
         "sms": properties.multi_processor_count,
+        "bus_id": bus_id.decode().rstrip("\0").strip(),
         "l2_bytes": properties.L2_cache_size,
         "compute_capability": [properties.major, properties.minor],
         "cuda_driver": f"{version // 1000}.{version % 1000 // 10}",

@@ -1,4 +1,4 @@
-"""A disposable process that owns one GPU, and the evaluator that talks to it under deadlines.
+"""A disposable process that owns one GPU, and jobs for it under deadlines.
 
 The parent never touches CUDA. Whatever a candidate does to the worker (an illegal access, a hang, a
 lost context) ends that process and becomes the candidate's outcome; the next job gets a new one.
@@ -7,24 +7,23 @@ lost context) ends that process and becomes the candidate's outcome; the next jo
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
-from generator.compile import Compiled
 from generator.errors import NormforgeError
+from generator.noise import Block
 from generator.problem import Problem
-from generator.processes import end_with_parent
+from generator.processes import end_with_parent, shielded
 from generator.result import Result
 from generator.runtime.plan import KernelSpec
-from generator.target import Target
-from generator.variant import Variant
 
 START_SECONDS = 120.0
-JOB_SECONDS = 30.0
-"""Deadline of one job; the largest problem's longest check takes a few seconds."""
+_FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT}
+"""Exit codes that no kernel causes: the system, a person or a batch system ended the worker."""
 
 
 @dataclass(frozen=True)
@@ -37,57 +36,114 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Job:
-    """One request. kind: "evaluate", "ladder", "digest" (one candidate each), or "interleave"."""
+    """One request.
+
+    kind: "evaluate", "ladder" or "digest" (one candidate each, answered with a Result),
+    "interleave" (any number of candidates, answered with one Block) or "probe" (the reference
+    alone: shows that the GPU works). best_us: of the best candidate so far; floor_us: the fastest
+    reference of this problem in this run; None where there is none yet.
+    """
 
     kind: str
     problem: Problem
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...] = ()
     best_us: float | None = None
+    floor_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """result or block: as the job's kind says; a result in place of a block is a failure.
+    error: "" or why the problem cannot be set up. last: the process ends after this answer, because
+    its context is lost or short of memory. short_of_memory: it may do in a fresh process."""
+
+    result: Result | None = None
+    block: Block | None = None
+    error: str = ""
+    last: bool = False
+    short_of_memory: bool = False
+
+
+class Hands(Protocol):
+    """What does the work inside the worker; generator.session.Session is the real one."""
+
+    facts: dict[str, Any]
+
+    def handle(self, job: Job) -> Answer: ...
+
+
+class NoGpuError(NormforgeError):
+    """PyTorch sees no CUDA GPU at all, which is no fault of anybody."""
 
 
 class WorkerLostError(Exception):
-    """The worker died or was killed at its deadline. `outcome` is "crashed" or "timeout"."""
+    """A job was not done, most often because the worker died or was killed at its deadline.
 
-    def __init__(self, outcome: str, note: str) -> None:
+    outcome: that of the candidate; outside: it is no candidate's doing (a signal that nothing on a
+    GPU sends ended the worker, or it died without a job)."""
+
+    def __init__(self, outcome: str, note: str, outside: bool = False) -> None:
         super().__init__(note)
-        self.outcome, self.note = outcome, note
+        self.outcome, self.note, self.outside = outcome, note, outside
+
+
+def open_session(device: int) -> Hands:
+    """The real session, imported in the worker alone."""
+    from generator.session import Session
+
+    return Session(device)
 
 
 class GpuWorker:
-    """A worker process on one device."""
+    """A worker process on one device. method: how multiprocessing starts it."""
 
-    def __init__(self, device: int) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(
+        self,
+        device: int,
+        open_hands: Callable[[int], Hands] = open_session,
+        method: str = "spawn",
+    ) -> None:
+        context: Any = multiprocessing.get_context(method)
         self._connection, child = context.Pipe()
-        self._process = context.Process(target=_serve, args=(child, device), daemon=True)
-        self._process.start()
+        self._process = context.Process(
+            target=_serve, args=(child, device, open_hands), daemon=True
+        )
+        with shielded():
+            self._process.start()
         child.close()
-        self._ready: dict[str, Any] | None = None
+        self._facts: dict[str, Any] | None = None
 
     def ready(self) -> dict[str, Any]:
         """Waits until the worker has its GPU; facts about the device and the driver.
 
-        Raises NormforgeError when it cannot have one."""
-        if self._ready is None:
+        Raises NormforgeError when it says that it cannot have one (NoGpuError when there is none)
+        and WorkerLostError when it died or hung."""
+        if self._facts is None:
             try:
                 answer = self._receive(START_SECONDS, "starting")
             except WorkerLostError as lost:
-                answer = lost.note
-            if isinstance(answer, str):
+                # It had no job yet, so that no candidate is to blame.
+                raise WorkerLostError(lost.outcome, lost.note, outside=True) from None
+            if not isinstance(answer, dict):
                 self.kill()
-                raise NormforgeError(f"the GPU worker cannot start: {answer}")
-            self._ready = answer
-        return self._ready
+                kind, reason = answer
+                raise (NoGpuError if kind == NoGpuError.__name__ else NormforgeError)(
+                    f"the GPU worker cannot start: {reason}"
+                )
+            self._facts = answer
+        return self._facts
 
-    def call(self, job: Job, seconds: float) -> Any:
-        """The worker's answer. Raises WorkerLostError when there is none by the deadline."""
+    def call(self, job: Job, seconds: float) -> Answer:
+        """The worker's answer. Raises WorkerLostError when there is none by the deadline, and what
+        `ready` raises."""
         self.ready()
         try:
             self._connection.send(job)
-        except (BrokenPipeError, OSError) as error:
-            self.kill()
-            raise WorkerLostError("crashed", "the GPU worker had died") from error
-        return self._receive(seconds, job.kind)
+        except OSError:
+            self.kill()  # it died while it had nothing to do
+            raise WorkerLostError("crashed", "the GPU worker had died", outside=True) from None
+        answer: Answer = self._receive(seconds, job.kind)
+        return answer
 
     def _receive(self, seconds: float, doing: str) -> Any:
         try:
@@ -95,17 +151,17 @@ class GpuWorker:
                 self.kill()
                 raise WorkerLostError("timeout", f"no answer after {seconds:.0f} s ({doing})")
             return self._connection.recv()
-        except (EOFError, ConnectionResetError) as error:
+        except (EOFError, OSError):
             self._process.join(5)
             code = self._process.exitcode
             self.kill()
-            raise WorkerLostError(
-                "crashed", f"the GPU worker died ({doing}, exit {code})"
-            ) from error
+            note = f"the GPU worker died ({doing}, exit {code})"
+            raise WorkerLostError("crashed", note, code in _FROM_OUTSIDE) from None
 
     @property
-    def alive(self) -> bool:
-        return self._process.is_alive()
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
 
     def kill(self) -> None:
         """SIGKILL; the driver then ends whatever still runs on the GPU."""
@@ -114,144 +170,27 @@ class GpuWorker:
         self._connection.close()
 
 
-class MeasuredEvaluator:
-    """Evaluates candidates on a real GPU; the search sees only Results.
-
-    A second worker is kept in reserve: it takes over when the first is lost, and it is the fresh
-    process in which finalists must produce the same bits again. seconds: deadline of one job.
-    """
-
-    evidence = "measured"
-
-    def __init__(self, target: Target, device: int = 0, seconds: float = JOB_SECONDS) -> None:
-        self.target, self.device, self.seconds = target, device, seconds
-        self._worker = GpuWorker(device)
-        self.facts = self._worker.ready()
-        self._reserve: GpuWorker | None = GpuWorker(device)
-        self.lost = 0
-
-    def close(self) -> None:
-        self._worker.kill()
-        if self._reserve is not None:
-            self._reserve.kill()
-
-    def __enter__(self) -> MeasuredEvaluator:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _promote(self) -> None:
-        """The reserve becomes the worker; the old one goes."""
-        self._worker.kill()
-        self._worker = self._reserve or GpuWorker(self.device)
-        self._reserve = None
-
-    def _candidate(self, variant: Variant, compiled: Compiled) -> Candidate:
-        return Candidate(compiled.cubin, variant.spec(self.target.sms))
-
-    def _result(self, job: Job) -> Result:
-        """The worker's Result for a job on one candidate, or the Result that its loss is."""
-        try:
-            answer, fatal = self._worker.call(job, self.seconds)
-        except WorkerLostError as lost:
-            self.lost += 1
-            self._promote()
-            return Result(lost.outcome, note=lost.note)
-        if fatal:
-            self.lost += 1
-            self._promote()
-        if isinstance(answer, str):
-            raise NormforgeError(f"{job.problem} cannot be set up on the GPU: {answer}")
-        return Result.from_json(answer)
-
-    def evaluate(
-        self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
-    ) -> Result:
-        """Accuracy, timing, 20-run determinism. Never raises for a bad candidate."""
-        job = Job("evaluate", problem, (self._candidate(variant, compiled),), best_us)
-        return self._result(job)
-
-    def finals(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[Result]:
-        """The determinism ladder for each, then all that passed timed in the same blocks."""
-        if self._reserve is None:
-            self._reserve = GpuWorker(self.device)
-        candidates = [self._candidate(*entry) for entry in entries]
-        results: list[Result] = []
-        for candidate in candidates:
-            result = self._result(Job("ladder", problem, (candidate,)))
-            if result.outcome == "ok":
-                result = self._in_fresh_process(problem, candidate, result)
-            results.append(result)
-        self._promote()
-        timed = [i for i, result in enumerate(results) if result.extra.get("digest")]
-        times = self._interleave(problem, [candidates[i] for i in timed])
-        self._reserve = GpuWorker(self.device)  # starts while the next problem is searched
-        for i, (us, floor_us, ratio) in zip(timed, times, strict=True):
-            results[i] = replace(results[i], us=us, floor_us=floor_us, ratio=ratio)
-        return results
-
-    def _in_fresh_process(self, problem: Problem, candidate: Candidate, first: Result) -> Result:
-        if self._reserve is None:
-            self._reserve = GpuWorker(self.device)
-        try:
-            again, fatal = self._reserve.call(Job("digest", problem, (candidate,)), self.seconds)
-        except WorkerLostError as lost:
-            self._reserve = None
-            return Result(lost.outcome, note=lost.note)
-        if fatal:
-            self._reserve.kill()
-            self._reserve = None
-        if isinstance(again, str):
-            raise NormforgeError(f"{problem} cannot be set up on the GPU: {again}")
-        result = Result.from_json(again)
-        if result.outcome != "ok":
-            return result
-        if result.extra["digest"] != first.extra["digest"]:
-            note = "other bits in a fresh process"
-            return replace(first, outcome="nondeterministic", determinism="refuted", note=note)
-        return replace(first, checks=(*first.checks, "fresh process"))
-
-    def _interleave(
-        self, problem: Problem, candidates: Sequence[Candidate]
-    ) -> list[tuple[float, float, float]]:
-        if not candidates:
-            return []
-        try:
-            job = Job("interleave", problem, tuple(candidates))
-            answer, fatal = self._worker.call(job, self.seconds)
-        except WorkerLostError as lost:
-            self._promote()
-            raise NormforgeError(f"{problem}: timing the finalists failed: {lost.note}") from lost
-        if fatal or isinstance(answer, str):
-            self._promote()
-            raise NormforgeError(f"{problem}: timing the finalists failed: {answer}")
-        return [tuple(row) for row in answer]
-
-
-# ---- Inside the worker ------------------------------------------------------------------------
-
-
-def _serve(connection: Connection, device: int) -> None:
+def _serve(connection: Connection, device: int, open_hands: Callable[[int], Hands]) -> None:
     end_with_parent()
+    # A batch system sends it to every process of a job; the parent decides what ends when.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        from generator.session import Session
-
-        session = Session(device)
-        connection.send(session.facts)
+        hands = open_hands(device)
+        connection.send(hands.facts)
     except Exception as error:
-        connection.send(" ".join(str(error).split()) or type(error).__name__)
+        kind = type(error).__name__
+        connection.send((kind, " ".join(str(error).split()) or kind))
         return
     while True:
         try:
             job: Job = connection.recv()
-        except (EOFError, KeyboardInterrupt):
-            return
+        except (EOFError, OSError):
+            return  # the driver is gone, and this process goes as well
         try:
-            answer, fatal = session.handle(job)
+            answer = hands.handle(job)
         except Exception:
             # Nothing a candidate does arrives here; this is the setting-up of a problem.
-            answer, fatal = traceback.format_exc(limit=3), True
-        connection.send((answer, fatal))
-        if fatal:
+            answer = Answer(error=traceback.format_exc(limit=3), last=True)
+        connection.send(answer)
+        if answer.last:
             return

@@ -1,0 +1,160 @@
+"""What holds around a whole run: one writer per output folder, polite endings, a full disk."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from types import FrameType
+
+from optuna.exceptions import StorageInternalError
+
+from generator.errors import NormforgeError
+
+LOCK_NAME = ".running"
+"""In the output folder while a run writes there; says which process of which host it is."""
+GRACE_SECONDS = 2.0
+"""How long a run waits for the folder: one that was just killed may have it for a moment."""
+_STORAGE_ERRORS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.EROFS,
+    errno.ESTALE,
+    errno.EFBIG,
+    errno.ENODEV,
+    errno.ENOTCONN,
+}
+
+
+class Stop:
+    """A wish to end the run, expressed by SIGINT or SIGTERM."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt when the run is to end; called where a trial has been stored."""
+        if self.signal is not None:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def running(out: Path, shared: bool = False) -> Iterator[Stop]:
+    """A run that writes to the folder `out`, which is created.
+
+    The first SIGINT or SIGTERM is only noted, for Stop.check to act upon when the trial under way
+    is stored; a second one ends the process at once, as kill -9 would: nothing finished is lost.
+    shared: several such runs may have the folder (those whose studies are in a database), but never
+    together with one that is not shared. Raises NormforgeError when another run has the folder,
+    and in place of an error of the disk or of the study's storage.
+    """
+    stop = Stop()
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(_locked(out, shared))
+            stack.enter_context(_signals(stop))
+            yield stop
+    except (OSError, StorageInternalError) as error:
+        if isinstance(error, OSError) and error.errno not in _STORAGE_ERRORS:
+            raise
+        where = getattr(error, "filename", None) or out
+        said = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        raise NormforgeError(
+            f"cannot write to {where} ({said}): finished trials are kept; put that right and run "
+            "the same command to continue"
+        ) from error
+
+
+@contextmanager
+def _signals(stop: Stop) -> Iterator[None]:
+    def note(number: int, frame: FrameType | None) -> None:
+        if stop.signal is not None:
+            os._exit(128 + number)  # workers end with their parent
+        stop.signal = number
+        name = signal.Signals(number).name
+        said = f"\n{name}: ending after the trial under way; a second one ends at once\n"
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, said.encode())
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may install handlers, and only it is interrupted
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _locked(out: Path, shared: bool) -> Iterator[None]:
+    """flock on a file in `out`: the kernel drops it with its holder, so kill -9 leaves none."""
+    path = out / LOCK_NAME
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        handle = _acquire(path, shared)
+    except BlockingIOError:
+        raise NormforgeError(
+            f"another run writes to {out} ({_holder(path)}): wait until it has ended, or choose "
+            "another folder with --out"
+        ) from None
+    except OSError as error:
+        raise NormforgeError(
+            f"cannot lock {path} ({error.strerror}): choose another folder with --out"
+        ) from error
+    try:
+        yield
+    finally:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except OSError:
+            pass  # others share the folder, or the disk is gone; the lock itself ends here
+        os.close(handle)
+
+
+def _acquire(path: Path, shared: bool) -> int:
+    """A handle that holds the lock. Raises BlockingIOError when another run keeps it."""
+    until = time.monotonic() + GRACE_SECONDS
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            # Its last holder may have removed the file between the two calls.
+            if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
+                entry = {
+                    "pid": os.getpid(),
+                    "host": socket.gethostname(),
+                    "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                }
+                os.truncate(handle, 0)
+                os.pwrite(handle, json.dumps(entry).encode(), 0)
+                return handle
+            os.close(handle)
+        except BlockingIOError:
+            os.close(handle)
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+        except BaseException:
+            os.close(handle)
+            raise
+
+
+def _holder(path: Path) -> str:
+    try:
+        entry = json.loads(path.read_text())
+        return f"process {entry['pid']} on {entry['host']} since {entry['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "unknown process"
