@@ -12,7 +12,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -22,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from generator.errors import NormforgeError
-from generator.processes import end_with_parent
+from generator.processes import end_with_parent, shielded
 from generator.render import render
 from generator.runtime.plan import MAIN_KERNEL, Launch
 from generator.target import Target
 from generator.variant import Variant
 
 DEFAULT_CACHE = Path(__file__).resolve().parent.parent / ".cache" / "cubins"
+LIVES = 3
+"""Processes that one variant may cost, alone, before it is an error."""
 ENTRY_FORMAT = 2
 """Version of what a cache entry holds: entries of other versions are never looked at."""
 
@@ -139,9 +141,9 @@ def compile_source(source: str, arch: str, register_cap: int = 0) -> Compiled:
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     kernels = read_resources(log)
-    if MAIN_KERNEL not in kernels:
+    if not kernels:
         raise NormforgeError(
-            f"NVRTC {nvrtc_version()} reported no resources for {MAIN_KERNEL}; its log was: {log}"
+            f"NVRTC {nvrtc_version()} reported no resources of any kernel; its log was: {log}"
         )
     cap_ignored = "Overriding global maxrregcount" in log
     return Compiled(arch, source, cubin, kernels, nvrtc_version(), cap_ignored, log)
@@ -238,60 +240,90 @@ def compile_variant(variant: Variant, arch: str, cache_folder: Path = DEFAULT_CA
     return CubinCache(cache_folder).compile(render(variant), arch, cap)
 
 
-class CompilePool:
-    """Compiles variants in worker processes. A crash of NVRTC costs the variants under way in the
-    pool one retry in a fresh pool each, and the variant that crashes it again is an error."""
+def _begin() -> None:
+    """What a compiler process does first: drivers and GPU workers come before it."""
+    end_with_parent()
+    os.nice(5)
 
-    def __init__(self, arch: str, processes: int, cache_folder: Path = DEFAULT_CACHE) -> None:
+
+class CompilePool:
+    """Compiles variants in worker processes. When one dies, the variants under way are compiled
+    again, each alone: the one that kills its process time and again is an error, and one whose
+    process somebody else killed is not. method: how multiprocessing starts the processes."""
+
+    def __init__(
+        self,
+        arch: str,
+        processes: int,
+        cache_folder: Path = DEFAULT_CACHE,
+        *,
+        compile: Callable[[Variant, str, Path], Compiled] = compile_variant,
+        method: str = "spawn",
+    ) -> None:
         self.arch = arch
         self.processes = max(1, processes)
         self.cache_folder = cache_folder
+        self._compile, self._method = compile, method
         self._pool = self._start(self.processes)
 
-    @staticmethod
-    def _start(processes: int) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent)
+    def _start(self, processes: int) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(processes, get_context(self._method), _begin)
+
+    def _submit(self, pool: ProcessPoolExecutor, variant: Variant) -> Future[Compiled]:
+        with shielded():
+            return pool.submit(self._compile, variant, self.arch, self.cache_folder)
 
     def submit(self, variant: Variant) -> Future[Compiled]:
         try:
-            return self._pool.submit(compile_variant, variant, self.arch, self.cache_folder)
+            return self._submit(self._pool, variant)
         except BrokenProcessPool:
             self._pool = self._start(self.processes)
-            return self._pool.submit(compile_variant, variant, self.arch, self.cache_folder)
+            return self._submit(self._pool, variant)
 
     def result(self, variant: Variant, future: Future[Compiled], timeout: float = 120) -> Compiled:
-        """The result of `submit`, compiled once more alone when the pool died under it."""
+        """The result of `submit`. Whatever goes wrong with one variant is the error in it."""
         try:
             return future.result(timeout)
         except (BrokenProcessPool, CancelledError):
-            pass
+            return self._alone(variant, timeout)
         except TimeoutError:
-            self._kill()
+            _end(self._pool)
+            self._pool = self._start(self.processes)
             return self._failed(variant, f"NVRTC took more than {timeout:.0f} s")
-        single = self._start(1)
-        try:
-            return single.submit(compile_variant, variant, self.arch, self.cache_folder).result(
-                timeout
-            )
-        except (BrokenProcessPool, TimeoutError):
-            return self._failed(variant, "NVRTC crashed or hung on this variant twice")
-        finally:
-            single.shutdown(wait=False, cancel_futures=True)
+        except Exception as error:
+            return self._failed(variant, f"{type(error).__name__}: {error}")
+
+    def _alone(self, variant: Variant, timeout: float) -> Compiled:
+        for _ in range(LIVES):
+            pool = self._start(1)
+            try:
+                return self._submit(pool, variant).result(timeout)
+            except BrokenProcessPool:
+                continue
+            except TimeoutError:
+                return self._failed(variant, f"NVRTC took more than {timeout:.0f} s")
+            except Exception as error:
+                return self._failed(variant, f"{type(error).__name__}: {error}")
+            finally:
+                _end(pool)
+        return self._failed(variant, f"NVRTC crashed on this variant {LIVES} times")
 
     def _failed(self, variant: Variant, error: str) -> Compiled:
-        return Compiled(self.arch, render(variant), b"", {}, nvrtc_version(), False, "", error)
-
-    def _kill(self) -> None:
-        for process in list((self._pool._processes or {}).values()):
-            process.kill()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._pool = self._start(self.processes)
+        return Compiled(self.arch, "", b"", {}, nvrtc_version(), False, "", error)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Ends the processes, whatever they are doing: entries of the cache appear whole."""
+        _end(self._pool)
 
     def __enter__(self) -> CompilePool:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _end(pool: ProcessPoolExecutor) -> None:
+    processes = list((pool._processes or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.kill()

@@ -6,59 +6,50 @@ import hashlib
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
+from optuna.storages import BaseStorage
 
-from generator.budget import Budget, Progress
-from generator.compile import CompilePool, compile_variant, nvrtc_version
+from generator.compile import CompilePool, nvrtc_version
+from generator.crew import Crew, Gpu
+from generator.driver import Driver, Watcher, compilers, search_here
 from generator.emit import Emission, Entry, check_package, emit_package
 from generator.errors import NormforgeError
-from generator.evaluator import Evaluator, refuse
+from generator.evaluator import refuse
+from generator.forward_tune import tune_forwards
 from generator.generic import MANY_ROWS, generic_variants
+from generator.guard import running
+from generator.measured import MeasuredEvaluator
+from generator.plan import Ledger, Plan
 from generator.problem import Problem
+from generator.queue import open_queue
 from generator.rehearse import RehearsingPredictor
 from generator.render import TEMPLATES
-from generator.search import search_problem
-from generator.space import Space
-from generator.store import JOURNAL_NAME, open_storage
+from generator.runtime.forward_table import ForwardTable
+from generator.store import StudyLog, open_storage
 from generator.target import Target, find_target, match_device
 from generator.variant import make_variant
 from generator.winner import Winner
-from generator.worker import GpuWorker, MeasuredEvaluator
+from generator.worker import NoGpuError
 
 PACKAGE_NAME = "rmsnorm_backward"
-TRIALS = {"measured": 400, "predicted": 64}
-"""Trials of one problem unless the caller says otherwise."""
-FINALISTS = 8
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to do. trials: of each problem; seconds: of search in the whole run, in equal shares for
-    the problems, None for no limit; storage: a database URL or None for the journal in `out`."""
-
-    target: Target
-    problems: tuple[Problem, ...]
-    space: Space
-    out: Path
-    trials: int
-    seconds: float | None = None
-    storage: str | None = None
-    seed: int = 0
+_Opened = TypeVar("_Opened", Gpu, Crew)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out: winners (None where nothing may win) in the order of the problems, and the
-    emission, None when there was nothing to emit."""
+    """What came out: winners (None where nothing may win) in the order of the problems, failures
+    (why a problem has no answer from this run), and the emission, None when there was nothing to
+    emit."""
 
     winners: tuple[tuple[Problem, Winner | None], ...]
     emission: Emission | None
     interrupted: bool
+    failures: Mapping[Problem, str]
 
 
 def revision() -> str:
@@ -66,6 +57,8 @@ def revision() -> str:
     written or compiled differently never share a study."""
     digest = hashlib.sha256(nvrtc_version().encode())
     for path in sorted(TEMPLATES.iterdir()):
+        if "forward" in path.name:
+            continue  # forward kernels are no part of a study
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:8]
 
@@ -73,44 +66,44 @@ def revision() -> str:
 def choose_target(name: str, device: int) -> tuple[Target, MeasuredEvaluator | None, str]:
     """The target called `name` ("auto": the GPU of this machine), an evaluator when that very GPU
     is here, and a sentence that says what will happen."""
+    target, gpu, sentence = _choose(name, lambda: Gpu(device), f"device {device}")
+    return target, gpu.evaluator(target) if gpu else None, sentence
+
+
+def choose_crew(name: str, devices: Sequence[int]) -> tuple[Target, Crew | None, str]:
+    """The same for several GPUs of this machine, which are of one model."""
+    return _choose(name, lambda: Crew(devices), f"devices {', '.join(map(str, devices))}")
+
+
+def _choose(
+    name: str, start: Callable[[], _Opened], where: str
+) -> tuple[Target, _Opened | None, str]:
     if name != "auto":
         find_target(name)  # an unknown name is told at once, not after a worker has started
-    facts = _device_facts(device)
+    opened = None
+    if torch.version.cuda is not None:
+        with suppress(NoGpuError):
+            opened = start()
+    facts = opened.facts if opened else None
     here = match_device(facts["name"], facts["sms"]) if facts else None
+    if opened and here and name in ("auto", here.name):
+        return here, opened, f"Measuring on {where}: {opened.facts['name']}."
+    if opened:
+        opened.close()
+    if name == "auto" and facts is None:
+        raise NormforgeError("--gpu auto found no CUDA GPU: name one, for example --gpu gb200")
     if name == "auto":
-        if facts is None:
-            raise NormforgeError("--gpu auto found no CUDA GPU: name one, for example --gpu gb200")
-        if here is None:
-            raise NormforgeError(
-                f"--gpu auto found a {facts['name']}, which search_spaces/gpus.yaml does not know: "
-                "add it there"
-            )
-        name = here.name
-    target = find_target(name)
-    if here is not None and here.name == name:
-        evaluator = MeasuredEvaluator(here, device)
-        return here, evaluator, f"Measuring on device {device}, {evaluator.facts['name']}."
+        raise NormforgeError(
+            f"--gpu auto found a {facts and facts['name']}, which search_spaces/gpus.yaml does not "
+            "know: add it there"
+        )
     found = f"this machine has a {facts['name']}" if facts else "this machine has no CUDA GPU"
-    return (
-        target,
-        None,
-        f"No {target.name} here ({found}): nothing is measured. Times are predicted from the "
+    sentence = (
+        f"No {name} here ({found}): nothing is measured. Times are predicted from the "
         "compiled kernels, winners are executed on the CPU under many schedules, and every one is "
-        "marked `predicted`.",
+        "marked `predicted`."
     )
-
-
-def _device_facts(device: int) -> dict[str, Any] | None:
-    """Facts about the GPU, asked in a process of its own; None without one."""
-    if torch.version.cuda is None:
-        return None
-    worker = GpuWorker(device)
-    try:
-        return worker.ready()
-    except NormforgeError:
-        return None
-    finally:
-        worker.kill()
+    return find_target(name), None, sentence
 
 
 def check_problems(plan: Plan) -> None:
@@ -119,49 +112,41 @@ def check_problems(plan: Plan) -> None:
         plan.space.sample(problem, plan.target, random.Random(0))
 
 
-def tune(
-    plan: Plan,
-    measured: MeasuredEvaluator | None,
-    on_progress: Callable[[int, Progress], None],
-    on_winner: Callable[[int, Problem, Winner | None], None],
-) -> Outcome:
+def tune(plan: Plan, workforce: MeasuredEvaluator | Crew | None, watcher: Watcher) -> Outcome:
     """Search every problem of the plan and emit the winners.
 
-    Finished problems of an earlier run with the same storage return at once. Ctrl-C ends the run
-    after the trial under way and emits what has been found.
+    workforce: who measures, None to predict. Finished problems of an earlier run with the same
+    storage return at once. Ctrl-C ends the run after the trial under way and emits what has been
+    found. With a shared storage any number of runs may do the same plan at the same time: each
+    problem is searched and concluded by one of them, and all of them end with the same winners.
     """
     check_problems(plan)
-    package = plan.out / PACKAGE_NAME
-    check_package(package, plan.target)
-    storage = open_storage(plan.storage or plan.out / JOURNAL_NAME)
-    evaluator: Evaluator = measured or RehearsingPredictor(plan.target)
-    name = revision()
-    winners: list[tuple[Problem, Winner | None]] = []
+    check_package(plan.out / PACKAGE_NAME, plan.target)
+    plan = replace(plan, revision=revision())
     interrupted = False
-    share = plan.seconds / len(plan.problems) if plan.seconds else None
-    with CompilePool(plan.target.arch, _processes()) as pool:
-        for index, problem in enumerate(plan.problems):
-            try:
-                winner = search_problem(
-                    problem,
-                    plan.target,
-                    plan.space,
-                    pool,
-                    evaluator,
-                    storage,
-                    Budget(plan.trials, share, FINALISTS),
-                    revision=name,
-                    seed=plan.seed,
-                    on_progress=lambda event, index=index: on_progress(index, event),  # type: ignore[misc]
-                )
-            except KeyboardInterrupt:
-                interrupted = True
-                break
-            winners.append((problem, winner))
-            on_winner(index, problem, winner)
-    found = [winner for _, winner in winners if winner is not None]
-    emission = emit(plan, found, measured) if found else None
-    return Outcome(tuple(winners), emission, interrupted)
+    with (
+        running(plan.out, plan.shared) as stop,
+        CompilePool(plan.target.arch, compilers(plan)) as pool,
+    ):
+        storage = open_storage(plan.where)
+        queue = open_queue(plan.storage)
+        ledger = Ledger(plan, queue)
+        try:
+            if isinstance(workforce, Crew):
+                workforce.search(plan, ledger, stop, watcher)
+            else:
+                evaluator = workforce or RehearsingPredictor(plan.target)
+                facts = workforce.facts if workforce else {}
+                driver = Driver(plan, pool, evaluator, facts, storage)
+                search_here(driver, ledger, stop, watcher)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            queue.close()
+        winners = [(p, ledger.winners[p]) for p in plan.problems if p in ledger.winners]
+        found = [winner for _, winner in winners if winner is not None]
+        emission = emit(plan, found, storage, pool) if found else None
+    return Outcome(tuple(winners), emission, interrupted, ledger.failures)
 
 
 def _processes() -> int:
@@ -170,36 +155,46 @@ def _processes() -> int:
     return cores if cores <= 2 else cores - 1
 
 
-def emit(plan: Plan, winners: Sequence[Winner], measured: MeasuredEvaluator | None) -> Emission:
+def emit(
+    plan: Plan, winners: Sequence[Winner], storage: BaseStorage, pool: CompilePool
+) -> Emission:
     """Write the package with these winners and the generic kernels of their dtypes."""
     target = plan.target
-    entries = []
-    for winner in winners:
-        variant = make_variant(winner.config, winner.problem)
-        compiled = compile_variant(variant, target.arch)
-        entries.append(
-            Entry(winner.problem, variant, compiled, winner.evidence, provenance(winner, measured))
-        )
+    chosen = [make_variant(winner.config, winner.problem) for winner in winners]
+    futures = [(variant, pool.submit(variant)) for variant in [*chosen, *generic_variants(target)]]
+    made = [(variant, pool.result(variant, future)) for variant, future in futures]
+    entries = [
+        Entry(winner.problem, variant, compiled, winner.evidence, provenance(winner, storage))
+        for winner, (variant, compiled) in zip(winners, made, strict=False)
+    ]
     generics = []
-    for variant in generic_variants(target):
-        compiled = compile_variant(variant, target.arch)
+    for variant, compiled in made[len(entries) :]:
         many_rows = Problem(MANY_ROWS, variant.N, variant.dtype, variant.weight_dtype)
         if refuse(variant, compiled, many_rows, target) is None:
             generics.append((variant, compiled))
-    return emit_package(entries, generics, target, plan.out / PACKAGE_NAME)
+    package = plan.out / PACKAGE_NAME
+    forwards = tune_forwards(
+        [winner.problem for winner in winners],
+        target,
+        plan.devices[0] if plan.devices else None,
+        known=ForwardTable.load(package),
+        processes=_processes(),
+        say=lambda line: print(line, file=sys.stderr),
+    )
+    return emit_package(entries, generics, target, package, forwards)
 
 
-def provenance(winner: Winner, measured: MeasuredEvaluator | None) -> dict[str, Any]:
+def provenance(winner: Winner, storage: BaseStorage) -> dict[str, Any]:
     """Everything a reader of the package may ask about where a winner comes from."""
     result = winner.result
-    facts = measured.facts if measured else {}
+    machine = StudyLog(storage, winner.study).machine
     fastest = winner.fastest_nondeterministic
     return {
-        "gpu": facts.get("name", f"{winner.target} (absent)"),
-        "driver": facts.get("driver"),
-        "nvrtc": nvrtc_version(),
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
+        "gpu": machine.get("gpu", winner.target),
+        "driver": machine.get("driver"),
+        "nvrtc": machine.get("nvrtc", nvrtc_version()),
+        "torch": machine.get("torch", torch.__version__),
+        "python": machine.get("python", sys.version.split()[0]),
         "space": winner.space_hash,
         "study": winner.study,
         "date": winner.date,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from generator.budget import Progress
+from generator.plan import Plan
 from generator.problem import Problem
-from generator.run import Outcome, Plan
+from generator.run import Outcome
 from generator.winner import Winner
 
 
@@ -23,13 +24,16 @@ class Status:
         self.started = time.monotonic()
         self._last = 0.0
         self._width = 0
+        self._done = 0
+        self._shares: dict[int, float] = {}  # of the problems under way
+        self._waited: set[Problem] = set()
 
     def progress(self, index: int, event: Progress) -> None:
         now = time.monotonic()
+        self._shares[index] = event.done / event.total if event.total else 0.0
         if not self.live or now - self._last < 0.1:
             return
         self._last = now
-        share = event.done / event.total if event.total else 0.0
         failed = ", ".join(
             f"{count} {outcome}"
             for outcome, count in sorted(event.counts.items())
@@ -37,27 +41,43 @@ class Status:
         )
         best = f"best {event.best_us:.2f} us" if event.best_us else "no time yet"
         text = (
-            f"[{index + 1}/{self.problems}] {event.problem} {event.phase} "
-            f"{event.done}/{event.total or '?'} {best} | {self._left(index + share)}"
+            f"{self._place()} {event.problem} {event.phase} "
+            f"{event.done}/{event.total or '?'} {best} | {self._left()}"
             + (f" | {failed}" if failed else "")
         )
         self._write(text[:160])
 
     def winner(self, index: int, problem: Problem, winner: Winner | None) -> None:
-        self._clear()
-        print(
-            f"[{index + 1}/{self.problems}] {describe(problem, winner)} | {self._left(index + 1)}",
-            file=self.stream,
-            flush=True,
-        )
+        place = self._place()
+        self._done += 1
+        self._shares.pop(index, None)
+        self._say(f"{place} {describe(problem, winner)} | {self._left()}")
 
-    def _left(self, done: float) -> str:
+    def waiting(self, holders: Mapping[Problem, str]) -> None:
+        """Said once for every problem that others have."""
+        new = holders.keys() - self._waited
+        self._waited = set(holders)
+        if new:
+            who = "; ".join(f"{problem} ({holders[problem]})" for problem in sorted(new))
+            self._say(f"{len(holders)} shapes left, which others search: waiting for {who}")
+
+    def _place(self) -> str:
+        """The number of the next problem to be concluded."""
+        at_once = f", {len(self._shares)} at once" if len(self._shares) > 1 else ""
+        return f"[{min(self._done + 1, self.problems)}/{self.problems}{at_once}]"
+
+    def _left(self) -> str:
+        done = self._done + sum(self._shares.values())
         elapsed = time.monotonic() - self.started
         if done <= 0:
             return "time left unknown"
         left = elapsed * (self.problems - done) / done
         minutes, seconds = divmod(round(left), 60)
         return f"{minutes} min {seconds:02} s left" if minutes else f"{seconds} s left"
+
+    def _say(self, line: str) -> None:
+        self._clear()
+        print(line, file=self.stream, flush=True)
 
     def _write(self, text: str) -> None:
         self.stream.write("\r" + text.ljust(self._width))

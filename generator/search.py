@@ -12,10 +12,11 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import Any
 
 import optuna
 from optuna.storages import BaseStorage
@@ -52,22 +53,30 @@ def search_problem(
     incumbent: Winner | None = None,
     revision: str = "",
     seed: int = 0,
+    machine: Mapping[str, Any] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Winner | None:
     """Run or resume the study of one problem and return its winner, None when no variant may win.
 
     incumbent: the winner in use so far; by default the latest in the storage for the same problem,
-    target and evidence. revision: see `study_name`. A study that has used up its budget and held
-    its finals answers with the winner it has, and nothing is measured. Raises NormforgeError when
-    no config is legal for the problem or the storage fails.
+    target and evidence. revision: see `study_name`. machine: facts to store with the finals, about
+    the machine that holds them. A study that has used up its budget and held its finals answers
+    with the winner it has, and nothing is measured. Raises NormforgeError when no config is legal
+    for the problem or the storage fails.
     """
     name = study_name(problem, target, evaluator.evidence, space, revision)
     log = StudyLog(storage, name)
+    stored = log.winner
+    if stored and budget.trials and stored.trials >= budget.trials and _still_made(stored, pool):
+        return stored
     winners = stored_winners(storage) + ([incumbent] if incumbent else [])
     legal = LegalConfigs(space, problem, target)
     search = _Search(legal, pool, evaluator, log, budget, winners, seed, on_progress)
-    search.run()
-    return search.finish()
+    try:
+        search.run()
+    finally:
+        search.abandon()
+    return search.finish(machine or {})
 
 
 @dataclass(frozen=True)
@@ -140,14 +149,19 @@ class _Search:
             if not self.pending:
                 break
             self._tell(self.pending.popleft())
-        for pending in self.pending:
-            pending.compiled.cancel()
 
-    def finish(self) -> Winner | None:
+    def abandon(self) -> None:
+        """Compile nothing that nobody will measure."""
+        while self.pending:
+            self.pending.pop().compiled.cancel()
+
+    def finish(self, machine: Mapping[str, Any]) -> Winner | None:
         """The stored winner where it is up to date, else that of new finals."""
         stored = self.log.winner
-        if stored and stored.trials == len(self.records) and self._still_made(stored):
+        if stored and stored.trials == len(self.records) and _still_made(stored, self.pool):
             return stored
+        if self.records and self.log.barren == len(self.records):
+            return None
         self._report("finals")
         finals = hold_finals(
             self.legal,
@@ -179,7 +193,7 @@ class _Search:
                 reason=choice.reason,
                 date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             )
-        self.log.save_finals(winner, results)
+        self.log.save_finals(winner, results, len(self.records), machine)
         return winner
 
     def _ask(self, plan: Iterator[tuple[str, Values | None]]) -> bool:
@@ -239,12 +253,6 @@ class _Search:
         if record.identity:
             self.measured.setdefault(record.identity, (number, record.result))
 
-    def _still_made(self, winner: Winner) -> bool:
-        """Whether the winner's config still gives the machine code that was in the finals."""
-        variant = make_variant(winner.config, self.legal.problem)
-        compiled = self.pool.result(variant, self.pool.submit(variant))
-        return compiled.digest == winner.cubin
-
     def _elapsed(self) -> float:
         return self.before + time.monotonic() - self.started
 
@@ -281,3 +289,9 @@ class _Search:
                 counts=self._counts(),
             )
         )
+
+
+def _still_made(winner: Winner, pool: Pool) -> bool:
+    """Whether the winner's config still gives the machine code that was in the finals."""
+    variant = make_variant(winner.config, winner.problem)
+    return pool.result(variant, pool.submit(variant)).digest == winner.cubin

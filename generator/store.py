@@ -11,11 +11,10 @@ import json
 import lzma
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
 import optuna
 from optuna.exceptions import StorageInternalError
@@ -23,6 +22,7 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState
 
+from generator.database import SharedStorage, is_outage, patiently, refused
 from generator.errors import NormforgeError
 from generator.problem import Problem
 from generator.result import Result
@@ -34,6 +34,7 @@ from generator.winner import Winner, may_win
 JOURNAL_NAME = "studies.journal"
 """The study file in the folder of a GPU; optuna-dashboard opens it."""
 _RECORD_START = b'{"op_code":'
+_Answer = TypeVar("_Answer")
 
 
 class _KernelLock(JournalFileOpenLock):
@@ -55,9 +56,14 @@ class _KernelLock(JournalFileOpenLock):
         os.close(self._handle)
 
 
+def is_shared(where: str | Path | None) -> bool:
+    """Whether several runs on any machines may use the storage at `where` at the same time."""
+    return str(where).startswith(("postgresql://", "postgresql+"))
+
+
 def open_storage(where: str | Path) -> BaseStorage:
-    """The storage at `where`: a URL (with "://", passed through to Optuna) or the path of a journal
-    file, which is created with its folder when missing.
+    """The storage at `where`: the URL of a database (with "://") or the path of a journal file,
+    which is created with its folder when missing.
 
     Where the journal is missing and lies packed beside its place (`<name>.xz`, the form in which
     the repository keeps it), it is unpacked first. The last record of a journal that a kill or a
@@ -66,7 +72,7 @@ def open_storage(where: str | Path) -> BaseStorage:
     """
     # Optuna reports every new study on stderr, which belongs to the progress line.
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    if "://" in str(where):
+    if "://" in str(where) or is_shared(where):
         return _open_database(str(where))
     path = Path(where)
     try:
@@ -104,15 +110,11 @@ def _unpack(path: Path) -> None:
 
 def _open_database(url: str) -> BaseStorage:
     try:
-        return RDBStorage(url)
+        return SharedStorage(url) if is_shared(url) else RDBStorage(url)
+    except NormforgeError:
+        raise
     except Exception as error:  # whatever the driver raises, import errors included
-        parts = urlsplit(url)
-        shown = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"  # without the password
-        reason = " ".join(str(error).split())[:200]
-        raise NormforgeError(
-            f"cannot open the storage {shown} ({type(error).__name__}: {reason}): "
-            "check the URL, the driver and the server"
-        ) from error
+        raise refused(url, error) from error
 
 
 def _check_journal(path: Path) -> None:
@@ -224,50 +226,81 @@ class Record:
 
 
 class StudyLog:
-    """The stored study of one problem."""
+    """The stored study of one problem. While a database is away its methods wait for it."""
 
     def __init__(self, storage: BaseStorage, name: str) -> None:
         self.name = name
-        try:
-            try:
-                self._study = optuna.load_study(study_name=name, storage=storage)
-            except KeyError:
-                self._study = optuna.create_study(
-                    storage=storage, study_name=name, direction="minimize", load_if_exists=True
-                )
-        except (OSError, StorageInternalError) as error:
-            raise self._lost(error) from error
+        self._study = self._keep(lambda: _load_study(storage, name))
 
     def trials(self) -> list[FrozenTrial]:
         """Trials with a record, oldest first."""
         states = (TrialState.COMPLETE, TrialState.PRUNED)
-        return self._study.get_trials(deepcopy=False, states=states)
+        return self._keep(lambda: self._study.get_trials(deepcopy=False, states=states))
 
     def add(self, trial: FrozenTrial) -> None:
         """Write one finished trial in one record."""
-        try:
-            self._study.add_trial(trial)
-        except (OSError, StorageInternalError) as error:
-            raise self._lost(error) from error
+        self._keep(lambda: self._study.add_trial(trial))
 
     @property
     def winner(self) -> Winner | None:
         """The winner of the last finals."""
-        return _winner(self._study.user_attrs)
+        return _winner(self._attributes())
 
-    def save_finals(self, winner: Winner | None, finals: Sequence[tuple[Config, Result]]) -> None:
-        """Keep the finals and their winner as attributes of the study."""
+    @property
+    def barren(self) -> int:
+        """Trials after which finals were held that nobody won, 0 where there were no such finals
+        or a winner was found since."""
+        attributes = self._attributes()
+        return 0 if attributes.get("winner") else int(attributes.get("barren", 0))
+
+    @property
+    def machine(self) -> Mapping[str, Any]:
+        """Facts about the machine that held the finals; empty where it said none."""
+        return dict(self._attributes().get("machine") or {})
+
+    def save_finals(
+        self,
+        winner: Winner | None,
+        finals: Sequence[tuple[Config, Result]],
+        trials: int,
+        machine: Mapping[str, Any],
+    ) -> None:
+        """Keep the finals after `trials` trials and their winner as attributes of the study. The
+        one that says that they are over is written last."""
         entries = [{"config": dict(c), "result": r.to_json()} for c, r in finals]
+        attributes: dict[str, Any] = {"finals": entries, "machine": dict(machine)}
+        attributes["winner"] = winner and winner.to_json()
+        if winner is None:
+            attributes["barren"] = trials
+        for key, value in attributes.items():
+            self._keep(lambda key=key, value=value: self._study.set_user_attr(key, value))  # type: ignore[misc]
+
+    def _attributes(self) -> Mapping[str, Any]:
+        return self._keep(lambda: self._study.user_attrs)
+
+    def _keep(self, work: Callable[[], _Answer]) -> _Answer:
         try:
-            self._study.set_user_attr("finals", entries)
-            self._study.set_user_attr("winner", winner and winner.to_json())
-        except (OSError, StorageInternalError) as error:
+            return work()
+        except OSError as error:
             raise self._lost(error) from error
+        except StorageInternalError as error:
+            if not is_outage(error):
+                raise self._lost(error) from error
+        return patiently(work)
 
     def _lost(self, error: Exception) -> NormforgeError:
         return NormforgeError(
             f"cannot write to study {self.name} ({error}): finished trials are kept; "
             "put the storage right and run the same command to continue"
+        )
+
+
+def _load_study(storage: BaseStorage, name: str) -> optuna.Study:
+    try:
+        return optuna.load_study(study_name=name, storage=storage)
+    except KeyError:
+        return optuna.create_study(
+            storage=storage, study_name=name, direction="minimize", load_if_exists=True
         )
 
 

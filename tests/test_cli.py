@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from generator.problem import Problem, load_problems
 from generator.render import render
 from generator.run import PACKAGE_NAME
 from generator.runtime.dispatch import Table
+from generator.runtime.forward_table import ForwardTable
 from generator.space import SPACE_FILE
 from generator.store import JOURNAL_NAME
 from generator.target import find_target
@@ -121,7 +123,10 @@ def test_every_kernel_of_the_module_is_for_the_target_and_has_no_spills(
             assert compiled.spills == 0
             assert digests.pop(variant.id) == compiled.digest
     assert not digests, "kernels of unknown origin"
-    assert len(cubins) == len({kernel.file for kernel in table.kernels()})
+    forward = ForwardTable.load(package)
+    assert forward is not None
+    files = [kernel.file for kernel in (*table.kernels(), *forward.kernels())]
+    assert len(cubins) == len(set(files))
 
 
 def test_finished_run_answers_again_without_a_trial(
@@ -222,6 +227,7 @@ def check_refused(said: tuple[int, str, str], says: str) -> None:
     assert code == 2
     assert stdout == ""
     assert "Traceback" not in stderr
+    assert "pw@" not in stderr, "a password was shown"
     (sentence,) = [line for line in stderr.splitlines() if line.startswith("tune.py: ")]
     assert says in sentence
 
@@ -241,6 +247,13 @@ def check_refused(said: tuple[int, str, str], says: str) -> None:
         ("--gpu gb200 --shapes /nowhere/shapes.yaml", "cannot read the shape file"),
         ("--gpu gb200 --space /nowhere/space.yaml", "cannot read the search space"),
         ("--gpu gb200 --shapes smoke --storage nonsense://x", "cannot open the storage"),
+        ("--gpu gb200 --storage postgresql+psycopg://u:pw@127.0.0.1:1/db", "Connection refused"),
+        ("--gpu gb200 --storage postgresql+psycopg://u:pw@[bad/db", "psycopg://[bad/db (Op"),
+        ("--gpu gb200 --storage postgresql+psycopg://h:port/db", "check the URL"),
+        ("--gpu gb200 --storage postgresql+psycopg:/h/db", "check the URL"),
+        ("--gpu gb200 --storage postgresql+nosuchdriver://h/db", "check the URL, the driver"),
+        ("--gpu gb200 --devices 0,x", "'0,x' is no list of indices like 0,1,2,3"),
+        ("--gpu gb200 --devices 0,,1", "is no list of indices"),
         ("--gpu gb200 --trials 0", "must be above 0"),
         ("--gpu gb200 --trials many", "is no number"),
         ("--gpu gb200 --seconds -1", "must be above 0"),
@@ -261,6 +274,19 @@ def test_automatic_choice_without_a_gpu_asks_for_a_name(
     out: Path, rerun: Callable[..., tuple[int, str, str]]
 ) -> None:
     check_refused(rerun("--gpu", "auto", "--out", str(out)), "name one, for example --gpu gb200")
+
+
+def test_missing_driver_says_what_to_install(
+    out: Path,
+    rerun: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    url = "postgresql+psycopg://u:pw@127.0.0.1:1/db"
+    check_refused(
+        rerun("--gpu", "gb200", "--storage", url, "--out", str(out)),
+        "pip install 'psycopg[binary]'",
+    )
 
 
 def wrong_type(content: Any) -> None:

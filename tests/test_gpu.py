@@ -18,6 +18,7 @@ from generator.emit import PROVENANCE_KEYS, Entry, emit_package
 from generator.evaluator import refuse
 from generator.generic import generic_variants
 from generator.measure import Timer
+from generator.measured import MeasuredEvaluator
 from generator.problem import Problem
 from generator.render import render
 from generator.result import Result
@@ -32,11 +33,12 @@ from generator.verify import (
     Bench,
     check_accuracy,
     check_repeats,
+    check_wishes,
     compare,
     digest,
     slacks,
 )
-from generator.worker import Candidate, MeasuredEvaluator
+from generator.worker import Candidate
 from generator.workload import Guarded, make_inputs, make_reference
 from tests.runs import command, kill_and_resume
 from tests.samples import DETERMINISTIC, DTYPES, FLAVOURS, SPACE, plain_variant, sample_variant
@@ -122,6 +124,27 @@ def test_random_variants_are_accurate_and_repeat_their_bits_exactly_if_they_clai
             continue
         assert check_repeats(bench, work.inputs) == "", v
         assert check_repeats(bench, work.cancelling) == "", v
+
+
+@pytest.mark.parametrize("flavour", DETERMINISTIC)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *("999x1024:bf16", "999x1024:bf16+offset", "300x1001:fp16:fp32", "600x3072:fp32+residual"),
+        *("999x1024:bf16+offset+residual", "300x4096:bf16:fp32+residual_fp32"),
+    ],
+)
+def test_options_and_wishes_are_right(
+    here: Target, workload: Callable[[str], Workload], flavour: str, shape: str
+) -> None:
+    if flavour not in flavours_of(here):
+        pytest.skip(f"{here} has no bulk copies")
+    v, compiled = runnable(shape, here, 2, **FLAVOURS[flavour])
+    work = workload(shape)
+    bench = work.bench(Candidate(compiled.cubin, v.spec(here.sms)))
+    assert check_accuracy(bench, work.inputs, work.reference).fault == ""
+    assert check_repeats(bench, work.cancelling) == ""
+    assert check_wishes(bench, work.inputs) == ""
 
 
 @pytest.mark.parametrize("flavour", BARRED)
@@ -214,8 +237,8 @@ WRONG: dict[str, tuple[dict[str, int | str], str, str, str]] = {
     "dx has no correction term": ({}, "__fmul_rn(correction, xe)", "0.0f", "dx["),
     "mean over one column too many": (
         {},
-        "static_cast<float>(kExact ? kRowColumns : columns)",
-        "static_cast<float>((kExact ? kRowColumns : columns) + 1)",
+        "static_cast<float>(kExact ? kRowColumns : args.columns)",
+        "static_cast<float>((kExact ? kRowColumns : args.columns) + 1)",
         "dx[",
     ),
     "row sum without the last vector": (
@@ -227,13 +250,13 @@ WRONG: dict[str, tuple[dict[str, int | str], str, str, str]] = {
     ),
     "last column of dx is not written": (
         {},
-        "if (row < count && rows.owns(column)) {",
-        "if (row < count && rows.owns(column) && column + kElements < kColumns) {",
+        "if (args.dx != nullptr && row < args.rows && rows.owns(column)) {",
+        "if (row < args.rows && rows.owns(column) && column + kElements < kColumns) {",
         "dx[",
     ),
     "row past the end is written": (
         {"rows_in_flight": 2},
-        "if (row < count && rows.owns(column)) {",
+        "if (args.dx != nullptr && row < args.rows && rows.owns(column)) {",
         "if (rows.owns(column)) {",
         "wrote outside",
     ),
@@ -293,8 +316,8 @@ def evaluator(here: Target) -> Iterator[MeasuredEvaluator]:
 PROBLEM = Problem.parse("4096x1024:bf16")
 BAD: dict[str, tuple[str, str, str]] = {
     "illegal access": (
-        "store_row<kVectorBytes>(dx + row * dx_stride + column, packet);",
-        "store_row<kVectorBytes>(dx + (1ll << 50) + column, packet);",
+        "store_row<kVectorBytes>(args.dx + row * args.dx_stride + column, packet);",
+        "store_row<kVectorBytes>(args.dx + (1ll << 50) + column, packet);",
         "crashed",
     ),
     "trap": (
@@ -305,7 +328,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     "hang": (
         "const unsigned participant = strategy.begin();",
         "const unsigned participant = strategy.begin();\n"
-        "while (load_acquire(counters) != 0x7fffffffu) {}",
+        "while (load_acquire(args.counters) != 0x7fffffffu) {}",
         "timeout",
     ),
     "wrong numbers": ("__fmul_rn(correction, xe)", "0.0f", "wrong"),
@@ -378,7 +401,7 @@ def test_finals_verify_the_ordered_and_refute_the_unordered(evaluator: MeasuredE
     assert ordered.determinism == "verified"
     assert set(ordered.checks) == {
         *("accuracy", "20 runs", "cancelling magnitudes", "busy GPU and thrashed L2"),
-        "fresh process",
+        *("wishes", "fresh process"),
     }
     assert unordered.outcome == "nondeterministic", unordered
     assert unordered.determinism == "refuted"

@@ -1,0 +1,191 @@
+"""What the tests of the doors share: a package, CPU kernels of PyTorch's operators, a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from generator.runtime.api import Package
+from generator.runtime.dispatch import TABLE, Table
+from generator.runtime.forward import reference_forward
+from generator.runtime.install import Installation
+from generator.runtime.reference import reference_backward
+
+
+def write_package(folder: Path) -> Package:
+    """A package without kernels: on the CPU the formula serves everything."""
+    import json
+
+    folder.mkdir(parents=True, exist_ok=True)
+    target = {"name": "none", "title": "no GPU", "arch": "sm_90a", "sms": 1}
+    (folder / TABLE).write_text(json.dumps(Table(target, (), ()).to_json()))
+    return Package(folder)
+
+
+@contextmanager
+def aten_on_cpu(calls: list[str] | None = None) -> Iterator[None]:
+    """Gives PyTorch's two fused operators CPU kernels, so that torch.nn.RMSNorm takes the same way
+    on the CPU as on a GPU. calls: which of them ran."""
+
+    def forward(x: Any, shape: Any, weight: Any, eps: Any) -> Any:
+        if calls is not None:
+            calls.append("forward")
+        return reference_forward(x, weight, eps)
+
+    def backward(dy: Any, x: Any, shape: Any, rstd: Any, weight: Any, mask: Any) -> Any:
+        if calls is not None:
+            calls.append("backward")
+        return reference_backward(dy, x, rstd, weight, need_dx=mask[0], need_dw=mask[1])
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_fused_rms_norm", forward, "CPU")
+        library.impl("_fused_rms_norm_backward", backward, "CPU")
+        yield
+
+
+def routing_on_cpu(package: Package) -> Installation:
+    """Door 3 of a package for CPU tensors."""
+    return Installation(package._route, package._known, "CPU")
+
+
+class Block(torch.nn.Module):
+    """A layer of a small Llama: attention with QK-norm on slices of a packed QKV, and an MLP; with
+    `fused` the residual stream goes through the norms."""
+
+    def __init__(self, norm: Any, width: int, heads: int, fused: bool) -> None:
+        super().__init__()
+        self.heads, self.size, self.fused = heads, width // heads, fused
+        self.norm1, self.norm2 = norm(width), norm(width)
+        self.q_norm, self.k_norm = norm(self.size), norm(self.size)
+        self.qkv = torch.nn.Linear(width, 3 * width, bias=False)
+        self.out = torch.nn.Linear(width, width, bias=False)
+        self.up = torch.nn.Linear(width, 2 * width, bias=False)
+        self.down = torch.nn.Linear(2 * width, width, bias=False)
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        packed = self.qkv(x).view(batch, length, 3 * self.heads, self.size)
+        q, k, v = packed.split(self.heads, 2)
+        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
+        scores = (q @ k.transpose(2, 3) * self.size**-0.5).softmax(-1)
+        return self.out((scores @ v.transpose(1, 2)).transpose(1, 2).reshape(batch, length, width))
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.silu(self.up(x)))
+
+    def forward(self, x: torch.Tensor, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.fused:
+            y, stream = self.norm1(x, stream)
+            y, stream = self.norm2(self.attention(y), stream)
+            return self.mlp(y), stream
+        stream = stream + x
+        stream = stream + self.attention(self.norm1(stream))
+        return self.mlp(self.norm2(stream)), stream
+
+
+class Llama(torch.nn.Module):
+    """Two layers, a residual stream, QK-norm. norm: makes a norm of a width."""
+
+    def __init__(
+        self, norm: Any, width: int = 64, heads: int = 4, tokens: int = 32, fused: bool = False
+    ) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(tokens, width)
+        self.blocks = torch.nn.ModuleList(Block(norm, width, heads, fused) for _ in range(2))
+        self.norm = norm(width)
+        self.head = torch.nn.Linear(width, tokens, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        stream = torch.zeros_like(x)
+        for block in self.blocks:
+            x, stream = block(x, stream)
+        return self.head(self.norm(stream + x))
+
+
+def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    logits = model(ids)
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
+    )
+
+
+def make_door(package: Package, door: str) -> tuple[Any, bool]:
+    """A norm for `Llama`, and whether the residual stream goes through it. door: `1` (a Function of
+    the reader's own around rmsnorm_backward), `2`, `2 with residual`, `3` (torch.nn.RMSNorm)."""
+    if door == "1":
+        return door_1_norm(package), False
+    if door == "3":
+        return lambda width: torch.nn.RMSNorm(width, eps=1e-6), False
+    return lambda width: package.RMSNorm(width, eps=1e-6), door == "2 with residual"
+
+
+def door_1_norm(package: Package) -> Any:
+    """A norm as somebody writes it who has only rmsnorm_backward."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            wide = x.float()
+            rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+            ctx.save_for_backward(x, weight, rstd)
+            return (wide * rstd * weight.float()).to(x.dtype)
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> Any:
+            x, weight, rstd = ctx.saved_tensors
+            return package.rmsnorm_backward(dy, x, rstd, weight)
+
+    class Norm(torch.nn.RMSNorm):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Function.apply(x, self.weight)
+
+    return Norm
+
+
+class Training:
+    """A small Llama and its optimizer. `step` is one step on one batch."""
+
+    def __init__(
+        self,
+        norm: Any,
+        fused: bool,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        wrap: Any = lambda model: model,
+        seed: int = 0,
+        **sizes: int,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model = Llama(norm, fused=fused, **sizes).to(device, dtype)
+        self.run = wrap(self.model)
+        self.ids = torch.randint(0, 32, (4, 17), device=device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, foreach=False)
+
+    def step(self) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(self.run, self.ids)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def train(self, steps: int = 20) -> list[torch.Tensor]:
+        """Losses of all steps, then the last gradients, then the weights."""
+        losses = [self.step().clone() for _ in range(steps)]
+        return losses + self.state()
+
+    def state(self) -> list[torch.Tensor]:
+        parameters = list(self.model.parameters())
+        grads = [p.grad.clone() for p in parameters if p.grad is not None]
+        return grads + [p.detach().clone() for p in parameters]
+
+
+def equal_bits(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
+    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
