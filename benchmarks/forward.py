@@ -84,7 +84,7 @@ def tune(problems: list[Problem], package: Path, args: argparse.Namespace) -> Pa
     if target is None:
         raise NormforgeError(f"search_spaces/gpus.yaml does not know a {properties.name}")
     processes = max(1, len(os.sched_getaffinity(0)) - 1)
-    forwards = tune_forwards(problems, target, args.device, processes=processes, say=say)
+    forwards = tune_forwards(problems, target, (args.device,), processes=processes, say=say)
     emit_package([], [], target, package, forwards)
     return package
 

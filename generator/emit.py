@@ -20,8 +20,16 @@ from typing import Any
 
 from generator.compile import Compiled
 from generator.errors import NormforgeError
+from generator.forward import ForwardVariant
+from generator.forward_tune import Forwards
 from generator.problem import Problem
 from generator.runtime.dispatch import TABLE, Kernel, Table, Tuned
+from generator.runtime.forward_table import (
+    FORWARD_TABLE,
+    ForwardKernel,
+    ForwardTable,
+    ForwardTuned,
+)
 from generator.target import Target
 from generator.variant import Variant
 
@@ -36,7 +44,7 @@ PROVENANCE_KEYS = frozenset(
 """What every entry states about itself, as JSON values; more may be added."""
 
 _INIT = '''\
-"""RMSNorm backward for {title}. Written by Normforge; tune again instead of editing."""
+"""RMSNorm for {title}. Written by Normforge; tune again instead of editing."""
 
 from pathlib import Path
 
@@ -46,10 +54,31 @@ _package = Package(Path(__file__).resolve().parent)
 
 PROVENANCE = _package.provenance
 explain = _package.explain
+graph_pass = _package.graph_pass
+inductor_backend = _package.inductor_backend
+install = _package.install
+installed = _package.installed
+rms_norm = _package.rms_norm
 rmsnorm_backward = _package.rmsnorm_backward
+uninstall = _package.uninstall
 warmup = _package.warmup
 
-__all__ = ["PROVENANCE", "explain", "rmsnorm_backward", "warmup"]
+RMSNorm = _package.RMSNorm
+RMSNorm.__module__ = __name__  # where pickle finds it
+
+__all__ = [
+    "PROVENANCE",
+    "RMSNorm",
+    "explain",
+    "graph_pass",
+    "inductor_backend",
+    "install",
+    "installed",
+    "rms_norm",
+    "rmsnorm_backward",
+    "uninstall",
+    "warmup",
+]
 '''
 
 
@@ -100,11 +129,13 @@ def emit_package(
     generics: Sequence[tuple[Variant, Compiled]],
     target: Target,
     package: Path,
+    forwards: Forwards | None = None,
 ) -> Emission:
     """Write or extend the package at `package`.
 
     Problems that the package has and `entries` has not are kept with their kernels; a predicted
     entry never replaces a measured one. The generic kernels are always replaced by `generics`.
+    forwards: the forward kernels, under the same rules; None keeps those that the package has.
     Raises NormforgeError, leaving the package as it was, for an entry that must not be emitted, a
     package of another GPU, a damaged package and a folder that cannot be written.
     """
@@ -138,7 +169,8 @@ def emit_package(
             if problem not in tuned:
                 tuned[problem] = files.keep(existing, package)
         table = Table(_facts(target), tuple(tuned[p] for p in sorted(tuned)), generic)
-        _replace(package, files.contents, table)
+        forward = _forward_table(forwards, package, target, files)
+        _replace(package, files.contents, table, forward)
     kept = tuple(p for p in known if p not in written and p not in refused)
     return Emission(package, written, tuple(refused), kept)
 
@@ -155,7 +187,7 @@ def _check(entry: Entry, target: Target) -> None:
     _check_cubin(entry.variant, entry.compiled, target)
 
 
-def _check_cubin(variant: Variant, compiled: Compiled, target: Target) -> None:
+def _check_cubin(variant: Variant | ForwardVariant, compiled: Compiled, target: Target) -> None:
     if compiled.error or not compiled.cubin:
         raise NormforgeError(f"{variant} was not compiled: {compiled.error or 'it has no cubin'}")
     if compiled.arch != target.arch:
@@ -172,7 +204,10 @@ def _facts(target: Target) -> dict[str, Any]:
 
 
 def _problem(tuned: Tuned) -> Problem:
-    return Problem(tuned.M, tuned.N, tuned.dtype, tuned.weight_dtype)
+    spec = tuned.kernel.spec
+    return Problem(
+        *(tuned.M, tuned.N, tuned.dtype, tuned.weight_dtype), *(spec.offset, spec.residual)
+    )
 
 
 def _read(package: Path, target: Target) -> Table | None:
@@ -193,6 +228,38 @@ def _read(package: Path, target: Target) -> Table | None:
     return table
 
 
+def _forward_table(
+    forwards: Forwards | None, package: Path, target: Target, files: _Files
+) -> ForwardTable | None:
+    """The forward table of the new package, whose kernels join `files`; None without one."""
+    try:
+        old = ForwardTable.load(package)
+    except ValueError as error:
+        raise NormforgeError(
+            f"{package} holds no readable forward table ({error}): move it away to start a new one"
+        ) from error
+    if old is None and forwards is None:
+        return None
+    known = {(e.M, e.N, e.dtype, e.weight_dtype): e for e in old.tuned} if old else {}
+    tuned: dict[tuple[int, int, str, str], ForwardTuned] = {}
+    for new in forwards.tuned if forwards else ():
+        problem = new.problem
+        key = (problem.M, problem.N, problem.dtype, problem.weight_dtype)
+        if key in known and (known[key].evidence, new.evidence) == ("measured", "predicted"):
+            continue
+        kernel = files.add_forward(new.variant, new.compiled, target)
+        tuned[key] = ForwardTuned(*key, new.evidence, kernel, new.provenance)
+    for key, entry in known.items():
+        if key not in tuned:
+            kernel = files.keep_forward(entry.kernel, package)
+            tuned[key] = ForwardTuned(*key, entry.evidence, kernel, entry.provenance)
+    if forwards is not None:
+        generic = tuple(files.add_forward(*made, target) for made in forwards.generic)
+    else:
+        generic = tuple(files.keep_forward(kernel, package) for kernel in old.generic)  # type: ignore[union-attr]
+    return ForwardTable(_facts(target), tuple(tuned[key] for key in sorted(tuned)), generic)
+
+
 class _Files:
     """The kernels/ folder of the new package: content by file name."""
 
@@ -202,6 +269,26 @@ class _Files:
     def add(self, variant: Variant, compiled: Compiled, target: Target) -> Kernel:
         file = self._store(variant.id, compiled.digest, compiled.source.encode(), compiled.cubin)
         return Kernel(file, compiled.digest, variant.spec(target.sms))
+
+    def add_forward(
+        self, variant: ForwardVariant, compiled: Compiled, target: Target
+    ) -> ForwardKernel:
+        _check_cubin(variant, compiled, target)
+        file = self._store(variant.id, compiled.digest, compiled.source.encode(), compiled.cubin)
+        return ForwardKernel(file, compiled.digest, variant.spec(target.sms))
+
+    def keep_forward(self, old: ForwardKernel, package: Path) -> ForwardKernel:
+        """A forward taken over from the old package."""
+        try:
+            cubin = old.read_cubin(package)
+            source = (package / "kernels" / f"{old.file}.cu").read_bytes()
+        except (OSError, RuntimeError) as error:
+            raise NormforgeError(
+                f"{package}: the forward {old.file} cannot be kept ({error}): move the folder away "
+                "to start a new one"
+            ) from error
+        file = self._store(old.spec.name, old.digest, source, cubin)
+        return ForwardKernel(file, old.digest, old.spec)
 
     def keep(self, tuned: Tuned, package: Path) -> Tuned:
         """The same entry with its kernel taken over from the old package."""
@@ -227,7 +314,9 @@ class _Files:
         return file
 
 
-def _replace(package: Path, kernels: dict[str, bytes], table: Table) -> None:
+def _replace(
+    package: Path, kernels: dict[str, bytes], table: Table, forward: ForwardTable | None
+) -> None:
     fresh = package.parent / f".{package.name}.part"
     try:
         shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed here
@@ -238,7 +327,9 @@ def _replace(package: Path, kernels: dict[str, bytes], table: Table) -> None:
         for name, content in kernels.items():
             (fresh / "kernels" / name).write_bytes(content)
         (fresh / "__init__.py").write_text(_INIT.format(title=table.target["title"]))
-        (fresh / TABLE).write_text(json.dumps(table.to_json(), indent=1, sort_keys=True) + "\n")
+        (fresh / TABLE).write_text(_json(table.to_json()))
+        if forward is not None:
+            (fresh / FORWARD_TABLE).write_text(_json(forward.to_json()))
         _swap(fresh, package)
     except OSError as error:
         raise NormforgeError(
@@ -246,6 +337,10 @@ def _replace(package: Path, kernels: dict[str, bytes], table: Table) -> None:
         ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1, sort_keys=True) + "\n"
 
 
 def _swap(fresh: Path, package: Path) -> None:

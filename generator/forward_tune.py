@@ -5,8 +5,9 @@ The space of a shape is so small that all of it is compiled and timed; there is 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, TimeoutError
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -66,7 +67,7 @@ class Forwards:
 def tune_forwards(
     problems: Sequence[Problem],
     target: Target,
-    device: int | None = None,
+    devices: Sequence[int] = (),
     *,
     known: ForwardTable | None = None,
     processes: int = 1,
@@ -74,7 +75,8 @@ def tune_forwards(
 ) -> Forwards:
     """The forwards for these shapes (M, N and dtypes count) and for any other.
 
-    device: index of a GPU that is the target, None to choose by `generator.forward.preference`.
+    devices: indices of GPUs that are the target and share the shapes, none to choose by
+    `generator.forward.preference`.
     known: a table whose choices are kept as they are while the sources are the same; predicted ones
     are measured where they can be.
     processes: compilers at a time. After Ctrl-C the shapes that are left are chosen by the rule.
@@ -85,44 +87,53 @@ def tune_forwards(
     kept = set()
     for old in known.tuned if known else ():
         fresh = old.provenance.get("revision") == forward_revision()
-        if fresh and (device is None or old.evidence == "measured"):
+        if fresh and (not devices or old.evidence == "measured"):
             kept.add(Problem(old.M, old.N, old.dtype, old.weight_dtype))
-    gpu = None if device is None else _Gpu(device)
-    tuned = []
+    waiting = deque(problem for problem in dict.fromkeys(wanted) if problem not in kept)
+    found: dict[Problem, ForwardEntry] = {}
     with ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent) as pool:
         compiler = _Compiler(pool, target)
         generic = compiler.usable(generic_forwards(DTYPES))
-        for problem in dict.fromkeys(wanted):
-            if problem in kept:
-                continue
+
+        def serve(problem: Problem, gpu: _Gpu | None) -> None:
             try:
-                try:
-                    entry = _choose(problem, target, compiler, gpu)
-                except KeyboardInterrupt:
-                    if gpu is None:
-                        raise
-                    gpu.close()
-                    gpu = None
-                    entry = _choose(problem, target, compiler, gpu)
+                if gpu is None:
+                    entry = _predict(problem, target, compiler)
+                else:
+                    entry = _measure(problem, target, compiler, gpu)
             except NormforgeError as error:
                 # The backward's winner must not be lost for it.
                 say(f"forward {error}; a generic one serves it")
-                continue
-            tuned.append(entry)
+                return
+            found[problem] = entry
             facts = entry.provenance
             timed = f"{facts['us']:.1f} us, {facts['ratio']:.3f} of a copy" if "us" in facts else ""
             say(f"forward {problem}: {entry.variant} ({timed or 'by rule'})")
-    if gpu is not None:
-        gpu.close()
-    return Forwards(tuple(tuned), tuple(generic))
 
+        def lane(device: int) -> None:
+            gpu = _Gpu(device)
+            try:
+                while waiting:
+                    try:
+                        problem = waiting.popleft()
+                    except IndexError:
+                        break  # another lane took the last one
+                    serve(problem, gpu)
+            finally:
+                gpu.close()
 
-def _choose(
-    problem: Problem, target: Target, compiler: _Compiler, gpu: _Gpu | None
-) -> ForwardEntry:
-    if gpu is None:
-        return _predict(problem, target, compiler)
-    return _measure(problem, target, compiler, gpu)
+        left: list[Problem] = [] if devices else list(waiting)
+        with ThreadPoolExecutor(max(1, len(devices))) as lanes:
+            try:
+                for done in [lanes.submit(lane, device) for device in devices]:
+                    done.result()
+            except KeyboardInterrupt:
+                left = list(waiting)
+                waiting.clear()
+        for problem in left:
+            serve(problem, None)
+    chosen = tuple(found[p] for p in dict.fromkeys(wanted) if p in found)
+    return Forwards(chosen, tuple(generic))
 
 
 class _Gpu:

@@ -176,7 +176,7 @@ def emit(
     forwards = tune_forwards(
         [winner.problem for winner in winners],
         target,
-        plan.devices[0] if plan.devices else None,
+        plan.devices,
         known=ForwardTable.load(package),
         processes=_processes(),
         say=lambda line: print(line, file=sys.stderr),

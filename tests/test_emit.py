@@ -26,6 +26,7 @@ from generator.generic import DTYPES, generic_variants
 from generator.problem import Problem
 from generator.runtime.api import Package
 from generator.runtime.dispatch import Table
+from generator.runtime.options import PLAIN, Arguments
 from generator.runtime.reference import reference_backward
 from generator.space import load_space
 from generator.target import Target, find_target, load_targets, match_device
@@ -415,19 +416,19 @@ def test_arguments_are_checked_at_every_call(package: Path, imported: Any) -> No
     assert (dx.shape, dw.shape, dx.is_meta) == ((4, 8), (8,), True)
 
 
-def test_what_nothing_serves_is_an_error_and_what_pytorch_serves_one_warning(
-    package: Path, imported: Any
-) -> None:
+def test_what_has_no_kernel_is_one_warning(package: Path) -> None:
     put(package, entry("4096x1024:bf16"))
     module = Package(package)
     rows, wide = torch.ones(2, 8).bfloat16(), torch.ones(8)
-    with pytest.raises(RuntimeError, match=r"takes no torch\.float32 weight"):
-        module._fallback("no kernel is that wide", rows, wide)
+    mixed = Arguments(rows, rows, wide[:2], wide)
+    with pytest.warns(UserWarning, match="the formula in plain PyTorch"):
+        module._fallback("no kernel is that wide", mixed, PLAIN)
     if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
+        given = Arguments(rows, rows, wide[:2], wide.bfloat16())
         with pytest.warns(UserWarning, match="PyTorch's own kernel") as seen:
-            module._fallback("no kernel is that wide", rows, wide.bfloat16())
-            module._fallback("no kernel is that wide", rows, wide.bfloat16())
-            module._fallback("another reason", rows, wide.bfloat16())
+            module._fallback("no kernel is that wide", given, PLAIN)
+            module._fallback("no kernel is that wide", given, PLAIN)
+            module._fallback("another reason", given, PLAIN)
         assert len(seen) == 2
 
 

@@ -603,7 +603,7 @@ def test_measured_choice_is_the_rules_first_within_one_percent_of_the_best(
         for ratio in times
     ]
     monkeypatch.setattr(forward_tune._Gpu, "measure", lambda *_: answer)
-    (entry,) = tune_forwards([problem], H200, device=0).tuned
+    (entry,) = tune_forwards([problem], H200, (0,)).tuned
     assert (entry.evidence, entry.variant) == ("measured", variants[chosen])
     assert entry.provenance["ratio"] == times[chosen]
     assert entry.provenance["faults"] == times.count(None)
@@ -614,7 +614,7 @@ def test_a_lost_gpu_leaves_the_choice_to_the_rule_and_says_so(
 ) -> None:
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
     monkeypatch.setattr(forward_tune._Gpu, "measure", lambda *_: "no answer after 120 s")
-    (entry,) = tune_forwards([Problem.parse("4096x1024:bf16")], H200, device=0).tuned
+    (entry,) = tune_forwards([Problem.parse("4096x1024:bf16")], H200, (0,)).tuned
     assert entry.evidence == "predicted"
     assert "no answer after 120 s" in entry.provenance["reason"]
 
@@ -643,7 +643,7 @@ def test_measuring_without_a_gpu_ends_in_the_rule_and_not_in_a_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
-    (entry,) = tune_forwards([Problem.parse("4096x1024:bf16")], H200, device=0).tuned
+    (entry,) = tune_forwards([Problem.parse("4096x1024:bf16")], H200, (0,)).tuned
     assert entry.evidence == "predicted"
     assert "measuring failed" in entry.provenance["reason"]
 
@@ -656,7 +656,7 @@ def ours(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Forward:
     """The forward of a package with the generic kernels and two measured shapes."""
     folder = tmp_path_factory.mktemp("gpu") / "rmsnorm_backward"
     shapes = [Problem.parse("4096x256:bf16"), Problem.parse("1024x4096:bf16")]
-    emit_package([], [], here, folder, tune_forwards(shapes, here, 0, processes=2))
+    emit_package([], [], here, folder, tune_forwards(shapes, here, (0,), processes=2))
     return Forward(folder)
 
 

@@ -59,7 +59,9 @@ def evaluator(here: Target) -> Iterator[MeasuredEvaluator]:
 
 def evaluate(evaluator: MeasuredEvaluator, problem: Problem = SMALL) -> Result:
     threads = max(128, problem.N // 16)
-    variant = plain_variant(problem, evaluator.target, threads_per_row=threads, rows_per_cta=1)
+    variant = plain_variant(
+        problem, evaluator.target, threads_per_row=threads, rows_per_cta=1 if threads > 128 else 2
+    )
     compiled = compile_variant(variant, evaluator.target.arch)
     return evaluator.evaluate(problem, variant, compiled, None)
 

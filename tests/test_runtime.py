@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +20,27 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 
+from generator.runtime import binding as binding_module
 from generator.runtime import call as call_module
+from generator.runtime import known as known_module
 from generator.runtime import launch as launch_module
 from generator.runtime import workspace as workspace_module
-from generator.runtime.call import KernelCall, aten_backward, check_arguments, row_stride
+from generator.runtime.api import Package
+from generator.runtime.arguments import check_arguments
+from generator.runtime.call import aten_call, kernel_call
 from generator.runtime.dispatch import Kernel, Table, Tuned, runs_on
+from generator.runtime.known import Known
 from generator.runtime.launch import LaunchError, LoadedKernel
+from generator.runtime.layout import RowLayout, dense, read_layout, row_layout
+from generator.runtime.options import (
+    PLAIN,
+    Arguments,
+    Options,
+    add_residual,
+    dw_elsewhere,
+    offset_in_weight,
+    per_head,
+)
 from generator.runtime.plan import KernelSpec, Launch, plan_launch
 from generator.runtime.reference import reference_backward
 from generator.runtime.workspace import LINE, SLAB, Workspaces, Zeros
@@ -144,8 +162,13 @@ class FakeDriver:
 
 
 def read_arguments(function: str, parameters: int) -> tuple[int, ...]:
-    """What the driver would copy, given the kernels' parameter lists."""
-    formats = "QQQQQQQQQqqqqii" if function == "rmsnorm_backward" else "QQii"
+    """What the driver would copy, given the kernels' parameters: one structure of the main kernel
+    (tensors, workspace, extent), five of the second one."""
+    if function == "rmsnorm_backward":
+        (address,) = struct.unpack("Q", ctypes.string_at(parameters, 8))
+        form = "@8Q3Q7qI3if"
+        return struct.unpack(form, ctypes.string_at(address, struct.calcsize(form)))
+    formats = "QQiii"
     addresses = struct.unpack(f"{len(formats)}Q", ctypes.string_at(parameters, 8 * len(formats)))
     return tuple(
         struct.unpack(code, ctypes.string_at(address, struct.calcsize(code)))[0]
@@ -158,6 +181,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
     monkeypatch.setattr(launch_module, "cuda_driver", lambda: fake)
     monkeypatch.setattr(workspace_module, "cuda_driver", lambda: fake)
+    monkeypatch.setattr(binding_module, "cuda_driver", lambda: fake)
     return fake
 
 
@@ -205,7 +229,7 @@ def test_formula_agrees_with_autograd_in_float64(dtype: torch.dtype, weight: Any
         ({"rstd": torch.zeros(6, dtype=torch.bfloat16)}, TypeError, "rstd must be float32"),
         ({"rstd": torch.zeros(6, dtype=torch.float64)}, TypeError, "rstd must be float32"),
         ({"dy": torch.zeros(5, 8, dtype=torch.bfloat16)}, ValueError, r"got \(5, 8\)"),
-        ({"weight": torch.zeros(7)}, ValueError, r"weight must have shape \(8,\), got \(7,\)"),
+        ({"weight": torch.zeros(7)}, ValueError, r"shape \(8,\) or \(6, 8\), got \(7,\)"),
         ({"rstd": torch.zeros(5)}, ValueError, "each of the 6 rows of x, got 5"),
         ({"weight": torch.zeros(8, device="meta")}, ValueError, "weight is on meta and x on cpu"),
         (
@@ -221,21 +245,107 @@ def test_arguments_that_do_not_fit_are_named(
     dy, x, rstd, weight = tensors(6, 8)
     arguments = {"dy": dy, "x": x, "rstd": rstd, "weight": weight} | change
     with pytest.raises(error, match=sentence):
-        check_arguments(**arguments)
+        check_arguments(Arguments(**arguments), PLAIN)
 
 
-def test_rows_are_read_in_place_wherever_they_are_contiguous() -> None:
+@pytest.mark.parametrize(
+    ("tensors_given", "options", "error", "sentence"),
+    [
+        ({"dresidual": torch.zeros(6, 8)}, {"need_dx": False}, ValueError, "need_dx must be True"),
+        ({"dresidual": torch.zeros(5, 8)}, {}, ValueError, "dresidual must have x's shape"),
+        ({"dresidual": torch.zeros(6, 8).int()}, {}, TypeError, "dresidual must be of a floating"),
+        ({}, {"accumulate": True}, ValueError, "give the tensor to add to"),
+        ({}, {"dw_dtype": torch.half}, TypeError, "dw_dtype must be the weight's or torch.float32"),
+        ({"dw_out": torch.zeros(7)}, {}, ValueError, "dw_out must have the weight's shape"),
+        ({"dw_out": torch.zeros(8).half()}, {}, TypeError, "dw_out must have the weight's dtype"),
+        ({"dw_out": torch.zeros(8)}, {"need_dw": False}, ValueError, "dw is not computed"),
+        ({"dw_out": torch.zeros(8), "weight": None}, {}, ValueError, "dw is not computed"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(
+    tensors_given: Any, options: Any, error: type[Exception], sentence: str
+) -> None:
+    dy, x, rstd, weight = tensors(6, 8)
+    arguments = {"dy": dy, "x": x, "rstd": rstd, "weight": weight} | tensors_given
+    with pytest.raises(error, match=sentence):
+        check_arguments(Arguments(**arguments), Options(**options))
+
+
+def test_rows_are_read_in_place_wherever_one_or_two_strides_describe_them() -> None:
     x = torch.empty(4, 6, 16)
-    assert row_stride(x) == 16
-    assert row_stride(x[:, :, :8]) == 16
-    assert row_stride(x.reshape(24, 16)[::2]) == 32
-    assert row_stride(torch.empty(16).expand(4, 6, 16)) == 0
-    assert row_stride(torch.empty(16)) == 16
-    assert row_stride(torch.empty(6, 1)) == 1
-    assert row_stride(x[:, ::2, :8]) == 32
-    assert row_stride(x[:, :4]) is None  # two row strides cannot be one
-    assert row_stride(x.transpose(1, 2)) is None
-    assert row_stride(torch.ones(()).expand(4, 16)) is None
+    assert row_layout(x) == RowLayout(16)
+    assert row_layout(x[:, :, :8]) == RowLayout(16)
+    assert row_layout(x.reshape(24, 16)[::2]) == RowLayout(32)
+    assert row_layout(torch.empty(16).expand(4, 6, 16)) == RowLayout(0)
+    assert row_layout(torch.empty(16)) == RowLayout(16)
+    assert row_layout(torch.empty(6, 1)) == RowLayout(1)
+    assert row_layout(x[:, ::2, :8]) == RowLayout(32)
+    assert row_layout(x[:, :4]) == RowLayout(16, inner=4, outer=96)  # heads of a packed tensor
+    assert row_layout(x.transpose(0, 1)) == RowLayout(96, inner=4, outer=16)
+    assert row_layout(torch.empty(3, 4, 6, 16)[:, :2, :4]) is None  # three strides
+    assert row_layout(x.transpose(1, 2)) is None
+    assert row_layout(torch.ones(()).expand(4, 16)) is None
+
+
+def rows_at(layout: RowLayout, count: int) -> list[int]:
+    """Where a kernel looks for its rows: the arithmetic of `Rows::start` in the template."""
+    if layout.inner == 0:
+        return [row * layout.stride for row in range(count)]
+    return [
+        row // layout.inner * layout.outer + row % layout.inner * layout.stride
+        for row in range(count)
+    ]
+
+
+@pytest.mark.parametrize("x_kind", ["dense", "heads", "turned", "three", "row", "scalar"])
+@pytest.mark.parametrize("dy_kind", ["dense", "heads", "wide heads", "turned", "row", "scalar"])
+def test_layout_finds_every_row_of_every_pair_of_tensors(x_kind: str, dy_kind: str) -> None:
+    packed = torch.arange(4 * 10 * 16).reshape(4, 10, 16).bfloat16()
+    kinds = {
+        "dense": torch.empty(4, 6, 16).bfloat16(),
+        "heads": packed[:, :6],
+        "wide heads": packed[:, 2:8],
+        "turned": packed.reshape(10, 4, 16)[:6].transpose(0, 1),
+        "three": torch.empty(8, 7, 4, 16).bfloat16()[::4, :6, ::2].reshape(4, 6, 16),
+        "row": packed[0, 0].expand(4, 6, 16),
+        "scalar": torch.ones(()).bfloat16().expand(4, 6, 16),
+    }
+    x, dy = kinds[x_kind], kinds[dy_kind]
+    layout, places = read_layout(Arguments(dy, x, torch.empty(24), None, dresidual=dy.float()))
+    assert (layout.rows, layout.columns) == (24, 16)
+    dresidual = RowLayout(layout.dresidual_stride)
+    for tensor, rows, copied in (
+        (dy, layout.dy, layout.copy[0]),
+        (x, layout.x, layout.copy[1]),
+        (dy.float(), dresidual, layout.copy[4]),
+    ):
+        read = dense(tensor) if copied else tensor
+        index = torch.arange(4).reshape(4, 1) * read.stride(0) + torch.arange(6) * read.stride(1)
+        assert rows_at(rows, 24) == index.flatten().tolist()
+    for rows in (layout.dy, layout.x):
+        assert all(step * 2 % (places & -places) == 0 for step in (rows.stride, rows.outer))
+
+
+def test_repeated_rstd_and_weight_are_copied_whole(calls: Calls) -> None:
+    """Kernels read them one after the other, whatever their strides were."""
+    launched, seen = calls.driver.cuLaunchKernelEx, []
+
+    def read(config: Any, function: str, parameters: int, extra: int) -> Any:
+        _, _, rstd, weight, *_ = read_arguments(function, parameters)
+        seen.append(struct.unpack("6f", ctypes.string_at(rstd, 24)))
+        seen.append(struct.unpack("1024H", ctypes.string_at(weight, 2048)))
+        return launched(config, function, parameters, extra)
+
+    calls.driver.cuLaunchKernelEx = read  # type: ignore[method-assign]
+    calls(rstd=torch.ones(1, 1).expand(6, 1), weight=torch.ones(()).bfloat16().expand(1024))
+    assert seen == [(1.0,) * 6, (0x3F80,) * 1024]
+
+
+def test_repeated_scalar_is_copied_as_one_row() -> None:
+    """What `y.sum().backward()` delivers costs N elements, not M * N."""
+    row = dense(torch.ones(()).expand(4, 6, 16))
+    assert row.stride() == (0, 0, 1)
+    assert torch.equal(row, torch.ones(4, 6, 16))
 
 
 # ---- The choice of a kernel ---------------------------------------------------------------------
@@ -341,10 +451,10 @@ def test_launch_hands_over_arguments_in_the_order_of_the_kernel(driver: FakeDriv
     given, plan = launch(LoadedKernel(b"cubin", SPEC))
     (seen,) = driver.launches
     assert seen.arguments == (
-        *(tensor.data_ptr() for tensor in given),
+        *(*(tensor.data_ptr() for tensor in given), 0, 0),
         *(4096, 4096 + plan.zeroed_offset, 4096 + plan.scratch_offset),
-        *(6, 2048, 1024, 1024),
-        *(1024, plan.group),
+        *(6, 2048, 1024, 0, 1024, 0, 0, 0),
+        *(1024, plan.group, 0, 0.0),
     )
     assert (seen.function, seen.grid, seen.block) == ("rmsnorm_backward", plan.grid, 256)
     assert (seen.smem, seen.stream) == (50_000, 7)
@@ -364,7 +474,7 @@ def test_second_kernel_follows_with_early_start(driver: FakeDriver) -> None:
     assert (second.function, second.grid, second.block) == ("sum_partials", plan.sum_grid, 512)
     assert (second.smem, second.stream) == (0, 7)
     scratch = 4096 + plan.scratch_offset
-    assert second.arguments == (scratch, given[5].data_ptr(), plan.participants, 1024)
+    assert second.arguments == (scratch, given[5].data_ptr(), plan.participants, 1024, 0)
     early = second.attributes[kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION]
     assert early.programmaticStreamSerializationAllowed == 1
 
@@ -446,32 +556,65 @@ def test_zeroed_lines_are_disjoint_whole_and_zeroed_before_use(driver: FakeDrive
 
 
 class Calls:
-    """KernelCall on CPU tensors, with the device's state in attributes."""
+    """Calls of one kernel on CPU tensors, with the device's state in attributes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> None:
         self.driver = driver
         self.stream, self.device, self.capturing = 7, 0, False
+        self.quick = False
         self.workspaces = Workspaces()
         self.kernel = LoadedKernel(b"cubin", SPEC)
-        monkeypatch.setattr(call_module, "current_stream", lambda device: self.stream)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        self._made: dict[Any, Any] = {}
+        monkeypatch.setattr(call_module, "raw_stream", lambda device: self.stream)
+        monkeypatch.setattr(call_module, "current_device", lambda: self.device)
+        monkeypatch.setattr(call_module, "is_capturing", lambda: self.capturing)
+        monkeypatch.setattr(
+            call_module,
+            "empty_strided",
+            lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+        )
 
-    def __call__(self, M: int = 6, copies: tuple[bool, ...] = (), **layout: Any) -> Any:
+    def __call__(self, M: int = 6, options: Options = PLAIN, **change: Any) -> Any:
         dy, x, rstd, weight = tensors(M)
-        plan = plan_launch(SPEC, M)
-        extent = (M, 1024, 1024, 1024, 1024, plan.group)
-        arguments = {"dy": dy, "x": x, "rstd": rstd, "weight": weight} | layout
-        call = KernelCall(self.kernel, plan, extent, self.device, copies, self.workspaces)
-        dx, dw = call(**arguments)
-        assert (dx.shape, dw.shape) == (x.shape, weight.shape)
-        seen = self.driver.launches[-1]
-        return SimpleNamespace(zeros=seen.arguments[6], scratch=seen.arguments[8], seen=seen)
+        given = Arguments(**({"dy": dy, "x": x, "rstd": rstd, "weight": weight} | change))
+        layout, _ = read_layout(given)
+        spec = self.kernel.spec
+        # One call object per signature, as the package keeps them.
+        kinds = tuple(
+            (name, tensor is not None and tensor.dtype) for name, tensor in change.items()
+        )
+        key = (self.device, spec, options, layout, kinds)
+        if key not in self._made:
+            plan = plan_launch(spec, layout.rows)
+            self._made[key] = kernel_call(
+                *(self.kernel, plan, self.device, given, options, layout, self.workspaces)
+            )
+        call, results = self._made[key], None
+        if self.quick and call.quick is not None:
+            results = call.quick(given.dy, given.x, given.rstd, given.weight)
+        if results is None:
+            results = call(*vars(given).values())
+        launched = {seen.function: seen for seen in self.driver.launches}
+        seen = launched["rmsnorm_backward"]
+        return SimpleNamespace(
+            zeros=seen.arguments[8],
+            scratch=seen.arguments[10],
+            seen=seen,
+            tensors=seen.arguments[:8],
+            dw_mode=seen.arguments[-2],
+            sum=launched.get("sum_partials"),
+            results=results,
+            given=given,
+        )
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> Calls:
-    return Calls(monkeypatch, driver)
+@pytest.fixture(params=["any", "quick"])
+def calls(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, driver: FakeDriver
+) -> Calls:
+    made = Calls(monkeypatch, driver)
+    made.quick = request.param == "quick"
+    return made
 
 
 def test_calls_on_one_stream_reuse_its_workspace(calls: Calls) -> None:
@@ -509,8 +652,144 @@ def test_captured_calls_have_counters_of_their_own_and_no_memset(calls: Calls) -
 def test_layouts_that_kernels_cannot_read_are_copied(calls: Calls) -> None:
     x = tensors()[1]
     sideways = x.t().contiguous().t()
-    call = calls(x=sideways, copies=(False, True, False, False))
-    assert call.seen.arguments[0] != sideways.data_ptr()
+    call = calls(x=sideways)
+    assert call.tensors[0] != sideways.data_ptr()
+    assert call.tensors[1] == call.given.dy.data_ptr()
+
+
+# ---- Options -------------------------------------------------------------------------------------
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "dw_mode"),
+    [
+        (Options(), {}, 0),
+        (Options(need_dx=False), {}, 0),
+        (Options(need_dw=False), {}, 0),
+        (Options(), {"weight": None}, 0),
+        (Options(dw_dtype=torch.float32), {}, 1),
+        (Options(), {"dw_out": torch.zeros(1024)}, 1),
+        (Options(accumulate=True), {"dw_out": torch.zeros(1024)}, 2),
+        (Options(), {"dw_out": torch.zeros(1024).bfloat16()}, 0),
+    ],
+)
+def test_kernel_gets_what_the_options_ask_for(
+    calls: Calls, options: Options, change: dict[str, Any], dw_mode: int
+) -> None:
+    call = calls(options=options, **change)
+    given, (dx, dw) = call.given, call.results
+    inputs = (given.x, given.dy, given.rstd, given.weight)
+    assert call.tensors == (*map(address, inputs), address(dx), address(dw), 0, 0)
+    assert call.dw_mode == dw_mode
+    assert (dx is None) is not options.need_dx
+    assert (dw is None) is (not options.need_dw or given.weight is None)
+    if dw is not None:
+        assert dw.dtype == (torch.float32 if dw_mode else torch.bfloat16)
+        assert given.dw_out is None or dw is given.dw_out
+
+
+def test_residual_of_another_dtype_has_an_output_of_its_own(calls: Calls) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        dresidual = torch.zeros(6, 1024, dtype=dtype)
+        call = calls(dresidual=dresidual)
+        dx, _, third = call.results
+        assert (dx.dtype, third.dtype) == (torch.bfloat16, dtype)
+        assert call.tensors[6] == dresidual.data_ptr()
+        assert call.tensors[7] == (0 if third is dx else third.data_ptr())
+        assert (third is dx) is (dtype is torch.bfloat16)
+
+
+def test_without_dw_there_is_no_second_kernel(calls: Calls) -> None:
+    calls.kernel = LoadedKernel(b"cubin", replace(SEPARATE, cluster=1))
+    assert calls(options=Options(need_dw=False)).sum is None
+    call = calls()
+    assert call.sum.arguments[1] == address(call.results[1])
+
+
+def test_quick_call_leaves_unaligned_addresses_to_others(calls: Calls) -> None:
+    calls.quick = True
+    aligned = calls()
+    launches = len(calls.driver.launches)
+    odd = torch.empty(6 * 1024 + 1, dtype=torch.bfloat16)[1:].view(6, 1024)
+    given = aligned.given
+    (call,) = calls._made.values()
+    assert call.quick(given.dy, odd, given.rstd, given.weight) is None
+    assert len(calls.driver.launches) == launches
+
+
+def test_known_calls_are_those_of_the_same_kind_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    known = Known()
+
+    def serve() -> None: ...
+
+    dy, x, rstd, weight = tensors()
+    given, options = Arguments(dy, x, rstd, weight, dw_out=torch.zeros(1024)), Options()
+    known.add(serve, given, options)
+    assert known.find(given, options) is serve
+    assert known.find(replace(given, dy=dy.clone()), options) is serve
+    assert known.find(given, Options(accumulate=True)) is None
+    assert known.find(replace(given, dw_out=None), options) is None
+    for name, other in (
+        ("x", x[:5]),
+        ("dy", dy.float()),
+        ("weight", torch.nn.Parameter(weight)),
+        ("x", torch.cat([x, x], 1)[:, :1024]),
+        ("x", torch.empty(6 * 1024 + 1, dtype=torch.bfloat16)[1:].view(6, 1024)),
+    ):
+        assert known.find(replace(given, **{name: other}), options) is None, name
+
+
+def test_known_calls_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program whose shapes change all the time neither grows the list nor renews it each time."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    known, made = Known(), []
+    monkeypatch.setattr(known_module, "same_kind", lambda *t: made.append(0) or (lambda *t: False))
+    for M in range(1, 200):
+        known.add(lambda: None, Arguments(*tensors(M % 50 + 1, 8)), Options())
+    assert len(made) == 8
+
+
+def test_refused_launch_is_an_error_of_the_call(calls: Calls) -> None:
+    calls()
+    calls.driver.status = cuda.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
+    with pytest.raises(LaunchError, match="launching example"):
+        calls()
+
+
+def test_threads_on_one_stream_do_not_mix_their_arguments(calls: Calls) -> None:
+    """Both threads pack into the block of one signature and stream."""
+    calls()
+    launched = calls.driver.cuLaunchKernelEx
+    seen: list[tuple[int, ...]] = []
+
+    def slow_launch(config: Any, function: str, parameters: int, extra: int) -> Any:
+        threading.Event().wait(0.002)  # lets the other thread run
+        seen.append(read_arguments(function, parameters)[:2])
+        return launched(config, function, parameters, extra)
+
+    calls.driver.cuLaunchKernelEx = slow_launch  # type: ignore[method-assign]
+    calls._made.clear()
+    wanted: list[tuple[int, int]] = []
+    kept = []
+
+    def work() -> None:
+        for _ in range(5):
+            dy, x, *_ = tensors()
+            kept.append((dy, x))
+            wanted.append((x.data_ptr(), dy.data_ptr()))
+            calls(dy=dy, x=x)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == sorted(wanted)
 
 
 def test_scratch_is_retried_after_pytorch_gave_back_its_cache(
@@ -529,6 +808,88 @@ def test_scratch_is_retried_after_pytorch_gave_back_its_cache(
     assert calls().scratch
 
 
+# ---- From arguments to a kernel ------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: FakeDriver
+) -> Callable[..., Package]:
+    """Makes a package of some kernels; its device is as the fake driver has it."""
+
+    def make(*specs: KernelSpec) -> Package:
+        tuned = tuple(entry(4096, spec) for spec in specs)
+        table = Table(TABLE.target, tuned, (generic(4096, 16), generic(4096, 2)))
+        (tmp_path / "table.json").write_text(json.dumps(table.to_json()))
+        made = Package(tmp_path)
+        monkeypatch.setattr(made, "_kernel", lambda kernel: LoadedKernel(b"cubin", kernel.spec))
+        return made
+
+    here = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
+    return make
+
+
+def served_by(package: Package, options: Options = PLAIN, **change: Any) -> Any:
+    """The spec of the kernel that serves a call, or the name of what composes it."""
+    dy, x, rstd, weight = tensors(4096)
+    given = Arguments(**{"dy": dy, "x": x, "rstd": rstd, "weight": weight, **change})
+    call = package._with_kernel(given, options, 0)
+    return call if isinstance(call, str) else getattr(call, "kernel", call)
+
+
+def test_compiled_options_are_used_where_they_were_tuned(package: Any) -> None:
+    plain, offset = SPEC, replace(SPEC, name="offset", offset=True)
+    both = replace(SPEC, name="both", offset=True, residual="bf16")
+    residual = replace(SPEC, name="residual", residual="bf16")
+    wide = replace(SPEC, name="wide", residual="fp32")
+    made = package(plain, offset, both, residual, wide)
+    rows = tensors(4096)[1]
+
+    def name(options: Options = PLAIN, **change: Any) -> str:
+        return served_by(made, options, **change).spec.name
+
+    assert name() == "example"
+    assert name(Options(weight_offset=1.0)) == "offset"
+    assert name(dresidual=rows) == "residual"
+    assert name(dresidual=rows.float()) == "wide"
+    assert name(Options(weight_offset=1.0), dresidual=rows) == "both"
+    # Nothing was tuned for an offset and an fp32 residual: the offset stays in the kernel.
+    composed = served_by(made, Options(weight_offset=1.0), dresidual=rows.float())
+    assert add_residual in [cell.cell_contents for cell in composed.__closure__]
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "by"),
+    [
+        (Options(weight_offset=1.0), {}, offset_in_weight),
+        (PLAIN, {"dresidual": torch.zeros(4096, 1024)}, add_residual),
+        (Options(accumulate=True), {"dw_out": torch.zeros(1024).bfloat16()}, dw_elsewhere),
+    ],
+)
+def test_options_that_nobody_tuned_are_composed(
+    package: Any, options: Options, change: Any, by: Any
+) -> None:
+    composed = served_by(package(SPEC), options, **change)
+    assert by in [cell.cell_contents for cell in composed.__closure__]
+
+
+def test_weight_per_head_is_a_call_per_head(package: Any) -> None:
+    x = torch.zeros(16, 4, 1024).bfloat16()
+    change = {"x": x, "dy": x, "weight": x[0], "rstd": torch.zeros(64)}
+    composed = served_by(package(SPEC), **change)
+    assert per_head in [cell.cell_contents for cell in composed.__closure__]
+
+
+def test_unaligned_rows_get_narrow_vectors_and_no_kernel_is_a_reason(package: Any) -> None:
+    made = package(SPEC)
+    odd = torch.empty(4096 * 1024 + 1, dtype=torch.bfloat16)[1:].view(4096, 1024)
+    assert served_by(made, x=odd).spec.vector_bytes == 2
+    assert served_by(made, weight=torch.empty(1025).bfloat16()[1:]).spec.vector_bytes == 2
+    assert "no generic kernel serves it" in served_by(made, weight=torch.zeros(1024))
+    assert served_by(made, weight=None).spec.name == "example"
+
+
 # ---- PyTorch's own kernel ------------------------------------------------------------------------
 
 
@@ -541,11 +902,15 @@ def test_aten_gets_the_arguments_of_its_schema() -> None:
         seen.append((list(shape), tuple(rstd.shape), list(mask)))
         return reference_backward(dy, x, rstd, weight)
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_fused_rms_norm_backward", kernel, "CPU")
     dy, x, rstd, weight = tensors(6, 8)
-    dx, dw = aten_backward(dy.view(2, 3, 8), x.view(2, 3, 8), rstd.flatten(), weight)
-    assert seen == [([8], (2, 3, 1), [True, True])]
+    given = (dy.view(2, 3, 8), x.view(2, 3, 8), rstd.flatten())
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_fused_rms_norm_backward", kernel, "CPU")
+        dx, dw = aten_call(PLAIN)(*given, weight)
+        assert aten_call(Options(need_dw=False))(*given, weight)[1] is None
+        assert aten_call(PLAIN)(*given, None)[1] is None
+    assert seen[0] == ([8], (2, 3, 1), [True, True])
+    assert [mask for _, _, mask in seen[1:]] == [[True, False]] * 2
     assert (dx.shape, dw.shape) == ((2, 3, 8), (8,))
 
 

@@ -1,0 +1,301 @@
+"""Host time of one call, piece by piece: `python -m benchmarks.host_time --out host.json` on a GPU.
+
+Every number is microseconds of one call on the host: the median over many short batches, each of
+which starts with an idle GPU and stays far below the length of the launch queue, so that nothing
+waits for the GPU. Prints one JSON document: what ran, then the pieces of door 1, whole calls, and
+alternatives that were considered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from generator.problem import Problem
+from generator.runtime import cuda
+from generator.runtime.api import Package
+from generator.runtime.binding import Binding, bind, pack_addresses
+from generator.runtime.launch import cuda_driver, plain_extent
+from generator.runtime.plan import plan_launch
+from generator.workload import Inputs, make_inputs
+
+BATCH = 50
+BATCHES = 201
+PACKAGE = Path(__file__).resolve().parent.parent / "generated" / "h200" / "rmsnorm_backward"
+
+
+def host_us(call: Callable[[], Any]) -> float:
+    """Microseconds of one call, the cost of an empty one taken off."""
+    return round(_batches(call) - _batches(_nothing), 3)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _batches(call: Callable[[], Any]) -> float:
+    for _ in range(20):
+        call()
+    times = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(BATCHES):
+            torch.cuda.synchronize()
+            start = time.perf_counter_ns()
+            for _ in range(BATCH):
+                call()
+            times.append((time.perf_counter_ns() - start) / BATCH)
+    finally:
+        gc.enable()
+    return median(times) / 1e3
+
+
+def pieces(package: Package, inputs: Inputs) -> dict[str, Callable[[], Any]]:
+    """What a call of door 1 is made of."""
+    dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
+    dx, dw = torch.empty_like(x), torch.empty_like(weight)
+    device = x.device.index
+    same = cuda.same_kind(dy, x, rstd, weight)
+    assert same is not None, "this PyTorch has no TensorGuards"
+    dx_size = (tuple(x.shape), cuda.contiguous_strides(x.shape), x.dtype)
+    dw_size = (tuple(weight.shape), cuda.contiguous_strides(weight.shape), weight.dtype)
+    lock = threading.Lock()
+    spare = ctypes.create_string_buffer(64)
+
+    def addresses() -> None:
+        x.data_ptr(), dy.data_ptr(), rstd.data_ptr(), weight.data_ptr(), dx.data_ptr()
+        dw.data_ptr()
+
+    def locked() -> None:
+        with lock:
+            pass
+
+    binding = _binding(package, inputs)
+    launch = cuda_driver().cuLaunchKernelEx
+    addresses_of(binding, x, dy, rstd, weight, dx, dw)
+
+    def main() -> None:
+        launch(binding.main_config, binding.main, binding.main_arguments, 0)
+
+    _alive.append((binding, dx, dw))
+
+    def both() -> None:
+        launch(binding.main_config, binding.main, binding.main_arguments, 0)
+        launch(binding.sum_config, binding.second, binding.sum_arguments, 0)
+
+    found: dict[str, Callable[[], Any]] = {
+        "recognise the arguments": lambda: same(dy, x, rstd, weight),
+        "current device": cuda.current_device,
+        "allocate dx": lambda: cuda.empty_strided(*dx_size),
+        "allocate dw": lambda: cuda.empty_strided(*dw_size),
+        "stream": lambda: cuda.raw_stream(device),
+        "is it capturing": cuda.is_capturing,
+        "six addresses": addresses,
+        "lock": locked,
+        "pack": lambda: pack_addresses(spare, 0, 1, 2, 3, 4, 5, 6, 7, 8),
+        "launch the main kernel": main,
+    }
+    if binding.second is not None:
+        found["launch both kernels"] = both
+    return found
+
+
+def alternatives(package: Package, inputs: Inputs) -> dict[str, Callable[[], Any]]:
+    """Other ways to do the same, for the record."""
+    dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
+    shape, strides = tuple(x.shape), tuple(x.stride())
+    dx, dw = torch.empty_like(x), torch.empty_like(weight)
+    binding = _binding(package, inputs)
+    addresses_of(binding, x, dy, rstd, weight, dx, dw)
+    driver = cuda_driver()
+    config, function, at = binding.main_config, binding.main, binding.main_arguments
+    grid, threads, smem = config.gridDimX, config.blockDimX, config.sharedMemBytes
+
+    def attributes() -> Any:
+        return (
+            *(x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device()),
+            *(dy.shape, dy.is_contiguous() or dy.stride(), dy.dtype, dy.get_device()),
+            *(rstd.numel(), rstd.is_contiguous(), rstd.dtype, rstd.get_device()),
+            *(weight.shape, weight.is_contiguous(), weight.dtype, weight.get_device()),
+            (x.data_ptr() | dy.data_ptr()) % 32,
+            weight.data_ptr() % 32,
+        )
+
+    pointer = ctypes.c_void_p
+    _alive.append((binding, dx, dw))  # the arguments of the launches below
+    found: dict[str, Callable[[], Any]] = {
+        "main kernel, cuLaunchKernelEx by cuda-python": lambda: driver.cuLaunchKernelEx(
+            config, function, at, 0
+        ),
+        "signature read in Python": attributes,
+        "torch.empty_like": lambda: torch.empty_like(x),
+        "torch.empty_like, contiguous_format": lambda: torch.empty_like(
+            x, memory_format=torch.contiguous_format
+        ),
+        "torch.empty_strided": lambda: torch.empty_strided(
+            shape, strides, dtype=x.dtype, device=x.device
+        ),
+        "new_empty": lambda: x.new_empty(shape),
+        "torch.cuda.current_device": torch.cuda.current_device,
+        "torch.cuda.is_current_stream_capturing": torch.cuda.is_current_stream_capturing,
+        "main kernel, cuLaunchKernel by cuda-python": lambda: driver.cuLaunchKernel(
+            function, grid, 1, 1, threads, 1, 1, smem, config.hStream, at, 0
+        ),
+    }
+    if binding.second is not None:
+        second_config, second, second_at = (
+            binding.sum_config,
+            binding.second,
+            binding.sum_arguments,
+        )
+        found["sum kernel alone, as emitted"] = lambda: driver.cuLaunchKernelEx(
+            second_config, second, second_at, 0
+        )
+        found["sum kernel alone, cuLaunchKernel"] = lambda: driver.cuLaunchKernel(
+            *(second, second_config.gridDimX, 1, 1, second_config.blockDimX, 1, 1),
+            *(0, second_config.hStream, second_at, 0),
+        )
+    for name, kind in (("CDLL", ctypes.CDLL), ("PyDLL", ctypes.PyDLL)):
+        try:
+            entry = kind("libcuda.so.1").cuLaunchKernelEx
+        except OSError:
+            continue
+        values = (pointer(config.getPtr()), pointer(int(function)), pointer(at), pointer(0))
+        found[f"main kernel, cuLaunchKernelEx by ctypes.{name}"] = (
+            lambda entry=entry, values=values: entry(*values)
+        )
+    for name, call in found.items():
+        if "kernel" in name and call() not in (0, (0,)):
+            raise RuntimeError(f"{name} was refused: {call()}")
+    return found
+
+
+def addresses_of(binding: Binding, *tensors: torch.Tensor) -> None:
+    pack_addresses(binding.values, 0, *(tensor.data_ptr() for tensor in tensors), 0, 0)
+
+
+_alive: list[Any] = []
+
+
+def _binding(package: Package, inputs: Inputs) -> Binding:
+    x, weight = inputs.x, inputs.weight
+    M, N = x.shape
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    choice = package._choose(x.device.index, M, N, names[x.dtype], names[weight.dtype])
+    assert choice.kernel is not None, choice.reason
+    launch = plan_launch(choice.kernel.spec, M)
+    stream = cuda.raw_stream(x.device.index)
+    workspace = package._workspaces.of_stream(x.device.index, stream)
+    return bind(
+        *(package._kernel(choice.kernel), launch, plain_extent(launch, M, N, N, N)),
+        *(x.device.index, stream, workspace, True),
+    )
+
+
+def whole_calls(package: Package, inputs: Inputs) -> dict[str, Callable[[], Any]]:
+    """The doors and what they are compared with."""
+    dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
+    N = x.shape[-1]
+    mask = [True, True]
+    aten = torch.ops.aten._fused_rms_norm_backward
+    column = rstd.reshape(-1, 1)
+    leaf = x.detach().requires_grad_()
+    scale = torch.nn.Parameter(weight.detach().clone())
+    y = torch.nn.functional.rms_norm(leaf, (N,), scale, 1e-6)
+    mine = package.rms_norm(leaf, scale, 1e-6)
+    main_grad = torch.zeros(N, device=x.device)
+    norm, eager = torch.nn.functional.rms_norm, package.rmsnorm_backward
+
+    def grad(result: torch.Tensor) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(result, (leaf, scale), dy, retain_graph=True)
+
+    def routed(call: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            return call()
+
+        run.routed = True  # type: ignore[attr-defined]
+        return run
+
+    return {
+        "door 1": lambda: eager(dy, x, rstd, weight),
+        "door 1, dw only": lambda: eager(dy, x, rstd, weight, need_dx=False),
+        "door 1, main_grad": lambda: eager(dy, x, rstd, weight, dw_out=main_grad, accumulate=True),
+        "door 1, operator": lambda: package.ops.rms_norm_backward(
+            dy, x, rstd, weight, None, 0.0, True, True, None
+        ),
+        "aten op": lambda: aten(dy, x, [N], column, weight, mask),
+        "aten op, overload": lambda: aten.default(dy, x, [N], column, weight, mask),
+        "door 3 op": routed(lambda: aten(dy, x, [N], column, weight, mask)),
+        "door 2 backward": grad(mine),
+        "aten autograd backward": grad(y),
+        "door 3 autograd backward": routed(grad(y)),
+        "door 2 forward": lambda: package.rms_norm(leaf, scale, 1e-6),
+        "aten autograd forward": lambda: norm(leaf, (N,), scale, 1e-6),
+        "door 2 without grad": lambda: package.rms_norm(x, weight, 1e-6),
+        "aten without grad": lambda: norm(x, (N,), weight, 1e-6),
+    }
+
+
+def run(package: Package, problem: Problem) -> dict[str, Any]:
+    """The document for one problem on the current device."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    inputs = make_inputs(problem, device)
+    groups = {
+        "whole calls": whole_calls(package, inputs),
+        "pieces of door 1": pieces(package, inputs),
+        "alternatives": alternatives(package, inputs),
+    }
+    document: dict[str, Any] = {
+        "shape": str(problem),
+        "kernel": package.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype).get(
+            "kernel"
+        ),
+        "gpu": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+    }
+    for title, calls in groups.items():
+        document[title] = {}
+        for name, call in calls.items():
+            # Door 3 is open for its own lines only.
+            with package.installed() if hasattr(call, "routed") else nullcontext():
+                document[title][name] = host_us(call)
+    whole = document["whole calls"]
+    document["ratios"] = {
+        f"{one} / {other}": round(whole[one] / whole[other], 3)
+        for one, other in (
+            ("door 1", "aten op"),
+            ("door 3 op", "aten op"),
+            ("door 2 backward", "aten autograd backward"),
+        )
+    }
+    return document
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--package", type=Path, default=PACKAGE)
+    parser.add_argument("--shape", default="4096x256:bf16")
+    parser.add_argument("--out", type=Path, help="also write the document to this file")
+    options = parser.parse_args()
+    text = json.dumps(run(Package(options.package), Problem.parse(options.shape)), indent=1)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""A trainer that traces its whole step into one graph and runs passes over it, as the graph trainer
+of torchtitan does.
+
+    PYTHONPATH=. python examples/graph_trainer.py [--how tag]
+
+The model is untouched torch.nn.RMSNorm. Traced without decompositions, its forward and backward are
+one node each (on a GPU); the pass gives them to the package (`route`), or marks them for Inductor's
+regional compilation (`tag`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from generated.h200.rmsnorm_backward import graph_pass
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
+        self.linear1, self.linear2 = (nn.Linear(width, width, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.linear1(self.norm1(x))
+        return x + self.linear2(self.norm2(x)).tanh()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--how", choices=("route", "tag"), default="route")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    model = Model().to(device, dtype)
+    names, weights = zip(*model.named_parameters(), strict=True)
+    x, target = (torch.randn(4, 64, 256, device=device, dtype=dtype) for _ in range(2))
+
+    def step(weights: tuple[torch.Tensor, ...], x: torch.Tensor, target: torch.Tensor) -> Any:
+        y = functional_call(model, dict(zip(names, weights, strict=True)), (x,))
+        loss = nn.functional.mse_loss(y.float(), target.float())
+        return loss, torch.autograd.grad(loss, weights)
+
+    graph = make_fx(step)(weights, x, target)
+    graph = graph_pass(options.how)(graph)
+    ours = [n for n in graph.graph.nodes if "normforge" in str(n.target)]
+    marked = [n for n in graph.graph.nodes if "compile_with_inductor" in n.meta.get("custom", {})]
+    print(f"{len(ours)} nodes of the package, {len(marked)} marked for Inductor")
+    if options.how == "tag":
+        return  # what follows is torch.fx.passes.regional_inductor, in the trainer
+
+    for number in range(5):
+        loss, gradients = graph(weights, x, target)
+        with torch.no_grad():
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight -= 0.1 * gradient
+        print(f"step {number}: loss {loss.item():.4f}")
+
+
+if __name__ == "__main__":
+    main()
