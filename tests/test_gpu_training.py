@@ -15,6 +15,7 @@ from hypothesis import given, settings
 
 from generator.compile import compile_variant, resource_fault
 from generator.emit import PROVENANCE_KEYS, Entry, emit_package
+from generator.forward_tune import tune_forwards
 from generator.generic import generic_variants
 from generator.problem import Problem
 from generator.runtime.api import Package
@@ -49,7 +50,7 @@ def package(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Package:
         code = compile_variant(v, here.arch)
         if not resource_fault(v, code, plan_launch(v.spec(here.sms), 1 << 20), here):
             generics.append((v, code))
-    emit_package(entries, generics, here, folder)
+    emit_package(entries, generics, here, folder, tune_forwards([], here))
     return Package(folder)
 
 
@@ -119,7 +120,9 @@ def test_concurrent_trainings_have_the_bits_of_lonely_ones(package: Package, doo
 
 
 def captured(one: Training) -> torch.cuda.CUDAGraph:
-    """A whole step in a graph, after the warm-up on a side stream that PyTorch asks for."""
+    """A whole step in a graph, after the warm-up on a side stream that PyTorch asks for. Captured
+    on a stream of its own: PyTorch keeps one cuBLAS workspace per stream, and graphs that were
+    captured on the same one would write to it at the same time."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -127,7 +130,7 @@ def captured(one: Training) -> torch.cuda.CUDAGraph:
             one.step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         one.step()
     return graph
 
