@@ -40,6 +40,10 @@ class LegalConfigs:
     def key(self, config: Config) -> Key:
         return tuple(config[knob.name] for knob in self.space.knobs)
 
+    def config(self, key: Key) -> Values:
+        """The config with this key."""
+        return {knob.name: value for knob, value in zip(self.space.knobs, key, strict=True)}
+
     def rank(self, config: Config) -> tuple[int, ...]:
         """Places of the values in the file: the fixed order that breaks ties."""
         return tuple(knob.choices.index(config[knob.name]) for knob in self.space.knobs)

@@ -1,0 +1,158 @@
+"""An explanation as text and as a document."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from generator.explain import Explanation, KnobCost, Timed, Verdict
+from generator.problem import Problem
+from generator.report.text import columns, number
+
+_SHOWN = 20
+"""Knob values that are shown, those that change the time most first."""
+
+
+def ask_package(folder: Path, problem: Problem) -> dict[str, Any] | None:
+    """What the emitted package says about the shape, None where there is no package. The package
+    answers itself, with the runtime that was copied into it, and for plain shapes only."""
+    if "+" in str(problem) or not (folder / "__init__.py").exists():
+        return None
+    name = "_normforge_asked_package"
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    package = importlib.util.module_from_spec(spec)
+    sys.modules[name] = package  # its modules import each other by it
+    try:
+        spec.loader.exec_module(package)
+        return dict(package.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype))
+    finally:
+        for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+            del sys.modules[module]
+
+
+def render_answer(why: Explanation, verdict: Verdict | None, served: dict[str, Any] | None) -> str:
+    """Why this one, or, with a verdict, why not that one."""
+    if verdict is not None:
+        return _why_not(why, verdict)
+    study, winner = why.study, why.study.winner
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in study.counts.items())
+    parts = []
+    if winner is None:
+        parts.append(f"{study.problem} on {study.gpu}: no winner yet; the fastest so far is")
+    else:
+        parts.append(
+            f"{study.problem} on {study.gpu}: {winner.variant}\n"
+            f"  {number(winner.result.us)} us, {number(winner.result.ratio, 3)} x floor, "
+            f"{winner.evidence}, determinism {winner.result.determinism}\n"
+            f"  {winner.reason}\n"
+            f"  checks: {', '.join(winner.result.checks)}"
+        )
+    if served is not None:
+        kernel = served.get("kernel", "none")
+        same = winner is not None and kernel == winner.variant
+        parts[0] += f"\n  package: {'the same kernel' if same else kernel} ({served['reason']})"
+    parts[0] += f"\n  {len(study.records)} trials: {counts}"
+    parts.append("Config\n" + columns([(f"{name}", value) for name, value in why.winner.items()]))
+    if winner is not None:
+        tied = [(f.variant, number(f.us), number(f.ratio, 3)) for f in winner.tied]
+        parts.append(columns([("in the tie (finals, side by side)", "us", "x floor"), *tied]))
+    strategies = [
+        (name + (" *" if barred else ""), *_cells(timed), timed.variant)
+        for name, barred, timed in why.runners_up
+    ]
+    parts.append(
+        "Runners-up by strategy, from single trials of the search (* may not win)\n"
+        + columns(
+            [("strategy", "us", "x floor", "to the winner", "its fastest trial"), *strategies]
+        )
+    )
+    costs = sorted(why.costs, key=lambda cost: -abs(_weight(cost)))
+    if costs:
+        rows = [
+            (
+                f"{cost.knob}={cost.value}",
+                _behind(cost.alone),
+                _behind(cost.best),
+                cost.trials,
+            )
+            for cost in costs[:_SHOWN]
+        ]
+        parts.append(
+            "What a change of one knob costs, against the winner's trial; 'alone' changes nothing\n"
+            "else, 'best with it' is the fastest trial that has the value\n"
+            + columns([("instead of the winner's", "alone", "best with it", "trials"), *rows])
+        )
+    return "\n\n".join(parts)
+
+
+def _why_not(why: Explanation, verdict: Verdict) -> str:
+    study = why.study
+    winner = study.winner
+    lines = [f"{study.problem} on {study.gpu}: {verdict.kind.replace('_', ' ')}"]
+    lines += [f"  {sentence}" for sentence in verdict.sentences]
+    if verdict.nearest is not None:
+        lines.append(f"  that one: {_line(verdict.nearest)}")
+    if verdict.best is not None and verdict.best != verdict.record:
+        lines.append(f"  the fastest trial with these values: {_line(verdict.best)}")
+    if winner is not None:
+        us, ratio = number(winner.result.us), number(winner.result.ratio, 3)
+        lines.append(f"  the winner: {winner.variant}, {us} us, {ratio} x floor in the finals")
+    changed = [(n, v, why.winner.get(n)) for n, v in verdict.config.items() if v != why.winner[n]]
+    table = columns([("knob", "asked about", "winner"), *changed]) if changed else ""
+    return "\n".join(lines) + (f"\n\n{table}" if table else "")
+
+
+def _line(timed: Timed) -> str:
+    if timed.ratio is None:
+        return f"{timed.variant}, {timed.outcome}: {timed.note}"
+    behind = "" if timed.behind is None else f", {timed.behind:+.1%} to the winner"
+    outcome = "" if timed.outcome == "ok" else f", {timed.outcome}"
+    us, ratio = number(timed.us), number(timed.ratio, 3)
+    return f"{timed.variant}, {us} us, {ratio} x floor{behind}{outcome}"
+
+
+def _cells(timed: Timed) -> Sequence[str]:
+    return number(timed.us), number(timed.ratio, 3), _behind(timed)
+
+
+def _behind(timed: Timed | None) -> str:
+    return "-" if timed is None or timed.behind is None else f"{timed.behind:+.1%}"
+
+
+def _weight(cost: KnobCost) -> float:
+    for timed in (cost.alone, cost.best):
+        if timed is not None and timed.behind is not None:
+            return timed.behind
+    return 0.0
+
+
+def document(
+    why: Explanation, verdict: Verdict | None, served: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The explanation as one JSON-able document."""
+    study = why.study
+    found: dict[str, Any] = {
+        "shape": str(study.problem),
+        "gpu": study.gpu,
+        "evidence": study.evidence,
+        "study": study.name,
+        "trials": len(study.records),
+        "outcomes": study.counts,
+        "winner": study.winner.to_json() if study.winner else None,
+        "config": dict(why.winner),
+        "package": served,
+        "strategies": [
+            {"strategy": name, "barred": barred, **asdict(timed)}
+            for name, barred, timed in why.runners_up
+        ],
+        "knobs": [asdict(cost) for cost in why.costs],
+    }
+    if verdict is not None:
+        found["why_not"] = asdict(verdict)
+    return found

@@ -1,0 +1,226 @@
+"""The studies of one GPU, summed up: every number of the page and of the text is from here."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import geometric_mean, mean
+
+from generator.problem import Problem
+from generator.result import OUTCOMES
+from generator.studies import Study, flavour
+from generator.variant import determinism_class
+
+MEANING = {
+    "ok": "accurate, the same bits in every run",
+    "illegal": "a rule of the space rejects it",
+    "compile_error": "NVRTC refused the source",
+    "resource": "spills, or does not fit the SM",
+    "launch_error": "the driver refused the launch",
+    "timeout": "past its deadline",
+    "crashed": "the GPU worker died",
+    "wrong": "numbers outside the error bound, or damage outside the outputs",
+    "nondeterministic": "bits changed between runs",
+    "slow": "far behind the best, not checked further",
+}
+"""One phrase for every outcome."""
+REASONS = 8
+
+
+@dataclass(frozen=True)
+class Knob:
+    """How much a knob decided. share: mean over the studies; most: the study where it was largest;
+    winning: values of the winners with their numbers, commonest first."""
+
+    name: str
+    share: float
+    most: float
+    most_at: str
+    winning: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A way to sum dw and, by study, the time of its fastest variant over that of the fastest that
+    may win. barred: its bits change, so it cannot win."""
+
+    flavour: str
+    barred: bool
+    behind: tuple[tuple[Study, float], ...]
+
+    @property
+    def typical(self) -> float:
+        return geometric_mean([ratio for _, ratio in self.behind])
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The studies of one GPU that count, and what they say together.
+
+    place: where they are stored; left_out: how many studies are older than those that count.
+    """
+
+    gpu: str
+    place: str
+    studies: tuple[Study, ...]
+    left_out: int
+
+    @property
+    def dashboard(self) -> str:
+        """The command that opens the studies in optuna-dashboard, which does not read packed files;
+        a password has to be put back by the reader."""
+        unpack = f"xz -dk {self.place} && " if self.place.endswith(".xz") else ""
+        return f"{unpack}optuna-dashboard {self.place.removesuffix('.xz')}"
+
+    @cached_property
+    def evidence(self) -> str:
+        return " and ".join(sorted({study.evidence for study in self.studies}))
+
+    @cached_property
+    def trials(self) -> int:
+        return sum(len(study.records) for study in self.studies)
+
+    @cached_property
+    def dates(self) -> tuple[str, str]:
+        """First and last day of the winners; empty without one."""
+        days = sorted(study.winner.date[:10] for study in self.studies if study.winner)
+        return (days[0], days[-1]) if days else ("", "")
+
+    @cached_property
+    def outcomes(self) -> dict[str, int]:
+        """Trials by outcome, in the order of OUTCOMES; those that happened."""
+        counts = Counter(r.result.outcome for study in self.studies for r in study.records)
+        return {outcome: counts[outcome] for outcome in OUTCOMES if counts[outcome]}
+
+    @cached_property
+    def reasons(self) -> list[tuple[str, str, int]]:
+        """Outcome, reason and number of trials of the commonest failures; numbers inside a reason
+        are left out, so that equal ones count together."""
+        counts = Counter(
+            (record.result.outcome, re.sub(r"\b\d[\d.]*", "…", record.result.note))
+            for study in self.studies
+            for record in study.records
+            if record.result.note and record.result.outcome not in ("ok", "slow")
+        )
+        return [(outcome, note, n) for (outcome, note), n in counts.most_common(REASONS)]
+
+    @cached_property
+    def ratio(self) -> float | None:
+        """Geometric mean of the winners' ratios to the floor."""
+        return _mean(ratio_of(study) for study in self.studies)
+
+    @cached_property
+    def price(self) -> float | None:
+        """Geometric mean of the price of determinism where it is known."""
+        return _mean(price_of(study) for study in self.studies)
+
+    @cached_property
+    def strategies(self) -> list[tuple[str, int]]:
+        """Strategies of the winners with the number of shapes, commonest first."""
+        won = Counter(flavour(study.winner.config) for study in self.studies if study.winner)
+        return won.most_common()
+
+    @cached_property
+    def standings(self) -> list[Standing]:
+        """Every way to sum dw that was timed, the fastest first."""
+        behind: dict[str, list[tuple[Study, float]]] = defaultdict(list)
+        barred: dict[str, bool] = {}
+        for study in self.studies:
+            if not study.ranked:
+                continue
+            best = study.ranked[0].ratio
+            for name, record in study.best_by(flavour).items():
+                behind[name].append((study, record.ratio / best))
+                barred[name] = determinism_class(record.config) == "none"
+        standings = [Standing(name, barred[name], tuple(behind[name])) for name in behind]
+        return sorted(standings, key=lambda standing: standing.typical)
+
+    @cached_property
+    def knobs(self) -> list[Knob]:
+        """Knobs by their mean importance."""
+        shares: dict[str, list[tuple[float, str]]] = defaultdict(list)
+        for study in self.studies:
+            for name, share in study.importance.items():
+                shares[name].append((share, str(study.problem)))
+        found = []
+        for name, entries in shares.items():
+            values = Counter(
+                str(study.winner.config[name])
+                for study in self.studies
+                if study.winner and name in study.winner.config
+            )
+            most, most_at = max(entries)
+            share = mean(share for share, _ in entries)
+            found.append(Knob(name, share, most, most_at, tuple(values.most_common())))
+        return sorted(found, key=lambda knob: -knob.share)
+
+    @cached_property
+    def grids(self) -> list[Grid]:
+        """One map of M and N for every dtype, the one with most shapes first."""
+        kinds: dict[str, dict[tuple[int, int], Study]] = defaultdict(dict)
+        for study in self.studies:
+            kinds[kind_of(study.problem)][study.problem.M, study.problem.N] = study
+        grids = [Grid(kind, cells) for kind, cells in kinds.items()]
+        return sorted(grids, key=lambda grid: (-len(grid.cells), grid.kind))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The studies of one dtype by (M, N)."""
+
+    kind: str
+    cells: Mapping[tuple[int, int], Study]
+
+    @property
+    def rows(self) -> list[int]:
+        return sorted({m for m, _ in self.cells})
+
+    @property
+    def columns(self) -> list[int]:
+        return sorted({n for _, n in self.cells})
+
+
+def kind_of(problem: Problem) -> str:
+    """Everything about a problem but its shape, for example `bf16` or `bf16:fp32`."""
+    return str(problem).split(":", 1)[1]
+
+
+def ratio_of(study: Study) -> float | None:
+    """The winner's ratio to the floor in the finals; before them that of the fastest trial."""
+    if study.winner is not None:
+        return study.winner.result.ratio
+    return study.ranked[0].ratio if study.ranked else None
+
+
+def price_of(study: Study) -> float | None:
+    return study.winner.price_of_determinism if study.winner else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return geometric_mean(known) if known else None
+
+
+def summaries(studies: Sequence[Study], place: str) -> list[Summary]:
+    """One summary for each GPU. Of several studies of one problem that one counts which is measured
+    rather than predicted, has a winner, and has the latest one."""
+
+    def standing(study: Study) -> tuple[bool, str, int]:
+        return (
+            study.evidence == "measured",
+            study.winner.date if study.winner else "",
+            study.number,
+        )
+
+    found = []
+    for gpu in sorted({study.gpu for study in studies}):
+        mine = [study for study in studies if study.gpu == gpu]
+        latest: dict[Problem, Study] = {}
+        for study in sorted(mine, key=standing):
+            latest[study.problem] = study
+        kept = sorted(latest.values(), key=lambda s: (kind_of(s.problem), s.problem.N, s.problem.M))
+        found.append(Summary(gpu, place, tuple(kept), len(mine) - len(kept)))
+    return found

@@ -1,0 +1,120 @@
+"""The same as the page, in text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from generator.report.summary import MEANING, Grid, Summary, price_of, ratio_of
+from generator.studies import Study, flavour
+
+
+def render_text(summary: Summary) -> str:
+    """The summary of one GPU, about a screen for every ten shapes."""
+    first, last = summary.dates
+    when = f", {first}" + (f" to {last}" if last != first else "") if first else ""
+    parts = [
+        f"Normforge on {summary.gpu}: {len(summary.studies)} shapes, {summary.trials} trials, "
+        f"{summary.evidence}{when}\n"
+        f"Time over the floor, geometric mean: {number(summary.ratio, 3)}\n"
+        f"Price of determinism, geometric mean: {number(summary.price, 3)} "
+        "(winner over the fastest variant found whose bits change)",
+    ]
+    for title, cell in (
+        ("Winning strategy", _strategy),
+        ("Ratio to the floor", lambda study: number(ratio_of(study))),
+        ("Price of determinism", lambda study: number(price_of(study))),
+    ):
+        parts += [_map(title, grid, cell) for grid in summary.grids]
+    rows = [
+        (
+            standing.flavour + (" *" if standing.barred else ""),
+            number(standing.typical, 3),
+            number(min(ratio for _, ratio in standing.behind)),
+            number(max(ratio for _, ratio in standing.behind)),
+            len(standing.behind),
+        )
+        for standing in summary.standings
+    ]
+    parts.append(
+        "Strategies: the fastest trial over the fastest that may win (* cannot win)\n"
+        + columns([("strategy", "mean", "least", "most", "shapes"), *rows])
+    )
+    if summary.knobs:
+        knobs = [
+            (
+                knob.name,
+                f"{knob.share:.1%}",
+                f"{knob.most:.0%} ({knob.most_at})",
+                ", ".join(f"{value}: {count}" for value, count in knob.winning[:4]),
+            )
+            for knob in summary.knobs
+        ]
+        parts.append(
+            "Importance of knobs (PED-ANOVA)\n"
+            + columns([("knob", "mean", "largest", "winners have"), *knobs])
+        )
+    outcomes = [
+        (outcome, count, f"{count / summary.trials:.1%}", MEANING[outcome])
+        for outcome, count in summary.outcomes.items()
+    ]
+    parts.append("Outcomes\n" + columns([("outcome", "trials", "share", ""), *outcomes]))
+    if summary.reasons:
+        reasons = [(count, outcome, note) for outcome, note, count in summary.reasons]
+        parts.append("Commonest reasons\n" + columns([("trials", "outcome", "reason"), *reasons]))
+    parts.append("Studies\n" + columns([_STUDY_HEAD, *map(_study, summary.studies)]))
+    parts.append(f"Every trial: {summary.dashboard}")
+    return "\n\n".join(parts)
+
+
+_STUDY_HEAD = ("shape", "winner", "us", "x floor", "trials", "found at", "no time")
+
+
+def _study(study: Study) -> tuple[Any, ...]:
+    """Its winner, and its history in two numbers: the trial that was the fastest of those that may
+    win, and the trials without a time."""
+    winner = study.winner
+    best = study.records.index(study.ranked[0]) + 1 if study.ranked else "-"
+    return (
+        study.problem,
+        winner.variant if winner else "none yet",
+        number(winner.result.us if winner else None),
+        number(ratio_of(study), 3),
+        len(study.records),
+        best,
+        len(study.records) - len(study.timed),
+    )
+
+
+def _strategy(study: Study) -> str:
+    return flavour(study.winner.config) if study.winner else "-"
+
+
+def _map(title: str, grid: Grid, cell: Callable[[Study], str]) -> str:
+    rows: list[tuple[Any, ...]] = [("M \\ N", *grid.columns)]
+    for m in grid.rows:
+        studies = [grid.cells.get((m, n)) for n in grid.columns]
+        rows.append((m, *(cell(study) if study else "" for study in studies)))
+    return f"{title}, {grid.kind}\n" + columns(rows)
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def columns(rows: Sequence[Sequence[Any]]) -> str:
+    """Rows of cells in aligned columns; numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    right = [
+        all(row[i][:1].isdigit() or row[i][:1] in "+-" for row in cells[1:])
+        for i in range(len(widths))
+    ]
+    lines = []
+    for row in cells:
+        parts = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ]
+        lines.append("  " + "  ".join(parts).rstrip())
+    return "\n".join(lines)
