@@ -27,9 +27,10 @@ import torch  # noqa: E402
 
 from generator.budget import Budget  # noqa: E402
 from generator.compile import CompilePool, compile_variant  # noqa: E402
+from generator.forward_measure import FINALISTS  # noqa: E402
 from generator.measure import Timer  # noqa: E402
 from generator.problem import Problem  # noqa: E402
-from generator.run import FINALISTS, choose_target  # noqa: E402
+from generator.run import choose_target  # noqa: E402
 from generator.runtime.api import Package  # noqa: E402
 from generator.search import search_problem  # noqa: E402
 from generator.session import Session, Workload  # noqa: E402

@@ -46,6 +46,7 @@ _WIDE = (
     _Layout(4096, "async", 3, 256, 2, 1),
     _Layout(6144, "async", 4, 384, 1, 1, rows_in_flight=2, reload="smem"),
     _Layout(8192, "async", 3, 512, 1, 1, weight_in="smem"),
+    _Layout(12288, "async", 3, 384, 1, 1, reload="smem", weight_in="smem"),
     _Layout(16384, "async", 2, 512, 1, 1, reload="smem", weight_in="smem"),
 )
 """For rows of whole 16-byte vectors: the best of 48 random layouts each on one H200, at two N of
@@ -70,23 +71,24 @@ def generic_variants(
     allow there: for rows of whole 16-byte vectors at aligned addresses, and for all others.
 
     dtypes: pairs of x's and the weight's dtype. A variant serves every M >= 1 and N up to its own.
+    Of several that take the same rows (`same_rows`) the first that compiles without spills is the
+    one to keep.
     """
     space = space or load_space()
     found: list[Variant] = []
     for dtype, weight_dtype in dtypes:
         for layouts, vector_bytes in ((_WIDE, 16), (_PLAIN, 16), (_PLAIN, ITEMSIZE[dtype])):
             for layout in layouts:
-                if any(
-                    (v.N, v["vector_bytes"], v.dtype, v.weight_dtype)
-                    == (layout.columns, vector_bytes, dtype, weight_dtype)
-                    for v in found
-                ):
-                    continue  # a better layout for the same rows is legal
                 problem = Problem(MANY_ROWS, layout.columns, dtype, weight_dtype)
                 config = space.normalize(_config(layout, vector_bytes), problem, target)
                 if space.reject(config, problem, target, exact=False) is None:
                     found.append(make_variant(config, problem, exact=False))
     return found
+
+
+def same_rows(variant: Variant) -> tuple[object, ...]:
+    """What two generic variants have in common that take the same rows."""
+    return (variant.N, variant["vector_bytes"], variant.dtype, variant.weight_dtype)
 
 
 def _config(layout: _Layout, vector_bytes: int) -> Config:

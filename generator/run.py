@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import torch
 from optuna.storages import BaseStorage
 
-from generator.compile import CompilePool, nvrtc_version
+from generator.compile import Compiled, CompilePool, nvrtc_version
 from generator.crew import Crew, Gpu
 from generator.driver import Driver, Watcher, compilers, search_here
 from generator.emit import Emission, Entry, check_package, emit_package
 from generator.errors import NormforgeError
 from generator.evaluator import refuse
 from generator.forward_tune import tune_forwards
-from generator.generic import MANY_ROWS, generic_variants
+from generator.generic import MANY_ROWS, generic_variants, same_rows
 from generator.guard import running
 from generator.measured import MeasuredEvaluator
 from generator.plan import Ledger, Plan
@@ -32,7 +32,7 @@ from generator.render import TEMPLATES
 from generator.runtime.forward_table import ForwardTable
 from generator.store import StudyLog, open_storage
 from generator.target import Target, find_target, match_device
-from generator.variant import make_variant
+from generator.variant import Variant, make_variant
 from generator.winner import Winner
 from generator.worker import NoGpuError
 
@@ -167,11 +167,11 @@ def emit(
         Entry(winner.problem, variant, compiled, winner.evidence, provenance(winner, storage))
         for winner, (variant, compiled) in zip(winners, made, strict=False)
     ]
-    generics = []
+    generics: dict[tuple[object, ...], tuple[Variant, Compiled]] = {}
     for variant, compiled in made[len(entries) :]:
         many_rows = Problem(MANY_ROWS, variant.N, variant.dtype, variant.weight_dtype)
         if refuse(variant, compiled, many_rows, target) is None:
-            generics.append((variant, compiled))
+            generics.setdefault(same_rows(variant), (variant, compiled))
     package = plan.out / PACKAGE_NAME
     forwards = tune_forwards(
         [winner.problem for winner in winners],
@@ -181,7 +181,7 @@ def emit(
         processes=_processes(),
         say=lambda line: print(line, file=sys.stderr),
     )
-    return emit_package(entries, generics, target, package, forwards)
+    return emit_package(entries, list(generics.values()), target, package, forwards)
 
 
 def provenance(winner: Winner, storage: BaseStorage) -> dict[str, Any]:
