@@ -11,7 +11,15 @@ import ctypes
 import struct
 from typing import Any, NamedTuple
 
-from .launch import _MAIN, _MAIN_OFFSETS, _SUM, _SUM_OFFSETS, Extent, LoadedKernel, cuda_driver
+from .launch import (
+    MAIN_ARGUMENTS,
+    MAIN_OFFSETS,
+    SUM_ARGUMENTS,
+    SUM_OFFSETS,
+    Extent,
+    LoadedKernel,
+    cuda_driver,
+)
 from .plan import Launch
 from .workspace import StreamWorkspace
 
@@ -58,14 +66,16 @@ def bind(
     main, second = kernel.load(device)
     second = second if wants_dw else None
     zeros, scratch = workspace.zeros, workspace.scratch
-    values = ctypes.create_string_buffer(_MAIN.size + _SUM.size)
+    values = ctypes.create_string_buffer(MAIN_ARGUMENTS.size + SUM_ARGUMENTS.size)
     base = ctypes.addressof(values)
-    _MAIN.pack_into(values, 0, *([0] * 8), zeros, zeros + launch.zeroed_offset, scratch, *extent)
-    _SUM.pack_into(
-        values, _MAIN.size, scratch, 0, launch.participants, extent.columns, extent.dw_mode
+    MAIN_ARGUMENTS.pack_into(
+        values, 0, *([0] * 8), zeros, zeros + launch.zeroed_offset, scratch, *extent
     )
-    main_at = [base + at for at in _MAIN_OFFSETS]
-    sum_at = [base + _MAIN.size + at for at in _SUM_OFFSETS]
+    SUM_ARGUMENTS.pack_into(
+        values, MAIN_ARGUMENTS.size, scratch, 0, launch.participants, extent.columns, extent.dw_mode
+    )
+    main_at = [base + at for at in MAIN_OFFSETS]
+    sum_at = [base + MAIN_ARGUMENTS.size + at for at in SUM_OFFSETS]
     sum_at[1] = base + _DW  # both kernels read dw's address from one place
     main_array = (ctypes.c_void_p * len(main_at))(*main_at)
     sum_array = (ctypes.c_void_p * len(sum_at))(*sum_at)
@@ -75,10 +85,10 @@ def bind(
         scratch=scratch,
         values=values,
         launch=cuda_driver().cuLaunchKernelEx,
-        main_config=kernel._configure_main(launch.grid, stream),
+        main_config=kernel.configure_main(launch.grid, stream),
         main=main,
         main_arguments=ctypes.addressof(main_array),
-        sum_config=kernel._configure_sum(launch.sum_grid, stream) if second is not None else None,
+        sum_config=kernel.configure_sum(launch.sum_grid, stream) if second is not None else None,
         second=second,
         sum_arguments=ctypes.addressof(sum_array),
         keep=(main_array, sum_array),

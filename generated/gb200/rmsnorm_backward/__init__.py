@@ -1,4 +1,4 @@
-"""RMSNorm backward for NVIDIA GB200 (one Blackwell GPU of the Grace Blackwell Superchip). Written by Normforge; tune again instead of editing."""
+"""RMSNorm for NVIDIA GB200 (one Blackwell GPU of the Grace Blackwell Superchip). Written by Normforge; tune again instead of editing."""
 
 from pathlib import Path
 
@@ -8,7 +8,28 @@ _package = Package(Path(__file__).resolve().parent)
 
 PROVENANCE = _package.provenance
 explain = _package.explain
+graph_pass = _package.graph_pass
+inductor_backend = _package.inductor_backend
+install = _package.install
+installed = _package.installed
+rms_norm = _package.rms_norm
 rmsnorm_backward = _package.rmsnorm_backward
+uninstall = _package.uninstall
 warmup = _package.warmup
 
-__all__ = ["PROVENANCE", "explain", "rmsnorm_backward", "warmup"]
+RMSNorm = _package.RMSNorm
+RMSNorm.__module__ = __name__  # where pickle finds it
+
+__all__ = [
+    "PROVENANCE",
+    "RMSNorm",
+    "explain",
+    "graph_pass",
+    "inductor_backend",
+    "install",
+    "installed",
+    "rms_norm",
+    "rmsnorm_backward",
+    "uninstall",
+    "warmup",
+]

@@ -56,7 +56,10 @@ class Tuned:
 
     @property
     def shape(self) -> str:
-        return shape_name(self.M, self.N, self.dtype, self.weight_dtype)
+        spec = self.kernel.spec
+        return shape_name(
+            *(self.M, self.N, self.dtype, self.weight_dtype), *(spec.offset, spec.residual)
+        )
 
 
 @dataclass(frozen=True)
@@ -112,24 +115,32 @@ class Table:
         dtype: str,
         weight_dtype: str,
         *,
+        offset: bool = False,
+        residual: str = "",
         alignment: int = MAX_ALIGNMENT,
         weight_alignment: int = MAX_ALIGNMENT,
+        residual_alignment: int = MAX_ALIGNMENT,
         sms: int | None = None,
     ) -> Choice:
         """The kernel for M >= 1 rows of N columns.
 
-        alignment: the power of two, in bytes, that divides the addresses and row strides of x and
-        dy; weight_alignment: the same of the weight; sms: multiprocessors of the device, by
-        default those of the target. Order: the tuned shape; the tuned M nearest by ratio at the
-        same N and dtypes; the generic kernel with the widest vectors and the least capacity.
+        offset, residual: as in the KernelSpec; kernels with these options exist where they were
+        tuned and nowhere else. alignment: the power of two, in bytes, that divides the addresses
+        and row strides of x and dy; weight_alignment, residual_alignment: the same of the weight
+        and of dresidual; sms: multiprocessors of the device, by default those of the target.
+
+        Order: the tuned shape; the tuned M nearest by ratio at the same N and dtypes; the generic
+        kernel with the widest vectors and the least capacity.
         A kernel that the alignment or the device rules out is passed over. The answer depends on
         these arguments alone, so equal calls get equal bits.
         """
         sms = sms or int(self.target["sms"])
-        shape = shape_name(M, N, dtype, weight_dtype)
+        shape = shape_name(M, N, dtype, weight_dtype, offset, residual)
         passed_over = []
-        for entry in self._by_distance(M, N, dtype, weight_dtype):
-            fault = misfit(entry.kernel.spec, M, N, alignment, weight_alignment, sms)
+        for entry in self._by_distance(M, N, dtype, weight_dtype, offset, residual):
+            fault = misfit(
+                *(entry.kernel.spec, M, N, alignment, weight_alignment, sms), residual_alignment
+            )
             if fault:
                 passed_over.append(f"{entry.kernel.file} {fault}")
             elif entry.M == M:
@@ -143,16 +154,21 @@ class Table:
             spec = kernel.spec
             if (spec.dtype, spec.weight_dtype) != (dtype, weight_dtype) or N > spec.N:
                 continue
+            if (spec.offset, spec.residual) != (offset, residual):
+                continue
             if not misfit(spec, M, N, alignment, weight_alignment, sms):
                 reason = f"{why}; this kernel takes any shape up to N={spec.N}"
                 return Choice("generic", reason, kernel)
         return Choice("none", f"{why}, and no generic kernel serves it")
 
-    def _by_distance(self, M: int, N: int, dtype: str, weight_dtype: str) -> list[Tuned]:
+    def _by_distance(
+        self, M: int, N: int, dtype: str, weight_dtype: str, offset: bool, residual: str
+    ) -> list[Tuned]:
         same = [
             entry
             for entry in self.tuned
             if (entry.N, entry.dtype, entry.weight_dtype) == (N, dtype, weight_dtype)
+            and (entry.kernel.spec.offset, entry.kernel.spec.residual) == (offset, residual)
         ]
         return sorted(same, key=lambda entry: (abs(log(entry.M / M)), entry.M))
 
@@ -162,13 +178,26 @@ class Table:
         yield from self.generic
 
 
-def shape_name(M: int, N: int, dtype: str, weight_dtype: str) -> str:
-    """`MxN:dtype[:weight dtype]`, the form in which the tuner names shapes."""
-    return f"{M}x{N}:{dtype}" + ("" if weight_dtype == dtype else f":{weight_dtype}")
+def shape_name(
+    M: int, N: int, dtype: str, weight_dtype: str, offset: bool = False, residual: str = ""
+) -> str:
+    """`MxN:dtype[:weight dtype][+offset][+residual[_dtype]]`, the form in which the tuner names
+    shapes."""
+    name = f"{M}x{N}:{dtype}" + ("" if weight_dtype == dtype else f":{weight_dtype}")
+    name += "+offset" if offset else ""
+    if residual:
+        name += "+residual" + ("" if residual == dtype else f"_{residual}")
+    return name
 
 
 def misfit(
-    spec: KernelSpec, M: int, N: int, alignment: int, weight_alignment: int, sms: int
+    spec: KernelSpec,
+    M: int,
+    N: int,
+    alignment: int,
+    weight_alignment: int,
+    sms: int,
+    residual_alignment: int = MAX_ALIGNMENT,
 ) -> str:
     """Why a kernel of the right width and dtypes cannot serve a call: the rest of a sentence that
     begins with the kernel, or "" when it can."""
@@ -180,6 +209,11 @@ def misfit(
     weights = min(16, vector // itemsize * ITEMSIZE[spec.weight_dtype])
     if weight_alignment % weights:
         return f"needs a weight at a multiple of {weights} bytes"
+    if spec.residual:
+        # The same holds for the residual's gradient, whose rows may be copied whole besides.
+        step = min(16, vector // itemsize * ITEMSIZE[spec.residual])
+        if residual_alignment % step:
+            return f"needs rows of the residual's gradient at multiples of {step} bytes"
     if spec.cooperative and plan_launch(spec, M).grid > sms * spec.ctas_per_sm:
         return f"needs {spec.sms} multiprocessors at once and the device has {sms}"
     return ""

@@ -3,7 +3,7 @@
 Everything that does not change from call to call is built once: the launch configuration (grid,
 block, shared memory, attributes, stream) is a driver object that is never written to again and is
 shared by all threads; the arguments live in one block per thread, whose addresses the driver
-already has, so that a call packs fifteen numbers and launches.
+already has, so that a call packs its numbers and launches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,16 +23,73 @@ from .plan import MAIN_KERNEL, SUM_KERNEL, KernelSpec, Launch
 PORTABLE_CLUSTER = 8
 """Largest cluster that every GPU with clusters takes without opting in (CUDA programming guide)."""
 
-# The parameters of the two kernels as the compiler lays them out, every one naturally aligned.
-# x, dy, rstd, weight, dx, dw, counters, zeroed, scratch; rows and three strides; columns, group.
-_MAIN = struct.Struct("@9Q4q2i")
-_MAIN_OFFSETS = (*range(0, 13 * 8, 8), 104, 108)
-# scratch, dw; participants, columns.
-_SUM = struct.Struct("@2Q2i")
-_SUM_OFFSETS = (0, 8, 16, 20)
+# The arguments as the compiler lays them out, every one naturally aligned. The main kernel's are
+# one structure: x, dy, rstd, weight, dx, dw, dresidual, dresidual_out; counters, zeroed, scratch;
+# Extent.
+MAIN_ARGUMENTS = struct.Struct("@8Q3Q7qI3if")
+MAIN_OFFSETS = (0,)
+# scratch, dw; rows of partial dw, columns, dw mode.
+SUM_ARGUMENTS = struct.Struct("@2Q3i")
+SUM_OFFSETS = (0, 8, 16, 20, 24)
 
-Extent = tuple[int, int, int, int, int, int]
-"""rows; elements between rows of x, of dy and of dx; columns; Launch.group."""
+DW_IN_WEIGHT_DTYPE, DW_IN_FP32, DW_ADDED = 0, 1, 2
+"""What a kernel does with dw: rounds it to the weight's dtype, stores it as fp32, or adds it to the
+fp32 numbers that are there."""
+
+
+class Extent(NamedTuple):
+    """The numbers of a call in the order in which the kernel takes them.
+
+    Strides are elements between rows. x_gap, dy_gap: elements of a gap behind some rows, as between
+    the heads of one token and the next in a packed tensor; gaps: see `gap_factor`, 0 where all rows
+    lie at one stride.
+    """
+
+    rows: int
+    x_stride: int
+    dy_stride: int
+    dresidual_stride: int
+    dx_stride: int
+    x_gap: int
+    dy_gap: int
+    gaps: int
+    columns: int
+    group: int
+    dw_mode: int
+    weight_offset: float
+
+
+def plain_extent(
+    launch: Launch,
+    rows: int,
+    columns: int,
+    x_stride: int,
+    dy_stride: int,
+    *,
+    dresidual_stride: int = 0,
+    dx_stride: int | None = None,
+    packed: tuple[int, int, int] = (0, 0, 0),
+    dw_mode: int = DW_IN_WEIGHT_DTYPE,
+    weight_offset: float = 0.0,
+) -> Extent:
+    """The extent of a call. dx_stride: default `columns`; packed: heads, and elements from one
+    token to the next in x and in dy; heads is 0 where all rows lie at one stride, and
+    `gap_factor(rows, heads)` must not be 0 where it is not."""
+    heads, x_outer, dy_outer = packed
+    return Extent(
+        *(rows, x_stride, dy_stride, dresidual_stride),
+        columns if dx_stride is None else dx_stride,
+        *(x_outer - heads * x_stride, dy_outer - heads * dy_stride, gap_factor(rows, heads)),
+        columns,
+        *(launch.group, dw_mode, weight_offset),
+    )
+
+
+def gap_factor(rows: int, heads: int) -> int:
+    """f for which f * row >> 32 is row // heads, for every row below `rows`; 0 where there is none,
+    or no heads. (f * heads exceeds 2^32 by at most `heads`, so the product is off by less than
+    rows * heads, which must stay below 2^32.)"""
+    return (1 << 32) // heads + 1 if heads > 1 and rows * heads < 1 << 32 else 0
 
 
 class LaunchError(RuntimeError):
@@ -93,11 +150,11 @@ class _Arguments(threading.local):
     """One block of kernel arguments per thread; the driver copies it before a launch returns."""
 
     def __init__(self) -> None:
-        self.values = ctypes.create_string_buffer(_MAIN.size + _SUM.size)
+        self.values = ctypes.create_string_buffer(MAIN_ARGUMENTS.size + SUM_ARGUMENTS.size)
         base = ctypes.addressof(self.values)
-        self._main = (ctypes.c_void_p * len(_MAIN_OFFSETS))(*(base + at for at in _MAIN_OFFSETS))
-        base += _MAIN.size
-        self._sum = (ctypes.c_void_p * len(_SUM_OFFSETS))(*(base + at for at in _SUM_OFFSETS))
+        self._main = (ctypes.c_void_p * len(MAIN_OFFSETS))(*(base + at for at in MAIN_OFFSETS))
+        base += MAIN_ARGUMENTS.size
+        self._sum = (ctypes.c_void_p * len(SUM_OFFSETS))(*(base + at for at in SUM_OFFSETS))
         self.main = ctypes.addressof(self._main)
         self.sum = ctypes.addressof(self._sum)
 
@@ -161,36 +218,53 @@ class LoadedKernel:
         x: torch.Tensor,
         dy: torch.Tensor,
         rstd: torch.Tensor,
-        weight: torch.Tensor,
-        dx: torch.Tensor,
-        dw: torch.Tensor,
+        weight: torch.Tensor | None,
+        dx: torch.Tensor | None,
+        dw: torch.Tensor | None,
         workspace: int,
         launch: Launch,
         stream: int,
+        *,
+        dresidual: torch.Tensor | None = None,
+        dresidual_out: torch.Tensor | None = None,
+        dw_mode: int = DW_IN_WEIGHT_DTYPE,
+        weight_offset: float = 0.0,
     ) -> None:
         """Launch on `stream` (a raw CUDA stream), without waiting.
 
         x, dy, dx: (M, N) of the spec's dtype, the columns contiguous, M >= 1; base addresses and
-        row strides multiples of spec.vector_bytes. rstd: (M,) fp32; weight, dw: (N,) contiguous.
+        row strides multiples of spec.vector_bytes. x and dy may be (M / H, H, N) as well, with any
+        two strides, where H > 1 and M * H < 2^32. rstd: (M,) fp32; weight, dw: (N,) contiguous; dw
+        is fp32 unless dw_mode is DW_IN_WEIGHT_DTYPE. weight None stands for ones; dx or dw None is
+        not computed.
+        dresidual: (M, N) of spec.residual, if it has one; dresidual_out: the same, contiguous like
+        dx, where that is not the spec's dtype. weight_offset: counts where spec.offset is set.
         workspace: address of launch.workspace_bytes bytes on the device, of which the first
         launch.scratch_offset are zero. launch: plan_launch(spec, M).
 
         Raises LaunchError. Nothing is checked here: the dispatch has done so.
         """
-        rows, columns = x.shape
+        rows, columns = x.numel() // x.shape[-1], x.shape[-1]
+        packed = (x.shape[1], x.stride(0), dy.stride(0)) if x.dim() == 3 else (0, 0, 0)
+
+        def address(tensor: torch.Tensor | None) -> int:
+            return 0 if tensor is None else tensor.data_ptr()
+
         self.enqueue(
             x.get_device(),
             stream,
             launch,
-            (rows, x.stride(0), dy.stride(0), dx.stride(0), columns, launch.group),
-            x.data_ptr(),
-            dy.data_ptr(),
-            rstd.data_ptr(),
-            weight.data_ptr(),
-            dx.data_ptr(),
-            dw.data_ptr(),
-            workspace,
-            workspace + launch.scratch_offset,
+            plain_extent(
+                *(launch, rows, columns, x.stride(-2), dy.stride(-2)),
+                dresidual_stride=0 if dresidual is None else dresidual.stride(0),
+                dx_stride=None if dx is None else dx.stride(0),
+                packed=packed,
+                dw_mode=dw_mode,
+                weight_offset=weight_offset,
+            ),
+            *(address(x), address(dy), address(rstd), address(weight), address(dx), address(dw)),
+            *(workspace, workspace + launch.scratch_offset),
+            *(address(dresidual), address(dresidual_out)),
         )
 
     def enqueue(
@@ -207,17 +281,20 @@ class LoadedKernel:
         dw: int,
         zeros: int,
         scratch: int,
+        dresidual: int = 0,
+        dresidual_out: int = 0,
     ) -> None:
-        """`launch` for a caller that has the addresses and the extent already. zeros: address of
-        launch.scratch_offset zero bytes; scratch: of 4 * launch.scratch bytes of any content."""
+        """`launch` for a caller that has the addresses and the extent already; an address of 0 is
+        None. zeros: address of launch.scratch_offset zero bytes; scratch: of 4 * launch.scratch
+        bytes of any content."""
         main, second = self._functions.get(device) or self.load(device)
         config = self._main_configs.get((launch.grid, stream))
         if config is None:
-            config = self._configure_main(launch.grid, stream)
+            config = self.configure_main(launch.grid, stream)
         block = _arguments
         # fmt: off
-        _MAIN.pack_into(
-            block.values, 0, x, dy, rstd, weight, dx, dw,
+        MAIN_ARGUMENTS.pack_into(
+            block.values, 0, x, dy, rstd, weight, dx, dw, dresidual, dresidual_out,
             zeros, zeros + launch.zeroed_offset, scratch, *extent,
         )
         # fmt: on
@@ -225,17 +302,26 @@ class LoadedKernel:
         (status,) = driver.cuLaunchKernelEx(config, main, block.main, 0)
         if status != 0:
             raise LaunchError(status.name, "launching", f"{MAIN_KERNEL} of {self.spec.name}")
-        if second is None:
+        if second is None or dw == 0:
             return
         config = self._sum_configs.get((launch.sum_grid, stream))
         if config is None:
-            config = self._configure_sum(launch.sum_grid, stream)
-        _SUM.pack_into(block.values, _MAIN.size, scratch, dw, launch.participants, extent[4])
+            config = self.configure_sum(launch.sum_grid, stream)
+        SUM_ARGUMENTS.pack_into(
+            block.values,
+            MAIN_ARGUMENTS.size,
+            scratch,
+            dw,
+            launch.participants,
+            extent.columns,
+            extent.dw_mode,
+        )
         (status,) = driver.cuLaunchKernelEx(config, second, block.sum, 0)
         if status != 0:
             raise LaunchError(status.name, "launching", f"{SUM_KERNEL} of {self.spec.name}")
 
-    def _configure_main(self, grid: int, stream: int) -> Any:
+    def configure_main(self, grid: int, stream: int) -> Any:
+        """The launch configuration of the main kernel; made once, never written to again."""
         driver, spec = cuda_driver(), self.spec
         kinds = driver.CUlaunchAttributeID
         attributes = []
@@ -254,7 +340,8 @@ class LoadedKernel:
         self._main_configs[grid, stream] = config
         return config
 
-    def _configure_sum(self, grid: int, stream: int) -> Any:
+    def configure_sum(self, grid: int, stream: int) -> Any:
+        """The same of the second kernel."""
         driver, spec = cuda_driver(), self.spec
         attributes = []
         if spec.dependent:

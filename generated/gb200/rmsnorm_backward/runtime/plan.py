@@ -28,7 +28,8 @@ class KernelSpec:
     the main and the second kernel. columns: columns of one CTA. partial_stride: floats from one
     partial row of dw to the next. sms: multiprocessors the grid was tuned for; it is a constant of
     the module, so that the order of every sum is one too. vector_bytes: alignment that pointers and
-    row strides need.
+    row strides need. offset: adds a number to the weight; residual: dtype of the residual's
+    gradient that it adds to dx, "" for none.
     """
 
     name: str
@@ -56,6 +57,8 @@ class KernelSpec:
     ctas_per_sm: int
     even_grid: bool
     sms: int
+    offset: bool = False
+    residual: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -26,11 +26,11 @@ PORTABLE_CLUSTER = 8
 # The arguments as the compiler lays them out, every one naturally aligned. The main kernel's are
 # one structure: x, dy, rstd, weight, dx, dw, dresidual, dresidual_out; counters, zeroed, scratch;
 # Extent.
-_MAIN = struct.Struct("@8Q3Q7qI3if")
-_MAIN_OFFSETS = (0,)
+MAIN_ARGUMENTS = struct.Struct("@8Q3Q7qI3if")
+MAIN_OFFSETS = (0,)
 # scratch, dw; rows of partial dw, columns, dw mode.
-_SUM = struct.Struct("@2Q3i")
-_SUM_OFFSETS = (0, 8, 16, 20, 24)
+SUM_ARGUMENTS = struct.Struct("@2Q3i")
+SUM_OFFSETS = (0, 8, 16, 20, 24)
 
 DW_IN_WEIGHT_DTYPE, DW_IN_FP32, DW_ADDED = 0, 1, 2
 """What a kernel does with dw: rounds it to the weight's dtype, stores it as fp32, or adds it to the
@@ -150,11 +150,11 @@ class _Arguments(threading.local):
     """One block of kernel arguments per thread; the driver copies it before a launch returns."""
 
     def __init__(self) -> None:
-        self.values = ctypes.create_string_buffer(_MAIN.size + _SUM.size)
+        self.values = ctypes.create_string_buffer(MAIN_ARGUMENTS.size + SUM_ARGUMENTS.size)
         base = ctypes.addressof(self.values)
-        self._main = (ctypes.c_void_p * len(_MAIN_OFFSETS))(*(base + at for at in _MAIN_OFFSETS))
-        base += _MAIN.size
-        self._sum = (ctypes.c_void_p * len(_SUM_OFFSETS))(*(base + at for at in _SUM_OFFSETS))
+        self._main = (ctypes.c_void_p * len(MAIN_OFFSETS))(*(base + at for at in MAIN_OFFSETS))
+        base += MAIN_ARGUMENTS.size
+        self._sum = (ctypes.c_void_p * len(SUM_OFFSETS))(*(base + at for at in SUM_OFFSETS))
         self.main = ctypes.addressof(self._main)
         self.sum = ctypes.addressof(self._sum)
 
@@ -290,10 +290,10 @@ class LoadedKernel:
         main, second = self._functions.get(device) or self.load(device)
         config = self._main_configs.get((launch.grid, stream))
         if config is None:
-            config = self._configure_main(launch.grid, stream)
+            config = self.configure_main(launch.grid, stream)
         block = _arguments
         # fmt: off
-        _MAIN.pack_into(
+        MAIN_ARGUMENTS.pack_into(
             block.values, 0, x, dy, rstd, weight, dx, dw, dresidual, dresidual_out,
             zeros, zeros + launch.zeroed_offset, scratch, *extent,
         )
@@ -306,10 +306,10 @@ class LoadedKernel:
             return
         config = self._sum_configs.get((launch.sum_grid, stream))
         if config is None:
-            config = self._configure_sum(launch.sum_grid, stream)
-        _SUM.pack_into(
+            config = self.configure_sum(launch.sum_grid, stream)
+        SUM_ARGUMENTS.pack_into(
             block.values,
-            _MAIN.size,
+            MAIN_ARGUMENTS.size,
             scratch,
             dw,
             launch.participants,
@@ -320,7 +320,8 @@ class LoadedKernel:
         if status != 0:
             raise LaunchError(status.name, "launching", f"{SUM_KERNEL} of {self.spec.name}")
 
-    def _configure_main(self, grid: int, stream: int) -> Any:
+    def configure_main(self, grid: int, stream: int) -> Any:
+        """The launch configuration of the main kernel; made once, never written to again."""
         driver, spec = cuda_driver(), self.spec
         kinds = driver.CUlaunchAttributeID
         attributes = []
@@ -339,7 +340,8 @@ class LoadedKernel:
         self._main_configs[grid, stream] = config
         return config
 
-    def _configure_sum(self, grid: int, stream: int) -> Any:
+    def configure_sum(self, grid: int, stream: int) -> Any:
+        """The same of the second kernel."""
         driver, spec = cuda_driver(), self.spec
         attributes = []
         if spec.dependent:

@@ -1,0 +1,78 @@
+"""The few things that a call asks PyTorch about CUDA, in their cheapest form.
+
+The first three are what torch.cuda's functions of similar names call after a check that CUDA is
+initialised, which it is once there is a CUDA tensor; `empty_strided` is what code written by
+TorchInductor allocates with. A PyTorch that lacks one gets the public function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def _public_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _public_empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+def _find(name: str, otherwise: Callable[..., Any], module: Any = torch._C) -> Callable[..., Any]:
+    return getattr(module, name, otherwise)
+
+
+current_device: Callable[[], int] = _find("_cuda_getDevice", torch.cuda.current_device)
+raw_stream: Callable[[int], int] = _find("_cuda_getCurrentRawStream", _public_stream)
+"""The raw handle of PyTorch's current stream on a device."""
+is_capturing: Callable[[], bool] = _find(
+    "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+empty_strided: Callable[..., torch.Tensor] = _find(
+    "_empty_strided_cuda",
+    _public_empty,
+    getattr(getattr(torch._C, "_dynamo", None), "guards", None),
+)
+"""Memory on the current device. Not filled under torch.use_deterministic_algorithms, as every
+element gets written by a kernel."""
+
+
+modes_active: Callable[[], int] = _find("_len_torch_dispatch_stack", lambda: 0)
+"""How many modes (a tracer, a fake-tensor mode, selective checkpointing) see every operator."""
+
+transforms_active: Callable[[], bool] = _find("_are_functorch_transforms_active", lambda: False)
+"""Whether torch.func is transforming what runs (grad, vmap, …)."""
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_plain(tensor: torch.Tensor | None) -> bool:
+    """False for a subclass, which has its own way with operators (DTensor, fake tensors). True for
+    what is no tensor at all."""
+    return type(tensor) in _PLAIN_TYPES or not isinstance(tensor, torch.Tensor)
+
+
+def same_kind(*tensors: torch.Tensor | None) -> Callable[..., bool] | None:
+    """A function that says whether other tensors have the type, dtype, device, sizes, strides,
+    requires_grad and dispatch keys of these, in a seventh of the time that reading all of it in
+    Python takes: the check that code compiled by torch.compile makes of its inputs. None where
+    PyTorch has no such check."""
+    guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    try:
+        built = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        return built.check if built.check(*tensors) is True else None
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,56 @@
+"""RMSNorm and its backward as differentiable operators of PyTorch: for create_graph=True, and for
+torch.func, whose transforms see through these only."""
+
+from __future__ import annotations
+
+import torch
+
+
+def differentiable_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    residual: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """y, and x + residual where there is one, as `rms_norm` defines them."""
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows = x.to(compute)
+    stream = None
+    if residual is not None:
+        stream = (rows + residual.to(compute)).to(residual.dtype)
+        rows = stream.to(compute)
+    eps = torch.finfo(compute).eps if eps is None else eps
+    scale = 1.0 + weight_offset if weight is None else weight.to(compute) + weight_offset
+    y = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * scale
+    return y.to(x.dtype), stream
+
+
+def differentiable_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    dresidual: torch.Tensor | None,
+    need_dx: bool,
+    need_dw: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dx and dw as `reference_backward` has them, but with gradients of their own: rstd is computed
+    again from x. In fp32 (float64 for float64), rounded at the end."""
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide_x, grad = x.to(compute), dy.to(compute)
+    eps = torch.finfo(compute).eps if eps is None else eps
+    rstd = torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
+    normalized = wide_x * rstd
+    dx = dw = None
+    if need_dx:
+        scale = 1.0 + weight_offset if weight is None else weight.to(compute) + weight_offset
+        weighted = grad * scale
+        dx = rstd * (weighted - normalized * (weighted * normalized).mean(-1, keepdim=True))
+        if dresidual is not None:
+            dx = dx + dresidual.to(compute)
+        dx = dx.to(x.dtype)
+    if need_dw and weight is not None:
+        dw = (grad * normalized).reshape(-1, *weight.shape).sum(0).to(weight.dtype)
+    return dx, dw
