@@ -20,7 +20,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from generator.runtime.api import Package
-from generator.runtime.options import PLAIN, Arguments, Options, composition
+from generator.runtime.layout import dense
+from generator.runtime.options import PLAIN, Arguments, Options, add_residual, composition
 from generator.runtime.plan import KernelSpec
 from generator.runtime.reference import reference_backward
 from tests.doors import aten_on_cpu, routing_on_cpu, write_package
@@ -126,6 +127,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "main_grad in bf16": (
         {"dw_out": torch.ones(16, dtype=torch.bfloat16)},
         {"accumulate": True},
+    ),
+    "offset and an output of the weight's dtype": (
+        {"dw_out": torch.ones(16).bfloat16()},
+        {"weight_offset": 1.0},
     ),
     "main_grad in a column": ({"dw_out": torch.ones(16, 2)[:, 0]}, {}),
 }
@@ -738,3 +743,69 @@ def test_reasons_are_warned_about_once(package: Package, monkeypatch: pytest.Mon
     assert same((dx, dw), reference_backward(x, x, rstd, weight))
     with pytest.warns(UserWarning, match="using the formula in plain PyTorch"):
         package.rmsnorm_backward(x.bfloat16(), x.bfloat16(), rstd, weight)
+
+
+# ---- Where a call must not go by the quick way ---------------------------------------------------
+
+
+def test_dtype_without_kernels_gets_every_option_from_the_formula(package: Package) -> None:
+    """PyTorch's fused kernel knows none of them."""
+    x = torch.randn(6, 8, dtype=torch.float64)
+    weight = torch.randn(8, dtype=torch.float64)
+    given = Arguments(x, x, torch.ones(6, dtype=torch.float64), weight, x)
+    options = Options(weight_offset=1.0)
+    with pytest.warns(UserWarning, match="formula"):
+        call = package._fallback("no kernel for float64", given, options)
+    found = call(*vars(given).values())
+    wanted = reference_backward(x, x, given.rstd, weight, weight_offset=1.0, dresidual=x)
+    assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))
+
+
+def test_copy_for_a_kernel_is_aligned() -> None:
+    whole = torch.zeros(1 + 4 * 8, dtype=torch.bfloat16)
+    for rows in (whole[1:].view(4, 8), whole[1:9].expand(4, 8)):
+        assert rows.data_ptr() % 32
+        assert dense(rows).data_ptr() % 32 == 0
+        assert torch.equal(dense(rows), rows)
+
+
+def test_composed_call_returns_nothing_that_requires_grad(package: Package) -> None:
+    x = torch.randn(6, 8)
+    dresidual = torch.randn(6, 8, requires_grad=True)
+    call = package._composed(add_residual, PLAIN)
+    dx, _, _ = call(x, x, torch.ones(6), torch.ones(8), dresidual, None)
+    assert not dx.requires_grad
+
+
+class Late(torch.Tensor):
+    """A subclass, as the result of a collective that has not arrived is one."""
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_gradient_of_another_kind_goes_through_the_operator(
+    package: Package, residual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel would read its address."""
+    kinds: list[type] = []
+    run = Package._run
+
+    def watched(self: Package, given: Arguments, options: Options) -> Any:
+        kinds.extend(type(t) for t in vars(given).values() if t is not None)
+        return run(self, given, options)
+
+    monkeypatch.setattr(Package, "_run", watched)
+    x = torch.randn(6, 8, requires_grad=True)
+    weight = torch.ones(8, requires_grad=True)
+    y = package.rms_norm(x, weight, residual=torch.zeros(6, 8) if residual else None)
+    y = y[0] if residual else y
+    torch.autograd.grad(y, (x, weight), torch.ones(6, 8).as_subclass(Late))
+    assert Late not in kinds
+
+
+def test_no_heads_are_served(package: Package) -> None:
+    x = torch.randn(3, 0, 8, requires_grad=True)
+    weight = torch.zeros(0, 8, requires_grad=True)
+    y = package.rms_norm(x, weight)
+    dx, dw = torch.autograd.grad(y.sum(), (x, weight))
+    assert y.shape == dx.shape == x.shape
+    assert dw.shape == weight.shape

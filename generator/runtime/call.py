@@ -188,6 +188,8 @@ class KernelCall:
             0 if dresidual is None else dresidual.data_ptr(),
             0 if third is None else third.data_ptr(),
         )
+        if dw_out is not None and not dw_out.is_inference():
+            torch.autograd.graph.increment_version(dw_out)  # as every write in place does
         return (dx, dw, dx if third is None else third) if self.with_third else (dx, dw)
 
     def bind(self, stream: int) -> Binding:

@@ -21,6 +21,7 @@ from .layout import RowLayout, power_of_two, row_layout
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _MOST_CALLS = 4096  # signatures remembered; only a program whose M changes all the time meets more
 _MOST_RECENT = 8  # signatures of one kind of call that are recognised in one step
+_MISSES_TO_FORGET = 256  # a full list is kept for so many misses
 
 
 def reference_forward(
@@ -68,6 +69,7 @@ class Forward:
         self._recent: dict[
             tuple[bool, bool], tuple[tuple[Callable[..., bool], ForwardCall], ...]
         ] = {}
+        self._misses = 0
         self._warned: set[str] = set()
 
     def __call__(
@@ -153,7 +155,12 @@ class Forward:
         elif not any(places):
             recent = self._recent.get(kind, ())
             tensors = [t for t in (x, weight, residual) if t is not None]
-            same = same_kind(*tensors) if len(recent) < _MOST_RECENT else None
+            if len(recent) >= _MOST_RECENT:
+                self._misses += 1
+                if self._misses < _MISSES_TO_FORGET:
+                    return call
+                self._misses, recent = 0, ()
+            same = same_kind(*tensors)
             if same is not None:
                 self._recent[kind] = (*recent, (same, call))
         return call

@@ -45,7 +45,14 @@ def make_rms_norm(
         def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
             x, weight, rstd = ctx.saved_tensors
             need_dx, need_dw, _, _ = ctx.needs_input_grad
-            watched = torch.is_grad_enabled() or modes_active()
+            # Dynamo first: it cannot trace the question whether a mode is active. A gradient may be
+            # a subclass though x was none, such as a collective's result that has not arrived.
+            watched = (
+                is_dynamo_compiling()
+                or torch.is_grad_enabled()
+                or modes_active()
+                or not is_plain(dy)
+            )
             if need_dx and need_dw and not watched and not ctx.weight_offset:
                 for same, call in known.plain:
                     if same(dy, x, rstd, weight):
@@ -77,9 +84,10 @@ def make_rms_norm(
         def backward(
             ctx: Any, dy: torch.Tensor | None, dstream: torch.Tensor | None
         ) -> tuple[Any, ...]:
-            return operators.gradients_of_sum(
-                ctx, dy, dstream, None if modes_active() else backward
+            watched = (
+                is_dynamo_compiling() or modes_active() or not (is_plain(dy) and is_plain(dstream))
             )
+            return operators.gradients_of_sum(ctx, dy, dstream, None if watched else backward)
 
     def rms_norm(
         x: torch.Tensor,
@@ -220,6 +228,10 @@ def per_head_forward(
                 f"weight must have shape ({x.shape[-1]},) or {tuple(x.shape[-2:])}, "
                 f"got {tuple(weight.shape)}"
             )
+        if x.numel() == 0:
+            rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+            stream = () if residual is None else (torch.empty_like(residual),)
+            return (torch.empty_like(x), rstd, *stream)
         heads = [
             forward(
                 *(x[..., h, :], weight[h], eps, offset),

@@ -23,6 +23,7 @@ from .workspace import Workspaces
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _OPTIONAL = ("weight", "dresidual", "dw_out")
+_UNKNOWN = object()
 _MOST_CALLS = 4096  # signatures remembered; only a program whose M changes all the time meets more
 
 
@@ -39,7 +40,7 @@ class Server:
         self._loaded: dict[Kernel, LoadedKernel] = {}
         self._calls: dict[tuple[Any, ...], Call] = {}
         self._known = Known()
-        self._routed: dict[tuple[Any, ...], Call | None] = {}
+        self._routed: dict[tuple[Any, ...], Any] = {}  # a Call, None for PyTorch's kernel
         self._workspaces = Workspaces()
         self._warned: set[str] = set()
 
@@ -76,15 +77,16 @@ class Server:
         options = Options(need_dx=need_dx, need_dw=need_dw)
         tensors = tuple(vars(given).values())
         signature = (options, *(_facts(tensor) for tensor in tensors))
-        if signature not in self._routed:
+        call = self._routed.get(signature, _UNKNOWN)
+        if call is _UNKNOWN:
             try:
                 found = self._find(given, options)
             except (TypeError, ValueError):  # PyTorch says what is wrong in its own words
                 found = ""
+            call = None if isinstance(found, str) else found
             if len(self._routed) >= _MOST_CALLS:
                 self._routed.clear()
-            self._routed[signature] = None if isinstance(found, str) else found
-        call = self._routed[signature]
+            self._routed[signature] = call
         if call is None:
             return None
         self._known.add(call, given, options)
@@ -160,7 +162,8 @@ class Server:
 
     def _composed(self, composition: Composition, options: Options) -> Call:
         def call(*tensors: Any) -> Results:
-            return composition(self._backward, Arguments(*tensors), options)
+            with torch.no_grad():
+                return composition(self._backward, Arguments(*tensors), options)
 
         return call
 
@@ -182,7 +185,12 @@ class Server:
             return self._loaded[kernel]
 
     def _fallback(self, reason: str, given: Arguments, options: Options) -> Call:
+        """What serves a call that has no kernel. Options other than what is wanted were composed
+        away before, but not for a dtype that no kernel has, which goes to the formula."""
         weight = given.weight
+        if given.x.dtype not in DTYPES:
+            self.warn(f"{reason}; using the formula in plain PyTorch")
+            return formula(options)
         same = weight is None or weight.dtype == given.x.dtype
         has_aten = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
         if has_aten and same and (options.dw_dtype is None or not options.need_dw):

@@ -60,14 +60,19 @@ def power_of_two(number: int, most: int) -> int:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy whose rows kernels can read: of one row where all are the same one, else of all."""
+    """A copy whose rows kernels can read, at an aligned address: of one row where all are the same
+    one, else of all."""
     tensor = tensor.detach()
     if tensor.dim() > 1 and not any(
         stride for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False) if size > 1
     ):
-        row = tensor[(0,) * (tensor.dim() - 1)].contiguous()
-        return row.expand(tensor.shape)
-    return tensor.contiguous()
+        return _aligned(tensor[(0,) * (tensor.dim() - 1)]).expand(tensor.shape)
+    return _aligned(tensor)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    made = tensor.contiguous()
+    return made.clone() if made.data_ptr() % _ALIGNED else made
 
 
 class Layout(NamedTuple):

@@ -68,7 +68,8 @@ class Operators:
         understands."""
         dw_out, dw_dtype = given.dw_out, options.dw_dtype
         if dw_out is not None:
-            dw_dtype = torch.float32 if options.accumulate else dw_out.dtype
+            narrow = options.accumulate and dw_out.dtype != torch.float64
+            dw_dtype = torch.float32 if narrow else dw_out.dtype
         need_dw = options.need_dw and given.weight is not None
         with torch.no_grad():
             dx, dw, third = self.rms_norm_backward(

@@ -67,7 +67,9 @@ def composition(given: Arguments, options: Options, spec: KernelSpec | None) -> 
     if given.dresidual is not None and given.dresidual.dtype != residual:
         return add_residual
     if options.weight_offset and not (spec is not None and spec.offset):
-        return offset_in_weight
+        # The weight becomes fp32 on the way, and dw_out may be of its former dtype.
+        narrow = dw_out is not None and dw_out.dtype != torch.float32
+        return dw_elsewhere if narrow else offset_in_weight
     if dw_out is not None and (spec is None or not _kernel_writes(dw_out, weight, options)):
         return dw_elsewhere
     return None

@@ -50,7 +50,8 @@ def reference_backward(
                 third = total.to(dresidual.dtype).contiguous()
         dw = None
         if need_dw and weight is not None:
-            dw = (grad * normalized).reshape(-1, *weight.shape).sum(0)
+            rows = x.numel() // max(1, weight.numel())
+            dw = (grad * normalized).reshape(rows, *weight.shape).sum(0)
             if dw_out is None:
                 dw = dw.to(dw_dtype or weight.dtype)
             else:

@@ -2,13 +2,14 @@
 
 Zeroed words (counters) are zero before a kernel and left zero by it. They are taken from slabs that
 were zeroed once, outside every stream and graph, and are never given back, so their owner finds
-zeros at every call with no memset. An owner is one stream, whose calls are ordered, or one call
-captured into a CUDA graph: replays of one executable graph are ordered, and no two captures and no
-two branches of one share an owner (two executables made from one capture share their outputs as
-well, and must not run at the same time for that reason already). Memory from the graph's own pool
-would not do: the pool may have lent the same bytes to another node of the graph, which dirties them
-at every replay, so each captured call would need a memset. The price is one 128-byte line (a few
-for two-level strategies) per captured call for the life of the process.
+zeros at every call with no memset. An owner is one stream, whose calls are ordered (it is known by
+its raw handle, so a stream must have finished when it is destroyed: a new one may get its handle),
+or one call captured into a CUDA graph: replays of one executable graph are ordered, and no two
+captures and no two branches of one share an owner (two executables made from one capture share
+their outputs as well, and must not run at the same time for that reason already). Memory from the
+graph's own pool would not do: the pool may have lent the same bytes to another node of the graph,
+which dirties them at every replay, so each captured call would need a memset. The price is one
+128-byte line (a few for two-level strategies) per captured call for the life of the process.
 
 Scratch may hold anything. Eager calls keep one block per stream, allocated by the driver in stream
 order. It is kept out of PyTorch's allocator because PyTorch's CUDA-graph trees run their warm-up
