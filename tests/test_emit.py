@@ -20,7 +20,14 @@ import torch
 
 from generator import emit
 from generator.compile import Compiled, compile_variant
-from generator.emit import PROVENANCE_KEYS, Emission, Entry, check_writable, emit_package
+from generator.emit import (
+    PROVENANCE_KEYS,
+    RUNTIME,
+    Emission,
+    Entry,
+    check_writable,
+    emit_package,
+)
 from generator.errors import NormforgeError
 from generator.generic import DTYPES, generic_variants
 from generator.problem import Problem
@@ -633,3 +640,20 @@ def test_gpu_of_another_kind_gets_pytorchs_kernel_and_one_warning(on_gpu: Any) -
         assert_close(package.rmsnorm_backward(*arguments), arguments)
         package.rmsnorm_backward(*gpu_tensors(5, 64, dtype=torch.half, weight=torch.half))
     assert len(seen) == 1
+
+
+# ---- Committed packages --------------------------------------------------------------------------
+
+COMMITTED = Path(__file__).resolve().parent.parent / "generated"
+
+
+@pytest.mark.parametrize("gpu", ["gb200", "h200"])
+def test_committed_package_has_todays_runtime_and_whole_kernels(gpu: str) -> None:
+    """It was emitted, or had its runtime copied, after the last change of the runtime."""
+    package = COMMITTED / gpu / "rmsnorm_backward"
+    found = {path.name: path.read_bytes() for path in (package / "runtime").glob("*.py")}
+    wanted = {path.name: path.read_bytes() for path in RUNTIME.glob("*.py")}
+    assert found == wanted, "copy generator/runtime/*.py there, or emit the package again"
+    for kernel in Table.load(package).kernels():
+        assert kernel.read_cubin(package)[:4] == b"\x7fELF"
+        assert (package / "kernels" / f"{kernel.file}.cu").stat().st_size > 0
