@@ -10,10 +10,7 @@ from pathlib import Path
 import yaml
 
 from generator.errors import NormforgeError
-from generator.runtime.dispatch import shape_name
-
-ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of one element of each supported dtype."""
+from generator.runtime.dispatch import ITEMSIZE, shape_name
 
 MAX_COLUMNS = 1 << 20
 SHAPES_FOLDER = Path(__file__).resolve().parent.parent / "search_spaces" / "shapes"
@@ -26,8 +23,31 @@ _PROBLEM = re.compile(
 _FORM = "MxN:dtype[:weight dtype][+offset][+residual[_dtype]]"
 
 
+class ItemSizes:
+    """What follows from the dtypes of a problem alone."""
+
+    dtype: str
+    weight_dtype: str
+    residual: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of x, dy and dx."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def weight_itemsize(self) -> int:
+        """Bytes of one element of weight and dw."""
+        return ITEMSIZE[self.weight_dtype]
+
+    @property
+    def residual_itemsize(self) -> int:
+        """Bytes of one element of the residual's gradient, 0 without one."""
+        return ITEMSIZE[self.residual] if self.residual else 0
+
+
 @dataclass(frozen=True, order=True)
-class Problem:
+class Problem(ItemSizes):
     """One RMSNorm backward: x, dy, dx are (M, N) of `dtype`; weight and dw are (N,) of
     `weight_dtype`; rstd is (M,) fp32.
 
@@ -68,21 +88,6 @@ class Problem:
         return shape_name(
             *(self.M, self.N, self.dtype, self.weight_dtype), *(self.offset, self.residual)
         )
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element of x, dy and dx."""
-        return ITEMSIZE[self.dtype]
-
-    @property
-    def weight_itemsize(self) -> int:
-        """Bytes of one element of weight and dw."""
-        return ITEMSIZE[self.weight_dtype]
-
-    @property
-    def residual_itemsize(self) -> int:
-        """Bytes of one element of the residual's gradient, 0 without one."""
-        return ITEMSIZE[self.residual] if self.residual else 0
 
     @property
     def traffic_bytes(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from generator.problem import ITEMSIZE, Problem
+from generator.problem import ItemSizes, Problem
 from generator.runtime.plan import KernelSpec, ceil_div, round_up
 from generator.target import WARP, Target
 
@@ -28,7 +28,7 @@ def determinism_class(config: Config) -> str:
 
 
 @dataclass(frozen=True)
-class Geometry:
+class Geometry(ItemSizes):
     """What a config means for one row length; `exact` is False for a kernel that takes any
     N up to `columns_capacity` at run time."""
 
@@ -42,19 +42,6 @@ class Geometry:
 
     def __getitem__(self, knob: str) -> Any:
         return self.config[knob]
-
-    @property
-    def itemsize(self) -> int:
-        return ITEMSIZE[self.dtype]
-
-    @property
-    def weight_itemsize(self) -> int:
-        return ITEMSIZE[self.weight_dtype]
-
-    @property
-    def residual_itemsize(self) -> int:
-        """Bytes of one element of the residual's gradient, 0 without one."""
-        return ITEMSIZE[self.residual] if self.residual else 0
 
     @property
     def threads(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -10,12 +9,13 @@ from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .dispatch import ITEMSIZE, read_cubin
+
 FORWARD_TABLE = "forward.json"
 FORMAT = 1
 """Version of forward.json."""
 KERNELS = ("rmsnorm_forward", "rmsnorm_forward_residual")
 """The `extern "C"` names in every forward cubin: without and with a residual."""
-ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,7 @@ class ForwardKernel:
 
     def read_cubin(self, package: Path) -> bytes:
         """The machine code. Raises RuntimeError when the file is missing or damaged."""
-        path = package / "kernels" / f"{self.file}.cubin"
-        try:
-            cubin = path.read_bytes()
-        except OSError as error:
-            raise RuntimeError(f"cannot read {path} ({error.strerror}); emit it again") from error
-        if hashlib.sha256(cubin).hexdigest()[:16] != self.digest:
-            raise RuntimeError(f"{path} is not the kernel of {FORWARD_TABLE}; emit it again")
-        return cubin
+        return read_cubin(package, self.file, self.digest)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,21 @@ FORMAT = 1
 """Version of table.json: a package and its own runtime always agree on it."""
 TABLE = "table.json"
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of one element of each supported dtype."""
 MAX_ALIGNMENT = 32
 """Bytes: the widest vector of any kernel, and so the most that an address needs to be known for."""
+
+
+def read_cubin(package: Path, file: str, digest: str) -> bytes:
+    """kernels/<file>.cubin, whose sha256 has to begin with `digest`. Raises RuntimeError."""
+    path = package / "kernels" / f"{file}.cubin"
+    try:
+        cubin = path.read_bytes()
+    except OSError as error:
+        raise RuntimeError(f"cannot read {path} ({error.strerror}); emit it again") from error
+    if hashlib.sha256(cubin).hexdigest()[:16] != digest:
+        raise RuntimeError(f"{path} is not the kernel of the table; emit the package again")
+    return cubin
 
 
 @dataclass(frozen=True)
@@ -32,14 +45,7 @@ class Kernel:
 
     def read_cubin(self, package: Path) -> bytes:
         """The machine code. Raises RuntimeError when the file is missing or damaged."""
-        path = package / "kernels" / f"{self.file}.cubin"
-        try:
-            cubin = path.read_bytes()
-        except OSError as error:
-            raise RuntimeError(f"cannot read {path} ({error.strerror}); emit it again") from error
-        if hashlib.sha256(cubin).hexdigest()[:16] != self.digest:
-            raise RuntimeError(f"{path} is not the kernel of {TABLE}; emit the package again")
-        return cubin
+        return read_cubin(package, self.file, self.digest)
 
 
 @dataclass(frozen=True)
