@@ -279,31 +279,25 @@ class _Files:
 
     def keep_forward(self, old: ForwardKernel, package: Path) -> ForwardKernel:
         """A forward taken over from the old package."""
-        try:
-            cubin = old.read_cubin(package)
-            source = (package / "kernels" / f"{old.file}.cu").read_bytes()
-        except (OSError, RuntimeError) as error:
-            raise NormforgeError(
-                f"{package}: the forward {old.file} cannot be kept ({error}): move the folder away "
-                "to start a new one"
-            ) from error
-        file = self._store(old.spec.name, old.digest, source, cubin)
+        file = self._keep(old, package, f"forward {old.file}", "move the folder away")
         return ForwardKernel(file, old.digest, old.spec)
 
     def keep(self, tuned: Tuned, package: Path) -> Tuned:
         """The same entry with its kernel taken over from the old package."""
-        old = tuned.kernel
+        old, what = tuned.kernel, f"kernel of {tuned.shape}"
+        file = self._keep(old, package, what, "tune that shape again, or move the folder away")
+        return Tuned(**{**vars(tuned), "kernel": Kernel(file, old.digest, old.spec)})
+
+    def _keep(self, old: Kernel | ForwardKernel, package: Path, what: str, advice: str) -> str:
+        """The file's name in the new package."""
         try:
             cubin = old.read_cubin(package)
             source = (package / "kernels" / f"{old.file}.cu").read_bytes()
         except (OSError, RuntimeError) as error:
             raise NormforgeError(
-                f"{package}: the kernel of {tuned.shape} cannot be kept ({error}): tune that "
-                "shape again, or move the folder away to start a new one"
+                f"{package}: the {what} cannot be kept ({error}): {advice} to start a new one"
             ) from error
-        file = self._store(old.spec.name, old.digest, source, cubin)
-        kernel = Kernel(file, old.digest, old.spec)
-        return Tuned(**{**vars(tuned), "kernel": kernel})
+        return self._store(old.spec.name, old.digest, source, cubin)
 
     def _store(self, name: str, digest: str, source: bytes, cubin: bytes) -> str:
         # One variant has two cubins when the templates changed between two winners that share it.

@@ -14,20 +14,12 @@ from generator.runtime.forward import reference_forward
 from generator.runtime.forward_call import LoadedForward, forward_call
 from generator.runtime.forward_table import ForwardSpec
 from generator.runtime.layout import row_layout
+from generator.verify import FP32_SLACK, HALF_UNIT, RUNS
+from generator.workload import CHUNK_ELEMENTS, TORCH_DTYPE
 
 EPS = 1e-6
-RUNS = 20
 SCREEN_ROUNDS, FINAL_ROUNDS, FINAL_BLOCKS = 7, 21, 3
 FINALISTS = 6
-HALF_UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
-"""Largest relative error of rounding once to nearest, by dtype."""
-FP32_SLACK = 64 * 2.0**-24
-"""What fp32 arithmetic may add to y and rstd, relative to their size."""
-TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-CHUNK_ELEMENTS = 1 << 26
-"""Elements that float64 arithmetic works on at once."""
-
-
 Run = Callable[[], tuple[torch.Tensor, ...]]
 
 

@@ -34,12 +34,11 @@ from generator.problem import Problem
 from generator.processes import end_with_parent
 from generator.runtime.forward_table import ForwardTable
 from generator.target import Target
+from generator.winner import TIE
 
 SECONDS = 120.0
 """Deadline of one shape on the GPU."""
 MOST_VARIANTS = 60
-TIE = 0.01
-"""Ratios this close, relative to the best, are equal; the one that the rule prefers wins."""
 
 Made = tuple[ForwardVariant, Compiled]
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.storages import BaseStorage
 
+from generator import database
 from generator.errors import NormforgeError
 from generator.problem import Problem
 from generator.result import Result
@@ -104,11 +104,7 @@ def read_studies(where: str | Path, *, importance: bool = False) -> list[Study]:
 
 def shown(where: str | Path) -> str:
     """A storage's place without a password."""
-    if "://" not in str(where):
-        return str(where)
-    parts = urlsplit(str(where))
-    port = f":{parts.port}" if parts.port else ""
-    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
+    return database.shown(str(where)) if "://" in str(where) else str(where)
 
 
 def _read(storage: BaseStorage, place: str, importance: bool) -> list[Study]:

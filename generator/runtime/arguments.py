@@ -6,6 +6,8 @@ import torch
 
 from .options import Arguments, Options
 
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+"""The dtypes that kernels have, by their short names."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

@@ -207,21 +207,34 @@ def misfit(
 ) -> str:
     """Why a kernel of the right width and dtypes cannot serve a call: the rest of a sentence that
     begins with the kernel, or "" when it can."""
-    itemsize = ITEMSIZE[spec.dtype]
-    vector = spec.vector_bytes
-    if N * itemsize % vector or alignment % vector:
-        return f"needs rows at multiples of {vector} bytes"
-    # The weights beside one vector of x are loaded at most 16 bytes at a time.
-    weights = min(16, vector // itemsize * ITEMSIZE[spec.weight_dtype])
-    if weight_alignment % weights:
-        return f"needs a weight at a multiple of {weights} bytes"
+    fault = misaligned(
+        *(N, spec.dtype, spec.weight_dtype, spec.vector_bytes, alignment, weight_alignment)
+    )
+    if fault:
+        return fault
     if spec.residual:
-        # The same holds for the residual's gradient, whose rows may be copied whole besides.
-        step = min(16, vector // itemsize * ITEMSIZE[spec.residual])
+        # What holds for the weight holds for the residual's gradient, whose rows may be copied
+        # whole besides.
+        step = min(16, spec.vector_bytes // ITEMSIZE[spec.dtype] * ITEMSIZE[spec.residual])
         if residual_alignment % step:
             return f"needs rows of the residual's gradient at multiples of {step} bytes"
     if spec.cooperative and plan_launch(spec, M).grid > sms * spec.ctas_per_sm:
         return f"needs {spec.sms} multiprocessors at once and the device has {sms}"
+    return ""
+
+
+def misaligned(
+    N: int, dtype: str, weight_dtype: str, vector: int, alignment: int, weight_alignment: int
+) -> str:
+    """Why a kernel that reads rows in vectors of so many bytes cannot read them or the weight: the
+    rest of a sentence as of `misfit`, or "" when it can."""
+    itemsize = ITEMSIZE[dtype]
+    if N * itemsize % vector or alignment % vector:
+        return f"needs rows at multiples of {vector} bytes"
+    # The weights beside one vector of x are loaded at most 16 bytes at a time.
+    weights = min(16, vector // itemsize * ITEMSIZE[weight_dtype])
+    if weight_alignment % weights:
+        return f"needs a weight at a multiple of {weights} bytes"
     return ""
 
 

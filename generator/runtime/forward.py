@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .arguments import FLOATS
+from .arguments import DTYPES, FLOATS
 from .cuda import same_kind
 from .dispatch import MAX_ALIGNMENT, runs_on
 from .forward_call import ForwardCall, LoadedForward, forward_call
 from .forward_table import ForwardChoice, ForwardKernel, ForwardTable
 from .layout import RowLayout, power_of_two, row_layout
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _MOST_CALLS = 4096  # signatures remembered; only a program whose M changes all the time meets more
 _MOST_RECENT = 8  # signatures of one kind of call that are recognised in one step
 _MISSES_TO_FORGET = 256  # a full list is kept for so many misses

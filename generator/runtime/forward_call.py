@@ -12,7 +12,14 @@ import torch
 
 from .cuda import contiguous_strides, current_device, empty_strided, is_capturing, raw_stream
 from .forward_table import KERNELS, ForwardSpec
-from .launch import LaunchError, _configure, checked, cuda_driver, during_capture
+from .launch import (
+    LaunchError,
+    checked,
+    cluster_attribute,
+    configure,
+    cuda_driver,
+    during_capture,
+)
 from .layout import RowLayout
 
 ForwardCall = Callable[
@@ -57,15 +64,9 @@ class LoadedForward:
 
     def configure(self, M: int, stream: int) -> Any:
         """The launch configuration for M rows on a raw stream."""
-        driver, spec = cuda_driver(), self.spec
-        attributes = []
-        if spec.cluster > 1:
-            cluster = driver.CUlaunchAttribute()
-            cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dimension = cluster.value.clusterDim
-            dimension.x, dimension.y, dimension.z = spec.cluster, 1, 1
-            attributes.append(cluster)
-        return _configure(spec.grid(M), spec.threads, spec.smem_bytes, stream, attributes)
+        spec = self.spec
+        attributes = [cluster_attribute(spec.cluster)] if spec.cluster > 1 else []
+        return configure(spec.grid(M), spec.threads, spec.smem_bytes, stream, attributes)
 
 
 def forward_call(
@@ -120,37 +121,24 @@ def forward_call(
         lock, values, config, function, arguments, _ = bindings.get(stream) or bind(stream)
         weight_at = 0 if weight is None else weight.data_ptr()
         epsilon = _EPS if eps is None else eps
-        if residual is None:
-            # fmt: off
-            with lock:
-                _pack_changing(
-                    values, 0, x.data_ptr(), 0, weight_at, y.data_ptr(), rstd.data_ptr(), 0,
-                    epsilon, weight_offset,
-                )
-                (status,) = launch_kernel(config, function, arguments, 0)
-            if status == 0:
-                return y, rstd
-            raise LaunchError(status.name, "launching", kernel.spec.name)
-        if copy_residual:
-            residual = residual.detach().contiguous()
-        residual_out = empty_strided(*size)
+        residual_at = out_at = 0
+        results: tuple[torch.Tensor, ...] = (y, rstd)
+        if residual is not None:
+            if copy_residual:
+                residual = residual.detach().contiguous()
+            residual_out = empty_strided(*size)
+            residual_at, out_at = residual.data_ptr(), residual_out.data_ptr()
+            results = (y, rstd, residual_out)
+        # fmt: off
         with lock:
             _pack_changing(
-                values,
-                0,
-                x.data_ptr(),
-                residual.data_ptr(),
-                weight_at,
-                y.data_ptr(),
-                rstd.data_ptr(),
-                residual_out.data_ptr(),
-                epsilon,
-                weight_offset,
+                values, 0, x.data_ptr(), residual_at, weight_at, y.data_ptr(), rstd.data_ptr(),
+                out_at, epsilon, weight_offset,
             )
             (status,) = launch_kernel(config, function, arguments, 0)
         # fmt: on
         if status == 0:
-            return y, rstd, residual_out
+            return results
         raise LaunchError(status.name, "launching", kernel.spec.name)
 
     def bind(stream: int) -> tuple[Any, ...]:

@@ -326,17 +326,13 @@ class LoadedKernel:
         kinds = driver.CUlaunchAttributeID
         attributes = []
         if spec.cluster > 1:
-            cluster = driver.CUlaunchAttribute()
-            cluster.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dimension = cluster.value.clusterDim
-            dimension.x, dimension.y, dimension.z = spec.cluster, 1, 1
-            attributes.append(cluster)
+            attributes.append(cluster_attribute(spec.cluster))
         if spec.cooperative:
             cooperative = driver.CUlaunchAttribute()
             cooperative.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             cooperative.value.cooperative = 1
             attributes.append(cooperative)
-        config = _configure(grid, spec.threads, spec.smem_bytes, stream, attributes)
+        config = configure(grid, spec.threads, spec.smem_bytes, stream, attributes)
         self._main_configs[grid, stream] = config
         return config
 
@@ -350,12 +346,22 @@ class LoadedKernel:
             early.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             early.value.programmaticStreamSerializationAllowed = 1
             attributes.append(early)
-        config = _configure(grid, spec.sum_threads, 0, stream, attributes)
+        config = configure(grid, spec.sum_threads, 0, stream, attributes)
         self._sum_configs[grid, stream] = config
         return config
 
 
-def _configure(grid: int, threads: int, smem_bytes: int, stream: int, attributes: list[Any]) -> Any:
+def cluster_attribute(ctas: int) -> Any:
+    """The attribute of a launch in clusters of so many CTAs."""
+    driver = cuda_driver()
+    cluster = driver.CUlaunchAttribute()
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    dimension = cluster.value.clusterDim
+    dimension.x, dimension.y, dimension.z = ctas, 1, 1
+    return cluster
+
+
+def configure(grid: int, threads: int, smem_bytes: int, stream: int, attributes: list[Any]) -> Any:
     config = cuda_driver().CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1

@@ -7,11 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from .dispatch import MAX_ALIGNMENT
 from .launch import gap_factor
 from .options import Arguments
-
-_ALIGNED = 32
-"""Bytes: the widest vector of any kernel."""
 
 
 class RowLayout(NamedTuple):
@@ -72,7 +70,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     made = tensor.contiguous()
-    return made.clone() if made.data_ptr() % _ALIGNED else made
+    return made.clone() if made.data_ptr() % MAX_ALIGNMENT else made
 
 
 class Layout(NamedTuple):
@@ -111,7 +109,11 @@ def read_layout(given: Arguments) -> tuple[Layout, int]:
     if dresidual is not None:
         found = row_layout(dresidual)
         size = dresidual.element_size()
-        if found is None or found.inner or (dresidual.data_ptr() | found.stride * size) % _ALIGNED:
+        if (
+            found is None
+            or found.inner
+            or (dresidual.data_ptr() | found.stride * size) % MAX_ALIGNMENT
+        ):
             copy_dresidual, found = True, row_layout(dense(dresidual))
         stride = N if found is None else found.stride
     small = (given.rstd, given.weight)

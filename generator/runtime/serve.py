@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .arguments import check_arguments
+from .arguments import DTYPES, check_arguments
 from .call import Call, aten_call, formula, kernel_call
 from .dispatch import MAX_ALIGNMENT, Choice, Kernel, Table, runs_on
 from .known import Known
@@ -21,7 +21,6 @@ from .plan import plan_launch
 from .reference import Results
 from .workspace import Workspaces
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _OPTIONAL = ("weight", "dresidual", "dw_out")
 _UNKNOWN = object()
 _MOST_CALLS = 4096  # signatures remembered; only a program whose M changes all the time meets more

@@ -9,7 +9,7 @@ from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .dispatch import ITEMSIZE, read_cubin
+from .dispatch import misaligned, read_cubin
 
 FORWARD_TABLE = "forward.json"
 FORMAT = 1
@@ -55,14 +55,9 @@ class ForwardSpec:
         kernel, or "" when they can. alignments: powers of two, as in `ForwardTable.choose`."""
         if N > self.N or (self.exact and N != self.N):
             return f"is for {'' if self.exact else 'up to '}{self.N} columns"
-        itemsize = ITEMSIZE[self.dtype]
-        if N * itemsize % self.vector_bytes or alignment % self.vector_bytes:
-            return f"needs rows at multiples of {self.vector_bytes} bytes"
-        # The weights beside one vector of x are loaded at most 16 bytes at a time.
-        weights = min(16, self.vector_bytes // itemsize * ITEMSIZE[self.weight_dtype])
-        if weight_alignment % weights:
-            return f"needs a weight at a multiple of {weights} bytes"
-        return ""
+        return misaligned(
+            *(N, self.dtype, self.weight_dtype, self.vector_bytes, alignment, weight_alignment)
+        )
 
 
 @dataclass(frozen=True)

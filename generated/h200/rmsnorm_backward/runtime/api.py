@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from .arguments import DTYPES
 from .cuda import is_plain, modes_active, transforms_active
 from .forward import Forward
 from .graph import Pass, make_backend, make_pass
@@ -20,7 +21,7 @@ from .ops import Operators
 from .options import Arguments, Options
 from .plan import plan_launch
 from .reference import Results
-from .serve import DTYPES, Server
+from .serve import Server
 from .sharding import register_sharding
 
 
