@@ -7,32 +7,30 @@
 // time. The tuner admits only grids that fit the device, and the kernel is launched cooperatively:
 // the driver starts it only when the whole grid can be resident, and refuses it otherwise.
 // Order of memory: the CTA barrier orders all threads' stores before thread 0's arrival (release at
-// gpu scope, cumulative); the waiting thread 0 acquires the full count, and the CTA barrier hands
-// that to its threads. Counters: a waiting CTA departs after its last look at the arrivals, and the
-// last to depart sets both counters back.
+// gpu scope, cumulative; each arrival continues the release sequences of those before it). The
+// waiting thread 0 acquires the counter after the last arrival, and the CTA barrier hands that to
+// its threads.
+// Counter: it is 0 before the first arrival and after the last, which wraps it. Only a thread
+// that has arrived itself looks at it: by coherence it then sees its own arrival or a later one, so a
+// 0 is the last one's. Nobody changes the counter after that in this launch, and nothing is left to
+// set back.
 // Determinism class gpu_to_gpu: one order of adds, by index.
 struct DwStrategy : DwContext {
   DEVICE unsigned begin() const { return blockIdx.x / kCluster; }
   DEVICE void finish(const Rows& rows, const float (&partial)[kVectors][kElements],
                      unsigned participant) const {
     store_row_of(participant, rows, partial);
-    unsigned* arrivals = counters + 2 * rank;
-    unsigned* departures = arrivals + 1;
+    unsigned* arrivals = counters + rank;
     const unsigned slices = (columns + kTailColumns - 1) / kTailColumns;
-    const unsigned waiting = min(slices, participants);
+    const bool waits = participant < slices;
     cta_barrier();
     if (threadIdx.x == 0) {
-      add_release(arrivals);
-      if (participant < waiting) {
-        while (load_acquire(arrivals) != participants) {
+      arrive(arrivals, participants);
+      if (waits)
+        while (load_acquire(arrivals) != 0) {
         }
-        if (take_ticket(departures) + 1 == waiting) {
-          store_counter(arrivals, 0);
-          store_counter(departures, 0);
-        }
-      }
     }
-    if (participant >= waiting) return;
+    if (!waits) return;
     cta_barrier();  // behind it, shared memory is the tail's as well
     float* buffer = reinterpret_cast<float*>(smem + kTilesOffset);
     const DwOutput out = own_dw();

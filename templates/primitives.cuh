@@ -147,8 +147,10 @@ DEVICE void store_release(unsigned* counter, unsigned value) {
 DEVICE void store_counter(unsigned* counter, unsigned value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
-DEVICE void add_release(unsigned* counter) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+// One of `count` arrivals; the last of them sets the counter back to 0.
+DEVICE void arrive(unsigned* counter, unsigned count) {
+  asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(count - 1)
+               : "memory");
 }
 DEVICE unsigned take_ticket(unsigned* counter) {
   unsigned ticket;

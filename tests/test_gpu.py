@@ -267,8 +267,13 @@ WRONG: dict[str, tuple[dict[str, int | str], str, str, str]] = {
         "const long long row = row_ < 776 ? row_ : 776;",
         "dw[",
     ),
-    "arrivals are not reset": ({}, "store_counter(arrivals, 0);", "", "left a counter"),
-    "departures are not reset": ({}, "store_counter(departures, 0);", "", "left a counter"),
+    "one arrival too many": (
+        {},
+        "const DwOutput out = own_dw();",
+        "const DwOutput out = own_dw();\n"
+        "if (threadIdx.x == 0 && participant == 0) arrive(arrivals, participants + 1);",
+        "left a counter",
+    ),
     "counter of the last CTA is not reset": (
         {"strategy": "last_cta"},
         "if (ticket + 1 == count) store_counter(counter, 0);",

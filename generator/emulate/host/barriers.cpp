@@ -248,7 +248,7 @@ void counter_store(unsigned* at, unsigned value, bool release, int line) {
   changed(counter);
 }
 
-unsigned counter_add(unsigned* at, bool acquires, int line) {
+unsigned counter_add(unsigned* at, unsigned limit, bool acquires, int line) {
   Counter& counter = checked_counter(at, "adds to", line);
   maybe_yield();
   Thread& self = *m.current;
@@ -256,7 +256,8 @@ unsigned counter_add(unsigned* at, bool acquires, int line) {
   const Clock released = release_clock(self);
   if (acquires) acquire(self, counter);
   counter.clock.join(released);
-  const unsigned before = (*at)++;
+  const unsigned before = *at;
+  *at = before >= limit ? 0 : before + 1;
   changed(counter);
   return before;
 }

@@ -25,7 +25,8 @@ void workspace_add(float* to, const float* values, unsigned count, int line);  /
 
 unsigned counter_load_acquire(const unsigned* counter, int line);
 void counter_store(unsigned* counter, unsigned value, bool release, int line);
-unsigned counter_add(unsigned* counter, bool acquire, int line);  // adds 1, always a release
+// Adds 1, or sets back to 0 what is `limit` or more; always a release.
+unsigned counter_add(unsigned* counter, unsigned limit, bool acquire, int line);
 
 // Shared memory: each checks the access, which the caller then makes.
 unsigned char* dynamic_shared();

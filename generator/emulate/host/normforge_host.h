@@ -143,11 +143,11 @@ DEVICE void store_release(unsigned* counter, unsigned value, AT_LINE) {
 DEVICE void store_counter(unsigned* counter, unsigned value, AT_LINE) {
   normforge::counter_store(counter, value, false, line);
 }
-DEVICE void add_release(unsigned* counter, AT_LINE) {
-  normforge::counter_add(counter, false, line);
+DEVICE void arrive(unsigned* counter, unsigned count, AT_LINE) {
+  normforge::counter_add(counter, count - 1, false, line);
 }
 DEVICE unsigned take_ticket(unsigned* counter, AT_LINE) {
-  return normforge::counter_add(counter, true, line);
+  return normforge::counter_add(counter, ~0u, true, line);
 }
 
 // -- Shared memory --
