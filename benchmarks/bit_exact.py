@@ -53,8 +53,8 @@ FLAVOURS: tuple[Config, ...] = (
 )
 DTYPES = (("bf16",) * 2, ("fp16",) * 2, ("fp32",) * 2, ("bf16", "fp32"), ("fp16", "fp32"))
 WIDTHS = (
-    *(1, 6, 33, 77, 129, 256, 333, 512, 1000, 1001, 1024, 1536, 2048, 2050, 3072, 4096, 4104),
-    *(5120, 8192, 12288, 16384),
+    *(1, 6, 33, 64, 77, 128, 129, 256, 333, 512, 1000, 1001, 1024, 1536, 2048, 2050, 3072, 4096),
+    *(4104, 5120, 8192, 12288, 16384),
 )
 MOST_ELEMENTS = 1 << 20
 
@@ -93,6 +93,8 @@ def draw_case(index: int, seed: int, target: Target) -> Case:
             {"cluster": rng.choice((1, 2, 8) if free else (1, 2, 4, 8))},
             {"reload": rng.choice(("smem", "none"))},
         ]
+        if problem.N * problem.itemsize <= 1024:
+            wishes.append({"threads_per_row": rng.choice((8, 16, 32))})
         for count in range(len(wishes), -1, -1):
             fixed = dict(flavour)
             for wish in wishes[:count]:

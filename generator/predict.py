@@ -222,9 +222,9 @@ class _Case:
 
 def _main_loop(case: _Case) -> dict[str, float]:
     v, m, rates, launch = case.variant, case.model, case.rates, case.launch
-    rif, teams = v["rows_in_flight"], launch.participants * v.teams
-    rounds = ceil_div(case.problem.M, rif * teams)
-    full, left = divmod(case.problem.M, rif * teams)
+    batch, teams = v.batch_rows, launch.participants * v.teams
+    rounds = ceil_div(case.problem.M, batch * teams)
+    full, left = divmod(case.problem.M, batch * teams)
     memory = rates.memory * m.row_efficiency
 
     row_bytes = case.problem.traffic_bytes // case.problem.M + 4  # and rstd
@@ -232,17 +232,17 @@ def _main_loop(case: _Case) -> dict[str, float]:
     traffic = (moved + rates.written_back(moved)) / memory
     row_us = row_bytes / memory
     # A last round that is not full lasts as long as its batches take, however few they are.
-    imbalance = max(0.0, min(case.period_us, rif * teams * row_us) - left * row_us)
+    imbalance = max(0.0, min(case.period_us, batch * teams * row_us) - left * row_us)
 
     sm_batches = rounds * case.ctas_per_sm * v.teams
     waves = ceil_div(case.ctas_per_sm, case.resident)
-    copies = 2 * rif * sm_batches if v["pipeline"] == "bulk" else 0
+    copies = 2 * batch * sm_batches if v["pipeline"] == "bulk" else 0
     cta_row_bytes = row_bytes / v["cluster"]
     bounds = {
         "flight": (rounds * waves - 1) * case.period_us,
         "issue": sm_batches * case.instructions / m.issue_per_clock / rates.clocks,
         "copies": copies * m.copy_clocks / rates.clocks,
-        "port": sm_batches * rif * cta_row_bytes / rates.port,
+        "port": sm_batches * batch * cta_row_bytes / rates.port,
     }
     parts = {
         "launch": m.launch_us,

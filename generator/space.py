@@ -349,7 +349,7 @@ KNOWN_KNOBS: dict[str, tuple[int | str, ...] | range] = {
     "cluster": (1, 2, 4, 8, 16),
     "pipeline": ("bulk", "direct", "async"),
     "stages": range(1, 17),
-    "threads_per_row": range(32, 1025, 32),
+    "threads_per_row": (8, 16, *range(32, 1025, 32)),
     "rows_per_cta": range(1, 33),
     "rows_in_flight": range(1, 17),
     "vector_bytes": (2, 4, 8, 16, 32),

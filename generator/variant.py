@@ -44,9 +44,24 @@ class Geometry(ItemSizes):
         return self.config[knob]
 
     @property
+    def team_threads(self) -> int:
+        """Threads that go through batches of rows together: those of a row, but at least a warp."""
+        return max(WARP, self["threads_per_row"])
+
+    @property
+    def rows_abreast(self) -> int:
+        """Rows that a team works on side by side, each with a part of a warp of its own."""
+        return int(self.team_threads // self["threads_per_row"])
+
+    @property
+    def batch_rows(self) -> int:
+        """Consecutive rows that a team works on at once."""
+        return int(self["rows_in_flight"] * self.rows_abreast)
+
+    @property
     def threads(self) -> int:
         """Threads of one CTA."""
-        return self["threads_per_row"] * self["rows_per_cta"]
+        return self.team_threads * self["rows_per_cta"]
 
     @property
     def columns(self) -> int:
@@ -102,7 +117,7 @@ class Geometry(ItemSizes):
 
     @property
     def warps_per_row(self) -> int:
-        return int(self["threads_per_row"]) // WARP
+        return self.team_threads // WARP
 
     # Shared memory, in bytes from the start of the dynamic allocation.
 
@@ -255,7 +270,7 @@ class Variant(Geometry):
             columns=self.columns,
             partial_stride=self.partial_stride,
             slice_columns=self["slice_columns"],
-            rows_in_flight=self["rows_in_flight"],
+            rows_in_flight=self.batch_rows,
             rows_per_cta=self["rows_per_cta"],
             cluster=self["cluster"],
             cooperative=self.waits_for_grid,
@@ -313,7 +328,10 @@ DERIVED: dict[str, tuple[tuple[str, ...], Derive]] = {
             t.registers_per_sm // (v.threads * v["ctas_per_sm"]) // 8 * 8,
         ),
     ),
-    "batches": (("rows_in_flight",), lambda v, p, t: ceil_div(p.M, v["rows_in_flight"])),
+    "batches": (
+        ("threads_per_row", "rows_in_flight"),
+        lambda v, p, t: ceil_div(p.M, v.batch_rows),
+    ),
     "participants": (
         ("ctas_per_sm", "cluster"),
         lambda v, p, t: t.sms * v["ctas_per_sm"] // v["cluster"],

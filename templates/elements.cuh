@@ -83,13 +83,3 @@ DEVICE void store_residual(ResidualElement* to, const float* values) {
     store_row<kChunk>(to + c * kStep, packet);
   }
 }
-
-// rstd of the rows of a batch; 0 for rows past the end.
-DEVICE void load_rstds(float (&into)[kRowsInFlight], const float* rstd, long long batch,
-                       long long count) {
-#pragma unroll
-  for (int u = 0; u < kRowsInFlight; ++u) {
-    const long long row = batch * kRowsInFlight + u;
-    into[u] = row < count ? load_rstd(rstd + row) : 0.0f;
-  }
-}

@@ -13,10 +13,7 @@ struct RowSum {
       : sums(reinterpret_cast<float*>(smem + kSumsOffset) + team_index() * 2 * kSums) {}
   DEVICE void operator()(float (&value)[kRowsInFlight]) {
 #pragma unroll
-    for (int u = 0; u < kRowsInFlight; ++u)
-#pragma unroll
-      for (int mask = (kThreadsPerRow < 32 ? kThreadsPerRow : 32) / 2; mask > 0; mask /= 2)
-        value[u] = __fadd_rn(value[u], shuffle_xor(value[u], mask));
+    for (int u = 0; u < kRowsInFlight; ++u) value[u] = warp_sum(value[u]);
     if constexpr (kWarpsPerRow > 1) {
       float* into = sums + (batch & 1) * kSums;
       if (threadIdx.x % 32 == 0)

@@ -1,3 +1,15 @@
+// Adds the partial dw of the rows that a team works on side by side, by butterfly: one order, and all
+// of their lanes have the same sum. Those of the first row store it.
+DEVICE void add_abreast(float (&partial)[kVectors][kElements]) {
+#pragma unroll
+  for (int mask = kThreadsPerRow; mask < 32; mask *= 2)
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+#pragma unroll
+      for (int i = 0; i < kElements; ++i)
+        partial[j][i] = __fadd_rn(partial[j][i], shuffle_xor(partial[j][i], mask));
+}
+
 // Partial dw of every team, one row of kPartialStride floats each, in the memory of the stages: the
 // rows are done, every bulk copy has been waited for, and a CTA barrier keeps teams that
 // are ahead from writing into stages that others still read.
@@ -10,7 +22,7 @@ DEVICE float* store_partials(unsigned char* smem, const Rows& rows,
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     const int column = rows.column(j) - rows.first_column;
-    if (!rows.owns(rows.column(j))) continue;
+    if (row_abreast() != 0 || !rows.owns(rows.column(j))) continue;
     if constexpr (kElements % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < kElements; i += 4)
@@ -40,6 +52,7 @@ DEVICE float4 cta_partial(const float* teams, int column) {
 // The columns that a thread handles when the CTA passes over a row of partial dw: all its visits to
 // a column are its own, so it may read back what it wrote.
 template <typename Visit> DEVICE void for_each_quad(int columns, Visit visit) {
+#pragma unroll 2
   for (int column = 4 * threadIdx.x; column < columns; column += 4 * kThreads) visit(column);
 }
 
@@ -96,7 +109,7 @@ struct DwContext {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
-        if (!rows.owns(column)) continue;
+        if (row_abreast() != 0 || !rows.owns(column)) continue;
 #pragma unroll
         for (int i = 0; i < kElements; i += 4)
           store_workspace(own + column - rows.first_column + i,

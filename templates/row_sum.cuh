@@ -1,9 +1,9 @@
 // ---- The sum over a row ----------------------------------------------------------------------
 
-// A barrier of the threads that share a row. Every thread's reads of the stage that is refilled
+// A barrier of the threads of a team. Every thread's reads of the stage that is refilled
 // behind it come before it in program order.
 DEVICE void team_barrier() {
-  if constexpr (kThreadsPerRow == 32) {
+  if constexpr (kThreadsPerRow <= 32) {
     warp_barrier();
   } else if constexpr (kTeams == 1) {
     cta_barrier();
@@ -12,9 +12,11 @@ DEVICE void team_barrier() {
   }
 }
 
+// The sum over the lanes of a warp that share a row, the same in each of them.
 DEVICE float warp_sum(float value) {
 #pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) value = __fadd_rn(value, shuffle_xor(value, mask));
+  for (int mask = (kThreadsPerRow < 32 ? kThreadsPerRow : 32) / 2; mask > 0; mask /= 2)
+    value = __fadd_rn(value, shuffle_xor(value, mask));
   return value;
 }
 

@@ -31,7 +31,7 @@ struct RowPipeline {
   DEVICE void fetch(long long batch, int into) {
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const long long row = batch * kRowsInFlight + u;
+      const long long row = row_of(batch, u);
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
@@ -60,7 +60,7 @@ struct RowPipeline {
                    RowPacket (&dy)[kRowsInFlight][kVectors], long long batch) {
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const bool valid = batch * kRowsInFlight + u < rows.count;
+      const bool valid = row_of(batch, u) < rows.count;
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         x[u][j] = dy[u][j] = RowPacket{};
@@ -74,7 +74,7 @@ struct RowPipeline {
   DEVICE void read_residual(ResidualPacket (&residual)[kRowsInFlight][kVectors], long long batch) {
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const bool valid = batch * kRowsInFlight + u < rows.count;
+      const bool valid = row_of(batch, u) < rows.count;
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         residual[u][j] = ResidualPacket{};

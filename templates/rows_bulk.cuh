@@ -8,6 +8,7 @@
 // Only rows that exist are copied; the places of the others hold old data and are never read.
 
 struct RowPipeline {
+  static_assert(kRowsAbreast == 1, "a bulk copy brings its row to a whole team");
   static constexpr int kBatchBytes = kRowsInFlight * (2 * kRowBytes + kResidualRowBytes);
   static constexpr int kAhead = kStages - kReload;
 
@@ -21,6 +22,7 @@ struct RowPipeline {
       : rows(r), tiles(smem + kTilesOffset + team_index() * kStages * kBatchBytes),
         landed(reinterpret_cast<unsigned long long*>(smem) + team_index() * kStages) {
     if (team_thread() == 0) {
+#pragma unroll 1
       for (int s = 0; s < kStages; ++s) mbarrier_init(&landed[s], 1);
       mbarrier_init_fence();
     }
@@ -28,7 +30,7 @@ struct RowPipeline {
   }
   DEVICE void fetch(long long batch, int into) {
     if (batch >= rows.batches) return;
-    const long long row = batch * kRowsInFlight;
+    const long long row = row_of(batch, 0);
     const long long left = rows.count - row;
     const int valid = left < kRowsInFlight ? static_cast<int>(left) : kRowsInFlight;
     unsigned char* tile = tiles + into * kBatchBytes;
@@ -44,8 +46,9 @@ struct RowPipeline {
     }
   }
   DEVICE void start(const Schedule& schedule) {
-    if (team_thread() == 0)
-      for (int s = 0; s < kAhead; ++s) fetch(schedule.ahead(s), s);
+    if (team_thread() != 0) return;
+#pragma unroll 1
+    for (int s = 0; s < kAhead; ++s) fetch(schedule.ahead(s), s);
   }
   DEVICE void await() { mbarrier_wait(&landed[stage], phase); }
   DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors],
@@ -53,7 +56,7 @@ struct RowPipeline {
     const unsigned char* tile = tiles + stage * kBatchBytes;
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const bool valid = batch * kRowsInFlight + u < rows.count;
+      const bool valid = row_of(batch, u) < rows.count;
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
@@ -70,7 +73,7 @@ struct RowPipeline {
     const unsigned char* tile = tiles + stage * kBatchBytes + 2 * kRowsInFlight * kRowBytes;
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const bool valid = batch * kRowsInFlight + u < rows.count;
+      const bool valid = row_of(batch, u) < rows.count;
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);

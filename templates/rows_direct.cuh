@@ -10,7 +10,7 @@ struct RowPipeline {
                    RowPacket (&dy)[kRowsInFlight][kVectors], long long batch) {
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const long long row = batch * kRowsInFlight + u;
+      const long long row = row_of(batch, u);
       const bool valid = row < rows.count;
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
@@ -28,7 +28,7 @@ struct RowPipeline {
     constexpr int kStep = kChunk / static_cast<int>(sizeof(ResidualElement));
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const long long row = batch * kRowsInFlight + u;
+      const long long row = row_of(batch, u);
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);

@@ -18,6 +18,7 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
   const int column = first + 4 * (static_cast<int>(threadIdx.x) % kQuads);
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (lane < kLanes && column < columns) {
+#pragma unroll 1
     for (unsigned row = lane; row < count; row += kAhead * kLanes) {
       float4 ahead[kAhead];
 #pragma unroll
@@ -40,8 +41,12 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
   if (lane < kLanes && (!kShuffle || threadIdx.x % 32 < kQuads))
     store_shared4(buffer + buffer_row * kWidth + 4 * (threadIdx.x % kQuads), sum);
   cta_barrier();
-  for (int c = threadIdx.x; c < kWidth && first + c < columns; c += kBlock) {
+#pragma unroll
+  for (int start = 0; start < kWidth; start += kBlock) {
+    const int c = start + static_cast<int>(threadIdx.x);
+    if (c >= kWidth || first + c >= columns) continue;
     float total = load_shared(buffer + c);
+#pragma unroll 16
     for (int r = 1; r < kRows; ++r) total = __fadd_rn(total, load_shared(buffer + r * kWidth + c));
     store(first + c, total);
   }

@@ -103,8 +103,8 @@ def targets() -> st.SearchStrategy[Target]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Problem, Target, Variant]:
-    """A problem, a target, and a legal variant. The flavour and the pipeline or the cluster are
-    drawn first, so that the rare ones show up."""
+    """A problem, a target, and a legal variant. The flavour and the pipeline, the cluster or a part
+    of a warp for each row are drawn first, so that the rare ones show up."""
     problem, target = draw(problems()), draw(targets())
     bulk = target.has_bulk_copy
     flavours = [name for name in FLAVOURS if bulk or "bulk" not in name]
@@ -116,6 +116,8 @@ def cases(draw: st.DrawFn) -> tuple[Problem, Target, Variant]:
         for cluster in (2, 4, 8):
             whole = problem.N % cluster == 0 and problem.N * problem.itemsize >= 4096 * cluster
             wishes += [{"cluster": cluster}] if bulk and whole else []
+    if problem.N * problem.itemsize % 16 == 0 and problem.N * problem.itemsize <= 512:
+        wishes.append({"threads_per_row": 8})
     wish = draw(st.sampled_from(wishes))
     seed = draw(st.integers(0, 99))
     return problem, target, _sampled(problem, target, seed, tuple({**flavour, **wish}.items()))

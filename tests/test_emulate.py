@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from generator.emulate import Schedule, check_variant, emulate, find_compiler, run_schedules
 from generator.emulate import build as host_build
-from generator.emulate import check_variant, emulate, find_compiler
 from generator.emulate.__main__ import main
 from generator.emulate.check import CPU, check_source, plan, reduced
-from generator.emulate.run import Layout
+from generator.emulate.run import Layout, Wishes
 from generator.errors import NormforgeError
 from generator.generic import generic_variants
 from generator.problem import Problem
@@ -194,6 +194,100 @@ def test_many_partial_rows(flavour: str, target: Target) -> None:
     check = check_variant(variant, problem, schedules=2, seed=SEED, participants=150, all_rows=True)
     assert check.problems == ()
     assert check.distinct_results == 1
+
+
+# ---- Rows of less than a warp --------------------------------------------------------------------
+
+SHORT = (
+    *("77x64:bf16", "300x128:fp16:fp32", "157x256:bf16", "155x64:fp32", "211x100:bf16"),
+    *("97x64:bf16+offset+residual", "155x128:fp16+residual_fp32", "41x8:bf16"),
+)
+"""Numbers of rows that are no multiple of a batch; widths with and without idle threads."""
+
+
+def short_variant(shape: str, flavour: str, pipeline: str, per_row: int, index: int) -> Variant:
+    """A variant with `per_row` threads per row, or with 8 where those would be mostly idle."""
+    problem = replace(Problem.parse(shape), M=1 << 16)
+    target = find_target("gb200" if index % 2 and pipeline == "direct" else "h200")
+    for threads in (per_row, 8):
+        try:
+            return sample_variant(
+                *(problem, target, SEED + index),
+                **{**FLAVOURS[flavour], "pipeline": pipeline, "threads_per_row": threads},
+            )
+        except NormforgeError:
+            continue
+    raise AssertionError(f"no variant for {shape}")
+
+
+@pytest.mark.parametrize("pipeline", ["direct", "async"])
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_rows_of_less_than_a_warp(flavour: str, pipeline: str) -> None:
+    first = list(FLAVOURS).index(flavour) + 4 * (pipeline == "async")
+    for index in range(first, first + 4):
+        shape = SHORT[index % len(SHORT)]
+        variant = short_variant(shape, flavour, pipeline, (8, 16)[index // 2 % 2], index)
+        for rows in (None, 1, variant.batch_rows - 1):
+            problem = Problem.parse(shape)
+            problem = replace(problem, M=rows or problem.M)
+            check = check_variant(variant, problem, schedules=6, seed=index)
+            assert check.problems == (), dict(variant.config)
+            if variant.determinism != "none":
+                assert check.distinct_results == 1
+
+
+@pytest.mark.parametrize("flavour", DETERMINISTIC)
+def test_rows_of_less_than_a_warp_give_one_set_of_bits(flavour: str, target: Target) -> None:
+    knobs = {**FLAVOURS[flavour], "threads_per_row": 8, "rows_per_cta": 2, "rows_in_flight": 2}
+    if flavour == "separate":
+        knobs["sum_threads"] = 128
+    variant = plain_variant("65536x64:bf16", target, **knobs, ctas_per_sm=4)
+    problem = Problem.parse("131x64:bf16")
+    assert plan(variant, problem.M)[1].grid == 5
+    check = check_variant(variant, problem, schedules=100, seed=SEED, all_rows=True)
+    assert check.problems == ()
+    assert (check.schedules, check.distinct_results) == (100, 1)
+
+
+def test_rows_of_less_than_a_warp_of_packed_heads(target: Target) -> None:
+    """Heads of 64 columns in a packed tensor, where rows that lie side by side in a warp may belong
+    to two tokens, without dx and without dw: the bits of a plain call."""
+    problem = Problem.parse("210x64:bf16")
+    knobs = {"threads_per_row": 8, "rows_per_cta": 2, "rows_in_flight": 2, "ctas_per_sm": 4}
+    variant = plain_variant(replace(problem, M=1 << 16), target, **knobs, strategy="last_cta")
+    spec, launch = plan(variant, problem.M)
+    inputs = make_inputs(problem, CPU)
+
+    def call(wishes: Wishes) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        schedules = [Schedule(seed, launch.grid) for seed in range(3)]
+        runs = run_schedules(render(variant), spec, launch, inputs, schedules, wishes=wishes)
+        assert runs.faults == []
+        assert runs.distinct_results == 1
+        return runs.dx, runs.dw
+
+    dx, dw = call(Wishes())
+    for inner in (3, 7, 21):
+        packed = call(Wishes(inner=inner))
+        assert torch.equal(packed[0][0], dx[0])
+        assert torch.equal(packed[1][0], dw[0])
+    assert torch.equal(call(Wishes(dw=False))[0][0], dx[0])
+    assert torch.equal(call(Wishes(dx=False))[1][0], dw[0])
+
+
+def test_short_samples_cover_their_knobs() -> None:
+    variants = [
+        short_variant(SHORT[index % len(SHORT)], flavour, pipeline, (8, 16)[index // 2 % 2], index)
+        for number, flavour in enumerate(FLAVOURS)
+        for pipeline in ("direct", "async")
+        for first in (number + 4 * (pipeline == "async"),)
+        for index in range(first, first + 4)
+    ]
+    assert {v["threads_per_row"] for v in variants} == {8, 16}
+    assert {v["rows_in_flight"] for v in variants} == {1, 2, 4}
+    assert {v["reload"] for v in variants} == {"none", "smem"}
+    assert {v["weight_in"] for v in variants} == {"registers", "smem"}
+    assert {v.residual for v in variants} == {"", "bf16", "fp32"}
+    assert len({v.vectors for v in variants}) > 2
 
 
 def test_reduced_rows_refill_every_stage(target: Target) -> None:

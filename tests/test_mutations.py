@@ -38,6 +38,7 @@ class Mutation:
 
 BULK = {"pipeline": "bulk", "stages": 2}
 ASYNC = {"pipeline": "async", "stages": 2}
+SHORT = {"threads_per_row": 8, "rows_per_cta": 2}
 
 PLANTED = {
     # The six bugs that this executor was built to find.
@@ -146,15 +147,31 @@ PLANTED = {
     ),
     "barrier before the arrival removed": Mutation(
         "column_slices",
-        "    cta_barrier();\n    if (threadIdx.x == 0) {\n      add_release(arrivals);",
-        "    if (threadIdx.x == 0) {\n      add_release(arrivals);",
+        "    cta_barrier();\n    if (threadIdx.x == 0) {\n      arrive(arrivals,",
+        "    if (threadIdx.x == 0) {\n      arrive(arrivals,",
         r"race: reads scratch\[",
     ),
-    "counters reset too early": Mutation(
+    "counter wraps one arrival too early": Mutation(
         "column_slices",
-        "if (take_ticket(departures) + 1 == waiting) {",
-        "if (take_ticket(departures) == 0) {",
-        r"deadlock: |counters\[\d\] is",
+        "arrive(arrivals, participants);",
+        "arrive(arrivals, participants - 1);",
+        r"race: reads scratch\[|counters\[\d\] is",
+    ),
+    "looked at before the own arrival": Mutation(
+        "column_slices",
+        "      arrive(arrivals, participants);\n      if (waits)\n"
+        "        while (load_acquire(arrivals) != 0) {\n        }\n",
+        "      if (waits)\n        while (load_acquire(arrivals) != 0) {\n        }\n"
+        "      arrive(arrivals, participants);\n",
+        r"race: reads scratch\[|reads scratch\[.*which nobody has written",
+    ),
+    "looked at by threads that have not arrived": Mutation(
+        "column_slices",
+        "      if (waits)\n        while (load_acquire(arrivals) != 0) {\n        }\n    }\n"
+        "    if (!waits) return;\n"
+        "    cta_barrier();  // behind it, shared memory is the tail's as well\n",
+        "    }\n    if (!waits) return;\n    while (load_acquire(arrivals) != 0) {\n    }\n",
+        r"race: reads scratch\[|reads scratch\[.*which nobody has written",
     ),
     "no proxy fence before a bulk operation reads shared memory": Mutation(
         "bulk_turns",
@@ -287,6 +304,47 @@ PLANTED = {
         "    allow_dependents();\n",
         "    for (volatile int i = 0; i == 0;) {\n    }\n",
         r"no end within 2 s",
+    ),
+    # Rows of less than a warp.
+    "sum of all rows of a warp": Mutation(
+        "separate",
+        "mask = (kThreadsPerRow < 32 ? kThreadsPerRow : 32) / 2;",
+        "mask = 16;",
+        r"dx\[\d+, \d+\] is .*, float64 gives",
+        SHORT,
+        shape="43x64:bf16",
+    ),
+    "rows abreast not added": Mutation(
+        "last_cta",
+        "    add_abreast(partial);\n",
+        "",
+        r"dw\[\d+\] is .*, float64 gives",
+        SHORT,
+        shape="43x64:bf16",
+    ),
+    "rows abreast added without the last step": Mutation(
+        "semaphore",
+        "mask = kThreadsPerRow; mask < 32; mask *= 2)",
+        "mask = kThreadsPerRow; mask < 16; mask *= 2)",
+        r"dw\[\d+\] is .*, float64 gives",
+        SHORT,
+        shape="43x64:bf16",
+    ),
+    "lanes of every row abreast store": Mutation(
+        "separate",
+        "row_abreast() != 0 || !rows.owns",
+        "!rows.owns",
+        r"race: overwrites byte \d+ of shared memory|race: writes scratch\[",
+        SHORT,
+        shape="43x64:bf16",
+    ),
+    "rows abreast confused": Mutation(
+        "separate",
+        "u * kRowsAbreast + row_abreast();",
+        "u * kRowsAbreast;",
+        r"writes dx\[\d+, \d+\] a second time",
+        SHORT,
+        shape="43x64:bf16",
     ),
     # A wrong kernel that synchronises well.
     "wrong formula": Mutation(

@@ -181,6 +181,14 @@ def test_fewer_rows_in_flight_are_slower_where_loads_are_direct() -> None:
     assert times[1] > times[2]
 
 
+def test_rows_of_less_than_a_warp_are_faster_where_rows_are_short() -> None:
+    knobs = WARP_ROWS | {"rows_in_flight": 2, "rows_per_cta": 8}
+    times = {
+        per_row: us("524288x64:bf16", **knobs | {"threads_per_row": per_row}) for per_row in (8, 32)
+    }
+    assert times[32] > 1.3 * times[8] > 1.3 * floor_us(Problem.parse("524288x64:bf16"), H200)
+
+
 def test_one_stage_with_too_few_bytes_in_flight_starves() -> None:
     one_stage: dict[str, Any] = {"pipeline": "direct", "rows_per_cta": 1, "threads_per_row": 256}
     three_stages = BULK | {"rows_per_cta": 1}

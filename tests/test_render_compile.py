@@ -156,12 +156,35 @@ def test_row_pipelines_and_odd_widths_compile(shape: str, knobs: dict[str, int |
     check_compiled(v, compile_source(render(v), target.arch), target)
 
 
+@pytest.mark.parametrize("gpu", ["h200", "gb200"])
+@pytest.mark.parametrize(
+    ("shape", "knobs"),
+    [
+        ("4096x64:bf16", {"threads_per_row": 8, "strategy": "semaphore", "rows_in_flight": 4}),
+        ("4096x128:fp16:fp32", {"threads_per_row": 16, "pipeline": "async", "stages": 3}),
+        ("4096x256:bf16", {"threads_per_row": 8, "strategy": "last_cta", "weight_in": "smem"}),
+        ("4096x128:fp32", {"threads_per_row": 16, "pipeline": "async", "reload": "smem"}),
+        ("4096x100:bf16+offset+residual", {"threads_per_row": 8, "strategy": "separate"}),
+    ],
+)
+def test_rows_of_less_than_a_warp_compile(
+    shape: str, knobs: dict[str, int | str], gpu: str
+) -> None:
+    target = find_target(gpu)
+    v = plain_variant(shape, target, rows_per_cta=8, **knobs)
+    check_compiled(v, compile_source(render(v), target.arch), target)
+
+
 def test_clusters_and_kernels_for_any_width_compile() -> None:
     target = find_target("gb200")
     v = clustered(target)
     check_compiled(v, compile_source(render(v), target.arch), target)
     wide = plain_variant(SHAPE, target, vector_bytes=32, threads_per_row=64, rows_per_cta=4)
     check_compiled(wide, compile_source(render(wide), target.arch), target)
+    short = plain_variant(
+        "4096x128:bf16", target, vector_bytes=32, threads_per_row=8, rows_per_cta=8
+    )
+    check_compiled(short, compile_source(render(short), target.arch), target)
     anything = replace(plain_variant(SHAPE, target, strategy="separate"), exact=False)
     check_compiled(anything, compile_source(render(anything), target.arch), target)
 

@@ -176,6 +176,37 @@ def test_sentence_of_a_rejection_has_the_numbers_of_the_gpu(space: Space) -> Non
     assert str(rejection) == "smem: needs 384 KiB, h200 allows 227 KiB"
 
 
+@pytest.mark.parametrize(
+    ("shape", "knobs", "sentence"),
+    [
+        (
+            "4096x64:bf16",
+            {"threads_per_row": 8, "pipeline": "bulk"},
+            "part_of_warp: 8 threads per row are a part of a warp and load their rows themselves: "
+            "a bulk copy for each row of 128 bytes",
+        ),
+        (
+            "4096x256:fp32",
+            {"threads_per_row": 8, "pipeline": "direct"},
+            "short_rows: 8 threads per row, a part of a warp, are for whole rows of a known length "
+            "and at most 4 vectors a thread: here they are 8, and 1 CTAs share a row",
+        ),
+        (
+            "4096x64:bf16",
+            {"threads_per_row": 16, "pipeline": "direct"},
+            "idle: 16 threads with 1 vectors leave 64 of 64 columns",
+        ),
+    ],
+)
+def test_part_of_a_warp_for_a_row_is_refused_where_it_cannot_serve(
+    shape: str, knobs: dict[str, int | str], sentence: str, space: Space
+) -> None:
+    problem, target = Problem.parse(shape), find_target("h200")
+    wanted = {"strategy": "separate", "rows_per_cta": 8, "vector_bytes": 16, **knobs}
+    rejection = space.reject(space.normalize(wanted, problem, target), problem, target)
+    assert str(rejection).startswith(sentence)
+
+
 def test_rejection_of_a_knob_that_means_nothing_there_names_the_reason(space: Space) -> None:
     target = find_target("h200")
     config = space.sample(PROBLEM, target, random.Random(0), {"strategy": "atomic"})

@@ -83,6 +83,34 @@ def test_a_vector_never_crosses_the_end_of_a_row(case: Case) -> None:
     assert v.partial_stride % 4 == 0
 
 
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50)
+@given(cases())
+def test_every_row_of_a_batch_has_one_thread_for_each_place_in_it(case: Case) -> None:
+    """By the rule of `row_of` and `row_thread` in the kernel's source."""
+    _, _, v = case
+    per_row = v["threads_per_row"]
+    owners = Counter(
+        (u * v.rows_abreast + thread // per_row, thread % per_row)
+        for u in range(v["rows_in_flight"])
+        for thread in range(v.team_threads)
+    )
+    places = {(row, place) for row in range(v.batch_rows) for place in range(per_row)}
+    assert owners == Counter(places)
+
+
+def test_rows_of_less_than_a_warp_lie_side_by_side_in_warps_and_batches() -> None:
+    target = find_target("h200")
+    knobs = {"threads_per_row": 8, "rows_per_cta": 4, "rows_in_flight": 2, "ctas_per_sm": 2}
+    v = plain_variant("65536x64:bf16", target, **knobs)
+    assert (v.vectors, v.rows_abreast, v.batch_rows, v.threads) == (1, 4, 8, 128)
+    # 4 warps with 8 rows each: 33 rows are work for two CTAs.
+    assert plan_launch(v.spec(target.sms), 32).grid == 1
+    assert plan_launch(v.spec(target.sms), 33).grid == 2
+
+
 # ---- Launches ------------------------------------------------------------------------------------
 
 

@@ -74,7 +74,7 @@ def plan(variant: Variant, M: int, participants: int = PARTICIPANTS) -> tuple[Ke
 def reduced(variant: Variant, problem: Problem, participants: int = PARTICIPANTS) -> Problem:
     """The problem with few rows: enough that every stage of every CTA is refilled, and a last batch
     that is not full where there can be one."""
-    batch = variant["rows_per_cta"] * variant["rows_in_flight"]
+    batch = variant["rows_per_cta"] * variant.batch_rows
     rows = participants * batch * (variant["stages"] + 1) + batch // 2 + 1
     return replace(problem, M=min(problem.M, rows))
 
