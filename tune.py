@@ -17,10 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import time
 from pathlib import Path
+
+# The matrices of a search are so small that threads only take cores from the compilers. Read once,
+# when NumPy is loaded.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from generator.crew import Crew
 from generator.errors import NormforgeError

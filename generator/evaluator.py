@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 from generator.compile import Compiled, resource_fault
 from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.plan import plan_launch
 from generator.target import Target
-from generator.variant import Variant
+from generator.variant import Config, Variant
+from generator.winner import choose
 
 
 class Pool(Protocol):
@@ -44,6 +45,54 @@ class Evaluator(Protocol):
     def finals(self, problem: Problem, entries: list[tuple[Variant, Compiled]]) -> Sequence[Result]:
         """Interleaved times and the full determinism checks, in the order of the entries."""
         ...
+
+
+@runtime_checkable
+class Confirming(Evaluator, Protocol):
+    """An evaluator with one more check, too slow for all finalists: the one that is to win gets it,
+    and when it fails, the one that is to win then."""
+
+    def confirm(self, problem: Problem, variant: Variant, result: Result) -> Result:
+        """The result of a finalist with what the check found."""
+        ...
+
+
+def confirmed(
+    evaluator: Evaluator, rank: Callable[[Config], tuple[int, ...]], incumbent: Config | None
+) -> Evaluator:
+    """The evaluator; of one that confirms, the finals end with the check of whoever is to win by
+    `choose`, to which `rank` and `incumbent` go."""
+    if isinstance(evaluator, Confirming):
+        return _Confirmed(evaluator, rank, incumbent)
+    return evaluator
+
+
+@dataclass(frozen=True)
+class _Confirmed:
+    inner: Confirming
+    rank: Callable[[Config], tuple[int, ...]]
+    incumbent: Config | None
+
+    @property
+    def evidence(self) -> str:
+        return self.inner.evidence
+
+    def evaluate(
+        self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
+    ) -> Result:
+        return self.inner.evaluate(problem, variant, compiled, best_us)
+
+    def finals(self, problem: Problem, entries: list[tuple[Variant, Compiled]]) -> Sequence[Result]:
+        results = list(self.inner.finals(problem, entries))
+        asked: set[int] = set()
+        while True:
+            found = [(v.config, r) for (v, _), r in zip(entries, results, strict=True)]
+            choice = choose(found, self.rank, self.incumbent)
+            if choice is None or choice.winner in asked:
+                return results
+            asked.add(choice.winner)
+            variant, _ = entries[choice.winner]
+            results[choice.winner] = self.inner.confirm(problem, variant, results[choice.winner])
 
 
 def refuse(variant: Variant, compiled: Compiled, problem: Problem, target: Target) -> Result | None:

@@ -10,25 +10,31 @@ import pytest
 from generator import rehearse
 from generator.compile import Compiled, Resources, compile_variant
 from generator.emulate import Check
+from generator.evaluator import confirmed
+from generator.legal import LegalConfigs
 from generator.problem import Problem
 from generator.rehearse import RehearsingPredictor
+from generator.result import Result
 from generator.runtime.plan import MAIN_KERNEL
 from generator.space import load_space
 from generator.target import find_target
-from generator.variant import Variant, make_variant
+from generator.variant import Config, Variant, make_variant
+from generator.winner import Choice, choose
 
 PROBLEM = Problem.parse("4096x1024:bf16")
 TARGET = find_target("gb200")
 SPACE = load_space()
 
 
-def finalists(count: int, seed: int = 3) -> list[tuple[Variant, Compiled]]:
-    """Different variants that look alike to the model: equal resources."""
-    rng = random.Random(seed)
+def finalists(count: int) -> list[tuple[Variant, Compiled]]:
+    """Different variants that are equally fast to the model: equal resources, other hints."""
+    rng = random.Random(3)
     compiled = Compiled(
         TARGET.arch, "", b"", {MAIN_KERNEL: Resources(64, 0, 0, 0)}, "13.0", False, ""
     )
-    fixed = {"strategy": "separate", "ctas_per_sm": 1, "min_blocks": 1}
+    fixed = SPACE.sample(PROBLEM, TARGET, rng, {"strategy": "separate", "ctas_per_sm": 1})
+    for free in ("load_hint", "store_hint", "min_blocks"):
+        del fixed[free]
     found: dict[str, Variant] = {}
     while len(found) < count:
         variant = make_variant(SPACE.sample(PROBLEM, TARGET, rng, fixed), PROBLEM)
@@ -53,63 +59,86 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], Check
     return install
 
 
-def best_of(results: list[rehearse.Result]) -> int:
-    return min(
-        (i for i, result in enumerate(results) if result.may_win),
-        key=lambda i: results[i].ratio or 0.0,
-    )
+def held(
+    entries: list[tuple[Variant, Compiled]], incumbent: Config | None = None
+) -> tuple[list[Result], Choice | None]:
+    """The results of finals, and who wins."""
+    rank = LegalConfigs(SPACE, PROBLEM, TARGET).rank
+    evaluator = confirmed(RehearsingPredictor(TARGET), rank, incumbent)
+    results = list(evaluator.finals(PROBLEM, entries))
+    pairs = [(v.config, result) for (v, _), result in zip(entries, results, strict=True)]
+    return results, choose(pairs, rank, incumbent)
 
 
-def test_whatever_may_be_chosen_was_executed(executor) -> None:  # type: ignore[no-untyped-def]
+def test_the_winner_was_executed_and_nobody_else(executor) -> None:  # type: ignore[no-untyped-def]
+    asked = executor(lambda name: Check(name, 12, 1, 1e-3, 2e-3))
+    entries = finalists(8)
+    results, choice = held(entries)
+    assert choice is not None and len(choice.tied) == 8
+    winner = results[choice.winner]
+    assert asked == [entries[choice.winner][0].id]
+    assert winner.checks == ("host executor, 12 schedules",)
+    assert (winner.error_dx, winner.error_dw) == (1e-3, 2e-3)
+    assert winner.determinism == "unverified"
+    assert all(not r.checks for i, r in enumerate(results) if i != choice.winner)
+
+
+def test_an_incumbent_that_is_to_stay_is_executed(executor) -> None:  # type: ignore[no-untyped-def]
+    entries = finalists(8)
+    executor(lambda name: Check(name, 12, 1, 1e-3, 1e-3))
+    _, first = held(entries)
+    assert first is not None
+    other = entries[first.tied[-1]][0]
     asked = executor(lambda name: Check(name, 12, 1, 1e-3, 1e-3))
-    entries = finalists(8)
-    results = RehearsingPredictor(TARGET).finals(PROBLEM, entries)
-    best = results[best_of(results)].ratio or 0.0
-    tied = [i for i, r in enumerate(results) if r.may_win and (r.ratio or 0.0) <= best * 1.01]
-    assert {entries[i][0].id for i in tied} == set(asked)
-    assert all("host executor, 12 schedules" in results[i].checks for i in tied)
-    assert all(results[i].determinism == "unverified" for i in tied)
+    _, choice = held(entries, other.config)
+    assert choice is not None and entries[choice.winner][0] is other
+    assert asked == [other.id]
 
 
-def test_failing_variant_is_out_and_the_next_best_is_executed(executor) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("failing", [1, 3, 8])
+def test_failing_variants_are_out_and_the_next_winner_is_executed(executor, failing: int) -> None:  # type: ignore[no-untyped-def]
     entries = finalists(8)
-    predicted = rehearse.Predictor(TARGET).finals(PROBLEM, entries)
-    fastest = entries[best_of(predicted)][0].id
 
     def answer(name: str) -> Check:
-        problems = ("planted: dw[3] was never written",) if name == fastest else ()
+        problems = ("planted: dw[3] was never written",) if len(asked) <= failing else ()
         return Check(name, 12, 1, 1e-3, 1e-3, problems)
 
     asked = executor(answer)
-    results = RehearsingPredictor(TARGET).finals(PROBLEM, entries)
-    failed = results[[variant.id for variant, _ in entries].index(fastest)]
-    assert failed.outcome == "wrong" and "never written" in failed.note
-    winner = best_of(results)
-    assert entries[winner][0].id != fastest
-    assert entries[winner][0].id in asked
+    results, choice = held(entries)
+    failed = [result for result in results if result.outcome == "wrong"]
+    assert len(failed) == failing
+    assert all("never written" in result.note for result in failed)
+    assert len(asked) == min(failing + 1, len(entries))
+    assert (choice is None) == (failing == len(entries))
+    if choice is not None:
+        assert entries[choice.winner][0].id == asked[-1]
 
 
 def test_without_a_compiler_the_check_is_reported_as_not_run(executor) -> None:  # type: ignore[no-untyped-def]
     executor(lambda name: Check(name, 0, note="no C++ compiler found"))
-    results = RehearsingPredictor(TARGET).finals(PROBLEM, finalists(3))
-    winner = results[best_of(results)]
-    assert winner.checks == ()
-    assert winner.note == "not executed: no C++ compiler found"
+    results, choice = held(finalists(3))
+    assert choice is not None
+    assert results[choice.winner].checks == ()
+    assert results[choice.winner].note == "not executed: no C++ compiler found"
 
 
 def test_a_variant_is_executed_once_for_all_numbers_of_rows(executor) -> None:  # type: ignore[no-untyped-def]
     asked = executor(lambda name: Check(name, 12, 1, 1e-3, 1e-3))
     predictor = RehearsingPredictor(TARGET)
-    entries = finalists(2)
+    ((variant, compiled),) = finalists(1)
     for M in (4096, 8192, 16384):
-        predictor.finals(Problem(M, 1024, "bf16", "bf16"), entries)
-    assert len(asked) == len(set(asked))
+        problem = Problem(M, 1024, "bf16", "bf16")
+        (result,) = predictor.finals(problem, [(variant, compiled)])
+        assert predictor.confirm(problem, variant, result).checks
+    assert len(asked) == 1
 
 
 def test_real_variant_passes_the_real_executor() -> None:
     rng = random.Random(0)
     variant = make_variant(SPACE.sample(PROBLEM, TARGET, rng, {"strategy": "last_cta"}), PROBLEM)
     compiled = compile_variant(variant, TARGET.arch)
-    (result,) = RehearsingPredictor(TARGET, schedules=3).finals(PROBLEM, [(variant, compiled)])
+    predictor = RehearsingPredictor(TARGET, schedules=3)
+    (predicted,) = predictor.finals(PROBLEM, [(variant, compiled)])
+    result = predictor.confirm(PROBLEM, variant, predicted)
     assert result.outcome == "ok", result.note
     assert result.checks == ("host executor, 3 schedules",)

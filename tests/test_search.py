@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import optuna
 import pytest
@@ -387,6 +387,24 @@ def test_a_larger_budget_continues_a_study(storage: BaseStorage) -> None:
     assert winner.trials == 50
     assert len(evaluator.evaluated) <= 20
     assert len({LEGAL.key(record.config) for record in records(storage)}) == 50
+
+
+def test_who_fails_the_last_check_gives_way_until_somebody_passes(storage: BaseStorage) -> None:
+    class Strict(FakeEvaluator):
+        asked: ClassVar[list[str]] = []
+
+        def confirm(self, problem: Problem, variant: Variant, result: Result) -> Result:
+            self.asked.append(variant.id)
+            if len(self.asked) <= 7:
+                return replace(result, outcome="wrong", note="planted")
+            return replace(result, checks=(*result.checks, "last"))
+
+    evaluator = Strict()
+    winner = won(search(storage, evaluator, trials=30))
+    assert winner.variant == evaluator.asked[-1]
+    assert winner.result.checks[-1] == "last"
+    assert len(evaluator.asked) == len(set(evaluator.asked)) == 8
+    assert len(evaluator.finalists) == 2  # all of the first six failed
 
 
 def test_finals_lost_to_a_kill_are_held_on_resume(storage: BaseStorage) -> None:
