@@ -26,10 +26,11 @@ class KernelSpec:
 
     N: row length, or with exact False the longest one served. threads, sum_threads: CTA sizes of
     the main and the second kernel. columns: columns of one CTA. partial_stride: floats from one
-    partial row of dw to the next. sms: multiprocessors the grid was tuned for; it is a constant of
-    the module, so that the order of every sum is one too. vector_bytes: alignment that pointers and
-    row strides need. offset: adds a number to the weight; residual: dtype of the residual's
-    gradient that it adds to dx, "" for none.
+    partial row of dw to the next. rows_in_flight: consecutive rows of a batch, which the threads of
+    a team work on at once; rows_per_cta: teams of a CTA. sms: multiprocessors the grid was tuned
+    for; it is a constant of the module, so that the order of every sum is one too. vector_bytes:
+    alignment that pointers and row strides need. offset: adds a number to the weight; residual:
+    dtype of the residual's gradient that it adds to dx, "" for none.
     """
 
     name: str
@@ -120,7 +121,7 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
         counters = spec.cluster * (groups + 1)  # arrivals in every group; groups done
         scratch = (participants + (groups if spec.levels == 2 else 0)) * row
     elif spec.strategy == "column_slices":
-        counters = 2 * spec.cluster  # arrivals and departures
+        counters = spec.cluster  # arrivals
         scratch = participants * row
     elif spec.strategy == "separate":
         scratch = participants * row
