@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count, islice
+from itertools import count, groupby, islice
+from operator import attrgetter
 
 from generator.guess import Guesser
 from generator.legal import FLAVOUR, Key, LegalConfigs, Values
@@ -21,7 +22,7 @@ FIRST = 12
 """Trials, seeds among them, before guesses begin; the others are drawn at random."""
 TPE_EVERY = 4
 """One proposal in so many is TPE's: guesses stay near what is known to be good. In the sweep of an
-H200 (`tune.py replay`) 94 % of 50 searches were within 2 % of the optimum after 50 trials and all
+H200 (`tune.py replay`) 94 % of 200 searches were within 2 % of the optimum after 50 trials and all
 after 100; with TPE for 80 trials, then neighbours of the best in any order, 67 % and 93 % of 30."""
 _STEP = (8, 2, 2, 2, 2)
 """Neighbours of the best, second best, ... that become candidates with every guess: to find all of
@@ -113,9 +114,9 @@ class Agenda:
         for key in self._candidates.keys() & self.taken:
             del self._candidates[key]
         known = {self.legal.key(record.config) for record in self.records}
-        pending = [self.legal.config(key) for key in sorted(set(self.taken) - known, key=repr)]
-        guess = self._guesser.best(self.records, pending, list(self._candidates.values()))
-        return None if guess is None else dict(guess)
+        pending = sorted(set(self.taken) - known, key=repr)
+        guess = self._guesser.best(self.records, pending, list(self._candidates))
+        return None if guess is None else self._candidates[guess]
 
     def _barred_variants(self) -> Iterator[Values]:
         """The best configs in the flavours that may not win."""
@@ -138,11 +139,12 @@ class Agenda:
         swapped = {**config, **{name: flavour[name] for name in FLAVOUR}}
         return self.legal.nearest(swapped, self.rng, held=FLAVOUR, taken=taken)
 
-    def _ranked(self) -> list[Config]:
+    def _ranked(self) -> Iterator[Config]:
         """Configs that may win, best first."""
-        best = [record for record in self.records if record.feasible]
-        best.sort(key=lambda record: (record.ratio, self.legal.rank(record.config)))
-        return [record.config for record in best]
+        feasible = [record for record in self.records if record.feasible]
+        by_ratio = sorted(feasible, key=attrgetter("ratio"))
+        for _, equals in groupby(by_ratio, key=attrgetter("ratio")):
+            yield from sorted((record.config for record in equals), key=self.legal.rank)
 
     @staticmethod
     def _flavour(config: Config) -> tuple[int | str, ...]:

@@ -3,22 +3,31 @@
 Two configs are alike as far as they agree in their knobs: the covariance is exp(-d / length) with d
 the number of knobs in which they differ. Candidates are compared by expected improvement (Jones,
 Schonlau and Welch, "Efficient Global Optimization of Expensive Black-Box Functions", 1998).
+
+A trial can be over in 15 ms, and a guess has to take less than that. So what stays true from one
+guess to the next is kept, and the variance, which costs far more than the mean, is computed only
+for candidates that may still win.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
+from generator.legal import Key
 from generator.space import Space
 from generator.store import Record
-from generator.variant import Config
 
 LENGTHS = (1.0, 2.0, 4.0, 8.0)
 """Lengths, in knobs, of which the most likely one is taken."""
+GROWTH = 1.1
+"""Length and variance are estimated anew when there are so many times as many records."""
 NOISE = 0.01
 """Standard deviation of a measured ratio, relative."""
 WORST = math.log(1.5)
@@ -26,23 +35,37 @@ WORST = math.log(1.5)
 says nothing about the best."""
 FEWEST = 5
 """Timed trials below which nothing is guessed."""
+_AT_ONCE = 64
+"""Candidates whose variance is computed before it is asked whether others may still win."""
 
 Floats = NDArray[np.float64]
+Rows = NDArray[np.float32]
+"""A row for every config, with a one for each of its values."""
+Counts = NDArray[np.uint8]
+"""In how many knobs the config of a row and that of a column agree."""
 
 
 class Guesser:
-    """Guesses for one space."""
+    """Guesses for one space. They are cheap where records and candidates only grow."""
 
     def __init__(self, space: Space) -> None:
+        self._names = [knob.name for knob in space.knobs]
         self._places: dict[tuple[str, int | str], int] = {}
         for knob in space.knobs:
             for value in knob.choices:
                 self._places[knob.name, value] = len(self._places)
-        self._knobs = len(space.knobs)
+        self._process = _Process(len(self._names))
+        self._known: list[int] = []  # numbers of the records behind the process
+        self._estimated = 0  # how many they were when it was estimated
+        # Every config seen so far has a number, its place in the following.
+        self._numbers: dict[Key, int] = {}
+        self._rows: Rows = np.zeros((0, len(self._places)), np.float32)
+        self._agree: Counts = np.zeros((0, 0), np.uint8)  # with those of _known
+        self._spreads: Floats = np.zeros(0)  # the last ones computed
 
     def best(
-        self, records: Sequence[Record], pending: Sequence[Config], candidates: Sequence[Config]
-    ) -> Config | None:
+        self, records: Sequence[Record], pending: Sequence[Key], candidates: Sequence[Key]
+    ) -> Key | None:
         """The candidate with the highest expected improvement over the best of `records`, the first
         of equals; None where there are none or too few records. pending: configs on their way,
         which count as being as fast as they are expected to be."""
@@ -53,70 +76,124 @@ class Guesser:
         times = np.array(
             [min(math.log(r.ratio), worst) if r.result.ratio else worst for r in records]
         )
-        model = _Process(self._rows([record.config for record in records]), times, self._knobs)
-        if pending:
-            model = model.believing(self._rows(pending))
-        improvement = model.improvement(self._rows(candidates))
-        return candidates[int(np.argmax(improvement))]
+        tried = [tuple(map(record.config.__getitem__, self._names)) for record in records]
+        known, waiting, numbers = map(self._numbered, (tried, pending, candidates))
+        self._learn(known, times)
+        expected = self._process.expected(self._agree, times)
+        lowest = min(times.min(), expected[waiting].min(initial=np.inf))
+        return candidates[self._most_promising(numbers, lowest - expected[numbers], waiting)]
 
-    def _rows(self, configs: Sequence[Config]) -> Floats:
-        """One row for each config, with a one for each of its values."""
-        rows = np.zeros((len(configs), len(self._places)))
-        for row, config in zip(rows, configs, strict=True):
-            row[[self._places[pair] for pair in config.items()]] = 1.0
-        return rows
+    def _numbered(self, keys: Sequence[Key]) -> list[int]:
+        numbers = [self._numbers.setdefault(key, len(self._numbers)) for key in keys]
+        new = list(islice(self._numbers, len(self._rows), None))
+        rows = np.zeros((len(new), len(self._places)), np.float32)
+        for row, key in zip(rows, new, strict=True):
+            row[[self._places[pair] for pair in zip(self._names, key, strict=True)]] = 1.0
+        self._rows = np.vstack([self._rows, rows])
+        self._agree = np.vstack([self._agree, _agreement(rows, self._rows[self._known])])
+        self._spreads = np.append(self._spreads, np.full(len(new), np.inf))
+        return numbers
+
+    def _learn(self, known: list[int], times: Floats) -> None:
+        """Bring the process up to these records."""
+        before = len(self._known)
+        if known[:before] == self._known and len(known) < GROWTH * self._estimated:
+            rows = self._rows[known[before:]]
+            self._process = self._process.grown(self._agree[known[before:]], _agreement(rows, rows))
+            self._agree = np.hstack([self._agree, _agreement(self._rows, rows)])
+        else:
+            self._agree = _agreement(self._rows, self._rows[known])
+            self._process = _most_likely(self._agree[known], times, len(self._names))
+            self._estimated = len(known)
+            self._spreads[:] = np.inf
+        self._known = known
+
+    def _most_promising(self, numbers: list[int], gains: Floats, waiting: list[int]) -> int:
+        """The place of the highest expected improvement once those that are waiting are known: that
+        changes no expectation where they come out as expected, but makes spreads smaller.
+
+        A spread never grows while more becomes known, so the last one bounds the improvement from
+        above, and few have to be computed anew."""
+        soon = self._rows[waiting]
+        process = self._process.grown(self._agree[waiting], _agreement(soon, soon))
+        numbered = np.array(numbers)
+        bounds = np.minimum(self._spreads[numbered], math.sqrt(process.variance))
+        at_most = _improvement(gains, bounds)
+        order = np.argsort(-at_most, kind="stable")
+        found = np.full(len(numbers), -np.inf)
+        for start in range(0, len(order), _AT_ONCE):
+            some = order[start : start + _AT_ONCE]
+            if at_most[some[0]] < found.max():
+                break
+            these = numbered[some]
+            agree = np.hstack([self._agree[these], _agreement(self._rows[these], soon)])
+            self._spreads[these] = process.spread(agree)
+            found[some] = _improvement(gains[some], self._spreads[these])
+        return int(np.argmax(found))
 
 
+@dataclass(frozen=True)
 class _Process:
-    """The posterior after `times` (log ratios) at `rows`."""
+    """What is known of any config when some have been tried. inverse: that of the Cholesky factor
+    of their covariance with noise."""
 
-    def __init__(
-        self, rows: Floats, times: Floats, knobs: int, length: float | None = None
-    ) -> None:
-        self.rows, self.times, self.knobs = rows, times, knobs
-        self.mean = float(np.median(times))
-        self.variance = max(float(np.var(times)), 1e-4)
-        lengths = LENGTHS if length is None else (length,)
-        self._factor, self._weights, self.length = max(
-            (self._solved(candidate) for candidate in lengths),
-            key=lambda solved: self._likelihood(solved[0], solved[1]),
-        )
+    knobs: int
+    length: float = 1.0
+    variance: float = 1.0
+    inverse: Floats = field(default_factory=lambda: np.zeros((0, 0)))
 
-    def believing(self, rows: Floats) -> _Process:
-        """The posterior when what is expected at `rows` comes true."""
-        expected, _ = self._expected(rows)
-        both = np.vstack([self.rows, rows]), np.concatenate([self.times, expected])
-        return _Process(*both, self.knobs, self.length)
+    def grown(self, across: Counts, own: Counts) -> _Process:
+        """With more tried: across are their agreements with the known ones, own with each other."""
+        reduced = self._covariance[across] @ self.inverse.T
+        noisy = self._covariance[own] + NOISE**2 * np.eye(len(own))
+        corner = np.linalg.inv(np.linalg.cholesky(noisy - reduced @ reduced.T))
+        above = np.pad(self.inverse, ((0, 0), (0, len(own))))
+        below = np.hstack([-corner @ (reduced @ self.inverse), corner])
+        return replace(self, inverse=np.vstack([above, below]))
 
-    def improvement(self, rows: Floats) -> Floats:
-        """Expected improvement over the lowest time, in log ratio."""
-        expected, spread = self._expected(rows)
-        gain = self.times.min() - expected
-        z = gain / spread
-        below = 0.5 * (1 + np.array([math.erf(value) for value in z / math.sqrt(2)]))
-        density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-        improvement: Floats = gain * below + spread * density
-        return improvement
+    def expected(self, agree: Counts, times: Floats) -> Floats:
+        """Log ratios of the rows when the known ones have `times`."""
+        mean = np.median(times)
+        weights = self.inverse.T @ (self.inverse @ (times - mean))
+        # Single precision, because they are thousands: the error is far below the noise.
+        covariance, single = self._covariance.astype(np.float32), weights.astype(np.float32)
+        blocks = np.array_split(agree, 1 + len(agree) // 1024)
+        return mean + np.concatenate([np.take(covariance, block) @ single for block in blocks])
 
-    def _expected(self, rows: Floats) -> tuple[Floats, Floats]:
-        """Mean and standard deviation."""
-        across = self._covariance(rows, self.rows, self.length)
-        reduced = np.linalg.solve(self._factor, across.T)
-        variance = self.variance - (reduced**2).sum(axis=0)
-        return self.mean + across @ self._weights, np.sqrt(np.maximum(variance, 1e-10))
+    def spread(self, agree: Counts) -> Floats:
+        """Standard deviations of what is expected of the rows."""
+        reduced = self._covariance[agree] @ self.inverse.T
+        spread: Floats = np.sqrt(np.maximum(self.variance - (reduced**2).sum(axis=1), 1e-10))
+        return spread
 
-    def _covariance(self, one: Floats, other: Floats, length: float) -> Floats:
-        covariance: Floats = self.variance * np.exp((one @ other.T - self.knobs) / length)
+    def likelihood(self, times: Floats) -> float:
+        """Logarithm, up to a constant."""
+        fit = self.inverse @ (times - np.median(times))
+        return float(np.log(np.diag(self.inverse)).sum() - 0.5 * fit @ fit)
+
+    @cached_property
+    def _covariance(self) -> Floats:
+        """Of two configs, by the number of knobs in which they agree."""
+        differ = np.arange(self.knobs, -1, -1)
+        covariance: Floats = self.variance * np.exp(-differ / self.length)
         return covariance
 
-    def _solved(self, length: float) -> tuple[Floats, Floats, float]:
-        covariance = self._covariance(self.rows, self.rows, length)
-        noisy = covariance + NOISE**2 * np.eye(len(self.times))
-        factor = np.linalg.cholesky(noisy).astype(np.float64)
-        half = np.linalg.solve(factor, self.times - self.mean)
-        weights: Floats = np.linalg.solve(factor.T, half)
-        return factor, weights, length
 
-    def _likelihood(self, factor: Floats, weights: Floats) -> float:
-        fit = (self.times - self.mean) @ weights
-        return float(-0.5 * fit - np.log(np.diag(factor)).sum())
+def _most_likely(agree: Counts, times: Floats, knobs: int) -> _Process:
+    """After `times`, without anything known before."""
+    variance, nothing = max(float(np.var(times)), 1e-4), agree[:, :0]
+    fits = (_Process(knobs, length, variance).grown(nothing, agree) for length in LENGTHS)
+    return max(fits, key=lambda process: process.likelihood(times))
+
+
+def _agreement(one: Rows, other: Rows) -> Counts:
+    return (one @ other.T).astype(np.uint8)
+
+
+def _improvement(gains: Floats, spreads: Floats) -> Floats:
+    """Expected improvement, in log ratio, where `gains` are expected."""
+    z = gains / spreads
+    below = 0.5 * (1 + np.array([math.erf(value) for value in z / math.sqrt(2)]))
+    density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+    improvement: Floats = gains * below + spreads * density
+    return improvement
