@@ -22,7 +22,6 @@ from cuda.bindings import driver as cuda
 
 from generator.runtime import binding as binding_module
 from generator.runtime import call as call_module
-from generator.runtime import known as known_module
 from generator.runtime import launch as launch_module
 from generator.runtime import workspace as workspace_module
 from generator.runtime.api import Package
@@ -721,9 +720,8 @@ def test_quick_call_leaves_unaligned_addresses_to_others(calls: Calls) -> None:
     assert len(calls.driver.launches) == launches
 
 
-def test_known_calls_are_those_of_the_same_kind_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    known = Known()
+def test_known_calls_are_those_of_the_same_kind_only() -> None:
+    known = Known("cpu")
 
     def serve() -> None: ...
 
@@ -742,16 +740,6 @@ def test_known_calls_are_those_of_the_same_kind_only(monkeypatch: pytest.MonkeyP
         ("x", torch.empty(6 * 1024 + 1, dtype=torch.bfloat16)[1:].view(6, 1024)),
     ):
         assert known.find(replace(given, **{name: other}), options) is None, name
-
-
-def test_known_calls_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program whose shapes change all the time neither grows the list nor renews it each time."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    known, made = Known(), []
-    monkeypatch.setattr(known_module, "same_kind", lambda *t: made.append(0) or (lambda *t: False))
-    for M in range(1, 200):
-        known.add(lambda: None, Arguments(*tensors(M % 50 + 1, 8)), Options())
-    assert len(made) == 8
 
 
 def test_refused_launch_is_an_error_of_the_call(calls: Calls) -> None:

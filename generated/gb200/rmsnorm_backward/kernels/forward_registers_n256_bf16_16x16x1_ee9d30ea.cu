@@ -180,8 +180,10 @@ DEVICE void store_release(unsigned* counter, unsigned value) {
 DEVICE void store_counter(unsigned* counter, unsigned value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
-DEVICE void add_release(unsigned* counter) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+// One of `count` arrivals; the last of them sets the counter back to 0.
+DEVICE void arrive(unsigned* counter, unsigned count) {
+  asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(count - 1)
+               : "memory");
 }
 DEVICE unsigned take_ticket(unsigned* counter) {
   unsigned ticket;
@@ -476,16 +478,6 @@ DEVICE void store_residual(ResidualElement* to, const float* values) {
   }
 }
 
-// rstd of the rows of a batch; 0 for rows past the end.
-DEVICE void load_rstds(float (&into)[kRowsInFlight], const float* rstd, long long batch,
-                       long long count) {
-#pragma unroll
-  for (int u = 0; u < kRowsInFlight; ++u) {
-    const long long row = batch * kRowsInFlight + u;
-    into[u] = row < count ? load_rstd(rstd + row) : 0.0f;
-  }
-}
-
 // ---- Who does what --------------------------------------------------------------------------
 
 // A team is the kThreadsPerRow threads that share a row; a CTA has kTeams of them.
@@ -563,10 +555,10 @@ DEVICE RowPacket scaled(const RowPacket& x, float rstd, const Packet<kWeightByte
 
 // ---- The sum over a row ----------------------------------------------------------------------
 
-// A barrier of the threads that share a row. Every thread's reads of the stage that is refilled
+// A barrier of the threads of a team. Every thread's reads of the stage that is refilled
 // behind it come before it in program order.
 DEVICE void team_barrier() {
-  if constexpr (kThreadsPerRow == 32) {
+  if constexpr (kThreadsPerRow <= 32) {
     warp_barrier();
   } else if constexpr (kTeams == 1) {
     cta_barrier();
@@ -575,9 +567,11 @@ DEVICE void team_barrier() {
   }
 }
 
+// The sum over the lanes of a warp that share a row, the same in each of them.
 DEVICE float warp_sum(float value) {
 #pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) value = __fadd_rn(value, shuffle_xor(value, mask));
+  for (int mask = (kThreadsPerRow < 32 ? kThreadsPerRow : 32) / 2; mask > 0; mask /= 2)
+    value = __fadd_rn(value, shuffle_xor(value, mask));
   return value;
 }
 
@@ -610,10 +604,7 @@ struct RowSum {
       : sums(reinterpret_cast<float*>(smem + kSumsOffset) + team_index() * 2 * kSums) {}
   DEVICE void operator()(float (&value)[kRowsInFlight]) {
 #pragma unroll
-    for (int u = 0; u < kRowsInFlight; ++u)
-#pragma unroll
-      for (int mask = (kThreadsPerRow < 32 ? kThreadsPerRow : 32) / 2; mask > 0; mask /= 2)
-        value[u] = __fadd_rn(value[u], shuffle_xor(value[u], mask));
+    for (int u = 0; u < kRowsInFlight; ++u) value[u] = warp_sum(value[u]);
     if constexpr (kWarpsPerRow > 1) {
       float* into = sums + (batch & 1) * kSums;
       if (threadIdx.x % 32 == 0)

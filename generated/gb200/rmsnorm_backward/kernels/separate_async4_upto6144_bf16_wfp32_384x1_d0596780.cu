@@ -15,9 +15,12 @@ constexpr int kRowColumns = 6144;  // largest N served
 constexpr int kColumns = 6144;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
 constexpr int kThreadsPerRow = 384;
-constexpr int kTeams = 1;  // rows that a CTA works on, each by a team of its own
+constexpr int kTeamThreads = 384;  // those of a row, but at least a warp
+constexpr int kRowsAbreast = 1;  // rows that a team works on side by side
+constexpr int kTeams = 1;  // of a CTA, each with rows of its own
 constexpr int kThreads = 384;  // of one CTA
-constexpr int kRowsInFlight = 2;  // rows that a team works on at once
+constexpr int kRowsInFlight = 2;  // rows that a thread works on at once
+constexpr int kBatchRows = 2;  // rows that a team works on at once
 constexpr int kStages = 4;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 1;  // x and dy are read again for dx
@@ -192,8 +195,10 @@ DEVICE void store_release(unsigned* counter, unsigned value) {
 DEVICE void store_counter(unsigned* counter, unsigned value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
-DEVICE void add_release(unsigned* counter) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+// One of `count` arrivals; the last of them sets the counter back to 0.
+DEVICE void arrive(unsigned* counter, unsigned count) {
+  asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(count - 1)
+               : "memory");
 }
 DEVICE unsigned take_ticket(unsigned* counter) {
   unsigned ticket;
@@ -473,21 +478,34 @@ DEVICE void store_residual(ResidualElement* to, const float* values) {
   }
 }
 
-// rstd of the rows of a batch; 0 for rows past the end.
+// ---- Who does what --------------------------------------------------------------------------
+
+// A team is kTeamThreads threads, a warp at least, that go from batch to batch together; a CTA has
+// kTeams of them. kThreadsPerRow threads share a row: the whole team, or a part of a warp, which then
+// works on kRowsAbreast rows side by side.
+DEVICE unsigned team_index() { return threadIdx.x / kTeamThreads; }
+DEVICE unsigned team_thread() { return threadIdx.x % kTeamThreads; }
+DEVICE unsigned row_thread() { return threadIdx.x % kThreadsPerRow; }
+DEVICE unsigned row_abreast() {
+  if constexpr (kRowsAbreast == 1) return 0;
+  return team_thread() / kThreadsPerRow;
+}
+
+// The thread's row number u of a batch, which is kBatchRows consecutive rows. By reference: NVRTC
+// then makes the code that it makes of the bare expression; by value, other loops.
+DEVICE long long row_of(const long long& batch, const int& u) {
+  return batch * kBatchRows + u * kRowsAbreast + row_abreast();
+}
+
+// rstd of the thread's rows of a batch; 0 for rows past the end.
 DEVICE void load_rstds(float (&into)[kRowsInFlight], const float* rstd, long long batch,
                        long long count) {
 #pragma unroll
   for (int u = 0; u < kRowsInFlight; ++u) {
-    const long long row = batch * kRowsInFlight + u;
+    const long long row = row_of(batch, u);
     into[u] = row < count ? load_rstd(rstd + row) : 0.0f;
   }
 }
-
-// ---- Who does what --------------------------------------------------------------------------
-
-// A team is the kThreadsPerRow threads that share a row; a CTA has kTeams of them.
-DEVICE unsigned team_index() { return threadIdx.x / kThreadsPerRow; }
-DEVICE unsigned team_thread() { return threadIdx.x % kThreadsPerRow; }
 
 // What one launch works on. Strides and offsets are elements and 64-bit throughout.
 struct Arguments {
@@ -512,7 +530,7 @@ struct Arguments {
   float weight_offset;
 };
 
-// The part of the matrices that this CTA works on. A batch is kRowsInFlight consecutive rows.
+// The part of the matrices that this CTA works on.
 struct Rows {
   const Arguments& arguments;
   long long count, batches;
@@ -520,7 +538,7 @@ struct Rows {
   int columns;       // of the whole row
 
   DEVICE int column(int vector) const {
-    return first_column + (vector * kThreadsPerRow + static_cast<int>(team_thread())) * kElements;
+    return first_column + (vector * kThreadsPerRow + static_cast<int>(row_thread())) * kElements;
   }
   DEVICE bool owns(int column) const {
     if constexpr (kColumns == kVectors * kThreadsPerRow * kElements && kExact) return true;
@@ -542,10 +560,10 @@ struct Rows {
 
 // ---- The sum over a row ----------------------------------------------------------------------
 
-// A barrier of the threads that share a row. Every thread's reads of the stage that is refilled
+// A barrier of the threads of a team. Every thread's reads of the stage that is refilled
 // behind it come before it in program order.
 DEVICE void team_barrier() {
-  if constexpr (kThreadsPerRow == 32) {
+  if constexpr (kThreadsPerRow <= 32) {
     warp_barrier();
   } else if constexpr (kTeams == 1) {
     cta_barrier();
@@ -554,9 +572,11 @@ DEVICE void team_barrier() {
   }
 }
 
+// The sum over the lanes of a warp that share a row, the same in each of them.
 DEVICE float warp_sum(float value) {
 #pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) value = __fadd_rn(value, shuffle_xor(value, mask));
+  for (int mask = (kThreadsPerRow < 32 ? kThreadsPerRow : 32) / 2; mask > 0; mask /= 2)
+    value = __fadd_rn(value, shuffle_xor(value, mask));
   return value;
 }
 
@@ -647,7 +667,7 @@ struct RowPipeline {
   DEVICE void fetch(long long batch, int into) {
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const long long row = batch * kRowsInFlight + u;
+      const long long row = row_of(batch, u);
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
@@ -676,7 +696,7 @@ struct RowPipeline {
                    RowPacket (&dy)[kRowsInFlight][kVectors], long long batch) {
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const bool valid = batch * kRowsInFlight + u < rows.count;
+      const bool valid = row_of(batch, u) < rows.count;
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         x[u][j] = dy[u][j] = RowPacket{};
@@ -690,7 +710,7 @@ struct RowPipeline {
   DEVICE void read_residual(ResidualPacket (&residual)[kRowsInFlight][kVectors], long long batch) {
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const bool valid = batch * kRowsInFlight + u < rows.count;
+      const bool valid = row_of(batch, u) < rows.count;
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         residual[u][j] = ResidualPacket{};
@@ -726,6 +746,18 @@ struct Weight {
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
+// Adds the partial dw of the rows that a team works on side by side, by butterfly: one order, and all
+// of their lanes have the same sum. Those of the first row store it.
+DEVICE void add_abreast(float (&partial)[kVectors][kElements]) {
+#pragma unroll
+  for (int mask = kThreadsPerRow; mask < 32; mask *= 2)
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+#pragma unroll
+      for (int i = 0; i < kElements; ++i)
+        partial[j][i] = __fadd_rn(partial[j][i], shuffle_xor(partial[j][i], mask));
+}
+
 // Partial dw of every team, one row of kPartialStride floats each, in the memory of the stages: the
 // rows are done, every bulk copy has been waited for, and a CTA barrier keeps teams that
 // are ahead from writing into stages that others still read.
@@ -738,7 +770,7 @@ DEVICE float* store_partials(unsigned char* smem, const Rows& rows,
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     const int column = rows.column(j) - rows.first_column;
-    if (!rows.owns(rows.column(j))) continue;
+    if (row_abreast() != 0 || !rows.owns(rows.column(j))) continue;
     if constexpr (kElements % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < kElements; i += 4)
@@ -768,6 +800,7 @@ DEVICE float4 cta_partial(const float* teams, int column) {
 // The columns that a thread handles when the CTA passes over a row of partial dw: all its visits to
 // a column are its own, so it may read back what it wrote.
 template <typename Visit> DEVICE void for_each_quad(int columns, Visit visit) {
+#pragma unroll 2
   for (int column = 4 * threadIdx.x; column < columns; column += 4 * kThreads) visit(column);
 }
 
@@ -824,7 +857,7 @@ struct DwContext {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
-        if (!rows.owns(column)) continue;
+        if (row_abreast() != 0 || !rows.owns(column)) continue;
 #pragma unroll
         for (int i = 0; i < kElements; i += 4)
           store_workspace(own + column - rows.first_column + i,
@@ -870,6 +903,7 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
   const int column = first + 4 * (static_cast<int>(threadIdx.x) % kQuads);
   float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (lane < kLanes && column < columns) {
+#pragma unroll 1
     for (unsigned row = lane; row < count; row += kAhead * kLanes) {
       float4 ahead[kAhead];
 #pragma unroll
@@ -892,8 +926,12 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
   if (lane < kLanes && (!kShuffle || threadIdx.x % 32 < kQuads))
     store_shared4(buffer + buffer_row * kWidth + 4 * (threadIdx.x % kQuads), sum);
   cta_barrier();
-  for (int c = threadIdx.x; c < kWidth && first + c < columns; c += kBlock) {
+#pragma unroll
+  for (int start = 0; start < kWidth; start += kBlock) {
+    const int c = start + static_cast<int>(threadIdx.x);
+    if (c >= kWidth || first + c >= columns) continue;
     float total = load_shared(buffer + c);
+#pragma unroll 16
     for (int r = 1; r < kRows; ++r) total = __fadd_rn(total, load_shared(buffer + r * kWidth + c));
     store(first + c, total);
   }
@@ -941,7 +979,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_backward(ARGUMENTS(
                       kExact ? kColumns : args.columns, rank, smem};
   const unsigned participant = strategy.begin();
 
-  const Rows rows{args, args.rows, (args.rows + kRowsInFlight - 1) / kRowsInFlight, rank * kColumns,
+  const Rows rows{args, args.rows, (args.rows + kBatchRows - 1) / kBatchRows, rank * kColumns,
                   args.columns};
   RowPipeline pipeline(rows, smem);
   RowSum row_sum(smem);
@@ -952,8 +990,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_backward(ARGUMENTS(
   const Weight weights(rows, args.weight, smem);
 
   // 1 / N, rounded once.
-  const float inverse_columns =
-      __fdiv_rn(1.0f, static_cast<float>(kExact ? kRowColumns : args.columns));
+  float inverse_columns = 1.0f / kRowColumns;
+  if constexpr (!kExact) inverse_columns = __fdiv_rn(1.0f, static_cast<float>(args.columns));
   float partial[kVectors][kElements] = {};
   float next_rstd[kRowsInFlight];
   load_rstds(next_rstd, args.rstd, schedule.batch, args.rows);
@@ -989,7 +1027,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_backward(ARGUMENTS(
 
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
-      const long long row = batch * kRowsInFlight + u;
+      const long long row = row_of(batch, u);
       // dx = w * (rstd * dy) + correction * x, correction = -rstd^3 * sum(x * w * dy) / N.
       const float mean = __fmul_rn(__fmul_rn(sum[u], scale[u]), inverse_columns);
       const float correction = -__fmul_rn(__fmul_rn(scale[u], scale[u]), mean);
@@ -1019,5 +1057,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_backward(ARGUMENTS(
     }
     pipeline.advance();
   }
-  if (args.dw != nullptr) strategy.finish(rows, partial, participant);
+  if (args.dw != nullptr) {
+    add_abreast(partial);
+    strategy.finish(rows, partial, participant);
+  }
 }

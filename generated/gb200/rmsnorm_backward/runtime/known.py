@@ -19,6 +19,8 @@ Check = Callable[..., bool]
 
 _MOST = 8
 """Checks that are tried in turn."""
+_MOST_KEYS = 1024
+"""Kinds of calls (options and shapes) that are remembered beside those."""
 _MISSES_TO_FORGET = 256
 """A full list is kept for so many misses, so that a program of many shapes rarely renews it."""
 
@@ -26,52 +28,65 @@ _MISSES_TO_FORGET = 256
 class Known:
     """The checks of one package. Lists are replaced, never changed, so that threads need no lock.
 
-    plain: checks of dy, x, rstd and weight, with the quick call of a kernel.
+    plain: checks of dy, x, rstd and weight, with the quick call of a kernel. Calls beyond _MOST of
+    them are found by their shape, which costs more than those and less than a signature.
+    device: the type of device whose calls are worth a check.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cuda") -> None:
         self.plain: tuple[tuple[Check, Any], ...] = ()
+        self._device = device
         self._others: dict[Any, tuple[tuple[Check, Any], ...]] = {}
         self._misses = 0
 
     def find(self, given: Arguments, options: Options) -> Any:
-        """What serves a call with options, None when it is not known."""
+        """What serves a call that `plain` does not know, None when it is not known here either."""
         entries = self._others.get(_key(given, options))
         if entries:
             tensors = [tensor for tensor in vars(given).values() if tensor is not None]
             for same, call in entries:
                 if same(*tensors):
-                    return call if _aligned(tensors) else None
+                    if not _aligned(tensors):
+                        return None
+                    self._prefer(same, call, options)
+                    return call
         return None
 
     def add(self, call: Any, given: Arguments, options: Options) -> None:
         """Recognise the next calls like this one."""
         tensors = [tensor for tensor in vars(given).values() if tensor is not None]
-        if not given.x.is_cuda or not _aligned(tensors):
+        if given.x.device.type != self._device or not _aligned(tensors):
             return
         key = _key(given, options)
-        quick = getattr(call, "quick", None) if options == PLAIN else None
-        entries = self.plain if quick else self._others.get(key, ())
-        if any(same(*tensors) for same, _ in entries):
+        entries = self._others.get(key, ())
+        plain = self.plain if options == PLAIN and getattr(call, "quick", None) else ()
+        if any(same(*tensors) for same, _ in (*plain, *entries)):
             return  # known, but asked for by a way that does not look here
-        if len(entries) >= _MOST:
+        same = same_kind(*tensors)
+        if same is None or self._prefer(same, call, options):
+            return
+        if len(self._others) >= _MOST_KEYS:
+            self._others.clear()
+        self._others[key] = (*entries[1 - _MOST :], (same, call))
+
+    def _prefer(self, same: Check, call: Any, options: Options) -> bool:
+        """Put a call into `plain` when it may be there and there is, or ought to be, place."""
+        quick = getattr(call, "quick", None) if options == PLAIN else None
+        if quick is None:
+            return False
+        if len(self.plain) >= _MOST:
             self._misses += 1
             if self._misses < _MISSES_TO_FORGET:
-                return
-            self._misses, entries = 0, ()
-        same = same_kind(*tensors)
-        if same is None:
-            return
-        entries = (*entries, (same, quick or call))
-        if quick:
-            self.plain = entries
-        else:
-            self._others[key] = entries
+                return False
+            self._misses, self.plain = 0, ()
+        self.plain = (*self.plain, (same, quick))
+        return True
 
 
 def _key(given: Arguments, options: Options) -> Any:
-    """Which tensors there are, and the options."""
-    return (given.weight is None, given.dresidual is None, given.dw_out is None, options)
+    """Which tensors there are, the shape of x, and the options."""
+    here = (given.weight is None, given.dresidual is None, given.dw_out is None)
+    return (*here, given.x.shape, options)
 
 
 def _aligned(tensors: list[Any]) -> bool:
