@@ -299,6 +299,20 @@ def test_reduced_rows_refill_every_stage(target: Target) -> None:
     assert 4 < small.M / (5 * 2) < 8
 
 
+@pytest.mark.parametrize(
+    ("teams", "in_flight"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2)]
+)
+def test_reduced_rows_end_in_a_batch_that_is_not_full(
+    target: Target, teams: int, in_flight: int
+) -> None:
+    shape = "65536x1024:bf16"
+    knobs = FLAVOURS["separate"] | {"rows_per_cta": teams, "ctas_per_sm": 2}
+    variant = plain_variant(shape, target, **knobs, rows_in_flight=in_flight)
+    small = reduced(variant, Problem.parse(shape))
+    assert in_flight == 1 or small.M % in_flight
+    assert teams * in_flight == 1 or small.M % (teams * in_flight)
+
+
 # ---- The host twins of conversions ---------------------------------------------------------------
 
 

@@ -157,6 +157,12 @@ PLANTED = {
         "arrive(arrivals, participants - 1);",
         r"race: reads scratch\[|counters\[\d\] is",
     ),
+    "counter that the plan does not have": Mutation(
+        "column_slices",
+        "unsigned* arrivals = counters + rank;",
+        "unsigned* arrivals = counters + rank + 1;",
+        r"out of bounds: adds to 4 bytes at counters",
+    ),
     "looked at before the own arrival": Mutation(
         "column_slices",
         "      arrive(arrivals, participants);\n      if (waits)\n"

@@ -301,6 +301,23 @@ def test_comparison_in_chunks_names_the_place_in_the_whole(
     assert error == pytest.approx(1 / norm, rel=1e-12)
 
 
+def test_overflow_is_right_where_the_result_overflows() -> None:
+    reference = torch.tensor([[71056.8, -71056.8, 60000.0, 1.0]])
+    slack = torch.zeros(1, 1)
+
+    def fault(*out: float) -> str:
+        return compare("dx", torch.tensor([out], dtype=torch.float16), reference, 2.0**-11, slack)[
+            1
+        ]
+
+    inf = float("inf")
+    assert fault(inf, -inf, 60000.0, 1.0) == ""
+    assert fault(inf, inf, 60000.0, 1.0).startswith("dx[0, 1] is inf")
+    assert fault(inf, -inf, inf, 1.0).startswith("dx[0, 2] is inf")
+    assert fault(65504.0, -inf, 60000.0, 1.0).startswith("dx[0, 0] is 65504")
+    assert fault(float("nan"), -inf, 60000.0, 1.0).startswith("dx[0, 0] is nan")
+
+
 @given(st.integers(1, 30), st.integers(1, 30), st.floats(1e-6, 1.0))
 @settings(max_examples=30)
 def test_relative_error_is_that_of_the_norms(rows: int, columns: int, size: float) -> None:

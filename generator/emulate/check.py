@@ -75,7 +75,8 @@ def reduced(variant: Variant, problem: Problem, participants: int = PARTICIPANTS
     """The problem with few rows: enough that every stage of every CTA is refilled, and a last batch
     that is not full where there can be one."""
     batch = variant["rows_per_cta"] * variant.batch_rows
-    rows = participants * batch * (variant["stages"] + 1) + batch // 2 + 1
+    rest = batch // 2 + 1 if batch > 2 else 1
+    rows = participants * batch * (variant["stages"] + 1) + rest
     return replace(problem, M=min(problem.M, rows))
 
 

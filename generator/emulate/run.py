@@ -167,7 +167,7 @@ def _request(
         "dy_stride": N + layout.pad_dy,
         "dx_stride": N + layout.pad_dx,
         "misaligned_bytes": layout.misaligned_bytes,
-        "counters": launch.zeroed_offset // 4,
+        "counters": launch.counters,
         "zeroed": launch.zeroed,
         "scratch": launch.scratch,
         "partial_columns": spec.columns if spec.exact else N,
