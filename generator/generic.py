@@ -57,6 +57,7 @@ _PLAIN = (
     _Layout(4096, "direct", 1, 512, 1, 1, weight_in="smem"),
     _Layout(8192, "direct", 1, 1024, 1, 1, weight_in="smem"),
     _Layout(16384, "async", 2, 1024, 1, 1, reload="smem", weight_in="smem"),
+    _Layout(16384, "direct", 1, 512, 1, 1, weight_in="smem"),
 )
 """For all others, and where a GPU or a dtype has no room for those above: few registers, and shared
 memory only where nothing else holds the rows."""

@@ -657,3 +657,21 @@ def test_committed_package_has_todays_runtime_and_whole_kernels(gpu: str) -> Non
     for kernel in Table.load(package).kernels():
         assert kernel.read_cubin(package)[:4] == b"\x7fELF"
         assert (package / "kernels" / f"{kernel.file}.cu").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("N", "dtypes"),
+    [
+        (80, ("bf16", "bf16")),
+        (3328, ("fp16", "fp16")),
+        (12000, ("bf16", "fp32")),
+        (14336, ("bf16", "bf16")),
+        (14336, ("fp16", "fp16")),
+        (14336, ("fp32", "fp32")),
+    ],
+)
+def test_committed_package_of_the_h200_serves_widths_that_nobody_tuned(
+    N: int, dtypes: tuple[str, str]
+) -> None:
+    table = Table.load(COMMITTED / "h200" / "rmsnorm_backward")
+    assert table.choose(4096, N, *dtypes).how == "generic"
