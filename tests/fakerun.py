@@ -106,6 +106,9 @@ def nap(seconds: float) -> None:
 
 def drive(run: Run) -> None:
     """What tune.py does with one problem."""
+    # The server that forks this process has its signal mask from whoever needed it first, which may
+    # have been a shielded start of a worker. A shell gives tune.py an open one.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     run.log.hello("driver")
     if run.file_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (run.file_bytes, resource.RLIM_INFINITY))
