@@ -115,3 +115,24 @@ def test_memory_is_bounded(known: Known, monkeypatch: pytest.MonkeyPatch) -> Non
     for M in range(1, 100):
         known.add(Call(quick=False), given(M), PLAIN)
         assert len(known._others) <= 16
+
+
+def test_list_holds_a_call_once_however_it_is_asked_for(known: Known) -> None:
+    """Compositions ask `find` without a look at the list."""
+    for M in range(1, _MOST + 1):
+        known.add(Call(), given(M), PLAIN)
+    late = Call()
+    known.add(late, given(99), PLAIN)
+    for _ in range(3 * _MISSES_TO_FORGET):
+        assert known.find(given(99), PLAIN) is late
+    assert [quick for _, quick in known.plain] == [late.quick]
+
+
+def test_kinds_that_one_call_serves_are_all_in_the_list(known: Known) -> None:
+    """Whether a tensor requires a gradient is part of the check, but not of what serves it."""
+    call, other = Call(), given(4)
+    assert other.weight is not None
+    trained = Arguments(other.dy, other.x, other.rstd, torch.nn.Parameter(other.weight))
+    known.add(call, other, PLAIN)
+    known.add(call, trained, PLAIN)
+    assert plain_call(known, other) is plain_call(known, trained) is call.quick

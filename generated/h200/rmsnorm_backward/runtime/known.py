@@ -59,7 +59,7 @@ class Known:
             return
         key = _key(given, options)
         entries = self._others.get(key, ())
-        plain = self.plain if options == PLAIN and getattr(call, "quick", None) else ()
+        plain = self.plain if _quick(call, options) else ()
         if any(same(*tensors) for same, _ in (*plain, *entries)):
             return  # known, but asked for by a way that does not look here
         same = same_kind(*tensors)
@@ -70,10 +70,13 @@ class Known:
         self._others[key] = (*entries[1 - _MOST :], (same, call))
 
     def _prefer(self, same: Check, call: Any, options: Options) -> bool:
-        """Put a call into `plain` when it may be there and there is, or ought to be, place."""
-        quick = getattr(call, "quick", None) if options == PLAIN else None
+        """Whether a call is in `plain`, into which it is put when it may be there and there is, or
+        ought to be, place."""
+        quick = _quick(call, options)
         if quick is None:
             return False
+        if any(known is same for known, _ in self.plain):
+            return True  # asked for by a way that does not look there
         if len(self.plain) >= _MOST:
             self._misses += 1
             if self._misses < _MISSES_TO_FORGET:
@@ -81,6 +84,11 @@ class Known:
             self._misses, self.plain = 0, ()
         self.plain = (*self.plain, (same, quick))
         return True
+
+
+def _quick(call: Any, options: Options) -> Any:
+    """What `plain` keeps of a call, None for one that it does not take."""
+    return getattr(call, "quick", None) if options == PLAIN else None
 
 
 def _key(given: Arguments, options: Options) -> Any:
