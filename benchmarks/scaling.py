@@ -24,8 +24,6 @@ sys.path.insert(0, str(ROOT))
 from generator.errors import NormforgeError  # noqa: E402
 from generator.winner import TIE  # noqa: E402
 
-Shape = tuple[Any, ...]
-
 
 def read(path: Path) -> dict[str, Any]:
     """What `tune.py --json` printed. Raises NormforgeError."""
@@ -33,7 +31,9 @@ def read(path: Path) -> dict[str, Any]:
         run = json.loads(path.read_text())
         if run["interrupted"] or not run["shapes"]:
             raise NormforgeError(f"{path} is of an interrupted or empty run: run it to its end")
-        run["shapes"] = {_shape(row): row for row in run["shapes"]}
+        if without := [row["shape"] for row in run["shapes"] if row["us"] is None]:
+            raise NormforgeError(f"{path} has no winner for {', '.join(without)}: leave them out")
+        run["shapes"] = {row["shape"]: row for row in run["shapes"]}
         return dict(run)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NormforgeError(f"{path} is no output of `tune.py --json`: {error}") from error
@@ -53,7 +53,7 @@ def compare(one: dict[str, Any], many: dict[str, Any], devices: int) -> dict[str
         other = many["shapes"][shape]
         rows.append(
             {
-                "shape": "x".join(map(str, shape[:2])) + ":" + ":".join(map(str, shape[2:])),
+                "shape": shape,
                 "variant": [row["variant"], other["variant"]],
                 "ratio": [row["ratio"], other["ratio"]],
                 "agree": agreement(row, other),
@@ -82,11 +82,6 @@ def agreement(row: dict[str, Any], other: dict[str, Any]) -> str:
         return "same"
     low, high = sorted((row["ratio"], other["ratio"]))
     return "tie" if high <= low * (1 + TIE) else "differs"
-
-
-def _shape(row: dict[str, Any]) -> Shape:
-    options = [name for name in ("offset", "residual") if row.get(name)]
-    return (row["M"], row["N"], row["dtype"], row["weight_dtype"], *options)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -143,6 +143,7 @@ def document(plan: Plan, outcome: Outcome, evidence: str, seconds: float) -> dic
 
 def _row(problem: Problem, winner: Winner | None) -> dict[str, Any]:
     row: dict[str, Any] = {
+        "shape": str(problem),
         "M": problem.M,
         "N": problem.N,
         "dtype": problem.dtype,

@@ -97,6 +97,7 @@ def test_run_without_the_gpu_predicts_and_says_so(
     assert [Problem(r["M"], r["N"], r["dtype"], r["weight_dtype"]) for r in rows] == (
         load_problems("smoke")
     )
+    assert [Problem.parse(row["shape"]) for row in rows] == load_problems("smoke")
     for row in rows:
         assert row["us"] > 0
         assert row["evidence"] == "predicted"

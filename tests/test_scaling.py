@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.scaling import agreement, main
+from generator.problem import Problem
 
 
 def run(seconds: float, *rows: dict[str, Any], **facts: Any) -> dict[str, Any]:
@@ -17,8 +18,8 @@ def run(seconds: float, *rows: dict[str, Any], **facts: Any) -> dict[str, Any]:
 
 
 def row(M: int, variant: str, ratio: float, **options: Any) -> dict[str, Any]:
-    shape = {"M": M, "N": 1024, "dtype": "bf16", "weight_dtype": "bf16", **options}
-    return {**shape, "variant": variant, "ratio": ratio, "trials": 400}
+    shape = str(Problem(M, 1024, "bf16", "bf16", **options))
+    return {"shape": shape, "variant": variant, "us": 10.0, "ratio": ratio, "trials": 400}
 
 
 def call(tmp_path: Path, one: dict[str, Any], many: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -67,6 +68,7 @@ def test_options_are_part_of_the_shape(tmp_path: Path) -> None:
         (run(1.0, row(2, "a", 1.1)), "the two runs have other shapes"),
         (run(1.0, row(1, "a", 1.1), evidence="predicted"), "differ in evidence"),
         (run(1.0, row(1, "a", 1.1), interrupted=True), "interrupted or empty"),
+        (run(1.0, row(1, "a", 1.1) | {"us": None}), "has no winner for 1x1024:bf16"),
         ({"seconds": 1.0}, "is no output of `tune.py --json`"),
     ],
 )
