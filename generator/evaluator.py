@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from generator.compile import Compiled, resource_fault
@@ -13,8 +13,7 @@ from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.plan import plan_launch
 from generator.target import Target
-from generator.variant import Config, Variant
-from generator.winner import choose
+from generator.variant import Variant
 
 
 class Pool(Protocol):
@@ -55,44 +54,6 @@ class Confirming(Evaluator, Protocol):
     def confirm(self, problem: Problem, variant: Variant, result: Result) -> Result:
         """The result of a finalist with what the check found."""
         ...
-
-
-def confirmed(
-    evaluator: Evaluator, rank: Callable[[Config], tuple[int, ...]], incumbent: Config | None
-) -> Evaluator:
-    """The evaluator; of one that confirms, the finals end with the check of whoever is to win by
-    `choose`, to which `rank` and `incumbent` go."""
-    if isinstance(evaluator, Confirming):
-        return _Confirmed(evaluator, rank, incumbent)
-    return evaluator
-
-
-@dataclass(frozen=True)
-class _Confirmed:
-    inner: Confirming
-    rank: Callable[[Config], tuple[int, ...]]
-    incumbent: Config | None
-
-    @property
-    def evidence(self) -> str:
-        return self.inner.evidence
-
-    def evaluate(
-        self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
-    ) -> Result:
-        return self.inner.evaluate(problem, variant, compiled, best_us)
-
-    def finals(self, problem: Problem, entries: list[tuple[Variant, Compiled]]) -> Sequence[Result]:
-        results = list(self.inner.finals(problem, entries))
-        asked: set[int] = set()
-        while True:
-            found = [(v.config, r) for (v, _), r in zip(entries, results, strict=True)]
-            choice = choose(found, self.rank, self.incumbent)
-            if choice is None or choice.winner in asked:
-                return results
-            asked.add(choice.winner)
-            variant, _ = entries[choice.winner]
-            results[choice.winner] = self.inner.confirm(problem, variant, results[choice.winner])
 
 
 def refuse(variant: Variant, compiled: Compiled, problem: Problem, target: Target) -> Result | None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from generator.compile import Compiled
-from generator.evaluator import Evaluator, Pool, refuse
+from generator.evaluator import Confirming, Evaluator, Pool, refuse
 from generator.legal import LegalConfigs
 from generator.noise import drifted
+from generator.problem import Problem
 from generator.result import Result
 from generator.store import Record
 from generator.variant import Config, Variant, make_variant
-from generator.winner import Finalist, may_win
+from generator.winner import Finalist, choose, may_win
 
 REMEASURED = 10
 """Noisy records that are measured once more, in units of the finalists wanted: noise may have put a
@@ -62,12 +63,37 @@ def hold_finals(
     while (called or waiting) and not any(final.may_win for final in finals):
         entries = _compile(legal, pool, called + waiting[:size])
         called, waiting = [], waiting[size:]
-        results = evaluator.finals(legal.problem, entries) if entries else []
+        results = hold_round(evaluator, legal.problem, entries, legal.rank, incumbent)
         finals += [
             Final(variant, compiled, result)
             for (variant, compiled), result in zip(entries, results, strict=True)
         ]
     return finals
+
+
+def hold_round(
+    evaluator: Evaluator,
+    problem: Problem,
+    entries: Sequence[tuple[Variant, Compiled]],
+    rank: Callable[[Config], tuple[int, ...]],
+    incumbent: Config | None,
+) -> list[Result]:
+    """The results of one round. With an evaluator that confirms, it ends with the check of whoever
+    is to win by `choose`, to which `rank` and `incumbent` go."""
+    if not entries:
+        return []
+    results = list(evaluator.finals(problem, list(entries)))
+    if not isinstance(evaluator, Confirming):
+        return results
+    asked: set[int] = set()
+    while True:
+        found = [(v.config, r) for (v, _), r in zip(entries, results, strict=True)]
+        choice = choose(found, rank, incumbent)
+        if choice is None or choice.winner in asked:
+            return results
+        asked.add(choice.winner)
+        variant, _ = entries[choice.winner]
+        results[choice.winner] = evaluator.confirm(problem, variant, results[choice.winner])
 
 
 def noisy(records: Sequence[Record]) -> list[Record]:

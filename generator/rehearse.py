@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from generator.compile import Compiled
 from generator.emulate import Check, check_variant
 from generator.errors import NormforgeError
 from generator.predict import Predictor
 from generator.problem import Problem
 from generator.result import Result
-from generator.target import Target
 from generator.variant import Variant
 
 SCHEDULES = 12
 
 
-class RehearsingPredictor:
+@dataclass(frozen=True)
+class RehearsingPredictor(Predictor):
     """The evaluator where the target is absent: times are predicted, and what is to win is executed
     by `generator.emulate` on reduced M and real N. One that fails there is out, and what is to win
     then is executed.
@@ -28,22 +26,8 @@ class RehearsingPredictor:
     executed: doing so for all that are tied with the winner took 40 % of the time of a search.
     """
 
-    evidence = "predicted"
-
-    def __init__(self, target: Target, schedules: int = SCHEDULES) -> None:
-        self._predictor = Predictor(target)
-        self._schedules = schedules
-        self._checks: dict[str, Check] = {}
-
-    def evaluate(
-        self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
-    ) -> Result:
-        """The predicted time; nothing runs."""
-        return self._predictor.evaluate(problem, variant, compiled, best_us)
-
-    def finals(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[Result]:
-        """The predicted times; nothing runs before `confirm`."""
-        return self._predictor.finals(problem, entries)
+    schedules: int = SCHEDULES
+    _checks: dict[str, Check] = field(default_factory=dict, init=False, compare=False)
 
     def confirm(self, problem: Problem, variant: Variant, result: Result) -> Result:
         """The executor's verdict."""
@@ -51,7 +35,7 @@ class RehearsingPredictor:
         check = self._checks.get(variant.id)
         if check is None:
             try:
-                check = check_variant(variant, problem, schedules=self._schedules)
+                check = check_variant(variant, problem, schedules=self.schedules)
             except NormforgeError as error:
                 check = Check(variant.id, 0, problems=(str(error),))
             self._checks[variant.id] = check

@@ -25,7 +25,7 @@ from optuna.trial import TrialState
 from generator.agenda import Agenda, warm_starts
 from generator.budget import Budget, Progress
 from generator.compile import Compiled
-from generator.evaluator import Evaluator, Pool, confirmed, identity, refuse
+from generator.evaluator import Evaluator, Pool, identity, refuse
 from generator.finals import fastest_barred, hold_finals
 from generator.legal import LegalConfigs, Values
 from generator.problem import Problem
@@ -166,7 +166,7 @@ class _Search:
         finals = hold_finals(
             self.legal,
             self.pool,
-            confirmed(self.evaluator, self.legal.rank, self.incumbent),
+            self.evaluator,
             self.records,
             self.incumbent,
             self.budget.n_finalists,

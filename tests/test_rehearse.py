@@ -10,7 +10,7 @@ import pytest
 from generator import rehearse
 from generator.compile import Compiled, Resources, compile_variant
 from generator.emulate import Check
-from generator.evaluator import confirmed
+from generator.finals import hold_round
 from generator.legal import LegalConfigs
 from generator.problem import Problem
 from generator.rehearse import RehearsingPredictor
@@ -64,8 +64,7 @@ def held(
 ) -> tuple[list[Result], Choice | None]:
     """The results of finals, and who wins."""
     rank = LegalConfigs(SPACE, PROBLEM, TARGET).rank
-    evaluator = confirmed(RehearsingPredictor(TARGET), rank, incumbent)
-    results = list(evaluator.finals(PROBLEM, entries))
+    results = hold_round(RehearsingPredictor(TARGET), PROBLEM, entries, rank, incumbent)
     pairs = [(v.config, result) for (v, _), result in zip(entries, results, strict=True)]
     return results, choose(pairs, rank, incumbent)
 
