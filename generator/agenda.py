@@ -113,9 +113,9 @@ class Agenda:
                     self._candidates[self.legal.key(drawn)] = drawn
         for key in self._candidates.keys() & self.taken:
             del self._candidates[key]
-        known = {self.legal.key(record.config) for record in self.records}
-        pending = sorted(set(self.taken) - known, key=repr)
-        guess = self._guesser.best(self.records, pending, list(self._candidates))
+        tried = [self.legal.key(record.config) for record in self.records]
+        pending = sorted(set(self.taken).difference(tried), key=repr)
+        guess = self._guesser.best(self.records, tried, pending, list(self._candidates))
         return None if guess is None else self._candidates[guess]
 
     def _barred_variants(self) -> Iterator[Values]:

@@ -64,11 +64,15 @@ class Guesser:
         self._spreads: Floats = np.zeros(0)  # the last ones computed
 
     def best(
-        self, records: Sequence[Record], pending: Sequence[Key], candidates: Sequence[Key]
+        self,
+        records: Sequence[Record],
+        tried: Sequence[Key],
+        pending: Sequence[Key],
+        candidates: Sequence[Key],
     ) -> Key | None:
         """The candidate with the highest expected improvement over the best of `records`, the first
-        of equals; None where there are none or too few records. pending: configs on their way,
-        which count as being as fast as they are expected to be."""
+        of equals; None where there are none or too few records. tried: the configs of `records`;
+        pending: those on their way, which count as being as fast as they are expected to be."""
         timed = [record.ratio for record in records if record.result.ratio is not None]
         if len(timed) < FEWEST or not candidates:
             return None
@@ -76,7 +80,6 @@ class Guesser:
         times = np.array(
             [min(math.log(r.ratio), worst) if r.result.ratio else worst for r in records]
         )
-        tried = [tuple(map(record.config.__getitem__, self._names)) for record in records]
         known, waiting, numbers = map(self._numbered, (tried, pending, candidates))
         self._learn(known, times)
         expected = self._process.expected(self._agree, times)

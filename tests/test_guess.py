@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -42,14 +42,16 @@ def by_many(config: Config) -> float:
 RECORDS = [tried(config, timed(by_stages(config))) for config in DRAWN]
 
 
-def keys(configs: Sequence[Config]) -> list[Key]:
+def keys(configs: Iterable[Config]) -> list[Key]:
     return [LEGAL.key(config) for config in configs]
 
 
 def guessed(
     records: Sequence[Record], pending: Sequence[Config], candidates: Sequence[Config]
 ) -> Config | None:
-    key = Guesser(SPACE).best(records, keys(pending), keys(candidates))
+    key = Guesser(SPACE).best(
+        records, keys(r.config for r in records), keys(pending), keys(candidates)
+    )
     return None if key is None else LEGAL.config(key)
 
 
@@ -67,7 +69,7 @@ def test_guesses_find_the_fastest_of_many_with_few_trials() -> None:
     known = [record.config for record in records]
     candidates = [c for c in LEGAL.first(400) + DRAWN[8:] if c not in known]
     for _ in range(25):
-        key = guesser.best(records, [], keys(candidates))
+        key = guesser.best(records, keys(r.config for r in records), [], keys(candidates))
         assert key is not None
         candidates.remove(LEGAL.config(key))
         records.append(tried(LEGAL.config(key), timed(by_stages(LEGAL.config(key)))))
@@ -169,7 +171,7 @@ def test_what_is_kept_between_guesses_does_not_change_them(
         if growth == 1.0:
             length, variance = estimated(records)
         offered = candidates[: 150 + 8 * turn]
-        chosen = guesser.best(records, waiting, offered)
+        chosen = guesser.best(records, keys(r.config for r in records), waiting, offered)
         assert chosen is not None
         expected = improvements(records, waiting, offered, length, variance)
         assert expected[offered.index(chosen)] >= 0.999 * expected.max(), turn
@@ -196,7 +198,7 @@ def test_what_is_on_its_way_may_be_expected_to_be_the_best(monkeypatch: pytest.M
     candidates = [
         k for k in keys([*LEGAL.around(base, random.Random(1)), *DRAWN]) if k not in known
     ]
-    chosen = Guesser(SPACE).best(records, known[:1], candidates)
+    chosen = Guesser(SPACE).best(records, keys(r.config for r in records), known[:1], candidates)
     assert chosen is not None
     expected = improvements(records, known[:1], candidates, 8.0, estimated(records)[1])
     assert expected[candidates.index(chosen)] >= 0.999 * expected.max()
@@ -207,8 +209,8 @@ def test_other_records_are_learned_from_scratch(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(guess, "_AT_ONCE", 1)
     guesser, candidates = Guesser(SPACE), keys(LEGAL.first(300))
     alike = [tried(r.config, timed(2.5 - 0.01 * r.ratio)) for r in reversed(RECORDS)]
-    guesser.best(alike, [], candidates)
-    chosen = guesser.best(RECORDS, [], candidates)
+    guesser.best(alike, keys(r.config for r in alike), [], candidates)
+    chosen = guesser.best(RECORDS, keys(r.config for r in RECORDS), [], candidates)
     assert chosen is not None
     expected = improvements(RECORDS, [], candidates, *estimated(RECORDS))
     assert expected[candidates.index(chosen)] >= 0.999 * expected.max()
@@ -226,7 +228,7 @@ def test_few_variances_are_computed_once_most_candidates_are_known(
         return original(self, agree)
 
     guesser, candidates = Guesser(SPACE), keys(LEGAL.first(2000))
-    guesser.best(RECORDS[:38], [], candidates)
+    guesser.best(RECORDS[:38], keys(r.config for r in RECORDS[:38]), [], candidates)
     monkeypatch.setattr(guess._Process, "spread", spread)
-    guesser.best(RECORDS[:39], [], candidates)
+    guesser.best(RECORDS[:39], keys(r.config for r in RECORDS[:39]), [], candidates)
     assert 0 < computed <= len(candidates) / 4
