@@ -7,7 +7,11 @@
         --out benchmarks/results/scaling_h200.json
 
 Both runs must start alike, for example in empty folders. Says how long they took and, for every
-shape, whether they chose the same kernel or one that is as fast within 1 %. Needs no GPU.
+shape, whether they chose the same kernel or one that is as fast within 1 %.
+
+Times of two runs differ by more than that between GPUs of one model, and even on one GPU. With
+`--judge 0` winners that are not the same are therefore compiled and timed side by side on that GPU,
+and what comes out there counts. Without it no GPU is needed.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +29,9 @@ sys.path.insert(0, str(ROOT))
 
 from generator.errors import NormforgeError  # noqa: E402
 from generator.winner import TIE  # noqa: E402
+
+BLOCKS, ROUNDS = 5, 21
+"""How long two winners are timed side by side."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -39,7 +48,13 @@ def read(path: Path) -> dict[str, Any]:
         raise NormforgeError(f"{path} is no output of `tune.py --json`: {error}") from error
 
 
-def compare(one: dict[str, Any], many: dict[str, Any], devices: int) -> dict[str, Any]:
+Judge = Callable[[str, Mapping[str, Any], Mapping[str, Any]], float]
+"""Of a shape and two configs: the second one's time over the first one's."""
+
+
+def compare(
+    one: dict[str, Any], many: dict[str, Any], devices: int, judge: Judge | None = None
+) -> dict[str, Any]:
     """Times, and how the winners agree. Raises NormforgeError when the runs differ in more than the
     number of their GPUs."""
     if one["shapes"].keys() != many["shapes"].keys():
@@ -51,12 +66,16 @@ def compare(one: dict[str, Any], many: dict[str, Any], devices: int) -> dict[str
     rows = []
     for shape, row in one["shapes"].items():
         other = many["shapes"][shape]
+        slower = other["ratio"] / row["ratio"]
+        if judge and row["variant"] != other["variant"]:
+            slower = judge(shape, row["config"], other["config"])
         rows.append(
             {
                 "shape": shape,
                 "variant": [row["variant"], other["variant"]],
                 "ratio": [row["ratio"], other["ratio"]],
-                "agree": agreement(row, other),
+                "many_over_one": round(slower, 4),
+                "agree": agreement(row["variant"] == other["variant"], slower),
             }
         )
     counts = {kind: sum(r["agree"] == kind for r in rows) for kind in KINDS}
@@ -68,6 +87,7 @@ def compare(one: dict[str, Any], many: dict[str, Any], devices: int) -> dict[str
         "ratio": round(many["seconds"] / one["seconds"], 3),
         "shapes": len(rows),
         "most_trials": max(trials),
+        "judged": judge is not None,
         "agreement": counts,
         "rows": rows,
     }
@@ -76,12 +96,51 @@ def compare(one: dict[str, Any], many: dict[str, Any], devices: int) -> dict[str
 KINDS = ("same", "tie", "differs")
 
 
-def agreement(row: dict[str, Any], other: dict[str, Any]) -> str:
-    """`same` kernel; `tie`: another one that is no worse than 1 % in either run; or `differs`."""
-    if row["variant"] == other["variant"]:
+def agreement(same: bool, slower: float) -> str:
+    """`same` kernel; `tie`: another one whose time differs by no more than 1 %; or `differs`.
+
+    slower: time of one winner over that of the other."""
+    if same:
         return "same"
-    low, high = sorted((row["ratio"], other["ratio"]))
-    return "tie" if high <= low * (1 + TIE) else "differs"
+    return "tie" if max(slower, 1 / slower) <= 1 + TIE else "differs"
+
+
+def judge_on(index: int, gpu: str) -> tuple[Judge, dict[str, Any]]:
+    """A judge on a GPU of this machine, and facts about that. Raises NormforgeError when it is not
+    the model that the runs were on."""
+    import torch
+
+    from generator.compile import compile_variant
+    from generator.problem import Problem
+    from generator.session import Session, Workload
+    from generator.target import match_device
+    from generator.variant import make_variant
+    from generator.worker import Candidate, NoGpuError
+
+    try:
+        session = Session(index)
+    except NoGpuError as error:
+        raise NormforgeError(f"--judge {index}: {error}") from error
+    target = match_device(session.facts["name"], session.facts["sms"])
+    if target is None or target.name != gpu:
+        raise NormforgeError(f"--judge {index} is a {session.facts['name']}, the runs are of {gpu}")
+
+    def judge(shape: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
+        problem = Problem.parse(shape)
+        torch.cuda.empty_cache()
+        work = Workload(problem, session.device)
+        variants = [make_variant(config, problem) for config in (first, second)]
+        benches = [
+            work.bench(Candidate(compile_variant(v, target.arch).cubin, v.spec(target.sms)))
+            for v in variants
+        ]
+        operations = [lambda bench=bench: bench.run(work.inputs) for bench in benches]
+        pairs: list[tuple[float, float]] = []
+        for _ in range(BLOCKS):
+            pairs += zip(*session.timer.block(operations, ROUNDS), strict=True)
+        return median(b / a for a, b in pairs)
+
+    return judge, session.facts
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -92,9 +151,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--many", type=Path, required=True, help="the run on several")
     parser.add_argument("--devices", type=int, required=True, help="how many GPUs that had")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON")
+    parser.add_argument("--judge", type=int, metavar="N", help="index of the GPU that judges")
     args = parser.parse_args(arguments)
     try:
-        result = compare(read(args.one), read(args.many), args.devices)
+        one, many = read(args.one), read(args.many)
+        judge, facts = (None, {}) if args.judge is None else judge_on(args.judge, one["gpu"])
+        result = compare(one, many, args.devices, judge)
+        result["environment"] = facts
     except NormforgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

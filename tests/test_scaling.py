@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.scaling import agreement, main
+from benchmarks.scaling import agreement, compare, main
 from generator.problem import Problem
 
 
@@ -19,7 +21,8 @@ def run(seconds: float, *rows: dict[str, Any], **facts: Any) -> dict[str, Any]:
 
 def row(M: int, variant: str, ratio: float, **options: Any) -> dict[str, Any]:
     shape = str(Problem(M, 1024, "bf16", "bf16", **options))
-    return {"shape": shape, "variant": variant, "us": 10.0, "ratio": ratio, "trials": 400}
+    made = {"variant": variant, "config": {"strategy": variant}}
+    return {"shape": shape, **made, "us": 10.0, "ratio": ratio, "trials": 400}
 
 
 def call(tmp_path: Path, one: dict[str, Any], many: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -43,17 +46,38 @@ def test_times_and_winners_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "expected"),
-    [
-        (("a", 1.0), ("a", 2.0), "same"),
-        (("a", 1.0), ("b", 1.01), "tie"),
-        (("a", 1.02), ("b", 1.0), "differs"),
-    ],
+    ("same", "slower", "expected"),
+    [(True, 2.0, "same"), (False, 1.01, "tie"), (False, 1 / 1.01, "tie"), (False, 0.98, "differs")],
 )
-def test_tie_is_one_percent(
-    first: tuple[str, float], second: tuple[str, float], expected: str
-) -> None:
-    assert agreement(row(1, *first), row(1, *second)) == expected
+def test_tie_is_one_percent(same: bool, slower: float, expected: str) -> None:
+    assert agreement(same, slower) == expected
+
+
+def test_what_the_judge_times_counts() -> None:
+    """Of two runs on different GPUs the ratios say little; winners that are the same need none."""
+    facts: dict[str, Any] = {"gpu": "h200", "evidence": "measured", "seconds": 4.0}
+    one = facts | {"shapes": {"1": row(1, "a", 1.1), "2": row(2, "b", 1.1)}}
+    many = facts | {"shapes": {"1": row(1, "a", 1.3), "2": row(2, "c", 1.3)}}
+    asked = []
+
+    def judge(shape: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
+        asked.append((shape, first["strategy"], second["strategy"]))
+        return 1.005
+
+    result = compare(one, many, 4, judge)
+    assert asked == [("2", "b", "c")]
+    assert result["agreement"] == {"same": 1, "tie": 1, "differs": 0}
+    assert compare(one, many, 4)["agreement"] == {"same": 1, "tie": 0, "differs": 1}
+
+
+def test_a_judge_needs_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    for name in ("one", "many"):
+        (tmp_path / name).write_text(json.dumps(run(1.0, row(1, "a", 1.1))))
+    arguments = ["--one", str(tmp_path / "one"), "--many", str(tmp_path / "many")]
+    assert main([*arguments, "--devices", "4", "--judge", "0"]) == 2
+    assert "--judge 0" in capsys.readouterr().err
 
 
 def test_options_are_part_of_the_shape(tmp_path: Path) -> None:
