@@ -1,7 +1,11 @@
-"""generator/runtime/known.py: calls that come back are recognised, of however many kinds."""
+"""generator/runtime/known.py: calls that come back are recognised, of however many kinds.
+
+The doors' own use of it is tested in test_recognised.py.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +13,7 @@ import torch
 
 from generator.runtime.known import _MISSES_TO_FORGET, _MOST, Known
 from generator.runtime.options import PLAIN, Arguments, Options
+from generator.runtime.serve import _key, _present, _quick
 
 
 class Call:
@@ -23,116 +28,159 @@ def given(M: int, N: int = 64, weight: bool = True) -> Arguments:
     return Arguments(torch.zeros(M, N), x, torch.zeros(M), torch.zeros(N) if weight else None)
 
 
-def plain_call(known: Known, call: Arguments) -> Any:
-    """What the doors do first."""
-    for same, quick in known.plain:
-        if same(call.dy, call.x, call.rstd, call.weight):
-            return quick
-    return None
+class Backward(Known):
+    """Known as the doors of the backward ask it."""
+
+    def learn(self, call: Any, given: Arguments, options: Options = PLAIN) -> None:
+        tensors = _present(tuple(vars(given).values()))
+        self.add(_key(given, options), tensors, call, _quick(call, options))
+
+    def first(self, call: Arguments) -> Any:
+        """What the doors do first."""
+        for same, quick in self.recent:
+            if same(call.dy, call.x, call.rstd, call.weight):
+                return quick
+        return None
+
+    def then(self, given: Arguments, options: Options = PLAIN) -> Any:
+        """What they do next."""
+        return self.find(_key(given, options), _present(tuple(vars(given).values())))
 
 
 @pytest.fixture
-def known() -> Known:
-    return Known("cpu")
+def known() -> Backward:
+    return Backward()
 
 
-def test_frequent_calls_are_found_in_turn(known: Known) -> None:
+def test_frequent_calls_are_found_in_turn(known: Backward) -> None:
     calls = [Call() for _ in range(_MOST)]
     for M, call in enumerate(calls, 1):
-        known.add(call, given(M), PLAIN)
-    assert [plain_call(known, given(M)) for M in range(1, _MOST + 1)] == [c.quick for c in calls]
-    assert plain_call(known, given(99)) is None
+        known.learn(call, given(M))
+    assert [known.first(given(M)) for M in range(1, _MOST + 1)] == [c.quick for c in calls]
+    assert known.first(given(99)) is None
 
 
-def test_more_kinds_than_the_list_holds_are_found_by_shape(known: Known) -> None:
+def test_more_kinds_than_the_list_holds_are_found_by_shape(known: Backward) -> None:
     calls = [Call() for _ in range(3 * _MOST)]
     for M, call in enumerate(calls, 1):
-        known.add(call, given(M), PLAIN)
-    assert len(known.plain) == _MOST
+        known.learn(call, given(M))
+    assert len(known) == len(known.recent) == _MOST
     for M, call in enumerate(calls, 1):
-        found = plain_call(known, given(M)) or known.find(given(M), PLAIN)
-        assert found in (call, call.quick), M
-    assert known.find(given(99), PLAIN) is None
+        assert (known.first(given(M)) or call.quick) is call.quick, M
+        assert known.then(given(M)) is call, M
+    assert known.then(given(99)) is None
 
 
-def test_list_is_renewed_by_calls_that_come_back(known: Known) -> None:
-    for M in range(1, _MOST + 1):
-        known.add(Call(), given(M), PLAIN)
+def test_list_is_renewed_by_calls_that_come_back(known: Backward) -> None:
+    early = [Call() for _ in range(_MOST)]
+    for M, call in enumerate(early, 1):
+        known.learn(call, given(M))
     late = Call()
-    known.add(late, given(99), PLAIN)
+    known.learn(late, given(99))
     for _ in range(_MISSES_TO_FORGET):
-        assert plain_call(known, given(99)) is None or plain_call(known, given(99)) is late.quick
-        assert known.find(given(99), PLAIN) is late
-    assert plain_call(known, given(99)) is late.quick
-    assert len(known.plain) < _MOST
+        assert known.first(given(99)) in (None, late.quick)
+        assert known.then(given(99)) is late
+    assert known.first(given(99)) is late.quick
+    assert len(known.recent) < _MOST
+    for M, call in enumerate(early, 1):  # none of them has to be learned again
+        assert known.then(given(M)) is call
 
 
-def test_options_and_missing_tensors_keep_calls_apart(known: Known) -> None:
+def test_options_and_missing_tensors_keep_calls_apart(known: Backward) -> None:
     wishes = Options(weight_offset=1.0)
     first, second = Call(), Call(quick=False)
-    known.add(first, given(4), wishes)
-    known.add(second, given(4, weight=False), PLAIN)
-    assert not known.plain
-    assert known.find(given(4), wishes) is first
-    assert known.find(given(4, weight=False), PLAIN) is second
-    assert known.find(given(4), PLAIN) is None
+    known.learn(first, given(4), wishes)
+    known.learn(second, given(4, weight=False))
+    assert not known.recent
+    assert known.then(given(4), wishes) is first
+    assert known.then(given(4, weight=False)) is second
+    assert known.then(given(4)) is None
 
 
-def test_dtype_and_strides_keep_calls_apart(known: Known) -> None:
-    wishes = Options(need_dw=False)
-    one, other = given(4), given(4)
-    turned = Arguments(other.dy, torch.zeros(64, 4).T, other.rstd, other.weight)
-    call = Call()
-    known.add(call, one, wishes)
-    assert known.find(turned, wishes) is None
-    assert known.find(given(4), wishes) is call
+def test_calls_are_those_of_the_same_kind_only(known: Backward) -> None:
+    call, options = Call(), Options(need_dx=False)
+    known.learn(call, base := replace(given(4), dw_out=torch.zeros(64)), options)
+    assert known.then(base, options) is call
+    assert known.then(replace(base, dy=base.dy.clone()), options) is call
+    assert known.then(base, Options(need_dx=False, accumulate=True)) is None
+    assert known.then(replace(base, dw_out=None), options) is None
+    weight, x = torch.zeros(64), torch.zeros(4, 64)
+    for name, other in (
+        ("x", torch.zeros(3, 64)),
+        ("x", torch.zeros(64, 4).T),
+        ("x", torch.zeros(4, 65)[:, :64]),
+        ("x", torch.zeros(4 * 64 + 1)[1:].view(4, 64)),
+        ("x", x.clone().requires_grad_()),
+        ("x", x.to("meta")),
+        ("dy", x.double()),
+        ("weight", torch.nn.Parameter(weight)),
+        ("weight", torch.nn.Parameter(weight, requires_grad=False)),
+        ("dw_out", weight.bfloat16()),
+    ):
+        assert known.then(replace(base, **{name: other}), options) is None, (name, other)
 
 
-def test_misaligned_call_is_not_recognised(known: Known) -> None:
-    wishes = Options(need_dw=False)
-    known.add(Call(), given(4), wishes)
-    shifted = torch.zeros(4 * 64 + 1)[1:].view(4, 64)
-    odd = given(4)
-    assert known.find(Arguments(odd.dy, shifted, odd.rstd, odd.weight), wishes) is None
+def test_calls_with_more_tensors_are_added_beside_plain_ones(known: Backward) -> None:
+    known.learn(Call(), given(4))
+    with_residual = replace(given(4), dresidual=torch.zeros(4, 64))
+    summed = Call(quick=False)
+    known.learn(summed, with_residual)
+    assert known.then(with_residual) is summed
 
 
-def test_calls_with_more_tensors_are_added_beside_plain_ones(known: Known) -> None:
-    known.add(Call(), given(4), PLAIN)
-    plain, summed = given(4), Call(quick=False)
-    with_residual = Arguments(plain.dy, plain.x, plain.rstd, plain.weight, torch.zeros(4, 64))
-    known.add(summed, with_residual, PLAIN)
-    assert known.find(with_residual, PLAIN) is summed
+def test_misaligned_call_is_not_learned(known: Backward) -> None:
+    shifted = replace(given(4), x=torch.zeros(4 * 64 + 1)[1:].view(4, 64))
+    known.learn(Call(), shifted)
+    assert not known.recent and known.then(shifted) is None
 
 
 def test_other_devices_are_not_kept() -> None:
-    known = Known()
-    known.add(Call(), given(4), PLAIN)
-    assert not known.plain and known.find(given(4), PLAIN) is None
+    known = Backward("cuda")
+    known.learn(Call(), given(4))
+    assert not known.recent and known.then(given(4)) is None
 
 
-def test_memory_is_bounded(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded(known: Backward, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("generator.runtime.known._MOST_KEYS", 16)
     for M in range(1, 100):
-        known.add(Call(quick=False), given(M), PLAIN)
-        assert len(known._others) <= 16
+        known.learn(Call(quick=M % 2 == 0), given(M))
+        assert len(known._by_key) <= 16
+    for start in range(1, 4 * _MOST):  # kinds of one shape
+        strided = torch.zeros(4, 64 + 4 * start)[:, :64]
+        known.learn(Call(), replace(given(4), x=strided))
+    assert max(map(len, known._by_key.values())) == _MOST
+    assert len(known.recent) == _MOST
 
 
-def test_list_holds_a_call_once_however_it_is_asked_for(known: Known) -> None:
+def test_list_holds_a_call_once_however_it_is_asked_for(known: Backward) -> None:
     """Compositions ask `find` without a look at the list."""
     for M in range(1, _MOST + 1):
-        known.add(Call(), given(M), PLAIN)
+        known.learn(Call(), given(M))
     late = Call()
-    known.add(late, given(99), PLAIN)
+    known.learn(late, given(99))
     for _ in range(3 * _MISSES_TO_FORGET):
-        assert known.find(given(99), PLAIN) is late
-    assert [quick for _, quick in known.plain] == [late.quick]
+        assert known.then(given(99)) is late
+    assert [quick for _, quick in known.recent] == [late.quick]
 
 
-def test_kinds_that_one_call_serves_are_all_in_the_list(known: Known) -> None:
+def test_call_that_only_the_list_kept_is_not_listed_twice(
+    known: Backward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("generator.runtime.known._MOST_KEYS", 1)
+    call = Call()
+    for _ in range(3):
+        known.learn(call, given(4))
+        assert known.then(given(4)) is call
+        known.learn(Call(quick=False), given(5))  # takes the place of the other key
+        assert known.then(given(4)) is None
+    assert [quick for _, quick in known.recent] == [call.quick]
+
+
+def test_kinds_that_one_call_serves_are_all_in_the_list(known: Backward) -> None:
     """Whether a tensor requires a gradient is part of the check, but not of what serves it."""
     call, other = Call(), given(4)
     assert other.weight is not None
-    trained = Arguments(other.dy, other.x, other.rstd, torch.nn.Parameter(other.weight))
-    known.add(call, other, PLAIN)
-    known.add(call, trained, PLAIN)
-    assert plain_call(known, other) is plain_call(known, trained) is call.quick
+    trained = replace(other, weight=torch.nn.Parameter(other.weight))
+    known.learn(call, other)
+    known.learn(call, trained)
+    assert known.first(other) is known.first(trained) is call.quick

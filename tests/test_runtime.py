@@ -22,13 +22,13 @@ from cuda.bindings import driver as cuda
 
 from generator.runtime import binding as binding_module
 from generator.runtime import call as call_module
+from generator.runtime import driver as driver_module
 from generator.runtime import launch as launch_module
 from generator.runtime import workspace as workspace_module
 from generator.runtime.api import Package
 from generator.runtime.arguments import check_arguments
 from generator.runtime.call import aten_call, kernel_call
 from generator.runtime.dispatch import Kernel, Table, Tuned, runs_on
-from generator.runtime.known import Known
 from generator.runtime.launch import LaunchError, LoadedKernel
 from generator.runtime.layout import RowLayout, dense, read_layout, row_layout
 from generator.runtime.options import (
@@ -178,6 +178,7 @@ def read_arguments(function: str, parameters: int) -> tuple[int, ...]:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
+    monkeypatch.setattr(driver_module, "cuda_driver", lambda: fake)
     monkeypatch.setattr(launch_module, "cuda_driver", lambda: fake)
     monkeypatch.setattr(workspace_module, "cuda_driver", lambda: fake)
     monkeypatch.setattr(binding_module, "cuda_driver", lambda: fake)
@@ -718,28 +719,6 @@ def test_quick_call_leaves_unaligned_addresses_to_others(calls: Calls) -> None:
     (call,) = calls._made.values()
     assert call.quick(given.dy, odd, given.rstd, given.weight) is None
     assert len(calls.driver.launches) == launches
-
-
-def test_known_calls_are_those_of_the_same_kind_only() -> None:
-    known = Known("cpu")
-
-    def serve() -> None: ...
-
-    dy, x, rstd, weight = tensors()
-    given, options = Arguments(dy, x, rstd, weight, dw_out=torch.zeros(1024)), Options()
-    known.add(serve, given, options)
-    assert known.find(given, options) is serve
-    assert known.find(replace(given, dy=dy.clone()), options) is serve
-    assert known.find(given, Options(accumulate=True)) is None
-    assert known.find(replace(given, dw_out=None), options) is None
-    for name, other in (
-        ("x", x[:5]),
-        ("dy", dy.float()),
-        ("weight", torch.nn.Parameter(weight)),
-        ("x", torch.cat([x, x], 1)[:, :1024]),
-        ("x", torch.empty(6 * 1024 + 1, dtype=torch.bfloat16)[1:].view(6, 1024)),
-    ):
-        assert known.find(replace(given, **{name: other}), options) is None, name
 
 
 def test_refused_launch_is_an_error_of_the_call(calls: Calls) -> None:

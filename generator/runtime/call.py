@@ -10,15 +10,8 @@ import torch
 from .binding import Binding, bind, pack_addresses
 from .cuda import contiguous_strides, current_device, empty_strided, is_capturing, raw_stream
 from .dispatch import MAX_ALIGNMENT
-from .launch import (
-    DW_ADDED,
-    DW_IN_FP32,
-    DW_IN_WEIGHT_DTYPE,
-    Extent,
-    LaunchError,
-    LoadedKernel,
-    plain_extent,
-)
+from .driver import LaunchError
+from .launch import DW_ADDED, DW_IN_FP32, DW_IN_WEIGHT_DTYPE, Extent, LoadedKernel, plain_extent
 from .layout import Layout, dense
 from .options import Arguments, Options
 from .plan import Launch

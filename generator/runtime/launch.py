@@ -11,13 +11,11 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
+from .driver import LaunchError, checked, cluster_attribute, configure, cuda_driver, during_capture
 from .plan import MAIN_KERNEL, SUM_KERNEL, KernelSpec, Launch
 
 PORTABLE_CLUSTER = 8
@@ -90,60 +88,6 @@ def gap_factor(rows: int, heads: int) -> int:
     or no heads. (f * heads exceeds 2^32 by at most `heads`, so the product is off by less than
     rows * heads, which must stay below 2^32.)"""
     return (1 << 32) // heads + 1 if heads > 1 and rows * heads < 1 << 32 else 0
-
-
-class LaunchError(RuntimeError):
-    """The CUDA driver refused to load or to launch a kernel.
-
-    code: the driver's name of the error, for example CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE.
-    """
-
-    def __init__(self, code: str, action: str, kernel: str) -> None:
-        super().__init__(f"{code} while {action} {kernel}")
-        self.code = code
-
-
-def current_stream(device: int) -> int:
-    """The raw handle of PyTorch's current stream on a device.
-
-    torch.cuda.current_stream() wraps the same handle into a new object at ten times the cost; this
-    is the call that the code written by TorchInductor makes, for the same reason.
-    """
-    return int(torch._C._cuda_getCurrentRawStream(device))
-
-
-@cache
-def cuda_driver() -> Any:
-    """cuda.bindings.driver, imported when it is first needed."""
-    from cuda.bindings import driver
-
-    return driver
-
-
-def checked(status_and_values: tuple[Any, ...], action: str, kernel: str) -> Any:
-    """The value of a driver call. Raises LaunchError when its status is no success."""
-    status, *values = status_and_values
-    if status != 0:
-        raise LaunchError(status.name, action, kernel)
-    return values[0] if values else None
-
-
-@contextmanager
-def during_capture(kernel: str) -> Iterator[None]:
-    """Lets this thread load modules and allocate memory while a stream is being captured.
-
-    A capture in the mode `global` forbids such calls to every thread and one in `thread_local` to
-    its own, because they might synchronise with the captured stream. Those made here do not: they
-    work on a stream of their own, and what they do happens now, once, and not in the graph.
-    """
-    driver = cuda_driver()
-    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    action = "changing the capture mode for"
-    before = checked(driver.cuThreadExchangeStreamCaptureMode(relaxed), action, kernel)
-    try:
-        yield
-    finally:
-        checked(driver.cuThreadExchangeStreamCaptureMode(before), action, kernel)
 
 
 class _Arguments(threading.local):
@@ -349,24 +293,3 @@ class LoadedKernel:
         config = configure(grid, spec.sum_threads, 0, stream, attributes)
         self._sum_configs[grid, stream] = config
         return config
-
-
-def cluster_attribute(ctas: int) -> Any:
-    """The attribute of a launch in clusters of so many CTAs."""
-    driver = cuda_driver()
-    cluster = driver.CUlaunchAttribute()
-    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    dimension = cluster.value.clusterDim
-    dimension.x, dimension.y, dimension.z = ctas, 1, 1
-    return cluster
-
-
-def configure(grid: int, threads: int, smem_bytes: int, stream: int, attributes: list[Any]) -> Any:
-    config = cuda_driver().CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes = smem_bytes
-    config.hStream = stream
-    config.attrs = attributes
-    config.numAttrs = len(attributes)
-    return config

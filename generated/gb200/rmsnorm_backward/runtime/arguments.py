@@ -1,4 +1,4 @@
-"""The checks of the arguments of the backward."""
+"""The checks of the arguments of the backward and of the forward."""
 
 from __future__ import annotations
 
@@ -68,3 +68,30 @@ def _check_options(given: Arguments, options: Options) -> None:
         )
     if dw_out.dtype not in kinds or options.dw_dtype not in (None, dw_out.dtype):
         raise TypeError(f"dw_out must have the weight's dtype or {wide}, got {dw_out.dtype}")
+
+
+def check_forward(
+    x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
+) -> None:
+    """Raise TypeError or ValueError, with one sentence, for arguments that do not fit together."""
+    if x.dtype not in FLOATS:
+        raise TypeError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must be (..., N) with N >= 1, got shape {tuple(x.shape)}")
+    for name, tensor in (("weight", weight), ("residual", residual)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}")
+    if weight is not None:
+        if weight.dtype not in (x.dtype, torch.float32):
+            raise TypeError(f"weight must have x's dtype {x.dtype} or float32, got {weight.dtype}")
+        if weight.shape != x.shape[-1:]:
+            raise ValueError(f"weight must have shape ({x.shape[-1]},), got {tuple(weight.shape)}")
+    if residual is not None:
+        if residual.dtype not in FLOATS or (residual.dtype == torch.float64) != (
+            x.dtype == torch.float64
+        ):
+            raise TypeError(f"residual must be a float like x ({x.dtype}), got {residual.dtype}")
+        if residual.shape != x.shape:
+            raise ValueError(
+                f"residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}"
+            )

@@ -11,15 +11,8 @@ from typing import Any
 import torch
 
 from .cuda import contiguous_strides, current_device, empty_strided, is_capturing, raw_stream
+from .driver import LaunchError, checked, cluster_attribute, configure, cuda_driver, during_capture
 from .forward_table import KERNELS, ForwardSpec
-from .launch import (
-    LaunchError,
-    checked,
-    cluster_attribute,
-    configure,
-    cuda_driver,
-    during_capture,
-)
 from .layout import RowLayout
 
 ForwardCall = Callable[

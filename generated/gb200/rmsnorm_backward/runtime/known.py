@@ -2,102 +2,100 @@
 
 PyTorch's own check of a compiled function's inputs compares type, dtype, device, sizes, strides,
 requires_grad and dispatch keys of all tensors in C++. A call that came back gets such a check; as
-most trainings have a handful of signatures, trying them in turn is cheaper than reading one.
-Addresses are no part of the check: who uses it must see that they are multiples of MAX_ALIGNMENT.
+most trainings have a handful of signatures, trying them in turn is cheaper than reading one. Calls
+beyond a handful are found by a key, which costs more than a few checks and less than a signature.
+Addresses are no part of a check: who uses it must see that they are multiples of MAX_ALIGNMENT.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
+
+import torch
 
 from .cuda import same_kind
 from .dispatch import MAX_ALIGNMENT
-from .options import PLAIN, Arguments, Options
 
 Check = Callable[..., bool]
 
 _MOST = 8
-"""Checks that are tried in turn."""
+"""Checks that are tried in turn, and those that one key holds."""
 _MOST_KEYS = 1024
-"""Kinds of calls (options and shapes) that are remembered beside those."""
 _MISSES_TO_FORGET = 256
 """A full list is kept for so many misses, so that a program of many shapes rarely renews it."""
 
 
 class Known:
-    """The checks of one package. Lists are replaced, never changed, so that threads need no lock.
+    """The checks of calls of one function. Tuples are replaced, never changed, so that threads need
+    no lock.
 
-    plain: checks of dy, x, rstd and weight, with the quick call of a kernel. Calls beyond _MOST of
-    them are found by their shape, which costs more than those and less than a signature.
-    device: the type of device whose calls are worth a check.
+    recent: checks, each with what serves its calls, for the function to try in turn. All of them
+    take the same number of tensors.
+    device: the type of device whose calls are worth a check, by default every one.
     """
 
-    def __init__(self, device: str = "cuda") -> None:
-        self.plain: tuple[tuple[Check, Any], ...] = ()
+    def __init__(self, device: str = "") -> None:
+        self.recent: tuple[tuple[Check, Any], ...] = ()
         self._device = device
-        self._others: dict[Any, tuple[tuple[Check, Any], ...]] = {}
+        self._by_key: dict[Hashable, tuple[tuple[Check, Any, Any], ...]] = {}
         self._misses = 0
 
-    def find(self, given: Arguments, options: Options) -> Any:
-        """What serves a call that `plain` does not know, None when it is not known here either."""
-        entries = self._others.get(_key(given, options))
-        if entries:
-            tensors = [tensor for tensor in vars(given).values() if tensor is not None]
-            for same, call in entries:
-                if same(*tensors):
-                    if not _aligned(tensors):
-                        return None
-                    self._prefer(same, call, options)
-                    return call
+    def __len__(self) -> int:
+        """How many checks a call may meet in `recent`."""
+        return len(self.recent)
+
+    def find(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> Any:
+        """What serves a call that `recent` does not know, None when it is not known here either or
+        when an address is not aligned.
+
+        key: says which tensors there are and all that counts beside them; the more it tells apart,
+        the fewer checks are tried.
+        """
+        for same, call, quick in self._by_key.get(key, ()):
+            if same(*tensors):
+                if not _aligned(tensors):
+                    return None
+                if quick is not None:
+                    self._prefer(same, quick)
+                return call
         return None
 
-    def add(self, call: Any, given: Arguments, options: Options) -> None:
-        """Recognise the next calls like this one."""
-        tensors = [tensor for tensor in vars(given).values() if tensor is not None]
-        if given.x.device.type != self._device or not _aligned(tensors):
-            return
-        key = _key(given, options)
-        entries = self._others.get(key, ())
-        plain = self.plain if _quick(call, options) else ()
-        if any(same(*tensors) for same, _ in (*plain, *entries)):
-            return  # known, but asked for by a way that does not look here
-        same = same_kind(*tensors)
-        if same is None or self._prefer(same, call, options):
-            return
-        if len(self._others) >= _MOST_KEYS:
-            self._others.clear()
-        self._others[key] = (*entries[1 - _MOST :], (same, call))
+    def add(
+        self, key: Hashable, tensors: Sequence[torch.Tensor], call: Any, quick: Any = None
+    ) -> None:
+        """Recognise the next calls like this one, which `find` did not.
 
-    def _prefer(self, same: Check, call: Any, options: Options) -> bool:
-        """Whether a call is in `plain`, into which it is put when it may be there and there is, or
-        ought to be, place."""
-        quick = _quick(call, options)
-        if quick is None:
-            return False
-        if any(known is same for known, _ in self.plain):
-            return True  # asked for by a way that does not look there
-        if len(self.plain) >= _MOST:
+        call: what `find` gives for them. quick: what `recent` has for them, None for calls that are
+        not to be there.
+        """
+        if (self._device and tensors[0].device.type != self._device) or not _aligned(tensors):
+            return
+        listed = [] if quick is None else [same for same, _ in self.recent if same(*tensors)]
+        same = listed[0] if listed else same_kind(*tensors)
+        if same is None:
+            return
+        if len(self._by_key) >= _MOST_KEYS:
+            self._by_key.clear()
+        entries = self._by_key.get(key, ())[1 - _MOST :]
+        self._by_key[key] = (*entries, (same, call, quick))
+        if quick is not None:
+            self._prefer(same, quick)
+
+    def _prefer(self, same: Check, quick: Any) -> None:
+        """Put a call into `recent` when there is, or ought to be, place."""
+        recent = self.recent
+        if len(recent) >= _MOST:
             self._misses += 1
             if self._misses < _MISSES_TO_FORGET:
-                return False
-            self._misses, self.plain = 0, ()
-        self.plain = (*self.plain, (same, quick))
-        return True
+                return
+            self._misses = 0
+        # A call that is there was asked for by a way that does not look there.
+        if not any(known is same for known, _ in recent):
+            self.recent = (*(recent if len(recent) < _MOST else ()), (same, quick))
 
 
-def _quick(call: Any, options: Options) -> Any:
-    """What `plain` keeps of a call, None for one that it does not take."""
-    return getattr(call, "quick", None) if options == PLAIN else None
-
-
-def _key(given: Arguments, options: Options) -> Any:
-    """Which tensors there are, the shape of x, and the options."""
-    here = (given.weight is None, given.dresidual is None, given.dw_out is None)
-    return (*here, given.x.shape, options)
-
-
-def _aligned(tensors: list[Any]) -> bool:
+def _aligned(tensors: Sequence[torch.Tensor]) -> bool:
     together = 0
     for tensor in tensors:
         together |= tensor.data_ptr()

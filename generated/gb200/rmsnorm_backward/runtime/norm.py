@@ -54,7 +54,7 @@ def make_rms_norm(
                 or not is_plain(dy)
             )
             if need_dx and need_dw and not watched and not ctx.weight_offset:
-                for same, call in known.plain:
+                for same, call in known.recent:
                     if same(dy, x, rstd, weight):
                         results = call(dy, x, rstd, weight)
                         if results is not None:

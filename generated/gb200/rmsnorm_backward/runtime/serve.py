@@ -16,13 +16,14 @@ from .dispatch import MAX_ALIGNMENT, Choice, Kernel, Table, runs_on
 from .known import Known
 from .launch import LoadedKernel
 from .layout import power_of_two, read_layout
-from .options import Arguments, Composition, Options, composition, per_head
+from .options import PLAIN, Arguments, Composition, Options, composition, per_head
 from .plan import plan_launch
 from .reference import Results
 from .workspace import Workspaces
 
 _OPTIONAL = ("weight", "dresidual", "dw_out")
 _UNKNOWN = object()
+_ROUTED = object()
 _MOST_CALLS = 4096  # signatures remembered; only a program whose M changes all the time meets more
 
 
@@ -38,7 +39,7 @@ class Server:
         self._lock = threading.Lock()
         self._loaded: dict[Kernel, LoadedKernel] = {}
         self._calls: dict[tuple[Any, ...], Call] = {}
-        self._known = Known()
+        self._known = Known("cuda")
         self._routed: dict[tuple[Any, ...], Any] = {}  # a Call, None for PyTorch's kernel
         self._workspaces = Workspaces()
         self._warned: set[str] = set()
@@ -49,7 +50,8 @@ class Server:
         for name, value in vars(given).items():
             if not isinstance(value, torch.Tensor) and not (value is None and name in _OPTIONAL):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-        if (call := self._known.find(given, options)) is not None:
+        key = _key(given, options)
+        if (call := self._known.find(key, _present(tensors))) is not None:
             return call(*tensors)
         signature = (options, *(_facts(tensor) for tensor in tensors))
         call = self._calls.get(signature)
@@ -59,7 +61,7 @@ class Server:
                 self._calls.clear()
             self._calls[signature] = call
         else:
-            self._known.add(call, given, options)
+            self._known.add(key, _present(tensors), call, _quick(call, options))
         return call(*tensors)
 
     def _route(
@@ -75,6 +77,10 @@ class Server:
         given = Arguments(dy, x, rstd, weight)
         options = Options(need_dx=need_dx, need_dw=need_dw)
         tensors = tuple(vars(given).values())
+        # Door 1 may know the same call as one of PyTorch's own kernel.
+        key = (_ROUTED, *_key(given, options))
+        if (call := self._known.find(key, _present(tensors))) is not None:
+            return call(*tensors)
         signature = (options, *(_facts(tensor) for tensor in tensors))
         call = self._routed.get(signature, _UNKNOWN)
         if call is _UNKNOWN:
@@ -88,7 +94,7 @@ class Server:
             self._routed[signature] = call
         if call is None:
             return None
-        self._known.add(call, given, options)
+        self._known.add(key, _present(tensors), call, _quick(call, options))
         return call(*tensors)
 
     def _backward(
@@ -222,6 +228,21 @@ def _wishes(given: Arguments, options: Options) -> list[tuple[bool, str]]:
 
 def _alignment(tensor: torch.Tensor | None) -> int:
     return MAX_ALIGNMENT if tensor is None else power_of_two(tensor.data_ptr(), MAX_ALIGNMENT)
+
+
+def _key(given: Arguments, options: Options) -> tuple[Any, ...]:
+    """Where the calls of one shape are looked for: which tensors there are, and the options."""
+    here = (given.weight is None, given.dresidual is None, given.dw_out is None)
+    return (*here, given.x.shape, options)
+
+
+def _present(tensors: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _quick(call: Call, options: Options) -> Any:
+    """What the doors try first: a kernel's quick call, which takes dy, x, rstd and weight."""
+    return getattr(call, "quick", None) if options == PLAIN else None
 
 
 def _facts(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:

@@ -23,7 +23,7 @@ import threading
 
 import torch
 
-from .launch import LaunchError, checked, cuda_driver, during_capture
+from .driver import LaunchError, checked, cuda_driver, during_capture
 from .plan import Launch, round_up
 
 LINE = 128

@@ -11,11 +11,10 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from .arguments import DTYPES
-from .cuda import is_plain, modes_active, transforms_active
+from .cuda import is_plain, modes_active, raw_stream, transforms_active
 from .forward import Forward
 from .graph import Pass, make_backend, make_pass
 from .install import Installation
-from .launch import current_stream
 from .norm import make_module, make_rms_norm, per_head_forward
 from .ops import Operators
 from .options import Arguments, Options
@@ -111,7 +110,7 @@ class Package(Server):
             and not (weight_offset or accumulate)
             and not (is_dynamo_compiling() or modes_active())
         ):
-            for same, call in self._known.plain:
+            for same, call in self._known.recent:
                 if same(dy, x, rstd, weight):
                     results = call(dy, x, rstd, weight)
                     if results is not None:
@@ -217,7 +216,7 @@ class Package(Server):
         with torch.cuda.device(device):
             self._norms.warmup(shapes)
             index = torch.cuda.current_device()
-            workspace = self._workspaces.of_stream(index, current_stream(index))
+            workspace = self._workspaces.of_stream(index, raw_stream(index))
             for M, N, name, weight_name in shapes:
                 choice = self._choose(index, M, N, name, weight_name)
                 if choice.kernel is None:

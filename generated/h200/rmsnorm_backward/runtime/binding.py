@@ -11,15 +11,8 @@ import ctypes
 import struct
 from typing import Any, NamedTuple
 
-from .launch import (
-    MAIN_ARGUMENTS,
-    MAIN_OFFSETS,
-    SUM_ARGUMENTS,
-    SUM_OFFSETS,
-    Extent,
-    LoadedKernel,
-    cuda_driver,
-)
+from .driver import cuda_driver
+from .launch import MAIN_ARGUMENTS, MAIN_OFFSETS, SUM_ARGUMENTS, SUM_OFFSETS, Extent, LoadedKernel
 from .plan import Launch
 from .workspace import StreamWorkspace
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .arguments import DTYPES, FLOATS
-from .cuda import same_kind
+from .arguments import DTYPES, check_forward
 from .dispatch import MAX_ALIGNMENT, runs_on
 from .forward_call import ForwardCall, LoadedForward, forward_call
 from .forward_table import ForwardChoice, ForwardKernel, ForwardTable
+from .known import Known
 from .layout import RowLayout, power_of_two, row_layout
 
 _MOST_CALLS = 4096  # signatures remembered; only a program whose M changes all the time meets more
-_MOST_RECENT = 8  # signatures of one kind of call that are recognised in one step
-_MISSES_TO_FORGET = 256  # a full list is kept for so many misses
 
 
 def reference_forward(
@@ -65,10 +63,8 @@ class Forward:
         self._lock = threading.Lock()
         self._loaded: dict[ForwardKernel, LoadedForward] = {}
         self._calls: dict[tuple[Any, ...], ForwardCall] = {}
-        self._recent: dict[
-            tuple[bool, bool], tuple[tuple[Callable[..., bool], ForwardCall], ...]
-        ] = {}
-        self._misses = 0
+        # By whether there is no weight and no residual.
+        self._recent = {(w, r): Known() for w in (False, True) for r in (False, True)}
         self._warned: set[str] = set()
 
     def __call__(
@@ -95,13 +91,13 @@ class Forward:
         Raises TypeError or ValueError for arguments that do not fit, LaunchError when the driver
         refuses a launch.
         """
-        kind = (weight is None, residual is None)
+        known = self._recent[weight is None, residual is None]
         tensors = (x,) if weight is None else (x, weight)
         if residual is not None:
             tensors = (*tensors, residual)
         call = None
         try:
-            for same, known in self._recent.get(kind, ()):
+            for same, found in known.recent:
                 if same(*tensors):
                     # Addresses are no part of the check; most are aligned for any kernel.
                     at = x.data_ptr()
@@ -110,9 +106,11 @@ class Forward:
                     if residual is not None:
                         at |= residual.data_ptr()
                     if at % MAX_ALIGNMENT == 0:
-                        call = known
+                        call = found
                     break
-        except TypeError:  # something is no tensor
+            else:
+                call = known.find(x.shape, tensors)
+        except (AttributeError, TypeError):  # something is no tensor, or a size no number
             pass
         if call is None:
             call = self._call_of(x, weight, residual)
@@ -152,16 +150,8 @@ class Forward:
                 self._calls.clear()
             self._calls[signature] = call
         elif not any(places):
-            recent = self._recent.get(kind, ())
-            tensors = [t for t in (x, weight, residual) if t is not None]
-            if len(recent) >= _MOST_RECENT:
-                self._misses += 1
-                if self._misses < _MISSES_TO_FORGET:
-                    return call
-                self._misses, recent = 0, ()
-            same = same_kind(*tensors)
-            if same is not None:
-                self._recent[kind] = (*recent, (same, call))
+            tensors = [tensor for tensor in (x, weight, residual) if tensor is not None]
+            self._recent[kind].add(x.shape, tensors, call, call)
         return call
 
     def explain(
@@ -289,30 +279,3 @@ def aten_forward(
     with torch.no_grad():
         y, rstd = torch.ops.aten._fused_rms_norm(x.contiguous(), [x.shape[-1]], weight, eps)
     return y, rstd
-
-
-def check_forward(
-    x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
-) -> None:
-    """Raise TypeError or ValueError, with one sentence, for arguments that do not fit together."""
-    if x.dtype not in FLOATS:
-        raise TypeError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x must be (..., N) with N >= 1, got shape {tuple(x.shape)}")
-    for name, tensor in (("weight", weight), ("residual", residual)):
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}")
-    if weight is not None:
-        if weight.dtype not in (x.dtype, torch.float32):
-            raise TypeError(f"weight must have x's dtype {x.dtype} or float32, got {weight.dtype}")
-        if weight.shape != x.shape[-1:]:
-            raise ValueError(f"weight must have shape ({x.shape[-1]},), got {tuple(weight.shape)}")
-    if residual is not None:
-        if residual.dtype not in FLOATS or (residual.dtype == torch.float64) != (
-            x.dtype == torch.float64
-        ):
-            raise TypeError(f"residual must be a float like x ({x.dtype}), got {residual.dtype}")
-        if residual.shape != x.shape:
-            raise ValueError(
-                f"residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}"
-            )

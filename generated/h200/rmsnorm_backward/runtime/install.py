@@ -112,7 +112,7 @@ def _override(serve: Serve, known: Known, device: str) -> torch.library.Library:
     ) -> Any:
         if len(normalized_shape) == 1:
             if output_mask == both and weight is not None:
-                for same, call in known.plain:
+                for same, call in known.recent:
                     if same(dy, x, rstd, weight):
                         results = call(dy, x, rstd, weight)
                         if results is not None:
