@@ -47,6 +47,16 @@ class Evaluator(Protocol):
 
 
 @runtime_checkable
+class Sifting(Evaluator, Protocol):
+    """An evaluator that can time many candidates side by side: that tells more than their trials,
+    each of which had its own moment."""
+
+    def sift(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[float]:
+        """Ratios to the floor, without any check; nothing where no clean times can be had."""
+        ...
+
+
+@runtime_checkable
 class Confirming(Evaluator, Protocol):
     """An evaluator with one more check, too slow for all finalists: the one that is to win gets it,
     and when it fails, the one that is to win then."""

@@ -9,7 +9,7 @@ from statistics import median
 
 from generator.compile import Compiled
 from generator.errors import ProblemError
-from generator.noise import Block, NoisyError, Timing, collect, noise_in
+from generator.noise import SEARCH_PAUSES, Block, NoisyError, Timing, collect, noise_in
 from generator.nvml import DeviceMonitor
 from generator.problem import Problem
 from generator.result import Result
@@ -90,6 +90,20 @@ class MeasuredEvaluator:
         if result.floor_us is not None:
             self._learn(problem, result.floor_us)
         return result
+
+    def sift(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[float]:
+        """Ratios from one block in which all take turns; nothing when it stays noisy or costs the
+        worker its life. Whoever did that is found in the finals."""
+        job = Job("interleave", problem, tuple(self._candidate(*entry) for entry in entries))
+        try:
+            timing = collect(
+                *(lambda: self._block(job), 1, self._floors.get(problem), SEARCH_PAUSES),
+                self._sleep,
+            )
+        except WorkerLostError:
+            return []
+        self.discarded += timing.discarded
+        return [] if timing.fault else list(timing.ratios)
 
     def finals(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[Result]:
         """The determinism ladder for each, then all that passed timed in the same blocks.
@@ -188,12 +202,7 @@ class MeasuredEvaluator:
         job = Job("interleave", problem, tuple(candidates))
         best = self._floors.get(problem)
 
-        def block() -> Block:
-            answer = self._supply.call(job).block
-            assert answer is not None
-            return answer
-
-        timing = collect(block, FINAL_BLOCKS, best, FINAL_PAUSES, self._sleep)
+        timing = collect(lambda: self._block(job), FINAL_BLOCKS, best, FINAL_PAUSES, self._sleep)
         self.discarded += timing.discarded
         if timing.fault:
             raise NoisyError(
@@ -203,6 +212,11 @@ class MeasuredEvaluator:
         self._look()
         self._learn(problem, timing.floor_us)
         return timing
+
+    def _block(self, job: Job) -> Block:
+        answer = self._supply.call(job).block
+        assert answer is not None
+        return answer
 
     def _alone(self, problem: Problem, candidate: Candidate) -> Result | None:
         """The outcome of a candidate that breaks the worker by itself, else None."""

@@ -139,6 +139,17 @@ def test_finalist_that_breaks_the_worker_is_found_and_the_others_are_timed(
     assert "fresh process" in results[0].checks
 
 
+def test_sifting_that_breaks_the_worker_leaves_it_to_the_finals(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "", "late_sticky")
+    with bench.evaluator() as evaluator:
+        entries = [bench.entry(place) for place in range(4)]
+        assert evaluator.sift(PROBLEM, entries) == []
+        assert evaluator.lost == 1
+        assert len(evaluator.sift(PROBLEM, [entries[0], *entries[2:]])) == 3
+        results = evaluator.finals(PROBLEM, entries)
+    assert [r.outcome for r in results] == ["ok", "crashed", "ok", "ok"]
+
+
 def test_crash_of_the_compiler_costs_only_the_variant_that_causes_it(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "compile_crash", "compile_error")
     forks()

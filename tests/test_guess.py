@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from generator import guess
-from generator.guess import FEWEST, LENGTHS, NOISE, WORST, Floats, Guesser
+from generator.guess import FEWEST, LENGTHS, NOISE, WEIGHTS, WORST, Floats, Guesser
 from generator.legal import Key, LegalConfigs
 from generator.result import Result
 from generator.space import load_space
@@ -87,14 +87,15 @@ def test_a_trial_without_a_time_counts_against_its_like() -> None:
 
 
 def test_what_is_on_its_way_is_expected_and_not_asked_for_again() -> None:
-    fast = min(RECORDS, key=lambda record: record.ratio).config
+    records = [tried(config, timed(by_many(config))) for config in DRAWN]
+    fast = min(records, key=lambda record: record.ratio).config
     candidates = [
         {**fast, "rows_per_cta": rows, "ctas_per_sm": ctas} for rows in (1, 2, 4) for ctas in (1, 2)
     ]
-    first = guessed(RECORDS, [], candidates)
+    first = guessed(records, [], candidates)
     assert first is not None
     near = [{**first, "grid": "full"}, {**first, "grid": "even"}]
-    second = guessed(RECORDS, near, candidates)
+    second = guessed(records, near, candidates)
     assert second != first
 
 
@@ -111,7 +112,11 @@ def log_times(records: Sequence[Record]) -> Floats:
 
 
 def covariance(one: Sequence[Key], other: Sequence[Key], length: float) -> Floats:
-    differ = [[sum(a != b for a, b in zip(x, y, strict=True)) for y in other] for x in one]
+    weights = [WEIGHTS[knob.name] for knob in SPACE.knobs]
+    differ = [
+        [sum(w for w, a, b in zip(weights, x, y, strict=True) if a != b) for y in other]
+        for x in one
+    ]
     return np.exp(-np.array(differ).reshape(len(one), len(other)) / length)
 
 
@@ -183,7 +188,7 @@ def test_what_is_kept_between_guesses_does_not_change_them(
 
 def test_what_is_on_its_way_may_be_expected_to_be_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of four changes helps, and all four together are on their way."""
-    monkeypatch.setattr(guess, "LENGTHS", (8.0,))
+    monkeypatch.setattr(guess, "LENGTHS", (32.0,))
     base = dict(DRAWN[0])
     changes = [
         {knob.name: next(value for value in knob.choices if value != base[knob.name])}
@@ -200,7 +205,7 @@ def test_what_is_on_its_way_may_be_expected_to_be_the_best(monkeypatch: pytest.M
     ]
     chosen = Guesser(SPACE).best(records, keys(r.config for r in records), known[:1], candidates)
     assert chosen is not None
-    expected = improvements(records, known[:1], candidates, 8.0, estimated(records)[1])
+    expected = improvements(records, known[:1], candidates, 32.0, estimated(records)[1])
     assert expected[candidates.index(chosen)] >= 0.999 * expected.max()
 
 

@@ -252,6 +252,24 @@ def test_a_quiet_run_says_nothing() -> None:
     assert measuring.disturbances() == ""
 
 
+def test_sifting_orders_by_what_is_seen_side_by_side() -> None:
+    measuring = evaluator(World())
+    configs = SOUND[:6]
+    ratios = measuring.sift(PROBLEM, [entry(config) for config in configs])
+    landscape = Landscape()
+    truth = [landscape.ratio(make_variant(config, PROBLEM)) for config in configs]
+    assert ratios == pytest.approx(truth, rel=0.01)
+
+
+def test_sifting_in_a_storm_says_nothing_and_does_not_wait_for_its_end() -> None:
+    world = World(storm=lambda seconds: True)
+    measuring = evaluator(world)
+    measuring._learn(PROBLEM, 40.0)
+    assert measuring.sift(PROBLEM, [entry(config) for config in SOUND[:4]]) == []
+    assert measuring.discarded > 0
+    assert world.clock.seconds < 5
+
+
 def test_finals_wait_for_a_storm_to_pass() -> None:
     world = World(storm=lambda seconds: seconds < 20, drift=0)
     measuring = evaluator(world)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +23,9 @@ from optuna.trial import TrialState
 
 from generator.agenda import warm_starts
 from generator.budget import Budget, Progress
+from generator.compile import Compiled
 from generator.errors import NormforgeError
+from generator.finals import SIFTED, SIFTED_US
 from generator.legal import LegalConfigs
 from generator.problem import Problem
 from generator.result import Result
@@ -592,6 +595,50 @@ def test_the_winner_is_the_best_of_the_finals(storage: BaseStorage) -> None:
         make_variant(config, PROBLEM).id for config in deterministic
     }
     assert winner.variant in {entry.variant for entry in winner.tied}
+
+
+class Sifter(FakeEvaluator):
+    """Trials scatter by several per cent, and only side by side the truth is seen."""
+
+    def __init__(self, clean: bool = True) -> None:
+        super().__init__(final=lambda variant: timed(cost(variant)))
+        self.clean = clean
+        self.sifted: list[list[Config]] = []
+        noise = random.Random(3)
+        self.cost = lambda variant: cost(variant) * (1 + abs(noise.gauss(0, 0.03)))
+
+    def sift(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[float]:
+        self.sifted.append([variant.config for variant, _ in entries])
+        return [cost(variant) for variant, _ in entries] if self.clean else []
+
+
+def test_who_is_among_the_best_is_found_side_by_side(storage: BaseStorage) -> None:
+    evaluator = Sifter()
+    search(storage, evaluator, trials=120)
+    [sifted], [finalists] = evaluator.sifted, evaluator.finalists
+    assert 6 < len(sifted) <= SIFTED
+    assert all(determinism_class(config) != "none" for config in sifted)
+    best = sorted(sifted, key=ratio_of)[:6]
+    called = [LEGAL.key(c) for c in finalists if determinism_class(c) != "none"]
+    assert called == [LEGAL.key(config) for config in best]
+    by_trial = [LEGAL.key(config) for config in sifted[:6]]
+    assert called != by_trial, "the trials alone would have called up others"
+
+
+def test_without_clean_times_side_by_side_the_trials_decide(storage: BaseStorage) -> None:
+    evaluator = Sifter(clean=False)
+    search(storage, evaluator, trials=120)
+    [sifted], [finalists] = evaluator.sifted, evaluator.finalists
+    called = [LEGAL.key(c) for c in finalists if determinism_class(c) != "none"]
+    assert called == [LEGAL.key(config) for config in sifted[:6]]
+
+
+def test_few_that_take_long_are_not_sifted(storage: BaseStorage) -> None:
+    evaluator = Sifter()
+    slow = Result("ok", SIFTED_US / 6, SIFTED_US / 8, 1.3, "verified")
+    evaluator._result = lambda variant: slow  # type: ignore[method-assign]
+    search(storage, evaluator, trials=40)
+    assert evaluator.sifted == []
 
 
 @pytest.mark.parametrize("lucky", [False, True], ids=["caught", "bits that happen to repeat"])
