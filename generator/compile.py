@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from generator.errors import NormforgeError
-from generator.processes import end_with_parent, shielded
+from generator.processes import end_pool, end_with_parent, shielded
 from generator.render import render
 from generator.runtime.plan import MAIN_KERNEL, Launch
 from generator.target import Target
@@ -195,13 +195,17 @@ class CubinCache:
     def compile(self, source: str, arch: str, register_cap: int = 0) -> Compiled:
         """The cached result, or a fresh one that is stored. An entry that is damaged is compiled
         again and replaced."""
-        path = self.path(source, arch, register_cap)
-        found = self._read(path)
-        if found is not None and found.source == source:
+        found = self.find(source, arch, register_cap)
+        if found is not None:
             return found
         compiled = compile_source(source, arch, register_cap)
-        self._write(path, compiled)
+        self._write(self.path(source, arch, register_cap), compiled)
         return compiled
+
+    def find(self, source: str, arch: str, register_cap: int = 0) -> Compiled | None:
+        """The cached result; None where there is none that is sound."""
+        found = self._read(self.path(source, arch, register_cap))
+        return found if found is not None and found.source == source else None
 
     @staticmethod
     def _read(path: Path) -> Compiled | None:
@@ -287,7 +291,7 @@ class CompilePool:
         except (BrokenProcessPool, CancelledError):
             return self._alone(variant, timeout)
         except TimeoutError:
-            _end(self._pool)
+            end_pool(self._pool)
             self._pool = self._start(self.processes)
             return self._failed(variant, f"NVRTC took more than {timeout:.0f} s")
         except Exception as error:
@@ -305,7 +309,7 @@ class CompilePool:
             except Exception as error:
                 return self._failed(variant, f"{type(error).__name__}: {error}")
             finally:
-                _end(pool)
+                end_pool(pool)
         return self._failed(variant, f"NVRTC crashed on this variant {LIVES} times")
 
     def _failed(self, variant: Variant, error: str) -> Compiled:
@@ -313,17 +317,10 @@ class CompilePool:
 
     def close(self) -> None:
         """Ends the processes, whatever they are doing: entries of the cache appear whole."""
-        _end(self._pool)
+        end_pool(self._pool)
 
     def __enter__(self) -> CompilePool:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _end(pool: ProcessPoolExecutor) -> None:
-    processes = list((pool._processes or {}).values())
-    pool.shutdown(wait=False, cancel_futures=True)
-    for process in processes:
-        process.kill()

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, TimeoutError
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from multiprocessing import get_context
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from generator.ahead import cached
 from generator.compile import Compiled, nvrtc_version
 from generator.emulate.build import find_compiler
 from generator.emulate.forward import REHEARSAL, rehearse_forward
@@ -30,8 +32,9 @@ from generator.forward import (
 )
 from generator.forward_measure import ForwardTime, measure_forwards
 from generator.generic import DTYPES
+from generator.plan import longest_first
 from generator.problem import Problem
-from generator.processes import end_with_parent
+from generator.processes import end_pool, end_with_parent, shielded
 from generator.runtime.forward_table import ForwardTable
 from generator.target import Target
 from generator.winner import TIE
@@ -63,6 +66,39 @@ class Forwards:
     generic: tuple[Made, ...]
 
 
+def unsettled(
+    problems: Sequence[Problem], devices: Sequence[int], known: ForwardTable | None
+) -> list[Problem]:
+    """The shapes (M, N and dtypes) whose forward `tune_forwards` chooses, in its order: all but
+    those whose choice in `known` stays. Measured are the longest first, so that all GPUs end at
+    about the same time."""
+    kept = set()
+    for old in known.tuned if known else ():
+        fresh = old.provenance.get("revision") == forward_revision()
+        if fresh and (not devices or old.evidence == "measured"):
+            kept.add(Problem(old.M, old.N, old.dtype, old.weight_dtype))
+    found = [shape for shape in _shapes(problems) if shape not in kept]
+    return longest_first(found) if devices else found
+
+
+def _shapes(problems: Sequence[Problem]) -> list[Problem]:
+    """Without the options of a backward, which its forward does not know."""
+    return list(dict.fromkeys(Problem(p.M, p.N, p.dtype, p.weight_dtype) for p in problems))
+
+
+def forwards_to_compile(shapes: Sequence[Problem], target: Target) -> list[ForwardVariant]:
+    """All that `tune_forwards` compiles to measure these shapes, in the order in which it needs
+    them: each source once."""
+    found = generic_forwards(DTYPES)
+    for shape in shapes:
+        found += _candidates(shape, target)
+    return list({variant.id: variant for variant in found}.values())
+
+
+def _candidates(problem: Problem, target: Target) -> list[ForwardVariant]:
+    return forward_variants(problem, target)[:MOST_VARIANTS]
+
+
 def tune_forwards(
     problems: Sequence[Problem],
     target: Target,
@@ -82,16 +118,17 @@ def tune_forwards(
     A shape of which no kernel compiles or passes its checks is left to the generic ones, with a
     line that says so.
     """
-    wanted = [Problem(p.M, p.N, p.dtype, p.weight_dtype) for p in problems]
-    kept = set()
-    for old in known.tuned if known else ():
-        fresh = old.provenance.get("revision") == forward_revision()
-        if fresh and (not devices or old.evidence == "measured"):
-            kept.add(Problem(old.M, old.N, old.dtype, old.weight_dtype))
-    waiting = deque(problem for problem in dict.fromkeys(wanted) if problem not in kept)
+    waiting = deque(unsettled(problems, devices, known))
     found: dict[Problem, ForwardEntry] = {}
-    with ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent) as pool:
+    with ExitStack() as stack:
+        # Their processes take seconds to start, in which the kernels are compiled.
+        busy = devices[: len(waiting)]
+        gpus = [stack.enter_context(closing(_Gpu(device))) for device in busy]
+        pool = ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent)
+        stack.callback(pool.shutdown, cancel_futures=True)
         compiler = _Compiler(pool, target)
+        if gpus:
+            compiler.start(forwards_to_compile(waiting, target))
         generic = compiler.usable(generic_forwards(DTYPES))
 
         def serve(problem: Problem, gpu: _Gpu | None) -> None:
@@ -109,29 +146,25 @@ def tune_forwards(
             timed = f"{facts['us']:.1f} us, {facts['ratio']:.3f} of a copy" if "us" in facts else ""
             say(f"forward {problem}: {entry.variant} ({timed or 'by rule'})")
 
-        def lane(device: int) -> None:
-            gpu = _Gpu(device)
-            try:
-                while waiting:
-                    try:
-                        problem = waiting.popleft()
-                    except IndexError:
-                        break  # another lane took the last one
-                    serve(problem, gpu)
-            finally:
-                gpu.close()
+        def lane(gpu: _Gpu) -> None:
+            while waiting:
+                try:
+                    problem = waiting.popleft()
+                except IndexError:
+                    break  # another lane took the last one
+                serve(problem, gpu)
 
-        left: list[Problem] = [] if devices else list(waiting)
-        with ThreadPoolExecutor(max(1, len(devices))) as lanes:
+        left: list[Problem] = [] if gpus else list(waiting)
+        with ThreadPoolExecutor(max(1, len(gpus))) as lanes:
             try:
-                for done in [lanes.submit(lane, device) for device in devices]:
+                for done in [lanes.submit(lane, gpu) for gpu in gpus]:
                     done.result()
             except KeyboardInterrupt:
                 left = list(waiting)
                 waiting.clear()
         for problem in left:
             serve(problem, None)
-    chosen = tuple(found[p] for p in dict.fromkeys(wanted) if p in found)
+    chosen = tuple(found[shape] for shape in _shapes(problems) if shape in found)
     return Forwards(chosen, tuple(generic))
 
 
@@ -141,12 +174,18 @@ class _Gpu:
 
     def __init__(self, device: int) -> None:
         self.device = device
-        self._pool: ProcessPoolExecutor | None = None
+        self._pool: ProcessPoolExecutor | None = self._start()
+
+    def _start(self) -> ProcessPoolExecutor:
+        pool = ProcessPoolExecutor(1, get_context("spawn"), end_with_parent)
+        with shielded():
+            pool.submit(_wake, self.device)
+        return pool
 
     def measure(self, problem: Problem, made: Sequence[Made], sms: int) -> list[ForwardTime] | str:
         """The times, or why there are none."""
         if self._pool is None:
-            self._pool = ProcessPoolExecutor(1, get_context("spawn"), end_with_parent)
+            self._pool = self._start()
         candidates = [(compiled.cubin, variant.spec(sms)) for variant, compiled in made]
         try:
             work = self._pool.submit(measure_forwards, problem, candidates, self.device)
@@ -160,29 +199,38 @@ class _Gpu:
 
     def close(self) -> None:
         if self._pool is not None:
-            for process in list((self._pool._processes or {}).values()):
-                process.kill()
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            end_pool(self._pool)
             self._pool = None
 
 
+def _wake(device: int) -> None:
+    """Create the context. What is wrong with it the first measurement says."""
+    torch.cuda.set_device(device)
+    torch.zeros(1, device="cuda")
+
+
 class _Compiler:
-    """Compiles in a pool and remembers, since shapes that differ in M share their kernels."""
+    """Compiles in a pool what the cache lacks, and remembers, since shapes that differ in M share
+    their kernels."""
 
     def __init__(self, pool: ProcessPoolExecutor, target: Target) -> None:
         self.pool, self.target = pool, target
-        self._known: dict[str, Compiled] = {}
+        self._jobs: dict[str, Compiled | Future[Compiled]] = {}
         self._rehearsed: dict[ForwardVariant, str] = {}
+
+    def start(self, variants: Sequence[ForwardVariant]) -> list[Compiled | Future[Compiled]]:
+        """The kernels, or the promise of those that the cache lacks, compiled in this order."""
+        arch, jobs = self.target.arch, self._jobs
+        with shielded():
+            for v in variants:
+                if v.id not in jobs:
+                    jobs[v.id] = cached(v, arch) or self.pool.submit(compile_forward, v, arch)
+        return [jobs[v.id] for v in variants]
 
     def usable(self, variants: Sequence[ForwardVariant]) -> list[Made]:
         """Those that compile and neither spill nor ask for more than an SM has."""
-        missing = {v.id: v for v in variants if v.id not in self._known}
-        arch = [self.target.arch] * len(missing)
-        for name, compiled in zip(
-            missing, self.pool.map(compile_forward, missing.values(), arch), strict=True
-        ):
-            self._known[name] = compiled
-        made = [(v, self._known[v.id]) for v in variants]
+        jobs = zip(variants, self.start(variants), strict=True)
+        made = [(v, job.result() if isinstance(job, Future) else job) for v, job in jobs]
         return [(v, c) for v, c in made if not forward_fault(v, c, self.target)]
 
     def rehearse(self, variant: ForwardVariant, problem: Problem) -> str:
@@ -208,7 +256,7 @@ def _predict(problem: Problem, target: Target, compiler: _Compiler) -> ForwardEn
 
 
 def _measure(problem: Problem, target: Target, compiler: _Compiler, gpu: _Gpu) -> ForwardEntry:
-    made = compiler.usable(forward_variants(problem, target)[:MOST_VARIANTS])
+    made = compiler.usable(_candidates(problem, target))
     times = gpu.measure(problem, made, target.sms)
     if isinstance(times, str):
         entry = _predict(problem, target, compiler)

@@ -14,13 +14,15 @@ from typing import Any, TypeVar
 import torch
 from optuna.storages import BaseStorage
 
+from generator.ahead import cached, compiling_ahead
 from generator.compile import Compiled, CompilePool, nvrtc_version
 from generator.crew import Crew, Gpu
 from generator.driver import Driver, Watcher, compilers, search_here
 from generator.emit import Emission, Entry, check_package, emit_package
 from generator.errors import NormforgeError
 from generator.evaluator import refuse
-from generator.forward_tune import tune_forwards
+from generator.forward import ForwardVariant
+from generator.forward_tune import forwards_to_compile, tune_forwards, unsettled
 from generator.generic import MANY_ROWS, generic_variants, same_rows
 from generator.guard import running
 from generator.measured import MeasuredEvaluator
@@ -132,13 +134,14 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | Crew | None, watcher: Watche
         queue = open_queue(plan.storage)
         ledger = Ledger(plan, queue)
         try:
-            if isinstance(workforce, Crew):
-                workforce.search(plan, ledger, stop, watcher)
-            else:
-                evaluator = workforce or RehearsingPredictor(plan.target)
-                facts = workforce.facts if workforce else {}
-                driver = Driver(plan, pool, evaluator, facts, storage)
-                search_here(driver, ledger, stop, watcher)
+            with compiling_ahead(foreseen(plan), plan.target.arch):
+                if isinstance(workforce, Crew):
+                    workforce.search(plan, ledger, stop, watcher)
+                else:
+                    evaluator = workforce or RehearsingPredictor(plan.target)
+                    facts = workforce.facts if workforce else {}
+                    driver = Driver(plan, pool, evaluator, facts, storage)
+                    search_here(driver, ledger, stop, watcher)
         except KeyboardInterrupt:
             interrupted = True
         finally:
@@ -147,6 +150,18 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | Crew | None, watcher: Watche
         found = [winner for _, winner in winners if winner is not None]
         emission = emit(plan, found, storage, pool) if found else None
     return Outcome(tuple(winners), emission, interrupted, ledger.failures)
+
+
+def foreseen(plan: Plan) -> list[Variant | ForwardVariant]:
+    """The kernels that the package will need whatever the search finds, in the order in which it
+    does. None for a predicted run, whose search leaves no core idle."""
+    if not plan.devices:
+        return []
+    known = None
+    with suppress(ValueError):  # a damaged table; `emit` says so
+        known = ForwardTable.load(plan.out / PACKAGE_NAME)
+    shapes = unsettled(plan.problems, plan.devices, known)
+    return [*generic_variants(plan.target), *forwards_to_compile(shapes, plan.target)]
 
 
 def _processes() -> int:
@@ -161,8 +176,7 @@ def emit(
     """Write the package with these winners and the generic kernels of their dtypes."""
     target = plan.target
     chosen = [make_variant(winner.config, winner.problem) for winner in winners]
-    futures = [(variant, pool.submit(variant)) for variant in [*chosen, *generic_variants(target)]]
-    made = [(variant, pool.result(variant, future)) for variant, future in futures]
+    made = _compile([*chosen, *generic_variants(target)], pool)
     entries = [
         Entry(winner.problem, variant, compiled, winner.evidence, provenance(winner, storage))
         for winner, (variant, compiled) in zip(winners, made, strict=False)
@@ -182,6 +196,12 @@ def emit(
         say=lambda line: print(line, file=sys.stderr),
     )
     return emit_package(entries, list(generics.values()), target, package, forwards)
+
+
+def _compile(variants: Sequence[Variant], pool: CompilePool) -> list[tuple[Variant, Compiled]]:
+    """All of them. No process starts for what the cache has, which after a search is nearly all."""
+    jobs = [(v, cached(v, pool.arch, pool.cache_folder) or pool.submit(v)) for v in variants]
+    return [(v, job if isinstance(job, Compiled) else pool.result(v, job)) for v, job in jobs]
 
 
 def provenance(winner: Winner, storage: BaseStorage) -> dict[str, Any]:

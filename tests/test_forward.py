@@ -584,6 +584,110 @@ def test_rule_gives_every_shape_a_kernel_without_a_gpu() -> None:
     assert tune_forwards(shapes, H200, known=known).tuned == ()
 
 
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """No process starts for a GPU; which ones would have."""
+    started: list[int] = []
+    monkeypatch.setattr(forward_tune._Gpu, "_start", lambda gpu: started.append(gpu.device))
+    return started
+
+
+def measured(made: list[Any]) -> list[ForwardTime]:
+    return [ForwardTime(1.0, 1.0, 1.0, final=True) for _ in made]
+
+
+@pytest.mark.usefixtures("gpus")
+def test_longest_shapes_are_measured_first_and_the_order_of_the_result_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = [Problem.parse(f"{M}x1024:bf16") for M in (4096, 64, 65536, 512)]
+    order: list[int] = []
+
+    def measure(gpu: Any, problem: Problem, made: list[Any], sms: int) -> list[ForwardTime]:
+        order.append(problem.M)
+        return measured(made)
+
+    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
+    monkeypatch.setattr(forward_tune._Gpu, "measure", measure)
+    forwards = tune_forwards(shapes, H200, (0,))
+    assert order == [65536, 4096, 512, 64]
+    assert [entry.problem for entry in forwards.tuned] == shapes
+
+
+def test_gpu_processes_start_before_anything_is_compiled_and_none_that_has_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[int]
+) -> None:
+    shapes = [Problem.parse(f"{M}x1024:bf16") for M in (64, 4096)]
+    before: set[tuple[int, ...]] = set()
+
+    def compile_where(variant: ForwardVariant, arch: str) -> Compiled:
+        before.add(tuple(gpus))
+        return compile_forward(variant, arch)
+
+    monkeypatch.setattr(forward_tune, "cached", compile_where)
+    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
+    monkeypatch.setattr(forward_tune._Gpu, "measure", lambda gpu, p, made, sms: measured(made))
+    forwards = tune_forwards(shapes, H200, (0, 2, 5))
+    assert before == {(0, 2)}
+
+    known: Any = SimpleNamespace(
+        tuned=[
+            SimpleNamespace(**vars(e.problem), evidence="measured", provenance=e.provenance)
+            for e in forwards.tuned
+        ]
+    )
+    gpus.clear()
+    assert tune_forwards(shapes, H200, (0, 2, 5), known=known).tuned == ()
+    assert gpus == []
+
+
+@pytest.mark.usefixtures("gpus")
+def test_kernels_of_later_shapes_are_compiled_while_the_first_one_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = [Problem.parse(f"4096x{N}:bf16") for N in (512, 1024, 2048)]
+    asked: set[int] = set()
+    before: list[set[int]] = []
+
+    def compile_where(variant: ForwardVariant, arch: str) -> Compiled:
+        if variant.exact:
+            asked.add(variant.N)
+        return compile_forward(variant, arch)
+
+    def measure(gpu: Any, problem: Problem, made: list[Any], sms: int) -> list[ForwardTime]:
+        before.append(set(asked))
+        return measured(made)
+
+    monkeypatch.setattr(forward_tune, "cached", compile_where)
+    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
+    monkeypatch.setattr(forward_tune._Gpu, "measure", measure)
+    tune_forwards(shapes, H200, (0,))
+    assert before[0] == {512, 1024, 2048}
+
+
+@pytest.mark.usefixtures("gpus")
+def test_no_compiler_starts_for_kernels_that_the_cache_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Idle:
+        def __init__(self, *arguments: object) -> None:
+            pass
+
+        def submit(self, *arguments: object) -> None:
+            raise AssertionError("compiled again")
+
+        def shutdown(self, **named: object) -> None:
+            pass
+
+    variants = [of_kind("4096x1024:bf16")]
+    for variant in [*variants, *generic_forwards(DTYPES)]:
+        compile_forward(variant, H200.arch)
+    monkeypatch.setattr(forward_tune, "ProcessPoolExecutor", Idle)
+    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: variants)
+    monkeypatch.setattr(forward_tune._Gpu, "measure", lambda gpu, p, made, sms: measured(made))
+    (entry,) = tune_forwards([Problem.parse("4096x1024:bf16")], H200, (0,)).tuned
+    assert entry.variant == variants[0]
+
+
+@pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize(
     ("times", "chosen"),
     [
@@ -609,6 +713,7 @@ def test_measured_choice_is_the_rules_first_within_one_percent_of_the_best(
     assert entry.provenance["faults"] == times.count(None)
 
 
+@pytest.mark.usefixtures("gpus")
 def test_a_lost_gpu_leaves_the_choice_to_the_rule_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
