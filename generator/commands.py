@@ -15,6 +15,7 @@ from generator.budget import Progress
 from generator.compile import CompilePool, nvrtc_version
 from generator.errors import NormforgeError
 from generator.explain import Explanation, parse_config
+from generator.plan import GENERATED
 from generator.problem import Problem
 from generator.recording import NARROW_FILE, RECORDING_FILE, Recording, load_narrow, record
 from generator.replay import CHECKPOINTS, compare, table
@@ -27,8 +28,6 @@ from generator.space import SPACE_FILE, load_space
 from generator.store import open_storage
 from generator.studies import Study, read_studies, shown
 from generator.target import find_target
-
-GENERATED = Path(__file__).resolve().parents[1] / "generated"
 
 
 def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study], str]:

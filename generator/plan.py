@@ -17,6 +17,8 @@ from generator.store import JOURNAL_NAME, is_shared, study_name
 from generator.target import Target
 from generator.winner import Winner
 
+GENERATED = Path(__file__).resolve().parents[1] / "generated"
+"""Where the output folder of each GPU is, by its name, unless the caller says otherwise."""
 TRIALS = {"measured": 400, "predicted": 64}
 """Trials of one problem unless the caller says otherwise."""
 FINALISTS = 8
