@@ -37,6 +37,7 @@ from generator.session import Session, Workload  # noqa: E402
 from generator.space import load_space  # noqa: E402
 from generator.store import open_storage  # noqa: E402
 from generator.variant import make_variant  # noqa: E402
+from generator.winner import Winner  # noqa: E402
 from generator.worker import Candidate  # noqa: E402
 
 BLOCKS = 3
@@ -66,7 +67,21 @@ def draw(package: Package, rows: int, widths: int, seed: int) -> list[tuple[str,
     return found
 
 
-def compare(problem: Problem, winner: Any, package: Package, sms: int) -> dict[str, Any]:
+def kernels(problem: Problem, winner: Winner, package: Package) -> dict[str, Any]:
+    """What a row says of the two kernels: `ours_kernel` is the stem of the module's files, None
+    where it has no kernel; `tuned` the variant that the search found, `tuned_config` its knobs."""
+    choice = package.table.choose(problem.M, problem.N, problem.dtype, problem.weight_dtype)
+    return {
+        "shape": str(problem),
+        "how": choice.how,
+        "reason": choice.reason,
+        "ours_kernel": choice.kernel.file if choice.kernel else None,
+        "tuned": winner.variant,
+        "tuned_config": dict(winner.config),
+    }
+
+
+def compare(problem: Problem, winner: Winner, package: Package, sms: int) -> dict[str, Any]:
     """Times of the floor, the module's choice, the kernel tuned for the problem and ATen, µs."""
     device = torch.device("cuda")
     workload = Workload(problem, device)
@@ -95,11 +110,8 @@ def compare(problem: Problem, winner: Any, package: Package, sms: int) -> dict[s
         pairs = zip(times[one], times[other], strict=True)
         return median(a / b for a, b in pairs)
 
-    choice = package.table.choose(problem.M, problem.N, problem.dtype, problem.weight_dtype)
     return {
-        "shape": str(problem),
-        "how": choice.how,
-        "reason": choice.reason,
+        **kernels(problem, winner, package),
         **{f"{name}_us": round(median(values), 3) for name, values in times.items()},
         "ours_over_floor": round(ratio("ours", "floor"), 4),
         "ours_over_tuned": round(ratio("ours", "tuned"), 4),

@@ -52,6 +52,58 @@ _WIDE = (
 """For rows of whole 16-byte vectors: the best of 48 random layouts each on one H200, at two N of
 the bracket and two M in bf16."""
 
+_EIGHT = (
+    _Layout(256, "direct", 1, 32, 8, 3, rows_in_flight=2),
+    _Layout(512, "async", 2, 32, 8, 2),
+    _Layout(1024, "async", 3, 64, 2, 4, reload="smem"),
+    _Layout(2048, "async", 2, 128, 1, 4),
+    _Layout(3072, "async", 2, 96, 4, 1, weight_in="smem"),
+    _Layout(4096, "async", 3, 256, 1, 2),
+    _Layout(6144, "async", 2, 256, 2, 1, weight_in="smem"),
+    _Layout(8192, "async", 6, 1024, 1, 1),
+    _Layout(12288, "async", 2, 384, 1, 1, weight_in="smem"),
+)
+"""For rows of whole 8-byte vectors. Like those below the best of up to 44 layouts each, half of
+them drawn at random and half by generator/predict.py, at two N of the bracket and two M in bf16 on
+one H200. The next smaller vectors take a quarter longer."""
+
+_FOUR = (
+    _Layout(256, "direct", 1, 32, 8, 4),
+    _Layout(512, "async", 2, 32, 4, 3, weight_in="smem"),
+    _Layout(1024, "async", 3, 64, 2, 4),
+    _Layout(2048, "async", 4, 96, 4, 1, reload="smem", weight_in="smem"),
+    _Layout(3072, "async", 3, 128, 1, 3),
+    _Layout(4096, "async", 3, 256, 2, 1, reload="smem", weight_in="smem"),
+    _Layout(6144, "direct", 1, 256, 1, 2),
+    _Layout(8192, "async", 3, 256, 1, 1),
+    _Layout(12288, "async", 3, 512, 1, 1, weight_in="smem"),
+    _Layout(16384, "async", 3, 1024, 1, 1, reload="smem", weight_in="smem"),
+)
+"""For rows of whole 4-byte words, in fp32 for any row."""
+
+_TWO = (
+    _Layout(256, "direct", 1, 32, 8, 2, rows_in_flight=2, weight_in="smem"),
+    _Layout(512, "direct", 1, 32, 8, 2),
+    _Layout(1024, "direct", 1, 64, 2, 4),
+    _Layout(2048, "direct", 1, 128, 1, 4),
+    _Layout(3072, "direct", 1, 256, 1, 2, rows_in_flight=2),
+    _Layout(4096, "direct", 1, 256, 1, 2),
+    _Layout(6144, "direct", 1, 512, 1, 1, rows_in_flight=2),
+    _Layout(8192, "direct", 1, 512, 1, 1),
+    _Layout(12288, "direct", 1, 512, 1, 1, weight_in="smem"),
+)
+"""For an odd number of 2-byte elements, which cp.async cannot copy, and for fp32 where there is no
+room for the stages of those above."""
+
+_MODEST = (
+    _Layout(512, "direct", 1, 64, 8, 1),
+    _Layout(1024, "direct", 1, 64, 8, 1),
+    _Layout(2048, "direct", 1, 128, 4, 1),
+    _Layout(3072, "direct", 1, 256, 2, 1, rows_in_flight=2),
+    _Layout(4096, "direct", 1, 256, 2, 1, weight_in="smem"),
+)
+"""Where a GPU has no room for one of those: best by generator/predict.py of what needs little."""
+
 _PLAIN = (
     _Layout(1024, "direct", 1, 128, 2, 2, weight_in="smem"),
     _Layout(4096, "direct", 1, 512, 1, 1, weight_in="smem"),
@@ -59,8 +111,8 @@ _PLAIN = (
     _Layout(16384, "async", 2, 1024, 1, 1, reload="smem", weight_in="smem"),
     _Layout(16384, "direct", 1, 512, 1, 1, weight_in="smem"),
 )
-"""For all others, and where a GPU or a dtype has no room for those above: few registers, and shared
-memory only where nothing else holds the rows."""
+"""Where a GPU or a dtype has no room for those above: few registers, and shared memory only where
+nothing else holds the rows."""
 
 
 def generic_variants(
@@ -69,7 +121,8 @@ def generic_variants(
     space: Space | None = None,
 ) -> list[Variant]:
     """The generic variants of a package for `target`, of every layout that the rules of the space
-    allow there: for rows of whole 16-byte vectors at aligned addresses, and for all others.
+    allow there: for vectors of 16, 8 and 4 bytes and of one element, each for rows of whole vectors
+    at aligned addresses.
 
     dtypes: pairs of x's and the weight's dtype. A variant serves every M >= 1 and N up to its own.
     Of several that take the same rows (`same_rows`) the first that compiles without spills is the
@@ -78,13 +131,21 @@ def generic_variants(
     space = space or load_space()
     found: list[Variant] = []
     for dtype, weight_dtype in dtypes:
-        for layouts, vector_bytes in ((_WIDE, 16), (_PLAIN, 16), (_PLAIN, ITEMSIZE[dtype])):
+        for vector_bytes, layouts in _layouts(ITEMSIZE[dtype]).items():
             for layout in layouts:
                 problem = Problem(MANY_ROWS, layout.columns, dtype, weight_dtype)
                 config = space.normalize(_config(layout, vector_bytes), problem, target)
                 if space.reject(config, problem, target, exact=False) is None:
                     found.append(make_variant(config, problem, exact=False))
     return found
+
+
+def _layouts(itemsize: int) -> dict[int, tuple[_Layout, ...]]:
+    """Layouts, best first, by the bytes of a vector, for elements of `itemsize` bytes."""
+    rest = _MODEST + _PLAIN
+    if itemsize == 4:
+        return {16: _WIDE + _PLAIN, 8: _EIGHT + rest, 4: _FOUR + _TWO + rest}
+    return {16: _WIDE + _PLAIN, 8: _EIGHT + rest, 4: _FOUR + rest, 2: _TWO + rest}
 
 
 def same_rows(variant: Variant) -> tuple[object, ...]:

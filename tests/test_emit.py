@@ -29,10 +29,11 @@ from generator.emit import (
     emit_package,
 )
 from generator.errors import NormforgeError
-from generator.generic import DTYPES, generic_variants
-from generator.problem import Problem
+from generator.evaluator import refuse
+from generator.generic import DTYPES, MANY_ROWS, generic_variants, same_rows
+from generator.problem import ITEMSIZE, Problem
 from generator.runtime.api import Package
-from generator.runtime.dispatch import Table
+from generator.runtime.dispatch import Kernel, Table
 from generator.runtime.options import PLAIN, Arguments
 from generator.runtime.reference import reference_backward
 from generator.space import load_space
@@ -454,6 +455,88 @@ def test_generic_variants_cover_all_dtypes_on_every_gpu(name: str) -> None:
         assert all(v.determinism == "gpu_to_gpu" and not v.exact for v in same)
 
 
+def generic_table(variants: list[Variant], target: Target) -> Table:
+    """A package of generic kernels alone: of those that take the same rows, the first."""
+    first = {same_rows(variant): variant for variant in reversed(variants)}
+    kernels = (Kernel(v.id, "", v.spec(target.sms)) for v in reversed(first.values()))
+    return Table({"sms": target.sms}, (), tuple(kernels))
+
+
+def served(table: Table, N: int, pair: tuple[str, str], **alignment: int) -> tuple[int, int]:
+    """Bytes of a vector and columns of the kernel that serves a call; (0, 0) for none."""
+    kernel = table.choose(4096, N, *pair, **alignment).kernel
+    return (kernel.spec.vector_bytes, kernel.spec.N) if kernel else (0, 0)
+
+
+def widest(table: Table, N: int, pair: tuple[str, str], alignment: int = 16) -> int:
+    """Bytes of the widest vector of the package that divides rows and addresses."""
+    sizes = {kernel.spec.vector_bytes for kernel in table.generic}
+    units = (N * ITEMSIZE[pair[0]], alignment)
+    return max(size for size in sizes if all(unit % size == 0 for unit in units))
+
+
+@pytest.mark.parametrize("name", sorted(load_targets()))
+def test_rows_are_read_in_the_widest_vectors_that_divide_them(name: str) -> None:
+    """Up to 8192 columns on every GPU; whole words in words up to 16384 where there is room."""
+    target = find_target(name)
+    for pair in DTYPES:
+        table = generic_table(generic_variants(target, [pair]), target)
+        for N in range(1, 8193):
+            vector, columns = served(table, N, pair)
+            assert columns >= N
+            assert vector == widest(table, N, pair), N
+            assert vector >= 4 or N % 2, N
+        if target.smem_per_cta >= 200 << 10 and pair[0] != "fp32":
+            assert all(served(table, N, pair)[0] >= 4 for N in range(8194, 16385, 2))
+
+
+@pytest.mark.parametrize("name", sorted(load_targets()))
+def test_rows_of_narrow_vectors_have_a_kernel_for_about_their_length(name: str) -> None:
+    """One for rows several times as long keeps most of its threads idle."""
+    target = find_target(name)
+    for pair in DTYPES:
+        table = generic_table(generic_variants(target, [pair]), target)
+        for N in (129, 257, 513, 1025, 2049, 3073, 4097):
+            for columns in (N, N + 1):
+                assert served(table, columns, pair)[1] <= 3 * N, (pair, columns)
+
+
+@pytest.mark.parametrize("pair", DTYPES)
+def test_addresses_that_rule_out_a_vector_leave_it_to_a_narrower_one(pair: tuple[str, str]) -> None:
+    table = generic_table(generic_variants(H200, [pair]), H200)
+    narrowest = ITEMSIZE[pair[0]]
+    for alignment in (32, 16, 8, 4, 2):
+        for N in (1024, 1026, 1023):
+            if alignment >= narrowest:
+                vector, _ = served(table, N, pair, alignment=alignment)
+                assert vector == widest(table, N, pair, alignment)
+    # Beside 4 bytes of x lie as many weights, which may be wider.
+    weights = 4 // narrowest * ITEMSIZE[pair[1]]
+    assert served(table, 1026, pair, alignment=4, weight_alignment=weights)[0] == 4
+    if narrowest == 2:
+        assert served(table, 1026, pair, weight_alignment=weights // 2)[0] == 2
+
+
+@pytest.mark.parametrize("name", ["h200", "gb200", "rtx-5090"])
+def test_kernels_of_narrow_vectors_compile_without_spills(name: str) -> None:
+    """For every length of rows the first choice or one that takes its place."""
+    target, pair = find_target(name), ("bf16", "bf16")
+    usable: dict[tuple[object, ...], Variant] = {}
+    for variant in generic_variants(target, [pair]):
+        if variant["vector_bytes"] == 16 or same_rows(variant) in usable:
+            continue
+        many_rows = Problem(MANY_ROWS, variant.N, *pair)
+        if refuse(variant, compile_variant(variant, target.arch), many_rows, target) is None:
+            usable[same_rows(variant)] = variant
+    table = generic_table(list(usable.values()), target)
+    for N in (129, 257, 513, 1025, 2049, 4097, 8191):
+        for columns in (N, N + 1):
+            vector, longest = served(table, columns, pair)
+            assert vector == widest(table, columns, pair) and longest <= 4 * N, columns
+    if target.smem_per_cta >= 200 << 10:
+        assert served(table, 16382, pair) == (4, 16384)
+
+
 # ---- On a GPU ------------------------------------------------------------------------------------
 
 needs_gpu = pytest.mark.skipif(
@@ -512,7 +595,7 @@ def assert_close(got: tuple[torch.Tensor, ...], arguments: list[torch.Tensor]) -
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("N", [1, 7, 256, 1000, 1024, 1025, 4096, 8191])
+@pytest.mark.parametrize("N", [1, 7, 256, 414, 1000, 1024, 1025, 3890, 4096, 8190, 8191])
 @pytest.mark.parametrize(
     ("dtype", "weight"),
     [

@@ -154,22 +154,38 @@ def test_the_samples_cover_the_space() -> None:
     assert any(v.weight_dtype != v.dtype for v in variants)
 
 
-@pytest.mark.parametrize("N", [1, 200, 1000, 1001, 1024, 2056, 4104, 8200])
-def test_generic_variant_serves_shorter_rows(N: int, target: Target) -> None:
-    """The first choice for rows of whole 16-byte vectors, and the one that takes elements."""
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *("21x1:bf16:fp32", "21x200:bf16:fp32", "21x553:bf16", "21x1000:bf16:fp32"),
+        *("21x1001:bf16:fp32", "21x1024:bf16:fp32", "21x1922:fp16:fp32", "21x2056:bf16:fp32"),
+        *("21x3890:bf16", "21x4104:bf16:fp32", "21x7935:bf16", "21x8200:bf16:fp32"),
+        *("201x414:bf16", "21x15874:bf16", "21x999:fp32", "21x3891:fp32"),
+    ],
+)
+def test_generic_variant_serves_shorter_rows(shape: str, target: Target) -> None:
+    """The first choice for every vector that divides the row, at addresses and strides that are
+    multiples of that vector and of nothing wider."""
+    problem = Problem.parse(shape)
     found = [
         variant
-        for variant in generic_variants(target, [("bf16", "fp32")])
-        if N <= variant.N and N * 2 % variant["vector_bytes"] == 0
+        for variant in generic_variants(target, [(problem.dtype, problem.weight_dtype)])
+        if problem.N <= variant.N and problem.N * problem.itemsize % variant["vector_bytes"] == 0
     ]
     chosen = {variant["vector_bytes"]: variant for variant in reversed(found)}
-    assert 2 in chosen or N > 8192
-    assert (16 in chosen) == (N % 8 == 0)
-    for variant in chosen.values():
-        problem = Problem(21, N, "bf16", "fp32")
+    row_bytes = problem.N * problem.itemsize
+    assert (16 in chosen) == (row_bytes % 16 == 0)
+    assert (4 in chosen) == (row_bytes % 4 == 0)
+    assert (2 in chosen) == (problem.dtype != "fp32")
+    for vector_bytes, variant in chosen.items():
         spec, launch = plan(variant, problem.M)
-        check = check_source(render(variant), spec, launch, problem, schedules=4, seed=SEED)
-        assert check.problems == ()
+        unit = vector_bytes // problem.itemsize
+        layout = Layout(unit, 3 * unit, 2 * unit, vector_bytes)
+        check = check_source(
+            *(render(variant), spec, launch, problem), schedules=4, seed=SEED, layout=layout
+        )
+        assert check.problems == (), variant.id
+        assert check.distinct_results == 1
 
 
 @pytest.mark.parametrize("shape", ["1x1:fp32", "1x8:bf16", "2x1024:fp16:fp32"])
