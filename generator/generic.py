@@ -7,9 +7,11 @@ code loads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from generator.compile import Compiled
+from generator.evaluator import refuse
 from generator.problem import ITEMSIZE, Problem
 from generator.space import Space, load_space
 from generator.target import Target
@@ -125,8 +127,7 @@ def generic_variants(
     at aligned addresses.
 
     dtypes: pairs of x's and the weight's dtype. A variant serves every M >= 1 and N up to its own.
-    Of several that take the same rows (`same_rows`) the first that compiles without spills is the
-    one to keep.
+    `usable_generics` says which to keep once they are compiled.
     """
     space = space or load_space()
     found: list[Variant] = []
@@ -146,6 +147,19 @@ def _layouts(itemsize: int) -> dict[int, tuple[_Layout, ...]]:
     if itemsize == 4:
         return {16: _WIDE + _PLAIN, 8: _EIGHT + rest, 4: _FOUR + _TWO + rest}
     return {16: _WIDE + _PLAIN, 8: _EIGHT + rest, 4: _FOUR + rest, 2: _TWO + rest}
+
+
+def usable_generics(
+    made: Iterable[tuple[Variant, Compiled]], target: Target
+) -> list[tuple[Variant, Compiled]]:
+    """Of compiled generic variants those that a package keeps: of several that take the same rows
+    the first that may run on the target."""
+    found: dict[tuple[object, ...], tuple[Variant, Compiled]] = {}
+    for variant, compiled in made:
+        many_rows = Problem(MANY_ROWS, variant.N, variant.dtype, variant.weight_dtype)
+        if refuse(variant, compiled, many_rows, target) is None:
+            found.setdefault(same_rows(variant), (variant, compiled))
+    return list(found.values())
 
 
 def same_rows(variant: Variant) -> tuple[object, ...]:

@@ -20,10 +20,9 @@ from generator.crew import Crew, Gpu
 from generator.driver import Driver, Watcher, compilers, search_here
 from generator.emit import Emission, Entry, check_package, emit_package
 from generator.errors import NormforgeError
-from generator.evaluator import refuse
 from generator.forward import ForwardVariant
 from generator.forward_tune import forwards_to_compile, tune_forwards, unsettled
-from generator.generic import MANY_ROWS, generic_variants, same_rows
+from generator.generic import generic_variants, usable_generics
 from generator.guard import running
 from generator.measured import MeasuredEvaluator
 from generator.plan import Ledger, Plan
@@ -181,11 +180,7 @@ def emit(
         Entry(winner.problem, variant, compiled, winner.evidence, provenance(winner, storage))
         for winner, (variant, compiled) in zip(winners, made, strict=False)
     ]
-    generics: dict[tuple[object, ...], tuple[Variant, Compiled]] = {}
-    for variant, compiled in made[len(entries) :]:
-        many_rows = Problem(MANY_ROWS, variant.N, variant.dtype, variant.weight_dtype)
-        if refuse(variant, compiled, many_rows, target) is None:
-            generics.setdefault(same_rows(variant), (variant, compiled))
+    generics = usable_generics(made[len(entries) :], target)
     package = plan.out / PACKAGE_NAME
     forwards = tune_forwards(
         [winner.problem for winner in winners],
@@ -195,7 +190,7 @@ def emit(
         processes=_processes(),
         say=lambda line: print(line, file=sys.stderr),
     )
-    return emit_package(entries, list(generics.values()), target, package, forwards)
+    return emit_package(entries, generics, target, package, forwards)
 
 
 def _compile(variants: Sequence[Variant], pool: CompilePool) -> list[tuple[Variant, Compiled]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 from functools import cache
@@ -9,7 +10,9 @@ from functools import cache
 from hypothesis import reject
 from hypothesis import strategies as st
 
+from generator.compile import Compiled, CompilePool
 from generator.errors import NormforgeError
+from generator.generic import generic_variants, usable_generics
 from generator.problem import ITEMSIZE, Problem
 from generator.space import Space, load_space
 from generator.target import Target, find_target, load_targets
@@ -131,3 +134,10 @@ def _sampled(
         return sample_variant(problem, target, seed, **dict(fixed))
     except NormforgeError:
         reject()
+
+
+def compiled_generics(target: Target) -> list[tuple[Variant, Compiled]]:
+    """The generic kernels of a package, which is a minute's work for one core."""
+    with CompilePool(target.arch, len(os.sched_getaffinity(0))) as pool:
+        jobs = [(variant, pool.submit(variant)) for variant in generic_variants(target)]
+        return usable_generics([(v, pool.result(v, job)) for v, job in jobs], target)

@@ -29,8 +29,7 @@ from generator.emit import (
     emit_package,
 )
 from generator.errors import NormforgeError
-from generator.evaluator import refuse
-from generator.generic import DTYPES, MANY_ROWS, generic_variants, same_rows
+from generator.generic import DTYPES, generic_variants, same_rows, usable_generics
 from generator.problem import ITEMSIZE, Problem
 from generator.runtime.api import Package
 from generator.runtime.dispatch import Kernel, Table
@@ -39,6 +38,7 @@ from generator.runtime.reference import reference_backward
 from generator.space import load_space
 from generator.target import Target, find_target, load_targets, match_device
 from generator.variant import Variant, make_variant
+from tests.samples import compiled_generics
 
 SPACE = load_space()
 H200 = find_target("h200")
@@ -521,14 +521,8 @@ def test_addresses_that_rule_out_a_vector_leave_it_to_a_narrower_one(pair: tuple
 def test_kernels_of_narrow_vectors_compile_without_spills(name: str) -> None:
     """For every length of rows the first choice or one that takes its place."""
     target, pair = find_target(name), ("bf16", "bf16")
-    usable: dict[tuple[object, ...], Variant] = {}
-    for variant in generic_variants(target, [pair]):
-        if variant["vector_bytes"] == 16 or same_rows(variant) in usable:
-            continue
-        many_rows = Problem(MANY_ROWS, variant.N, *pair)
-        if refuse(variant, compile_variant(variant, target.arch), many_rows, target) is None:
-            usable[same_rows(variant)] = variant
-    table = generic_table(list(usable.values()), target)
+    made = [(v, compile_variant(v, target.arch)) for v in generic_variants(target, [pair])]
+    table = generic_table([variant for variant, _ in usable_generics(made, target)], target)
     for N in (129, 257, 513, 1025, 2049, 4097, 8191):
         for columns in (N, N + 1):
             vector, longest = served(table, columns, pair)
@@ -566,10 +560,7 @@ def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> Any:
         code = compile_variant(variant, target.arch)
         facts = dict.fromkeys(PROVENANCE_KEYS, "known")
         entries.append(Entry(problem, variant, code, "measured", facts))
-    generics = [
-        (variant, compile_variant(variant, target.arch)) for variant in generic_variants(target)
-    ]
-    emit_package(entries, generics, target, folder)
+    emit_package(entries, compiled_generics(target), target, folder)
     return lambda: Package(folder)
 
 

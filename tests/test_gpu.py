@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from generator.compile import Compiled, compile_source, compile_variant, resource_fault
+from generator.compile import Compiled, compile_source, compile_variant
 from generator.emit import PROVENANCE_KEYS, Entry, emit_package
 from generator.evaluator import refuse
 from generator.generic import generic_variants
@@ -41,7 +41,15 @@ from generator.verify import (
 from generator.worker import Candidate
 from generator.workload import Guarded, make_inputs, make_reference
 from tests.runs import command, kill_and_resume
-from tests.samples import DETERMINISTIC, DTYPES, FLAVOURS, SPACE, plain_variant, sample_variant
+from tests.samples import (
+    DETERMINISTIC,
+    DTYPES,
+    FLAVOURS,
+    SPACE,
+    compiled_generics,
+    plain_variant,
+    sample_variant,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -456,12 +464,7 @@ def package(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Package:
             code = compile_variant(v, here.arch)
             facts = dict.fromkeys(PROVENANCE_KEYS, "known")
             entries.append(Entry(problem, v, code, "measured", facts))
-    generics = []
-    for v in generic_variants(here):
-        code = compile_variant(v, here.arch)
-        if not resource_fault(v, code, plan_launch(v.spec(here.sms), 1 << 20), here):
-            generics.append((v, code))
-    emit_package(entries, generics, here, folder)
+    emit_package(entries, compiled_generics(here), here, folder)
     return Package(folder)
 
 

@@ -13,19 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from generator.compile import compile_variant, resource_fault
+from generator.compile import compile_variant
 from generator.emit import PROVENANCE_KEYS, Entry, emit_package
 from generator.forward_tune import tune_forwards
-from generator.generic import generic_variants
 from generator.problem import Problem
 from generator.runtime.api import Package
 from generator.runtime.graph import make_backend
-from generator.runtime.plan import plan_launch
 from generator.target import Target
 from generator.variant import make_variant
 from tests.accuracy import Case, cases, check
 from tests.doors import Training, equal_bits, make_door
-from tests.samples import plain_variant
+from tests.samples import compiled_generics, plain_variant
 
 pytestmark = pytest.mark.gpu
 
@@ -45,12 +43,7 @@ def package(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Package:
         v = plain_variant(f"4096x1024:{dtype}", here, strategy="column_slices")
         v = make_variant(v.config, problem)
         entries.append(Entry(problem, v, compile_variant(v, here.arch), "measured", facts))
-    generics = []
-    for v in generic_variants(here):
-        code = compile_variant(v, here.arch)
-        if not resource_fault(v, code, plan_launch(v.spec(here.sms), 1 << 20), here):
-            generics.append((v, code))
-    emit_package(entries, generics, here, folder, tune_forwards([], here))
+    emit_package(entries, compiled_generics(here), here, folder, tune_forwards([], here))
     return Package(folder)
 
 
