@@ -5,7 +5,7 @@
         --trials 200 --out benchmarks/results/untuned_h200.json
 
 Draws `--rows` pairs of a tuned N (bf16) and a random M, and `--widths` pairs of a random N and M,
-searches each anew, and then times the module's kernel, the found one, ATen and the floor in the
+or takes those of `--shapes`, searches each anew, and then times the module's kernel, the found one, ATen and the floor in the
 same blocks. Nothing is written to the module.
 """
 
@@ -29,7 +29,7 @@ from generator.budget import Budget  # noqa: E402
 from generator.compile import CompilePool, compile_variant  # noqa: E402
 from generator.forward_measure import FINALISTS  # noqa: E402
 from generator.measure import Timer  # noqa: E402
-from generator.problem import Problem  # noqa: E402
+from generator.problem import Problem, load_problems  # noqa: E402
 from generator.run import choose_target  # noqa: E402
 from generator.runtime.api import Package  # noqa: E402
 from generator.search import search_problem  # noqa: E402
@@ -65,6 +65,12 @@ def draw(package: Package, rows: int, widths: int, seed: int) -> list[tuple[str,
         if new and M * N <= 1 << 29:
             found.append((kind, Problem(M, N, "bf16", "bf16")))
     return found
+
+
+def named(package: Package, shapes: str) -> list[tuple[str, Problem]]:
+    """The same for shapes given by name, in the form of tune.py. Raises NormforgeError."""
+    known = {entry.N for entry in package.table.tuned}
+    return [("M" if p.N in known else "N", p) for p in load_problems(shapes)]
 
 
 def kernels(problem: Problem, winner: Winner, package: Package) -> dict[str, Any]:
@@ -127,6 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--module", type=Path, required=True, help="folder of the emitted package")
     parser.add_argument("--rows", type=int, default=20, help="shapes with a tuned N")
     parser.add_argument("--widths", type=int, default=10, help="shapes with an N of their own")
+    parser.add_argument("--shapes", help="these shapes instead, like those of tune.py")
     parser.add_argument("--trials", type=int, default=200, help="of each search")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="the results file, .json")
@@ -137,7 +144,11 @@ def main(argv: list[str] | None = None) -> int:
     if measured is None:
         print("untuned.py: needs the module's GPU", file=sys.stderr)
         return 2
-    cases = draw(package, args.rows, args.widths, args.seed)
+    cases = (
+        named(package, args.shapes)
+        if args.shapes
+        else draw(package, args.rows, args.widths, args.seed)
+    )
     rows = []
     with tempfile.TemporaryDirectory() as folder, CompilePool(target.arch, 14) as pool:
         storage = open_storage(Path(folder) / "studies.journal")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.untuned import draw, kernels
+from benchmarks.untuned import draw, kernels, named
 from generator.problem import Problem
 from generator.runtime.api import Package
 
@@ -31,6 +31,14 @@ def test_drawn_shapes_are_new_and_the_same_for_the_same_seed(package: Package) -
         assert (problem.N in widths) == (kind == "M")
         assert 1000 <= problem.M <= 100_000 and problem.N <= 16384
         assert problem.M * problem.N <= 1 << 29
+
+
+def test_given_shapes_say_what_of_them_is_unknown(package: Package) -> None:
+    cases = named(package, "1205x3072:bf16,68240x3890:bf16")
+    assert [(kind, str(p)) for kind, p in cases] == [
+        ("M", "1205x3072:bf16"),
+        ("N", "68240x3890:bf16"),
+    ]
 
 
 @pytest.mark.parametrize(("N", "how"), [(1024, "nearest"), (1000, "generic"), (20001, "none")])
