@@ -5,8 +5,8 @@
         --trials 200 --out benchmarks/results/untuned_h200.json
 
 Draws `--rows` pairs of a tuned N (bf16) and a random M, and `--widths` pairs of a random N and M,
-or takes those of `--shapes`, searches each anew, and then times the module's kernel, the found one, ATen and the floor in the
-same blocks. Nothing is written to the module.
+or takes those of `--shapes`; searches each anew, and then times the module's kernel, the found one,
+ATen and the floor in the same blocks. Nothing is written to the module.
 """
 
 from __future__ import annotations
