@@ -26,7 +26,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from generator.budget import Budget  # noqa: E402
-from generator.compile import CompilePool, compile_variant  # noqa: E402
+from generator.compile import compile_variant  # noqa: E402
+from generator.compile_pool import CompilePool  # noqa: E402
 from generator.forward_measure import FINALISTS  # noqa: E402
 from generator.measure import Timer  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
@@ -150,7 +151,8 @@ def main(argv: list[str] | None = None) -> int:
         else draw(package, args.rows, args.widths, args.seed)
     )
     rows = []
-    with tempfile.TemporaryDirectory() as folder, CompilePool(target.arch, 14) as pool:
+    compilers = CompilePool(target.arch, 14, compile=compile_variant)
+    with tempfile.TemporaryDirectory() as folder, compilers as pool:
         storage = open_storage(Path(folder) / "studies.journal")
         winners = [
             search_problem(

@@ -12,7 +12,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from generator.budget import Progress
-from generator.compile import CompilePool, nvrtc_version
+from generator.compile import compile_variant, nvrtc_version
+from generator.compile_pool import CompilePool
 from generator.errors import NormforgeError
 from generator.explain import Explanation, parse_config
 from generator.plan import GENERATED
@@ -161,7 +162,7 @@ def _record(args: argparse.Namespace) -> int:
             print(f"{event.phase} {event.done}/{event.total}, {best}", file=sys.stderr, flush=True)
 
     cores = len(os.sched_getaffinity(0))
-    with measured, CompilePool(target.arch, cores) as pool:
+    with measured, CompilePool(target.arch, cores, compile=compile_variant) as pool:
         journal = args.record.with_name(args.record.name.split(".")[0] + ".journal")
         facts = {"gpu": measured.facts["name"], "driver": measured.facts["driver"]}
         facts["nvrtc"] = nvrtc_version()

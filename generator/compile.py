@@ -10,41 +10,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import tempfile
-from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, TimeoutError
-from concurrent.futures.process import BrokenProcessPool
+import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from generator.errors import NormforgeError
-from generator.processes import end_pool, end_with_parent, shielded
+from generator.ptxas import Resources, overrides_cap, read_resources
 from generator.render import render
-from generator.runtime.plan import MAIN_KERNEL, Launch
-from generator.target import Target
+from generator.runtime.plan import MAIN_KERNEL
 from generator.variant import Variant
 
 DEFAULT_CACHE = Path(__file__).resolve().parent.parent / ".cache" / "cubins"
-LIVES = 3
-"""Processes that one variant may cost, alone, before it is an error."""
 ENTRY_FORMAT = 2
 """Version of what a cache entry holds: entries of other versions are never looked at."""
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What ptxas reports for one kernel. Bytes are per thread, smem per CTA (static part);
-    barriers: CTA barriers, of which an SM has a limited number for all its CTAs."""
-
-    registers: int
-    spill_bytes: int
-    stack_bytes: int
-    smem_bytes: int
-    barriers: int = 1
+STALE_SECONDS = 3600.0
+"""Age of a half-written entry that nobody writes any more: a write takes milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -74,30 +58,6 @@ class Compiled:
     def spills(self) -> int:
         """Bytes spilled or kept on the stack by any kernel of the cubin."""
         return sum(k.spill_bytes + k.stack_bytes for k in self.kernels.values())
-
-
-def resource_fault(variant: Variant, compiled: Compiled, launch: Launch, target: Target) -> str:
-    """Why the compiled variant must not run on the target: one sentence, or "" when it may."""
-    if compiled.spills:
-        return f"spills or stack: {compiled.spills} bytes per thread"
-    if compiled.cap_ignored:
-        return f"ptxas did not respect the register cap of {variant['register_cap']}"
-    main = compiled.main
-    cap = variant["register_cap"]
-    if cap and main.registers > cap:
-        return f"uses {main.registers} registers, the cap is {cap}"
-    if main.registers * variant.threads > target.registers_per_sm:
-        return f"{variant.threads} threads with {main.registers} registers do not fit one SM"
-    smem_bytes = variant.smem_bytes + main.smem_bytes
-    fit = target.occupancy(variant.threads, main.registers, smem_bytes, main.barriers)
-    if fit == 0:
-        return f"no CTA fits an SM of {target} ({main.registers} registers)"
-    wanted = variant["ctas_per_sm"]
-    # A kernel whose CTAs wait for each other has to fit at any M that a module may serve with it.
-    if launch.grid > fit * target.sms or (variant.waits_for_grid and wanted > fit):
-        used = f"{main.registers} registers, {main.barriers} barriers"
-        return f"{wanted} CTAs per SM wanted, {fit} fit ({used})"
-    return ""
 
 
 @cache
@@ -145,8 +105,7 @@ def compile_source(source: str, arch: str, register_cap: int = 0) -> Compiled:
         raise NormforgeError(
             f"NVRTC {nvrtc_version()} reported no resources of any kernel; its log was: {log}"
         )
-    cap_ignored = "Overriding global maxrregcount" in log
-    return Compiled(arch, source, cubin, kernels, nvrtc_version(), cap_ignored, log)
+    return Compiled(arch, source, cubin, kernels, nvrtc_version(), overrides_cap(log), log)
 
 
 def _text(size_of: Any, read: Any, program: Any) -> bytes:
@@ -156,28 +115,6 @@ def _text(size_of: Any, read: Any, program: Any) -> bytes:
     content = bytes(buffer)
     read(program, content)
     return content
-
-
-def read_resources(log: str) -> dict[str, Resources]:
-    """Registers, spills, stack and static smem of every kernel in a ptxas -v log."""
-    kernels: dict[str, Resources] = {}
-    blocks = re.split(r"Compiling entry function '(\w+)'", log)
-    for name, block in zip(blocks[1::2], blocks[2::2], strict=True):
-        used = re.search(r"Used (\d+) registers", block)
-        frame = re.search(
-            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", block
-        )
-        smem = re.search(r"(\d+) bytes smem", block)
-        barriers = re.search(r"used (\d+) barriers", block)
-        if used and frame:
-            kernels[name] = Resources(
-                registers=int(used[1]),
-                spill_bytes=int(frame[2]) + int(frame[3]),
-                stack_bytes=int(frame[1]),
-                smem_bytes=int(smem[1]) if smem else 0,
-                barriers=int(barriers[1]) if barriers else 0,
-            )
-    return kernels
 
 
 class CubinCache:
@@ -233,94 +170,24 @@ class CubinCache:
                 Path(name).replace(path)
             finally:
                 Path(name).unlink(missing_ok=True)
+            _sweep(path.parent)
         except OSError:
             # The cache saves time only: a full disk costs a compile, not the run.
             return
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what processes left behind that were killed while they wrote there. Raises OSError.
+
+    Who writes does it, where it writes: a folder has one entry in 256.
+    """
+    oldest = time.time() - STALE_SECONDS
+    for part in folder.glob("*.part"):
+        if part.stat().st_mtime < oldest:
+            part.unlink()
 
 
 def compile_variant(variant: Variant, arch: str, cache_folder: Path = DEFAULT_CACHE) -> Compiled:
     """Render and compile one variant through the cache."""
     cap = int(variant["register_cap"])
     return CubinCache(cache_folder).compile(render(variant), arch, cap)
-
-
-def _begin() -> None:
-    """What a compiler process does first: drivers and GPU workers come before it."""
-    end_with_parent()
-    os.nice(5)
-
-
-class CompilePool:
-    """Compiles variants in worker processes. When one dies, the variants under way are compiled
-    again, each alone: the one that kills its process time and again is an error, and one whose
-    process somebody else killed is not. method: how multiprocessing starts the processes."""
-
-    def __init__(
-        self,
-        arch: str,
-        processes: int,
-        cache_folder: Path = DEFAULT_CACHE,
-        *,
-        compile: Callable[[Variant, str, Path], Compiled] = compile_variant,
-        method: str = "spawn",
-    ) -> None:
-        self.arch = arch
-        self.processes = max(1, processes)
-        self.cache_folder = cache_folder
-        self._compile, self._method = compile, method
-        self._pool = self._start(self.processes)
-
-    def _start(self, processes: int) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(processes, get_context(self._method), _begin)
-
-    def _submit(self, pool: ProcessPoolExecutor, variant: Variant) -> Future[Compiled]:
-        with shielded():
-            return pool.submit(self._compile, variant, self.arch, self.cache_folder)
-
-    def submit(self, variant: Variant) -> Future[Compiled]:
-        try:
-            return self._submit(self._pool, variant)
-        except BrokenProcessPool:
-            self._pool = self._start(self.processes)
-            return self._submit(self._pool, variant)
-
-    def result(self, variant: Variant, future: Future[Compiled], timeout: float = 120) -> Compiled:
-        """The result of `submit`. Whatever goes wrong with one variant is the error in it."""
-        try:
-            return future.result(timeout)
-        except (BrokenProcessPool, CancelledError):
-            return self._alone(variant, timeout)
-        except TimeoutError:
-            end_pool(self._pool)
-            self._pool = self._start(self.processes)
-            return self._failed(variant, f"NVRTC took more than {timeout:.0f} s")
-        except Exception as error:
-            return self._failed(variant, f"{type(error).__name__}: {error}")
-
-    def _alone(self, variant: Variant, timeout: float) -> Compiled:
-        for _ in range(LIVES):
-            pool = self._start(1)
-            try:
-                return self._submit(pool, variant).result(timeout)
-            except BrokenProcessPool:
-                continue
-            except TimeoutError:
-                return self._failed(variant, f"NVRTC took more than {timeout:.0f} s")
-            except Exception as error:
-                return self._failed(variant, f"{type(error).__name__}: {error}")
-            finally:
-                end_pool(pool)
-        return self._failed(variant, f"NVRTC crashed on this variant {LIVES} times")
-
-    def _failed(self, variant: Variant, error: str) -> Compiled:
-        return Compiled(self.arch, "", b"", {}, nvrtc_version(), False, "", error)
-
-    def close(self) -> None:
-        """Ends the processes, whatever they are doing: entries of the cache appear whole."""
-        end_pool(self._pool)
-
-    def __enter__(self) -> CompilePool:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

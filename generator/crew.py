@@ -18,7 +18,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 from generator.budget import Progress
-from generator.compile import CompilePool
+from generator.compile import compile_variant
+from generator.compile_pool import CompilePool
 from generator.driver import Driver, Watcher, compilers
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluator import Evaluator, Pool
@@ -62,7 +63,7 @@ class Gpu:
         return MeasuredEvaluator(target, supply=self._supply)
 
     def pool(self, arch: str, processes: int) -> AbstractContextManager[Pool]:
-        return CompilePool(arch, processes)
+        return CompilePool(arch, processes, compile=compile_variant)
 
     def close(self) -> None:
         self._supply.close()

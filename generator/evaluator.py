@@ -8,16 +8,16 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-from generator.compile import Compiled, resource_fault
+from generator.compile import Compiled
 from generator.problem import Problem
 from generator.result import Result
-from generator.runtime.plan import plan_launch
+from generator.runtime.plan import Launch, plan_launch
 from generator.target import Target
 from generator.variant import Variant
 
 
 class Pool(Protocol):
-    """Compiles variants in the background; generator.compile.CompilePool is one."""
+    """Compiles variants in the background; generator.compile_pool.CompilePool is one."""
 
     processes: int
 
@@ -75,6 +75,30 @@ def refuse(variant: Variant, compiled: Compiled, problem: Problem, target: Targe
     launch = plan_launch(variant.spec(target.sms), problem.M)
     fault = resource_fault(variant, compiled, launch, target)
     return Result("resource", note=fault) if fault else None
+
+
+def resource_fault(variant: Variant, compiled: Compiled, launch: Launch, target: Target) -> str:
+    """Why the compiled variant must not run on the target: one sentence, or "" when it may."""
+    if compiled.spills:
+        return f"spills or stack: {compiled.spills} bytes per thread"
+    if compiled.cap_ignored:
+        return f"ptxas did not respect the register cap of {variant['register_cap']}"
+    main = compiled.main
+    cap = variant["register_cap"]
+    if cap and main.registers > cap:
+        return f"uses {main.registers} registers, the cap is {cap}"
+    if main.registers * variant.threads > target.registers_per_sm:
+        return f"{variant.threads} threads with {main.registers} registers do not fit one SM"
+    smem_bytes = variant.smem_bytes + main.smem_bytes
+    fit = target.occupancy(variant.threads, main.registers, smem_bytes, main.barriers)
+    if fit == 0:
+        return f"no CTA fits an SM of {target} ({main.registers} registers)"
+    wanted = variant["ctas_per_sm"]
+    # A kernel whose CTAs wait for each other has to fit at any M that a module may serve with it.
+    if launch.grid > fit * target.sms or (variant.waits_for_grid and wanted > fit):
+        used = f"{main.registers} registers, {main.barriers} barriers"
+        return f"{wanted} CTAs per SM wanted, {fit} fit ({used})"
+    return ""
 
 
 def identity(variant: Variant, compiled: Compiled, problem: Problem, target: Target) -> str:

@@ -1,15 +1,21 @@
-"""Measures forward kernels of one shape; runs with CUDA, in a process of its own."""
+"""Measures forward kernels of one shape, with CUDA in a process of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import get_context
 from statistics import median
 
 import torch
 
+from generator.compile import Compiled
+from generator.forward import ForwardVariant
 from generator.measure import Timer
 from generator.problem import Problem
+from generator.processes import end_pool, end_with_parent, shielded
 from generator.runtime.forward import reference_forward
 from generator.runtime.forward_call import LoadedForward, forward_call
 from generator.runtime.forward_table import ForwardSpec
@@ -18,6 +24,8 @@ from generator.verify import FP32_SLACK, HALF_UNIT, RUNS
 from generator.workload import CHUNK_ELEMENTS, TORCH_DTYPE
 
 EPS = 1e-6
+SECONDS = 120.0
+"""Deadline of one shape on the GPU."""
 SCREEN_ROUNDS, FINAL_ROUNDS, FINAL_BLOCKS = 7, 21, 3
 FINALISTS = 6
 Run = Callable[[], tuple[torch.Tensor, ...]]
@@ -165,3 +173,46 @@ def _repeats(run: Run) -> bool:
         for _ in range(RUNS - 1)
         for out, expected in zip(run(), first, strict=True)
     )
+
+
+class ForwardGpu:
+    """Measures in a process of its own, so that nothing a kernel does to the GPU outlives it; a
+    process that is lost is replaced for the next shape."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self._pool: ProcessPoolExecutor | None = self._start()
+
+    def _start(self) -> ProcessPoolExecutor:
+        pool = ProcessPoolExecutor(1, get_context("spawn"), end_with_parent)
+        with shielded():
+            pool.submit(_wake, self.device)
+        return pool
+
+    def measure(
+        self, problem: Problem, made: Sequence[tuple[ForwardVariant, Compiled]], sms: int
+    ) -> list[ForwardTime] | str:
+        """The times, or why there are none."""
+        if self._pool is None:
+            self._pool = self._start()
+        candidates = [(compiled.cubin, variant.spec(sms)) for variant, compiled in made]
+        try:
+            work = self._pool.submit(measure_forwards, problem, candidates, self.device)
+            return work.result(SECONDS)
+        except TimeoutError:
+            self.close()
+            return f"no answer after {SECONDS:.0f} s"
+        except (BrokenProcessPool, RuntimeError) as error:
+            self.close()
+            return " ".join(str(error).split())[:200]
+
+    def close(self) -> None:
+        if self._pool is not None:
+            end_pool(self._pool)
+            self._pool = None
+
+
+def _wake(device: int) -> None:
+    """Create the context. What is wrong with it the first measurement says."""
+    torch.cuda.set_device(device)
+    torch.zeros(1, device="cuda")

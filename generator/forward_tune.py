@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, TimeoutError
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from multiprocessing import get_context
 from typing import Any
 
 import torch
 
 from generator.ahead import cached
 from generator.compile import Compiled, nvrtc_version
+from generator.compile_pool import CompilePool
 from generator.emulate.build import find_compiler
 from generator.emulate.forward import REHEARSAL, rehearse_forward
 from generator.errors import NormforgeError
@@ -30,17 +29,14 @@ from generator.forward import (
     forward_variants,
     generic_forwards,
 )
-from generator.forward_measure import ForwardTime, measure_forwards
+from generator.forward_measure import ForwardGpu
 from generator.generic import DTYPES
 from generator.plan import longest_first
 from generator.problem import Problem
-from generator.processes import end_pool, end_with_parent, shielded
 from generator.runtime.forward_table import ForwardTable
 from generator.target import Target
 from generator.winner import TIE
 
-SECONDS = 120.0
-"""Deadline of one shape on the GPU."""
 MOST_VARIANTS = 60
 
 Made = tuple[ForwardVariant, Compiled]
@@ -123,15 +119,14 @@ def tune_forwards(
     with ExitStack() as stack:
         # Their processes take seconds to start, in which the kernels are compiled.
         busy = devices[: len(waiting)]
-        gpus = [stack.enter_context(closing(_Gpu(device))) for device in busy]
-        pool = ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent)
-        stack.callback(pool.shutdown, cancel_futures=True)
-        compiler = _Compiler(pool, target)
+        gpus = [stack.enter_context(closing(ForwardGpu(device))) for device in busy]
+        pool = stack.enter_context(CompilePool(target.arch, processes, compile=compile_forward))
+        compiler = stack.enter_context(closing(_Compiler(pool, target, say)))
         if gpus:
             compiler.start(forwards_to_compile(waiting, target))
         generic = compiler.usable(generic_forwards(DTYPES))
 
-        def serve(problem: Problem, gpu: _Gpu | None) -> None:
+        def serve(problem: Problem, gpu: ForwardGpu | None) -> None:
             try:
                 if gpu is None:
                     entry = _predict(problem, target, compiler)
@@ -146,7 +141,7 @@ def tune_forwards(
             timed = f"{facts['us']:.1f} us, {facts['ratio']:.3f} of a copy" if "us" in facts else ""
             say(f"forward {problem}: {entry.variant} ({timed or 'by rule'})")
 
-        def lane(gpu: _Gpu) -> None:
+        def lane(gpu: ForwardGpu) -> None:
             while waiting:
                 try:
                     problem = waiting.popleft()
@@ -168,64 +163,33 @@ def tune_forwards(
     return Forwards(chosen, tuple(generic))
 
 
-class _Gpu:
-    """Measures in a process of its own, so that nothing a kernel does to the GPU outlives it; a
-    process that is lost is replaced for the next shape."""
-
-    def __init__(self, device: int) -> None:
-        self.device = device
-        self._pool: ProcessPoolExecutor | None = self._start()
-
-    def _start(self) -> ProcessPoolExecutor:
-        pool = ProcessPoolExecutor(1, get_context("spawn"), end_with_parent)
-        with shielded():
-            pool.submit(_wake, self.device)
-        return pool
-
-    def measure(self, problem: Problem, made: Sequence[Made], sms: int) -> list[ForwardTime] | str:
-        """The times, or why there are none."""
-        if self._pool is None:
-            self._pool = self._start()
-        candidates = [(compiled.cubin, variant.spec(sms)) for variant, compiled in made]
-        try:
-            work = self._pool.submit(measure_forwards, problem, candidates, self.device)
-            return work.result(SECONDS)
-        except TimeoutError:
-            self.close()
-            return f"no answer after {SECONDS:.0f} s"
-        except (BrokenProcessPool, RuntimeError) as error:
-            self.close()
-            return " ".join(str(error).split())[:200]
-
-    def close(self) -> None:
-        if self._pool is not None:
-            end_pool(self._pool)
-            self._pool = None
-
-
-def _wake(device: int) -> None:
-    """Create the context. What is wrong with it the first measurement says."""
-    torch.cuda.set_device(device)
-    torch.zeros(1, device="cuda")
-
-
 class _Compiler:
     """Compiles in a pool what the cache lacks, and remembers, since shapes that differ in M share
     their kernels."""
 
-    def __init__(self, pool: ProcessPoolExecutor, target: Target) -> None:
-        self.pool, self.target = pool, target
+    def __init__(
+        self, pool: CompilePool[ForwardVariant], target: Target, say: Callable[[str], None]
+    ) -> None:
+        self.pool, self.target, self._say = pool, target, say
+        # What waits, waits here: a process that dies takes along all that its pool has been given.
+        self._threads = ThreadPoolExecutor(pool.processes)
         self._jobs: dict[str, Compiled | Future[Compiled]] = {}
         self._rehearsed: dict[ForwardVariant, str] = {}
 
     def start(self, variants: Sequence[ForwardVariant]) -> list[Compiled | Future[Compiled]]:
         """The kernels, or the promise of those that the cache lacks, compiled in this order."""
-        arch, jobs = self.target.arch, self._jobs
-        with shielded():
-            for v in variants:
-                if v.id not in jobs:
-                    jobs[v.id] = cached(v, arch) or self.pool.submit(compile_forward, v, arch)
+        pool, jobs = self.pool, self._jobs
+        for v in variants:
+            if v.id not in jobs:
+                found = cached(v, pool.arch, pool.cache_folder)
+                jobs[v.id] = found or self._threads.submit(self._compile, v)
         return [jobs[v.id] for v in variants]
+
+    def _compile(self, variant: ForwardVariant) -> Compiled:
+        compiled = self.pool.result(variant, self.pool.submit(variant))
+        if compiled.error:
+            self._say(f"forward {variant}: {compiled.error.splitlines()[0]}")
+        return compiled
 
     def usable(self, variants: Sequence[ForwardVariant]) -> list[Made]:
         """Those that compile and neither spill nor ask for more than an SM has."""
@@ -238,6 +202,10 @@ class _Compiler:
         if variant not in self._rehearsed:
             self._rehearsed[variant] = rehearse_forward(variant, problem)
         return self._rehearsed[variant]
+
+    def close(self) -> None:
+        """Waits for what is being compiled, and drops what waits."""
+        self._threads.shutdown(cancel_futures=True)
 
 
 def _predict(problem: Problem, target: Target, compiler: _Compiler) -> ForwardEntry:
@@ -255,7 +223,9 @@ def _predict(problem: Problem, target: Target, compiler: _Compiler) -> ForwardEn
     )
 
 
-def _measure(problem: Problem, target: Target, compiler: _Compiler, gpu: _Gpu) -> ForwardEntry:
+def _measure(
+    problem: Problem, target: Target, compiler: _Compiler, gpu: ForwardGpu
+) -> ForwardEntry:
     made = compiler.usable(_candidates(problem, target))
     times = gpu.measure(problem, made, target.sms)
     if isinstance(times, str):

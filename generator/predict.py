@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from generator.compile import Compiled, Resources
+from generator.compile import Compiled
 from generator.errors import NormforgeError
 from generator.problem import Problem
+from generator.ptxas import Resources
 from generator.result import Result
 from generator.runtime.plan import Launch, ceil_div, plan_launch
 from generator.target import Target

@@ -22,10 +22,11 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 
 from generator.budget import Budget
-from generator.compile import Compiled, Resources
+from generator.compile import Compiled
 from generator.errors import NormforgeError
 from generator.legal import LegalConfigs, Values
 from generator.problem import Problem
+from generator.ptxas import Resources
 from generator.recording import Recording
 from generator.result import Result
 from generator.runtime.plan import MAIN_KERNEL

@@ -15,10 +15,11 @@ import torch
 from optuna.storages import BaseStorage
 
 from generator.ahead import cached, compiling_ahead
-from generator.compile import Compiled, CompilePool, nvrtc_version
+from generator.compile import Compiled, compile_variant, nvrtc_version
+from generator.compile_pool import CompilePool
 from generator.crew import Crew, Gpu
 from generator.driver import Driver, Watcher, compilers, search_here
-from generator.emit import Emission, Entry, check_package, emit_package
+from generator.emit import Emission, Entry, check_package, emit_package, read_forward_table
 from generator.errors import NormforgeError
 from generator.forward import ForwardVariant
 from generator.forward_tune import forwards_to_compile, tune_forwards, unsettled
@@ -30,7 +31,6 @@ from generator.problem import Problem
 from generator.queue import open_queue
 from generator.rehearse import RehearsingPredictor
 from generator.render import TEMPLATES
-from generator.runtime.forward_table import ForwardTable
 from generator.store import StudyLog, open_storage
 from generator.target import Target, find_target, match_device
 from generator.variant import Variant, make_variant
@@ -127,7 +127,7 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | Crew | None, watcher: Watche
     interrupted = False
     with (
         running(plan.out, plan.shared) as stop,
-        CompilePool(plan.target.arch, compilers(plan)) as pool,
+        CompilePool(plan.target.arch, compilers(plan), compile=compile_variant) as pool,
     ):
         storage = open_storage(plan.where)
         queue = open_queue(plan.storage)
@@ -156,9 +156,7 @@ def foreseen(plan: Plan) -> list[Variant | ForwardVariant]:
     does. None for a predicted run, whose search leaves no core idle."""
     if not plan.devices:
         return []
-    known = None
-    with suppress(ValueError):  # a damaged table; `emit` says so
-        known = ForwardTable.load(plan.out / PACKAGE_NAME)
+    known = read_forward_table(plan.out / PACKAGE_NAME)
     shapes = unsettled(plan.problems, plan.devices, known)
     return [*generic_variants(plan.target), *forwards_to_compile(shapes, plan.target)]
 
@@ -170,7 +168,7 @@ def _processes() -> int:
 
 
 def emit(
-    plan: Plan, winners: Sequence[Winner], storage: BaseStorage, pool: CompilePool
+    plan: Plan, winners: Sequence[Winner], storage: BaseStorage, pool: CompilePool[Variant]
 ) -> Emission:
     """Write the package with these winners and the generic kernels of their dtypes."""
     target = plan.target
@@ -186,14 +184,16 @@ def emit(
         [winner.problem for winner in winners],
         target,
         plan.devices,
-        known=ForwardTable.load(package),
+        known=read_forward_table(package),
         processes=_processes(),
         say=lambda line: print(line, file=sys.stderr),
     )
     return emit_package(entries, generics, target, package, forwards)
 
 
-def _compile(variants: Sequence[Variant], pool: CompilePool) -> list[tuple[Variant, Compiled]]:
+def _compile(
+    variants: Sequence[Variant], pool: CompilePool[Variant]
+) -> list[tuple[Variant, Compiled]]:
     """All of them. No process starts for what the cache has, which after a search is nearly all."""
     jobs = [(v, cached(v, pool.arch, pool.cache_folder) or pool.submit(v)) for v in variants]
     return [(v, job if isinstance(job, Compiled) else pool.result(v, job)) for v, job in jobs]

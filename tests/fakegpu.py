@@ -16,10 +16,13 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
-from generator.compile import Compiled, Resources
+from generator.compile import Compiled
+from generator.forward import ForwardVariant
 from generator.noise import SEARCH_PAUSES, Block, collect
 from generator.problem import Problem
+from generator.ptxas import Resources
 from generator.result import Result
+from generator.runtime.forward_table import KERNELS
 from generator.runtime.plan import MAIN_KERNEL
 from generator.variant import Config, Variant, make_variant
 from generator.worker import Answer, Candidate, Job, NoGpuError
@@ -129,6 +132,21 @@ class FakeCompiler:
             return Compiled(arch, "", b"", {}, "0", False, "", "kernel.cu(1): error: planted")
         kernels = {MAIN_KERNEL: Resources(32, 8 if fault == "spill" else 0, 0, 0)}
         return Compiled(arch, "", cubin, kernels, "0", False, "")
+
+
+@dataclass(frozen=True)
+class CrashingCompiler:
+    """Compiles any forward variant to the same cubin, and dies of one."""
+
+    log: Log
+    doomed: str
+
+    def __call__(self, variant: ForwardVariant, arch: str, folder: Path) -> Compiled:
+        self.log.write(variant=variant.id, pid=os.getpid())
+        if variant.id == self.doomed:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        kernels = dict.fromkeys(KERNELS, Resources(32, 0, 0, 0))
+        return Compiled(arch, "", b"cubin", kernels, "0", False, "")
 
 
 @dataclass(frozen=True)

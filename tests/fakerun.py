@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from generator.budget import Budget
-from generator.compile import CompilePool
+from generator.compile_pool import CompilePool
 from generator.errors import NormforgeError
 from generator.guard import running
 from generator.legal import LegalConfigs

@@ -10,7 +10,8 @@ from functools import cache
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from generator.compile import Compiled, CompilePool
+from generator.compile import Compiled, compile_variant
+from generator.compile_pool import CompilePool
 from generator.errors import NormforgeError
 from generator.generic import generic_variants, usable_generics
 from generator.problem import ITEMSIZE, Problem
@@ -138,6 +139,7 @@ def _sampled(
 
 def compiled_generics(target: Target) -> list[tuple[Variant, Compiled]]:
     """The generic kernels of a package, which is a minute's work for one core."""
-    with CompilePool(target.arch, len(os.sched_getaffinity(0))) as pool:
+    cores = len(os.sched_getaffinity(0))
+    with CompilePool(target.arch, cores, compile=compile_variant) as pool:
         jobs = [(variant, pool.submit(variant)) for variant in generic_variants(target)]
         return usable_generics([(v, pool.result(v, job)) for v, job in jobs], target)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import yaml
 
-from generator.compile import Compiled, Resources
+from generator.compile import Compiled
 from generator.problem import Problem
+from generator.ptxas import Resources
 from generator.result import Result
 from generator.runtime.plan import MAIN_KERNEL
 from generator.search import Budget, search_problem

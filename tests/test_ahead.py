@@ -28,7 +28,7 @@ from generator.forward_tune import MOST_VARIANTS, forward_variants, forwards_to_
 from generator.generic import DTYPES, generic_variants
 from generator.plan import longest_first
 from generator.problem import Problem
-from generator.run import PACKAGE_NAME, foreseen, tune
+from generator.run import foreseen, tune
 from generator.target import find_target
 from tests.fakegpu import born
 from tests.lanes import FACTS, Quiet, make_plan
@@ -240,16 +240,7 @@ def test_forwards_that_the_package_keeps_are_not_compiled_ahead(
     fresh, third = forward_revision(), Problem.parse("4096x4096:fp32")
     table = [tuned(SHORT, "measured", fresh), tuned(WIDE, "predicted", fresh)]
     table.append(tuned(third, "measured", "old"))
-    loaded = SimpleNamespace(load=lambda package: SimpleNamespace(tuned=table))
-    monkeypatch.setattr(run, "ForwardTable", loaded)
+    monkeypatch.setattr(run, "read_forward_table", lambda package: SimpleNamespace(tuned=table))
     found = foreseen(make_plan(tmp_path, 1, problems=(SHORT, WIDE, third)))
     wanted = forwards_to_compile(longest_first([WIDE, third]), H200)
     assert found == [*generic_variants(H200), *wanted]
-
-
-def test_damaged_forward_table_is_not_the_search_s_concern(tmp_path: Path) -> None:
-    plan = make_plan(tmp_path, 1, problems=(SHORT,))
-    everything = foreseen(plan)
-    (tmp_path / PACKAGE_NAME).mkdir()
-    (tmp_path / PACKAGE_NAME / "forward.json").write_text("{}")
-    assert foreseen(plan) == everything

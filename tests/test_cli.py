@@ -368,6 +368,24 @@ def test_corrupt_study_file_is_one_sentence_and_stays_as_it_is(
     assert snapshot(out) == before
 
 
+@pytest.mark.parametrize("name", ["table.json", "forward.json"])
+@pytest.mark.parametrize("damage", ["{}", "{", ""])
+def test_damaged_package_is_one_sentence_before_anything_is_searched(
+    out: Path, rerun: Callable[..., tuple[int, str, str]], name: str, damage: str
+) -> None:
+    path = out / PACKAGE_NAME / name
+    path.write_text(damage)
+    before = snapshot(out)
+    more = ["--gpu", "gb200", "--shapes", "smoke", "--trials", "9", "--json", "--out", str(out)]
+    check_refused(rerun(*more), f"({path} is damaged (")
+    path.unlink()
+    path.mkdir()
+    check_refused(rerun(*more), "move it away to start a new one")
+    path.rmdir()
+    path.write_text(damage)
+    assert snapshot(out) == before
+
+
 def test_process_itself_ends_with_code_2_and_no_traceback(tmp_path: Path) -> None:
     done = subprocess.run(
         command("--gpu", "gb200", "--shapes", "1x1:int4", "--out", str(tmp_path / "out")),

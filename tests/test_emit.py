@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 import torch
 
-from generator import emit
+from generator import atomic_folder
+from generator.atomic_folder import check_writable
 from generator.compile import Compiled, compile_variant
 from generator.emit import (
     PROVENANCE_KEYS,
-    RUNTIME,
     Emission,
     Entry,
-    check_writable,
     emit_package,
 )
 from generator.errors import NormforgeError
 from generator.generic import DTYPES, generic_variants, same_rows, usable_generics
+from generator.package_files import RUNTIME
 from generator.problem import ITEMSIZE, Problem
 from generator.runtime.api import Package
 from generator.runtime.dispatch import Kernel, Table
@@ -112,7 +112,7 @@ def test_package_holds_source_and_cubin_of_every_winner_and_the_runtime(package:
     assert result.written == (winner.problem,)
     assert files[f"kernels/{winner.variant}.cubin"] == winner.compiled.cubin
     assert files[f"kernels/{winner.variant}.cu"] == winner.compiled.source.encode()
-    for module in emit.RUNTIME.glob("*.py"):
+    for module in RUNTIME.glob("*.py"):
         assert files[f"runtime/{module.name}"] == module.read_bytes()
     assert sum(name.endswith(".cubin") for name in files) == 1 + len(GENERICS)
     assert [path.name for path in package.parent.iterdir()] == ["rmsnorm_backward"]
@@ -271,7 +271,7 @@ def test_failure_at_any_step_leaves_the_old_package(
     put(package, entry("4096x1024:bf16"))
     before = snapshot(package)
     if not exchange:
-        monkeypatch.setattr(emit, "_exchange", no_exchange)
+        monkeypatch.setattr(atomic_folder, "_exchange", no_exchange)
     step = 0
     steps = (
         *((Path, name, getattr(Path, name)) for name in ("write_bytes", "write_text", "rename")),

@@ -19,7 +19,7 @@ import pytest
 from optuna.exceptions import StorageInternalError
 
 from generator import guard
-from generator.compile import CompilePool
+from generator.compile_pool import CompilePool
 from generator.errors import NormforgeError, ProblemError
 from generator.guard import LOCK_NAME, running
 from generator.legal import LegalConfigs

@@ -8,9 +8,11 @@ import json
 import re
 import struct
 import sys
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from generator import forward_tune
-from generator.compile import Compiled, Resources
+from generator.compile import Compiled
+from generator.compile_pool import LIVES, CompilePool
 from generator.emit import emit_package
 from generator.emulate import forward as emulated
 from generator.emulate.build import find_compiler
@@ -40,14 +43,16 @@ from generator.forward import (
     render_forward,
 )
 from generator.forward_measure import (
+    ForwardGpu,
     ForwardInputs,
     ForwardTime,
     forward_inputs,
     output_fault,
 )
-from generator.forward_tune import ForwardEntry, Forwards, tune_forwards
+from generator.forward_tune import MOST_VARIANTS, ForwardEntry, Forwards, tune_forwards
 from generator.generic import DTYPES
 from generator.problem import Problem
+from generator.ptxas import Resources
 from generator.render import TEMPLATES
 from generator.runtime import forward_call as call_module
 from generator.runtime.forward import Forward, reference_forward
@@ -55,6 +60,8 @@ from generator.runtime.forward_call import forward_call
 from generator.runtime.forward_table import KERNELS, ForwardTable
 from generator.runtime.layout import RowLayout, row_layout
 from generator.target import Target, find_target, load_targets
+from tests.fakegpu import CrashingCompiler, Log
+from tests.fakerun import forks
 from tests.samples import problems, targets
 
 H200 = find_target("h200")
@@ -588,7 +595,7 @@ def test_rule_gives_every_shape_a_kernel_without_a_gpu() -> None:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """No process starts for a GPU; which ones would have."""
     started: list[int] = []
-    monkeypatch.setattr(forward_tune._Gpu, "_start", lambda gpu: started.append(gpu.device))
+    monkeypatch.setattr(ForwardGpu, "_start", lambda gpu: started.append(gpu.device))
     return started
 
 
@@ -608,7 +615,7 @@ def test_longest_shapes_are_measured_first_and_the_order_of_the_result_is_kept(
         return measured(made)
 
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
-    monkeypatch.setattr(forward_tune._Gpu, "measure", measure)
+    monkeypatch.setattr(ForwardGpu, "measure", measure)
     forwards = tune_forwards(shapes, H200, (0,))
     assert order == [65536, 4096, 512, 64]
     assert [entry.problem for entry in forwards.tuned] == shapes
@@ -620,13 +627,13 @@ def test_gpu_processes_start_before_anything_is_compiled_and_none_that_has_nothi
     shapes = [Problem.parse(f"{M}x1024:bf16") for M in (64, 4096)]
     before: set[tuple[int, ...]] = set()
 
-    def compile_where(variant: ForwardVariant, arch: str) -> Compiled:
+    def compile_where(variant: ForwardVariant, arch: str, folder: Path) -> Compiled:
         before.add(tuple(gpus))
         return compile_forward(variant, arch)
 
     monkeypatch.setattr(forward_tune, "cached", compile_where)
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
-    monkeypatch.setattr(forward_tune._Gpu, "measure", lambda gpu, p, made, sms: measured(made))
+    monkeypatch.setattr(ForwardGpu, "measure", lambda gpu, p, made, sms: measured(made))
     forwards = tune_forwards(shapes, H200, (0, 2, 5))
     assert before == {(0, 2)}
 
@@ -649,7 +656,7 @@ def test_kernels_of_later_shapes_are_compiled_while_the_first_one_is_measured(
     asked: set[int] = set()
     before: list[set[int]] = []
 
-    def compile_where(variant: ForwardVariant, arch: str) -> Compiled:
+    def compile_where(variant: ForwardVariant, arch: str, folder: Path) -> Compiled:
         if variant.exact:
             asked.add(variant.N)
         return compile_forward(variant, arch)
@@ -660,31 +667,74 @@ def test_kernels_of_later_shapes_are_compiled_while_the_first_one_is_measured(
 
     monkeypatch.setattr(forward_tune, "cached", compile_where)
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
-    monkeypatch.setattr(forward_tune._Gpu, "measure", measure)
+    monkeypatch.setattr(ForwardGpu, "measure", measure)
     tune_forwards(shapes, H200, (0,))
     assert before[0] == {512, 1024, 2048}
 
 
 @pytest.mark.usefixtures("gpus")
 def test_no_compiler_starts_for_kernels_that_the_cache_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Idle:
-        def __init__(self, *arguments: object) -> None:
-            pass
-
-        def submit(self, *arguments: object) -> None:
-            raise AssertionError("compiled again")
-
-        def shutdown(self, **named: object) -> None:
-            pass
+    def submit(*arguments: object) -> None:
+        raise AssertionError("compiled again")
 
     variants = [of_kind("4096x1024:bf16")]
     for variant in [*variants, *generic_forwards(DTYPES)]:
         compile_forward(variant, H200.arch)
-    monkeypatch.setattr(forward_tune, "ProcessPoolExecutor", Idle)
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", submit)
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: variants)
-    monkeypatch.setattr(forward_tune._Gpu, "measure", lambda gpu, p, made, sms: measured(made))
+    monkeypatch.setattr(ForwardGpu, "measure", lambda gpu, p, made, sms: measured(made))
     (entry,) = tune_forwards([Problem.parse("4096x1024:bf16")], H200, (0,)).tuned
     assert entry.variant == variants[0]
+
+
+@pytest.fixture
+def crashing(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> CrashingCompiler:
+    """The compiler of a run whose cache is empty; the parameter is the variant that kills it."""
+    forks()
+    compiler = CrashingCompiler(Log(tmp_path / "log"), request.param.id)
+    monkeypatch.setattr(forward_tune, "cached", lambda *_: None)
+    monkeypatch.setattr(forward_tune, "compile_forward", compiler)
+    monkeypatch.setattr(forward_tune, "CompilePool", partial(CompilePool, method="forkserver"))
+    return compiler
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("crashing", [of_kind("4096x1024:bf16")], indirect=True)
+def test_crash_of_the_compiler_costs_the_run_one_variant_and_those_that_wait_no_process(
+    monkeypatch: pytest.MonkeyPatch, crashing: CrashingCompiler
+) -> None:
+    shapes = [Problem.parse(f"{M}x1024:bf16") for M in (4096, 8192)]
+    candidates = {v.id for shape in shapes for v in forward_variants(shape, H200)[:MOST_VARIANTS]}
+    seen: list[set[str]] = []
+
+    def measure(gpu: Any, problem: Problem, made: list[Any], sms: int) -> list[ForwardTime]:
+        seen.append({variant.id for variant, _ in made})
+        return measured(made)
+
+    monkeypatch.setattr(ForwardGpu, "measure", measure)
+    said: list[str] = []
+    forwards = tune_forwards(shapes, H200, (0,), say=said.append)
+    assert [entry.evidence for entry in forwards.tuned] == ["measured", "measured"]
+    assert seen == [candidates - {crashing.doomed}] * 2
+    assert [v for v, _ in forwards.generic] == generic_forwards(DTYPES)
+    told = [line for line in said if "crashed" in line]
+    assert told == [f"forward {crashing.doomed}: NVRTC crashed on this variant {LIVES} times"]
+    # With one compiler nothing else is under way at a crash: one process until then, the lives of
+    # the variant, and one for all that waited.
+    given = crashing.log.read()
+    assert len({entry["pid"] for entry in given}) == 1 + LIVES + 1
+    assert Counter(entry["variant"] for entry in given) == {
+        **dict.fromkeys(candidates | {v.id for v in generic_forwards(DTYPES)}, 1),
+        crashing.doomed: 1 + LIVES,
+    }
+
+
+@pytest.mark.parametrize("crashing", [generic_forwards(DTYPES)[0]], indirect=True)
+def test_crash_on_a_generic_kernel_leaves_the_others(crashing: CrashingCompiler) -> None:
+    forwards = tune_forwards([], H200, processes=2)
+    assert [v for v, _ in forwards.generic] == generic_forwards(DTYPES)[1:]
 
 
 @pytest.mark.usefixtures("gpus")
@@ -706,7 +756,7 @@ def test_measured_choice_is_the_rules_first_within_one_percent_of_the_best(
         ForwardTime(fault="wrong") if ratio is None else ForwardTime(ratio, 1.0, ratio, final=True)
         for ratio in times
     ]
-    monkeypatch.setattr(forward_tune._Gpu, "measure", lambda *_: answer)
+    monkeypatch.setattr(ForwardGpu, "measure", lambda *_: answer)
     (entry,) = tune_forwards([problem], H200, (0,)).tuned
     assert (entry.evidence, entry.variant) == ("measured", variants[chosen])
     assert entry.provenance["ratio"] == times[chosen]
@@ -718,7 +768,7 @@ def test_a_lost_gpu_leaves_the_choice_to_the_rule_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
-    monkeypatch.setattr(forward_tune._Gpu, "measure", lambda *_: "no answer after 120 s")
+    monkeypatch.setattr(ForwardGpu, "measure", lambda *_: "no answer after 120 s")
     (entry,) = tune_forwards([Problem.parse("4096x1024:bf16")], H200, (0,)).tuned
     assert entry.evidence == "predicted"
     assert "no answer after 120 s" in entry.provenance["reason"]

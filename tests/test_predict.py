@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generator.compile import Compiled, Resources
+from generator.compile import Compiled
 from generator.errors import NormforgeError
 from generator.predict import MODEL, TAILS, Predictor, floor_us, predict_us
 from generator.problem import Problem
+from generator.ptxas import Resources
 from generator.runtime.plan import MAIN_KERNEL, plan_launch
 from generator.space import load_space
 from generator.target import find_target, load_targets

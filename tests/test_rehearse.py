@@ -8,11 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from generator import rehearse
-from generator.compile import Compiled, Resources, compile_variant
+from generator.compile import Compiled, compile_variant
 from generator.emulate import Check
 from generator.finals import hold_round
 from generator.legal import LegalConfigs
 from generator.problem import Problem
+from generator.ptxas import Resources
 from generator.rehearse import RehearsingPredictor
 from generator.result import Result
 from generator.runtime.plan import MAIN_KERNEL

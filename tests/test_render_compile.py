@@ -19,17 +19,16 @@ import pytest
 from hypothesis import given, settings
 
 from generator.compile import (
+    STALE_SECONDS,
     Compiled,
-    CompilePool,
     CubinCache,
-    Resources,
     compile_source,
     compile_variant,
-    read_resources,
-    resource_fault,
 )
-from generator.evaluator import refuse
+from generator.compile_pool import CompilePool
+from generator.evaluator import refuse, resource_fault
 from generator.problem import Problem
+from generator.ptxas import Resources, read_resources
 from generator.render import TEMPLATES, render
 from generator.runtime.plan import MAIN_KERNEL, SUM_KERNEL, plan_launch
 from generator.target import Target, find_target
@@ -412,6 +411,21 @@ def test_cache_that_cannot_be_written_costs_a_compilation_and_no_more(tmp_path: 
     assert (tmp_path / "file").read_text() == "in the way"
 
 
+def test_half_written_entries_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
+    cache = CubinCache(tmp_path)
+    folder = cache.path(TINY, "sm_90a", 0).parent
+    folder.mkdir(parents=True)
+    dead, living, entry = (folder / name for name in ("dead.part", "living.part", "old.json"))
+    for path in (dead, living, entry):
+        path.write_text("half")
+    before = time.time() - STALE_SECONDS - 60
+    for path in (dead, entry):
+        os.utime(path, (before, before))
+    cache.compile(TINY, "sm_90a")
+    assert cache.find(TINY, "sm_90a")
+    assert [path for path in (dead, living, entry) if path.exists()] == [living, entry]
+
+
 def test_two_processes_at_once_get_the_same_code_and_leave_one_entry(tmp_path: Path) -> None:
     target = find_target("h200")
     v = plain_variant(SHAPE, target)
@@ -429,7 +443,7 @@ def test_two_processes_at_once_get_the_same_code_and_leave_one_entry(tmp_path: P
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[CompilePool]:
-    with CompilePool("sm_90a", 1, tmp_path) as pool:
+    with CompilePool("sm_90a", 1, tmp_path, compile=compile_variant) as pool:
         yield pool
 
 
@@ -473,9 +487,10 @@ ORPHAN = """
 import time
 from multiprocessing import active_children
 from pathlib import Path
-from generator.compile import CompilePool
+from generator.compile import compile_variant
+from generator.compile_pool import CompilePool
 from tests.test_render_compile import variants
-pool = CompilePool("sm_90a", 1, Path({folder!r}))
+pool = CompilePool("sm_90a", 1, Path({folder!r}), compile=compile_variant)
 v = variants()[0]
 assert pool.result(v, pool.submit(v)).cubin
 print(active_children()[0].pid, flush=True)

@@ -1,0 +1,97 @@
+"""A folder that is replaced by one rename: a reader and a crash see either the whole old one or the
+whole new one."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from generator.errors import NormforgeError
+
+
+def check_writable(folder: Path) -> None:
+    """Raise NormforgeError unless `folder` can be written or replaced; creates its parent."""
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is a file")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder.parent):
+            pass
+    except OSError as error:
+        raise NormforgeError(
+            f"cannot write {folder} ({error.strerror or error}): choose another folder with --out"
+        ) from error
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One writer at a time: two that extend one folder must see what the other wrote. What a writer
+    had put aside that was killed between two renames is back in its place."""
+    parent = os.open(folder.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(parent, fcntl.LOCK_EX)
+        if _aside(folder).exists() and not folder.exists():
+            _aside(folder).rename(folder)
+        yield
+    finally:
+        os.close(parent)
+
+
+@contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """An empty folder beside `folder`, which takes its place when the body ends. For who has it
+    `locked`. Raises NormforgeError, and leaves `folder` as it is, for an OSError in here or there.
+    """
+    fresh = folder.parent / f".{folder.name}.part"
+    try:
+        shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed here
+        fresh.mkdir()
+        yield fresh
+        _swap(fresh, folder)
+    except OSError as error:
+        raise NormforgeError(
+            f"cannot write {folder} ({error.strerror or error}); what was there is unchanged"
+        ) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _swap(fresh: Path, folder: Path) -> None:
+    """Put `fresh` where `folder` is; the old folder may be left at `fresh`."""
+    if not folder.exists():
+        fresh.rename(folder)
+        return
+    try:
+        _exchange(fresh, folder)
+    except OSError:
+        # A file system without the exchange: two renames, undone if the second one fails, and by
+        # the next run if this one is killed between them.
+        old = _aside(folder)
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        try:
+            fresh.rename(folder)
+        except OSError:
+            old.rename(folder)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _aside(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}.old"
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swap two names in one step (Linux renameat2 with RENAME_EXCHANGE). Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        raise OSError("this system cannot exchange two names")
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
