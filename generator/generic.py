@@ -67,7 +67,8 @@ _EIGHT = (
 )
 """For rows of whole 8-byte vectors. Like those below the best of up to 44 layouts each, half of
 them drawn at random and half by generator/predict.py, at two N of the bracket and two M in bf16 on
-one H200. The next smaller vectors take a quarter longer."""
+one H200: benchmarks/layouts.py and its results/layouts_h200.json. The next smaller vectors take
+11 to 32 % longer."""
 
 _FOUR = (
     _Layout(256, "direct", 1, 32, 8, 4),

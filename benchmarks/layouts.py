@@ -1,0 +1,296 @@
+#!/usr/bin/env python3
+"""Which layout of a generic kernel is fastest, by the bytes of a vector and the bracket of N.
+
+    python benchmarks/layouts.py --out benchmarks/results/layouts_h200.json
+
+A group is a vector size and a bracket: rows of up to so many columns. Its candidates are `--draws`
+layouts (half at random, half the best of eight times as many by generator/predict.py), those of
+generator/generic.py, and two to compare with: the best of the next narrower vectors and of the next
+larger bracket. Those that may run are checked against float64 at 777 rows and timed at two N and
+two M, in one block with the floor, `torch.add(x, dy, out=dx)`, and ATen's kernel. The file is
+written after each group. Exit code: 2 for bad input or without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import product
+from operator import truediv
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmarks.peers import choose_peers  # noqa: E402
+from generator.compile import Compiled, compile_variant  # noqa: E402
+from generator.compile_pool import CompilePool  # noqa: E402
+from generator.errors import NormforgeError, ProblemError  # noqa: E402
+from generator.evaluator import Pool, refuse  # noqa: E402
+from generator.generic import MANY_ROWS, _config, _Layout, generic_variants  # noqa: E402
+from generator.measure import Operation  # noqa: E402
+from generator.predict import predict_us  # noqa: E402
+from generator.problem import ITEMSIZE, Problem  # noqa: E402
+from generator.ptxas import Resources  # noqa: E402
+from generator.result import Result  # noqa: E402
+from generator.session import Session, Workload  # noqa: E402
+from generator.space import load_space  # noqa: E402
+from generator.supply import Supply  # noqa: E402
+from generator.target import Target, match_device  # noqa: E402
+from generator.variant import DERIVED, Variant, make_variant  # noqa: E402
+from generator.verify import check_accuracy  # noqa: E402
+from generator.worker import Answer, Candidate, Job, WorkerLostError  # noqa: E402
+
+BRACKETS = (256, 512, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+CHOICES = (
+    (("direct", 1), *product(("async",), (2, 3, 4, 6))),
+    (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024),
+    (1, 2, 4, 8),
+    (1, 2, 3, 4, 6, 8),
+    (1, 2, 4),
+    ("none", "smem"),
+    ("registers", "smem"),
+)
+"""What is drawn for a layout, in the order of its fields."""
+SIZES = (2, 4, 8, 16)
+CHECKED_ROWS = (777,)
+TIMED_ROWS = (4096, 65536)
+TIMED_ELEMENTS = 1 << 28
+"""At most: the widest rows are fewer."""
+ROUNDS = 9
+KEPT = 3
+
+Made = dict[str, tuple[Variant, Compiled]]
+"""Compiled candidates by the id of their variant."""
+Table = list[list[float]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of up to `columns` elements, in vectors of `vector_bytes`."""
+
+    vector_bytes: int
+    columns: int
+    dtype: str
+
+    def problems(self, rows: Iterable[int] = TIMED_ROWS) -> list[Problem]:
+        """At two N of the bracket, an eighth from its ends, that no wider vector divides."""
+        low = max((n for n in BRACKETS if n < self.columns), default=self.columns // 2)
+        edge = (self.columns - low) // 8
+        unit = self.vector_bytes // ITEMSIZE[self.dtype]
+        widths = [(n // unit | 1) * unit for n in (low + edge, self.columns - edge)]
+        shapes = [(min(M, TIMED_ELEMENTS // N), N) for M in rows for N in widths]
+        return [Problem(M, N, self.dtype, self.dtype) for M, N in shapes]
+
+
+def draw(group: Group, target: Target, count: int, seed: int) -> list[Variant]:
+    """At most `count` legal layouts, the same for the same seed; first those of the model."""
+    space = load_space()
+    problem = Problem(MANY_ROWS, group.columns, group.dtype, group.dtype)
+    choices: list[Any] = list(product(*CHOICES))
+    random.Random(f"{seed} {group}").shuffle(choices)
+    found: dict[str, tuple[float, Variant]] = {}
+    for pipeline, *rest in choices:
+        layout = _Layout(group.columns, *pipeline, *rest)
+        config = space.normalize(_config(layout, group.vector_bytes), problem, target)
+        if space.reject(config, problem, target, exact=False):
+            continue
+        variant = make_variant(config, problem, exact=False)
+        registers = DERIVED["register_budget"][1](variant, problem, target)
+        if fits(variant, registers) and variant.id not in found:
+            guess = Resources(registers, 0, 0, 0, 0)
+            times = [predict_us(variant, guess, p, target).us for p in group.problems()]
+            found[variant.id] = (geometric_mean(times), variant)
+        if len(found) == 4 * count:
+            break
+    best = sorted(found, key=lambda name: found[name][0])[: count // 2]
+    return [found[name][1] for name in dict.fromkeys([*best, *found])][:count]
+
+
+def fits(variant: Variant, registers: int) -> bool:
+    """A guess whether it compiles without spills, and no thread idles much: what 300 compiles for
+    sm_90a needed beside the estimate of the rules."""
+    rows = variant["rows_in_flight"] if variant["reload"] == "none" else 0
+    more = 2 * (variant["vector_bytes"] // 4 + rows) * variant.vectors
+    idle = variant["threads_per_row"] > 32 and variant.idle_columns * 3 > variant.columns
+    return not idle and variant.register_estimate + more <= registers + 4
+
+
+def layout_of(variant: Variant) -> _Layout:
+    """What generator/generic.py would have for it."""
+    return _Layout(variant.N, *(variant[field.name] for field in fields(_Layout)[1:]))
+
+
+class Hands(Session):
+    """A worker's session that checks accuracy alone, and times ATen behind the candidates."""
+
+    def _evaluate(self, workload: Workload, job: Job) -> Answer:
+        bench = workload.bench(job.candidates[0])
+        fault = check_accuracy(bench, workload.inputs, workload.reference).fault
+        return Answer(Result("wrong" if fault else "ok", note=fault))
+
+    def _interleave(self, workload: Workload, job: Job) -> Answer:
+        (aten,) = choose_peers("aten")
+        benches = [workload.bench(candidate) for candidate in job.candidates]
+        operations: list[Operation] = [workload.floor]
+        operations += [partial(bench.run, workload.inputs) for bench in benches]
+        operations.append(aten.load(self.timer)(workload.inputs))
+        return Answer(block=self.timer.block(operations, ROUNDS))
+
+
+def refusals(gpu: Supply, group: Group, made: Made, target: Target) -> dict[str, str]:
+    """Why candidates cannot be timed, by id: what the compiler and what the GPU says."""
+    found: dict[str, str] = {}
+    for name, (variant, compiled) in made.items():
+        many_rows = Problem(MANY_ROWS, variant.N, variant.dtype, variant.weight_dtype)
+        if refused := refuse(variant, compiled, many_rows, target):
+            found[name] = refused.note
+    for problem in group.problems(CHECKED_ROWS):
+        for name in made.keys() - found.keys():
+            variant, compiled = made[name]
+            candidate = Candidate(compiled.cubin, variant.spec(target.sms))
+            try:
+                result = gpu.call(Job("evaluate", problem, (candidate,))).result
+            except WorkerLostError as lost:
+                result = Result(lost.outcome, note=lost.note)
+            if result and result.outcome != "ok":
+                found[name] = f"{result.outcome}: {result.note}"
+                print(f"{name}: {found[name]}", file=sys.stderr)
+    return found
+
+
+def measure(gpu: Supply, group: Group, made: Made, target: Target) -> dict[str, Any]:
+    """What the file says of a group. Raises WorkerLostError or ProblemError without times."""
+    refused = refusals(gpu, group, made, target)
+    usable = [pair for name, pair in made.items() if name not in refused]
+    if not usable:
+        raise ProblemError("no candidate may run")
+    candidates = tuple(Candidate(c.cubin, v.spec(target.sms)) for v, c in usable)
+    floors, ratios = [], []
+    for problem in group.problems():
+        block = gpu.call(Job("interleave", problem, candidates)).block or []
+        floors.append(median(block[0]))
+        ratios.append([median(map(truediv, times, block[0])) for times in block[1:]])
+    return summary(group, [v for v, _ in usable], floors, ratios, list(refused.values()))
+
+
+def summary(
+    group: Group, variants: list[Variant], floors: list[float], ratios: Table, refused: list[str]
+) -> dict[str, Any]:
+    """A group in the file. floors: µs of each problem; ratios: to the floor, of each problem for
+    every variant, and of ATen. mean: geometric, of a variant's ratios; worst: the largest ratio to
+    the best variant at one problem; narrower, larger: the best of the next narrower vectors and of
+    the next larger bracket; refused: how many for each reason, up to its colon."""
+    size, columns = group.vector_bytes, group.columns
+    best = [min(row[:-1]) for row in ratios]
+    *own, aten = zip(*ratios, strict=True)
+    rows = [
+        {
+            "vector_bytes": variant["vector_bytes"],
+            "columns": variant.N,
+            "layout": str(layout_of(variant)),
+            "ratios": [round(ratio, 4) for ratio in its],
+            "mean": round(geometric_mean(its), 4),
+            "worst": round(max(map(truediv, its, best)), 4),
+        }
+        for variant, its in zip(variants, own, strict=True)
+    ]
+    rows.sort(key=lambda row: row["mean"])
+    narrower = [row for row in rows if row["vector_bytes"] < size]
+    larger = [row for row in rows if row["vector_bytes"] == size and row["columns"] > columns]
+    return {
+        "vector_bytes": size,
+        "columns": columns,
+        "shapes": [str(problem) for problem in group.problems()],
+        "floor_us": [round(us, 3) for us in floors],
+        "aten": [round(ratio, 4) for ratio in aten],
+        "timed": len(rows),
+        "refused": dict(Counter(reason.split(":")[0] for reason in refused)),
+        "best": [row for row in rows if row not in narrower + larger][:KEPT],
+        "narrower": narrower[0] if narrower else None,
+        "larger": larger[0] if larger else None,
+    }
+
+
+def run(args: argparse.Namespace, gpu: Supply, target: Target, pool: Pool, until: float) -> None:
+    """Measure all groups, narrow vectors and large brackets first. Raises NormforgeError when there
+    is no working GPU any more."""
+    sizes = [size for size in sorted(set(args.sizes)) if size >= ITEMSIZE[args.dtype]]
+    groups = [Group(size, columns, args.dtype) for size in sizes for columns in reversed(BRACKETS)]
+    ours = generic_variants(target, [(args.dtype, args.dtype)])
+    futures = {}
+    for group in groups:  # compiled while those before are timed
+        same = [v for v in ours if group.columns == v.N and v["vector_bytes"] == group.vector_bytes]
+        variants = [*same, *draw(group, target, args.draws, args.seed)]
+        futures[group] = {v.id: (v, pool.submit(v)) for v in variants}
+    document: dict[str, Any] = {"environment": gpu.facts, "dtype": args.dtype}
+    document |= {"groups": [], "left": []}
+    winners: dict[tuple[int, int], Made] = {}
+    for group in groups:
+        size, columns = group.vector_bytes, group.columns
+        try:
+            if time.monotonic() > until:
+                raise ProblemError("no time was left")
+            made = {name: (v, pool.result(v, f)) for name, (v, f) in futures[group].items()}
+            larger = min((n for s, n in winners if s == size), default=0)
+            others = winners.get((size // 2, columns), {}) | winners.get((size, larger), {})
+            found = measure(gpu, group, made | others, target)
+        except (WorkerLostError, ProblemError) as error:
+            reason = {"vector_bytes": size, "columns": columns, "reason": str(error)}
+            document["left"].append(reason)
+            print(f"{group}: {error}", file=sys.stderr)
+        else:
+            document["groups"].append(found)
+            print(f"{group}: ATen {found['aten']}")
+            for row in found["best"]:
+                print(f"  {row['mean']:.3f} {row['ratios']} {row['layout']}")
+            best = [row["layout"] for row in found["best"][:1]]
+            winners[size, columns] = {n: m for n, m in made.items() if str(layout_of(m[0])) in best}
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpu", default="auto", help="must be the one of this machine")
+    parser.add_argument("--dtype", choices=tuple(ITEMSIZE), default="bf16", help="weight's, too")
+    parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES[:3])
+    parser.add_argument("--draws", type=int, default=32, help="layouts of each group")
+    parser.add_argument("--seconds", type=float, default=540.0, help="begin no group after this")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="the results file, .json")
+    args = parser.parse_args(argv)
+    until = time.monotonic() + args.seconds
+    try:
+        if not torch.cuda.is_available():
+            raise NormforgeError("layouts are timed on a CUDA GPU, and PyTorch sees none")
+        with closing(Supply(0, open_hands=Hands)) as gpu:
+            target = match_device(gpu.facts["name"], gpu.facts["sms"])
+            if target is None or args.gpu not in ("auto", target.name):
+                raise NormforgeError(f"no --gpu {args.gpu}: this machine has a {gpu.facts['name']}")
+            processes = max(1, len(os.sched_getaffinity(0)) - 1)
+            with CompilePool(target.arch, processes, compile=compile_variant) as pool:
+                run(args, gpu, target, pool, until)
+    except NormforgeError as error:
+        print(f"layouts.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
