@@ -7,7 +7,7 @@ code loads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from generator.compile import Compiled
@@ -128,7 +128,7 @@ def generic_variants(
     at aligned addresses.
 
     dtypes: pairs of x's and the weight's dtype. A variant serves every M >= 1 and N up to its own.
-    `usable_generics` says which to keep once they are compiled.
+    `compile_generics` keeps one for each length of rows.
     """
     space = space or load_space()
     found: list[Variant] = []
@@ -150,17 +150,39 @@ def _layouts(itemsize: int) -> dict[int, tuple[_Layout, ...]]:
     return {16: _WIDE + _PLAIN, 8: _EIGHT + rest, 4: _FOUR + rest, 2: _TWO + rest}
 
 
-def usable_generics(
-    made: Iterable[tuple[Variant, Compiled]], target: Target
-) -> list[tuple[Variant, Compiled]]:
-    """Of compiled generic variants those that a package keeps: of several that take the same rows
-    the first that may run on the target."""
-    found: dict[tuple[object, ...], tuple[Variant, Compiled]] = {}
-    for variant, compiled in made:
-        many_rows = Problem(MANY_ROWS, variant.N, variant.dtype, variant.weight_dtype)
-        if refuse(variant, compiled, many_rows, target) is None:
-            found.setdefault(same_rows(variant), (variant, compiled))
+def first_choices(variants: Iterable[Variant]) -> list[Variant]:
+    """Of several that take the same rows the first."""
+    found: dict[tuple[object, ...], Variant] = {}
+    for variant in variants:
+        found.setdefault(same_rows(variant), variant)
     return list(found.values())
+
+
+def compile_generics(
+    target: Target,
+    compile: Callable[[list[Variant]], Iterable[Compiled]],
+    dtypes: Sequence[tuple[str, str]] = DTYPES,
+) -> list[tuple[Variant, Compiled]]:
+    """The generic kernels of a package: of several variants that take the same rows the first that
+    may run on the target.
+
+    compile: gives the results of variants, in their order. It is asked for first choices, and then
+    for those that take the place of what may not run.
+    """
+    variants = generic_variants(target, dtypes)
+    found: dict[str, Compiled] = {}
+    waiting = variants
+    while waiting:
+        asked = first_choices(waiting)
+        served = set()
+        for variant, compiled in zip(asked, compile(asked), strict=True):
+            many_rows = Problem(MANY_ROWS, variant.N, variant.dtype, variant.weight_dtype)
+            if refuse(variant, compiled, many_rows, target) is None:
+                found[variant.id] = compiled
+                served.add(same_rows(variant))
+        tried = {variant.id for variant in asked}
+        waiting = [v for v in waiting if v.id not in tried and same_rows(v) not in served]
+    return [(variant, found[variant.id]) for variant in variants if variant.id in found]
 
 
 def same_rows(variant: Variant) -> tuple[object, ...]:

@@ -23,7 +23,7 @@ from generator.emit import Emission, Entry, check_package, emit_package, read_fo
 from generator.errors import NormforgeError
 from generator.forward import ForwardVariant
 from generator.forward_tune import forwards_to_compile, tune_forwards, unsettled
-from generator.generic import generic_variants, usable_generics
+from generator.generic import compile_generics, first_choices, generic_variants
 from generator.guard import running
 from generator.measured import MeasuredEvaluator
 from generator.plan import Ledger, Plan
@@ -158,7 +158,8 @@ def foreseen(plan: Plan) -> list[Variant | ForwardVariant]:
         return []
     known = read_forward_table(plan.out / PACKAGE_NAME)
     shapes = unsettled(plan.problems, plan.devices, known)
-    return [*generic_variants(plan.target), *forwards_to_compile(shapes, plan.target)]
+    generics = first_choices(generic_variants(plan.target))
+    return [*generics, *forwards_to_compile(shapes, plan.target)]
 
 
 def _processes() -> int:
@@ -173,12 +174,11 @@ def emit(
     """Write the package with these winners and the generic kernels of their dtypes."""
     target = plan.target
     chosen = [make_variant(winner.config, winner.problem) for winner in winners]
-    made = _compile([*chosen, *generic_variants(target)], pool)
     entries = [
         Entry(winner.problem, variant, compiled, winner.evidence, provenance(winner, storage))
-        for winner, (variant, compiled) in zip(winners, made, strict=False)
+        for winner, variant, compiled in zip(winners, chosen, _compile(chosen, pool), strict=True)
     ]
-    generics = usable_generics(made[len(entries) :], target)
+    generics = compile_generics(target, lambda variants: _compile(variants, pool))
     package = plan.out / PACKAGE_NAME
     forwards = tune_forwards(
         [winner.problem for winner in winners],
@@ -191,12 +191,10 @@ def emit(
     return emit_package(entries, generics, target, package, forwards)
 
 
-def _compile(
-    variants: Sequence[Variant], pool: CompilePool[Variant]
-) -> list[tuple[Variant, Compiled]]:
+def _compile(variants: Sequence[Variant], pool: CompilePool[Variant]) -> list[Compiled]:
     """All of them. No process starts for what the cache has, which after a search is nearly all."""
     jobs = [(v, cached(v, pool.arch, pool.cache_folder) or pool.submit(v)) for v in variants]
-    return [(v, job if isinstance(job, Compiled) else pool.result(v, job)) for v, job in jobs]
+    return [job if isinstance(job, Compiled) else pool.result(v, job) for v, job in jobs]
 
 
 def provenance(winner: Winner, storage: BaseStorage) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from generator.compile import Compiled, compile_variant
 from generator.compile_pool import CompilePool
 from generator.errors import NormforgeError
-from generator.generic import generic_variants, usable_generics
+from generator.generic import compile_generics
 from generator.problem import ITEMSIZE, Problem
 from generator.space import Space, load_space
 from generator.target import Target, find_target, load_targets
@@ -141,5 +141,9 @@ def compiled_generics(target: Target) -> list[tuple[Variant, Compiled]]:
     """The generic kernels of a package, which is a minute's work for one core."""
     cores = len(os.sched_getaffinity(0))
     with CompilePool(target.arch, cores, compile=compile_variant) as pool:
-        jobs = [(variant, pool.submit(variant)) for variant in generic_variants(target)]
-        return usable_generics([(v, pool.result(v, job)) for v, job in jobs], target)
+
+        def compile(variants: list[Variant]) -> list[Compiled]:
+            jobs = [(variant, pool.submit(variant)) for variant in variants]
+            return [pool.result(variant, job) for variant, job in jobs]
+
+        return compile_generics(target, compile)

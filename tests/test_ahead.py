@@ -25,7 +25,7 @@ from generator.compile import Compiled, CubinCache, compile_variant
 from generator.errors import NormforgeError
 from generator.forward import compile_forward, forward_revision, generic_forwards, render_forward
 from generator.forward_tune import MOST_VARIANTS, forward_variants, forwards_to_compile
-from generator.generic import DTYPES, generic_variants
+from generator.generic import DTYPES, first_choices, generic_variants
 from generator.plan import longest_first
 from generator.problem import Problem
 from generator.run import foreseen, tune
@@ -215,7 +215,7 @@ def test_foreseen_are_generic_kernels_and_the_forwards_to_be_measured_in_the_ord
 ) -> None:
     options = Problem.parse("64x1024:bf16+offset+residual")
     plan = make_plan(tmp_path, 1, problems=(SHORT, options, WIDE, LONG))
-    generics = generic_variants(H200)
+    generics = first_choices(generic_variants(H200))
     found = foreseen(plan)
     assert found[: len(generics)] == generics
     names = [variant.id for variant in found[len(generics) :]]
@@ -243,4 +243,4 @@ def test_forwards_that_the_package_keeps_are_not_compiled_ahead(
     monkeypatch.setattr(run, "read_forward_table", lambda package: SimpleNamespace(tuned=table))
     found = foreseen(make_plan(tmp_path, 1, problems=(SHORT, WIDE, third)))
     wanted = forwards_to_compile(longest_first([WIDE, third]), H200)
-    assert found == [*generic_variants(H200), *wanted]
+    assert found == [*first_choices(generic_variants(H200)), *wanted]

@@ -28,7 +28,7 @@ from generator.emit import (
     emit_package,
 )
 from generator.errors import NormforgeError
-from generator.generic import DTYPES, generic_variants, same_rows, usable_generics
+from generator.generic import DTYPES, compile_generics, first_choices, generic_variants
 from generator.package_files import RUNTIME
 from generator.problem import ITEMSIZE, Problem
 from generator.runtime.api import Package
@@ -64,7 +64,7 @@ def entry(shape: str, evidence: str = "measured", text: str = "cubin", **knobs: 
     return Entry(problem, variant, compiled(variant, text), evidence, provenance)
 
 
-GENERICS = [(variant, compiled(variant)) for variant in generic_variants(H200)]
+GENERICS = [(variant, compiled(variant)) for variant in first_choices(generic_variants(H200))]
 
 
 @pytest.fixture
@@ -457,8 +457,7 @@ def test_generic_variants_cover_all_dtypes_on_every_gpu(name: str) -> None:
 
 def generic_table(variants: list[Variant], target: Target) -> Table:
     """A package of generic kernels alone: of those that take the same rows, the first."""
-    first = {same_rows(variant): variant for variant in reversed(variants)}
-    kernels = (Kernel(v.id, "", v.spec(target.sms)) for v in reversed(first.values()))
+    kernels = (Kernel(v.id, "", v.spec(target.sms)) for v in first_choices(variants))
     return Table({"sms": target.sms}, (), tuple(kernels))
 
 
@@ -521,8 +520,10 @@ def test_addresses_that_rule_out_a_vector_leave_it_to_a_narrower_one(pair: tuple
 def test_kernels_of_narrow_vectors_compile_without_spills(name: str) -> None:
     """For every length of rows the first choice or one that takes its place."""
     target, pair = find_target(name), ("bf16", "bf16")
-    made = [(v, compile_variant(v, target.arch)) for v in generic_variants(target, [pair])]
-    table = generic_table([variant for variant, _ in usable_generics(made, target)], target)
+    made = compile_generics(
+        target, lambda variants: [compile_variant(v, target.arch) for v in variants], [pair]
+    )
+    table = generic_table([variant for variant, _ in made], target)
     for N in (129, 257, 513, 1025, 2049, 4097, 8191):
         for columns in (N, N + 1):
             vector, longest = served(table, columns, pair)
