@@ -157,10 +157,9 @@ def test_the_samples_cover_the_space() -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        *("21x1:bf16:fp32", "21x200:bf16:fp32", "21x553:bf16", "21x1000:bf16:fp32"),
-        *("21x1001:bf16:fp32", "21x1024:bf16:fp32", "21x1922:fp16:fp32", "21x2056:bf16:fp32"),
-        *("21x3890:bf16", "21x4104:bf16:fp32", "21x7935:bf16", "21x8200:bf16:fp32"),
-        *("201x414:bf16", "21x15874:bf16", "21x999:fp32", "21x3891:fp32"),
+        *("21x1:bf16:fp32", "21x553:bf16", "21x1001:bf16:fp32", "21x1024:bf16:fp32"),
+        *("21x1922:fp16:fp32", "21x3890:bf16", "21x4104:bf16:fp32", "21x7935:bf16"),
+        *("201x414:bf16", "21x15874:bf16", "21x999:fp32"),
     ],
 )
 def test_generic_variant_serves_shorter_rows(shape: str, target: Target) -> None:
