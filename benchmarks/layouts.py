@@ -39,8 +39,14 @@ from benchmarks.peers import choose_peers  # noqa: E402
 from generator.compile import Compiled, compile_variant  # noqa: E402
 from generator.compile_pool import CompilePool  # noqa: E402
 from generator.errors import NormforgeError, ProblemError  # noqa: E402
-from generator.evaluator import Pool, refuse  # noqa: E402
-from generator.generic import MANY_ROWS, _config, _Layout, generic_variants  # noqa: E402
+from generator.evaluator import Pool  # noqa: E402
+from generator.generic import (  # noqa: E402
+    MANY_ROWS,
+    _config,
+    _Layout,
+    generic_variants,
+    refuse_generic,
+)
 from generator.measure import Operation  # noqa: E402
 from generator.predict import predict_us  # noqa: E402
 from generator.problem import ITEMSIZE, Problem  # noqa: E402
@@ -155,8 +161,7 @@ def refusals(gpu: Supply, group: Group, made: Made, target: Target) -> dict[str,
     """Why candidates cannot be timed, by id: what the compiler and what the GPU says."""
     found: dict[str, str] = {}
     for name, (variant, compiled) in made.items():
-        many_rows = Problem(MANY_ROWS, variant.N, variant.dtype, variant.weight_dtype)
-        if refused := refuse(variant, compiled, many_rows, target):
+        if refused := refuse_generic(variant, compiled, target):
             found[name] = refused.note
     for problem in group.problems(CHECKED_ROWS):
         for name in made.keys() - found.keys():

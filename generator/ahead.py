@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 
-from generator.compile import DEFAULT_CACHE, Compiled, CubinCache, compile_variant
-from generator.forward import ForwardVariant, compile_forward, render_forward
+from generator.compile import DEFAULT_CACHE, Compiled, CubinCache
+from generator.forward import ForwardVariant, render_forward
 from generator.processes import end_pool, end_with_parent, shielded
 from generator.render import render
 from generator.variant import Variant
@@ -29,11 +29,15 @@ def cached(
 
     A look takes less than a millisecond, a new process that compiles several seconds to start.
     """
-    if isinstance(variant, ForwardVariant):
-        source, register_cap = render_forward(variant), 0
-    else:
-        source, register_cap = render(variant), int(variant["register_cap"])
+    source, register_cap = _source(variant)
     return CubinCache(cache_folder).find(source, arch, register_cap)
+
+
+def _source(variant: Variant | ForwardVariant) -> tuple[str, int]:
+    """What is compiled, and its register cap."""
+    if isinstance(variant, ForwardVariant):
+        return render_forward(variant), 0
+    return render(variant), int(variant["register_cap"])
 
 
 @contextmanager
@@ -67,7 +71,5 @@ def _begin() -> None:
 def _fill(variant: Variant | ForwardVariant, arch: str, cache_folder: Path) -> None:
     """Sends nothing back: its parent may be a driver, which has better things to do than to read
     machine code."""
-    if isinstance(variant, ForwardVariant):
-        compile_forward(variant, arch, cache_folder)
-    else:
-        compile_variant(variant, arch, cache_folder)
+    source, register_cap = _source(variant)
+    CubinCache(cache_folder).compile(source, arch, register_cap)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from generator.compile import Compiled
 from generator.evaluator import refuse
 from generator.problem import ITEMSIZE, Problem
+from generator.result import Result
 from generator.space import Space, load_space
 from generator.target import Target
 from generator.variant import Config, Variant, make_variant
@@ -176,13 +177,18 @@ def compile_generics(
         asked = first_choices(waiting)
         served = set()
         for variant, compiled in zip(asked, compile(asked), strict=True):
-            many_rows = Problem(MANY_ROWS, variant.N, variant.dtype, variant.weight_dtype)
-            if refuse(variant, compiled, many_rows, target) is None:
+            if refuse_generic(variant, compiled, target) is None:
                 found[variant.id] = compiled
                 served.add(same_rows(variant))
         tried = {variant.id for variant in asked}
         waiting = [v for v in waiting if v.id not in tried and same_rows(v) not in served]
     return [(variant, found[variant.id]) for variant in variants if variant.id in found]
+
+
+def refuse_generic(variant: Variant, compiled: Compiled, target: Target) -> Result | None:
+    """The result of a generic variant that must not run on the target, None for one that may."""
+    many_rows = Problem(MANY_ROWS, variant.N, variant.dtype, variant.weight_dtype)
+    return refuse(variant, compiled, many_rows, target)
 
 
 def same_rows(variant: Variant) -> tuple[object, ...]:
