@@ -110,11 +110,18 @@ def hold_round(
 
 def noisy(records: Sequence[Record]) -> list[Record]:
     """Records that may win by a time that was taken while the GPU was disturbed: those that say so,
-    and those whose reference was slow by what is known now. Best ratio first."""
+    and those whose reference was slow by what is known now of the same GPU. Best ratio first."""
     feasible = [record for record in records if record.feasible]
-    clean = [r.result.floor_us for r in feasible if r.result.floor_us and not r.result.noisy]
-    best = min(clean, default=float("inf"))
-    found = [r for r in feasible if r.result.noisy or drifted(r.result.floor_us or 0.0, best)]
+    best: dict[str, float] = {}
+    for result in (record.result for record in feasible):
+        if result.floor_us and not result.noisy:
+            gpu = result.extra.get("gpu", "")
+            best[gpu] = min(result.floor_us, best.get(gpu, inf))
+
+    def slow(result: Result) -> bool:
+        return drifted(result.floor_us or 0.0, best.get(result.extra.get("gpu", ""), inf))
+
+    found = [r for r in feasible if r.result.noisy or slow(r.result)]
     return sorted(found, key=lambda record: record.ratio)
 
 

@@ -89,6 +89,8 @@ class MeasuredEvaluator:
             return replace(result, note="; ".join(note for note in notes if note))
         if result.floor_us is not None:
             self._learn(problem, result.floor_us)
+            # References of different GPUs are not compared (generator.finals.noisy).
+            result = replace(result, extra={**result.extra, "gpu": self.facts.get("uuid", "")})
         return result
 
     def sift(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[float]:

@@ -230,6 +230,7 @@ def _facts(device: int) -> dict[str, Any]:
     return {
         "name": properties.name,
         "sms": properties.multi_processor_count,
+        "uuid": str(getattr(properties, "uuid", "")),
         "bus_id": bus_id.decode().rstrip("\0").strip(),
         "l2_bytes": properties.L2_cache_size,
         "compute_capability": [properties.major, properties.minor],

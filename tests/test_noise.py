@@ -330,6 +330,8 @@ def test_records_with_a_slow_reference_count_as_noisy_best_ratio_first() -> None
     refuted = replace(flagged, result=replace(flagged.result, outcome="nondeterministic"))
     assert noisy([slow, flagged, fine, refuted]) == [flagged, slow]
     assert noisy([record(3, 1.2, 46.0), record(4, 1.3, 46.5)]) == []
+    elsewhere = record(3, 1.0, 46.0, extra={"gpu": "another of the same model"})
+    assert noisy([elsewhere, fine, slow]) == [slow]
 
 
 # ---- The same answer twice -----------------------------------------------------------------------
