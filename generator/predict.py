@@ -63,6 +63,7 @@ class Model:
     # Tails
     smem_bytes_per_clock: float = 128.0  # bytes/clock of an SM's shared memory; sheet
     arrival_us: float = 1.5  # µs: publish, count, and be seen by a waiting CTA; estimate
+    release_us: float = 0.3  # µs of it that a release waits for the partials; trials (mailbox)
     counter_clocks: float = 2.0  # clocks for every arrival at one counter; estimate
     loads_in_flight: int = 4  # rows of partials that a thread of the tail has under way; estimate
     slice_clocks: float = 400.0  # clocks per slice: sum across lanes, store dw; estimate
@@ -273,6 +274,15 @@ def _column_slices(case: _Case) -> dict[str, float]:
     }
 
 
+def _mailbox(case: _Case) -> dict[str, float]:
+    parts = _column_slices(case)
+    size = case.launch.participants * case.partial_row_bytes
+    return {
+        "arrival": parts["arrival"] - case.model.release_us,
+        "sums": parts["sums"] + case.rates.exchange(size, case.sms_used),  # every place is emptied
+    }
+
+
 def _separate(case: _Case) -> dict[str, float]:
     m, launch, target = case.model, case.launch, case.rates.target
     threads = case.variant["sum_threads"]
@@ -328,6 +338,7 @@ def _bulk_reduce(case: _Case) -> dict[str, float]:
 
 
 TAILS: dict[str, Callable[[_Case], dict[str, float]]] = {
+    "mailbox": _mailbox,
     "column_slices": _column_slices,
     "separate": _separate,
     "last_cta": _last_cta,
@@ -343,7 +354,7 @@ def _partials(case: _Case) -> dict[str, float]:
     if v.teams > 1:
         per_sm = 2 * v.fold_bytes * min(case.resident, case.ctas_per_sm)
         fold = (per_sm / case.model.smem_bytes_per_clock + case.model.barrier_clocks) / rates.clocks
-    stored = v["strategy"] in ("column_slices", "separate", "last_cta")
+    stored = v["strategy"] in ("mailbox", "column_slices", "separate", "last_cta")
     written = case.launch.participants * case.partial_row_bytes if stored else 0
     return {"fold": fold, "partials": rates.exchange(written, case.sms_used)}
 

@@ -340,7 +340,15 @@ def load_space(path: Path = SPACE_FILE) -> Space:
 
 
 KNOWN_KNOBS: dict[str, tuple[int | str, ...] | range] = {
-    "strategy": ("column_slices", "separate", "last_cta", "semaphore", "bulk_reduce", "atomic"),
+    "strategy": (
+        "column_slices",
+        "mailbox",
+        "separate",
+        "last_cta",
+        "semaphore",
+        "bulk_reduce",
+        "atomic",
+    ),
     "order": ("turns", "free"),
     "levels": range(1, 3),
     "overlap": ("dependent", "none"),
@@ -359,7 +367,7 @@ KNOWN_KNOBS: dict[str, tuple[int | str, ...] | range] = {
     "grid": ("full", "even"),
     "min_blocks": range(33),
     "register_cap": range(256),
-    "load_hint": ("default", "no_allocate", "streaming"),
+    "load_hint": ("default", "no_allocate", "streaming", "evict_last"),
     "store_hint": ("default", "streaming"),
 }
 """The knobs that the templates know, with the values for which they make a kernel."""

@@ -250,7 +250,7 @@ class Variant(Geometry):
     def waits_for_grid(self) -> bool:
         """True when CTAs wait for CTAs with a higher index. Such a kernel is launched
         cooperatively: the driver starts it only when every CTA can be resident."""
-        return bool(self["strategy"] == "column_slices")
+        return bool(self["strategy"] in ("column_slices", "mailbox"))
 
     def spec(self, sms: int) -> KernelSpec:
         """The facts that a launch on `sms` multiprocessors needs."""

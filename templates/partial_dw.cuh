@@ -100,11 +100,11 @@ struct DwContext {
   DEVICE float* row(unsigned index) const {
     return scratch + (static_cast<long long>(index) * kCluster + rank) * kPartialStride;
   }
-  // This CTA's partial dw to workspace row `index`: straight from the registers of a single team,
-  // through shared memory where several teams are added first.
-  DEVICE void store_row_of(unsigned index, const Rows& rows,
-                           const float (&partial)[kVectors][kElements]) const {
-    float* own = row(index);
+  // Hands this CTA's partial dw to `store(place, four sums)`, the places from `own` on: straight from
+  // the registers of a single team, through shared memory where several teams are added first.
+  template <typename Store>
+  DEVICE void each_partial(float* own, const Rows& rows,
+                           const float (&partial)[kVectors][kElements], Store store) const {
     if constexpr (kTeams == 1 && kElements % 4 == 0) {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
@@ -112,16 +112,20 @@ struct DwContext {
         if (row_abreast() != 0 || !rows.owns(column)) continue;
 #pragma unroll
         for (int i = 0; i < kElements; i += 4)
-          store_workspace(own + column - rows.first_column + i,
-                          make_float4(partial[j][i], partial[j][i + 1], partial[j][i + 2],
-                                      partial[j][i + 3]));
+          store(own + column - rows.first_column + i,
+                make_float4(partial[j][i], partial[j][i + 1], partial[j][i + 2],
+                            partial[j][i + 3]));
       }
     } else {
       const float* teams = store_partials(smem, rows, partial);
-      for_each_quad(columns, [&](int column) {
-        store_workspace(own + column, cta_partial(teams, column));
-      });
+      for_each_quad(columns, [&](int column) { store(own + column, cta_partial(teams, column)); });
     }
+  }
+  // The same to workspace row `index`.
+  DEVICE void store_row_of(unsigned index, const Rows& rows,
+                           const float (&partial)[kVectors][kElements]) const {
+    each_partial(row(index), rows, partial,
+                 [](float* to, float4 sums) { store_workspace(to, sums); });
   }
 };
 

@@ -1,10 +1,19 @@
+// Rows of partials that are complete when they are summed.
+struct CompleteRows {
+  DEVICE static constexpr bool awaited() { return false; }
+  DEVICE static float4 load(const float* from) { return load_workspace(from); }
+};
+
 // Sums kWidth columns from `first` over `count` rows of partials that lie `stride` floats apart, with
 // all kBlock threads of the CTA, and hands each column's total to `store(column, total)`.
+// `Partials::load` asks for four columns of a row. Where rows are awaited, `await` gets what a thread
+// has asked for in kAhead rows at once, with the place of each (null behind the last row), before it
+// is added.
 //
 // The order is fixed: lane l of the kLanes lanes adds rows l, l + kLanes, ... in index order; lanes
 // that share a warp are added by butterfly (where kQuads divides a warp); what is left is added in
 // index order.
-template <int kBlock, int kWidth, typename Store>
+template <int kBlock, int kWidth, typename Partials = CompleteRows, typename Store>
 DEVICE void sum_slice(const float* partials, long long stride, unsigned count, int first,
                       int columns, float* buffer, Store store) {
   constexpr int kQuads = kWidth / 4;
@@ -25,8 +34,13 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
       for (int a = 0; a < kAhead; ++a) {
         ahead[a] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (row + a * kLanes < count)
-          ahead[a] = load_workspace(partials + (row + a * kLanes) * stride + column);
+          ahead[a] = Partials::load(partials + (row + a * kLanes) * stride + column);
       }
+      if constexpr (Partials::awaited())
+        Partials::await(ahead, [&](int a) {
+          const float* place = partials + (row + a * kLanes) * stride + column;
+          return row + a * kLanes < count ? place : nullptr;
+        });
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) sum = add4(sum, ahead[a]);
     }

@@ -22,6 +22,7 @@ from generator.variant import Config, Variant, make_variant
 SPACE = load_space()
 
 FLAVOURS: dict[str, dict[str, int | str]] = {
+    "mailbox": {"strategy": "mailbox"},
     "column_slices": {"strategy": "column_slices"},
     "separate": {"strategy": "separate"},
     "last_cta": {"strategy": "last_cta"},

@@ -30,6 +30,7 @@ TARGET = find_target("h200")
 FLOOR_US = 10.0
 TAILS = {
     "column_slices": 0.05,
+    "mailbox": 0.07,
     "separate": 0.09,
     "last_cta": 0.12,
     "semaphore": 0.15,

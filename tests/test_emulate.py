@@ -25,7 +25,7 @@ from generator.generic import generic_variants
 from generator.problem import Problem
 from generator.render import render
 from generator.target import Target, find_target
-from generator.variant import Variant
+from generator.variant import Variant, make_variant
 from generator.workload import make_cancelling, make_inputs
 from tests.samples import DETERMINISTIC, FLAVOURS, plain_variant, sample_variant
 
@@ -52,9 +52,10 @@ def test_deterministic_flavour_gives_one_set_of_bits(
         knobs["sum_threads"] = 128
     variant = plain_variant("43x1024:bf16", target, **knobs)
     problem = Problem.parse("43x1024:bf16")
-    _, launch = plan(variant, problem.M)
+    spec, launch = plan(variant, problem.M)
     # A kernel that waits for its whole grid runs only where all of it fits.
-    residencies = (launch.grid,) if flavour == "column_slices" else (1, 3, launch.grid)
+    residencies = (launch.grid,) if spec.cooperative else (1, 3, launch.grid)
+    assert spec.cooperative == (flavour in ("mailbox", "column_slices"))
     assert launch.grid == 5
     check = check_variant(
         variant, problem, schedules=200, residencies=residencies, seed=SEED, all_rows=True
@@ -90,6 +91,55 @@ def test_same_seed_gives_the_same_schedule(target: Target) -> None:
     assert first is not None and again is not None
     assert torch.equal(first, again)
     assert any(other is not None and not torch.equal(first, other) for other in others)
+
+
+# ---- Words that tell by themselves whether they have arrived -------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "teams"),
+    [
+        *(("43x1024:bf16", 1), ("43x1024:bf16", 2), ("43x1001:bf16", 1), ("43x1001:bf16", 2)),
+        *(("43x1022:fp32", 1), ("97x16:fp32", 8), ("97x1:fp16:fp32", 8), ("1x1:bf16", 8)),
+    ],
+)
+def test_mailbox_has_the_bits_of_column_slices(shape: str, teams: int, target: Target) -> None:
+    """The same adds in the same order, whatever travels: zeros and padding, NaN and infinity."""
+    problem = Problem.parse(shape)
+    tuned = replace(problem, M=1 << 16)
+    sampled = sample_variant(
+        *(tuned, target, SEED), **FLAVOURS["mailbox"], pipeline="direct", rows_per_cta=teams
+    )
+    plain = make_inputs(problem, CPU)
+    zeros, wild = plain.dy.clone(), plain.dy.clone()
+    zeros[:, ::3] = 0.0
+    zeros[:, 1::6] = -0.0
+    wild[problem.M // 3, -1] = torch.inf
+    wild[problem.M - 1, -1] = -torch.inf
+    wild[problem.M // 2, 0] = torch.nan
+    cases = {
+        "plain": plain,
+        "cancelling": make_cancelling(problem, plain),
+        "zeros": replace(plain, dy=zeros),
+        "nothing but zeros": replace(plain, dy=torch.zeros_like(plain.dy)),
+        "wild": replace(plain, dy=wild),
+    }
+    for name, inputs in cases.items():
+        found = {}
+        for flavour in ("mailbox", "column_slices"):
+            variant = make_variant({**sampled.config, **FLAVOURS[flavour]}, tuned)
+            spec, launch = plan(variant, problem.M)
+            schedules = [Schedule(SEED + seed, launch.grid) for seed in range(20)]
+            runs = run_schedules(render(variant), spec, launch, inputs, schedules)
+            assert runs.faults == [], (flavour, name)
+            assert (len(runs.outcomes), runs.distinct_results) == (20, 1)
+            # Which NaN an addition gives depends here on how the compiler orders its operands.
+            dw = torch.where(runs.dw[0].isnan(), torch.nan, runs.dw[0])
+            found[flavour] = dw.view(torch.int32 if dw.dtype == torch.float32 else torch.int16)
+            assert dw.isnan().any() == (name == "wild")
+            if "zeros" in name:  # a sum that starts at +0 does not become -0
+                assert (found[flavour][::3] == 0).all()
+        assert torch.equal(found["mailbox"], found["column_slices"]), name
 
 
 # ---- Sampled variants ----------------------------------------------------------------------------
@@ -425,6 +475,7 @@ def test_command_line_prints_one_json_document(capsys: pytest.CaptureFixture[str
         (("--strategy", "semaphore", "--schedules", "0"), "--schedules 0"),
         (("--strategy", "semaphore", "--gpu", "abacus"), "unknown GPU 'abacus'"),
         (("--strategy", "column_slices", "--residency", "2"), "cooperative launch too large"),
+        (("--strategy", "mailbox", "--residency", "2"), "cooperative launch too large"),
     ],
 )
 def test_command_line_refuses_with_one_sentence(

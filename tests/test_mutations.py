@@ -179,6 +179,143 @@ PLANTED = {
         "    }\n    if (!waits) return;\n    while (load_acquire(arrivals) != 0) {\n    }\n",
         r"race: reads scratch\[|reads scratch\[.*which nobody has written",
     ),
+    "arrival that does not release": Mutation(
+        "column_slices",
+        "arrive(arrivals, participants);",
+        "arrive_relaxed(arrivals, participants);",
+        r"race: reads scratch\[.*which CTA \d+ thread \d+ wrote",
+    ),
+    "look that does not acquire": Mutation(
+        "column_slices",
+        "load_acquire(arrivals)",
+        "load_relaxed(arrivals)",
+        r"race: reads scratch\[.*which CTA \d+ thread \d+ wrote",
+    ),
+    # Words that tell by themselves whether they have arrived.
+    "padding travels as +0": Mutation(
+        "mailbox",
+        "return value == 0.0f ? -0.0f : value;",
+        "return value;",
+        r"CTA \d+ thread \d+: sends 0 to zeroed\[\d+, 1001\], which nobody can receive",
+        shape="43x1001:bf16",
+    ),
+    "words not asked for again": Mutation(
+        "mailbox",
+        "} while (missing);",
+        "} while (false);",
+        r"empties zeroed\[\d+, \d+\], which this thread has not received",
+    ),
+    "last of four words not looked at": Mutation(
+        "mailbox",
+        " &&\n         __float_as_uint(v.w) != 0;",
+        ";",
+        r"empties zeroed\[\d+, \d*[37]\], which this thread has not received",
+    ),
+    "hint taken for an order": Mutation(
+        "mailbox",
+        "sum_slice<kThreads, kTailColumns, ArrivingRows>",
+        "sum_slice<kThreads, kTailColumns, CompleteRows>",
+        r"race: reads zeroed\[.*which CTA \d+ thread \d+ wrote",
+    ),
+    "first look not meant for words on their way": Mutation(
+        "mailbox",
+        "{ return receive_words(from); }",
+        "{ return load_workspace(from); }",
+        r"race: reads zeroed\[.*which CTA \d+ thread \d+ wrote",
+    ),
+    "words sent by ordinary stores": Mutation(
+        "mailbox",
+        "send_words(to, make_float4(message(sums.x)",
+        "store_workspace(to, make_float4(message(sums.x)",
+        r"race: receives zeroed\[.*which CTA \d+ thread \d+ wrote",
+    ),
+    "places not emptied": Mutation(
+        "mailbox",
+        "if (place(a)) empty_words(const_cast<float*>(place(a)));",
+        ";",
+        r"zeroed\[0, 0\] is \S+ after the call and not 0 again",
+    ),
+    "places emptied before they are received": Mutation(
+        "mailbox",
+        "    bool missing;\n    do {",
+        "    for (int a = 0; a < kCount; ++a)\n"
+        "      if (place(a)) empty_words(const_cast<float*>(place(a)));\n"
+        "    bool missing;\n    do {",
+        r"empties zeroed\[\d+, \d+\], which this thread has not received",
+    ),
+    "places emptied twice": Mutation(
+        "mailbox",
+        "if (place(a)) empty_words(const_cast<float*>(place(a)));",
+        "if (place(a))\n"
+        "        for (int i = 0; i < 2; ++i) empty_words(const_cast<float*>(place(a)));",
+        r"empties zeroed\[\d+, \d+\], which is empty",
+    ),
+    "sent to a neighbour's place": Mutation(
+        "mailbox",
+        "static_cast<long long>(participant) * kPartialStride",
+        "static_cast<long long>(participant / 2 * 2) * kPartialStride",
+        r"sends to zeroed\[\d+, \d+\] a second time in this launch",
+    ),
+    "sent behind the last place": Mutation(
+        "mailbox",
+        "static_cast<long long>(participant) * kPartialStride",
+        "static_cast<long long>(participant + 1) * kPartialStride",
+        r"out of bounds: sends 16 bytes at zeroed\[5, \d+\], \d+ bytes past its end",
+    ),
+    "slice received by two CTAs": Mutation(
+        "mailbox",
+        "unsigned slice = participant; slice",
+        "unsigned slice = participant / 2; slice",
+        r"receives zeroed\[\d+, \d+\], which CTA \d+ thread \d+ has received already",
+    ),
+    "slice waited for that another CTA has emptied": Mutation(
+        "mailbox",
+        "unsigned slice = participant; slice",
+        "unsigned slice = participant / 2; slice",
+        r"deadlock: .* waits? for zeroed\[\d+, \d+\] to arrive",
+    ),
+    "slice not received": Mutation(
+        "mailbox",
+        "slice < slices; slice += participants)",
+        "slice + 1 < slices; slice += participants)",
+        r"zeroed\[0, 992\] is \S+ after the call and not 0 again",
+    ),
+    "hint wraps one arrival too early": Mutation(
+        "mailbox",
+        "arrive_relaxed(counters, participants);",
+        "arrive_relaxed(counters, participants - 1);",
+        r"counters\[0\] is 1 after the call|deadlock: .* counters\[0\] to change from 1",
+    ),
+    "hint wraps one arrival too late": Mutation(
+        "mailbox",
+        "arrive_relaxed(counters, participants);",
+        "arrive_relaxed(counters, participants + 1);",
+        r"deadlock: .* waits for counters\[0\] to change from 5",
+    ),
+    "no barrier before the tail uses shared memory": Mutation(
+        "mailbox",
+        "    cta_barrier();\n    if (threadIdx.x == 0) {\n"
+        "      arrive_relaxed(counters, participants);\n"
+        "      if (waits)\n        while (load_relaxed(counters) != 0) {\n        }\n    }\n"
+        "    if (!waits) return;\n    cta_barrier();",
+        "    if (threadIdx.x == 0) arrive_relaxed(counters, participants);\n"
+        "    if (!waits) return;",
+        r"race: overwrites byte \d+ of shared memory",
+    ),
+    "cooperative launch left away (mailbox)": Mutation(
+        "mailbox",
+        "load_relaxed(counters)",
+        "load_relaxed(counters)",
+        r"deadlock: .* waits for counters\[0\] to change from \d.*have not started",
+        residency=2,
+    ),
+    "cooperative launch left away (mailbox without its hint)": Mutation(
+        "mailbox",
+        "        while (load_relaxed(counters) != 0) {\n        }\n",
+        "        ;\n",
+        r"deadlock: .* waits? for zeroed\[\d, \d+\] to arrive.*have not started",
+        residency=2,
+    ),
     "no proxy fence before a bulk operation reads shared memory": Mutation(
         "bulk_turns",
         "    fence_async_shared();\n    cta_barrier();",
@@ -423,8 +560,41 @@ def test_unmutated_kernel_passes_the_same_schedules(name: str, target: Target) -
     assert check.schedules == SCHEDULES
 
 
-def test_grid_that_does_not_fit_is_refused(target: Target) -> None:
-    variant = plain_variant("43x1024:bf16", target, **FLAVOURS["column_slices"])
+@pytest.mark.parametrize("shape", ["43x1024:bf16", "43x1001:bf16"])
+@pytest.mark.parametrize(
+    "barrier", ["", "    cta_barrier();  // behind it, shared memory is the tail's as well\n"]
+)
+def test_nothing_relies_on_the_hint(barrier: str, shape: str, target: Target) -> None:
+    """Without it, and the barrier that makes a CTA wait for its thread 0, words are asked for while
+    they are on their way."""
+    mutation = Mutation("mailbox", "", "", "", shape=shape)
+    variant = make(mutation, target)
+    source = render(variant)
+    for part in ("        while (load_relaxed(counters) != 0) {\n        }\n", barrier):
+        assert part in source
+        source = source.replace(part, "        ;\n" if part else "")
+    check = run(mutation, source, variant)
+    assert check.problems == ()
+    assert (check.schedules, check.distinct_results) == (SCHEDULES, 1)
+
+
+def test_words_behind_a_release_and_an_acquire_have_arrived(target: Target) -> None:
+    mutation = Mutation("mailbox", "", "", "")
+    variant = make(mutation, target)
+    source = render(variant)
+    for old, new in (
+        ("arrive_relaxed(counters, participants)", "arrive(counters, participants)"),
+        ("load_relaxed(counters)", "load_acquire(counters)"),
+        ("} while (missing);", "} while (false);"),
+    ):
+        assert old in source
+        source = source.replace(old, new)
+    assert run(mutation, source, variant).problems == ()
+
+
+@pytest.mark.parametrize("flavour", ["mailbox", "column_slices"])
+def test_grid_that_does_not_fit_is_refused(flavour: str, target: Target) -> None:
+    variant = plain_variant("43x1024:bf16", target, **FLAVOURS[flavour])
     spec, launch = plan(variant, 43)
     with pytest.raises(NormforgeError, match="cooperative launch too large: the 5 CTAs"):
         check_source(

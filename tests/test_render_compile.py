@@ -50,7 +50,7 @@ def fragments(v: Variant) -> set[str]:
     strategy = flavour if v["strategy"] == "bulk_reduce" else v["strategy"]
     chosen = {"primitives", "elements", "row_sum", "partial_dw", f"dw_{strategy}"}
     chosen |= {f"rows_{v['pipeline']}", "row_sum_cta" if v["cluster"] == 1 else "row_sum_cluster"}
-    if strategy in ("separate", "last_cta", "column_slices"):
+    if strategy in ("separate", "last_cta", "column_slices", "mailbox"):
         chosen.add("sum_slice")
     if strategy in ("semaphore", "bulk_turns"):
         chosen.add("turns")

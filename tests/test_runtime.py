@@ -12,6 +12,7 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +88,9 @@ class FakeDriver:
         self.freed: list[tuple[int, int]] = []
         self.capture_modes: list[Any] = []
         self.status: Any = cuda.CUresult.CUDA_SUCCESS
+        self.capture_info: Any = cuda.CUresult.CUDA_SUCCESS
+        self.capture_id = 1
+        self.capture_status: Any = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
         self._mode: Any = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
         self._next_address = 1 << 32
 
@@ -144,6 +148,17 @@ class FakeDriver:
         self.freed.append((address, stream))
         return (cuda.CUresult.CUDA_SUCCESS,)
 
+    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
+        return (
+            self.capture_info,
+            self.capture_status,
+            cuda.cuuint64_t(self.capture_id),
+            None,
+            [],
+            [],
+            0,
+        )
+
     def cuStreamCreate(self, flags: Any) -> tuple[Any, ...]:
         assert flags == cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
         return cuda.CUresult.CUDA_SUCCESS, "aside"
@@ -182,6 +197,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(launch_module, "cuda_driver", lambda: fake)
     monkeypatch.setattr(workspace_module, "cuda_driver", lambda: fake)
     monkeypatch.setattr(binding_module, "cuda_driver", lambda: fake)
+    monkeypatch.setattr(workspace_module, "is_capturing", lambda: False)
     return fake
 
 
@@ -647,6 +663,26 @@ def test_captured_calls_have_counters_of_their_own_and_no_memset(calls: Calls) -
     assert len({eager.zeros, *(call.zeros for call in captured)}) == 3
     assert all(call.scratch != eager.scratch for call in captured)
     assert len(calls.driver.zeroed) == 1  # the slab, once, outside the graph
+
+
+def test_mailboxes_are_shared_by_what_one_stream_captures(driver: FakeDriver) -> None:
+    workspaces, size = Workspaces(), 1 << 17
+    first = workspaces.of_capture(0, 7, size)
+    assert workspaces.of_capture(0, 7, size) == workspaces.of_capture(0, 7, size // 2) == first
+    owners = {first, workspaces.of_capture(0, 7, 2 * size)}  # it has grown
+    owners |= {workspaces.of_capture(0, 8, size), workspaces.of_capture(1, 7, size)}
+    driver.capture_id = 2
+    owners |= {workspaces.of_capture(0, 7, size)}
+    # The driver need not say which capture it is.
+    driver.capture_info = cuda.CUresult.CUDA_ERROR_LOSSY_QUERY
+    owners |= {workspaces.of_capture(0, 7, size), workspaces.of_capture(0, 7, size)}
+    driver.capture_info = cuda.CUresult.CUDA_SUCCESS
+    driver.capture_status = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_INVALIDATED
+    owners |= {workspaces.of_capture(0, 7, size)}
+    assert len(owners) == 8
+    assert len(driver.zeroed) == 8
+    zeroed = sorted(driver.zeroed)
+    assert all(at + long <= after for (at, long), (after, _) in pairwise(zeroed))
 
 
 def test_layouts_that_kernels_cannot_read_are_copied(calls: Calls) -> None:

@@ -112,7 +112,7 @@ def test_nondeterministic_proposals_become_deterministic_ones() -> None:
 
 def test_flavours_are_the_legal_ones() -> None:
     flavours = [tuple(config[name] for name in FLAVOUR) for config in LEGAL.flavours]
-    assert len(set(flavours)) == len(flavours) == 7
+    assert len(set(flavours)) == len(flavours) == 8
     on_a100 = place("8192x3072:fp16", "a100").flavours
     assert "bulk_reduce" not in {config["strategy"] for config in on_a100}
 

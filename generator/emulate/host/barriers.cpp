@@ -224,7 +224,7 @@ void acquire(Thread& thread, const Counter& counter) {
 
 }  // namespace
 
-unsigned counter_load_acquire(const unsigned* at, int line) {
+unsigned counter_load(const unsigned* at, bool acquires, int line) {
   Thread& self = *m.current;
   Counter& counter = checked_counter(at, "reads", line);
   maybe_yield();
@@ -236,7 +236,7 @@ unsigned counter_load_acquire(const unsigned* at, int line) {
   }
   self.polled = at;
   self.polled_version = counter.version;
-  acquire(self, counter);
+  if (acquires) acquire(self, counter);
   return *at;
 }
 
@@ -248,12 +248,12 @@ void counter_store(unsigned* at, unsigned value, bool release, int line) {
   changed(counter);
 }
 
-unsigned counter_add(unsigned* at, unsigned limit, bool acquires, int line) {
+unsigned counter_add(unsigned* at, unsigned limit, bool acquires, bool releases, int line) {
   Counter& counter = checked_counter(at, "adds to", line);
   maybe_yield();
   Thread& self = *m.current;
   // Read-modify-writes continue the release sequences of those before them.
-  const Clock released = release_clock(self);
+  const Clock released = releases ? release_clock(self) : Clock{};
   if (acquires) acquire(self, counter);
   counter.clock.join(released);
   const unsigned before = *at;

@@ -66,6 +66,7 @@ void lay_out_memory() {
   m.words[0].resize(l.zeroed);
   m.words[1].resize(l.scratch);
   m.adds.resize(l.zeroed / 4);
+  m.mail.resize(l.zeroed / 4);
   m.counters.resize(l.counters);
 }
 
@@ -87,6 +88,7 @@ void reset_memory() {
   std::fill(m.words[0].begin(), m.words[0].end(), zero);
   std::fill(m.words[1].begin(), m.words[1].end(), Word{});
   for (auto& adds : m.adds) adds.clear();
+  for (Mail& mail : m.mail) mail = Mail{};
   for (Counter& counter : m.counters) counter = Counter{};
 }
 
@@ -172,10 +174,12 @@ void check_end_state() {
     if (value) return fault(0, "counters[%u] is %u after the call and not 0 again", i, value);
   }
   const Buffer& zeroed = m.buffers[kZeroed];
-  for (unsigned i = 0; i < m.launch.zeroed; ++i)
-    if (reinterpret_cast<const unsigned*>(zeroed.base)[i])
-      return fault(0, "zeroed[%u] is %g after the call and not 0 again", i,
-                   static_cast<double>(reinterpret_cast<const float*>(zeroed.base)[i]));
+  for (unsigned i = 0; i < m.launch.zeroed; ++i) {
+    const float* word = reinterpret_cast<const float*>(zeroed.base) + i;
+    if (*reinterpret_cast<const unsigned*>(word))
+      return fault(0, "%s is %g after the call and not 0 again", place_of(word).c_str(),
+                   static_cast<double>(*word));
+  }
   static const char* const kNames[] = {"dx", "dw", "dresidual_out"};
   for (unsigned which = 0; which < 3; ++which) {
     const auto& written = m.written[which];

@@ -23,10 +23,15 @@ void workspace_read(const float* from, unsigned count, int line);
 void workspace_write(const float* to, unsigned count, int line);
 void workspace_add(float* to, const float* values, unsigned count, int line);  // adds, too
 
-unsigned counter_load_acquire(const unsigned* counter, int line);
+// Four words that tell by themselves whether they have arrived; these make the access, too.
+void mail_send(float* to, const float* values, int line);
+void mail_receive(const float* from, float* values, int line);
+void mail_empty(float* at, int line);
+
+unsigned counter_load(const unsigned* counter, bool acquire, int line);
 void counter_store(unsigned* counter, unsigned value, bool release, int line);
-// Adds 1, or sets back to 0 what is `limit` or more; always a release.
-unsigned counter_add(unsigned* counter, unsigned limit, bool acquire, int line);
+// Adds 1, or sets back to 0 what is `limit` or more.
+unsigned counter_add(unsigned* counter, unsigned limit, bool acquire, bool release, int line);
 
 // Shared memory: each checks the access, which the caller then makes.
 unsigned char* dynamic_shared();

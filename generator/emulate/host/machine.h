@@ -40,6 +40,7 @@ struct Policy {
   unsigned yield_percent;  // that a thread yields before an operation other CTAs can see
   unsigned break_percent;  // that a warp's turn ends at a shuffle
   unsigned start_percent;  // before a turn, that a waiting CTA starts
+  unsigned hide_percent;   // that words which nothing orders have not arrived for a thread yet
   bool shuffled_ctas;      // CTAs start in a random order, not by index
 };
 
@@ -88,10 +89,10 @@ struct Clock {
 struct Wait {
   enum Kind {
     kNothing, kShuffle, kWarpBarrier, kCtaBarrier, kNamedBarrier, kClusterBarrier, kMbarrier,
-    kCounter, kBulkRead, kBulkWritten, kPrimary
+    kCounter, kMail, kBulkRead, kBulkWritten, kPrimary
   } kind = kNothing;
   int line = 0;
-  unsigned object = 0;  // id of the barrier, index of the mbarrier or of the counter
+  unsigned object = 0;  // id of the barrier, index of the mbarrier, of the counter or of the words
   unsigned phase = 0;
 };
 
@@ -120,7 +121,7 @@ struct Thread {
   bool acquired = false;        // since its last fence_async_global
   bool knows_primary = false;   // everything that the first kernel did
   Wait wait;
-  const unsigned* polled = nullptr;  // the counter of its last acquire load, and the version read
+  const unsigned* polled = nullptr;  // the counter of its last load, and the version read
   unsigned polled_version = 0;
   Clock learned;                      // by acquire, since the last barrier
   std::vector<unsigned> bulk;         // its bulk operations to global memory
@@ -252,6 +253,18 @@ struct Counter {
   std::vector<Thread*> waiting;
 };
 
+// Four words of `zeroed` that are sent in this launch: 0 is an empty place. Masks have a bit for
+// every word.
+struct Mail {
+  struct Look {  // what a thread has been shown at its last look, and what it has received
+    unsigned cta, thread, version, shown, received;
+  };
+  bool sent = false;  // or on its way
+  unsigned version = 0;
+  std::vector<Look> looks;
+  std::vector<Thread*> waiting;
+};
+
 // The numbers of one launch, as runtime/plan.py computes them.
 struct Launch {
   unsigned grid = 0, threads = 0, cluster = 1, shared_bytes = 0, team_threads = 0;
@@ -289,6 +302,7 @@ struct Machine {
   std::vector<unsigned char> initial_dw;  // what dw holds before a launch that adds to it
   std::vector<Word> words[2];             // zeroed, scratch
   std::vector<std::vector<Word>> adds;    // unordered adds to the quads of `zeroed` since a store
+  std::vector<Mail> mail;                 // by quad of `zeroed`
   std::vector<Counter> counters;
 
   Rng rng{0};

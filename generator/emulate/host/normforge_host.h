@@ -131,11 +131,18 @@ DEVICE void store_workspace_word(float* to, float value, AT_LINE) {
 DEVICE void add_workspace(float* to, float4 v, AT_LINE) {
   normforge::workspace_add(to, &v.x, 4, line);
 }
+DEVICE void send_words(float* to, float4 v, AT_LINE) { normforge::mail_send(to, &v.x, line); }
+DEVICE float4 receive_words(const float* from, AT_LINE) {
+  float4 v;
+  normforge::mail_receive(from, &v.x, line);
+  return v;
+}
+DEVICE void empty_words(float* at, AT_LINE) { normforge::mail_empty(at, line); }
 
 // -- Counters --
 
 DEVICE unsigned load_acquire(const unsigned* counter, AT_LINE) {
-  return normforge::counter_load_acquire(counter, line);
+  return normforge::counter_load(counter, true, line);
 }
 DEVICE void store_release(unsigned* counter, unsigned value, AT_LINE) {
   normforge::counter_store(counter, value, true, line);
@@ -144,10 +151,16 @@ DEVICE void store_counter(unsigned* counter, unsigned value, AT_LINE) {
   normforge::counter_store(counter, value, false, line);
 }
 DEVICE void arrive(unsigned* counter, unsigned count, AT_LINE) {
-  normforge::counter_add(counter, count - 1, false, line);
+  normforge::counter_add(counter, count - 1, false, true, line);
+}
+DEVICE unsigned load_relaxed(const unsigned* counter, AT_LINE) {
+  return normforge::counter_load(counter, false, line);
+}
+DEVICE void arrive_relaxed(unsigned* counter, unsigned count, AT_LINE) {
+  normforge::counter_add(counter, count - 1, false, false, line);
 }
 DEVICE unsigned take_ticket(unsigned* counter, AT_LINE) {
-  return normforge::counter_add(counter, ~0u, true, line);
+  return normforge::counter_add(counter, ~0u, true, true, line);
 }
 
 // -- Shared memory --

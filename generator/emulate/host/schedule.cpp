@@ -13,6 +13,7 @@ constexpr unsigned long long kMostSteps = 100'000'000;
 
 Policy draw_policy(Rng& rng) {
   static const unsigned kLand[] = {0, 3, 30, 100}, kYield[] = {0, 30, 100}, kBreak[] = {0, 10, 50};
+  static const unsigned kHide[] = {0, 10, 60};
   Policy p{};
   p.pick = static_cast<Policy::Pick>(rng.below(4));
   p.lanes = static_cast<Policy::Lanes>(rng.below(3));
@@ -21,6 +22,7 @@ Policy draw_policy(Rng& rng) {
   p.break_percent = kBreak[rng.below(3)];
   p.start_percent = rng.below(2) ? 100 : 5;
   p.shuffled_ctas = rng.below(3) > 0;
+  p.hide_percent = kHide[rng.below(3)];
   return p;
 }
 
@@ -78,6 +80,10 @@ std::string describe_wait(const Wait& wait) {
       const auto* counters = reinterpret_cast<const unsigned*>(m.buffers[kCounters].base);
       return "for counters[" + object + "] to change from " +
              std::to_string(counters[wait.object]) + line;
+    }
+    case Wait::kMail: {
+      const float* at = reinterpret_cast<const float*>(m.buffers[kZeroed].base) + wait.object;
+      return "for " + place_of(at) + " to arrive" + line;
     }
     case Wait::kBulkRead: return "for its bulk operations to have read" + line;
     case Wait::kBulkWritten: return "for its bulk operations to have written" + line;

@@ -93,6 +93,125 @@ void workspace_write(const float* to, unsigned count, int line) {
   }
 }
 
+// ---- Words that tell by themselves whether they have arrived ----
+
+namespace {
+
+constexpr unsigned kWhole = 15;  // all four words
+
+struct Quad {
+  Mail& mail;
+  Word* words;
+  const std::vector<Word>& adds;
+  float* values;
+  unsigned index;  // of the first word
+
+  unsigned present() const {
+    unsigned mask = 0;
+    for (unsigned i = 0; i < 4; ++i) {
+      unsigned bits;
+      std::memcpy(&bits, values + i, 4);
+      if (bits) mask |= 1u << i;
+    }
+    return mask;
+  }
+  // The place of the first word in the mask.
+  std::string place(unsigned mask) const { return place_of(values + __builtin_ctz(mask)); }
+  void change(unsigned i, float value) {
+    values[i] = value;
+    const Thread& self = *m.current;
+    words[i] = Word{self.cta->id, kUnset, self.releases, self.now()};
+    ++mail.version;
+    for (Thread* thread : mail.waiting) make_ready(*thread);
+    mail.waiting.clear();
+  }
+  Mail::Look* find_look(const Thread& thread) {
+    for (Mail::Look& look : mail.looks)
+      if (look.cta == thread.cta->id && look.thread == thread.index) return &look;
+    return nullptr;
+  }
+};
+
+Quad checked_quad(const float* at, const char* verb, int line) {
+  const Buffer& b = checked_buffer(1u << kZeroed, at, 16, verb, line);
+  check_aligned(at, 16, verb, line);
+  auto* values = const_cast<float*>(at);
+  const auto index = static_cast<unsigned>(at - reinterpret_cast<const float*>(b.base));
+  return {m.mail[index / 4], &m.words[0][index], m.adds[index / 4], values, index};
+}
+
+}  // namespace
+
+void mail_send(float* to, const float* values, int line) {
+  Quad quad = checked_quad(to, "sends", line);
+  maybe_yield();
+  for (unsigned i = 0; i < 4; ++i) {
+    unsigned bits;
+    std::memcpy(&bits, values + i, 4);
+    if (quad.mail.sent)
+      fault(line, "sends to %s a second time in this launch", place_of(to).c_str());
+    if (bits == 0)
+      fault(line, "sends 0 to %s, which nobody can receive", quad.place(1u << i).c_str());
+    if (quad.words[i].event.who != Event::kInitial || !quad.adds.empty())
+      fault(line, "sends to %s, which is not empty", quad.place(1u << i).c_str());
+  }
+  quad.mail.sent = true;
+  // Every word is an access of its own: they arrive in any order, and others run in between.
+  const unsigned first = m.rng.below(4);
+  for (unsigned i = 0; i < 4; ++i) {
+    if (i) maybe_yield();
+    quad.change((first + i) % 4, values[(first + i) % 4]);
+  }
+}
+
+void mail_receive(const float* from, float* values, int line) {
+  Quad quad = checked_quad(from, "receives", line);
+  maybe_yield();
+  const Thread& self = *m.current;
+  Mail::Look* look = quad.find_look(self);
+  // A thread that asks again although it has been shown all there is sleeps until there is news.
+  if (look && look->version == quad.mail.version && quad.present() != kWhole &&
+      look->shown == quad.present()) {
+    quad.mail.waiting.push_back(m.current);
+    wait_for(Wait::kMail, line,
+             quad.index + static_cast<unsigned>(__builtin_ctz(~quad.present())));
+    look = quad.find_look(self);
+  }
+  if (look == nullptr) {
+    quad.mail.looks.push_back({self.cta->id, self.index, 0, 0, 0});
+    look = &quad.mail.looks.back();
+  }
+  unsigned shown = quad.present();
+  for (unsigned i = 0; i < 4; ++i)
+    if (!quad.mail.sent && !knows(self, quad.words[i]))
+      report_race(quad.words[i], from + i, "receives", line);
+  if (m.rng.chance(m.policy.hide_percent)) {
+    const unsigned hidden = m.rng.below(kWhole + 1) & ~look->received;
+    for (unsigned i = 0; i < 4; ++i)
+      if (hidden >> i & 1 && !knows(self, quad.words[i])) shown &= ~(1u << i);
+  }
+  for (const Mail::Look& other : quad.mail.looks)
+    if (&other != look && (other.received & shown))
+      fault(line, "receives %s, which CTA %u thread %u has received already",
+            quad.place(other.received & shown).c_str(), other.cta, other.thread);
+  look->version = quad.mail.version;
+  look->shown = shown;
+  look->received |= shown;
+  for (unsigned i = 0; i < 4; ++i) values[i] = shown >> i & 1 ? quad.values[i] : 0.0f;
+}
+
+void mail_empty(float* at, int line) {
+  Quad quad = checked_quad(at, "empties", line);
+  maybe_yield();
+  const Mail::Look* look = quad.find_look(*m.current);
+  const unsigned missing = kWhole & ~(look ? look->received : 0);
+  if (missing)
+    fault(line, "empties %s, which this thread has not received", quad.place(missing).c_str());
+  if (quad.present() != kWhole)
+    fault(line, "empties %s, which is empty", quad.place(~quad.present()).c_str());
+  for (unsigned i = 0; i < 4; ++i) quad.change(i, 0.0f);
+}
+
 namespace {
 
 // Atomic adds to global memory treat subnormal operands and results as zero (PTX ISA, red).

@@ -166,6 +166,16 @@ DEVICE void add_workspace(float* to, float4 v) {
 #endif
 }
 
+// Four words of the workspace that tell by themselves whether they have arrived: a word whose bits
+// are all 0 is an empty place. Strong (relaxed) at gpu scope; each word is an access of its own (PTX ISA, memory
+// consistency model, vector data types).
+DEVICE void send_words(float* to, float4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y),
+               "f"(v.z), "f"(v.w) : "memory");
+}
+DEVICE float4 receive_words(const float* from) { return load_workspace(from); }
+DEVICE void empty_words(float* at) { send_words(at, make_float4(0.0f, 0.0f, 0.0f, 0.0f)); }
+
 // -- Counters in the workspace, at gpu scope --
 
 DEVICE unsigned load_acquire(const unsigned* counter) {
@@ -183,6 +193,16 @@ DEVICE void store_counter(unsigned* counter, unsigned value) {
 // One of `count` arrivals; the last of them sets the counter back to 0.
 DEVICE void arrive(unsigned* counter, unsigned count) {
   asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(count - 1)
+               : "memory");
+}
+// Relaxed forms of load_acquire and arrive, for a hint: they order no other access.
+DEVICE unsigned load_relaxed(const unsigned* counter) {
+  unsigned value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+DEVICE void arrive_relaxed(unsigned* counter, unsigned count) {
+  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(count - 1)
                : "memory");
 }
 DEVICE unsigned take_ticket(unsigned* counter) {
@@ -304,10 +324,20 @@ DEVICE void mbarrier_wait(unsigned long long* barrier, unsigned phase) {
   while (!mbarrier_try_wait(barrier, phase)) {
   }
 }
+// x, dy and the residual, with the cache hint of the config.
 DEVICE void bulk_load(void* to, const void* from, unsigned bytes, unsigned long long* barrier) {
+#ifndef ROW_PRIORITY
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+#else
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::" ROW_PRIORITY ".b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
+      "r"(shared_address(barrier)), "l"(policy) : "memory");
+#endif
 }
 DEVICE void bulk_store(float* to, const float* from, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),

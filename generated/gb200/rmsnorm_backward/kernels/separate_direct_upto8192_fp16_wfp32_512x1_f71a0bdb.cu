@@ -181,6 +181,16 @@ DEVICE void add_workspace(float* to, float4 v) {
 #endif
 }
 
+// Four words of the workspace that tell by themselves whether they have arrived: a word whose bits
+// are all 0 is an empty place. Strong (relaxed) at gpu scope; each word is an access of its own (PTX ISA, memory
+// consistency model, vector data types).
+DEVICE void send_words(float* to, float4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y),
+               "f"(v.z), "f"(v.w) : "memory");
+}
+DEVICE float4 receive_words(const float* from) { return load_workspace(from); }
+DEVICE void empty_words(float* at) { send_words(at, make_float4(0.0f, 0.0f, 0.0f, 0.0f)); }
+
 // -- Counters in the workspace, at gpu scope --
 
 DEVICE unsigned load_acquire(const unsigned* counter) {
@@ -198,6 +208,16 @@ DEVICE void store_counter(unsigned* counter, unsigned value) {
 // One of `count` arrivals; the last of them sets the counter back to 0.
 DEVICE void arrive(unsigned* counter, unsigned count) {
   asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(count - 1)
+               : "memory");
+}
+// Relaxed forms of load_acquire and arrive, for a hint: they order no other access.
+DEVICE unsigned load_relaxed(const unsigned* counter) {
+  unsigned value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+DEVICE void arrive_relaxed(unsigned* counter, unsigned count) {
+  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(count - 1)
                : "memory");
 }
 DEVICE unsigned take_ticket(unsigned* counter) {
@@ -319,10 +339,20 @@ DEVICE void mbarrier_wait(unsigned long long* barrier, unsigned phase) {
   while (!mbarrier_try_wait(barrier, phase)) {
   }
 }
+// x, dy and the residual, with the cache hint of the config.
 DEVICE void bulk_load(void* to, const void* from, unsigned bytes, unsigned long long* barrier) {
+#ifndef ROW_PRIORITY
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+#else
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::" ROW_PRIORITY ".b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
+      "r"(shared_address(barrier)), "l"(policy) : "memory");
+#endif
 }
 DEVICE void bulk_store(float* to, const float* from, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
@@ -801,11 +831,11 @@ struct DwContext {
   DEVICE float* row(unsigned index) const {
     return scratch + (static_cast<long long>(index) * kCluster + rank) * kPartialStride;
   }
-  // This CTA's partial dw to workspace row `index`: straight from the registers of a single team,
-  // through shared memory where several teams are added first.
-  DEVICE void store_row_of(unsigned index, const Rows& rows,
-                           const float (&partial)[kVectors][kElements]) const {
-    float* own = row(index);
+  // Hands this CTA's partial dw to `store(place, four sums)`, the places from `own` on: straight from
+  // the registers of a single team, through shared memory where several teams are added first.
+  template <typename Store>
+  DEVICE void each_partial(float* own, const Rows& rows,
+                           const float (&partial)[kVectors][kElements], Store store) const {
     if constexpr (kTeams == 1 && kElements % 4 == 0) {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
@@ -813,16 +843,20 @@ struct DwContext {
         if (row_abreast() != 0 || !rows.owns(column)) continue;
 #pragma unroll
         for (int i = 0; i < kElements; i += 4)
-          store_workspace(own + column - rows.first_column + i,
-                          make_float4(partial[j][i], partial[j][i + 1], partial[j][i + 2],
-                                      partial[j][i + 3]));
+          store(own + column - rows.first_column + i,
+                make_float4(partial[j][i], partial[j][i + 1], partial[j][i + 2],
+                            partial[j][i + 3]));
       }
     } else {
       const float* teams = store_partials(smem, rows, partial);
-      for_each_quad(columns, [&](int column) {
-        store_workspace(own + column, cta_partial(teams, column));
-      });
+      for_each_quad(columns, [&](int column) { store(own + column, cta_partial(teams, column)); });
     }
+  }
+  // The same to workspace row `index`.
+  DEVICE void store_row_of(unsigned index, const Rows& rows,
+                           const float (&partial)[kVectors][kElements]) const {
+    each_partial(row(index), rows, partial,
+                 [](float* to, float4 sums) { store_workspace(to, sums); });
   }
 };
 
@@ -836,13 +870,22 @@ DEVICE unsigned broadcast(unsigned char* smem, unsigned value) {
   cta_barrier();
   return value;
 }
+// Rows of partials that are complete when they are summed.
+struct CompleteRows {
+  DEVICE static constexpr bool awaited() { return false; }
+  DEVICE static float4 load(const float* from) { return load_workspace(from); }
+};
+
 // Sums kWidth columns from `first` over `count` rows of partials that lie `stride` floats apart, with
 // all kBlock threads of the CTA, and hands each column's total to `store(column, total)`.
+// `Partials::load` asks for four columns of a row. Where rows are awaited, `await` gets what a thread
+// has asked for in kAhead rows at once, with the place of each (null behind the last row), before it
+// is added.
 //
 // The order is fixed: lane l of the kLanes lanes adds rows l, l + kLanes, ... in index order; lanes
 // that share a warp are added by butterfly (where kQuads divides a warp); what is left is added in
 // index order.
-template <int kBlock, int kWidth, typename Store>
+template <int kBlock, int kWidth, typename Partials = CompleteRows, typename Store>
 DEVICE void sum_slice(const float* partials, long long stride, unsigned count, int first,
                       int columns, float* buffer, Store store) {
   constexpr int kQuads = kWidth / 4;
@@ -863,8 +906,13 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
       for (int a = 0; a < kAhead; ++a) {
         ahead[a] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (row + a * kLanes < count)
-          ahead[a] = load_workspace(partials + (row + a * kLanes) * stride + column);
+          ahead[a] = Partials::load(partials + (row + a * kLanes) * stride + column);
       }
+      if constexpr (Partials::awaited())
+        Partials::await(ahead, [&](int a) {
+          const float* place = partials + (row + a * kLanes) * stride + column;
+          return row + a * kLanes < count ? place : nullptr;
+        });
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) sum = add4(sum, ahead[a]);
     }

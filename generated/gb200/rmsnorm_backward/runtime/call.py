@@ -221,8 +221,8 @@ class KernelCall:
             raise LaunchError(status.name, "launching", self.kernel.spec.name)
 
     def capture(self, stream: int, *addresses: int) -> None:
-        """The same into a graph: with counters for this node alone and scratch from its pool."""
-        zeros = self.workspaces.zeros(self.device).take(self.launch.scratch_offset)
+        """The same into a graph: with zeroed words of this capture and scratch from its pool."""
+        zeros = self.workspaces.of_capture(self.device, stream, self.launch.scratch_offset)
         scratch = empty_strided((self.launch.scratch,), (1,), torch.float32)
         x, dy, rstd, weight, dx, dw, dresidual, dresidual_out = addresses
         # fmt: off

@@ -123,6 +123,8 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
     elif spec.strategy == "column_slices":
         counters = spec.cluster  # arrivals
         scratch = participants * row
+    elif spec.strategy == "mailbox":
+        counters, zeroed = spec.cluster, participants * row
     elif spec.strategy == "separate":
         scratch = participants * row
         sum_grid = ceil_div(spec.columns, spec.slice_columns) * spec.cluster
