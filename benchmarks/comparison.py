@@ -22,8 +22,9 @@ from benchmarks.harness import Cell, Contender, Entrant, ShapeRun, check_gpu, ke
 from benchmarks.peers import Peer, installed_version
 from benchmarks.prepare import any_inputs
 from benchmarks.results import OURS, Environment, Results, Row, write_text
+from generator.cold import FLUSH_BYTES
 from generator.errors import NormforgeError
-from generator.measure import FLUSH_BYTES, Timer
+from generator.measure import Timer
 from generator.problem import Problem
 from generator.runtime.dispatch import TABLE
 from generator.verify import RUNS
@@ -115,7 +116,7 @@ class Comparison:
     def _path(self, name: str, problem: Problem) -> str:
         try:
             with torch.no_grad():
-                inputs = any_inputs(problem, self.timer.flush.device)
+                inputs = any_inputs(problem, self.timer.device)
                 return kernel_path(Entrant(self.contenders[name], inputs).run)
         except Exception as error:
             check_gpu(name, problem)

@@ -136,7 +136,7 @@ def measure(problem: Problem, forward: Forward, timer: Timer) -> dict[str, Any]:
     """One row of the results: for every contender µs of GPU and host, and its error."""
     torch.compiler.reset()
     torch.cuda.empty_cache()
-    inputs = forward_inputs(problem, timer.flush.device)
+    inputs = forward_inputs(problem, timer.device)
     out = torch.empty_like(inputs.x)
     cells: dict[str, dict[str, Any]] = {}
     calls: dict[str, Call] = {}

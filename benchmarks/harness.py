@@ -89,7 +89,7 @@ class ShapeRun:
 
         Raises NormforgeError when a contender leaves the GPU unusable for this process.
         """
-        inputs = make_inputs(self.problem, self.timer.flush.device)
+        inputs = make_inputs(self.problem, self.timer.device)
         reference = make_reference(self.problem, inputs)
         for name in self.contenders:
             self._attempt(name, partial(self._enter, name, inputs))
@@ -191,7 +191,7 @@ def event_time(entrant: Entrant, timer: Timer) -> float:
         entrant.restore()
         before = torch.cuda.Event(enable_timing=True)
         after = torch.cuda.Event(enable_timing=True)
-        timer.flush.fill_(0.0)
+        timer.cold.flush(0.0)
         before.record()
         entrant.run()
         after.record()

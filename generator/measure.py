@@ -8,11 +8,10 @@ from statistics import median
 
 import torch
 
+from generator.cold import FLUSH_BYTES, ColdCache
+
 Operation = Callable[[], object]
 """Launches one whole operation on the current stream, without waiting."""
-
-FLUSH_BYTES = 256 << 20
-"""Written before every timed operation, so that it starts with nothing of its own in the L2."""
 
 WARM_SECONDS = 0.005
 
@@ -26,7 +25,8 @@ class Timer:
     """
 
     def __init__(self, device: torch.device, flush_bytes: int = FLUSH_BYTES) -> None:
-        self.flush = torch.empty(flush_bytes // 4, dtype=torch.float32, device=device)
+        self.device = device
+        self.cold = ColdCache(device, flush_bytes)
         self.stream = torch.cuda.Stream(device)
 
     def block(self, operations: Sequence[Operation], rounds: int) -> list[list[float]]:
@@ -44,7 +44,7 @@ class Timer:
                     which = (turn + round_) % len(operations)
                     before = torch.cuda.Event(enable_timing=True, external=True)
                     after = torch.cuda.Event(enable_timing=True, external=True)
-                    self.flush.fill_(float(round_))
+                    self.cold.flush(float(round_))
                     before.record()
                     operations[which]()
                     after.record()

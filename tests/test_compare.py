@@ -318,7 +318,7 @@ class CpuTimer:
     """Runs operations once and reports as many microseconds as the rounds have."""
 
     def __init__(self) -> None:
-        self.flush = torch.empty(1)
+        self.device = torch.device("cpu")
 
     def block(self, operations: list[Any], rounds: int) -> list[list[float]]:
         for operation in operations:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
+from generator.cold import ColdCache
 from generator.compile import Compiled, compile_source, compile_variant
 from generator.emit import PROVENANCE_KEYS, Entry, emit_package
 from generator.evaluator import refuse
@@ -443,6 +445,19 @@ def test_times_are_of_the_whole_operation_and_cold(device: torch.device) -> None
     assert 1.15 < two < 2.1
     _, warm = Timer(device, flush_bytes=1024).against(once, [once], 15)
     assert cold > 1.1 * warm
+
+
+def test_flush_displaces_what_a_kernel_read_with_priority(device: torch.device) -> None:
+    reader = ColdCache(device, 32 << 20)
+    kept = reader._read.view(torch.float32)
+    other, out = torch.zeros_like(kept), torch.empty_like(kept)
+
+    def reads(tensor: torch.Tensor) -> Callable[[], object]:
+        return lambda: torch.add(tensor, 1.0, out=out)
+
+    operations = [lambda: reader.flush(0.0), reads(kept), reads(other)]
+    _, after, cold = map(median, Timer(device).block(operations, 30))
+    assert after == pytest.approx(cold, rel=0.04)
 
 
 # ---- The emitted module --------------------------------------------------------------------------
