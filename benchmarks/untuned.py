@@ -28,8 +28,8 @@ import torch  # noqa: E402
 from generator.budget import Budget  # noqa: E402
 from generator.compile import compile_variant  # noqa: E402
 from generator.compile_pool import CompilePool  # noqa: E402
-from generator.forward_measure import FINALISTS  # noqa: E402
 from generator.measure import Timer  # noqa: E402
+from generator.plan import FINALISTS  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
 from generator.run import choose_target  # noqa: E402
 from generator.runtime.api import Package  # noqa: E402

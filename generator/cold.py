@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
 from generator.compile import compile_source
+from generator.errors import NormforgeError
 from generator.runtime.driver import checked, configure, cuda_driver
 
 FLUSH_BYTES = 256 << 20
@@ -37,7 +39,8 @@ class ColdCache:
     with the priority evict_last: it would be found by the next operation on the same inputs. Reads
     with that priority, of half as many bytes, come before the writes and displace it, too.
 
-    Raises LaunchError when the driver refuses the kernel that reads.
+    Raises NormforgeError when the kernel that reads does not compile, LaunchError when the driver
+    refuses it.
     """
 
     def __init__(self, device: torch.device, flush_bytes: int = FLUSH_BYTES) -> None:
@@ -46,21 +49,28 @@ class ColdCache:
         chunk = 16 * _THREADS
         self._grid = max(1, flush_bytes // 2 // chunk)
         self._read = torch.zeros(self._grid * chunk, dtype=torch.uint8, device=device)
-        major, minor = torch.cuda.get_device_capability(device)
-        driver, action = cuda_driver(), "loading"
-        self._cubin = compile_source(_SOURCE, f"sm_{major}{minor}").cubin
-        module = checked(driver.cuModuleLoadData(self._cubin), action, _KERNEL)
-        self._function = checked(
-            driver.cuModuleGetFunction(module, _KERNEL.encode()), action, _KERNEL
-        )
         self._place = ctypes.c_void_p(self._read.data_ptr())
         self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._place))
+        with torch.cuda.device(device):
+            self._function = _load()
 
     def flush(self, value: float) -> None:
         """Displace everything, on the current stream. value: what is written."""
         stream = torch.cuda.current_stream(self.device).cuda_stream
         config = configure(self._grid, _THREADS, 0, stream, [])
         arguments = ctypes.addressof(self._arguments)
-        launched = cuda_driver().cuLaunchKernelEx(config, self._function, arguments, 0)
+        with torch.cuda.device(self.device):
+            launched = cuda_driver().cuLaunchKernelEx(config, self._function, arguments, 0)
         checked(launched, "launching", _KERNEL)
         self._written.fill_(value)
+
+
+def _load() -> Any:
+    """The kernel that reads, loaded on the current device."""
+    driver, action = cuda_driver(), "loading"
+    major, minor = torch.cuda.get_device_capability()
+    compiled = compile_source(_SOURCE, f"sm_{major}{minor}")
+    if compiled.error:
+        raise NormforgeError(f"the kernel of the cache flush does not compile: {compiled.error}")
+    module = checked(driver.cuModuleLoadData(compiled.cubin), action, _KERNEL)
+    return checked(driver.cuModuleGetFunction(module, _KERNEL.encode()), action, _KERNEL)
