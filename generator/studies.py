@@ -143,11 +143,11 @@ def _importance(storage: BaseStorage, name: str) -> dict[str, float]:
     """Share of each knob in being among the fastest tenth, by PED-ANOVA (Watanabe, Bansal and
     Hutter, "PED-ANOVA: Efficiently Quantifying Hyperparameter Importance in Arbitrary Subspaces",
     IJCAI 2023): the evaluator that needs nothing but Optuna, and the one optuna-dashboard shows."""
+    study = optuna.load_study(study_name=name, storage=storage)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
-        evaluator = PedAnovaImportanceEvaluator()
-    study = optuna.load_study(study_name=name, storage=storage)
-    try:
-        return get_param_importances(study, evaluator=evaluator)
-    except (RuntimeError, ValueError):
-        return {}  # too few trials, or all with the same time
+        warnings.filterwarnings("ignore", "Some regimes", UserWarning)  # a value tried once
+        try:
+            return get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
+        except (RuntimeError, ValueError):
+            return {}  # too few trials, or all with the same time
