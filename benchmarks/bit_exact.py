@@ -41,7 +41,7 @@ from generator.problem import Problem  # noqa: E402
 from generator.render import render  # noqa: E402
 from generator.runtime.launch import LaunchError, LoadedKernel  # noqa: E402
 from generator.runtime.plan import KernelSpec, Launch  # noqa: E402
-from generator.space import load_space  # noqa: E402
+from generator.space_file import load_space  # noqa: E402
 from generator.target import Target, match_device  # noqa: E402
 from generator.variant import Config, Variant, make_variant  # noqa: E402
 from generator.workload import Inputs, make_cancelling, make_inputs  # noqa: E402

@@ -33,7 +33,7 @@ from generator.errors import NormforgeError  # noqa: E402
 from generator.measure import Operation, Timer  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
 from generator.session import Session, Workload  # noqa: E402
-from generator.space import load_space  # noqa: E402
+from generator.space_file import load_space  # noqa: E402
 from generator.store import JOURNAL_NAME  # noqa: E402
 from generator.studies import Study, read_studies  # noqa: E402
 from generator.target import Target, find_target, match_device  # noqa: E402

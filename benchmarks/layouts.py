@@ -53,7 +53,7 @@ from generator.problem import ITEMSIZE, Problem  # noqa: E402
 from generator.ptxas import Resources  # noqa: E402
 from generator.result import Result  # noqa: E402
 from generator.session import Session, Workload  # noqa: E402
-from generator.space import load_space  # noqa: E402
+from generator.space_file import load_space  # noqa: E402
 from generator.supply import Supply  # noqa: E402
 from generator.target import Target, match_device  # noqa: E402
 from generator.variant import DERIVED, Variant, make_variant  # noqa: E402

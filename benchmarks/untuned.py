@@ -35,7 +35,7 @@ from generator.run import choose_target  # noqa: E402
 from generator.runtime.api import Package  # noqa: E402
 from generator.search import search_problem  # noqa: E402
 from generator.session import Session, Workload  # noqa: E402
-from generator.space import load_space  # noqa: E402
+from generator.space_file import load_space  # noqa: E402
 from generator.store import open_storage  # noqa: E402
 from generator.variant import make_variant  # noqa: E402
 from generator.winner import Winner  # noqa: E402

@@ -28,7 +28,7 @@ from generator.plan import GENERATED, TRIALS, Plan
 from generator.problem import load_problems
 from generator.run import choose_crew, choose_target, tune
 from generator.screen import Status, document, table
-from generator.space import SPACE_FILE, load_space
+from generator.space_file import SPACE_FILE, load_space
 
 LOOKING = ("explain", "replay", "report")
 """First words of the commands that look at finished runs; see their --help."""

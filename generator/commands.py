@@ -25,7 +25,7 @@ from generator.report.page import render_page
 from generator.report.summary import summaries
 from generator.report.text import render_text
 from generator.run import PACKAGE_NAME, choose_target, revision
-from generator.space import SPACE_FILE, load_space
+from generator.space_file import SPACE_FILE, load_space
 from generator.store import open_storage
 from generator.studies import Study, read_studies, shown
 from generator.target import find_target

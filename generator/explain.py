@@ -7,8 +7,9 @@ from functools import cached_property
 from random import Random
 
 from generator.errors import NormforgeError
+from generator.expressions import Names
 from generator.legal import LegalConfigs
-from generator.space import Names, Space
+from generator.space import Space
 from generator.store import Record
 from generator.studies import Study, flavour
 from generator.target import Target

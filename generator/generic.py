@@ -14,7 +14,8 @@ from generator.compile import Compiled
 from generator.evaluator import refuse
 from generator.problem import ITEMSIZE, Problem
 from generator.result import Result
-from generator.space import Space, load_space
+from generator.space import Space
+from generator.space_file import load_space
 from generator.target import Target
 from generator.variant import Config, Variant, make_variant
 

@@ -12,7 +12,8 @@ from generator.budget import Budget
 from generator.leases import Lease
 from generator.problem import Problem
 from generator.queue import Queue
-from generator.space import Space, load_space
+from generator.space import Space
+from generator.space_file import load_space
 from generator.store import JOURNAL_NAME, is_shared, study_name
 from generator.target import Target
 from generator.winner import Winner

@@ -28,7 +28,8 @@ from generator.legal import FLAVOUR, Key, LegalConfigs
 from generator.problem import Problem
 from generator.result import Result
 from generator.search import search_problem
-from generator.space import SPACE_FILE, Space, load_space
+from generator.space import Space
+from generator.space_file import SPACE_FILE, load_space
 from generator.store import Record, StudyLog, study_name
 from generator.target import Target
 from generator.variant import Config, Variant, make_variant

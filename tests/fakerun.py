@@ -24,7 +24,8 @@ from generator.guard import running
 from generator.legal import LegalConfigs
 from generator.measured import MeasuredEvaluator
 from generator.search import search_problem
-from generator.space import Space, load_space
+from generator.space import Space
+from generator.space_file import load_space
 from generator.store import JOURNAL_NAME, Record, StudyLog, open_storage, study_name
 from tests.fakegpu import FakeCompiler, FakeGpu, Landscape, Log, Weather, born, key, plant
 from tests.synthetic import PROBLEM, TARGET, shrink

@@ -19,7 +19,7 @@ from generator.plan import Ledger, Plan
 from generator.problem import Problem
 from generator.queue import open_queue
 from generator.result import Result
-from generator.space import SPACE_FILE
+from generator.space_file import SPACE_FILE
 from generator.store import open_storage
 from generator.target import Target
 from generator.variant import Variant

@@ -15,7 +15,8 @@ from generator.compile_pool import CompilePool
 from generator.errors import NormforgeError
 from generator.generic import compile_generics
 from generator.problem import ITEMSIZE, Problem
-from generator.space import Space, load_space
+from generator.space import Space
+from generator.space_file import load_space
 from generator.target import Target, find_target, load_targets
 from generator.variant import Config, Variant, make_variant
 

@@ -20,7 +20,8 @@ from generator.ptxas import Resources
 from generator.result import Result
 from generator.runtime.plan import MAIN_KERNEL
 from generator.search import Budget, search_problem
-from generator.space import SPACE_FILE, Space, load_space
+from generator.space import Space
+from generator.space_file import SPACE_FILE, load_space
 from generator.store import open_storage
 from generator.target import find_target
 from generator.variant import Config, Variant

@@ -23,7 +23,7 @@ from generator.render import render
 from generator.run import PACKAGE_NAME
 from generator.runtime.dispatch import Table
 from generator.runtime.forward_table import ForwardTable
-from generator.space import SPACE_FILE
+from generator.space_file import SPACE_FILE
 from generator.store import JOURNAL_NAME
 from generator.target import find_target
 from generator.variant import Variant, make_variant

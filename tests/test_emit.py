@@ -35,7 +35,7 @@ from generator.runtime.api import Package
 from generator.runtime.dispatch import Kernel, Table
 from generator.runtime.options import PLAIN, Arguments
 from generator.runtime.reference import reference_backward
-from generator.space import load_space
+from generator.space_file import load_space
 from generator.target import Target, find_target, load_targets, match_device
 from generator.variant import Variant, make_variant
 from tests.samples import compiled_generics

@@ -16,7 +16,8 @@ from generator.problem import Problem
 from generator.report.answer import ask_package
 from generator.result import Result
 from generator.search import search_problem
-from generator.space import Space, load_space
+from generator.space import Space
+from generator.space_file import load_space
 from generator.store import JOURNAL_NAME, open_storage
 from generator.studies import read_studies
 from generator.variant import Config, Variant, determinism_class

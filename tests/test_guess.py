@@ -14,7 +14,7 @@ from generator import guess
 from generator.guess import FEWEST, LENGTHS, NOISE, WEIGHTS, WORST, Floats, Guesser
 from generator.legal import Key, LegalConfigs
 from generator.result import Result
-from generator.space import load_space
+from generator.space_file import load_space
 from generator.store import Record
 from generator.variant import Config
 from tests.synthetic import PROBLEM, TARGET, timed

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from generator.compile import Compiled
 from generator.errors import NormforgeError
-from generator.predict import MODEL, TAILS, Predictor, floor_us, predict_us
+from generator.model import MODEL, floor_us
+from generator.predict import Predictor, predict_us
 from generator.problem import Problem
 from generator.ptxas import Resources
 from generator.runtime.plan import MAIN_KERNEL, plan_launch
-from generator.space import load_space
+from generator.space_file import load_space
+from generator.tails import TAILS
 from generator.target import find_target, load_targets
 from generator.variant import Variant, make_variant
 

@@ -17,7 +17,7 @@ from generator.ptxas import Resources
 from generator.rehearse import RehearsingPredictor
 from generator.result import Result
 from generator.runtime.plan import MAIN_KERNEL
-from generator.space import load_space
+from generator.space_file import load_space
 from generator.target import find_target
 from generator.variant import Config, Variant, make_variant
 from generator.winner import Choice, choose

@@ -32,7 +32,7 @@ from generator.recording import (
 from generator.replay import CLOSE, Replayed, at_random, by_tpe, by_tuner, compare, table
 from generator.result import Result
 from generator.search import search_problem
-from generator.space import load_space
+from generator.space_file import load_space
 from generator.store import Record, StudyLog, study_name
 from generator.target import find_target
 from generator.variant import Config, Variant, determinism_class

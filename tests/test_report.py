@@ -27,7 +27,7 @@ from generator.report.summary import Summary, summaries
 from generator.report.text import render_text
 from generator.result import OUTCOMES, Result
 from generator.search import search_problem
-from generator.space import load_space
+from generator.space_file import load_space
 from generator.store import JOURNAL_NAME, open_storage
 from generator.studies import Study, read_studies, shown
 from generator.variant import Variant

@@ -16,7 +16,7 @@ from optuna.trial import TrialState
 from generator.legal import FLAVOUR, LegalConfigs
 from generator.problem import Problem
 from generator.sampler import LegalSampler, NothingLeftError, distributions
-from generator.space import load_space
+from generator.space_file import load_space
 from generator.target import find_target
 from generator.variant import determinism_class, make_variant
 from tests.synthetic import PROBLEM, TARGET, cost, shrink

@@ -30,7 +30,7 @@ from generator.legal import LegalConfigs
 from generator.problem import Problem
 from generator.result import Result
 from generator.search import search_problem
-from generator.space import load_space
+from generator.space_file import load_space
 from generator.store import (
     JOURNAL_NAME,
     Record,

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from generator import space as space_module
 from generator.errors import NormforgeError
+from generator.expressions import Names
 from generator.problem import Problem, load_problems
-from generator.space import KNOWN_KNOBS, SPACE_FILE, Names, Rule, Space, load_space
+from generator.space import Rule, Space
+from generator.space_file import KNOWN_KNOBS, SPACE_FILE, load_space
 from generator.target import Target, find_target, load_targets
 from tests.samples import FLAVOURS, SPACE, problems, targets
 

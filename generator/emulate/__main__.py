@@ -11,7 +11,8 @@ from generator.emulate.build import NO_COMPILER, find_compiler
 from generator.emulate.check import PARTICIPANTS, Check, check_variant
 from generator.errors import NormforgeError
 from generator.problem import Problem
-from generator.space import Space, load_space
+from generator.space import Space
+from generator.space_file import load_space
 from generator.target import find_target
 from generator.variant import Config, make_variant
 

@@ -1,0 +1,145 @@
+"""The file of a search space: YAML to a checked Space, or the sentence that names the fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from generator.errors import NormforgeError
+from generator.expressions import PROBLEM_NAMES, TARGET_NAMES, Expression
+from generator.space import Knob, Rule, Space
+from generator.variant import DERIVED
+
+SPACE_FILE = Path(__file__).resolve().parent.parent / "search_spaces" / "rmsnorm_backward.yaml"
+KNOWN_KNOBS: dict[str, tuple[int | str, ...] | range] = {
+    "strategy": (
+        "column_slices",
+        "mailbox",
+        "separate",
+        "last_cta",
+        "semaphore",
+        "bulk_reduce",
+        "atomic",
+    ),
+    "order": ("turns", "free"),
+    "levels": range(1, 3),
+    "overlap": ("dependent", "none"),
+    "sum_threads": range(0, 1025, 32),
+    "slice_columns": range(0, 1025, 4),
+    "cluster": (1, 2, 4, 8, 16),
+    "pipeline": ("bulk", "direct", "async"),
+    "stages": range(1, 17),
+    "threads_per_row": (8, 16, *range(32, 1025, 32)),
+    "rows_per_cta": range(1, 33),
+    "rows_in_flight": range(1, 17),
+    "vector_bytes": (2, 4, 8, 16, 32),
+    "reload": ("none", "smem"),
+    "weight_in": ("registers", "smem"),
+    "ctas_per_sm": range(1, 33),
+    "grid": ("full", "even"),
+    "min_blocks": range(33),
+    "register_cap": range(256),
+    "load_hint": ("default", "no_allocate", "streaming", "evict_last"),
+    "store_hint": ("default", "streaming"),
+}
+"""The knobs that the templates know, with the values for which they make a kernel."""
+
+
+def load_space(path: Path = SPACE_FILE) -> Space:
+    """Read and check a space. Raises NormforgeError with the file, the place and the fault."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise NormforgeError(f"cannot read the search space {path}: {reason}") from error
+    if not isinstance(content, dict) or set(content) != {"knobs", "rules"}:
+        raise NormforgeError(f"{path}: expected the keys 'knobs' and 'rules' and no others")
+    if not isinstance(content["knobs"], dict) or not isinstance(content["rules"], list):
+        raise NormforgeError(f"{path}: 'knobs' is a mapping and 'rules' a list")
+    known = {*PROBLEM_NAMES, *TARGET_NAMES, *DERIVED}
+    knobs: list[Knob] = []
+    for name, entry in content["knobs"].items():
+        knobs.append(_read_knob(path, name, entry, known, {knob.name for knob in knobs}))
+    missing = sorted(KNOWN_KNOBS.keys() - {knob.name for knob in knobs})
+    if missing:
+        raise NormforgeError(f"{path}: knob '{missing[0]}' is missing; one value is enough")
+    known |= {knob.name for knob in knobs}
+    rules: list[Rule] = []
+    for entry in content["rules"]:
+        rule = _read_rule(path, entry, known)
+        if any(rule.id == other.id for other in rules):
+            raise NormforgeError(f"{path}: two rules are called '{rule.id}'")
+        rules.append(rule)
+    space = Space(path, tuple(knobs), tuple(rules))
+    return space
+
+
+def _read_knob(path: Path, name: Any, entry: Any, known: set[str], above: set[str]) -> Knob:
+    where = f"{path}: knob '{name}'"
+    if name not in KNOWN_KNOBS:
+        raise NormforgeError(
+            f"{where} is unknown: the templates have {', '.join(sorted(KNOWN_KNOBS))}"
+        )
+    if not isinstance(entry, dict) or not {"values", "why"} <= set(entry):
+        raise NormforgeError(f"{where} needs 'values' and 'why'")
+    extra = sorted(set(entry) - {"values", "why", "when", "otherwise"})
+    if extra:
+        raise NormforgeError(f"{where} has an unknown field '{extra[0]}'")
+    values = entry["values"]
+    if not isinstance(values, list) or not values:
+        raise NormforgeError(f"{where}: 'values' is a list with at least one value")
+    kinds = {type(value) for value in [*values, entry.get("otherwise", values[0])]}
+    if kinds not in ({int}, {str}):
+        shown = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise NormforgeError(f"{where}: values are all integers or all text, got {shown}")
+    for value in [*values, entry.get("otherwise", values[0])]:
+        if value not in KNOWN_KNOBS[name]:
+            raise NormforgeError(f"{where} cannot be {value!r}: the templates know {_shown(name)}")
+    if len(set(values)) != len(values):
+        raise NormforgeError(f"{where} lists a value twice")
+    when = entry.get("when")
+    expression = None
+    if when is not None:
+        expression = Expression.parse(when, known | KNOWN_KNOBS.keys(), where)
+        later = sorted(expression.names & (KNOWN_KNOBS.keys() - above))
+        if later:
+            raise NormforgeError(f"{where}: 'when' looks at '{later[0]}', which comes later")
+        # Derived names are resolved at the knob's place; those that need a later knob are refused.
+        for used in expression.names & DERIVED.keys():
+            late = sorted(set(DERIVED[used][0]) - above)
+            if late:
+                raise NormforgeError(
+                    f"{where}: 'when' uses {used}, which needs the later knob '{late[0]}'"
+                )
+    otherwise = entry["otherwise"] if "otherwise" in entry else values[0]
+    return Knob(name, tuple(values), str(entry["why"]), expression, otherwise)
+
+
+def _shown(knob: str) -> str:
+    known = KNOWN_KNOBS[knob]
+    if isinstance(known, range):
+        steps = f" in steps of {known.step}" if known.step > 1 else ""
+        return f"{known[0]} to {known[-1]}{steps}"
+    return ", ".join(map(str, known))
+
+
+def _read_rule(path: Path, entry: Any, known: set[str]) -> Rule:
+    if not isinstance(entry, dict) or set(entry) != {"id", "require", "say"}:
+        raise NormforgeError(f"{path}: a rule has exactly id, require and say, got {entry!r}")
+    where = f"{path}: rule '{entry['id']}'"
+    if not isinstance(entry["id"], str) or not isinstance(entry["say"], str):
+        raise NormforgeError(f"{where}: id and say are text")
+    require = Expression.parse(entry["require"], known, where)
+    parts: list[tuple[str, Expression | None, str]] = []
+    rest = entry["say"]
+    while "{" in rest:
+        literal, _, rest = rest.partition("{")
+        inside, closed, rest = rest.partition("}")
+        if not closed:
+            raise NormforgeError(f"{where}: 'say' has an open brace")
+        text, _, spec = inside.partition(":")
+        parts.append((literal, Expression.parse(text, known, where), spec))
+    parts.append((rest, None, ""))
+    return Rule(entry["id"], require, entry["say"], tuple(parts))
