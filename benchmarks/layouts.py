@@ -38,6 +38,7 @@ import torch  # noqa: E402
 from benchmarks.peers import choose_peers  # noqa: E402
 from generator.compile import Compiled, compile_variant  # noqa: E402
 from generator.compile_pool import CompilePool  # noqa: E402
+from generator.derived import DERIVED  # noqa: E402
 from generator.errors import NormforgeError, ProblemError  # noqa: E402
 from generator.evaluator import Pool  # noqa: E402
 from generator.generic import (  # noqa: E402
@@ -56,7 +57,7 @@ from generator.session import Session, Workload  # noqa: E402
 from generator.space_file import load_space  # noqa: E402
 from generator.supply import Supply  # noqa: E402
 from generator.target import Target, match_device  # noqa: E402
-from generator.variant import DERIVED, Variant, make_variant  # noqa: E402
+from generator.variant import Variant, make_variant  # noqa: E402
 from generator.verify import check_accuracy  # noqa: E402
 from generator.worker import Answer, Candidate, Job, WorkerLostError  # noqa: E402
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+from generator.derived import DERIVED
 from generator.errors import NormforgeError
 from generator.problem import Problem
 from generator.target import Target
-from generator.variant import DERIVED, Geometry
+from generator.variant import Geometry
 
 PROBLEM_NAMES = (
     *("M", "N", "dtype", "weight_dtype", "itemsize", "weight_itemsize"),

@@ -13,10 +13,11 @@ from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count, islice
 
+from generator.derived import DERIVED
 from generator.problem import Problem
 from generator.space import Space
 from generator.target import Target
-from generator.variant import DERIVED, Config, determinism_class
+from generator.variant import Config, determinism_class
 
 Values = dict[str, int | str]
 """A config of this module's own making: every knob of the space, in its order."""

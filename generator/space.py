@@ -11,11 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from generator.derived import DERIVED
 from generator.errors import NormforgeError
 from generator.expressions import Expression, Names
 from generator.problem import Problem
 from generator.target import Target
-from generator.variant import DERIVED, Config
+from generator.variant import Config
 
 PATIENCE = 1_000_000
 """Values of knobs tried in vain before a search for legal configs is given up: a few seconds. Where

@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
+from generator.derived import DERIVED
 from generator.errors import NormforgeError
 from generator.expressions import PROBLEM_NAMES, TARGET_NAMES, Expression
 from generator.space import Knob, Rule, Space
-from generator.variant import DERIVED
 
 SPACE_FILE = Path(__file__).resolve().parent.parent / "search_spaces" / "rmsnorm_backward.yaml"
 KNOWN_KNOBS: dict[str, tuple[int | str, ...] | range] = {
