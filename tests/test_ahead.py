@@ -149,7 +149,8 @@ from generator.ahead import compiling_ahead
 from tests.test_ahead import FORWARDS, H200
 with compiling_ahead(FORWARDS, H200.arch, Path(sys.argv[1])):
     print(*(process.pid for process in active_children()), flush=True)
-    time.sleep(100)
+    for _ in range(1000):  # a signal that comes just before a sleep is noticed after it
+        time.sleep(0.1)
 """
 
 
