@@ -142,11 +142,12 @@ def test_search_that_ends_early_ends_the_processes(
 
 
 PARENT = """
-import sys, time
+import signal, sys, time
 from multiprocessing import active_children
 from pathlib import Path
 from generator.ahead import compiling_ahead
 from tests.test_ahead import FORWARDS, H200
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 with compiling_ahead(FORWARDS, H200.arch, Path(sys.argv[1])):
     print(*(process.pid for process in active_children()), flush=True)
     for _ in range(1000):  # a signal that comes just before a sleep is noticed after it
