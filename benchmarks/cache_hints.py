@@ -33,7 +33,6 @@ from generator.errors import NormforgeError  # noqa: E402
 from generator.measure import Operation, Timer  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
 from generator.session import Session, Workload  # noqa: E402
-from generator.space_file import load_space  # noqa: E402
 from generator.store import JOURNAL_NAME  # noqa: E402
 from generator.studies import Study, read_studies  # noqa: E402
 from generator.target import Target, find_target, match_device  # noqa: E402
@@ -93,9 +92,7 @@ def choose(studies: Iterable[Study], problem: Problem, gpu: str) -> dict[str, in
 
 def load(workload: Workload, config: Config, hint: str, target: Target) -> Bench:
     """The kernel of a config with this load hint. Raises NormforgeError."""
-    problem = workload.problem
-    full = load_space().normalize({**config, "load_hint": hint}, problem, target)
-    variant = make_variant(full, problem)
+    variant = make_variant({**config, "load_hint": hint}, workload.problem)
     compiled = compile_variant(variant, target.arch)
     if compiled.error:
         raise NormforgeError(f"{variant} does not compile: {compiled.error.splitlines()[0]}")

@@ -111,17 +111,18 @@ def hold_round(
 def noisy(records: Sequence[Record]) -> list[Record]:
     """Records that may win by a time that was taken while the GPU was disturbed: those that say so,
     and those whose reference was slow by what is known now of the same GPU. Best ratio first."""
-    feasible = [record for record in records if record.feasible]
+    feasible = [
+        (record, record.result.extra.get("gpu", "")) for record in records if record.feasible
+    ]
     best: dict[str, float] = {}
-    for result in (record.result for record in feasible):
-        if result.floor_us and not result.noisy:
-            gpu = result.extra.get("gpu", "")
-            best[gpu] = min(result.floor_us, best.get(gpu, inf))
-
-    def slow(result: Result) -> bool:
-        return drifted(result.floor_us or 0.0, best.get(result.extra.get("gpu", ""), inf))
-
-    found = [r for r in feasible if r.result.noisy or slow(r.result)]
+    for record, gpu in feasible:
+        if record.result.floor_us and not record.result.noisy:
+            best[gpu] = min(record.result.floor_us, best.get(gpu, inf))
+    found = [
+        record
+        for record, gpu in feasible
+        if record.result.noisy or drifted(record.result.floor_us or 0.0, best.get(gpu, inf))
+    ]
     return sorted(found, key=lambda record: record.ratio)
 
 

@@ -12,7 +12,12 @@ from generator.variant import Variant
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 
 _ELEMENT = {"bf16": "bf16", "fp16": "fp16", "fp32": "float"}
-_LOAD_HINT = {"no_allocate": ".nc.L1::no_allocate", "streaming": ".cs.nc"}  # others: .nc
+_LOAD_HINT = {
+    "default": ".nc",
+    "no_allocate": ".nc.L1::no_allocate",
+    "streaming": ".cs.nc",
+    "evict_last": ".nc",  # a priority of bulk copies
+}
 _PRIORITIES = ("evict_last",)
 _STORE_HINT = {"default": "", "streaming": ".cs"}
 
@@ -53,7 +58,7 @@ def render(variant: Variant) -> str:
             strategy=strategy,
             determinism=variant.determinism,
             constants=_constants(variant),
-            row_load=_LOAD_HINT.get(variant["load_hint"], ".nc"),
+            row_load=_LOAD_HINT[variant["load_hint"]],
             row_priority=variant["load_hint"] if variant["load_hint"] in _PRIORITIES else "",
             row_store=_STORE_HINT[variant["store_hint"]],
             element=_ELEMENT[variant.dtype],

@@ -72,8 +72,7 @@ def load_space(path: Path = SPACE_FILE) -> Space:
         if any(rule.id == other.id for other in rules):
             raise NormforgeError(f"{path}: two rules are called '{rule.id}'")
         rules.append(rule)
-    space = Space(path, tuple(knobs), tuple(rules))
-    return space
+    return Space(path, tuple(knobs), tuple(rules))
 
 
 def _read_knob(path: Path, name: Any, entry: Any, known: set[str], above: set[str]) -> Knob:

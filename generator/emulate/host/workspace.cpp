@@ -99,6 +99,12 @@ namespace {
 
 constexpr unsigned kWhole = 15;  // all four words
 
+unsigned bits_of(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
 struct Quad {
   Mail& mail;
   Word* words;
@@ -108,11 +114,8 @@ struct Quad {
 
   unsigned present() const {
     unsigned mask = 0;
-    for (unsigned i = 0; i < 4; ++i) {
-      unsigned bits;
-      std::memcpy(&bits, values + i, 4);
-      if (bits) mask |= 1u << i;
-    }
+    for (unsigned i = 0; i < 4; ++i)
+      if (bits_of(values[i])) mask |= 1u << i;
     return mask;
   }
   // The place of the first word in the mask.
@@ -145,12 +148,9 @@ Quad checked_quad(const float* at, const char* verb, int line) {
 void mail_send(float* to, const float* values, int line) {
   Quad quad = checked_quad(to, "sends", line);
   maybe_yield();
+  if (quad.mail.sent) fault(line, "sends to %s a second time in this launch", place_of(to).c_str());
   for (unsigned i = 0; i < 4; ++i) {
-    unsigned bits;
-    std::memcpy(&bits, values + i, 4);
-    if (quad.mail.sent)
-      fault(line, "sends to %s a second time in this launch", place_of(to).c_str());
-    if (bits == 0)
+    if (bits_of(values[i]) == 0)
       fault(line, "sends 0 to %s, which nobody can receive", quad.place(1u << i).c_str());
     if (quad.words[i].event.who != Event::kInitial || !quad.adds.empty())
       fault(line, "sends to %s, which is not empty", quad.place(1u << i).c_str());
