@@ -138,7 +138,7 @@ def emulate_case(index: int, seed: int, target: Target) -> Emulated:
     if compiled.error:
         return Emulated(case, [], b"", f"does not compile: {compiled.error}")
     spec, launch = plan(case.variant, case.problem.M, case.participants)
-    schedule = Schedule(index, launch.grid if spec.cooperative else min(launch.grid, 8))
+    schedule = Schedule(index, min(launch.grid, 8))
     results = []
     for inputs in case.inputs():
         source = render(case.variant)

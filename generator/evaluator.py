@@ -94,8 +94,7 @@ def resource_fault(variant: Variant, compiled: Compiled, launch: Launch, target:
     if fit == 0:
         return f"no CTA fits an SM of {target} ({main.registers} registers)"
     wanted = variant["ctas_per_sm"]
-    # A kernel whose CTAs wait for each other has to fit at any M that a module may serve with it.
-    if launch.grid > fit * target.sms or (variant.waits_for_grid and wanted > fit):
+    if launch.grid > fit * target.sms:
         used = f"{main.registers} registers, {main.barriers} barriers"
         return f"{wanted} CTAs per SM wanted, {fit} fit ({used})"
     return ""

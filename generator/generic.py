@@ -1,8 +1,7 @@
 """The kernels of a package that take any shape.
 
-`separate` with plain or cp.async loads needs no residency, no barrier across CTAs and no
-instruction newer than sm_80 (but a programmatic launch where there is one), so it runs wherever its
-code loads.
+`separate` with plain or cp.async loads needs no counters, no barrier across CTAs and no instruction
+newer than sm_80 (but a programmatic launch where there is one), so it runs wherever its code loads.
 """
 
 from __future__ import annotations

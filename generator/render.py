@@ -16,7 +16,7 @@ _LOAD_HINT = {
     "default": ".nc",
     "no_allocate": ".nc.L1::no_allocate",
     "streaming": ".cs.nc",
-    "evict_last": ".nc",  # a priority of bulk copies
+    "evict_last": ".nc",  # and a cache policy
 }
 _PRIORITIES = ("evict_last",)
 _STORE_HINT = {"default": "", "streaming": ".cs"}
@@ -69,6 +69,7 @@ def render(variant: Variant) -> str:
             pipeline=variant["pipeline"],
             weight_in=variant["weight_in"],
             uses_slices=strategy in ("separate", "last_cta", "column_slices", "mailbox"),
+            uses_ledger=strategy in ("column_slices", "mailbox"),
             uses_turns=strategy == "semaphore" or fragment == "bulk_turns",
             dw_fragment=fragment,
             launch_bounds=launch_bounds,

@@ -40,7 +40,6 @@ SLOW = 1.6
 # The driver said no and nothing ran. After any other error the context is gone, and the worker.
 _REFUSED = (
     "CUDA_ERROR_INVALID_VALUE",
-    "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE",
     "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES",
     "CUDA_ERROR_INVALID_CLUSTER_SIZE",
     "CUDA_ERROR_NO_BINARY_FOR_GPU",

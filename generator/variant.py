@@ -27,6 +27,11 @@ def determinism_class(config: Config) -> str:
     return "none" if free else "gpu_to_gpu"
 
 
+def launches(config: Config) -> int:
+    """Kernels of one call: only `separate` sums dw in a second one."""
+    return 2 if config["strategy"] == "separate" else 1
+
+
 @dataclass(frozen=True)
 class Geometry(ItemSizes):
     """What a config means for one row length; `exact` is False for a kernel that takes any
@@ -150,12 +155,12 @@ class Geometry(ItemSizes):
 
     @property
     def broadcast_offset(self) -> int:
-        """One word for handing a value of thread 0 to the CTA."""
+        """Two words for handing values of thread 0 to the CTA."""
         return self.weight_offset + self.weight_bytes
 
     @property
     def tiles_offset(self) -> int:
-        return round_up(self.broadcast_offset + 4, 128)
+        return round_up(self.broadcast_offset + 8, 128)
 
     @property
     def tile_bytes(self) -> int:
@@ -246,12 +251,6 @@ class Variant(Geometry):
     def determinism(self) -> str:
         return determinism_class(self.config)
 
-    @property
-    def waits_for_grid(self) -> bool:
-        """True when CTAs wait for CTAs with a higher index. Such a kernel is launched
-        cooperatively: the driver starts it only when every CTA can be resident."""
-        return bool(self["strategy"] in ("column_slices", "mailbox"))
-
     def spec(self, sms: int) -> KernelSpec:
         """The facts that a launch on `sms` multiprocessors needs."""
         free = self.determinism == "none"
@@ -273,7 +272,6 @@ class Variant(Geometry):
             rows_in_flight=self.batch_rows,
             rows_per_cta=self["rows_per_cta"],
             cluster=self["cluster"],
-            cooperative=self.waits_for_grid,
             dependent=self["overlap"] == "dependent",
             accumulates=free,
             turns=self["strategy"] in ("semaphore", "bulk_reduce") and not free,

@@ -31,6 +31,6 @@ struct DwStrategy : DwContext {
       own_dw().store4(column, columns, load_workspace(sums + column));
       store_workspace(sums + column, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
     });
-    if (threadIdx.x == 0) store_counter(counters + rank, 0);
+    if (threadIdx.x == 0) store_relaxed(counters + rank, 0);
   }
 };

@@ -16,7 +16,7 @@ struct DwStrategy : DwContext {
     unsigned ticket = 0;
     if (threadIdx.x == 0) {
       ticket = take_ticket(counter);
-      if (ticket + 1 == count) store_counter(counter, 0);
+      if (ticket + 1 == count) store_relaxed(counter, 0);
     }
     return broadcast(smem, ticket) + 1 == count;
   }

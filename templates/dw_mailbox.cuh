@@ -1,28 +1,24 @@
 // ---- Strategy `mailbox`: partial dw that tells by itself that it has arrived --------------------
 // Every CTA sends its partial dw to its row of a workspace that holds zeros, as words whose bits are
-// never all 0. The first few CTAs (one per slice of kTailColumns columns) receive their slices of all
-// rows: they ask for each word until its bits are not all 0, empty its place, and add in the fixed
-// order of sum_slice. So no release has to wait until the words have reached the L2. (Collective
-// libraries know this as their low-latency protocol: data that is its own flag.)
+// never all 0. The last to arrive (last_arrived.cuh says who waits for whom and why that ends) receive
+// slices of kTailColumns columns of all rows: they ask for each word until its bits are not all 0, empty
+// its place, and add in the fixed order of sum_slice. So no release has to wait until the words have
+// reached the L2. (Collective libraries know this as their low-latency protocol: data that is its own
+// flag.)
 //
-// Progress: waiting CTAs wait for CTAs with larger indices, so all must be able to run at the same
-// time. The tuner admits only grids that fit the device, and the kernel is launched cooperatively:
-// the driver starts it only when the whole grid can be resident, and refuses it otherwise.
 // Order of memory: none between words is needed, since each is looked at for itself. A word that is
 // not 0 was sent in this launch: whatever used the workspace before left it 0, and this grid starts
-// after the end of that one (it is not launched as a programmatic dependent, and lets none of its
-// own start early; a programmatic dependent that runs in between must wait for its primary). A
+// after the end of that one. A
 // vector access is four accesses of one word each, relaxed at gpu scope, hence morally strong: a
 // thread that has seen a word does not see its place empty before it empties it (coherence of
 // reads), and its 0 comes after the word it has seen (coherence of read and write). Each word has
 // one sender, which writes it once, and one receiver in a launch, so nothing touches its place after
 // that.
-// Counter: a hint, which keeps thousands of threads from asking for words that are on their way
-// (without it the kernel is 0.4 to 2.5 us slower); nothing relies on what it says. Only a thread that
-// has arrived itself looks at it: by coherence it sees its own arrival or a later one, so a 0 is the
-// last one's, which wraps it.
-// Places and counter are 0 before the first launch and after each.
-// Determinism class gpu_to_gpu: one order of adds, by index.
+// The ledger tells who waits and that a CTA may wait. That all have arrived is a hint here, which
+// keeps thousands of threads from asking for words that are on their way (without it the kernel is
+// 0.4 to 2.5 us slower): no word is taken for arrived because of it.
+// Places and ledger are 0 before the first launch and after each.
+// Determinism class gpu_to_gpu: who sums depends on timing, the order of the sum does not.
 
 // A zero travels as -0. Adding that instead of +0 changes no sum that starts at +0: rounded to
 // nearest, such a sum is never -0.
@@ -53,31 +49,24 @@ struct ArrivingRows {
   }
 };
 
-struct DwStrategy : DwContext {
-  DEVICE unsigned begin() const { return blockIdx.x; }
+struct DwStrategy : LastArrived {
   DEVICE void finish(const Rows& rows, const float (&partial)[kVectors][kElements],
                      unsigned participant) const {
-    float* own = zeroed + static_cast<long long>(participant) * kPartialStride;
-    each_partial(own, rows, partial, [](float* to, float4 sums) {
+    constexpr long long kStride = static_cast<long long>(kCluster) * kPartialStride;
+    float* places = zeroed + rank * kPartialStride;
+    each_partial(places + participant * kStride, rows, partial, [](float* to, float4 sums) {
       send_words(to, make_float4(message(sums.x), message(sums.y), message(sums.z),
                                  message(sums.w)));
     });
-    const unsigned slices = (columns + kTailColumns - 1) / kTailColumns;
-    const bool waits = participant < slices;
-    cta_barrier();
-    if (threadIdx.x == 0) {
-      arrive_relaxed(counters, participants);
-      if (waits)
-        while (load_relaxed(counters) != 0) {
-        }
-    }
-    if (!waits) return;
-    cta_barrier();  // behind it, shared memory is the tail's as well
     float* buffer = reinterpret_cast<float*>(smem + kTilesOffset);
     const DwOutput out = own_dw();
-    for (unsigned slice = participant; slice < slices; slice += participants)
-      sum_slice<kThreads, kTailColumns, ArrivingRows>(
-          zeroed, kPartialStride, participants, static_cast<int>(slice) * kTailColumns, columns,
-          buffer, [&](int column, float total) { out.store(column, total); });
+    finish_slices(
+        participant, [](Ledger* ledger, Ledger entry) { return book_and_read(ledger, entry); },
+        [](const Ledger* ledger) { return read_relaxed(ledger); },
+        [&](unsigned slice) {
+          sum_slice<kThreads, kTailColumns, ArrivingRows>(
+              places, kStride, participants, static_cast<int>(slice) * kTailColumns, columns, buffer,
+              [&](int column, float total) { out.store(column, total); });
+        });
   }
 };

@@ -12,23 +12,23 @@ struct RowPipeline {
   static constexpr int kAhead = kStages - kReload;
 
   const Rows& rows;
-  unsigned char* tiles;
-  int stage = 0;
+  unsigned char* const first;  // this thread's first vector in the first stage
+  unsigned char* due;          // and in the stage of the batch that is due
 
-  DEVICE RowPipeline(const Rows& r, unsigned char* smem) : rows(r), tiles(smem + kTilesOffset) {}
+  DEVICE RowPipeline(const Rows& r, unsigned char* smem)
+      : rows(r), first(smem + kTilesOffset + threadIdx.x * kVectorBytes), due(first) {}
 
   // Vectors of consecutive threads are neighbours: no bank conflicts.
-  DEVICE unsigned char* slot(int in_stage, int tensor, int u, int j) const {
-    return tiles + in_stage * kStageBytes + (tensor * kRowsInFlight + u) * kTileBytes +
-           (j * kThreads + threadIdx.x) * kVectorBytes;
+  DEVICE static unsigned char* slot(unsigned char* stage, int tensor, int u, int j) {
+    return stage + (tensor * kRowsInFlight + u) * kTileBytes + j * kThreads * kVectorBytes;
   }
-  DEVICE unsigned char* residual_slot(int in_stage, int u, int j, int chunk) const {
-    return tiles + in_stage * kStageBytes + 2 * kRowsInFlight * kTileBytes +
-           u * kResidualTileBytes +
-           ((j * (kResidualBytes / kChunkOf<kResidualBytes>) + chunk) * kThreads + threadIdx.x) *
-               kChunkOf<kResidualBytes>;
+  DEVICE static unsigned char* residual_slot(unsigned char* stage, int u, int j, int chunk) {
+    constexpr int kChunk = kChunkOf<kResidualBytes>;
+    return stage + 2 * kRowsInFlight * kTileBytes + u * kResidualTileBytes +
+           (j * (kResidualBytes / kChunk) + chunk) * kThreads * kChunk +
+           static_cast<int>(threadIdx.x) * (kChunk - kVectorBytes);
   }
-  DEVICE void fetch(long long batch, int into) {
+  DEVICE void fetch(long long batch, unsigned char* into) {
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const long long row = row_of(batch, u);
@@ -53,7 +53,7 @@ struct RowPipeline {
   }
   DEVICE void start(const Schedule& schedule) {
 #pragma unroll
-    for (int s = 0; s < kAhead; ++s) fetch(schedule.ahead(s), s);
+    for (int s = 0; s < kAhead; ++s) fetch(schedule.ahead(s), first + s * kStageBytes);
   }
   DEVICE void await() { copy_async_wait<kAhead - 1>(); }
   DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors],
@@ -65,8 +65,8 @@ struct RowPipeline {
       for (int j = 0; j < kVectors; ++j) {
         x[u][j] = dy[u][j] = RowPacket{};
         if (valid && rows.owns(rows.column(j))) {
-          x[u][j] = load_shared_packet<kVectorBytes>(slot(stage, 0, u, j));
-          dy[u][j] = load_shared_packet<kVectorBytes>(slot(stage, 1, u, j));
+          x[u][j] = load_shared_packet<kVectorBytes>(slot(due, 0, u, j));
+          dy[u][j] = load_shared_packet<kVectorBytes>(slot(due, 1, u, j));
         }
       }
     }
@@ -80,14 +80,14 @@ struct RowPipeline {
         residual[u][j] = ResidualPacket{};
         if (valid && rows.owns(rows.column(j)))
           residual[u][j] =
-              gather_chunks([&](int c) { return residual_slot(stage, u, j, c); });
+              gather_chunks([&](int c) { return residual_slot(due, u, j, c); });
       }
     }
   }
+  DEVICE unsigned char* last() const { return first + (kStages - 1) * kStageBytes; }
   // With a reload the stage of this batch is still needed: the one before it is refilled.
   DEVICE void refill(const Schedule& schedule) {
-    const int last = stage == 0 ? kStages - 1 : stage - 1;
-    fetch(schedule.ahead(kAhead), kReload ? last : stage);
+    fetch(schedule.ahead(kAhead), !kReload ? due : due == first ? last() : due - kStageBytes);
   }
-  DEVICE void advance() { stage = stage + 1 == kStages ? 0 : stage + 1; }
+  DEVICE void advance() { due = due == last() ? first : due + kStageBytes; }
 };

@@ -38,7 +38,7 @@ struct Turns : DwContext {
   // any more (each read its counter before it passed the turn on).
   DEVICE void reset() const {
     if (threadIdx.x != 0) return;
-    for (unsigned i = 0; i < groups() + 2; ++i) store_counter(counters + i, 0);
+    for (unsigned i = 0; i < groups() + 2; ++i) store_relaxed(counters + i, 0);
   }
   // The last of a group brings the group's sum, `own(column)`, to the total in workspace row 0.
   template <typename Sum> DEVICE void add_group(unsigned g, Sum own) const {

@@ -118,7 +118,7 @@ def cases(draw: st.DrawFn) -> tuple[Problem, Target, Variant]:
     wishes: list[dict[str, int | str]] = [{}, {"pipeline": "async"}]
     if bulk and problem.N * problem.itemsize % 16 == 0:
         wishes.append({"pipeline": "bulk"})
-    if flavour["strategy"] in ("separate", "last_cta", "atomic"):
+    if flavour["strategy"] not in ("semaphore", "bulk_reduce"):
         for cluster in (2, 4, 8):
             whole = problem.N % cluster == 0 and problem.N * problem.itemsize >= 4096 * cluster
             wishes += [{"cluster": cluster}] if bulk and whole else []

@@ -458,7 +458,7 @@ def test_generic_variants_cover_all_dtypes_on_every_gpu(name: str) -> None:
 def generic_table(variants: list[Variant], target: Target) -> Table:
     """A package of generic kernels alone: of those that take the same rows, the first."""
     kernels = (Kernel(v.id, "", v.spec(target.sms)) for v in first_choices(variants))
-    return Table({"sms": target.sms}, (), tuple(kernels))
+    return Table({}, (), tuple(kernels))
 
 
 def served(table: Table, N: int, pair: tuple[str, str], **alignment: int) -> tuple[int, int]:

@@ -52,13 +52,10 @@ def test_deterministic_flavour_gives_one_set_of_bits(
         knobs["sum_threads"] = 128
     variant = plain_variant("43x1024:bf16", target, **knobs)
     problem = Problem.parse("43x1024:bf16")
-    spec, launch = plan(variant, problem.M)
-    # A kernel that waits for its whole grid runs only where all of it fits.
-    residencies = (launch.grid,) if spec.cooperative else (1, 3, launch.grid)
-    assert spec.cooperative == (flavour in ("mailbox", "column_slices"))
+    _, launch = plan(variant, problem.M)
     assert launch.grid == 5
     check = check_variant(
-        variant, problem, schedules=200, residencies=residencies, seed=SEED, all_rows=True
+        variant, problem, schedules=200, residencies=(1, 3, launch.grid), seed=SEED, all_rows=True
     )
     assert check.problems == ()
     assert (check.schedules, check.distinct_results) == (200, 1)
@@ -474,8 +471,6 @@ def test_command_line_prints_one_json_document(capsys: pytest.CaptureFixture[str
         (("--strategy", "semaphore", "--set", "colour=red"), "unknown knob 'colour'"),
         (("--strategy", "semaphore", "--schedules", "0"), "--schedules 0"),
         (("--strategy", "semaphore", "--gpu", "abacus"), "unknown GPU 'abacus'"),
-        (("--strategy", "column_slices", "--residency", "2"), "cooperative launch too large"),
-        (("--strategy", "mailbox", "--residency", "2"), "cooperative launch too large"),
     ],
 )
 def test_command_line_refuses_with_one_sentence(

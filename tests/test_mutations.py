@@ -4,13 +4,12 @@ stands, and names what has to be reported."""
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 
 from generator.emulate.build import find_compiler
 from generator.emulate.check import Check, check_source, plan
-from generator.errors import NormforgeError
 from generator.problem import Problem
 from generator.render import render
 from generator.target import Target
@@ -39,6 +38,18 @@ class Mutation:
 BULK = {"pipeline": "bulk", "stages": 2}
 ASYNC = {"pipeline": "async", "stages": 2}
 SHORT = {"threads_per_row": 8, "rows_per_cta": 2}
+
+BOOKED = "      const Ledger before = book_and_read(ledger(), kHandover);\n"
+IMPATIENT = BOOKED  # hands over whenever it finds that not all have arrived, which is allowed
+PATIENT = (
+    "      if (starts(seen) == participants) continue;\n"
+    "      if (handed_over(seen) == 0 && ++looks < kPatience) continue;\n" + BOOKED
+)
+HANDOVER = (
+    "      if (!complete(before)) {\n"
+    "        store_relaxed(list() + handed_over(before), place + 1);\n"
+    "        return false;\n      }\n"
+)
 
 PLANTED = {
     # The six bugs that this executor was built to find.
@@ -75,14 +86,14 @@ PLANTED = {
     ),
     "counter not reset (last_cta)": Mutation(
         "last_cta",
-        "if (ticket + 1 == count) store_counter(counter, 0);",
+        "if (ticket + 1 == count) store_relaxed(counter, 0);",
         "",
         r"counters\[\d+\] is \d+ after the call and not 0 again",
     ),
     "counter not reset (semaphore)": Mutation(
         "semaphore",
-        "i < groups() + 2; ++i) store_counter",
-        "i < groups() + 1; ++i) store_counter",
+        "i < groups() + 2; ++i) store_relaxed",
+        "i < groups() + 1; ++i) store_relaxed",
         r"counters\[\d+\] is \d+ after the call and not 0 again",
         {"levels": 2},
     ),
@@ -132,64 +143,134 @@ PLANTED = {
     ),
     "stage refilled while it is reloaded (cp.async)": Mutation(
         "last_cta",
-        "kReload ? last : stage);",
-        "stage);",
+        "!kReload ? due : due == first ? last() : due - kStageBytes);",
+        "due);",
         r"reads byte \d+ of shared memory before the wait for the cp.async",
         {**ASYNC, "stages": 3, "reload": "smem"},
     ),
     # Others of their kind.
-    "cooperative launch left away": Mutation(
-        "column_slices",
-        "load_acquire(arrivals)",
-        "load_acquire(arrivals)",
-        r"deadlock: .* waits for counters\[0\] to change from \d.*have not started",
-        residency=2,
-    ),
     "barrier before the arrival removed": Mutation(
         "column_slices",
-        "    cta_barrier();\n    if (threadIdx.x == 0) {\n      arrive(arrivals,",
-        "    if (threadIdx.x == 0) {\n      arrive(arrivals,",
+        "    cta_barrier();\n    if (threadIdx.x == 0) {\n      const Ledger before = arrive(",
+        "    if (threadIdx.x == 0) {\n      const Ledger before = arrive(",
         r"race: reads scratch\[",
     ),
-    "counter wraps one arrival too early": Mutation(
+    "arrival that orders nothing": Mutation(
         "column_slices",
-        "arrive(arrivals, participants);",
-        "arrive(arrivals, participants - 1);",
-        r"race: reads scratch\[|counters\[\d\] is",
-    ),
-    "counter that the plan does not have": Mutation(
-        "column_slices",
-        "unsigned* arrivals = counters + rank;",
-        "unsigned* arrivals = counters + rank + 1;",
-        r"out of bounds: adds to 4 bytes at counters",
-    ),
-    "looked at before the own arrival": Mutation(
-        "column_slices",
-        "      arrive(arrivals, participants);\n      if (waits)\n"
-        "        while (load_acquire(arrivals) != 0) {\n        }\n",
-        "      if (waits)\n        while (load_acquire(arrivals) != 0) {\n        }\n"
-        "      arrive(arrivals, participants);\n",
-        r"race: reads scratch\[|reads scratch\[.*which nobody has written",
-    ),
-    "looked at by threads that have not arrived": Mutation(
-        "column_slices",
-        "      if (waits)\n        while (load_acquire(arrivals) != 0) {\n        }\n    }\n"
-        "    if (!waits) return;\n"
-        "    cta_barrier();  // behind it, shared memory is the tail's as well\n",
-        "    }\n    if (!waits) return;\n    while (load_acquire(arrivals) != 0) {\n    }\n",
-        r"race: reads scratch\[|reads scratch\[.*which nobody has written",
-    ),
-    "arrival that does not release": Mutation(
-        "column_slices",
-        "arrive(arrivals, participants);",
-        "arrive_relaxed(arrivals, participants);",
+        "return book_in_order(ledger, entry);",
+        "return book_and_read(ledger, entry);",
         r"race: reads scratch\[.*which CTA \d+ thread \d+ wrote",
     ),
     "look that does not acquire": Mutation(
         "column_slices",
-        "load_acquire(arrivals)",
-        "load_relaxed(arrivals)",
+        "read_acquire(ledger)",
+        "read_relaxed(ledger)",
         r"race: reads scratch\[.*which CTA \d+ thread \d+ wrote",
+    ),
+    # Who waits for whom.
+    "looked at before the own arrival": Mutation(
+        "column_slices",
+        "      const Ledger before = arrive(ledger(), arrival(participant));\n",
+        "      await(1, look);\n"
+        "      const Ledger before = arrive(ledger(), arrival(participant));\n",
+        r"deadlock: .* waits for the ledger at counters\[0\] to change",
+    ),
+    "start that is not booked": Mutation(
+        "column_slices",
+        "book_relaxed(ledger(), kStart);",
+        "read_relaxed(ledger());",
+        r"deadlock: |race: |is \d+ after the call|out of bounds",
+    ),
+    "ledger that the plan does not have": Mutation(
+        "column_slices",
+        "reinterpret_cast<Ledger*>(counters + rank * kLedgerWords)",
+        "reinterpret_cast<Ledger*>(counters + (rank + 1) * kLedgerWords)",
+        r"out of bounds: adds to 8 bytes at counters",
+    ),
+    "nobody takes off what all add up to": Mutation(
+        "column_slices",
+        "return participant == 0 ? kArrival - whole() : kArrival;",
+        "return kArrival;",
+        r"deadlock: .* waits for the ledger at counters\[0\] to change from 5242885 ",
+    ),
+    "one arrival too few awaited": Mutation(
+        "column_slices",
+        "return participants * (kStart + kArrival); }",
+        "return participants * (kStart + kArrival) - kArrival; }",
+        r"race: reads scratch\[|nobody has written|counters\[\d\] is",
+    ),
+    "last arrival taken for the first": Mutation(
+        "column_slices",
+        "const unsigned own = participants - 1 - arrivals(before);",
+        "const unsigned own = arrivals(before);",
+        r"race: reads scratch\[|nobody has written",
+    ),
+    "nobody hands over": Mutation(
+        "column_slices",
+        "++looks < kPatience) continue;",
+        "true) continue;",
+        r"deadlock: .* waits for the ledger at counters\[0\] .*have not started",
+        residency=2,
+    ),
+    "waits on once anybody has handed over": Mutation(
+        "column_slices",
+        "if (handed_over(seen) == 0 && ++looks < kPatience) continue;",
+        "if (handed_over(seen) != 0 || ++looks < kPatience) continue;",
+        r"deadlock: .* waits? for the ledger at counters\[0\] .*have not started",
+        residency=2,
+    ),
+    "what is handed over is not taken over": Mutation(
+        "column_slices",
+        "places = 1 + handed_over(before);",
+        "places = 1;",
+        r"counters\[\d\] is \d+ after the call|dw\[\d+\] was never written",
+        residency=2,
+    ),
+    "handed over without a place": Mutation(
+        "column_slices",
+        "store_relaxed(list() + handed_over(before), place + 1);",
+        ";",
+        r"deadlock: .* waits for counters\[2\] to change from 0",
+        residency=2,
+    ),
+    "place in the list not set back": Mutation(
+        "column_slices",
+        "    store_relaxed(list() + index, 0);\n",
+        "",
+        r"counters\[2\] is \d+ after the call",
+        residency=2,
+    ),
+    "entry not taken back by who takes over": Mutation(
+        "column_slices",
+        "    book_relaxed(ledger(), 0 - kHandover);\n    return entry - 1;",
+        "    return entry - 1;",
+        r"counters\[1\] is \d+ after the call",
+        residency=2,
+    ),
+    "handed over and summed as well": Mutation(
+        "column_slices",
+        "        return false;",
+        "        return true;",
+        r"writes dw\[\d+\] a second time|race: reads scratch\[|nobody has written",
+        residency=2,
+    ),
+    "handed over after the last arrival": Mutation(
+        "column_slices",
+        f"{PATIENT}      if (!complete(before)) {{",
+        f"{IMPATIENT}      if (true) {{",
+        r"dw\[\d+\] was never written|counters\[\d\] is \d+ after the call",
+    ),
+    "entry taken for void although the last to arrive reads it": Mutation(
+        "column_slices",
+        f"{PATIENT}      if (!complete(before)) {{",
+        f"{IMPATIENT}      if (!complete(before) && starts(before) < participants) {{",
+        r"deadlock: .* waits for counters\[\d\] to change from 0",
+    ),
+    "void entry not taken back": Mutation(
+        "column_slices",
+        f"{PATIENT}{HANDOVER}      book_relaxed(ledger(), 0 - kHandover);\n",
+        f"{IMPATIENT}{HANDOVER}",
+        r"counters\[1\] is \d+ after the call",
     ),
     # Words that tell by themselves whether they have arrived.
     "padding travels as +0": Mutation(
@@ -209,7 +290,7 @@ PLANTED = {
         "mailbox",
         " &&\n         __float_as_uint(v.w) != 0;",
         ";",
-        r"empties zeroed\[\d+, \d*[37]\], which this thread has not received",
+        r"empties zeroed\[\d+, ((\d*[02468])?[37]|\d*[13579][159])\], which this thread has not",
     ),
     "hint taken for an order": Mutation(
         "mailbox",
@@ -252,67 +333,51 @@ PLANTED = {
     ),
     "sent to a neighbour's place": Mutation(
         "mailbox",
-        "static_cast<long long>(participant) * kPartialStride",
-        "static_cast<long long>(participant / 2 * 2) * kPartialStride",
+        "places + participant * kStride",
+        "places + participant / 2 * 2 * kStride",
         r"sends to zeroed\[\d+, \d+\] a second time in this launch",
     ),
     "sent behind the last place": Mutation(
         "mailbox",
-        "static_cast<long long>(participant) * kPartialStride",
-        "static_cast<long long>(participant + 1) * kPartialStride",
+        "places + participant * kStride",
+        "places + (participant + 1) * kStride",
         r"out of bounds: sends 16 bytes at zeroed\[5, \d+\], \d+ bytes past its end",
     ),
     "slice received by two CTAs": Mutation(
         "mailbox",
-        "unsigned slice = participant; slice",
-        "unsigned slice = participant / 2; slice",
+        "unsigned slice = place; slice",
+        "unsigned slice = place / 2; slice",
         r"receives zeroed\[\d+, \d+\], which CTA \d+ thread \d+ has received already",
     ),
     "slice waited for that another CTA has emptied": Mutation(
         "mailbox",
-        "unsigned slice = participant; slice",
-        "unsigned slice = participant / 2; slice",
+        "unsigned slice = place; slice",
+        "unsigned slice = place / 2; slice",
         r"deadlock: .* waits? for zeroed\[\d+, \d+\] to arrive",
     ),
     "slice not received": Mutation(
         "mailbox",
-        "slice < slices; slice += participants)",
-        "slice + 1 < slices; slice += participants)",
+        "slice < slices; slice += participants) sum",
+        "slice + 1 < slices; slice += participants) sum",
         r"zeroed\[0, 992\] is \S+ after the call and not 0 again",
-    ),
-    "hint wraps one arrival too early": Mutation(
-        "mailbox",
-        "arrive_relaxed(counters, participants);",
-        "arrive_relaxed(counters, participants - 1);",
-        r"counters\[0\] is 1 after the call|deadlock: .* counters\[0\] to change from 1",
-    ),
-    "hint wraps one arrival too late": Mutation(
-        "mailbox",
-        "arrive_relaxed(counters, participants);",
-        "arrive_relaxed(counters, participants + 1);",
-        r"deadlock: .* waits for counters\[0\] to change from 5",
     ),
     "no barrier before the tail uses shared memory": Mutation(
         "mailbox",
-        "    cta_barrier();\n    if (threadIdx.x == 0) {\n"
-        "      arrive_relaxed(counters, participants);\n"
-        "      if (waits)\n        while (load_relaxed(counters) != 0) {\n        }\n    }\n"
-        "    if (!waits) return;\n    cta_barrier();",
-        "    if (threadIdx.x == 0) arrive_relaxed(counters, participants);\n"
-        "    if (!waits) return;",
-        r"race: overwrites byte \d+ of shared memory",
+        "    cta_barrier();  // behind it, shared memory is the tail's as well\n",
+        "",
+        r"race: (overwrites|reads) byte \d+ of shared memory",
     ),
-    "cooperative launch left away (mailbox)": Mutation(
+    "nobody hands over (mailbox)": Mutation(
         "mailbox",
-        "load_relaxed(counters)",
-        "load_relaxed(counters)",
-        r"deadlock: .* waits for counters\[0\] to change from \d.*have not started",
+        "++looks < kPatience) continue;",
+        "true) continue;",
+        r"deadlock: .* waits for the ledger at counters\[0\] .*have not started",
         residency=2,
     ),
-    "cooperative launch left away (mailbox without its hint)": Mutation(
+    "waits for words of CTAs that have not started": Mutation(
         "mailbox",
-        "        while (load_relaxed(counters) != 0) {\n        }\n",
-        "        ;\n",
+        "const Ledger seen = look(ledger());",
+        "const Ledger seen = 0;",
         r"deadlock: .* waits? for zeroed\[\d, \d+\] to arrive.*have not started",
         residency=2,
     ),
@@ -425,8 +490,8 @@ PLANTED = {
     ),
     "slice of dw left out": Mutation(
         "column_slices",
-        "slice < slices; slice += participants)",
-        "slice + 1 < slices; slice += participants)",
+        "slice < slices; slice += participants) sum",
+        "slice + 1 < slices; slice += participants) sum",
         r"dw\[\d+\] was never written",
     ),
     "workspace row too far": Mutation(
@@ -517,8 +582,7 @@ def run(mutation: Mutation, source: str, variant: Variant) -> Check:
     spec, launch = plan(variant, problem.M)
     residencies = None
     if mutation.residency is not None:
-        # Nobody asks the driver whether the grid fits.
-        spec, residencies = replace(spec, cooperative=False), (mutation.residency,)
+        residencies = (mutation.residency,)
     deadline = 2.0 if "no end" in mutation.found else 60.0
     return check_source(
         source,
@@ -546,8 +610,7 @@ def untouched() -> dict[str, Mutation]:
     """One mutation for every different source above."""
     first: dict[tuple[object, ...], str] = {}
     for name, m in PLANTED.items():
-        if m.residency is None:  # the others break the launch, not only the source
-            first.setdefault((m.flavour, tuple(sorted(m.knobs.items())), m.shape), name)
+        first.setdefault((m.flavour, tuple(sorted(m.knobs.items())), m.shape, m.residency), name)
     return {name: PLANTED[name] for name in first.values()}
 
 
@@ -561,19 +624,16 @@ def test_unmutated_kernel_passes_the_same_schedules(name: str, target: Target) -
 
 
 @pytest.mark.parametrize("shape", ["43x1024:bf16", "43x1001:bf16"])
-@pytest.mark.parametrize(
-    "barrier", ["", "    cta_barrier();  // behind it, shared memory is the tail's as well\n"]
-)
-def test_nothing_relies_on_the_hint(barrier: str, shape: str, target: Target) -> None:
-    """Without it, and the barrier that makes a CTA wait for its thread 0, words are asked for while
-    they are on their way."""
+def test_no_word_is_taken_for_arrived_by_the_ledger(shape: str, target: Target) -> None:
+    """Who sees that all have started need not wait until all have arrived: words are then asked for
+    while they are on their way."""
     mutation = Mutation("mailbox", "", "", "", shape=shape)
     variant = make(mutation, target)
     source = render(variant)
-    for part in ("        while (load_relaxed(counters) != 0) {\n        }\n", barrier):
-        assert part in source
-        source = source.replace(part, "        ;\n" if part else "")
-    check = run(mutation, source, variant)
+    old = "if (complete(seen)) return true;"
+    assert old in source
+    new = "if (complete(seen) || starts(seen) == participants) return true;"
+    check = run(mutation, source.replace(old, new), variant)
     assert check.problems == ()
     assert (check.schedules, check.distinct_results) == (SCHEDULES, 1)
 
@@ -583,8 +643,8 @@ def test_words_behind_a_release_and_an_acquire_have_arrived(target: Target) -> N
     variant = make(mutation, target)
     source = render(variant)
     for old, new in (
-        ("arrive_relaxed(counters, participants)", "arrive(counters, participants)"),
-        ("load_relaxed(counters)", "load_acquire(counters)"),
+        ("book_and_read(ledger, entry)", "book_in_order(ledger, entry)"),
+        ("read_relaxed(ledger)", "read_acquire(ledger)"),
         ("} while (missing);", "} while (false);"),
     ):
         assert old in source
@@ -593,15 +653,48 @@ def test_words_behind_a_release_and_an_acquire_have_arrived(target: Target) -> N
 
 
 @pytest.mark.parametrize("flavour", ["mailbox", "column_slices"])
-def test_grid_that_does_not_fit_is_refused(flavour: str, target: Target) -> None:
-    variant = plain_variant("43x1024:bf16", target, **FLAVOURS[flavour])
-    spec, launch = plan(variant, 43)
-    with pytest.raises(NormforgeError, match="cooperative launch too large: the 5 CTAs"):
-        check_source(
+@pytest.mark.parametrize("shape", ["43x1024:bf16", "43x1001:bf16", "86x512:bf16"])
+def test_any_number_of_resident_ctas_is_enough(flavour: str, shape: str, target: Target) -> None:
+    """One, two, three, four or all five CTAs at once: with fewer, slices are handed over, with more
+    than five slices and with fewer; always with the same bits."""
+    for slice_columns in (16, 128):
+        mutation = Mutation(
+            flavour, "", "", "", {"slice_columns": slice_columns, "threads_per_row": 64}, shape
+        )
+        variant = make(mutation, target)
+        problem = Problem.parse(shape)
+        spec, launch = plan(variant, problem.M)
+        assert launch.grid == 5
+        check = check_source(
             render(variant),
             spec,
             launch,
-            Problem.parse("43x1024:bf16"),
-            schedules=1,
-            residencies=(4,),
+            problem,
+            schedules=SCHEDULES,
+            residencies=(1, 2, 3, 4, 5),
         )
+        assert check.problems == ()
+        assert (check.schedules, check.distinct_results) == (SCHEDULES, 1)
+
+
+@pytest.mark.parametrize("flavour", ["mailbox", "column_slices"])
+def test_slices_may_be_handed_over_at_any_time(flavour: str, target: Target) -> None:
+    """Also when all have started, and at the moment of the last arrival."""
+    for slice_columns in (16, 128):
+        mutation = Mutation(flavour, "", "", "", {"slice_columns": slice_columns})
+        variant = make(mutation, target)
+        source = render(variant)
+        assert PATIENT in source
+        check = run(mutation, source.replace(PATIENT, IMPATIENT), variant)
+        assert check.problems == ()
+        assert (check.schedules, check.distinct_results) == (SCHEDULES, 1)
+
+
+@pytest.mark.parametrize("flavour", ["mailbox", "column_slices"])
+def test_clusters_may_wait_for_others_of_their_rank(flavour: str, target: Target) -> None:
+    knobs = {"cluster": 2, "pipeline": "direct", "threads_per_row": 128}
+    mutation = Mutation(flavour, "", "", "", knobs, "9x4096:bf16")
+    variant = make(mutation, target)
+    check = run(mutation, render(variant), variant)
+    assert check.problems == ()
+    assert check.distinct_results == 1

@@ -63,7 +63,6 @@ SPEC = KernelSpec(
     rows_in_flight=1,
     rows_per_cta=2,
     cluster=1,
-    cooperative=True,
     dependent=False,
     accumulates=False,
     turns=False,
@@ -72,9 +71,7 @@ SPEC = KernelSpec(
     even_grid=False,
     sms=132,
 )
-SEPARATE = replace(
-    SPEC, name="two_kernels", strategy="separate", cooperative=False, dependent=True, cluster=2
-)
+SEPARATE = replace(SPEC, name="two_kernels", strategy="separate", dependent=True, cluster=2)
 
 
 class FakeDriver:
@@ -373,9 +370,7 @@ def entry(M: int, spec: KernelSpec = SPEC, **changes: Any) -> Tuned:
 
 
 def generic(N: int, vector_bytes: int) -> Kernel:
-    spec = replace(
-        SPEC, N=N, exact=False, vector_bytes=vector_bytes, strategy="separate", cooperative=False
-    )
+    spec = replace(SPEC, N=N, exact=False, vector_bytes=vector_bytes, strategy="separate")
     return Kernel(f"any{N}_{vector_bytes}", "", spec)
 
 
@@ -426,13 +421,6 @@ def test_wide_vectors_need_only_16_bytes_of_the_weight() -> None:
     assert wide.choose(4096, 1024, "bf16", "bf16", alignment=16).how == "none"
 
 
-def test_kernels_whose_ctas_wait_for_all_others_need_all_multiprocessors() -> None:
-    choice = TABLE.choose(4096, 1024, "bf16", "bf16", sms=114)
-    assert choice.how == "generic"
-    assert "needs 132 multiprocessors at once and the device has 114" in choice.reason
-    assert TABLE.choose(150, 1024, "bf16", "bf16", sms=114).how == "nearest"  # 75 CTAs fit
-
-
 @pytest.mark.parametrize(
     ("arch", "capability", "runs"),
     [
@@ -474,9 +462,7 @@ def test_launch_hands_over_arguments_in_the_order_of_the_kernel(driver: FakeDriv
     )
     assert (seen.function, seen.grid, seen.block) == ("rmsnorm_backward", plan.grid, 256)
     assert (seen.smem, seen.stream) == (50_000, 7)
-    (kind,) = seen.attributes
-    assert kind == cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-    assert seen.attributes[kind].cooperative == 1
+    assert seen.attributes == {}
     size = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     assert driver.attributes == [(size, 50_000)]
 
@@ -503,7 +489,7 @@ def test_no_attribute_is_set_that_a_kernel_does_not_ask_for(driver: FakeDriver) 
 
 
 def test_clusters_beyond_the_portable_size_opt_in(driver: FakeDriver) -> None:
-    launch(LoadedKernel(b"cubin", replace(SPEC, cluster=16, cooperative=False)))
+    launch(LoadedKernel(b"cubin", replace(SPEC, cluster=16)))
     wide = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
     assert (wide, 1) in driver.attributes
 
@@ -549,10 +535,10 @@ def test_configurations_are_built_once_per_grid_and_stream(driver: FakeDriver) -
 def test_refused_launch_names_the_error_and_the_kernel(driver: FakeDriver) -> None:
     kernel = LoadedKernel(b"cubin", SPEC)
     launch(kernel)
-    driver.status = cuda.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
+    driver.status = cuda.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
     with pytest.raises(LaunchError, match="launching rmsnorm_backward of example") as caught:
         launch(kernel)
-    assert caught.value.code == "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"
+    assert caught.value.code == "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"
 
 
 # ---- Who shares which memory ---------------------------------------------------------------------
@@ -759,7 +745,7 @@ def test_quick_call_leaves_unaligned_addresses_to_others(calls: Calls) -> None:
 
 def test_refused_launch_is_an_error_of_the_call(calls: Calls) -> None:
     calls()
-    calls.driver.status = cuda.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
+    calls.driver.status = cuda.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
     with pytest.raises(LaunchError, match="launching example"):
         calls()
 

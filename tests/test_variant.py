@@ -34,7 +34,7 @@ def test_regions_of_shared_memory_follow_each_other_and_fit(case: Case) -> None:
         ("barriers", 0, 8 * v.teams * (stages + exchange), 8),
         ("row sums", v.sums_offset, sums, 4),
         ("weight", v.weight_offset, v.weight_bytes, min(16, v["vector_bytes"])),
-        ("broadcast", v.broadcast_offset, 4, 4),
+        ("broadcast", v.broadcast_offset, 8, 4),
         ("tiles", v.tiles_offset, max(v.tile_bytes, v.fold_bytes, v.tail_bytes), 128),
     ]
     end = 0
@@ -188,11 +188,22 @@ def test_groups_of_two_levels_are_about_the_root_of_the_participants() -> None:
     assert launch.counters == 1 + 11 + 1
 
 
-def test_only_ctas_that_wait_for_later_ones_need_a_cooperative_launch() -> None:
-    target = find_target("h200")
-    for name, flavour in FLAVOURS.items():
-        spec = plain_variant("4096x1024:bf16", target, **flavour).spec(target.sms)
-        assert spec.cooperative == (name in ("column_slices", "mailbox"))
+@pytest.mark.parametrize("strategy", ["column_slices", "mailbox"])
+@pytest.mark.parametrize(
+    ("slice_columns", "cluster", "words"),
+    [(16, 1, 96), (32, 1, 64), (64, 1, 32), (128, 1, 32), (32, 2, 32), (16, 2, 64)],
+)
+def test_every_rank_has_a_ledger_of_two_words_and_one_for_each_slice_in_whole_lines(
+    strategy: str, slice_columns: int, cluster: int, words: int
+) -> None:
+    v = plain_variant("4096x1024:bf16", find_target("h200"), strategy=strategy)
+    v = replace(v, config={**v.config, "slice_columns": slice_columns, "cluster": cluster})
+    spec = v.spec(132)
+    assert spec.ledger_words == words >= 2 + 1024 // cluster // slice_columns
+    for M in (1, 4096):
+        launch = plan_launch(spec, M)
+        assert launch.counters == cluster * words
+        assert launch.zeroed + launch.scratch == launch.participants * 1024
 
 
 @pytest.mark.parametrize("name", FLAVOURS)

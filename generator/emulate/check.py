@@ -81,9 +81,7 @@ def reduced(variant: Variant, problem: Problem, participants: int = PARTICIPANTS
 
 
 def default_residencies(spec: KernelSpec, grid: int) -> tuple[int, ...]:
-    """One CTA, about half of the grid, all of it; only all for a kernel that waits for its grid."""
-    if spec.cooperative:
-        return (grid,)
+    """One CTA (or cluster), about half of the grid, all of it."""
     return tuple(sorted({spec.cluster, max(spec.cluster, (grid + 1) // 2), grid}))
 
 

@@ -86,7 +86,6 @@ def run_forward(
     stored = TORCH_DTYPE[variant.weight_dtype]
     known = SimpleNamespace(
         **vars(spec),
-        cooperative=False,
         dependent=False,
         determinism="gpu_to_gpu",
         sum_threads=0,

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from generator.emulate.build import DEFAULT_CACHE, build
-from generator.errors import NormforgeError
 from generator.problem import ITEMSIZE
 from generator.runtime.launch import DW_IN_WEIGHT_DTYPE, gap_factor
 from generator.runtime.plan import KernelSpec, Launch
@@ -105,16 +104,8 @@ def run_schedules(
     inputs: on the CPU. deadline: seconds for all schedules; the one that is under way then gets a
     fault, and those behind it have no outcome. A schedule ends at its first fault.
 
-    Raises NormforgeError when there is no C++ compiler, when it refuses the source, and when a
-    kernel whose CTAs wait for the whole grid is given a smaller residency, which a driver
-    refuses, too.
+    Raises NormforgeError when there is no C++ compiler and when it refuses the source.
     """
-    for schedule in schedules:
-        if spec.cooperative and schedule.residency < launch.grid:
-            raise NormforgeError(
-                f"cooperative launch too large: the {launch.grid} CTAs of {spec.name} wait for "
-                f"each other and {schedule.residency} may be resident"
-            )
     program = build(source, cache_folder)
     wishes = wishes or Wishes()
     request = _request(spec, launch, inputs, schedules, layout or Layout(), wishes)

@@ -206,9 +206,16 @@ void cluster_barrier(int line) {
 
 namespace {
 
-Counter& checked_counter(const unsigned* at, const char* verb, int line) {
-  const Buffer& buffer = checked_buffer(1u << kCounters, at, 4, verb, line);
-  return m.counters[static_cast<std::size_t>(at - reinterpret_cast<unsigned*>(buffer.base))];
+constexpr unsigned kMostIdleLooks = 200;  // more than the patience of any kernel
+
+unsigned index_of(const unsigned* at) {
+  return static_cast<unsigned>(at - reinterpret_cast<unsigned*>(m.buffers[kCounters].base));
+}
+
+Counter& checked_counter(const unsigned* at, unsigned bytes, const char* verb, int line) {
+  checked_buffer(1u << kCounters, at, bytes, verb, line);
+  check_aligned(at, bytes, verb, line);
+  return m.counters[index_of(at)];
 }
 
 void changed(Counter& counter) {
@@ -226,13 +233,12 @@ void acquire(Thread& thread, const Counter& counter) {
 
 unsigned counter_load(const unsigned* at, bool acquires, int line) {
   Thread& self = *m.current;
-  Counter& counter = checked_counter(at, "reads", line);
+  Counter& counter = checked_counter(at, 4, "reads", line);
   maybe_yield();
   // A thread that asks again for what it has just read is in a loop: it sleeps until there is news.
   if (self.polled == at && self.polled_version == counter.version) {
     counter.waiting.push_back(&self);
-    wait_for(Wait::kCounter, line,
-             static_cast<unsigned>(at - reinterpret_cast<unsigned*>(m.buffers[kCounters].base)));
+    wait_for(Wait::kCounter, line, index_of(at));
   }
   self.polled = at;
   self.polled_version = counter.version;
@@ -241,25 +247,69 @@ unsigned counter_load(const unsigned* at, bool acquires, int line) {
 }
 
 void counter_store(unsigned* at, unsigned value, bool release, int line) {
-  Counter& counter = checked_counter(at, "stores to", line);
+  Counter& counter = checked_counter(at, 4, "stores to", line);
   if (release) maybe_yield();
   *at = value;
   counter.clock = release ? release_clock(*m.current) : Clock{};
   changed(counter);
 }
 
-unsigned counter_add(unsigned* at, unsigned limit, bool acquires, bool releases, int line) {
-  Counter& counter = checked_counter(at, "adds to", line);
+unsigned counter_add_one(unsigned* at, int line) {
+  Counter& counter = checked_counter(at, 4, "adds to", line);
   maybe_yield();
   Thread& self = *m.current;
   // Read-modify-writes continue the release sequences of those before them.
-  const Clock released = releases ? release_clock(self) : Clock{};
-  if (acquires) acquire(self, counter);
+  const Clock released = release_clock(self);
+  acquire(self, counter);
   counter.clock.join(released);
-  const unsigned before = *at;
-  *at = before >= limit ? 0 : before + 1;
+  changed(counter);
+  return (*at)++;
+}
+
+// A thread may look at a ledger a number of times and then do something else. So one that finds it
+// unchanged looks on, or sleeps until there is news or nobody else can run.
+unsigned long long ledger_read(const unsigned long long* at, bool acquires, int line) {
+  Thread& self = *m.current;
+  const auto* words = reinterpret_cast<const unsigned*>(at);
+  Counter& counter = checked_counter(words, 8, "reads", line);
+  maybe_yield();
+  const auto news = [&] { return self.polled != words || self.polled_version != counter.version; };
+  if (!news() && (self.idle_looks >= kMostIdleLooks || !m.rng.chance(m.policy.look_percent))) {
+    counter.waiting.push_back(&self);
+    wait_for(Wait::kLedger, line, index_of(words));
+  }
+  self.idle_looks = news() ? 0 : self.idle_looks + 1;
+  self.polled = words;
+  self.polled_version = counter.version;
+  if (acquires) acquire(self, counter);
+  return *at;
+}
+
+unsigned long long ledger_add(unsigned long long* at, unsigned long long entry, bool ordered,
+                              int line) {
+  Counter& counter = checked_counter(reinterpret_cast<unsigned*>(at), 8, "adds to", line);
+  maybe_yield();
+  if (ordered) {
+    const Clock released = release_clock(*m.current);
+    acquire(*m.current, counter);
+    counter.clock.join(released);
+  }
+  const unsigned long long before = *at;
+  *at += entry;
   changed(counter);
   return before;
+}
+
+bool wake_looker() {
+  for (Cta* cta : m.ctas)
+    for (Thread& thread : cta->threads) {
+      if (thread.wait.kind != Wait::kLedger || thread.idle_looks >= kMostIdleLooks) continue;
+      std::vector<Thread*>& waiting = m.counters[thread.wait.object].waiting;
+      waiting.erase(std::find(waiting.begin(), waiting.end(), &thread));
+      make_ready(thread);
+      return true;
+    }
+  return false;
 }
 
 // ---- Dependent launch ----

@@ -30,8 +30,12 @@ void mail_empty(float* at, int line);
 
 unsigned counter_load(const unsigned* counter, bool acquire, int line);
 void counter_store(unsigned* counter, unsigned value, bool release, int line);
-// Adds 1, or sets back to 0 what is `limit` or more.
-unsigned counter_add(unsigned* counter, unsigned limit, bool acquire, bool release, int line);
+unsigned counter_add_one(unsigned* counter, int line);  // acquires and releases
+
+// A counter of 64 bits, at two words.
+unsigned long long ledger_read(const unsigned long long* ledger, bool acquire, int line);
+unsigned long long ledger_add(unsigned long long* ledger, unsigned long long entry, bool ordered,
+                              int line);  // ordered: acquires and releases
 
 // Shared memory: each checks the access, which the caller then makes.
 unsigned char* dynamic_shared();

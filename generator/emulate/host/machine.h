@@ -41,6 +41,7 @@ struct Policy {
   unsigned break_percent;  // that a warp's turn ends at a shuffle
   unsigned start_percent;  // before a turn, that a waiting CTA starts
   unsigned hide_percent;   // that words which nothing orders have not arrived for a thread yet
+  unsigned look_percent;   // that a thread which finds a ledger unchanged looks on
   bool shuffled_ctas;      // CTAs start in a random order, not by index
 };
 
@@ -89,10 +90,10 @@ struct Clock {
 struct Wait {
   enum Kind {
     kNothing, kShuffle, kWarpBarrier, kCtaBarrier, kNamedBarrier, kClusterBarrier, kMbarrier,
-    kCounter, kMail, kBulkRead, kBulkWritten, kPrimary
+    kCounter, kLedger, kMail, kBulkRead, kBulkWritten, kPrimary
   } kind = kNothing;
   int line = 0;
-  unsigned object = 0;  // id of the barrier, index of the mbarrier, of the counter or of the words
+  unsigned object = 0;  // id of the barrier, index of the mbarrier, of the counter, ledger or words
   unsigned phase = 0;
 };
 
@@ -123,6 +124,7 @@ struct Thread {
   Wait wait;
   const unsigned* polled = nullptr;  // the counter of its last load, and the version read
   unsigned polled_version = 0;
+  unsigned idle_looks = 0;            // at a ledger, since it last changed
   Clock learned;                      // by acquire, since the last barrier
   std::vector<unsigned> bulk;         // its bulk operations to global memory
   std::vector<CopyGroup> groups;      // cp.async, oldest first; the last one is open
@@ -355,6 +357,7 @@ void end_all_ctas();
 void start_cluster(Grid& grid);  // the next one in the grid's order
 void run_turn(Warp& warp);       // until every lane that was ready waits or yields
 void make_ready(Thread& thread);
+bool wake_looker();  // one that could look on at a ledger; false: there is none
 void wait_for(Wait::Kind kind, int line, unsigned object = 0, unsigned phase = 0);
 void maybe_yield();
 

@@ -144,23 +144,34 @@ DEVICE void empty_words(float* at, AT_LINE) { normforge::mail_empty(at, line); }
 DEVICE unsigned load_acquire(const unsigned* counter, AT_LINE) {
   return normforge::counter_load(counter, true, line);
 }
-DEVICE void store_release(unsigned* counter, unsigned value, AT_LINE) {
-  normforge::counter_store(counter, value, true, line);
-}
-DEVICE void store_counter(unsigned* counter, unsigned value, AT_LINE) {
-  normforge::counter_store(counter, value, false, line);
-}
-DEVICE void arrive(unsigned* counter, unsigned count, AT_LINE) {
-  normforge::counter_add(counter, count - 1, false, true, line);
-}
 DEVICE unsigned load_relaxed(const unsigned* counter, AT_LINE) {
   return normforge::counter_load(counter, false, line);
 }
-DEVICE void arrive_relaxed(unsigned* counter, unsigned count, AT_LINE) {
-  normforge::counter_add(counter, count - 1, false, false, line);
+DEVICE void store_release(unsigned* counter, unsigned value, AT_LINE) {
+  normforge::counter_store(counter, value, true, line);
+}
+DEVICE void store_relaxed(unsigned* counter, unsigned value, AT_LINE) {
+  normforge::counter_store(counter, value, false, line);
 }
 DEVICE unsigned take_ticket(unsigned* counter, AT_LINE) {
-  return normforge::counter_add(counter, ~0u, true, true, line);
+  return normforge::counter_add_one(counter, line);
+}
+
+using Ledger = unsigned long long;
+DEVICE Ledger read_acquire(const Ledger* ledger, AT_LINE) {
+  return normforge::ledger_read(ledger, true, line);
+}
+DEVICE Ledger read_relaxed(const Ledger* ledger, AT_LINE) {
+  return normforge::ledger_read(ledger, false, line);
+}
+DEVICE void book_relaxed(Ledger* ledger, Ledger entry, AT_LINE) {
+  normforge::ledger_add(ledger, entry, false, line);
+}
+DEVICE Ledger book_in_order(Ledger* ledger, Ledger entry, AT_LINE) {
+  return normforge::ledger_add(ledger, entry, true, line);
+}
+DEVICE Ledger book_and_read(Ledger* ledger, Ledger entry, AT_LINE) {
+  return normforge::ledger_add(ledger, entry, false, line);
 }
 
 // -- Shared memory --

@@ -13,7 +13,7 @@ constexpr unsigned long long kMostSteps = 100'000'000;
 
 Policy draw_policy(Rng& rng) {
   static const unsigned kLand[] = {0, 3, 30, 100}, kYield[] = {0, 30, 100}, kBreak[] = {0, 10, 50};
-  static const unsigned kHide[] = {0, 10, 60};
+  static const unsigned kHide[] = {0, 10, 60}, kLook[] = {0, 50, 100};
   Policy p{};
   p.pick = static_cast<Policy::Pick>(rng.below(4));
   p.lanes = static_cast<Policy::Lanes>(rng.below(3));
@@ -23,6 +23,7 @@ Policy draw_policy(Rng& rng) {
   p.start_percent = rng.below(2) ? 100 : 5;
   p.shuffled_ctas = rng.below(3) > 0;
   p.hide_percent = kHide[rng.below(3)];
+  p.look_percent = kLook[rng.below(3)];
   return p;
 }
 
@@ -80,6 +81,12 @@ std::string describe_wait(const Wait& wait) {
       const auto* counters = reinterpret_cast<const unsigned*>(m.buffers[kCounters].base);
       return "for counters[" + object + "] to change from " +
              std::to_string(counters[wait.object]) + line;
+    }
+    case Wait::kLedger: {
+      const auto* counters = reinterpret_cast<const unsigned*>(m.buffers[kCounters].base);
+      return "for the ledger at counters[" + object + "] to change from " +
+             std::to_string(*reinterpret_cast<const unsigned long long*>(counters + wait.object)) +
+             line;
     }
     case Wait::kMail: {
       const float* at = reinterpret_cast<const float*>(m.buffers[kZeroed].base) + wait.object;
@@ -180,7 +187,7 @@ void run_schedule(std::uint64_t seed, unsigned residency) {
       land_one();
     else if (m.ctas.empty())
       break;
-    else
+    else if (!wake_looker())
       report_deadlock();
   }
   if (m.fault.empty()) check_end_state();
