@@ -39,7 +39,7 @@ from generator.store import (
     stored_winners,
     study_name,
 )
-from generator.variant import Config, Variant, determinism_class, make_variant
+from generator.variant import Config, Variant, determinism_class, launches, make_variant
 from generator.winner import Winner, choose, keep_measured
 from tests.synthetic import (
     PROBLEM,
@@ -394,19 +394,19 @@ def test_a_larger_budget_continues_a_study(storage: BaseStorage) -> None:
 
 def test_who_fails_the_last_check_gives_way_until_somebody_passes(storage: BaseStorage) -> None:
     class Strict(FakeEvaluator):
-        asked: ClassVar[list[str]] = []
+        asked: ClassVar[list[Config]] = []
 
         def confirm(self, problem: Problem, variant: Variant, result: Result) -> Result:
-            self.asked.append(variant.id)
+            self.asked.append(variant.config)
             if len(self.asked) <= 7:
                 return replace(result, outcome="wrong", note="planted")
             return replace(result, checks=(*result.checks, "last"))
 
     evaluator = Strict()
     winner = won(search(storage, evaluator, trials=30))
-    assert winner.variant == evaluator.asked[-1]
+    assert winner.config == evaluator.asked[-1]
     assert winner.result.checks[-1] == "last"
-    assert len(evaluator.asked) == len(set(evaluator.asked)) == 8
+    assert len(evaluator.asked) == len(set(map(repr, evaluator.asked))) == 8
     assert len(evaluator.finalists) == 2  # all of the first six failed
 
 
@@ -708,6 +708,29 @@ def test_the_incumbent_stays_unless_beaten_by_more_than_one_percent(
     assert choice is not None
     assert (finals[choice.winner][0] == incumbent) is stays
     assert "incumbent" in choice.reason
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.095, 1.12])
+def test_an_incumbent_of_two_launches_gives_way_to_as_fast_a_kernel_of_one(ratio: float) -> None:
+    two = next(config for config in DETERMINISTIC if launches(config) == 2)
+    one = next(config for config in DETERMINISTIC if launches(config) == 1)
+    finals = [(two, timed(1.1)), (one, timed(ratio))]
+    choice = choose(finals, LEGAL.rank, two)
+    assert choice is not None
+    assert (finals[choice.winner][0] == one) is (ratio < 1.11)
+    # The other way round it stays: a second launch is never worth a tie.
+    choice = choose(finals, LEGAL.rank, one)
+    assert choice is not None
+    assert (finals[choice.winner][0] == one) is (ratio < 1.11)
+
+
+def test_ties_go_to_one_launch_before_the_order_of_the_space() -> None:
+    finals = [(config, timed(1.1)) for config in DETERMINISTIC]
+    rank = {repr(config): (launches(config) != 2,) for config, _ in finals}
+    choice = choose(finals, lambda config: rank[repr(config)], None)
+    assert choice is not None
+    assert launches(finals[choice.winner][0]) == 1
+    assert sorted(choice.tied) == list(range(len(finals)))
 
 
 def test_an_incumbent_that_fails_is_replaced() -> None:
