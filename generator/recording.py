@@ -29,7 +29,7 @@ from generator.problem import Problem
 from generator.result import Result
 from generator.search import search_problem
 from generator.space import Space
-from generator.space_file import SPACE_FILE, load_space
+from generator.space_file import SPACE_FILE, load_space, read_rules
 from generator.store import Record, StudyLog, study_name
 from generator.target import Target
 from generator.variant import Config, Variant, make_variant
@@ -48,29 +48,43 @@ MOST = 10_000
 
 @dataclass(frozen=True)
 class Narrow:
-    """A problem and the part of the space that is swept for it."""
+    """A problem and the part of the space that is swept for it. rules: those that it has beyond the
+    space's, as its file has them."""
 
     problem: Problem
     space: Space
+    rules: tuple[Mapping[str, str], ...] = ()
 
 
 def load_narrow(path: Path = NARROW_FILE, space: Space | None = None) -> Narrow:
-    """Read a file of `problem` and `values`. Raises NormforgeError with the file and the fault."""
+    """Read a file of `problem`, `values` and, if it has any, `rules` of its own. Raises
+    NormforgeError with the file and the fault."""
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise NormforgeError(f"cannot read {path}: {reason}") from error
-    if not isinstance(content, dict) or set(content) != {"problem", "values"}:
-        raise NormforgeError(f"{path}: expected the keys 'problem' and 'values' and no others")
+    if not isinstance(content, dict) or set(content) - {"rules"} != {"problem", "values"}:
+        raise NormforgeError(
+            f"{path}: expected the keys 'problem', 'values' and perhaps 'rules', and no others"
+        )
     if not isinstance(content["values"], dict):
         raise NormforgeError(f"{path}: 'values' maps knobs to lists of values")
-    narrowed = narrow(space or load_space(), content["values"], str(path))
-    return Narrow(Problem.parse(str(content["problem"])), narrowed)
+    rules = content.get("rules", [])
+    if not isinstance(rules, list):
+        raise NormforgeError(f"{path}: 'rules' is a list")
+    narrowed = narrow(space or load_space(), content["values"], str(path), rules)
+    return Narrow(Problem.parse(str(content["problem"])), narrowed, tuple(rules))
 
 
-def narrow(space: Space, values: Mapping[str, Sequence[int | str]], where: str) -> Space:
-    """The space with these values of its knobs, and the first value of every other knob.
+def narrow(
+    space: Space,
+    values: Mapping[str, Sequence[int | str]],
+    where: str,
+    rules: Sequence[Mapping[str, str]] = (),
+) -> Space:
+    """The space with these values of its knobs, the first value of every other knob, and these
+    rules beside its own.
 
     Raises NormforgeError, beginning with `where`, for a knob or a value that the space has not."""
     unknown = sorted(values.keys() - {knob.name for knob in space.knobs})
@@ -84,7 +98,7 @@ def narrow(space: Space, values: Mapping[str, Sequence[int | str]], where: str) 
                 f"{where}: knob '{knob.name}' takes a list of some of {list(knob.values)}"
             )
         knobs.append(replace(knob, values=tuple(kept)))
-    return replace(space, knobs=tuple(knobs))
+    return replace(space, knobs=tuple(knobs), rules=space.rules + read_rules(where, rules))
 
 
 @dataclass(frozen=True)
@@ -94,7 +108,7 @@ class Recording:
     values: the swept knobs and FLAVOUR with their values; facts: where, when and with what it was
     measured; entries: of every legal config the result and a number that equal machine code has in
     common, by the values of those knobs in the order of `values`. Knobs that were not swept, and
-    those that the space gets later, had and have their first value.
+    those that the space gets later, had and have their first value. rules: as in Narrow.
     """
 
     problem: Problem
@@ -102,13 +116,14 @@ class Recording:
     values: Mapping[str, tuple[int | str, ...]]
     facts: Mapping[str, Any]
     entries: Mapping[Key, tuple[Result, int]]
+    rules: tuple[Mapping[str, str], ...] = ()
 
     def key(self, config: Config) -> Key:
         return tuple(config[name] for name in self.values)
 
     def space(self, whole: Space | None = None) -> Space:
-        """The space that was swept, with the rules of today."""
-        return narrow(whole or load_space(), self.values, "the recording")
+        """The space that was swept, with the rules of today and those of the sweep."""
+        return narrow(whole or load_space(), self.values, "the recording", self.rules)
 
     @cached_property
     def optimum(self) -> float:
@@ -131,6 +146,7 @@ class Recording:
             "problem": str(self.problem),
             "gpu": self.gpu,
             "values": {name: list(values) for name, values in self.values.items()},
+            "rules": [dict(rule) for rule in self.rules],
             "facts": dict(self.facts),
             "configs": [list(key) for key in self.entries],
             "outcomes": [result.outcome for result in results],
@@ -162,6 +178,7 @@ class Recording:
             problem=Problem.parse(content["problem"]),
             gpu=content["gpu"],
             values={name: tuple(values) for name, values in content["values"].items()},
+            rules=tuple(content.get("rules", ())),
             facts=content["facts"],
             entries={
                 tuple(config): (_result(outcome, us, ratio), cubin)
@@ -240,7 +257,7 @@ def record(
     if len(entries) != count:
         raise NormforgeError(f"{len(entries)} of {count} legal configs were tried: run it again")
     known = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "revision": revision}
-    return Recording(problem, target.name, values, {**facts, **known}, entries)
+    return Recording(problem, target.name, values, {**facts, **known}, entries, swept.rules)
 
 
 def _measured_again(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +66,19 @@ def load_space(path: Path = SPACE_FILE) -> Space:
     missing = sorted(KNOWN_KNOBS.keys() - {knob.name for knob in knobs})
     if missing:
         raise NormforgeError(f"{path}: knob '{missing[0]}' is missing; one value is enough")
-    known |= {knob.name for knob in knobs}
+    return Space(path, tuple(knobs), read_rules(path, content["rules"]))
+
+
+def read_rules(path: Path | str, entries: Sequence[Any]) -> tuple[Rule, ...]:
+    """Rules as a space's file has them. path: of the file, for the sentence of a NormforgeError."""
+    known = {*PROBLEM_NAMES, *TARGET_NAMES, *DERIVED, *KNOWN_KNOBS}
     rules: list[Rule] = []
-    for entry in content["rules"]:
+    for entry in entries:
         rule = _read_rule(path, entry, known)
         if any(rule.id == other.id for other in rules):
             raise NormforgeError(f"{path}: two rules are called '{rule.id}'")
         rules.append(rule)
-    return Space(path, tuple(knobs), tuple(rules))
+    return tuple(rules)
 
 
 def _read_knob(path: Path, name: Any, entry: Any, known: set[str], above: set[str]) -> Knob:
@@ -124,7 +130,7 @@ def _shown(knob: str) -> str:
     return ", ".join(map(str, known))
 
 
-def _read_rule(path: Path, entry: Any, known: set[str]) -> Rule:
+def _read_rule(path: Path | str, entry: Any, known: set[str]) -> Rule:
     if not isinstance(entry, dict) or set(entry) != {"id", "require", "say"}:
         raise NormforgeError(f"{path}: a rule has exactly id, require and say, got {entry!r}")
     where = f"{path}: rule '{entry['id']}'"

@@ -10,6 +10,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
+import yaml
 from optuna.storages import InMemoryStorage
 
 import tune
@@ -170,8 +171,33 @@ def test_narrowing_refuses_what_the_space_does_not_have(tmp_path: Path) -> None:
             narrow(SPACE, values, "file")  # type: ignore[arg-type]
     path = tmp_path / "narrow.yaml"
     path.write_text("problem: 4096x4096:bf16\n")
-    with pytest.raises(NormforgeError, match="'problem' and 'values'"):
+    with pytest.raises(NormforgeError, match="'problem', 'values' and perhaps 'rules'"):
         load_narrow(path)
+    for rules, message in (
+        ("7", "'rules' is a list"),
+        ("[{id: a}]", "a rule has exactly id, require and say"),
+        ("[{id: a, require: colour == 1, say: b}]", "colour"),
+    ):
+        path.write_text(f"problem: 4096x4096:bf16\nvalues: {{}}\nrules: {rules}\n")
+        with pytest.raises(NormforgeError, match=message):
+            load_narrow(path)
+
+
+def test_a_sweep_may_have_rules_of_its_own_which_its_recording_keeps(
+    tmp_path: Path, recording: Recording
+) -> None:
+    path = tmp_path / "narrow.yaml"
+    rule = {"id": "few", "require": "stages == 2", "say": "no {stages} stages here"}
+    text = {"problem": "4096x4096:bf16", "values": {"stages": [2, 3]}, "rules": [rule]}
+    path.write_text(yaml.safe_dump(text))
+    swept = load_narrow(path)
+    assert [r.id for r in swept.space.rules] == [*(r.id for r in SPACE.rules), "few"]
+    kept = replace(recording, rules=swept.rules)
+    kept.save(tmp_path / "kept.json.xz")
+    again = Recording.load(tmp_path / "kept.json.xz")
+    assert again.rules == ({**rule},)
+    assert again.space(SPACE).rules[-1].id == "few"
+    assert recording.space(SPACE).rules == SPACE.rules
 
 
 def test_a_knob_that_is_not_named_keeps_its_first_value() -> None:
