@@ -4,7 +4,7 @@
     python benchmarks/cache_hints.py --out benchmarks/results/cache_hints_h200.json
 
 Rows of x and dy that were read with that hint stay in the L2 for a while. For each shape the
-fastest deterministic config with bulk copies of its study is compiled without and with the hint;
+fastest deterministic config of its study is compiled without and with the hint;
 dx and dw must have the same bits. Then every follower is timed in one interval with what it
 follows: the floor, `torch.add(x, dy, out=dx)`, and one of the two kernels, which take turns in
 blocks of their own. If the hint's gain over the floor is left with a follower, nothing moved there.
@@ -76,17 +76,14 @@ def read(where: str) -> list[Study]:
 
 
 def choose(studies: Iterable[Study], problem: Problem, gpu: str) -> dict[str, int | str]:
-    """The fastest config with bulk copies that may win, less its load hint. Raises
-    NormforgeError."""
+    """The fastest config that may win, less its load hint. Raises NormforgeError."""
     own = [s for s in studies if (s.problem, s.gpu, s.evidence) == (problem, gpu, "measured")]
     if not own:
         raise NormforgeError(f"no study measured {problem} on {gpu}: tune it, or leave it out")
-    bulk = [r for study in own for r in study.ranked if r.config["pipeline"] == "bulk"]
-    if not bulk:
-        raise NormforgeError(
-            f"the study of {problem} has no bulk config that may win: leave it out"
-        )
-    best = min(bulk, key=lambda record: record.ratio).config
+    ranked = [record for study in own for record in study.ranked]
+    if not ranked:
+        raise NormforgeError(f"the study of {problem} has no config that may win: leave it out")
+    best = min(ranked, key=lambda record: record.ratio).config
     return {knob: value for knob, value in best.items() if knob != "load_hint"}
 
 

@@ -16,6 +16,7 @@ import optuna
 from optuna.exceptions import ExperimentalWarning
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.storages import BaseStorage
+from optuna.trial import TrialState
 
 from generator import database
 from generator.errors import NormforgeError
@@ -144,6 +145,8 @@ def _importance(storage: BaseStorage, name: str) -> dict[str, float]:
     Hutter, "PED-ANOVA: Efficiently Quantifying Hyperparameter Importance in Arbitrary Subspaces",
     IJCAI 2023): the evaluator that needs nothing but Optuna, and the one optuna-dashboard shows."""
     study = optuna.load_study(study_name=name, storage=storage)
+    if len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))) < 2:
+        return {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         warnings.filterwarnings("ignore", "Some regimes", UserWarning)  # a value tried once

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -206,6 +207,17 @@ def test_text_and_page_say_the_same(summary: Summary) -> None:
     for outcome in summary.outcomes:
         assert outcome in page
         assert outcome in text
+
+
+def test_a_single_trial_says_nothing_about_knobs_and_warns_of_nothing(tmp_path: Path) -> None:
+    problem, storage = Problem.parse(SHAPES[0]), open_storage(tmp_path / JOURNAL_NAME)
+    search_problem(
+        problem, TARGET, load_space(), FakePool(), FakeEvaluator(), storage, Budget(trials=1)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        [study] = read_studies(tmp_path, importance=True)
+    assert (len(study.records), study.importance) == (1, {})
 
 
 def test_importance_is_a_share_of_one_over_the_knobs_of_the_space(studies: list[Study]) -> None:
