@@ -11,9 +11,9 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from .plan import KernelSpec, plan_launch
+from .plan import KernelSpec
 
-FORMAT = 1
+FORMAT = 2
 """Version of table.json: a package and its own runtime always agree on it."""
 TABLE = "table.json"
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -126,27 +126,23 @@ class Table:
         alignment: int = MAX_ALIGNMENT,
         weight_alignment: int = MAX_ALIGNMENT,
         residual_alignment: int = MAX_ALIGNMENT,
-        sms: int | None = None,
     ) -> Choice:
         """The kernel for M >= 1 rows of N columns.
 
         offset, residual: as in the KernelSpec; kernels with these options exist where they were
         tuned and nowhere else. alignment: the power of two, in bytes, that divides the addresses
         and row strides of x and dy; weight_alignment, residual_alignment: the same of the weight
-        and of dresidual; sms: multiprocessors of the device, by default those of the target.
+        and of dresidual.
 
         Order: the tuned shape; the tuned M nearest by ratio at the same N and dtypes; the generic
         kernel with the widest vectors and the least capacity.
-        A kernel that the alignment or the device rules out is passed over. The answer depends on
-        these arguments alone, so equal calls get equal bits.
+        A kernel that the alignment rules out is passed over. The answer depends on these arguments
+        alone, so equal calls get equal bits.
         """
-        sms = sms or int(self.target["sms"])
         shape = shape_name(M, N, dtype, weight_dtype, offset, residual)
         passed_over = []
         for entry in self._by_distance(M, N, dtype, weight_dtype, offset, residual):
-            fault = misfit(
-                *(entry.kernel.spec, M, N, alignment, weight_alignment, sms), residual_alignment
-            )
+            fault = misfit(entry.kernel.spec, N, alignment, weight_alignment, residual_alignment)
             if fault:
                 passed_over.append(f"{entry.kernel.file} {fault}")
             elif entry.M == M:
@@ -162,7 +158,7 @@ class Table:
                 continue
             if (spec.offset, spec.residual) != (offset, residual):
                 continue
-            if not misfit(spec, M, N, alignment, weight_alignment, sms):
+            if not misfit(spec, N, alignment, weight_alignment):
                 reason = f"{why}; this kernel takes any shape up to N={spec.N}"
                 return Choice("generic", reason, kernel)
         return Choice("none", f"{why}, and no generic kernel serves it")
@@ -198,11 +194,9 @@ def shape_name(
 
 def misfit(
     spec: KernelSpec,
-    M: int,
     N: int,
     alignment: int,
     weight_alignment: int,
-    sms: int,
     residual_alignment: int = MAX_ALIGNMENT,
 ) -> str:
     """Why a kernel of the right width and dtypes cannot serve a call: the rest of a sentence that
@@ -218,8 +212,6 @@ def misfit(
         step = min(16, spec.vector_bytes // ITEMSIZE[spec.dtype] * ITEMSIZE[spec.residual])
         if residual_alignment % step:
             return f"needs rows of the residual's gradient at multiples of {step} bytes"
-    if spec.cooperative and plan_launch(spec, M).grid > sms * spec.ctas_per_sm:
-        return f"needs {spec.sms} multiprocessors at once and the device has {sms}"
     return ""
 
 

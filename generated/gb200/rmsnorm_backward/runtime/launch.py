@@ -266,16 +266,8 @@ class LoadedKernel:
 
     def configure_main(self, grid: int, stream: int) -> Any:
         """The launch configuration of the main kernel; made once, never written to again."""
-        driver, spec = cuda_driver(), self.spec
-        kinds = driver.CUlaunchAttributeID
-        attributes = []
-        if spec.cluster > 1:
-            attributes.append(cluster_attribute(spec.cluster))
-        if spec.cooperative:
-            cooperative = driver.CUlaunchAttribute()
-            cooperative.id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-            cooperative.value.cooperative = 1
-            attributes.append(cooperative)
+        spec = self.spec
+        attributes = [cluster_attribute(spec.cluster)] if spec.cluster > 1 else []
         config = configure(grid, spec.threads, spec.smem_bytes, stream, attributes)
         self._main_configs[grid, stream] = config
         return config

@@ -43,7 +43,10 @@ constexpr int kWeightOffset = 160;
 constexpr int kBroadcastOffset = 8352;
 constexpr int kTilesOffset = 8448;
 #define ROW_LOAD ".nc"
-#define ROW_PRIORITY "evict_last"
+// Rows are asked for with a priority in the L2.
+#define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
+#define ROW_HINT ".L2::cache_hint"
+#define ROW_OPERAND ", policy"
 #define ROW_STORE ".cs"
 
 #ifndef NORMFORGE_HOST
@@ -93,25 +96,29 @@ DEVICE unsigned pack_fp16(float low, float high) {
 
 // -- Global memory --
 
-// Inputs that nobody writes during the kernel: the non-coherent path.
-#define LOAD_READ_ONLY(HINT)                                                                    \
+// Inputs that nobody writes during the kernel: the non-coherent path. POLICY, HINT and OPERAND: PTX
+// that makes a cache policy, what follows `ld.global`, and the policy's operand.
+#define LOAD_READ_ONLY(POLICY, HINT, OPERAND)                                                   \
   Packet<kBytes> packet;                                                                        \
   if constexpr (kBytes == 2) {                                                                  \
     unsigned short half;                                                                        \
-    asm volatile("ld.global" HINT ".u16 %0, [%1];" : "=h"(half) : "l"(from));                   \
+    asm volatile("{" POLICY "ld.global" HINT ".u16 %0, [%1]" OPERAND ";}"                       \
+                 : "=h"(half) : "l"(from));                                                     \
     packet.words[0] = half;                                                                     \
   } else if constexpr (kBytes == 4) {                                                           \
-    asm volatile("ld.global" HINT ".u32 %0, [%1];" : "=r"(packet.words[0]) : "l"(from));        \
+    asm volatile("{" POLICY "ld.global" HINT ".u32 %0, [%1]" OPERAND ";}"                       \
+                 : "=r"(packet.words[0]) : "l"(from));                                          \
   } else if constexpr (kBytes == 8) {                                                           \
-    asm volatile("ld.global" HINT ".v2.u32 {%0, %1}, [%2];"                                     \
+    asm volatile("{" POLICY "ld.global" HINT ".v2.u32 {%0, %1}, [%2]" OPERAND ";}"              \
                  : "=r"(packet.words[0]), "=r"(packet.words[1]) : "l"(from));                   \
   } else if constexpr (kBytes == 16) {                                                          \
-    asm volatile("ld.global" HINT ".v4.u32 {%0, %1, %2, %3}, [%4];"                             \
+    asm volatile("{" POLICY "ld.global" HINT ".v4.u32 {%0, %1, %2, %3}, [%4]" OPERAND ";}"      \
                  : "=r"(packet.words[0]), "=r"(packet.words[1]), "=r"(packet.words[2]),         \
                    "=r"(packet.words[3]) : "l"(from));                                          \
   } else {                                                                                      \
     static_assert(kBytes == 32, "vectors have 2 to 32 bytes");                                  \
-    asm volatile("ld.global" HINT ".v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"             \
+    asm volatile("{" POLICY "ld.global" HINT                                                    \
+                 ".v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8]" OPERAND ";}"                  \
                  : "=r"(packet.words[0]), "=r"(packet.words[1]), "=r"(packet.words[2]),         \
                    "=r"(packet.words[3]), "=r"(packet.words[4]), "=r"(packet.words[5]),         \
                    "=r"(packet.words[6]), "=r"(packet.words[7]) : "l"(from));                   \
@@ -120,10 +127,10 @@ DEVICE unsigned pack_fp16(float low, float high) {
 
 // x and dy, with the cache hint of the config.
 template <int kBytes> DEVICE Packet<kBytes> load_row(const void* from) {
-  LOAD_READ_ONLY(ROW_LOAD);
+  LOAD_READ_ONLY(ROW_POLICY, ROW_LOAD ROW_HINT, ROW_OPERAND);
 }
 template <int kBytes> DEVICE Packet<kBytes> load_weight(const void* from) {
-  LOAD_READ_ONLY(".nc");
+  LOAD_READ_ONLY("", ".nc", "");
 }
 DEVICE float load_rstd(const float* from) { return __ldg(from); }
 
@@ -199,33 +206,51 @@ DEVICE unsigned load_acquire(const unsigned* counter) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   return value;
 }
-DEVICE void store_release(unsigned* counter, unsigned value) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
-}
-// For putting a counter back to its start value when nobody looks at it any more in this launch.
-DEVICE void store_counter(unsigned* counter, unsigned value) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
-}
-// One of `count` arrivals; the last of them sets the counter back to 0.
-DEVICE void arrive(unsigned* counter, unsigned count) {
-  asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(count - 1)
-               : "memory");
-}
-// Relaxed forms of load_acquire and arrive, for a hint: they order no other access.
 DEVICE unsigned load_relaxed(const unsigned* counter) {
   unsigned value;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   return value;
 }
-DEVICE void arrive_relaxed(unsigned* counter, unsigned count) {
-  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(count - 1)
-               : "memory");
+DEVICE void store_release(unsigned* counter, unsigned value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+DEVICE void store_relaxed(unsigned* counter, unsigned value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
 DEVICE unsigned take_ticket(unsigned* counter) {
   unsigned ticket;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(ticket) : "l"(counter)
                : "memory");
   return ticket;
+}
+
+// A ledger: a counter of 64 bits with several fields.
+using Ledger = unsigned long long;
+DEVICE Ledger read_acquire(const Ledger* ledger) {
+  Ledger value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(ledger) : "memory");
+  return value;
+}
+DEVICE Ledger read_relaxed(const Ledger* ledger) {
+  Ledger value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(ledger) : "memory");
+  return value;
+}
+DEVICE void book_relaxed(Ledger* ledger, Ledger entry) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(ledger), "l"(entry) : "memory");
+}
+// These give what the ledger said before the entry.
+DEVICE Ledger book_in_order(Ledger* ledger, Ledger entry) {
+  Ledger before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before)
+               : "l"(ledger), "l"(entry) : "memory");
+  return before;
+}
+DEVICE Ledger book_and_read(Ledger* ledger, Ledger entry) {
+  Ledger before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before)
+               : "l"(ledger), "l"(entry) : "memory");
+  return before;
 }
 
 // -- Shared memory --
@@ -294,15 +319,15 @@ DEVICE void named_barrier(unsigned id, unsigned threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// -- Per-thread asynchronous copies (sm_80) --
+// -- Per-thread asynchronous copies (sm_80): x, dy and the residual --
 
 template <int kBytes> DEVICE void copy_async(void* to, const void* from) {
   if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
-                 : "memory");
+    asm volatile("{" ROW_POLICY "cp.async.cg.shared.global" ROW_HINT " [%0], [%1], 16" ROW_OPERAND
+                 ";}" ::"r"(shared_address(to)), "l"(from) : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from),
-                 "n"(kBytes) : "memory");
+    asm volatile("{" ROW_POLICY "cp.async.ca.shared.global" ROW_HINT " [%0], [%1], %2" ROW_OPERAND
+                 ";}" ::"r"(shared_address(to)), "l"(from), "n"(kBytes) : "memory");
   }
 }
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -340,20 +365,12 @@ DEVICE void mbarrier_wait(unsigned long long* barrier, unsigned phase) {
   while (!mbarrier_try_wait(barrier, phase)) {
   }
 }
-// x, dy and the residual, with the cache hint of the config.
+// x, dy and the residual.
 DEVICE void bulk_load(void* to, const void* from, unsigned bytes, unsigned long long* barrier) {
-#ifndef ROW_PRIORITY
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
-#else
-  unsigned long long policy;
-  asm("createpolicy.fractional.L2::" ROW_PRIORITY ".b64 %0, 1.0;" : "=l"(policy));
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
-      "r"(shared_address(barrier)), "l"(policy) : "memory");
-#endif
+  asm volatile("{" ROW_POLICY
+               "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes" ROW_HINT
+               " [%0], [%1], %2, [%3]" ROW_OPERAND ";}" ::"r"(shared_address(to)), "l"(from),
+               "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 DEVICE void bulk_store(float* to, const float* from, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
@@ -1017,47 +1034,148 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
   }
   cta_barrier();  // the buffer may be used again
 }
-// ---- Strategy `column_slices`: arrive, then sum slices side by side ---------------------------
-// Every CTA leaves its partial dw in the workspace and arrives at a counter. The first few CTAs (one
-// per slice of kTailColumns columns) wait until all have arrived and sum their slices over all
-// rows in index order; the others leave at once.
+// ---- The last to arrive sum ---------------------------------------------------------------------
+// A CTA's place follows from the order of arrivals: 0 for the last one, 1 for the one before it, and so
+// on. The columns are divided into slices, slice s for place s (modulo the number of CTAs). A CTA that
+// has a slice waits until all partial dw have arrived and sums it; the others leave at once.
 //
-// Progress: waiting CTAs wait for CTAs with larger indices, so all must be able to run at the same
-// time. The tuner admits only grids that fit the device, and the kernel is launched cooperatively:
-// the driver starts it only when the whole grid can be resident, and refuses it otherwise.
+// Progress, whatever the grid and the number of CTAs that the device holds at once: nobody waits
+// without end for a CTA that might never run. The last to arrive waits for no arrival. Another waits
+// on when it has seen that all have started, because a CTA that has started goes on running and
+// arrives without waiting for anyone. Until it has seen that, it looks kPatience times; then it hands
+// its slices over to the last to arrive, and leaves, which gives its room on the device to others;
+// those that find an entry of this kind do so at once.
+//
+// The ledger of a rank is one 64-bit word, so that all agree on the order of its entries:
+//   bits 0 to 19   starts
+//   bits 20 to 39  arrivals
+//   bits 44 to 63  places handed over
+// The arrival of participant 0 takes off what all starts and arrivals add up to, so that they end at
+// 0, from which the next launch begins. Bits 40 to 43 tell whether it has done so: what is left in
+// bits 0 to 43 is then negative, or 0 when all have arrived. Only a CTA that has arrived itself looks
+// at the ledger, so that it never takes the 0 before the first start for the one after the last
+// arrival (coherence: it sees its own arrival or a later entry).
+//
+// Handing over: an entry before the last arrival is read with it by the last to arrive, and each of
+// them has the number of those before it: its place in a list. The last to arrive waits for the word
+// in the list, which follows without waiting for anyone. An entry after the last arrival is void: its
+// CTA reads so, takes it back and sums its slices itself. So each slice is summed by one CTA. The words
+// of the list are data in themselves and relaxed; who reads one sets it back to 0 and takes the entry
+// back. That orders nothing: the next launch begins after the end of this one (it is not launched as a
+// programmatic dependent, and lets none of its own start early; a programmatic dependent that runs in
+// between must wait for its primary).
+struct LastArrived : DwContext {
+  static constexpr Ledger kStart = 1, kArrival = 1ull << 20, kSign = 1ull << 43,
+                          kHandover = 1ull << 44;
+  static constexpr unsigned kPatience = 64;  // looks, some tens of microseconds
+  static constexpr int kSlices = (kColumns + kTailColumns - 1) / kTailColumns;
+  // 32-bit words of one rank: the ledger, then the list; whole lines of 128 bytes.
+  static constexpr int kLedgerWords = (2 + kSlices + 31) / 32 * 32;
+
+  DEVICE unsigned begin() const {
+    if (output.base != nullptr && threadIdx.x == 0) book_relaxed(ledger(), kStart);
+    return blockIdx.x / kCluster;
+  }
+  DEVICE Ledger* ledger() const {
+    return reinterpret_cast<Ledger*>(counters + rank * kLedgerWords);
+  }
+  DEVICE unsigned* list() const { return counters + rank * kLedgerWords + 2; }
+  DEVICE Ledger whole() const { return participants * (kStart + kArrival); }
+  DEVICE Ledger arrival(unsigned participant) const {
+    return participant == 0 ? kArrival - whole() : kArrival;
+  }
+  DEVICE static bool complete(Ledger seen) { return (seen & (kHandover - 1)) == 0; }
+  // The entries of a ledger that is not complete, without what participant 0 has taken off.
+  DEVICE Ledger entries(Ledger seen) const { return seen & kSign ? seen + whole() : seen; }
+  DEVICE unsigned starts(Ledger seen) const {
+    return static_cast<unsigned>(entries(seen) & (kArrival - 1));
+  }
+  DEVICE unsigned arrivals(Ledger seen) const {
+    return static_cast<unsigned>(entries(seen) / kArrival & (kArrival - 1));
+  }
+  DEVICE unsigned handed_over(Ledger seen) const {
+    return static_cast<unsigned>(entries(seen) / kHandover);
+  }
+
+  // Thread 0 of a CTA that has arrived. False when it has handed over its slices.
+  template <typename Look> DEVICE bool await(unsigned place, Look look) const {
+    unsigned looks = 0;
+    while (true) {
+      const Ledger seen = look(ledger());
+      if (complete(seen)) return true;
+      if (starts(seen) == participants) continue;
+      if (handed_over(seen) == 0 && ++looks < kPatience) continue;
+      const Ledger before = book_and_read(ledger(), kHandover);
+      if (!complete(before)) {
+        store_relaxed(list() + handed_over(before), place + 1);
+        return false;
+      }
+      book_relaxed(ledger(), 0 - kHandover);
+    }
+  }
+  // Thread 0 of the last to arrive: the place that entry `index` of the list hands over.
+  DEVICE unsigned take_over(unsigned index) const {
+    unsigned entry;
+    while ((entry = load_relaxed(list() + index)) == 0) {
+    }
+    store_relaxed(list() + index, 0);
+    book_relaxed(ledger(), 0 - kHandover);
+    return entry - 1;
+  }
+  // Arrives by `arrive(ledger, entry)`, which gives the ledger before it, waits by `look(ledger)` and
+  // calls `sum(slice)`.
+  template <typename Arrive, typename Look, typename Sum>
+  DEVICE void finish_slices(unsigned participant, Arrive arrive, Look look, Sum sum) const {
+    const unsigned slices = (columns + kTailColumns - 1) / kTailColumns;
+    unsigned* words = reinterpret_cast<unsigned*>(smem + kBroadcastOffset);
+    cta_barrier();
+    if (threadIdx.x == 0) {
+      const Ledger before = arrive(ledger(), arrival(participant));
+      const unsigned own = participants - 1 - arrivals(before);
+      unsigned places = 0;
+      if (own == 0)
+        places = 1 + handed_over(before);
+      else if (own < slices && await(own, look))
+        places = 1;
+      store_shared_word(words, own);
+      store_shared_word(words + 1, places);
+    }
+    cta_barrier();  // behind it, shared memory is the tail's as well
+    const unsigned places = load_shared_word(words + 1);
+    unsigned place = load_shared_word(words);
+#pragma unroll 1
+    for (unsigned i = 0; i < places; ++i) {
+      if (i > 0) place = broadcast(smem, threadIdx.x == 0 ? take_over(i - 1) : 0);
+#pragma unroll 1
+      for (unsigned slice = place; slice < slices; slice += participants) sum(slice);
+    }
+  }
+};
+// ---- Strategy `column_slices`: arrive, then sum slices side by side ---------------------------
+// Every CTA leaves its partial dw in the workspace and arrives at the ledger. The last to arrive sum
+// slices of kTailColumns columns over all rows in index order; last_arrived.cuh says who waits for whom
+// and why that ends.
+//
 // Order of memory: the CTA barrier orders all threads' stores before thread 0's arrival (release at
-// gpu scope, cumulative; each arrival continues the release sequences of those before it). The
-// waiting thread 0 acquires the counter after the last arrival, and the CTA barrier hands that to
-// its threads.
-// Counter: it is 0 before the first arrival and after the last, which wraps it. Only a thread
-// that has arrived itself looks at it: by coherence it then sees its own arrival or a later one, so a
-// 0 is the last one's. Nobody changes the counter after that in this launch, and nothing is left to
-// set back.
-// Determinism class gpu_to_gpu: one order of adds, by index.
-struct DwStrategy : DwContext {
-  DEVICE unsigned begin() const { return blockIdx.x / kCluster; }
+// gpu scope, cumulative; every later entry is a read-modify-write and continues its release sequence).
+// Thread 0 acquires the ledger after the last arrival, by a look or by the last arrival itself, and
+// the CTA barrier hands that to its threads.
+// Determinism class gpu_to_gpu: who sums depends on timing, the order of the sum does not.
+struct DwStrategy : LastArrived {
   DEVICE void finish(const Rows& rows, const float (&partial)[kVectors][kElements],
                      unsigned participant) const {
     store_row_of(participant, rows, partial);
-    unsigned* arrivals = counters + rank;
-    const unsigned slices = (columns + kTailColumns - 1) / kTailColumns;
-    const bool waits = participant < slices;
-    cta_barrier();
-    if (threadIdx.x == 0) {
-      arrive(arrivals, participants);
-      if (waits)
-        while (load_acquire(arrivals) != 0) {
-        }
-    }
-    if (!waits) return;
-    cta_barrier();  // behind it, shared memory is the tail's as well
     float* buffer = reinterpret_cast<float*>(smem + kTilesOffset);
     const DwOutput out = own_dw();
-    for (unsigned slice = participant; slice < slices; slice += participants)
-      sum_slice<kThreads, kTailColumns>(
-          row(0), static_cast<long long>(kCluster) * kPartialStride, participants,
-          static_cast<int>(slice) * kTailColumns, columns, buffer,
-          [&](int column, float total) { out.store(column, total); });
+    finish_slices(
+        participant, [](Ledger* ledger, Ledger entry) { return book_in_order(ledger, entry); },
+        [](const Ledger* ledger) { return read_acquire(ledger); },
+        [&](unsigned slice) {
+          sum_slice<kThreads, kTailColumns>(
+              row(0), static_cast<long long>(kCluster) * kPartialStride, participants,
+              static_cast<int>(slice) * kTailColumns, columns, buffer,
+              [&](int column, float total) { out.store(column, total); });
+        });
   }
 };
 

@@ -11,7 +11,7 @@ from typing import Any
 class LaunchError(RuntimeError):
     """The CUDA driver refused to load or to launch a kernel.
 
-    code: the driver's name of the error, for example CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE.
+    code: the driver's name of the error, for example CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES.
     """
 
     def __init__(self, code: str, action: str, kernel: str) -> None:

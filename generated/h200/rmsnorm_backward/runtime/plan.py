@@ -50,7 +50,6 @@ class KernelSpec:
     rows_in_flight: int
     rows_per_cta: int
     cluster: int
-    cooperative: bool
     dependent: bool
     accumulates: bool
     turns: bool
@@ -63,6 +62,12 @@ class KernelSpec:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @cached_property
+    def ledger_words(self) -> int:
+        """uint32 words of one rank's ledger: its two words, then a place for every slice that is
+        handed over; whole lines of 128 bytes."""
+        return round_up(2 + ceil_div(self.columns, self.slice_columns), 32)
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
     batches = ceil_div(M, spec.rows_in_flight)
     needed = ceil_div(batches, spec.rows_per_cta)
     # A cluster lives in one GPC, whose 16 or more SMs are rarely a multiple of 4 or 8: count whole
-    # clusters in 16 SMs, so that a cooperative grid of clusters fits.
+    # clusters in 16 SMs, so that all clusters of the grid run at once, in one wave.
     sms = spec.sms if spec.cluster <= 2 else max(16, spec.sms // 16 * 16)
     full = max(1, sms * spec.ctas_per_sm // spec.cluster)
     participants = min(full, needed)
@@ -121,10 +126,10 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
         counters = spec.cluster * (groups + 1)  # arrivals in every group; groups done
         scratch = (participants + (groups if spec.levels == 2 else 0)) * row
     elif spec.strategy == "column_slices":
-        counters = spec.cluster  # arrivals
+        counters = spec.cluster * spec.ledger_words
         scratch = participants * row
     elif spec.strategy == "mailbox":
-        counters, zeroed = spec.cluster, participants * row
+        counters, zeroed = spec.cluster * spec.ledger_words, participants * row
     elif spec.strategy == "separate":
         scratch = participants * row
         sum_grid = ceil_div(spec.columns, spec.slice_columns) * spec.cluster

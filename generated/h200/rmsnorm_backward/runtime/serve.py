@@ -180,8 +180,7 @@ class Server:
         if not runs_on(target["arch"], (properties.major, properties.minor)):
             made_for = f"these kernels are for {target['title']} ({target['arch']})"
             return Choice("none", f"{made_for} and do not run on {properties.name}")
-        sms = properties.multi_processor_count
-        return self.table.choose(M, N, dtype, weight_dtype, sms=sms, **wishes)
+        return self.table.choose(M, N, dtype, weight_dtype, **wishes)
 
     def _kernel(self, kernel: Kernel) -> LoadedKernel:
         with self._lock:
