@@ -6,7 +6,9 @@
 
 Draws `--rows` pairs of a tuned N (bf16) and a random M, and `--widths` pairs of a random N and M,
 or takes those of `--shapes`; searches each anew, and then times the module's kernel, the found one,
-ATen and the floor in the same blocks. Nothing is written to the module.
+ATen and the floor in the same blocks. Nothing is written to the module. The studies lie beside
+`--out`, and the results are written after every shape: a run that was stopped goes on with the same
+command, which times all shapes again. Exit code: 1 when `--seconds` left shapes without a search.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import argparse
 import json
 import random
 import sys
-import tempfile
+import time
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +34,7 @@ from generator.compile_pool import CompilePool  # noqa: E402
 from generator.measure import Timer  # noqa: E402
 from generator.plan import FINALISTS  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
-from generator.run import choose_target  # noqa: E402
+from generator.run import choose_target, revision  # noqa: E402
 from generator.runtime.api import Package  # noqa: E402
 from generator.search import search_problem  # noqa: E402
 from generator.session import Session, Workload  # noqa: E402
@@ -136,6 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--widths", type=int, default=10, help="shapes with an N of their own")
     parser.add_argument("--shapes", help="these shapes instead, like those of tune.py")
     parser.add_argument("--trials", type=int, default=200, help="of each search")
+    parser.add_argument("--seconds", type=float, default=inf, help="begin no search after this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="the results file, .json")
     args = parser.parse_args(argv)
@@ -150,30 +154,35 @@ def main(argv: list[str] | None = None) -> int:
         if args.shapes
         else draw(package, args.rows, args.widths, args.seed)
     )
-    rows = []
+    started = time.monotonic()
+    found: list[tuple[str, Problem, Winner | None]] = []
     compilers = CompilePool(target.arch, 14, compile=compile_variant)
-    with tempfile.TemporaryDirectory() as folder, compilers as pool:
-        storage = open_storage(Path(folder) / "studies.journal")
-        winners = [
-            search_problem(
+    with compilers as pool:
+        storage = open_storage(args.out.with_suffix(".journal"))
+        for kind, problem in cases:
+            if time.monotonic() - started >= args.seconds:
+                break
+            winner = search_problem(
                 *(problem, target, load_space(), pool, measured, storage),
                 Budget(args.trials, None, FINALISTS),
-                revision="untuned",
+                revision=revision(),
             )
-            for _, problem in cases
-        ]
+            found.append((kind, problem, winner))
     facts = measured.facts
     measured.close()
     Session(0)  # CUDA in this process, now that the worker is gone
-    for (kind, problem), winner in zip(cases, winners, strict=True):
+    rows = []
+    for kind, problem, winner in found:
         if winner is None:
             continue
         row = compare(problem, winner, package, target.sms)
         rows.append({"unknown": kind, **row})
         print(kind, row["shape"], row["how"], row["ours_over_tuned"], row["ours_over_aten"])
-    document = {"environment": facts, "trials": args.trials, "rows": rows}
-    args.out.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+        document = {"environment": facts, "trials": args.trials, "rows": rows}
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    if len(found) < len(cases):
+        print(f"untuned.py: {len(cases) - len(found)} shapes are left", file=sys.stderr)
+    return 1 if len(found) < len(cases) else 0
 
 
 if __name__ == "__main__":
