@@ -4,10 +4,10 @@
     python benchmarks/cache_hints.py --out benchmarks/results/cache_hints_h200.json
 
 Rows of x and dy that were read with that hint stay in the L2 for a while. For each shape the
-fastest deterministic config of its study is compiled without and with the hint;
-dx and dw must have the same bits. Then every follower is timed in one interval with what it
-follows: the floor, `torch.add(x, dy, out=dx)`, and one of the two kernels, which take turns in
-blocks of their own. If the hint's gain over the floor is left with a follower, nothing moved there.
+fastest deterministic config of its study is compiled without and with the hint; dx and dw must have
+the same bits. Then every follower is timed in one interval with what it follows: the floor,
+`torch.add(x, dy, out=dx)`, and one of the two kernels, which take turns in blocks of their own. If
+the hint's gain over the floor is left with a follower, nothing moved there.
 Exit code: 2 for bad input or without the GPU of the studies.
 """
 

@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from benchmarks.results import write_text  # noqa: E402
 from generator.budget import Budget  # noqa: E402
 from generator.compile import compile_variant  # noqa: E402
 from generator.compile_pool import CompilePool  # noqa: E402
@@ -156,16 +157,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     started = time.monotonic()
     found: list[tuple[str, Problem, Winner | None]] = []
-    compilers = CompilePool(target.arch, 14, compile=compile_variant)
-    with compilers as pool:
+    space, sources = load_space(), revision()
+    with CompilePool(target.arch, 14, compile=compile_variant) as pool:
         storage = open_storage(args.out.with_suffix(".journal"))
         for kind, problem in cases:
             if time.monotonic() - started >= args.seconds:
                 break
             winner = search_problem(
-                *(problem, target, load_space(), pool, measured, storage),
+                *(problem, target, space, pool, measured, storage),
                 Budget(args.trials, None, FINALISTS),
-                revision=revision(),
+                revision=sources,
             )
             found.append((kind, problem, winner))
     facts = measured.facts
@@ -179,10 +180,11 @@ def main(argv: list[str] | None = None) -> int:
         rows.append({"unknown": kind, **row})
         print(kind, row["shape"], row["how"], row["ours_over_tuned"], row["ours_over_aten"])
         document = {"environment": facts, "trials": args.trials, "rows": rows}
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
-    if len(found) < len(cases):
-        print(f"untuned.py: {len(cases) - len(found)} shapes are left", file=sys.stderr)
-    return 1 if len(found) < len(cases) else 0
+        write_text(args.out, json.dumps(document, indent=1) + "\n")
+    left = len(cases) - len(found)
+    if left:
+        print(f"untuned.py: {left} shapes are left", file=sys.stderr)
+    return 1 if left else 0
 
 
 if __name__ == "__main__":

@@ -229,20 +229,36 @@ void acquire(Thread& thread, const Counter& counter) {
   thread.acquired = true;
 }
 
-}  // namespace
+void acquire_and_release(Thread& thread, Counter& counter) {
+  // Read-modify-writes continue the release sequences of those before them.
+  const Clock released = release_clock(thread);
+  acquire(thread, counter);
+  counter.clock.join(released);
+}
 
-unsigned counter_load(const unsigned* at, bool acquires, int line) {
+// One load. A thread that asks again for what it has just read is in a loop: where `sleeps` says so,
+// it sleeps until there is news.
+template <typename Sleeps>
+void look(const unsigned* at, Counter& counter, bool acquires, Wait::Kind kind, int line,
+          Sleeps sleeps) {
   Thread& self = *m.current;
-  Counter& counter = checked_counter(at, 4, "reads", line);
   maybe_yield();
-  // A thread that asks again for what it has just read is in a loop: it sleeps until there is news.
-  if (self.polled == at && self.polled_version == counter.version) {
+  const auto news = [&] { return self.polled != at || self.polled_version != counter.version; };
+  if (!news() && sleeps(self)) {
     counter.waiting.push_back(&self);
-    wait_for(Wait::kCounter, line, index_of(at));
+    wait_for(kind, line, index_of(at));
   }
+  self.idle_looks = news() ? 0 : self.idle_looks + 1;
   self.polled = at;
   self.polled_version = counter.version;
   if (acquires) acquire(self, counter);
+}
+
+}  // namespace
+
+unsigned counter_load(const unsigned* at, bool acquires, int line) {
+  Counter& counter = checked_counter(at, 4, "reads", line);
+  look(at, counter, acquires, Wait::kCounter, line, [](const Thread&) { return true; });
   return *at;
 }
 
@@ -257,11 +273,7 @@ void counter_store(unsigned* at, unsigned value, bool release, int line) {
 unsigned counter_add_one(unsigned* at, int line) {
   Counter& counter = checked_counter(at, 4, "adds to", line);
   maybe_yield();
-  Thread& self = *m.current;
-  // Read-modify-writes continue the release sequences of those before them.
-  const Clock released = release_clock(self);
-  acquire(self, counter);
-  counter.clock.join(released);
+  acquire_and_release(*m.current, counter);
   changed(counter);
   return (*at)++;
 }
@@ -269,19 +281,11 @@ unsigned counter_add_one(unsigned* at, int line) {
 // A thread may look at a ledger a number of times and then do something else. So one that finds it
 // unchanged looks on, or sleeps until there is news or nobody else can run.
 unsigned long long ledger_read(const unsigned long long* at, bool acquires, int line) {
-  Thread& self = *m.current;
   const auto* words = reinterpret_cast<const unsigned*>(at);
   Counter& counter = checked_counter(words, 8, "reads", line);
-  maybe_yield();
-  const auto news = [&] { return self.polled != words || self.polled_version != counter.version; };
-  if (!news() && (self.idle_looks >= kMostIdleLooks || !m.rng.chance(m.policy.look_percent))) {
-    counter.waiting.push_back(&self);
-    wait_for(Wait::kLedger, line, index_of(words));
-  }
-  self.idle_looks = news() ? 0 : self.idle_looks + 1;
-  self.polled = words;
-  self.polled_version = counter.version;
-  if (acquires) acquire(self, counter);
+  look(words, counter, acquires, Wait::kLedger, line, [](const Thread& self) {
+    return self.idle_looks >= kMostIdleLooks || !m.rng.chance(m.policy.look_percent);
+  });
   return *at;
 }
 
@@ -289,11 +293,7 @@ unsigned long long ledger_add(unsigned long long* at, unsigned long long entry, 
                               int line) {
   Counter& counter = checked_counter(reinterpret_cast<unsigned*>(at), 8, "adds to", line);
   maybe_yield();
-  if (ordered) {
-    const Clock released = release_clock(*m.current);
-    acquire(*m.current, counter);
-    counter.clock.join(released);
-  }
+  if (ordered) acquire_and_release(*m.current, counter);
   const unsigned long long before = *at;
   *at += entry;
   changed(counter);
