@@ -55,8 +55,8 @@ DERIVED: dict[str, tuple[tuple[str, ...], Derive]] = {
         lambda v, p, t: ceil_div(p.M, v.batch_rows),
     ),
     "participants": (
-        ("ctas_per_sm", "cluster"),
-        lambda v, p, t: t.sms * v["ctas_per_sm"] // v["cluster"],
+        ("ctas_per_sm", "cluster", "spare_sms"),
+        lambda v, p, t: (t.sms - v["spare_sms"]) * v["ctas_per_sm"] // v["cluster"],
     ),
     "smem_bytes": (
         (

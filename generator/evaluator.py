@@ -106,5 +106,5 @@ def identity(variant: Variant, compiled: Compiled, problem: Problem, target: Tar
     spec = variant.spec(target.sms)
     launch = plan_launch(spec, problem.M)
     # These fields act through the launch alone.
-    rest = replace(spec, name="", ctas_per_sm=0, even_grid=False)
+    rest = replace(spec, name="", ctas_per_sm=0, even_grid=False, sms=0)
     return hashlib.sha256(repr((compiled.digest, rest, launch)).encode()).hexdigest()[:16]

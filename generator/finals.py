@@ -14,8 +14,8 @@ from generator.noise import drifted
 from generator.problem import Problem
 from generator.result import Result
 from generator.store import Record
-from generator.variant import Config, Variant, make_variant
-from generator.winner import Finalist, choose, may_win
+from generator.variant import Config, Variant, launches, make_variant
+from generator.winner import HOST_US, Finalist, choose, may_win
 
 REMEASURED = 10
 """Noisy records that are measured once more, in units of the finalists wanted: noise may have put a
@@ -28,6 +28,8 @@ SIFTED = 48
 it takes long and by 2 % where it takes 10 us."""
 SIFTED_US = 12_000.0
 """Most time that they may take together in one round, and so fewer where they take long."""
+SEATS = 2
+"""Places in the finals for kernels of one launch where that may decide."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,10 @@ def hold_finals(
     called = [incumbent] if incumbent is not None else []
     called += [record.config for record in sorted(barred, key=lambda r: r.ratio)[:1]]
     waiting = [config for config in contenders(legal, records) if config not in called]
-    waiting = _sifted(legal, pool, evaluator, waiting, _fastest_us(records), size)
+    us = _fastest_us(records)
+    waiting = _sifted(legal, pool, evaluator, waiting, us, size)
+    if us < HOST_US:
+        waiting = _seated(waiting, size)
     finals: list[Final] = []
     while (called or waiting) and not any(final.may_win for final in finals):
         entries = _compile(legal, pool, called + waiting[:size])
@@ -165,6 +170,13 @@ def _sifted(
     order = sorted(zip(ratios, map(legal.rank, first), first, strict=False), key=itemgetter(0, 1))
     best = [config for _, _, config in order]
     return best + [config for config in ranked if config not in best]
+
+
+def _seated(ranked: list[Config], size: int) -> list[Config]:
+    """The configs, the best of one launch among the first `size`."""
+    seated = [config for config in ranked if launches(config) == 1][: min(SEATS, size - 1)]
+    free = [config for config in ranked if config not in seated]
+    return free[: size - len(seated)] + seated + free[size - len(seated) :]
 
 
 def _fastest_us(records: Sequence[Record]) -> float:

@@ -68,6 +68,7 @@ def render(variant: Variant) -> str:
             cluster=variant["cluster"],
             pipeline=variant["pipeline"],
             weight_in=variant["weight_in"],
+            arrives_early=variant["arrival"] == "early",
             uses_slices=strategy in ("separate", "last_cta", "column_slices", "mailbox"),
             uses_ledger=strategy in ("column_slices", "mailbox"),
             uses_turns=strategy == "semaphore" or fragment == "bulk_turns",
@@ -113,6 +114,9 @@ def _constants(v: Variant) -> list[str]:
         ("kBroadcastOffset", v.broadcast_offset, ""),
         ("kTilesOffset", v.tiles_offset, ""),
     ]
+    if v["strategy"] == "mailbox":
+        early = int(v["arrival"] == "early")
+        rows.append(("kArrivesEarly", early, "a CTA, when it begins its last rows"))
     lines = [f"constexpr bool kExact = {'true' if v.exact else 'false'};  // N is a constant"]
     for name, value, meaning in rows:
         lines.append(f"constexpr int {name} = {value};" + (f"  // {meaning}" if meaning else ""))

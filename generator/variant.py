@@ -227,8 +227,8 @@ class Variant(Geometry):
         return {
             knob: value
             for knob, value in self.config.items()
-            if knob not in ("ctas_per_sm", "grid", "overlap")
-            and not (knob == "min_blocks" and value == 0)
+            if knob not in ("ctas_per_sm", "grid", "overlap", "spare_sms")
+            and (knob, value) not in (("min_blocks", 0), ("arrival", "late"))
         }
 
     @cached_property
@@ -252,7 +252,7 @@ class Variant(Geometry):
         return determinism_class(self.config)
 
     def spec(self, sms: int) -> KernelSpec:
-        """The facts that a launch on `sms` multiprocessors needs."""
+        """The facts that a launch on a GPU of `sms` multiprocessors needs."""
         free = self.determinism == "none"
         return KernelSpec(
             name=self.id,
@@ -278,7 +278,7 @@ class Variant(Geometry):
             levels=self["levels"],
             ctas_per_sm=self["ctas_per_sm"],
             even_grid=self["grid"] == "even",
-            sms=sms,
+            sms=sms - self["spare_sms"],
             offset=self.offset,
             residual=self.residual,
         )

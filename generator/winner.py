@@ -12,6 +12,19 @@ from generator.variant import Config, determinism_class, launches
 
 TIE = 0.01
 """Ratios this close, relative to the best, are equal: repeated finals differ by less than that."""
+HOST_US = 12.0
+"""About what the host takes for one call. Calls that take the GPU less wait for the host, except in
+a CUDA graph."""
+LAUNCH_US = 0.25
+"""What a launch less may cost the GPU in each of them: it saves the host 2 to 3 us."""
+
+
+def slack(best: Result, config: Config, best_config: Config) -> float:
+    """How much slower than the best one a variant may be and count as equal, relative to it."""
+    saved = launches(best_config) - launches(config)
+    if best.us is None or best.us >= HOST_US or saved <= 0:
+        return TIE
+    return max(TIE, saved * LAUNCH_US / best.us)
 
 
 def may_win(config: Config, result: Result) -> bool:
@@ -35,7 +48,7 @@ class Winner:
     """The chosen variant of one problem and how it was chosen.
 
     variant: its id; cubin: digest of its machine code; result: that of the finals; evidence:
-    "measured" or "predicted"; tied: the finalists within 1 % of the best, the winner among them;
+    "measured" or "predicted"; tied: the finalists that `choose` took for equal, and the winner;
     fastest_nondeterministic: the fastest variant that may not win because its bits change, None
     where none was timed; trials and counts: finished trials, in all and by outcome; reason: one
     sentence; date: end of the finals, UTC, ISO 8601.
@@ -105,11 +118,12 @@ def choose(
 ) -> Choice | None:
     """The winner of the finals, None when none may win.
 
-    Among those within 1 % of the best, kernels of one launch come before those of two, because a
-    launch costs the host 2 to 3 us; then the first in the order of `rank` wins: places of the
-    values in the space's file, knob by knob, strategy first. Nothing that was measured takes part
-    in that, so repeated finals agree. The incumbent stays while it is within 1 % of the best,
-    unless it needs one launch more than another that is.
+    Equal are those within 1 % of the best. Kernels of one launch come before those of two; where
+    the host takes longer for a call than the GPU they may even be LAUNCH_US slower than the best,
+    and equal are those within 1 % of the fastest of them. Among equals the first in the order of
+    `rank` wins: places of the values in the space's file, knob by knob, strategy first. Nothing
+    that was measured takes part in that, so repeated finals agree. The incumbent stays while it is
+    among them, unless it needs one launch more than another.
     """
     times = {
         place: result.ratio
@@ -119,8 +133,16 @@ def choose(
     if not times:
         return None
     best = min(times.values())
+    fastest, fastest_result = finals[min(times, key=times.__getitem__)]
+    near = [
+        place
+        for place, ratio in times.items()
+        if ratio <= best * (1 + slack(fastest_result, finals[place][0], fastest))
+    ]
+    fewest = min(launches(finals[place][0]) for place in near)
+    leading = min(times[place] for place in near if launches(finals[place][0]) == fewest)
     tied = sorted(
-        (place for place, ratio in times.items() if ratio <= best * (1 + TIE)),
+        (place for place in near if times[place] <= leading * (1 + TIE)),
         key=lambda place: (launches(finals[place][0]), rank(finals[place][0])),
     )
     before = ""
@@ -130,7 +152,7 @@ def choose(
         if place in tied and launches(config) == launches(finals[tied[0]][0]):
             return Choice(place, tuple(tied), "the incumbent: not beaten by more than 1 %")
         if place in tied:
-            before = "as fast as the incumbent, in one launch instead of two: "
+            before = "counts as fast as the incumbent, in one launch instead of two: "
         elif place in times:
             before = f"beat the incumbent by {times[place] / best - 1:.1%}: "
         else:
@@ -138,5 +160,5 @@ def choose(
     if len(tied) == 1:
         reason = f"fastest of {len(times)} finalists that may win"
     else:
-        reason = f"first in the order of the space of {len(tied)} finalists within 1 %"
+        reason = f"first in the order of the space of {len(tied)} finalists that count as equal"
     return Choice(tied[0], tuple(tied), before + reason)

@@ -12,16 +12,9 @@ struct DwStrategy : LastArrived {
   DEVICE void finish(const Rows& rows, const float (&partial)[kVectors][kElements],
                      unsigned participant) const {
     store_row_of(participant, rows, partial);
-    float* buffer = reinterpret_cast<float*>(smem + kTilesOffset);
-    const DwOutput out = own_dw();
-    finish_slices(
-        participant, [](Ledger* ledger, Ledger entry) { return book_in_order(ledger, entry); },
-        [](const Ledger* ledger) { return read_acquire(ledger); },
-        [&](unsigned slice) {
-          sum_slice<kThreads, kTailColumns>(
-              row(0), static_cast<long long>(kCluster) * kPartialStride, participants,
-              static_cast<int>(slice) * kTailColumns, columns, buffer,
-              [&](int column, float total) { out.store(column, total); });
-        });
+    finish_slices<CompleteRows>(
+        participant, row(0),
+        [](Ledger* ledger, Ledger entry) { return book_in_order(ledger, entry); },
+        [](const Ledger* ledger) { return read_acquire(ledger); });
   }
 };

@@ -8,15 +8,18 @@
 //
 // Order of memory: none between words is needed, since each is looked at for itself. A word that is
 // not 0 was sent in this launch: whatever used the workspace before left it 0, and this grid starts
-// after the end of that one. A
-// vector access is four accesses of one word each, relaxed at gpu scope, hence morally strong: a
-// thread that has seen a word does not see its place empty before it empties it (coherence of
-// reads), and its 0 comes after the word it has seen (coherence of read and write). Each word has
-// one sender, which writes it once, and one receiver in a launch, so nothing touches its place after
-// that.
+// after the end of that one. A vector access is four accesses of one word each, relaxed at gpu scope,
+// hence morally strong: a thread that has seen a word does not see its place empty before it empties
+// it (coherence of reads), and its 0 comes after the word it has seen (coherence of read and write).
+// Each word has one sender, which writes it once, and one receiver in a launch, so nothing touches its
+// place after that.
+//
 // The ledger tells who waits and that a CTA may wait. That all have arrived is a hint here, which
-// keeps thousands of threads from asking for words that are on their way (without it the kernel is
-// 0.4 to 2.5 us slower): no word is taken for arrived because of it.
+// keeps thousands of threads from asking for words long before they are sent (without it the kernel is
+// 0.4 to 2.5 us slower): no word is taken for arrived because of it. So a CTA may as well arrive early,
+// when it begins its last rows, and read the ledger's answer when it has sent its words: it goes on to
+// send them without waiting for any other CTA (of its own cluster, as last_arrived.cuh says), which is
+// all that those who wait rely on.
 // Places and ledger are 0 before the first launch and after each.
 // Determinism class gpu_to_gpu: who sums depends on timing, the order of the sum does not.
 
@@ -50,23 +53,27 @@ struct ArrivingRows {
 };
 
 struct DwStrategy : LastArrived {
+  Ledger before_arrival = 0;  // thread 0's
+
+  // Arrives early. A team calls it before its last batch; the first team does the arriving, since no
+  // CTA is launched whose first team has no batch (plan_launch in generator/runtime/plan.py). One that
+  // never arrived would keep all others waiting.
+  DEVICE void announce(unsigned participant) {
+    if (threadIdx.x == 0 && output.base != nullptr)
+      before_arrival = book_and_read_later(ledger(), arrival(participant));
+  }
   DEVICE void finish(const Rows& rows, const float (&partial)[kVectors][kElements],
                      unsigned participant) const {
-    constexpr long long kStride = static_cast<long long>(kCluster) * kPartialStride;
     float* places = zeroed + rank * kPartialStride;
-    each_partial(places + participant * kStride, rows, partial, [](float* to, float4 sums) {
+    each_partial(places + participant * kRowStride, rows, partial, [](float* to, float4 sums) {
       send_words(to, make_float4(message(sums.x), message(sums.y), message(sums.z),
                                  message(sums.w)));
     });
-    float* buffer = reinterpret_cast<float*>(smem + kTilesOffset);
-    const DwOutput out = own_dw();
-    finish_slices(
-        participant, [](Ledger* ledger, Ledger entry) { return book_and_read(ledger, entry); },
-        [](const Ledger* ledger) { return read_relaxed(ledger); },
-        [&](unsigned slice) {
-          sum_slice<kThreads, kTailColumns, ArrivingRows>(
-              places, kStride, participants, static_cast<int>(slice) * kTailColumns, columns, buffer,
-              [&](int column, float total) { out.store(column, total); });
-        });
+    finish_slices<ArrivingRows>(
+        participant, places,
+        [&](Ledger* ledger, Ledger entry) {
+          return kArrivesEarly ? before_arrival : book_and_read(ledger, entry);
+        },
+        [](const Ledger* ledger) { return read_relaxed(ledger); });
   }
 };

@@ -1,14 +1,15 @@
 // ---- The last to arrive sum ---------------------------------------------------------------------
 // A CTA's place follows from the order of arrivals: 0 for the last one, 1 for the one before it, and so
 // on. The columns are divided into slices, slice s for place s (modulo the number of CTAs). A CTA that
-// has a slice waits until all partial dw have arrived and sums it; the others leave at once.
+// has a slice waits until all CTAs have arrived and sums it; the others leave at once.
 //
 // Progress, whatever the grid and the number of CTAs that the device holds at once: nobody waits
 // without end for a CTA that might never run. The last to arrive waits for no arrival. Another waits
 // on when it has seen that all have started, because a CTA that has started goes on running and
-// arrives without waiting for anyone. Until it has seen that, it looks kPatience times; then it hands
-// its slices over to the last to arrive, and leaves, which gives its room on the device to others;
-// those that find an entry of this kind do so at once.
+// arrives without waiting for any other; but for those of its cluster, which run at the same time and
+// send it all sums of their rows before they come here. Until it has seen that, it looks kPatience
+// times; then it hands its slices over to the last to arrive, and leaves, which gives its room on the
+// device to others; those that find an entry of this kind do so at once.
 //
 // The ledger of a rank is one 64-bit word, so that all agree on the order of its entries:
 //   bits 0 to 19   starts
@@ -33,6 +34,8 @@ struct LastArrived : DwContext {
                           kHandover = 1ull << 44;
   static constexpr unsigned kPatience = 64;  // looks, some tens of microseconds
   static constexpr int kSlices = (kColumns + kTailColumns - 1) / kTailColumns;
+  // Floats from one row of the workspace to the next.
+  static constexpr long long kRowStride = static_cast<long long>(kCluster) * kPartialStride;
   // 32-bit words of one rank: the ledger, then the list; whole lines of 128 bytes.
   static constexpr int kLedgerWords = (2 + kSlices + 31) / 32 * 32;
 
@@ -86,12 +89,17 @@ struct LastArrived : DwContext {
     book_relaxed(ledger(), 0 - kHandover);
     return entry - 1;
   }
-  // Arrives by `arrive(ledger, entry)`, which gives the ledger before it, waits by `look(ledger)` and
-  // calls `sum(slice)`.
-  template <typename Arrive, typename Look, typename Sum>
-  DEVICE void finish_slices(unsigned participant, Arrive arrive, Look look, Sum sum) const {
+  // Arrives by `arrive(ledger, entry)`, which gives what the ledger said before, waits by
+  // `look(ledger)`, and sums its slices of `partials`, rows of all participants. `arrive` is called
+  // behind the partial dw of all threads of the CTA; one that has arrived before gives what it has
+  // read then.
+  template <typename Partials, typename Arrive, typename Look>
+  DEVICE void finish_slices(unsigned participant, const float* partials, Arrive arrive,
+                            Look look) const {
     const unsigned slices = (columns + kTailColumns - 1) / kTailColumns;
     unsigned* words = reinterpret_cast<unsigned*>(smem + kBroadcastOffset);
+    float* buffer = reinterpret_cast<float*>(smem + kTilesOffset);
+    const DwOutput out = own_dw();
     cta_barrier();
     if (threadIdx.x == 0) {
       const Ledger before = arrive(ledger(), arrival(participant));
@@ -111,7 +119,10 @@ struct LastArrived : DwContext {
     for (unsigned i = 0; i < places; ++i) {
       if (i > 0) place = broadcast(smem, threadIdx.x == 0 ? take_over(i - 1) : 0);
 #pragma unroll 1
-      for (unsigned slice = place; slice < slices; slice += participants) sum(slice);
+      for (unsigned slice = place; slice < slices; slice += participants)
+        sum_slice<kThreads, kTailColumns, Partials>(
+            partials, kRowStride, participants, static_cast<int>(slice) * kTailColumns, columns,
+            buffer, [&](int column, float total) { out.store(column, total); });
     }
   }
 };

@@ -51,9 +51,12 @@ struct RowPipeline {
     }
     copy_async_commit();
   }
+  // By an address that moves on here, too: of a copy with a priority, NVRTC 13.0 makes an illegal
+  // instruction where it takes the address apart into a register of the thread and one of the warp.
   DEVICE void start(const Schedule& schedule) {
-#pragma unroll
-    for (int s = 0; s < kAhead; ++s) fetch(schedule.ahead(s), first + s * kStageBytes);
+    unsigned char* into = first;
+#pragma unroll 1
+    for (int s = 0; s < kAhead; ++s, into += kStageBytes) fetch(schedule.ahead(s), into);
   }
   DEVICE void await() { copy_async_wait<kAhead - 1>(); }
   DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors],

@@ -26,7 +26,7 @@ struct RowPipeline {
       for (int s = 0; s < kStages; ++s) mbarrier_init(&landed[s], 1);
       mbarrier_init_fence();
     }
-    // The barrier behind the constructor publishes them to the team.
+    // They are published to the team by a barrier before the first wait.
   }
   DEVICE void fetch(long long batch, int into) {
     if (batch >= rows.batches) return;

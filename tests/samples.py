@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import struct
+from collections import Counter
 from functools import cache
 
 from hypothesis import reject
@@ -15,6 +16,7 @@ from generator.compile_pool import CompilePool
 from generator.errors import NormforgeError
 from generator.generic import compile_generics
 from generator.problem import ITEMSIZE, Problem
+from generator.runtime.plan import MAIN_KERNEL
 from generator.space import Space
 from generator.space_file import load_space
 from generator.target import Target, find_target, load_targets
@@ -83,6 +85,20 @@ def sm_of(cubin: bytes) -> int:
     (flags,) = struct.unpack_from("<I", cubin, 48)
     abi_version = cubin[8]
     return (flags >> 8) & 0xFF if abi_version >= 8 else flags & 0xFF
+
+
+def opcodes(cubin: bytes, kernel: str = MAIN_KERNEL) -> Counter[int]:
+    """How often each instruction is in the machine code of a kernel, by the low 12 bits of its 16
+    bytes, which say what it does on every GPU since sm_70. 0xfae is cp.async (LDGSTS)."""
+    (sections,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<3H", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, sections + size * i) for i in range(count)]
+    for name, _, _, _, start, length in headers:
+        at = headers[names][4] + name
+        if cubin[at : cubin.index(b"\0", at)].decode() == f".text.{kernel}":
+            words = struct.iter_unpack("<QQ", cubin[start : start + length])
+            return Counter(low & 0xFFF for low, _ in words)
+    raise AssertionError(f"no {kernel} in the cubin")
 
 
 WIDTHS = (

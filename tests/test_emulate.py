@@ -139,6 +139,55 @@ def test_mailbox_has_the_bits_of_column_slices(shape: str, teams: int, target: T
         assert torch.equal(found["mailbox"], found["column_slices"]), name
 
 
+SINGLE = {"threads_per_row": 128, "rows_per_cta": 1, "ctas_per_sm": 2}
+TEAMS = {"threads_per_row": 64, "rows_per_cta": 4}
+PAIRS = {"threads_per_row": 128, "rows_per_cta": 2, "cluster": 2}
+CLUSTERS = {"threads_per_row": 256, "rows_per_cta": 1, "cluster": 4, "weight_in": "smem"}
+SHORT_TEAMS = {"threads_per_row": 8, "rows_per_cta": 8}
+
+
+@pytest.mark.parametrize(
+    ("shape", "knobs", "pipeline"),
+    [
+        *(("43x1024:bf16", SINGLE, pipeline) for pipeline in ("direct", "async", "bulk")),
+        *(("43x1024:bf16", TEAMS, pipeline) for pipeline in ("direct", "async", "bulk")),
+        *(("43x4096:bf16", PAIRS, pipeline) for pipeline in ("direct", "async", "bulk")),
+        *(("13x8192:bf16", CLUSTERS, pipeline) for pipeline in ("async", "bulk")),
+        *(("203x64:bf16", SHORT_TEAMS, pipeline) for pipeline in ("direct", "async")),
+        *(("1x1024:bf16", TEAMS, pipeline) for pipeline in ("async", "bulk")),
+    ],
+)
+def test_early_arrival_changes_no_bits(
+    shape: str, knobs: dict[str, int | str], pipeline: str, target: Target
+) -> None:
+    """Whether or not all CTAs are there at once, and whatever the call asks for."""
+    problem = Problem.parse(shape)
+    inputs = make_cancelling(problem, make_inputs(problem, CPU))
+    knobs = {**FLAVOURS["mailbox"], **knobs, "pipeline": pipeline}
+    if pipeline != "direct":
+        knobs["stages"] = 3
+    found = []
+    for arrival in ("late", "early"):
+        variant = plain_variant(replace(problem, M=1 << 16), target, **knobs, arrival=arrival)
+        source = render(variant)
+        spec, launch = plan(variant, problem.M)
+        assert ("strategy.announce(participant)" in source) == (arrival == "early")
+        assert launch.participants == min(5, problem.M)
+        resident = [spec.cluster * clusters for clusters in range(1, launch.participants + 1)]
+        schedules = [
+            Schedule(SEED + seed, resident[seed % len(resident)])
+            for seed in range(40 if arrival == "early" else 1)
+        ]
+        for wishes in (Wishes(), Wishes(dx=False), Wishes(dw=False)):
+            some = schedules if wishes.dx and wishes.dw else schedules[-2:]
+            runs = run_schedules(source, spec, launch, inputs, some, wishes=wishes)
+            assert runs.faults == [], wishes
+            assert (len(runs.outcomes), runs.distinct_results) == (len(some), 1)
+            if wishes.dw:
+                found.append(runs.dw[0])
+    assert all(torch.equal(dw, found[0]) for dw in found)
+
+
 # ---- Sampled variants ----------------------------------------------------------------------------
 
 SHAPES = (

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 from generator import guess
-from generator.guess import FEWEST, LENGTHS, NOISE, WEIGHTS, WORST, Floats, Guesser
+from generator.guess import (
+    FEWEST,
+    LENGTHS,
+    NOISE,
+    OTHER_WEIGHT,
+    WEIGHTS,
+    WORST,
+    Floats,
+    Guesser,
+)
 from generator.legal import Key, LegalConfigs
 from generator.result import Result
 from generator.space_file import load_space
@@ -112,7 +121,7 @@ def log_times(records: Sequence[Record]) -> Floats:
 
 
 def covariance(one: Sequence[Key], other: Sequence[Key], length: float) -> Floats:
-    weights = [WEIGHTS[knob.name] for knob in SPACE.knobs]
+    weights = [WEIGHTS.get(knob.name, OTHER_WEIGHT) for knob in SPACE.knobs]
     differ = [
         [sum(w for w, a, b in zip(weights, x, y, strict=True) if a != b) for y in other]
         for x in one

@@ -38,6 +38,7 @@ class Mutation:
 BULK = {"pipeline": "bulk", "stages": 2}
 ASYNC = {"pipeline": "async", "stages": 2}
 SHORT = {"threads_per_row": 8, "rows_per_cta": 2}
+EARLY: dict[str, int | str] = {"arrival": "early"}
 
 BOOKED = "      const Ledger before = book_and_read(ledger(), kHandover);\n"
 IMPATIENT = BOOKED  # hands over whenever it finds that not all have arrived, which is allowed
@@ -294,8 +295,8 @@ PLANTED = {
     ),
     "hint taken for an order": Mutation(
         "mailbox",
-        "sum_slice<kThreads, kTailColumns, ArrivingRows>",
-        "sum_slice<kThreads, kTailColumns, CompleteRows>",
+        "finish_slices<ArrivingRows>",
+        "finish_slices<CompleteRows>",
         r"race: reads zeroed\[.*which CTA \d+ thread \d+ wrote",
     ),
     "first look not meant for words on their way": Mutation(
@@ -333,14 +334,14 @@ PLANTED = {
     ),
     "sent to a neighbour's place": Mutation(
         "mailbox",
-        "places + participant * kStride",
-        "places + participant / 2 * 2 * kStride",
+        "places + participant * kRowStride",
+        "places + participant / 2 * 2 * kRowStride",
         r"sends to zeroed\[\d+, \d+\] a second time in this launch",
     ),
     "sent behind the last place": Mutation(
         "mailbox",
-        "places + participant * kStride",
-        "places + (participant + 1) * kStride",
+        "places + participant * kRowStride",
+        "places + (participant + 1) * kRowStride",
         r"out of bounds: sends 16 bytes at zeroed\[5, \d+\], \d+ bytes past its end",
     ),
     "slice received by two CTAs": Mutation(
@@ -357,8 +358,8 @@ PLANTED = {
     ),
     "slice not received": Mutation(
         "mailbox",
-        "slice < slices; slice += participants) sum",
-        "slice + 1 < slices; slice += participants) sum",
+        "slice < slices; slice += participants)",
+        "slice + 1 < slices; slice += participants)",
         r"zeroed\[0, 992\] is \S+ after the call and not 0 again",
     ),
     "no barrier before the tail uses shared memory": Mutation(
@@ -379,6 +380,58 @@ PLANTED = {
         "const Ledger seen = look(ledger());",
         "const Ledger seen = 0;",
         r"deadlock: .* waits? for zeroed\[\d, \d+\] to arrive.*have not started",
+        residency=2,
+    ),
+    # Who arrives before the last rows.
+    "last batch not noticed": Mutation(
+        "mailbox",
+        "if (schedule.ahead(1) >= rows.batches) strategy.announce",
+        "if (schedule.ahead(1) > rows.batches) strategy.announce",
+        r"deadlock: .* waits for the ledger at counters\[0\] to change",
+        EARLY,
+        shape="44x1024:bf16",
+    ),
+    "announced before every batch": Mutation(
+        "mailbox",
+        "if (schedule.ahead(1) >= rows.batches) strategy.announce",
+        "strategy.announce",
+        r"counters\[0\] is \d+ after the call and not 0 again",
+        EARLY,
+    ),
+    "announced by every team": Mutation(
+        "mailbox",
+        "if (threadIdx.x == 0 && output.base",
+        "if (team_thread() == 0 && output.base",
+        r"counters\[0\] is \d+ after the call and not 0 again",
+        EARLY,
+    ),
+    "announced and arrived": Mutation(
+        "mailbox",
+        "kArrivesEarly ? before_arrival",
+        "false ? before_arrival",
+        r"counters\[0\] is \d+ after the call and not 0 again",
+        EARLY,
+    ),
+    "early arrival taken for an order": Mutation(
+        "mailbox",
+        "finish_slices<ArrivingRows>",
+        "finish_slices<CompleteRows>",
+        r"race: reads zeroed\[.*which CTA \d+ thread \d+ wrote",
+        EARLY,
+    ),
+    "words of who arrived early not asked for again": Mutation(
+        "mailbox",
+        "} while (missing);",
+        "} while (false);",
+        r"empties zeroed\[\d+, \d+\], which this thread has not received",
+        EARLY,
+    ),
+    "nobody hands over (early)": Mutation(
+        "mailbox",
+        "++looks < kPatience) continue;",
+        "true) continue;",
+        r"deadlock: .* waits for the ledger at counters\[0\] .*have not started",
+        EARLY,
         residency=2,
     ),
     "no proxy fence before a bulk operation reads shared memory": Mutation(
@@ -422,8 +475,8 @@ PLANTED = {
     ),
     "barriers of the stages not published": Mutation(
         "separate",
-        "  RowSum row_sum(smem);\n  team_barrier();",
-        "  RowSum row_sum(smem);",
+        "  const Weight weights(rows, args.weight, smem);\n  team_barrier();",
+        "  const Weight weights(rows, args.weight, smem);",
         r"race: uses mbarrier \d+, whose initialisation|an mbarrier at byte \d+ .* not initialised",
         BULK,
     ),
@@ -490,8 +543,8 @@ PLANTED = {
     ),
     "slice of dw left out": Mutation(
         "column_slices",
-        "slice < slices; slice += participants) sum",
-        "slice + 1 < slices; slice += participants) sum",
+        "slice < slices; slice += participants)",
+        "slice + 1 < slices; slice += participants)",
         r"dw\[\d+\] was never written",
     ),
     "workspace row too far": Mutation(
@@ -623,11 +676,14 @@ def test_unmutated_kernel_passes_the_same_schedules(name: str, target: Target) -
     assert check.schedules == SCHEDULES
 
 
+@pytest.mark.parametrize("arrival", ["late", "early"])
 @pytest.mark.parametrize("shape", ["43x1024:bf16", "43x1001:bf16"])
-def test_no_word_is_taken_for_arrived_by_the_ledger(shape: str, target: Target) -> None:
+def test_no_word_is_taken_for_arrived_by_the_ledger(
+    shape: str, arrival: str, target: Target
+) -> None:
     """Who sees that all have started need not wait until all have arrived: words are then asked for
     while they are on their way."""
-    mutation = Mutation("mailbox", "", "", "", shape=shape)
+    mutation = Mutation("mailbox", "", "", "", {"arrival": arrival}, shape)
     variant = make(mutation, target)
     source = render(variant)
     old = "if (complete(seen)) return true;"
@@ -677,11 +733,15 @@ def test_any_number_of_resident_ctas_is_enough(flavour: str, shape: str, target:
         assert (check.schedules, check.distinct_results) == (SCHEDULES, 1)
 
 
-@pytest.mark.parametrize("flavour", ["mailbox", "column_slices"])
-def test_slices_may_be_handed_over_at_any_time(flavour: str, target: Target) -> None:
+@pytest.mark.parametrize(
+    ("flavour", "knobs"), [("mailbox", {}), ("mailbox", EARLY), ("column_slices", {})]
+)
+def test_slices_may_be_handed_over_at_any_time(
+    flavour: str, knobs: dict[str, int | str], target: Target
+) -> None:
     """Also when all have started, and at the moment of the last arrival."""
     for slice_columns in (16, 128):
-        mutation = Mutation(flavour, "", "", "", {"slice_columns": slice_columns})
+        mutation = Mutation(flavour, "", "", "", {"slice_columns": slice_columns, **knobs})
         variant = make(mutation, target)
         source = render(variant)
         assert PATIENT in source

@@ -33,7 +33,7 @@ from generator.render import TEMPLATES, render
 from generator.runtime.plan import MAIN_KERNEL, SUM_KERNEL, plan_launch
 from generator.target import Target, find_target
 from generator.variant import Variant
-from tests.samples import DTYPES, FLAVOURS, SPACE, cases, plain_variant, sm_of
+from tests.samples import DTYPES, FLAVOURS, SPACE, cases, opcodes, plain_variant, sm_of
 
 SHAPE = "4096x1024:bf16"
 TINY = 'extern "C" __global__ void rmsnorm_backward(int* p) { p[0] = 1; }'
@@ -188,6 +188,24 @@ def test_clusters_and_kernels_for_any_width_compile() -> None:
     check_compiled(short, compile_source(render(short), target.arch), target)
     anything = replace(plain_variant(SHAPE, target, strategy="separate"), exact=False)
     check_compiled(anything, compile_source(render(anything), target.arch), target)
+
+
+@pytest.mark.parametrize("reload", ["none", "smem"])
+def test_first_copies_of_a_priority_are_a_loop(reload: str) -> None:
+    """Unrolled, NVRTC 13.0 makes some of them illegal instructions: x and dy are copied in two
+    places only, before the first row and in its loop."""
+    target = find_target("h200")
+    rows: dict[str, int | str] = {"pipeline": "async", "stages": 4, "load_hint": "evict_last"}
+    ctas: dict[str, int | str] = {"cluster": 8, "threads_per_row": 256, "rows_per_cta": 1}
+    v = plain_variant("4096x16384:bf16", target, **rows, **ctas, weight_in="smem", reload=reload)
+    assert v.vectors == 1
+    source = render(v)
+    start = source.split("DEVICE void start(")[1].split("DEVICE")[0]
+    assert re.search(r"#pragma unroll 1\n\s+for .* fetch\(", start)
+    assert opcodes(compile_source(source, target.arch).cubin)[0xFAE] == 2 * 2
+    unrolled = source.replace(start, start.replace("#pragma unroll 1", "#pragma unroll"))
+    ahead = 4 - (reload == "smem")
+    assert opcodes(compile_source(unrolled, target.arch).cubin)[0xFAE] == 2 * (ahead + 1)
 
 
 # ---- What the compiler reports -------------------------------------------------------------------

@@ -87,6 +87,7 @@ class FakeDriver:
         self.status: Any = cuda.CUresult.CUDA_SUCCESS
         self.capture_info: Any = cuda.CUresult.CUDA_SUCCESS
         self.capture_id = 1
+        self.room: int | None = 1000  # clusters that run at once
         self.capture_status: Any = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
         self._mode: Any = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
         self._next_address = 1 << 32
@@ -112,6 +113,12 @@ class FakeDriver:
     def cuFuncSetAttribute(self, function: str, attribute: Any, value: int) -> tuple[Any, ...]:
         self.attributes.append((attribute, value))
         return (cuda.CUresult.CUDA_SUCCESS,)
+
+    def cuOccupancyMaxActiveClusters(self, function: str, config: Any) -> tuple[Any, ...]:
+        assert config.gridDimX == config.attrs[0].value.clusterDim.x
+        if self.room is None:
+            return cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED, 0
+        return cuda.CUresult.CUDA_SUCCESS, self.room
 
     def cuLaunchKernelEx(
         self, config: Any, function: str, parameters: int, extra: int
@@ -492,6 +499,26 @@ def test_clusters_beyond_the_portable_size_opt_in(driver: FakeDriver) -> None:
     launch(LoadedKernel(b"cubin", replace(SPEC, cluster=16)))
     wide = cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
     assert (wide, 1) in driver.attributes
+
+
+@pytest.mark.parametrize("room", [14, 15])
+def test_clusters_without_room_are_told_once(driver: FakeDriver, room: int) -> None:
+    driver.room = room
+    said: list[str] = []
+    kernel = LoadedKernel(b"cubin", replace(SPEC, cluster=8, sms=120), said.append)
+    assert kernel.spec.participants == 15
+    launch(kernel)
+    launch(kernel)
+    assert len(said) == (room < 15)
+    assert all("15 clusters of 8 CTAs" in text and "room for 14" in text for text in said)
+    assert len(driver.launches) == 2
+
+
+def test_a_driver_that_does_not_know_the_room_is_no_fault(driver: FakeDriver) -> None:
+    driver.room = None
+    said: list[str] = []
+    LoadedKernel(b"cubin", replace(SPEC, cluster=8), said.append).load(0)
+    assert said == []
 
 
 def test_cubin_is_loaded_once_and_each_thread_has_its_own_arguments(driver: FakeDriver) -> None:

@@ -96,11 +96,14 @@ def ratio_of(config: Config) -> float:
 
 
 def test_it_finds_better_than_random_search(tmp_path: Path) -> None:
-    for seed in range(2):
+    gains = []
+    for seed in range(4):
         found = search(open_storage(tmp_path / f"{seed}"), trials=120, seed=seed)
         rng = random.Random(seed)
         drawn = [LEGAL.draw(rng, (), deterministic=True) for _ in range(120)]
-        assert won(found).result.ratio < min(ratio_of(config) for config in drawn if config) - 0.005
+        gains.append(min(ratio_of(c) for c in drawn if c) - ratio_of(won(found).config))
+    assert min(gains) > 0, "a lucky draw is as good as the best at most"
+    assert sum(gains) / len(gains) > 0.01
 
 
 def test_only_legal_configs_and_none_twice(storage: BaseStorage) -> None:

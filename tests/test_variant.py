@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from generator.compile import compile_options
+from generator.derived import DERIVED
 from generator.problem import Problem
 from generator.render import render
 from generator.runtime.plan import KernelSpec, Launch, ceil_div, plan_launch
@@ -176,6 +177,56 @@ def test_even_grid_needs_no_more_rounds_than_a_full_one(case: Case) -> None:
     assert ceil_div(needed, even.participants) == ceil_div(needed, full.participants)
     if even.participants > 1:
         assert ceil_div(needed, even.participants - 1) > ceil_div(needed, full.participants)
+
+
+@pytest.mark.parametrize(("spare", "clusters"), [(12, 15), (20, 14), (28, 13)])
+def test_grid_of_clusters_does_not_count_on_spare_sms(spare: int, clusters: int) -> None:
+    target = find_target("h200")
+    knobs: dict[str, int | str] = {"cluster": 8, "threads_per_row": 256, "grid": "full"}
+    v = plain_variant("65536x16384:bf16", target, **knobs, spare_sms=spare)
+    spec = v.spec(target.sms)
+    assert (target.sms, spec.sms) == (132, 132 - spare)
+    launch = plan_launch(spec, 65536)
+    assert (launch.participants, launch.grid) == (clusters, 8 * clusters)
+    assert plan_launch(spec, 9).participants == 5, "two rows at once in each"
+
+
+@settings(max_examples=50)
+@given(
+    cases(),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.integers(0, 300),
+    st.integers(1, 300),
+    st.integers(1, 1 << 18),
+)
+def test_grid_fits_the_sms_that_it_counts_on(
+    case: Case, cluster: int, spare: int, sms: int, M: int
+) -> None:
+    """As many whole clusters as fit there, and one at least."""
+    _, _, v = case
+    v = replace(v, config={**v.config, "cluster": cluster, "spare_sms": spare})
+    spec = v.spec(sms)
+    ctas = max(cluster, (sms - spare) * v["ctas_per_sm"])
+    launch = plan_launch(spec, M)
+    assert launch.grid == cluster * launch.participants <= ctas
+    assert visits(spec, launch, M) == Counter(range(ceil_div(M, spec.rows_in_flight)))
+    full = plan_launch(replace(spec, even_grid=False), 1 << 30)
+    assert full.grid > ctas - cluster
+
+
+@settings(max_examples=50)
+@given(cases(), st.sampled_from([12, 20, 28]))
+def test_only_clusters_of_more_than_two_spare_sms(case: Case, spare: int) -> None:
+    problem, target, v = case
+    config = SPACE.normalize({**v.config, "spare_sms": spare}, problem, target)
+    assert config["spare_sms"] == (spare if v["cluster"] > 2 else 0)
+    other = make_variant(config, problem)
+    assert other.spec(target.sms).sms == target.sms - config["spare_sms"]
+    assert (other.id, render(other)) == (v.id, render(v)), "it acts through the launch alone"
+    # The rules count on the same clusters.
+    full = plan_launch(replace(other.spec(target.sms), even_grid=False), 1 << 30)
+    _, participants = DERIVED["participants"]
+    assert participants(other, problem, target) == full.participants
 
 
 def test_groups_of_two_levels_are_about_the_root_of_the_participants() -> None:

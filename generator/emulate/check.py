@@ -65,8 +65,8 @@ class Check:
 
 def plan(variant: Variant, M: int, participants: int = PARTICIPANTS) -> tuple[KernelSpec, Launch]:
     """A launch of the variant with the grid of a GPU so small that `participants` CTAs or clusters
-    fill it. Clusters of 4 and 8 are planned in units of 16 CTAs, so there may be fewer or more."""
-    sms = participants * variant["cluster"]
+    fill it."""
+    sms = participants * variant["cluster"] + variant["spare_sms"]
     spec = replace(variant.spec(sms), ctas_per_sm=1)
     return spec, plan_launch(spec, M)
 

@@ -27,8 +27,8 @@ class KernelSpec:
     N: row length, or with exact False the longest one served. threads, sum_threads: CTA sizes of
     the main and the second kernel. columns: columns of one CTA. partial_stride: floats from one
     partial row of dw to the next. rows_in_flight: consecutive rows of a batch, which the threads of
-    a team work on at once; rows_per_cta: teams of a CTA. sms: multiprocessors the grid was tuned
-    for; it is a constant of the module, so that the order of every sum is one too. vector_bytes:
+    a team work on at once; rows_per_cta: teams of a CTA. sms: multiprocessors the grid counts
+    on; it is a constant of the module, so that the order of every sum is one too. vector_bytes:
     alignment that pointers and row strides need. offset: adds a number to the weight; residual:
     dtype of the residual's gradient that it adds to dx, "" for none.
     """
@@ -62,6 +62,11 @@ class KernelSpec:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @cached_property
+    def participants(self) -> int:
+        """Clusters of the largest grid (CTAs, without clusters), which are to run at once."""
+        return max(1, self.sms * self.ctas_per_sm // self.cluster)
 
     @cached_property
     def ledger_words(self) -> int:
@@ -103,16 +108,13 @@ class Launch:
 
 
 def plan_launch(spec: KernelSpec, M: int) -> Launch:
-    """The launch of `spec` for M >= 1 rows."""
+    """The launch of `spec` for M >= 1 rows. The first team of every CTA has a batch: a CTA of
+    `mailbox` that arrives early does so when its first team begins its last one."""
     batches = ceil_div(M, spec.rows_in_flight)
     needed = ceil_div(batches, spec.rows_per_cta)
-    # A cluster lives in one GPC, whose 16 or more SMs are rarely a multiple of 4 or 8: count whole
-    # clusters in 16 SMs, so that all clusters of the grid run at once, in one wave.
-    sms = spec.sms if spec.cluster <= 2 else max(16, spec.sms // 16 * 16)
-    full = max(1, sms * spec.ctas_per_sm // spec.cluster)
-    participants = min(full, needed)
+    participants = min(spec.participants, needed)
     if spec.even_grid:
-        participants = ceil_div(needed, ceil_div(needed, full))
+        participants = ceil_div(needed, ceil_div(needed, spec.participants))
     group = participants if spec.levels == 1 else isqrt(participants - 1) + 1
     groups = ceil_div(participants, group)
     row = spec.partial_stride * spec.cluster

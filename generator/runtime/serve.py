@@ -185,7 +185,8 @@ class Server:
     def _kernel(self, kernel: Kernel) -> LoadedKernel:
         with self._lock:
             if kernel not in self._loaded:
-                self._loaded[kernel] = LoadedKernel(kernel.read_cubin(self.folder), kernel.spec)
+                cubin = kernel.read_cubin(self.folder)
+                self._loaded[kernel] = LoadedKernel(cubin, kernel.spec, self.warn)
             return self._loaded[kernel]
 
     def _fallback(self, reason: str, given: Arguments, options: Options) -> Call:

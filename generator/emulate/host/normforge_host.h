@@ -173,6 +173,9 @@ DEVICE Ledger book_in_order(Ledger* ledger, Ledger entry, AT_LINE) {
 DEVICE Ledger book_and_read(Ledger* ledger, Ledger entry, AT_LINE) {
   return normforge::ledger_add(ledger, entry, false, line);
 }
+DEVICE Ledger book_and_read_later(Ledger* ledger, Ledger entry, AT_LINE) {
+  return normforge::ledger_add(ledger, entry, false, line);
+}
 
 // -- Shared memory --
 

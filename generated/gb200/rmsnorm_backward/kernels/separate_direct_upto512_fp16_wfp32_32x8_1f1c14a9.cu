@@ -251,6 +251,14 @@ DEVICE Ledger book_and_read(Ledger* ledger, Ledger entry) {
                : "l"(ledger), "l"(entry) : "memory");
   return before;
 }
+// The same by thread 0, without waiting for what it gives. The compiler takes an addition to one
+// address for one that many threads of the warp may make, adds theirs up and reads the result at once
+// to divide it; by the number of the lane, which is 0, it is an address of the thread.
+DEVICE Ledger book_and_read_later(Ledger* ledger, Ledger entry) {
+  unsigned lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return book_and_read(ledger + lane, entry);
+}
 
 // -- Shared memory --
 
@@ -1001,9 +1009,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(ARGUMENTS(
                   args.columns};
   RowPipeline pipeline(rows, smem);
   RowSum row_sum(smem);
-
   Schedule schedule{static_cast<long long>(participant) * kTeams + team_index(),
                     static_cast<long long>(participants) * kTeams};
+  // The first rows are asked for before the barrier below: who asks has set up the barriers of the
+  // stages itself, and nobody else looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
 

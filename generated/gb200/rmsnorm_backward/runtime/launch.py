@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -113,9 +114,13 @@ class LoadedKernel:
     its context to exist, which is so after any PyTorch call that reached the device.
     """
 
-    def __init__(self, cubin: bytes, spec: KernelSpec) -> None:
+    def __init__(
+        self, cubin: bytes, spec: KernelSpec, warn: Callable[[str], None] | None = None
+    ) -> None:
+        """warn: is told when the device has no room for all clusters at once."""
         self.cubin = cubin
         self.spec = spec
+        self._warn = warn
         self._lock = threading.Lock()
         self._functions: dict[int, tuple[Any, Any]] = {}
         self._main_configs: dict[tuple[int, int], Any] = {}
@@ -155,7 +160,22 @@ class LoadedKernel:
             wide = attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
             action = f"allowing clusters of {spec.cluster} for"
             checked(driver.cuFuncSetAttribute(main, wide, 1), action, spec.name)
+        if self._warn and spec.cluster > 1:
+            self._warn_of_waves(main, self._warn)
         return main, second
+
+    def _warn_of_waves(self, main: Any, warn: Callable[[str], None]) -> None:
+        """GPUs of one model differ in how many SMs each of their GPCs has, and a cluster lives in
+        one GPC."""
+        spec = self.spec
+        attributes = [cluster_attribute(spec.cluster)]
+        config = configure(spec.cluster, spec.threads, spec.smem_bytes, 0, attributes)
+        status, room = cuda_driver().cuOccupancyMaxActiveClusters(main, config)
+        if status == 0 and room < spec.participants:
+            warn(
+                f"{spec.name} runs {spec.participants} clusters of {spec.cluster} CTAs, and this "
+                f"GPU has room for {room} at once: right but slow here, tune for this very GPU"
+            )
 
     def launch(
         self,

@@ -252,6 +252,14 @@ DEVICE Ledger book_and_read(Ledger* ledger, Ledger entry) {
                : "l"(ledger), "l"(entry) : "memory");
   return before;
 }
+// The same by thread 0, without waiting for what it gives. The compiler takes an addition to one
+// address for one that many threads of the warp may make, adds theirs up and reads the result at once
+// to divide it; by the number of the lane, which is 0, it is an address of the thread.
+DEVICE Ledger book_and_read_later(Ledger* ledger, Ledger entry) {
+  unsigned lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return book_and_read(ledger + lane, entry);
+}
 
 // -- Shared memory --
 
@@ -735,9 +743,12 @@ struct RowPipeline {
     }
     copy_async_commit();
   }
+  // By an address that moves on here, too: of a copy with a priority, NVRTC 13.0 makes an illegal
+  // instruction where it takes the address apart into a register of the thread and one of the warp.
   DEVICE void start(const Schedule& schedule) {
-#pragma unroll
-    for (int s = 0; s < kAhead; ++s) fetch(schedule.ahead(s), first + s * kStageBytes);
+    unsigned char* into = first;
+#pragma unroll 1
+    for (int s = 0; s < kAhead; ++s, into += kStageBytes) fetch(schedule.ahead(s), into);
   }
   DEVICE void await() { copy_async_wait<kAhead - 1>(); }
   DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors],
@@ -1006,14 +1017,15 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
 // ---- The last to arrive sum ---------------------------------------------------------------------
 // A CTA's place follows from the order of arrivals: 0 for the last one, 1 for the one before it, and so
 // on. The columns are divided into slices, slice s for place s (modulo the number of CTAs). A CTA that
-// has a slice waits until all partial dw have arrived and sums it; the others leave at once.
+// has a slice waits until all CTAs have arrived and sums it; the others leave at once.
 //
 // Progress, whatever the grid and the number of CTAs that the device holds at once: nobody waits
 // without end for a CTA that might never run. The last to arrive waits for no arrival. Another waits
 // on when it has seen that all have started, because a CTA that has started goes on running and
-// arrives without waiting for anyone. Until it has seen that, it looks kPatience times; then it hands
-// its slices over to the last to arrive, and leaves, which gives its room on the device to others;
-// those that find an entry of this kind do so at once.
+// arrives without waiting for any other; but for those of its cluster, which run at the same time and
+// send it all sums of their rows before they come here. Until it has seen that, it looks kPatience
+// times; then it hands its slices over to the last to arrive, and leaves, which gives its room on the
+// device to others; those that find an entry of this kind do so at once.
 //
 // The ledger of a rank is one 64-bit word, so that all agree on the order of its entries:
 //   bits 0 to 19   starts
@@ -1038,6 +1050,8 @@ struct LastArrived : DwContext {
                           kHandover = 1ull << 44;
   static constexpr unsigned kPatience = 64;  // looks, some tens of microseconds
   static constexpr int kSlices = (kColumns + kTailColumns - 1) / kTailColumns;
+  // Floats from one row of the workspace to the next.
+  static constexpr long long kRowStride = static_cast<long long>(kCluster) * kPartialStride;
   // 32-bit words of one rank: the ledger, then the list; whole lines of 128 bytes.
   static constexpr int kLedgerWords = (2 + kSlices + 31) / 32 * 32;
 
@@ -1091,12 +1105,17 @@ struct LastArrived : DwContext {
     book_relaxed(ledger(), 0 - kHandover);
     return entry - 1;
   }
-  // Arrives by `arrive(ledger, entry)`, which gives the ledger before it, waits by `look(ledger)` and
-  // calls `sum(slice)`.
-  template <typename Arrive, typename Look, typename Sum>
-  DEVICE void finish_slices(unsigned participant, Arrive arrive, Look look, Sum sum) const {
+  // Arrives by `arrive(ledger, entry)`, which gives what the ledger said before, waits by
+  // `look(ledger)`, and sums its slices of `partials`, rows of all participants. `arrive` is called
+  // behind the partial dw of all threads of the CTA; one that has arrived before gives what it has
+  // read then.
+  template <typename Partials, typename Arrive, typename Look>
+  DEVICE void finish_slices(unsigned participant, const float* partials, Arrive arrive,
+                            Look look) const {
     const unsigned slices = (columns + kTailColumns - 1) / kTailColumns;
     unsigned* words = reinterpret_cast<unsigned*>(smem + kBroadcastOffset);
+    float* buffer = reinterpret_cast<float*>(smem + kTilesOffset);
+    const DwOutput out = own_dw();
     cta_barrier();
     if (threadIdx.x == 0) {
       const Ledger before = arrive(ledger(), arrival(participant));
@@ -1116,7 +1135,10 @@ struct LastArrived : DwContext {
     for (unsigned i = 0; i < places; ++i) {
       if (i > 0) place = broadcast(smem, threadIdx.x == 0 ? take_over(i - 1) : 0);
 #pragma unroll 1
-      for (unsigned slice = place; slice < slices; slice += participants) sum(slice);
+      for (unsigned slice = place; slice < slices; slice += participants)
+        sum_slice<kThreads, kTailColumns, Partials>(
+            partials, kRowStride, participants, static_cast<int>(slice) * kTailColumns, columns,
+            buffer, [&](int column, float total) { out.store(column, total); });
     }
   }
 };
@@ -1134,17 +1156,10 @@ struct DwStrategy : LastArrived {
   DEVICE void finish(const Rows& rows, const float (&partial)[kVectors][kElements],
                      unsigned participant) const {
     store_row_of(participant, rows, partial);
-    float* buffer = reinterpret_cast<float*>(smem + kTilesOffset);
-    const DwOutput out = own_dw();
-    finish_slices(
-        participant, [](Ledger* ledger, Ledger entry) { return book_in_order(ledger, entry); },
-        [](const Ledger* ledger) { return read_acquire(ledger); },
-        [&](unsigned slice) {
-          sum_slice<kThreads, kTailColumns>(
-              row(0), static_cast<long long>(kCluster) * kPartialStride, participants,
-              static_cast<int>(slice) * kTailColumns, columns, buffer,
-              [&](int column, float total) { out.store(column, total); });
-        });
+    finish_slices<CompleteRows>(
+        participant, row(0),
+        [](Ledger* ledger, Ledger entry) { return book_in_order(ledger, entry); },
+        [](const Ledger* ledger) { return read_acquire(ledger); });
   }
 };
 
@@ -1163,9 +1178,10 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
                   args.columns};
   RowPipeline pipeline(rows, smem);
   RowSum row_sum(smem);
-
   Schedule schedule{static_cast<long long>(participant) * kTeams + team_index(),
                     static_cast<long long>(participants) * kTeams};
+  // The first rows are asked for before the barrier below: who asks has set up the barriers of the
+  // stages itself, and nobody else looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
 

@@ -28,6 +28,9 @@ constexpr int kResidualBytes = 16;  // of the residual for one vector
 constexpr int kStageBarriers = 0;
 constexpr int kSumsOffset = 0;  // bytes into shared memory
 #define ROW_LOAD ".nc"
+#define ROW_POLICY ""
+#define ROW_HINT ""
+#define ROW_OPERAND ""
 #define ROW_STORE ""
 
 #ifndef NORMFORGE_HOST
@@ -77,25 +80,29 @@ DEVICE unsigned pack_fp16(float low, float high) {
 
 // -- Global memory --
 
-// Inputs that nobody writes during the kernel: the non-coherent path.
-#define LOAD_READ_ONLY(HINT)                                                                    \
+// Inputs that nobody writes during the kernel: the non-coherent path. POLICY, HINT and OPERAND: PTX
+// that makes a cache policy, what follows `ld.global`, and the policy's operand.
+#define LOAD_READ_ONLY(POLICY, HINT, OPERAND)                                                   \
   Packet<kBytes> packet;                                                                        \
   if constexpr (kBytes == 2) {                                                                  \
     unsigned short half;                                                                        \
-    asm volatile("ld.global" HINT ".u16 %0, [%1];" : "=h"(half) : "l"(from));                   \
+    asm volatile("{" POLICY "ld.global" HINT ".u16 %0, [%1]" OPERAND ";}"                       \
+                 : "=h"(half) : "l"(from));                                                     \
     packet.words[0] = half;                                                                     \
   } else if constexpr (kBytes == 4) {                                                           \
-    asm volatile("ld.global" HINT ".u32 %0, [%1];" : "=r"(packet.words[0]) : "l"(from));        \
+    asm volatile("{" POLICY "ld.global" HINT ".u32 %0, [%1]" OPERAND ";}"                       \
+                 : "=r"(packet.words[0]) : "l"(from));                                          \
   } else if constexpr (kBytes == 8) {                                                           \
-    asm volatile("ld.global" HINT ".v2.u32 {%0, %1}, [%2];"                                     \
+    asm volatile("{" POLICY "ld.global" HINT ".v2.u32 {%0, %1}, [%2]" OPERAND ";}"              \
                  : "=r"(packet.words[0]), "=r"(packet.words[1]) : "l"(from));                   \
   } else if constexpr (kBytes == 16) {                                                          \
-    asm volatile("ld.global" HINT ".v4.u32 {%0, %1, %2, %3}, [%4];"                             \
+    asm volatile("{" POLICY "ld.global" HINT ".v4.u32 {%0, %1, %2, %3}, [%4]" OPERAND ";}"      \
                  : "=r"(packet.words[0]), "=r"(packet.words[1]), "=r"(packet.words[2]),         \
                    "=r"(packet.words[3]) : "l"(from));                                          \
   } else {                                                                                      \
     static_assert(kBytes == 32, "vectors have 2 to 32 bytes");                                  \
-    asm volatile("ld.global" HINT ".v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8];"             \
+    asm volatile("{" POLICY "ld.global" HINT                                                    \
+                 ".v8.b32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8]" OPERAND ";}"                  \
                  : "=r"(packet.words[0]), "=r"(packet.words[1]), "=r"(packet.words[2]),         \
                    "=r"(packet.words[3]), "=r"(packet.words[4]), "=r"(packet.words[5]),         \
                    "=r"(packet.words[6]), "=r"(packet.words[7]) : "l"(from));                   \
@@ -104,10 +111,10 @@ DEVICE unsigned pack_fp16(float low, float high) {
 
 // x and dy, with the cache hint of the config.
 template <int kBytes> DEVICE Packet<kBytes> load_row(const void* from) {
-  LOAD_READ_ONLY(ROW_LOAD);
+  LOAD_READ_ONLY(ROW_POLICY, ROW_LOAD ROW_HINT, ROW_OPERAND);
 }
 template <int kBytes> DEVICE Packet<kBytes> load_weight(const void* from) {
-  LOAD_READ_ONLY(".nc");
+  LOAD_READ_ONLY("", ".nc", "");
 }
 DEVICE float load_rstd(const float* from) { return __ldg(from); }
 
@@ -166,6 +173,16 @@ DEVICE void add_workspace(float* to, float4 v) {
 #endif
 }
 
+// Four words of the workspace that tell by themselves whether they have arrived: a word whose bits
+// are all 0 is an empty place. Strong (relaxed) at gpu scope; each word is an access of its own (PTX ISA, memory
+// consistency model, vector data types).
+DEVICE void send_words(float* to, float4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y),
+               "f"(v.z), "f"(v.w) : "memory");
+}
+DEVICE float4 receive_words(const float* from) { return load_workspace(from); }
+DEVICE void empty_words(float* at) { send_words(at, make_float4(0.0f, 0.0f, 0.0f, 0.0f)); }
+
 // -- Counters in the workspace, at gpu scope --
 
 DEVICE unsigned load_acquire(const unsigned* counter) {
@@ -173,23 +190,59 @@ DEVICE unsigned load_acquire(const unsigned* counter) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   return value;
 }
+DEVICE unsigned load_relaxed(const unsigned* counter) {
+  unsigned value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
 DEVICE void store_release(unsigned* counter, unsigned value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
 }
-// For putting a counter back to its start value when nobody looks at it any more in this launch.
-DEVICE void store_counter(unsigned* counter, unsigned value) {
+DEVICE void store_relaxed(unsigned* counter, unsigned value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
-}
-// One of `count` arrivals; the last of them sets the counter back to 0.
-DEVICE void arrive(unsigned* counter, unsigned count) {
-  asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(counter), "r"(count - 1)
-               : "memory");
 }
 DEVICE unsigned take_ticket(unsigned* counter) {
   unsigned ticket;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(ticket) : "l"(counter)
                : "memory");
   return ticket;
+}
+
+// A ledger: a counter of 64 bits with several fields.
+using Ledger = unsigned long long;
+DEVICE Ledger read_acquire(const Ledger* ledger) {
+  Ledger value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(ledger) : "memory");
+  return value;
+}
+DEVICE Ledger read_relaxed(const Ledger* ledger) {
+  Ledger value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(ledger) : "memory");
+  return value;
+}
+DEVICE void book_relaxed(Ledger* ledger, Ledger entry) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(ledger), "l"(entry) : "memory");
+}
+// These give what the ledger said before the entry.
+DEVICE Ledger book_in_order(Ledger* ledger, Ledger entry) {
+  Ledger before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before)
+               : "l"(ledger), "l"(entry) : "memory");
+  return before;
+}
+DEVICE Ledger book_and_read(Ledger* ledger, Ledger entry) {
+  Ledger before;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before)
+               : "l"(ledger), "l"(entry) : "memory");
+  return before;
+}
+// The same by thread 0, without waiting for what it gives. The compiler takes an addition to one
+// address for one that many threads of the warp may make, adds theirs up and reads the result at once
+// to divide it; by the number of the lane, which is 0, it is an address of the thread.
+DEVICE Ledger book_and_read_later(Ledger* ledger, Ledger entry) {
+  unsigned lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return book_and_read(ledger + lane, entry);
 }
 
 // -- Shared memory --
@@ -258,15 +311,15 @@ DEVICE void named_barrier(unsigned id, unsigned threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// -- Per-thread asynchronous copies (sm_80) --
+// -- Per-thread asynchronous copies (sm_80): x, dy and the residual --
 
 template <int kBytes> DEVICE void copy_async(void* to, const void* from) {
   if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
-                 : "memory");
+    asm volatile("{" ROW_POLICY "cp.async.cg.shared.global" ROW_HINT " [%0], [%1], 16" ROW_OPERAND
+                 ";}" ::"r"(shared_address(to)), "l"(from) : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from),
-                 "n"(kBytes) : "memory");
+    asm volatile("{" ROW_POLICY "cp.async.ca.shared.global" ROW_HINT " [%0], [%1], %2" ROW_OPERAND
+                 ";}" ::"r"(shared_address(to)), "l"(from), "n"(kBytes) : "memory");
   }
 }
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -304,10 +357,12 @@ DEVICE void mbarrier_wait(unsigned long long* barrier, unsigned phase) {
   while (!mbarrier_try_wait(barrier, phase)) {
   }
 }
+// x, dy and the residual.
 DEVICE void bulk_load(void* to, const void* from, unsigned bytes, unsigned long long* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+  asm volatile("{" ROW_POLICY
+               "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes" ROW_HINT
+               " [%0], [%1], %2, [%3]" ROW_OPERAND ";}" ::"r"(shared_address(to)), "l"(from),
+               "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 DEVICE void bulk_store(float* to, const float* from, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),

@@ -236,6 +236,14 @@ DEVICE Ledger book_and_read(Ledger* ledger, Ledger entry) {
                : "l"(ledger), "l"(entry) : "memory");
   return before;
 }
+// The same by thread 0, without waiting for what it gives. The compiler takes an addition to one
+// address for one that many threads of the warp may make, adds theirs up and reads the result at once
+// to divide it; by the number of the lane, which is 0, it is an address of the thread.
+DEVICE Ledger book_and_read_later(Ledger* ledger, Ledger entry) {
+  unsigned lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return book_and_read(ledger + lane, entry);
+}
 
 // -- Shared memory --
 

@@ -42,6 +42,7 @@ constexpr int kSumsOffset = 64;  // bytes into shared memory
 constexpr int kWeightOffset = 320;
 constexpr int kBroadcastOffset = 320;
 constexpr int kTilesOffset = 384;
+constexpr int kArrivesEarly = 0;  // a CTA, when it begins its last rows
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
@@ -251,6 +252,14 @@ DEVICE Ledger book_and_read(Ledger* ledger, Ledger entry) {
   asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before)
                : "l"(ledger), "l"(entry) : "memory");
   return before;
+}
+// The same by thread 0, without waiting for what it gives. The compiler takes an addition to one
+// address for one that many threads of the warp may make, adds theirs up and reads the result at once
+// to divide it; by the number of the lane, which is 0, it is an address of the thread.
+DEVICE Ledger book_and_read_later(Ledger* ledger, Ledger entry) {
+  unsigned lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return book_and_read(ledger + lane, entry);
 }
 
 // -- Shared memory --
@@ -731,7 +740,7 @@ struct RowPipeline {
       for (int s = 0; s < kStages; ++s) mbarrier_init(&landed[s], 1);
       mbarrier_init_fence();
     }
-    // The barrier behind the constructor publishes them to the team.
+    // They are published to the team by a barrier before the first wait.
   }
   DEVICE void fetch(long long batch, int into) {
     if (batch >= rows.batches) return;
@@ -1036,14 +1045,15 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
 // ---- The last to arrive sum ---------------------------------------------------------------------
 // A CTA's place follows from the order of arrivals: 0 for the last one, 1 for the one before it, and so
 // on. The columns are divided into slices, slice s for place s (modulo the number of CTAs). A CTA that
-// has a slice waits until all partial dw have arrived and sums it; the others leave at once.
+// has a slice waits until all CTAs have arrived and sums it; the others leave at once.
 //
 // Progress, whatever the grid and the number of CTAs that the device holds at once: nobody waits
 // without end for a CTA that might never run. The last to arrive waits for no arrival. Another waits
 // on when it has seen that all have started, because a CTA that has started goes on running and
-// arrives without waiting for anyone. Until it has seen that, it looks kPatience times; then it hands
-// its slices over to the last to arrive, and leaves, which gives its room on the device to others;
-// those that find an entry of this kind do so at once.
+// arrives without waiting for any other; but for those of its cluster, which run at the same time and
+// send it all sums of their rows before they come here. Until it has seen that, it looks kPatience
+// times; then it hands its slices over to the last to arrive, and leaves, which gives its room on the
+// device to others; those that find an entry of this kind do so at once.
 //
 // The ledger of a rank is one 64-bit word, so that all agree on the order of its entries:
 //   bits 0 to 19   starts
@@ -1068,6 +1078,8 @@ struct LastArrived : DwContext {
                           kHandover = 1ull << 44;
   static constexpr unsigned kPatience = 64;  // looks, some tens of microseconds
   static constexpr int kSlices = (kColumns + kTailColumns - 1) / kTailColumns;
+  // Floats from one row of the workspace to the next.
+  static constexpr long long kRowStride = static_cast<long long>(kCluster) * kPartialStride;
   // 32-bit words of one rank: the ledger, then the list; whole lines of 128 bytes.
   static constexpr int kLedgerWords = (2 + kSlices + 31) / 32 * 32;
 
@@ -1121,12 +1133,17 @@ struct LastArrived : DwContext {
     book_relaxed(ledger(), 0 - kHandover);
     return entry - 1;
   }
-  // Arrives by `arrive(ledger, entry)`, which gives the ledger before it, waits by `look(ledger)` and
-  // calls `sum(slice)`.
-  template <typename Arrive, typename Look, typename Sum>
-  DEVICE void finish_slices(unsigned participant, Arrive arrive, Look look, Sum sum) const {
+  // Arrives by `arrive(ledger, entry)`, which gives what the ledger said before, waits by
+  // `look(ledger)`, and sums its slices of `partials`, rows of all participants. `arrive` is called
+  // behind the partial dw of all threads of the CTA; one that has arrived before gives what it has
+  // read then.
+  template <typename Partials, typename Arrive, typename Look>
+  DEVICE void finish_slices(unsigned participant, const float* partials, Arrive arrive,
+                            Look look) const {
     const unsigned slices = (columns + kTailColumns - 1) / kTailColumns;
     unsigned* words = reinterpret_cast<unsigned*>(smem + kBroadcastOffset);
+    float* buffer = reinterpret_cast<float*>(smem + kTilesOffset);
+    const DwOutput out = own_dw();
     cta_barrier();
     if (threadIdx.x == 0) {
       const Ledger before = arrive(ledger(), arrival(participant));
@@ -1146,7 +1163,10 @@ struct LastArrived : DwContext {
     for (unsigned i = 0; i < places; ++i) {
       if (i > 0) place = broadcast(smem, threadIdx.x == 0 ? take_over(i - 1) : 0);
 #pragma unroll 1
-      for (unsigned slice = place; slice < slices; slice += participants) sum(slice);
+      for (unsigned slice = place; slice < slices; slice += participants)
+        sum_slice<kThreads, kTailColumns, Partials>(
+            partials, kRowStride, participants, static_cast<int>(slice) * kTailColumns, columns,
+            buffer, [&](int column, float total) { out.store(column, total); });
     }
   }
 };
@@ -1160,15 +1180,18 @@ struct LastArrived : DwContext {
 //
 // Order of memory: none between words is needed, since each is looked at for itself. A word that is
 // not 0 was sent in this launch: whatever used the workspace before left it 0, and this grid starts
-// after the end of that one. A
-// vector access is four accesses of one word each, relaxed at gpu scope, hence morally strong: a
-// thread that has seen a word does not see its place empty before it empties it (coherence of
-// reads), and its 0 comes after the word it has seen (coherence of read and write). Each word has
-// one sender, which writes it once, and one receiver in a launch, so nothing touches its place after
-// that.
+// after the end of that one. A vector access is four accesses of one word each, relaxed at gpu scope,
+// hence morally strong: a thread that has seen a word does not see its place empty before it empties
+// it (coherence of reads), and its 0 comes after the word it has seen (coherence of read and write).
+// Each word has one sender, which writes it once, and one receiver in a launch, so nothing touches its
+// place after that.
+//
 // The ledger tells who waits and that a CTA may wait. That all have arrived is a hint here, which
-// keeps thousands of threads from asking for words that are on their way (without it the kernel is
-// 0.4 to 2.5 us slower): no word is taken for arrived because of it.
+// keeps thousands of threads from asking for words long before they are sent (without it the kernel is
+// 0.4 to 2.5 us slower): no word is taken for arrived because of it. So a CTA may as well arrive early,
+// when it begins its last rows, and read the ledger's answer when it has sent its words: it goes on to
+// send them without waiting for any other CTA (of its own cluster, as last_arrived.cuh says), which is
+// all that those who wait rely on.
 // Places and ledger are 0 before the first launch and after each.
 // Determinism class gpu_to_gpu: who sums depends on timing, the order of the sum does not.
 
@@ -1202,24 +1225,28 @@ struct ArrivingRows {
 };
 
 struct DwStrategy : LastArrived {
+  Ledger before_arrival = 0;  // thread 0's
+
+  // Arrives early. A team calls it before its last batch; the first team does the arriving, since no
+  // CTA is launched whose first team has no batch (plan_launch in generator/runtime/plan.py). One that
+  // never arrived would keep all others waiting.
+  DEVICE void announce(unsigned participant) {
+    if (threadIdx.x == 0 && output.base != nullptr)
+      before_arrival = book_and_read_later(ledger(), arrival(participant));
+  }
   DEVICE void finish(const Rows& rows, const float (&partial)[kVectors][kElements],
                      unsigned participant) const {
-    constexpr long long kStride = static_cast<long long>(kCluster) * kPartialStride;
     float* places = zeroed + rank * kPartialStride;
-    each_partial(places + participant * kStride, rows, partial, [](float* to, float4 sums) {
+    each_partial(places + participant * kRowStride, rows, partial, [](float* to, float4 sums) {
       send_words(to, make_float4(message(sums.x), message(sums.y), message(sums.z),
                                  message(sums.w)));
     });
-    float* buffer = reinterpret_cast<float*>(smem + kTilesOffset);
-    const DwOutput out = own_dw();
-    finish_slices(
-        participant, [](Ledger* ledger, Ledger entry) { return book_and_read(ledger, entry); },
-        [](const Ledger* ledger) { return read_relaxed(ledger); },
-        [&](unsigned slice) {
-          sum_slice<kThreads, kTailColumns, ArrivingRows>(
-              places, kStride, participants, static_cast<int>(slice) * kTailColumns, columns, buffer,
-              [&](int column, float total) { out.store(column, total); });
-        });
+    finish_slices<ArrivingRows>(
+        participant, places,
+        [&](Ledger* ledger, Ledger entry) {
+          return kArrivesEarly ? before_arrival : book_and_read(ledger, entry);
+        },
+        [](const Ledger* ledger) { return read_relaxed(ledger); });
   }
 };
 
@@ -1238,13 +1265,15 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
                   args.columns};
   RowPipeline pipeline(rows, smem);
   RowSum row_sum(smem);
-  // Nobody may send to a CTA of the cluster before it runs and its barriers are set up.
-  cluster_barrier();
-
   Schedule schedule{static_cast<long long>(participant) * kTeams + team_index(),
                     static_cast<long long>(participants) * kTeams};
+  // The first rows are asked for before the barrier below: who asks has set up the barriers of the
+  // stages itself, and nobody else looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
+  // Nobody may send to a CTA of the cluster before it runs and its barriers are set up. What else was
+  // written to shared memory so far is published as well.
+  cluster_barrier();
 
   // 1 / N, rounded once.
   float inverse_columns = 1.0f / kRowColumns;

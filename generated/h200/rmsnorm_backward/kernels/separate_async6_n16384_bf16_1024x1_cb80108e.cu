@@ -252,6 +252,14 @@ DEVICE Ledger book_and_read(Ledger* ledger, Ledger entry) {
                : "l"(ledger), "l"(entry) : "memory");
   return before;
 }
+// The same by thread 0, without waiting for what it gives. The compiler takes an addition to one
+// address for one that many threads of the warp may make, adds theirs up and reads the result at once
+// to divide it; by the number of the lane, which is 0, it is an address of the thread.
+DEVICE Ledger book_and_read_later(Ledger* ledger, Ledger entry) {
+  unsigned lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return book_and_read(ledger + lane, entry);
+}
 
 // -- Shared memory --
 
@@ -756,9 +764,12 @@ struct RowPipeline {
     }
     copy_async_commit();
   }
+  // By an address that moves on here, too: of a copy with a priority, NVRTC 13.0 makes an illegal
+  // instruction where it takes the address apart into a register of the thread and one of the warp.
   DEVICE void start(const Schedule& schedule) {
-#pragma unroll
-    for (int s = 0; s < kAhead; ++s) fetch(schedule.ahead(s), first + s * kStageBytes);
+    unsigned char* into = first;
+#pragma unroll 1
+    for (int s = 0; s < kAhead; ++s, into += kStageBytes) fetch(schedule.ahead(s), into);
   }
   DEVICE void await() { copy_async_wait<kAhead - 1>(); }
   DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors],
@@ -800,8 +811,8 @@ struct RowPipeline {
 // ---- The weight -----------------------------------------------------------------------------
 
 // A copy in shared memory, in chunks of up to 16 bytes that lie beside those of the next thread (no
-// bank conflicts). The threads of one row write what those of every row read; the CTA barrier before
-// the first row publishes it.
+// bank conflicts). The threads of one row write what those of every row read; the barrier before the
+// first row publishes it.
 struct Weight {
   static constexpr int kChunk = kWeightBytes < 16 ? kWeightBytes : 16;
   static constexpr int kChunks = kWeightBytes / kChunk;
@@ -1092,14 +1103,15 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
                   args.columns};
   RowPipeline pipeline(rows, smem);
   RowSum row_sum(smem);
-  // Nobody may send to a CTA of the cluster before it runs and its barriers are set up.
-  cluster_barrier();
-
   Schedule schedule{static_cast<long long>(participant) * kTeams + team_index(),
                     static_cast<long long>(participants) * kTeams};
+  // The first rows are asked for before the barrier below: who asks has set up the barriers of the
+  // stages itself, and nobody else looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
-  cta_barrier();
+  // Nobody may send to a CTA of the cluster before it runs and its barriers are set up. What else was
+  // written to shared memory so far is published as well.
+  cluster_barrier();
 
   // 1 / N, rounded once.
   float inverse_columns = 1.0f / kRowColumns;

@@ -252,6 +252,14 @@ DEVICE Ledger book_and_read(Ledger* ledger, Ledger entry) {
                : "l"(ledger), "l"(entry) : "memory");
   return before;
 }
+// The same by thread 0, without waiting for what it gives. The compiler takes an addition to one
+// address for one that many threads of the warp may make, adds theirs up and reads the result at once
+// to divide it; by the number of the lane, which is 0, it is an address of the thread.
+DEVICE Ledger book_and_read_later(Ledger* ledger, Ledger entry) {
+  unsigned lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return book_and_read(ledger + lane, entry);
+}
 
 // -- Shared memory --
 
@@ -731,7 +739,7 @@ struct RowPipeline {
       for (int s = 0; s < kStages; ++s) mbarrier_init(&landed[s], 1);
       mbarrier_init_fence();
     }
-    // The barrier behind the constructor publishes them to the team.
+    // They are published to the team by a barrier before the first wait.
   }
   DEVICE void fetch(long long batch, int into) {
     if (batch >= rows.batches) return;
@@ -1079,13 +1087,15 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
                   args.columns};
   RowPipeline pipeline(rows, smem);
   RowSum row_sum(smem);
-  // Nobody may send to a CTA of the cluster before it runs and its barriers are set up.
-  cluster_barrier();
-
   Schedule schedule{static_cast<long long>(participant) * kTeams + team_index(),
                     static_cast<long long>(participants) * kTeams};
+  // The first rows are asked for before the barrier below: who asks has set up the barriers of the
+  // stages itself, and nobody else looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
+  // Nobody may send to a CTA of the cluster before it runs and its barriers are set up. What else was
+  // written to shared memory so far is published as well.
+  cluster_barrier();
 
   // 1 / N, rounded once.
   float inverse_columns = 1.0f / kRowColumns;
