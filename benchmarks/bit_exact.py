@@ -14,7 +14,6 @@ Exit code 0 when every bit of every compared variant agrees.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import random
@@ -33,6 +32,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.results import write_json  # noqa: E402
 from generator.compile import compile_variant, nvrtc_version  # noqa: E402
 from generator.emulate import Layout, Schedule, find_compiler, run_schedules  # noqa: E402
 from generator.emulate.check import CPU, plan  # noqa: E402
@@ -283,8 +283,7 @@ def main() -> int:
         "outcomes": dict(outcomes),
         "cases": [rows[index] for index in sorted(rows)],
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(options.out, report)
     summary = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
     print(f"{summary} in {report['seconds']} s; written to {options.out}")
     return 0 if set(outcomes) <= {"equal", "skipped"} and outcomes["equal"] else 1

@@ -14,7 +14,6 @@ Exit code: 2 for bad input or without the GPU of the studies.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
@@ -28,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from benchmarks.results import write_json  # noqa: E402
 from generator.compile import compile_variant  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
 from generator.measure import Operation, Timer  # noqa: E402
@@ -177,10 +177,10 @@ def main(argv: list[str] | None = None) -> int:
         problems, target = load_problems(args.shapes), find_target(args.gpu)
         studies = read(args.studies)
         document = measure({p: choose(studies, p, target.name) for p in problems}, target)
+        write_json(args.out, document)
     except NormforgeError as error:
         print(f"cache_hints.py: {error}", file=sys.stderr)
         return 2
-    args.out.write_text(json.dumps(document, indent=1) + "\n")
     print(table(document["rows"]))
     return 0
 

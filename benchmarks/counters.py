@@ -23,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.results import write_json  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
 
@@ -58,15 +59,14 @@ def main(argv: list[str] | None = None) -> int:
         if args.inside:
             run(args.module, problems)
             return 0
-        rows = count(args.module, args.shapes, problems)
+        document = {"module": str(args.module), "rows": count(args.module, args.shapes, problems)}
+        if args.out:
+            write_json(args.out, document)
+        else:
+            print(json.dumps(document, indent=1))
     except NormforgeError as error:
         print(f"counters.py: {error}", file=sys.stderr)
         return 2
-    text = json.dumps({"module": str(args.module), "rows": rows}, indent=1) + "\n"
-    if args.out:
-        args.out.write_text(text)
-    else:
-        print(text)
     return 0
 
 

@@ -33,6 +33,7 @@ import torch  # noqa: E402
 from torch.nn.functional import rms_norm  # noqa: E402
 
 from benchmarks.harness import BLOCKS, ROUNDS, host_time, sentence  # noqa: E402
+from benchmarks.results import write_json  # noqa: E402
 from generator.emit import emit_package  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
 from generator.forward_measure import EPS, ForwardInputs, forward_inputs  # noqa: E402
@@ -194,10 +195,7 @@ def write(path: Path, rows: list[dict[str, Any]], device: int) -> None:
         "torch": torch.__version__,
         "harness": {"blocks": BLOCKS, "rounds": ROUNDS, "floor": "torch.mul(x, 1.5, out=y)"},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n")
-    part.replace(path)
+    write_json(path, {"environment": facts, "rows": rows})
 
 
 def say(text: str) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.results import write_json
 from generator.problem import Problem
 from generator.runtime import cuda
 from generator.runtime.api import Package
@@ -291,10 +292,10 @@ def main() -> None:
     parser.add_argument("--shape", default="4096x256:bf16")
     parser.add_argument("--out", type=Path, help="also write the document to this file")
     options = parser.parse_args()
-    text = json.dumps(run(Package(options.package), Problem.parse(options.shape)), indent=1)
-    print(text)
+    document = run(Package(options.package), Problem.parse(options.shape))
+    print(json.dumps(document, indent=1))
     if options.out:
-        options.out.write_text(text + "\n")
+        write_json(options.out, document)
 
 
 if __name__ == "__main__":

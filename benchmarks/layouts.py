@@ -14,7 +14,6 @@ written after each group. Exit code: 2 for bad input or without a GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -36,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.peers import choose_peers  # noqa: E402
+from benchmarks.results import write_json  # noqa: E402
 from generator.compile import Compiled, compile_variant  # noqa: E402
 from generator.compile_pool import CompilePool  # noqa: E402
 from generator.derived import DERIVED  # noqa: E402
@@ -265,7 +265,7 @@ def run(args: argparse.Namespace, gpu: Supply, target: Target, pool: Pool, until
                 print(f"  {row['mean']:.3f} {row['ratios']} {row['layout']}")
             best = [row["layout"] for row in found["best"][:1]]
             winners[size, columns] = {n: m for n, m in made.items() if str(layout_of(m[0])) in best}
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(args.out, document)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -101,11 +101,17 @@ class Results:
     def write(self) -> None:
         """Replace the file in one step. Raises NormforgeError when it cannot be written."""
         document = {"environment": self.environment, "rows": self.rows}
-        write_text(self.path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+        write_json(self.path, document)
+
+
+def write_json(path: Path, document: object) -> None:
+    """Write a document as `write_text` does."""
+    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a reader, and a crash, see the old one or the new one."""
+    """Write a file so that a reader, and a crash, see the old one or the new one. Makes its folder.
+    Raises NormforgeError when it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

@@ -27,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.results import write_json  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
 from generator.winner import TIE  # noqa: E402
 
@@ -158,11 +159,11 @@ def main(arguments: list[str] | None = None) -> int:
         judge, facts = (None, {}) if args.judge is None else judge_on(args.judge, one["gpu"])
         result = compare(one, many, args.devices, judge)
         result["environment"] = facts
+        if args.out:
+            write_json(args.out, result)
     except NormforgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
     seconds = result["seconds"]
     print(
         f"{result['shapes']} shapes: {seconds[0]:.0f} s on one GPU, {seconds[1]:.0f} s on "

@@ -14,7 +14,6 @@ command, which times all shapes again. Exit code: 1 when `--seconds` left shapes
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
@@ -28,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from benchmarks.results import write_text  # noqa: E402
+from benchmarks.results import write_json  # noqa: E402
 from generator.budget import Budget  # noqa: E402
 from generator.compile import compile_variant  # noqa: E402
 from generator.compile_pool import CompilePool  # noqa: E402
@@ -180,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
         rows.append({"unknown": kind, **row})
         print(kind, row["shape"], row["how"], row["ours_over_tuned"], row["ours_over_aten"])
         document = {"environment": facts, "trials": args.trials, "rows": rows}
-        write_text(args.out, json.dumps(document, indent=1) + "\n")
+        write_json(args.out, document)
     left = len(cases) - len(found)
     if left:
         print(f"untuned.py: {left} shapes are left", file=sys.stderr)

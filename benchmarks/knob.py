@@ -1,0 +1,177 @@
+#!/usr/bin/env python3
+"""What one knob does: the best configs of a study with each of its values, side by side.
+
+    python benchmarks/knob.py arrival --shapes 4096x256:bf16,4096x4096:bf16 --out arrival.json
+
+For every shape the fastest deterministic configs of its studies for which the knob has at least two
+legal values are compiled with each of them and checked against float64. Those that may run are
+timed in one block with the floor, `torch.add(x, dy, out=dx)`. The file is written after each shape.
+Exit code: 1 where a shape has no times, 2 for bad input or without the GPU of the studies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from datetime import datetime, timezone
+from operator import truediv
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.results import write_json  # noqa: E402
+from generator.compile import compile_variant  # noqa: E402
+from generator.compile_pool import CompilePool  # noqa: E402
+from generator.errors import NormforgeError, ProblemError  # noqa: E402
+from generator.evaluator import Pool, refuse  # noqa: E402
+from generator.problem import Problem, load_problems  # noqa: E402
+from generator.space import Space  # noqa: E402
+from generator.space_file import load_space  # noqa: E402
+from generator.studies import Study, read_studies  # noqa: E402
+from generator.supply import Supply  # noqa: E402
+from generator.target import Target, match_device  # noqa: E402
+from generator.variant import Config, make_variant  # noqa: E402
+from generator.worker import Candidate, Job, WorkerLostError  # noqa: E402
+
+Family = Mapping[int | str, Config]
+"""One config with each value of the knob, by the value."""
+
+
+def families(
+    space: Space, knob: str, studies: Iterable[Study], problem: Problem, target: Target, count: int
+) -> list[Family]:
+    """The fastest `count` configs that may win, each with the legal values of the knob."""
+    (values,) = [each.choices for each in space.knobs if each.name == knob]
+    own = [
+        s for s in studies if (s.problem, s.gpu, s.evidence) == (problem, target.name, "measured")
+    ]
+    ranked = sorted((record for study in own for record in study.ranked), key=lambda r: r.ratio)
+    found: list[Family] = []
+    for record in ranked:
+        family = {}
+        for value in values:
+            config = space.normalize({**record.config, knob: value}, problem, target)
+            if config[knob] == value and not space.reject(config, problem, target):
+                family[value] = config
+        if len(family) > 1 and family not in found:
+            found.append(family)
+        if len(found) == count:
+            break
+    return found
+
+
+def measure(
+    gpu: Supply, pool: Pool, problem: Problem, target: Target, knob: str, family: Family
+) -> list[dict[str, Any]]:
+    """Rows of one config: `value` of the knob with µs, the floor's in the same block and the ratio
+    (medians over the rounds, of the ratio within a round), or why there are none."""
+    variants = {value: make_variant(config, problem) for value, config in family.items()}
+    futures = {value: pool.submit(variant) for value, variant in variants.items()}
+    rows: dict[int | str, dict[str, Any]] = {}
+    runnable: dict[int | str, Candidate] = {}
+    for value, variant in variants.items():
+        compiled = pool.result(variant, futures[value])
+        rest = {name: each for name, each in family[value].items() if name != knob}
+        rows[value] = {"shape": str(problem), "config": rest, "value": value}
+        result = refuse(variant, compiled, problem, target)
+        candidate = Candidate(compiled.cubin, variant.spec(target.sms))
+        if result is None:
+            try:
+                result = gpu.call(Job("evaluate", problem, (candidate,))).result
+            except WorkerLostError as lost:
+                rows[value]["fault"] = f"{lost.outcome}: {lost.note}"
+                continue
+        assert result is not None
+        if result.outcome != "ok":
+            rows[value]["fault"] = f"{result.outcome}: {result.note}"
+            continue
+        runnable[value] = candidate
+    if runnable:
+        try:
+            block = gpu.call(Job("interleave", problem, tuple(runnable.values()))).block or []
+        except WorkerLostError as lost:
+            for value in runnable:
+                rows[value]["fault"] = f"{lost.outcome}: {lost.note}"
+        else:
+            for value, times in zip(runnable, block[1:], strict=True):
+                ratio = median(map(truediv, times, block[0]))
+                rows[value] |= {"us": round(median(times), 3), "ratio": round(ratio, 4)}
+                rows[value]["floor_us"] = round(median(block[0]), 3)
+    return list(rows.values())
+
+
+def table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """One line for each row; the rows of one config are beside each other."""
+    return "\n".join(
+        f"  {row['value']!s:12}"
+        + (f"{row['us']:9.2f} us {row['ratio']:7.3f}" if "us" in row else f" {row['fault']}")
+        for row in rows
+    )
+
+
+def run(args: argparse.Namespace, gpu: Supply, target: Target, pool: Pool, space: Space) -> int:
+    """Measure all shapes; the exit code. Raises NormforgeError."""
+    studies = read_studies(args.studies or str(ROOT / "generated" / target.name))
+    same = ("sms", "driver", "cuda_driver", "torch")
+    environment = {"gpu": gpu.facts["name"], **{name: gpu.facts[name] for name in same}}
+    environment["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    rows: list[dict[str, Any]] = []
+    timed = set()
+    problems = load_problems(args.shapes)
+    for problem in problems:
+        found = families(space, args.knob, studies, problem, target, args.configs)
+        if not found:
+            print(f"{problem}: no measured config has two values of {args.knob}", file=sys.stderr)
+        for family in found:
+            try:
+                own = measure(gpu, pool, problem, target, args.knob, family)
+            except ProblemError as error:
+                print(error, file=sys.stderr)
+                break
+            rows += own
+            print(f"{problem} {make_variant(next(iter(family.values())), problem)}")
+            print(table(own))
+            if any("us" in row for row in own):
+                timed.add(problem)
+        write_json(args.out, {"environment": environment, "knob": args.knob, "rows": rows})
+    return 0 if len(timed) == len(problems) else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("knob", help="of search_spaces/rmsnorm_backward.yaml")
+    parser.add_argument("--shapes", required=True, help="as for tune.py")
+    parser.add_argument("--configs", type=int, default=3, help="of each shape")
+    parser.add_argument("--studies", help="a folder or a URL; generated/<gpu> by default")
+    parser.add_argument("--gpu", default="auto", help="must be the one of this machine")
+    parser.add_argument("--out", type=Path, required=True, help="the results file, .json")
+    args = parser.parse_args(argv)
+    try:
+        space = load_space()
+        names = [knob.name for knob in space.knobs]
+        if args.knob not in names:
+            raise NormforgeError(f"the space has no knob '{args.knob}', but {', '.join(names)}")
+        load_problems(args.shapes)
+        with closing(Supply(0)) as gpu:
+            target = match_device(gpu.facts["name"], gpu.facts["sms"])
+            if target is None or args.gpu not in ("auto", target.name):
+                raise NormforgeError(f"no --gpu {args.gpu}: this machine has a {gpu.facts['name']}")
+            processes = max(1, len(os.sched_getaffinity(0)) - 1)
+            with CompilePool(target.arch, processes, compile=compile_variant) as pool:
+                return run(args, gpu, target, pool, space)
+    except NormforgeError as error:
+        print(f"knob.py: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
