@@ -86,8 +86,10 @@ class Guesser:
             for value in knob.choices:
                 self._places[knob.name, value] = len(self._places)
         self._weights = [WEIGHTS.get(name, OTHER_WEIGHT) for name in self._names]
-        if sum(self._weights) > np.iinfo(np.uint8).max:  # a space of someone's own with many knobs
-            self._weights = [1] * len(self._names)
+        total, most = sum(self._weights), int(np.iinfo(np.uint8).max)
+        if total > most:  # by knobs that have no weight: smaller ones in proportion, none of them 0
+            room = most - len(self._weights)
+            self._weights = [1 + weight * room // total for weight in self._weights]
         self._process = _Process(sum(self._weights))
         self._known: list[int] = []  # numbers of the records behind the process
         self._estimated = 0  # how many they were when it was estimated

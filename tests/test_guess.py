@@ -246,3 +246,16 @@ def test_few_variances_are_computed_once_most_candidates_are_known(
     monkeypatch.setattr(guess._Process, "spread", spread)
     guesser.best(RECORDS[:39], keys(r.config for r in RECORDS[:39]), [], candidates)
     assert 0 < computed <= len(candidates) / 4
+
+
+def test_weights_that_are_too_many_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [WEIGHTS.get(knob.name, OTHER_WEIGHT) for knob in SPACE.knobs]
+    assert Guesser(SPACE)._weights == given
+    monkeypatch.setattr(guess, "OTHER_WEIGHT", 40)
+    large = [WEIGHTS.get(knob.name, 40) for knob in SPACE.knobs]
+    kept = Guesser(SPACE)._weights
+    assert sum(large) > 255 >= sum(kept) > 200
+    assert all(weight > 0 for weight in kept)
+    for a, b in zip(sorted(range(len(large)), key=large.__getitem__), sorted(kept), strict=True):
+        assert kept[a] == b
+    assert guessed(RECORDS, [], DRAWN[:3]) in DRAWN[:3]
