@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from math import exp, log
+from math import exp, isfinite, log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -150,6 +150,8 @@ def measure(problem: Problem, forward: Forward, timer: Timer) -> dict[str, Any]:
                 cells[name] = {}
                 if name != "ours_residual":
                     error = (y[few].double() - exact).norm() / exact.norm()
+                    if not isfinite(error):
+                        raise ValueError("y has numbers that are not finite")
                     cells[name]["error_y"] = float(error)
                 timer.block([call], 1)
                 calls[name] = call

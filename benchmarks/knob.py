@@ -48,15 +48,20 @@ def families(
 ) -> list[Family]:
     """The fastest `count` configs that may win, each with the legal values of the knob."""
     (values,) = [each.choices for each in space.knobs if each.name == knob]
-    own = [
-        s for s in studies if (s.problem, s.gpu, s.evidence) == (problem, target.name, "measured")
-    ]
+    place = (problem, target.name, target.sms, "measured")
+    own = [s for s in studies if (s.problem, s.gpu, s.sms, s.evidence) == place]
     ranked = sorted((record for study in own for record in study.ranked), key=lambda r: r.ratio)
     found: list[Family] = []
+    names = {each.name for each in space.knobs}
     for record in ranked:
+        if record.config.keys() != names:
+            continue  # of another space: what it left open was not measured
         family = {}
         for value in values:
-            config = space.normalize({**record.config, knob: value}, problem, target)
+            try:
+                config = space.normalize({**record.config, knob: value}, problem, target)
+            except NormforgeError:  # a value that the space no longer has
+                break
             if config[knob] == value and not space.reject(config, problem, target):
                 family[value] = config
         if len(family) > 1 and family not in found:
@@ -156,6 +161,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the results file, .json")
     args = parser.parse_args(argv)
     try:
+        if args.configs < 1:
+            raise NormforgeError(f"--configs {args.configs}: at least 1 config of a shape is timed")
         space = load_space()
         names = [knob.name for knob in space.knobs]
         if args.knob not in names:

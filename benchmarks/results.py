@@ -105,14 +105,22 @@ class Results:
 
 
 def write_json(path: Path, document: object) -> None:
-    """Write a document as `write_text` does."""
-    write_text(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    """Write a document as `write_text` does. Raises NormforgeError for NaN and infinity as well."""
+    try:
+        text = json.dumps(document, indent=1, allow_nan=False)
+    except ValueError as error:
+        raise NormforgeError(f"cannot write {path}: {error}") from error
+    write_text(path, text + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a file so that a reader, and a crash, see the old one or the new one. Makes its folder.
     Raises NormforgeError when it cannot be written."""
+    path = path.resolve()  # a link keeps pointing to what is written
     try:
+        if path.exists() and not path.is_file():  # /dev/null, a pipe
+            path.write_text(text)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         temporary = Path(name)

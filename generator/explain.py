@@ -13,8 +13,7 @@ from generator.space import Space
 from generator.store import Record
 from generator.studies import Study, flavour
 from generator.target import Target
-from generator.variant import Config, determinism_class
-from generator.winner import TIE
+from generator.variant import Config, determinism_class, make_variant
 
 Values = dict[str, int | str]
 
@@ -131,7 +130,7 @@ class Explanation:
         broken = self._broken(config)
         if broken:
             return Verdict("illegal", (*broken, self._way_out(given)), config, best=best)
-        record = next((r for known, r in self._known if known == config), None)
+        record = next((r for known, r in self._known if known == config), self._final(config))
         if record is not None:
             kind, sentence = self._judge(config, record)
             return Verdict(kind, (sentence,), config, self._timed(record), best=best)
@@ -147,6 +146,14 @@ class Explanation:
         )
         answer.append(f"the nearest that was tried has {differences}")
         return Verdict("never_tried", tuple(answer), config, None, self._timed(near[1]), best)
+
+    def _final(self, config: Config) -> Record | None:
+        """A config of the finals as a record, whether or not a trial of this study tried it."""
+        for known, result in self.study.finals:
+            if self._today(known) == config:
+                name = make_variant(config, self.study.problem).id
+                return Record(config, name, result, "finals", 0.0)
+        return None
 
     def _judge(self, config: Config, record: Record) -> tuple[str, str]:
         """Kind and sentence for a config that was tried."""
@@ -166,8 +173,13 @@ class Explanation:
             behind = final.ratio / reference - 1
             if study.winner and any(self._today(t.config) == config for t in study.winner.tied):
                 return "tied", (
-                    f"within {TIE:.0%} of the best in the finals, {_signed(behind)} to the winner: "
-                    "a tie, which goes to the first in the order of the space"
+                    f"{_signed(behind)} to the winner in the finals: counts as equal, and then one "
+                    "launch comes before two and the first in the order of the space wins"
+                )
+            if behind < 0:
+                return "tied", (
+                    f"{_signed(behind)} to the winner in the finals, which is worth less than the "
+                    "launch that the winner saves"
                 )
             return "slower", f"{_signed(behind)} in the finals, side by side with the winner"
         if result.ratio is None:

@@ -150,14 +150,24 @@ def choose(
         if config != incumbent:
             continue
         if place in tied and launches(config) == launches(finals[tied[0]][0]):
-            return Choice(place, tuple(tied), "the incumbent: not beaten by more than 1 %")
+            behind = times[place] / best - 1
+            stays = f"{behind:.1%} behind the fastest, in one launch instead of two"
+            if behind <= TIE:
+                stays = "not beaten by more than 1 %"
+            return Choice(place, tuple(tied), f"the incumbent: {stays}")
         if place in tied:
             before = "counts as fast as the incumbent, in one launch instead of two: "
         elif place in times:
-            before = f"beat the incumbent by {times[place] / best - 1:.1%}: "
+            gap = times[place] / times[tied[0]] - 1
+            before = f"beat the incumbent by {gap:.1%}: "
+            if gap <= 0:
+                before = f"the incumbent is {times[place] / best - 1:.1%} behind the fastest: "
         else:
             before = f"the incumbent failed in the finals ({result.outcome}): "
-    if len(tied) == 1:
+    if times[tied[0]] > best * (1 + TIE):
+        behind = times[tied[0]] / best - 1
+        reason = f"{behind:.1%} behind the fastest, in one launch instead of two"
+    elif len(tied) == 1:
         reason = f"fastest of {len(times)} finalists that may win"
     else:
         reason = f"first in the order of the space of {len(tied)} finalists that count as equal"

@@ -191,3 +191,15 @@ def test_one_launch_wins_a_short_operation_although_many_of_two_are_faster(
     choice = choose(found, LEGAL.rank, None)
     assert choice is not None
     assert launches(found[choice.winner][0]) == number
+
+
+def test_reasons_say_who_was_how_far_behind() -> None:
+    us = SHORT_US
+    behind = f"{LAUNCH_US / us - 0.01 / us:.1%} behind the fastest, in one launch instead of two"
+    slow = us + LAUNCH_US - 0.01
+    assert chosen([(TWO, us), (ONE, slow)])[1].reason == behind
+    assert chosen([(TWO, us), (ONE, slow)], ONE)[1].reason == f"the incumbent: {behind}"
+    # An incumbent that is faster than the winner was not beaten by it.
+    between = us * (1 + 2 * TIE)
+    reason = chosen([(TWO, us), (OTHER, between), (ONE, between + 0.05)], OTHER)[1].reason
+    assert not reason.startswith("beat the incumbent")

@@ -13,7 +13,7 @@ from typing import Any
 
 from .plan import KernelSpec
 
-FORMAT = 2
+FORMAT = 3
 """Version of table.json: a package and its own runtime always agree on it."""
 TABLE = "table.json"
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}

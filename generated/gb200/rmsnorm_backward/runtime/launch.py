@@ -136,10 +136,14 @@ class LoadedKernel:
         Raises LaunchError when the driver refuses the cubin or its shared memory or cluster.
         """
         with self._lock:
-            if device not in self._functions:
+            fresh = device not in self._functions
+            if fresh:
                 with during_capture(self.spec.name):
                     self._functions[device] = self._load()
-            return self._functions[device]
+            functions = self._functions[device]
+        if fresh and self._warn and self.spec.cluster > 1:
+            self._warn_of_waves(functions[0], self._warn)
+        return functions
 
     def _load(self) -> tuple[Any, Any]:
         driver, spec = cuda_driver(), self.spec
@@ -160,8 +164,6 @@ class LoadedKernel:
             wide = attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
             action = f"allowing clusters of {spec.cluster} for"
             checked(driver.cuFuncSetAttribute(main, wide, 1), action, spec.name)
-        if self._warn and spec.cluster > 1:
-            self._warn_of_waves(main, self._warn)
         return main, second
 
     def _warn_of_waves(self, main: Any, warn: Callable[[str], None]) -> None:
