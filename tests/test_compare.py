@@ -17,7 +17,7 @@ from benchmarks.goals import best_peer, geometric_mean, goals
 from benchmarks.harness import Cell, Contender, Entrant, ShapeRun, repeats, short_name
 from benchmarks.peers import PEERS, choose_peers, decomposed_backward
 from benchmarks.report import markdown, missing_sentence, plot
-from benchmarks.results import Environment, Results, Row, problem_of
+from benchmarks.results import Environment, Results, Row, problem_of, write_json
 from generator.errors import NormforgeError
 from generator.problem import Problem, load_problems
 from generator.runtime.reference import reference_backward
@@ -451,3 +451,17 @@ def test_a_lost_gpu_ends_the_run_with_a_sentence(monkeypatch: pytest.MonkeyPatch
     )
     with pytest.raises(NormforgeError, match="quack on 16x64:bf16 left the GPU unusable"):
         run.run()
+
+
+def test_a_results_file_is_written_where_its_name_leads(tmp_path: Path) -> None:
+    kept, link = tmp_path / "kept.json", tmp_path / "link.json"
+    kept.write_text("old")
+    link.symlink_to(kept)
+    write_json(link, {"rows": []})
+    assert link.is_symlink()
+    assert json.loads(kept.read_text()) == {"rows": []}
+    write_json(Path("/dev/null"), {"rows": []})
+    assert Path("/dev/null").is_char_device()
+    with pytest.raises(NormforgeError, match=r"cannot write .*kept\.json: Out of range float"):
+        write_json(kept, {"rows": [float("nan")]})
+    assert json.loads(kept.read_text()) == {"rows": []}

@@ -129,6 +129,29 @@ def test_the_winner_itself(why: Explanation) -> None:
     assert verdict.sentences == (why.study.winner.reason,)
 
 
+def test_a_winner_whose_trial_was_not_kept(why: Explanation) -> None:
+    others = tuple(r for r in why.study.records if r.config != why.winner)
+    assert len(others) < len(why.study.records)
+    asked = replace(why, study=replace(why.study, records=others))
+    verdict = ask(asked, "strategy=separate")
+    assert verdict.kind == "winner"
+    assert verdict.sentences == ask(why, "strategy=separate").sentences
+    assert verdict.record is not None
+    assert verdict.record.outcome == "ok"
+
+
+def test_a_finalist_that_is_faster_but_needs_a_launch_more(why: Explanation) -> None:
+    winner = why.study.winner
+    assert winner is not None
+    assert winner.result.ratio is not None
+    slowed = replace(winner.result, ratio=winner.result.ratio * 1.02)
+    asked = replace(why, study=replace(why.study, winner=replace(winner, result=slowed, tied=())))
+    verdict = ask(asked, "store_hint=streaming")
+    assert verdict.kind == "tied"
+    assert verdict.sentences[0].startswith("-1.6% to the winner")
+    assert "the launch that the winner saves" in verdict.sentences[0]
+
+
 def test_a_tie(why: Explanation) -> None:
     verdict = ask(why, "store_hint=streaming")
     assert verdict.kind == "tied"
