@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from benchmarks.results import write_json  # noqa: E402
+from benchmarks.results import machine, write_json  # noqa: E402
 from generator.compile import compile_variant  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
 from generator.measure import Operation, Timer  # noqa: E402
@@ -157,10 +156,7 @@ def measure(configs: Mapping[Problem, Config], target: Target) -> dict[str, Any]
         check_bits(workload, benches)
         known = {"shape": str(problem), "config": dict(config)}
         rows += [{**known, **row} for row in follow(session.timer, workload, benches)]
-    same = ("sms", "driver", "cuda_driver", "torch")
-    environment = {"gpu": facts["name"], **{name: facts[name] for name in same}}
-    environment["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    return {"environment": environment, "blocks": BLOCKS, "rounds": ROUNDS, "rows": rows}
+    return {"environment": machine(facts), "blocks": BLOCKS, "rounds": ROUNDS, "rows": rows}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import closing
-from datetime import datetime, timezone
 from operator import truediv
 from pathlib import Path
 from statistics import median
@@ -25,12 +24,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.results import write_json  # noqa: E402
+from benchmarks.results import machine, write_json  # noqa: E402
 from generator.compile import compile_variant  # noqa: E402
 from generator.compile_pool import CompilePool  # noqa: E402
 from generator.errors import NormforgeError, ProblemError  # noqa: E402
 from generator.evaluator import Pool, refuse  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
+from generator.result import Result  # noqa: E402
 from generator.space import Space  # noqa: E402
 from generator.space_file import load_space  # noqa: E402
 from generator.studies import Study, read_studies  # noqa: E402
@@ -90,13 +90,12 @@ def measure(
             try:
                 result = gpu.call(Job("evaluate", problem, (candidate,))).result
             except WorkerLostError as lost:
-                rows[value]["fault"] = f"{lost.outcome}: {lost.note}"
-                continue
+                result = Result(lost.outcome, note=lost.note)
         assert result is not None
-        if result.outcome != "ok":
+        if result.outcome == "ok":
+            runnable[value] = candidate
+        else:
             rows[value]["fault"] = f"{result.outcome}: {result.note}"
-            continue
-        runnable[value] = candidate
     if runnable:
         try:
             block = gpu.call(Job("interleave", problem, tuple(runnable.values()))).block or []
@@ -120,15 +119,19 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def run(args: argparse.Namespace, gpu: Supply, target: Target, pool: Pool, space: Space) -> int:
-    """Measure all shapes; the exit code. Raises NormforgeError."""
+def run(
+    args: argparse.Namespace,
+    problems: list[Problem],
+    gpu: Supply,
+    target: Target,
+    pool: Pool,
+    space: Space,
+) -> int:
+    """Measure all problems; the exit code. Raises NormforgeError."""
     studies = read_studies(args.studies or str(ROOT / "generated" / target.name))
-    same = ("sms", "driver", "cuda_driver", "torch")
-    environment = {"gpu": gpu.facts["name"], **{name: gpu.facts[name] for name in same}}
-    environment["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    environment = machine(gpu.facts)
     rows: list[dict[str, Any]] = []
     timed = set()
-    problems = load_problems(args.shapes)
     for problem in problems:
         found = families(space, args.knob, studies, problem, target, args.configs)
         if not found:
@@ -167,14 +170,14 @@ def main(argv: list[str] | None = None) -> int:
         names = [knob.name for knob in space.knobs]
         if args.knob not in names:
             raise NormforgeError(f"the space has no knob '{args.knob}', but {', '.join(names)}")
-        load_problems(args.shapes)
+        problems = load_problems(args.shapes)
         with closing(Supply(0)) as gpu:
             target = match_device(gpu.facts["name"], gpu.facts["sms"])
             if target is None or args.gpu not in ("auto", target.name):
                 raise NormforgeError(f"no --gpu {args.gpu}: this machine has a {gpu.facts['name']}")
             processes = max(1, len(os.sched_getaffinity(0)) - 1)
             with CompilePool(target.arch, processes, compile=compile_variant) as pool:
-                return run(args, gpu, target, pool, space)
+                return run(args, problems, gpu, target, pool, space)
     except NormforgeError as error:
         print(f"knob.py: {error}", file=sys.stderr)
         return 2

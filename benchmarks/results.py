@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,14 @@ class Results:
         """Replace the file in one step. Raises NormforgeError when it cannot be written."""
         document = {"environment": self.environment, "rows": self.rows}
         write_json(self.path, document)
+
+
+def machine(facts: Mapping[str, Any]) -> Environment:
+    """Today's date and what says with which GPU and software times were taken. facts: of a
+    generator.session.Session."""
+    same = ("sms", "driver", "cuda_driver", "torch")
+    environment = {"gpu": facts["name"], **{name: facts[name] for name in same}}
+    return environment | {"date": datetime.now(timezone.utc).strftime("%Y-%m-%d")}
 
 
 def write_json(path: Path, document: object) -> None:

@@ -132,8 +132,12 @@ def choose(
     }
     if not times:
         return None
-    best = min(times.values())
-    fastest, fastest_result = finals[min(times, key=times.__getitem__)]
+    first = min(times, key=times.__getitem__)
+    best, (fastest, fastest_result) = times[first], finals[first]
+
+    def behind(place: int) -> str:
+        return f"{times[place] / best - 1:.1%} behind the fastest"
+
     near = [
         place
         for place, ratio in times.items()
@@ -150,10 +154,9 @@ def choose(
         if config != incumbent:
             continue
         if place in tied and launches(config) == launches(finals[tied[0]][0]):
-            behind = times[place] / best - 1
-            stays = f"{behind:.1%} behind the fastest, in one launch instead of two"
-            if behind <= TIE:
-                stays = "not beaten by more than 1 %"
+            stays = "not beaten by more than 1 %"
+            if times[place] > best * (1 + TIE):
+                stays = f"{behind(place)}, in one launch instead of two"
             return Choice(place, tuple(tied), f"the incumbent: {stays}")
         if place in tied:
             before = "counts as fast as the incumbent, in one launch instead of two: "
@@ -161,12 +164,11 @@ def choose(
             gap = times[place] / times[tied[0]] - 1
             before = f"beat the incumbent by {gap:.1%}: "
             if gap <= 0:
-                before = f"the incumbent is {times[place] / best - 1:.1%} behind the fastest: "
+                before = f"the incumbent is {behind(place)}: "
         else:
             before = f"the incumbent failed in the finals ({result.outcome}): "
     if times[tied[0]] > best * (1 + TIE):
-        behind = times[tied[0]] / best - 1
-        reason = f"{behind:.1%} behind the fastest, in one launch instead of two"
+        reason = f"{behind(tied[0])}, in one launch instead of two"
     elif len(tied) == 1:
         reason = f"fastest of {len(times)} finalists that may win"
     else:
