@@ -19,6 +19,7 @@ import json
 import re
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from generator.crew import Crew
@@ -138,9 +139,13 @@ def main(argv: list[str] | None = None) -> int:
     except NormforgeError as error:
         print(f"tune.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("tune.py: interrupted; finished trials are kept", file=sys.stderr)
+        return 1
     finally:
         if workforce is not None:
-            workforce.close()
+            with suppress(KeyboardInterrupt):  # its processes end with this one
+                workforce.close()
     if args.json:
         seconds = time.monotonic() - started
         print(json.dumps(document(plan, outcome, evidence, seconds), indent=1))

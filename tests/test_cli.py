@@ -16,13 +16,16 @@ import torch
 import yaml
 
 import tune
+from generator import cli, run
 from generator.compile import Compiled, CubinCache, compile_variant
 from generator.generic import compile_generics
+from generator.plan import Plan
 from generator.problem import Problem, load_problems
 from generator.render import render
-from generator.run import PACKAGE_NAME
+from generator.run import PACKAGE_NAME, Outcome
 from generator.runtime.dispatch import Table
 from generator.runtime.forward_table import ForwardTable
+from generator.screen import Status
 from generator.space_file import SPACE_FILE
 from generator.store import JOURNAL_NAME
 from generator.target import find_target
@@ -383,6 +386,41 @@ def test_damaged_package_is_one_sentence_before_anything_is_searched(
     path.rmdir()
     path.write_text(damage)
     assert snapshot(out) == before
+
+
+def test_interrupt_before_the_search_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def starts(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "choose_target", starts)
+    assert tune.main([*SMOKE, "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == "tune.py: interrupted; finished trials are kept\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_interrupt_while_workers_end_costs_no_results(
+    tmp_path: Path,
+    first_run: tuple[Path, dict[str, Any], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Workers:
+        def close(self) -> None:
+            raise KeyboardInterrupt
+
+    def predicting(plan: Plan, workers: object, status: Status) -> Outcome:
+        return run.tune(plan, None, status)
+
+    chosen = (GB200, Workers(), "Measuring.")
+    monkeypatch.setattr(cli, "choose_target", lambda *arguments: chosen)
+    monkeypatch.setattr(cli, "tune", predicting)
+    shutil.copytree(first_run[0], tmp_path / "gb200")
+    assert tune.main([*SMOKE, "--out", str(tmp_path / "gb200")]) == 0
+    assert json.loads(capsys.readouterr().out)["shapes"] == first_run[1]["shapes"]
 
 
 def test_process_itself_ends_with_code_2_and_no_traceback(tmp_path: Path) -> None:
