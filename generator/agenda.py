@@ -13,6 +13,7 @@ from operator import attrgetter
 from generator.guess import Guesser
 from generator.legal import FLAVOUR, Key, LegalConfigs, Values
 from generator.problem import Problem
+from generator.space_file import KNOWN_KNOBS
 from generator.store import Record
 from generator.target import Target
 from generator.variant import Config, determinism_class
@@ -157,20 +158,37 @@ def _barred(config: Config) -> bool:
 
 
 def warm_starts(problem: Problem, target: Target, winners: Sequence[Winner]) -> list[Config]:
-    """Configs of known winners, nearest first: those of the same target, then of the same dtypes,
-    then by the distance in log M and log N."""
+    """Configs of known winners, nearest first: those of the same target, then of elements as wide,
+    then by the distance in log2 of M and N, to which another dtype adds as much as a factor of
+    1.4 does, and another dtype of the weight as much as one of 1.2. Where N differs, the config for
+    as many columns in each CTA comes before the winner's own."""
 
-    def distance(winner: Winner) -> tuple[bool, bool, bool, float]:
+    def distance(winner: Winner) -> tuple[bool, bool, float]:
         other = winner.problem
         return (
             winner.target != target.name,
-            other.dtype != problem.dtype,
-            other.weight_dtype != problem.weight_dtype,
-            math.hypot(math.log2(other.M / problem.M), math.log2(other.N / problem.N)),
+            other.itemsize != problem.itemsize,
+            math.hypot(math.log2(other.M / problem.M), math.log2(other.N / problem.N))
+            + 0.5 * (other.dtype != problem.dtype)
+            + 0.25 * (other.weight_dtype != problem.weight_dtype),
         )
 
     found: list[Config] = []
     for winner in sorted(winners, key=distance):
-        if winner.config not in found:
-            found.append(winner.config)
+        for config in (_with_as_many_columns(winner, problem), winner.config):
+            if config is not None and config not in found:
+                found.append(config)
     return found
+
+
+def _with_as_many_columns(winner: Winner, problem: Problem) -> Config | None:
+    """The winner's config with a cluster by as much larger as the rows are longer, so that each CTA
+    has the same work; None where there is no such cluster. How many SMs a grid of such clusters
+    leaves out is not said: it depends on their size."""
+    width = winner.problem.N // int(winner.config["cluster"])
+    cluster = problem.N // width
+    if problem.N == winner.problem.N or cluster * width != problem.N:
+        return None
+    if cluster not in KNOWN_KNOBS["cluster"]:
+        return None
+    return {k: v for k, v in winner.config.items() if k != "spare_sms"} | {"cluster": cluster}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import inf
 from operator import itemgetter
 
@@ -71,9 +72,9 @@ def hold_finals(
     barred = [record for record in records if record.result.timed and not record.feasible]
     called = [incumbent] if incumbent is not None else []
     called += [record.config for record in sorted(barred, key=lambda r: r.ratio)[:1]]
-    waiting = [config for config in contenders(legal, records) if config not in called]
+    ranked = [record for record in contenders(legal, records) if record.config not in called]
     us = _fastest_us(records)
-    waiting = _sifted(legal, pool, evaluator, waiting, us, size)
+    waiting = _sifted(legal, pool, evaluator, ranked, us, size)
     if us < HOST_US:
         waiting = _seated(waiting, size)
     finals: list[Final] = []
@@ -155,21 +156,33 @@ def _sifted(
     legal: LegalConfigs,
     pool: Pool,
     evaluator: Evaluator,
-    ranked: list[Config],
+    ranked: Sequence[Record],
     us: float,
     size: int,
 ) -> list[Config]:
-    """The configs, the first of them in a better order where the evaluator can find one. us: about
-    what one takes."""
+    """The records' configs, the first of them in a better order where the evaluator can find one.
+    us: about what one takes."""
+    configs = [record.config for record in ranked]
     count = min(SIFTED, int(SIFTED_US / us))
     if not isinstance(evaluator, Sifting) or min(count, len(ranked)) <= size:
-        return ranked
-    entries = _compile(legal, pool, ranked[:count])
+        return configs
+    entries = _compile(legal, pool, [record.config for record in of_every_gpu(ranked)[:count]])
     ratios = evaluator.sift(legal.problem, entries)
     first = [variant.config for variant, _ in entries]
     order = sorted(zip(ratios, map(legal.rank, first), first, strict=False), key=itemgetter(0, 1))
     best = [config for _, _, config in order]
-    return best + [config for config in ranked if config not in best]
+    return best + [config for config in configs if config not in best]
+
+
+def of_every_gpu(ranked: Iterable[Record]) -> list[Record]:
+    """The records, those of every GPU in turn. Ratios of different GPUs do not compare where a
+    kernel takes 10 us: between H200s the floor alone differs by 5 %, and one GPU would fill all
+    places."""
+    by_gpu: dict[str, list[Record]] = {}
+    for record in ranked:
+        by_gpu.setdefault(record.result.extra.get("gpu", ""), []).append(record)
+    turns = zip_longest(*by_gpu.values())
+    return [record for turn in turns for record in turn if record is not None]
 
 
 def _seated(ranked: list[Config], size: int) -> list[Config]:
@@ -183,8 +196,8 @@ def _fastest_us(records: Sequence[Record]) -> float:
     return min((r.result.us for r in records if r.feasible and r.result.us), default=inf)
 
 
-def contenders(legal: LegalConfigs, records: Iterable[Record]) -> list[Config]:
-    """Configs that may win, best ratio first. Of several that are one measurement the first in the
+def contenders(legal: LegalConfigs, records: Iterable[Record]) -> list[Record]:
+    """Records that may win, best ratio first. Of several that are one measurement the first in the
     order of the space stands for all, whichever was tried first."""
     groups: dict[str, list[Record]] = {}
     for record in records:
@@ -194,7 +207,7 @@ def contenders(legal: LegalConfigs, records: Iterable[Record]) -> list[Config]:
         min((record.ratio, legal.rank(record.config), record) for record in group)
         for group in groups.values()
     ]
-    return [record.config for _, _, record in sorted(ranked)]
+    return [record for _, _, record in sorted(ranked, key=itemgetter(0, 1))]
 
 
 def fastest_barred(finals: Sequence[Final]) -> Finalist | None:

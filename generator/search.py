@@ -37,7 +37,7 @@ from generator.target import Target
 from generator.variant import Variant, make_variant
 from generator.winner import Winner, choose
 
-WARM_STARTS = 4
+WARM_STARTS = 6
 """Winners of other problems that a search starts from, beside the incumbent."""
 
 

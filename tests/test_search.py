@@ -42,6 +42,7 @@ from generator.store import (
 from generator.variant import Config, Variant, determinism_class, launches, make_variant
 from generator.winner import Winner, choose, keep_measured
 from tests.synthetic import (
+    FLOOR_US,
     PROBLEM,
     TARGET,
     FakeEvaluator,
@@ -637,6 +638,34 @@ def test_without_clean_times_side_by_side_the_trials_decide(storage: BaseStorage
     assert called == [LEGAL.key(config) for config in sifted[:6]]
 
 
+def test_a_gpu_where_all_ratios_are_small_does_not_fill_the_places(storage: BaseStorage) -> None:
+    """A study goes on with another GPU, whose floor takes 10 % longer: what was best on the first
+    one is timed beside what the second one thinks best."""
+
+    class Elsewhere(Sifter):
+        gpu, factor = "first", 1.0
+
+        def _result(self, variant: Variant) -> Result:
+            result = super()._result(variant)
+            assert result.us is not None
+            floor_us = FLOOR_US / self.factor
+            ratio = result.us / floor_us
+            return replace(result, floor_us=floor_us, ratio=ratio, extra={"gpu": self.gpu})
+
+    evaluator = Elsewhere()
+    search(storage, evaluator, trials=60)
+    [first] = evaluator.finalists
+    evaluator.gpu, evaluator.factor = "second", 0.9
+    search(storage, evaluator, trials=240)
+    here, there = (
+        [r for r in records(storage) if r.feasible and r.result.extra.get("gpu") == gpu]
+        for gpu in ("first", "second")
+    )
+    best = min(r.ratio for r in here if r.config in first)
+    assert sum(r.ratio < best for r in there) > SIFTED, "these could fill all places"
+    assert sum(r.config in evaluator.sifted[-1] for r in here) == SIFTED // 2
+
+
 def test_few_that_take_long_are_not_sifted(storage: BaseStorage) -> None:
     evaluator = Sifter()
     slow = Result("ok", SIFTED_US / 6, SIFTED_US / 8, 1.3, "verified")
@@ -668,7 +697,7 @@ def test_who_fails_in_the_finals_does_not_win(storage: BaseStorage) -> None:
         return timed(0.5, "nondeterministic", "refuted") if bad else None
 
     evaluator = FakeEvaluator(final=ladder)
-    winner = won(search(storage, evaluator, trials=60))
+    winner = won(search(storage, evaluator, trials=120))
     assert winner.config["strategy"] != "column_slices"
     assert len(evaluator.finalists) > 1, "the next best were to be called up"
     again = FakeEvaluator(final=ladder)
@@ -811,11 +840,36 @@ def test_warm_starts_come_nearest_first() -> None:
 
     far = at("65536x1024:bf16", 0)
     near = at("8192x1024:bf16", 1)
-    other_dtype = at("4096x1024:fp32", 2)
+    as_wide = at("4096x1024:fp16", 4)
+    other_weight = at("4096x1024:bf16:fp32", 5)
+    wider = at("4096x1024:fp32", 2)
     other_gpu = at("4096x1024:bf16", 3, "h100")
     same_config = at("16384x1024:bf16", 1)
-    found = warm_starts(PROBLEM, TARGET, [other_gpu, other_dtype, far, same_config, near])
-    assert found == [w.config for w in (near, far, other_dtype, other_gpu)]
+    winners = [other_gpu, wider, far, same_config, near, as_wide, other_weight]
+    found = warm_starts(PROBLEM, TARGET, winners)
+    nearest_first = (other_weight, as_wide, near, far, wider, other_gpu)
+    assert found == [w.config for w in nearest_first]
+
+
+def test_longer_rows_start_with_as_many_columns_in_each_cta() -> None:
+    problem = Problem.parse("8192x16384:bf16")
+    legal = LegalConfigs(SPACE, problem, TARGET)
+    one = next(c for c in DETERMINISTIC if c["cluster"] == 1)
+    for shape, cluster, expected in (
+        ("8192x4096:bf16", 1, [4, 1]),
+        ("8192x8192:bf16", 2, [4, 2]),
+        ("8192x32768:bf16", 8, [4, 8]),
+        ("4096x16384:bf16", 2, [2]),
+        ("8192x3072:bf16", 1, [1]),  # 16384 is no multiple of 3072
+        ("8192x512:bf16", 1, [1]),  # there are no clusters of 32
+    ):
+        config = {**one, "cluster": cluster}
+        winner = make_winner(config, problem=Problem.parse(shape))
+        found = warm_starts(problem, TARGET, [winner])
+        assert [c["cluster"] for c in found] == expected, shape
+        adapted = legal.adapt(found[0], random.Random(0))
+        assert adapted is not None
+        assert legal.allows(adapted)
 
 
 def test_a_winner_survives_json(storage: BaseStorage) -> None:
