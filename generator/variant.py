@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from generator.errors import NormforgeError
 from generator.problem import ItemSizes, Problem
 from generator.runtime.plan import KernelSpec, ceil_div, round_up
 from generator.target import WARP
@@ -46,7 +47,12 @@ class Geometry(ItemSizes):
     residual: str = ""
 
     def __getitem__(self, knob: str) -> Any:
-        return self.config[knob]
+        """Raises NormforgeError where the config has no such knob."""
+        try:
+            return self.config[knob]
+        except KeyError:
+            why = f"a config for N = {self.N} has no '{knob}': it was made for other templates"
+            raise NormforgeError(f"{why}; tune its shape again") from None
 
     @property
     def team_threads(self) -> int:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from generator.compile import compile_options
 from generator.derived import DERIVED
+from generator.errors import NormforgeError
 from generator.problem import Problem
 from generator.render import render
 from generator.runtime.plan import KernelSpec, Launch, ceil_div, plan_launch
@@ -19,6 +20,15 @@ from generator.variant import Variant, make_variant
 from tests.samples import FLAVOURS, SPACE, cases, plain_variant, sample_variant
 
 Case = tuple[Problem, Target, Variant]
+
+
+def test_config_of_older_templates_is_one_sentence() -> None:
+    problem, target = Problem.parse("4096x1024:bf16"), find_target("h200")
+    config = dict(plain_variant(problem, target).config)
+    del config["spare_sms"]
+    said = "a config for N = 1024 has no 'spare_sms': it was made for other templates; tune"
+    with pytest.raises(NormforgeError, match=said):
+        make_variant(config, problem).spec(target.sms)
 
 
 # ---- Shared memory -------------------------------------------------------------------------------
