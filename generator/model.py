@@ -48,8 +48,8 @@ class Model:
     shuffle_clocks: float = 200.0  # latency of the row sum inside a warp, and of waking; estimate
     barrier_clocks: float = 100.0  # row sum between warps: smem, barrier, second sum; estimate
     barrier_clocks_per_warp: float = 2.0  # clocks for every warp that arrives; estimate
-    cluster_clocks: float = 800.0  # row sum between 2 CTAs: remote store, skew, wait; trials
-    cluster_growth: float = 1.5  # its growth as a power of CTAs / 2, no unit; trials
+    cluster_clocks: float = 500.0  # row sum between 2 CTAs: remote store, skew, wait; trials
+    cluster_growth: float = 0.4  # its growth as a power of CTAs / 2, no unit; trials
     until_sum_fraction: float = 0.5  # of a batch's time, until its row sum is known; estimate
 
     # Tails
