@@ -76,7 +76,11 @@ def parser() -> argparse.ArgumentParser:
         help=f"trials of each shape (default: {TRIALS['measured']} measured, "
         f"{TRIALS['predicted']} predicted)",
     )
-    found.add_argument("--seconds", type=_positive(float), help="end the whole run after this")
+    found.add_argument(
+        "--seconds",
+        type=_positive(float),
+        help="end the search of all shapes after this; what earlier runs of a shape took counts",
+    )
     found.add_argument(
         "--storage",
         help="the URL of a database instead of the file in --out; with PostgreSQL "
