@@ -187,8 +187,7 @@ def _with_as_many_columns(winner: Winner, problem: Problem) -> Config | None:
     leaves out is not said: it depends on their size."""
     width = winner.problem.N // int(winner.config["cluster"])
     cluster = problem.N // width
-    if problem.N == winner.problem.N or cluster * width != problem.N:
-        return None
-    if cluster not in KNOWN_KNOBS["cluster"]:
+    exists = cluster in KNOWN_KNOBS["cluster"] and cluster * width == problem.N
+    if not exists or problem.N == winner.problem.N:
         return None
     return {k: v for k, v in winner.config.items() if k != "spare_sms"} | {"cluster": cluster}

@@ -117,18 +117,16 @@ def hold_round(
 def noisy(records: Sequence[Record]) -> list[Record]:
     """Records that may win by a time that was taken while the GPU was disturbed: those that say so,
     and those whose reference was slow by what is known now of the same GPU. Best ratio first."""
-    feasible = [
-        (record, record.result.extra.get("gpu", "")) for record in records if record.feasible
-    ]
+    feasible = [record for record in records if record.feasible]
     best: dict[str, float] = {}
-    for record, gpu in feasible:
-        if record.result.floor_us and not record.result.noisy:
-            best[gpu] = min(record.result.floor_us, best.get(gpu, inf))
-    found = [
-        record
-        for record, gpu in feasible
-        if record.result.noisy or drifted(record.result.floor_us or 0.0, best.get(gpu, inf))
-    ]
+    for result in (record.result for record in feasible):
+        if result.floor_us and not result.noisy:
+            best[result.gpu] = min(result.floor_us, best.get(result.gpu, inf))
+
+    def disturbed(result: Result) -> bool:
+        return result.noisy or drifted(result.floor_us or 0.0, best.get(result.gpu, inf))
+
+    found = [record for record in feasible if disturbed(record.result)]
     return sorted(found, key=lambda record: record.ratio)
 
 
@@ -180,7 +178,7 @@ def of_every_gpu(ranked: Iterable[Record]) -> list[Record]:
     places."""
     by_gpu: dict[str, list[Record]] = {}
     for record in ranked:
-        by_gpu.setdefault(record.result.extra.get("gpu", ""), []).append(record)
+        by_gpu.setdefault(record.result.gpu, []).append(record)
     turns = zip_longest(*by_gpu.values())
     return [record for turn in turns for record in turn if record is not None]
 

@@ -63,6 +63,11 @@ class Result:
     def may_win(self) -> bool:
         return self.outcome == "ok" and self.ratio is not None
 
+    @property
+    def gpu(self) -> str:
+        """The uuid of the GPU that measured it, "" where none is known."""
+        return str(self.extra.get("gpu", ""))
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -38,7 +38,8 @@ from generator.variant import Variant, make_variant
 from generator.winner import Winner, choose
 
 WARM_STARTS = 6
-"""Winners of other problems that a search starts from, beside the incumbent."""
+"""Configs from the winners of other problems that a search starts from, beside the incumbent: a
+winner with another N gives two."""
 
 
 def search_problem(
