@@ -5,8 +5,8 @@
 
 A group is a vector size and a bracket: rows of up to so many columns. Its candidates are `--draws`
 layouts (half at random, half the best of eight times as many by generator/predict.py), those of
-generator/generic.py, and two to compare with: the best of the next narrower vectors and of the next
-larger bracket. Those that may run are checked against float64 at 777 rows and timed at two N and
+generator/generic.py for it and for brackets near it, and one to compare with: the best of the next
+narrower vectors. Those that may run are checked against float64 at 777 rows and timed at two N and
 two M, in one block with the floor, `torch.add(x, dy, out=dx)`, and ATen's kernel. The file is
 written after each group. Exit code: 2 for bad input or without a GPU.
 """
@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
 from operator import truediv
@@ -54,6 +54,7 @@ from generator.problem import ITEMSIZE, Problem  # noqa: E402
 from generator.ptxas import Resources  # noqa: E402
 from generator.result import Result  # noqa: E402
 from generator.session import Session, Workload  # noqa: E402
+from generator.space import Space  # noqa: E402
 from generator.space_file import load_space  # noqa: E402
 from generator.supply import Supply  # noqa: E402
 from generator.target import Target, match_device  # noqa: E402
@@ -61,7 +62,11 @@ from generator.variant import Variant, make_variant  # noqa: E402
 from generator.verify import check_accuracy  # noqa: E402
 from generator.worker import Answer, Candidate, Job, WorkerLostError  # noqa: E402
 
-BRACKETS = (256, 512, 1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+_COARSE = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+_FINE = tuple(sorted((*_COARSE, 128, 384, 640, 1280, 2560, 5120)))
+BRACKETS = {2: _FINE, 4: _FINE, 8: _COARSE, 16: _COARSE}
+"""The brackets of each vector size. Kernels of narrow vectors are busy with instructions, of which
+there are as many as columns in the bracket."""
 CHOICES = (
     (("direct", 1), *product(("async",), (2, 3, 4, 6))),
     (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024),
@@ -70,15 +75,16 @@ CHOICES = (
     (1, 2, 4),
     ("none", "smem"),
     ("registers", "smem"),
+    ("evict_last",),
 )
 """What is drawn for a layout, in the order of its fields."""
-SIZES = (2, 4, 8, 16)
+SIZES = tuple(BRACKETS)
 CHECKED_ROWS = (777,)
 TIMED_ROWS = (4096, 65536)
 TIMED_ELEMENTS = 1 << 28
 """At most: the widest rows are fewer."""
 ROUNDS = 9
-KEPT = 3
+KEPT = 2
 
 Made = dict[str, tuple[Variant, Compiled]]
 """Compiled candidates by the id of their variant."""
@@ -87,20 +93,49 @@ Table = list[list[float]]
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of up to `columns` elements, in vectors of `vector_bytes`."""
+    """Rows of `least` to `columns` elements, in vectors of `vector_bytes`."""
 
     vector_bytes: int
     columns: int
     dtype: str
 
+    @property
+    def least(self) -> int:
+        return max((n for n in BRACKETS[self.vector_bytes] if n < self.columns), default=0) + 1
+
     def problems(self, rows: Iterable[int] = TIMED_ROWS) -> list[Problem]:
         """At two N of the bracket, an eighth from its ends, that no wider vector divides."""
-        low = max((n for n in BRACKETS if n < self.columns), default=self.columns // 2)
+        low = self.least - 1 or self.columns // 2
         edge = (self.columns - low) // 8
         unit = self.vector_bytes // ITEMSIZE[self.dtype]
         widths = [(n // unit | 1) * unit for n in (low + edge, self.columns - edge)]
         shapes = [(min(M, TIMED_ELEMENTS // N), N) for M in rows for N in widths]
         return [Problem(M, N, self.dtype, self.dtype) for M, N in shapes]
+
+
+def legal(group: Group, layout: _Layout, target: Target, space: Space) -> Variant | None:
+    """The variant of a layout, None where the rules of the space forbid it."""
+    problem = Problem(MANY_ROWS, group.columns, group.dtype, group.dtype)
+    config = space.normalize(_config(layout, group.vector_bytes), problem, target)
+    if space.reject(config, problem, target, exact=False):
+        return None
+    return make_variant(config, problem, exact=False, least=group.least)
+
+
+def known(group: Group, ours: Iterable[Variant], target: Target) -> list[Variant]:
+    """What generator/generic.py has for the group, then the same of brackets up to twice as wide
+    or half as wide; each with either hint for its loads."""
+    same = [v for v in ours if v["vector_bytes"] == group.vector_bytes]
+    same.sort(key=lambda v: abs(v.N - group.columns))
+    near = [v for v in same if group.columns <= 2 * v.N <= 4 * group.columns]
+    layouts = [
+        replace(layout_of(variant), columns=group.columns, load_hint=hint)
+        for variant in near
+        for hint in ("default", "evict_last")
+    ]
+    space = load_space()
+    found = [legal(group, layout, target, space) for layout in dict.fromkeys(layouts)]
+    return [variant for variant in found if variant]
 
 
 def draw(group: Group, target: Target, count: int, seed: int) -> list[Variant]:
@@ -111,11 +146,9 @@ def draw(group: Group, target: Target, count: int, seed: int) -> list[Variant]:
     random.Random(f"{seed} {group}").shuffle(choices)
     found: dict[str, tuple[float, Variant]] = {}
     for pipeline, *rest in choices:
-        layout = _Layout(group.columns, *pipeline, *rest)
-        config = space.normalize(_config(layout, group.vector_bytes), problem, target)
-        if space.reject(config, problem, target, exact=False):
+        variant = legal(group, _Layout(group.columns, *pipeline, *rest), target, space)
+        if variant is None:
             continue
-        variant = make_variant(config, problem, exact=False)
         registers = DERIVED["register_budget"][1](variant, problem, target)
         if fits(variant, registers) and variant.id not in found:
             guess = Resources(registers, 0, 0, 0, 0)
@@ -198,9 +231,9 @@ def summary(
 ) -> dict[str, Any]:
     """A group in the file. floors: µs of each problem; ratios: to the floor, of each problem for
     every variant, and of ATen. mean: geometric, of a variant's ratios; worst: the largest ratio to
-    the best variant at one problem; narrower, larger: the best of the next narrower vectors and of
-    the next larger bracket; refused: how many for each reason, up to its colon."""
-    size, columns = group.vector_bytes, group.columns
+    the best variant at one problem; narrower: the best of the next narrower vectors; refused: how
+    many for each reason, up to its colon."""
+    size = group.vector_bytes
     best = [min(row[:-1]) for row in ratios]
     *own, aten = zip(*ratios, strict=True)
     rows = [
@@ -216,18 +249,16 @@ def summary(
     ]
     rows.sort(key=lambda row: row["mean"])
     narrower = [row for row in rows if row["vector_bytes"] < size]
-    larger = [row for row in rows if row["vector_bytes"] == size and row["columns"] > columns]
     return {
         "vector_bytes": size,
-        "columns": columns,
+        "columns": group.columns,
         "shapes": [str(problem) for problem in group.problems()],
         "floor_us": [round(us, 3) for us in floors],
         "aten": [round(ratio, 4) for ratio in aten],
         "timed": len(rows),
         "refused": dict(Counter(reason.split(":")[0] for reason in refused)),
-        "best": [row for row in rows if row not in narrower + larger][:KEPT],
+        "best": [row for row in rows if row not in narrower][:KEPT],
         "narrower": narrower[0] if narrower else None,
-        "larger": larger[0] if larger else None,
     }
 
 
@@ -235,12 +266,16 @@ def run(args: argparse.Namespace, gpu: Supply, target: Target, pool: Pool, until
     """Measure all groups, narrow vectors and large brackets first. Raises NormforgeError when there
     is no working GPU any more."""
     sizes = [size for size in sorted(set(args.sizes)) if size >= ITEMSIZE[args.dtype]]
-    groups = [Group(size, columns, args.dtype) for size in sizes for columns in reversed(BRACKETS)]
+    groups = [
+        Group(size, columns, args.dtype)
+        for size in sizes
+        for columns in reversed(BRACKETS[size])
+        if columns in args.columns
+    ]
     ours = generic_variants(target, [(args.dtype, args.dtype)])
     futures = {}
     for group in groups:  # compiled while those before are timed
-        same = [v for v in ours if group.columns == v.N and v["vector_bytes"] == group.vector_bytes]
-        variants = [*same, *draw(group, target, args.draws, args.seed)]
+        variants = [*known(group, ours, target), *draw(group, target, args.draws, args.seed)]
         futures[group] = {v.id: (v, pool.submit(v)) for v in variants}
     document: dict[str, Any] = {"environment": gpu.facts, "dtype": args.dtype}
     document |= {"groups": [], "left": []}
@@ -251,9 +286,9 @@ def run(args: argparse.Namespace, gpu: Supply, target: Target, pool: Pool, until
             if time.monotonic() > until:
                 raise ProblemError("no time was left")
             made = {name: (v, pool.result(v, f)) for name, (v, f) in futures[group].items()}
-            larger = min((n for s, n in winners if s == size), default=0)
-            others = winners.get((size // 2, columns), {}) | winners.get((size, larger), {})
-            found = measure(gpu, group, made | others, target)
+            narrower = winners.get((size // 2, columns), {}).items()
+            made |= {name: pair for name, pair in narrower if pair[0].least <= group.least}
+            found = measure(gpu, group, made, target)
         except (WorkerLostError, ProblemError) as error:
             reason = {"vector_bytes": size, "columns": columns, "reason": str(error)}
             document["left"].append(reason)
@@ -276,6 +311,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpu", default="auto", help="must be the one of this machine")
     parser.add_argument("--dtype", choices=tuple(ITEMSIZE), default="bf16", help="weight's, too")
     parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES[:3])
+    parser.add_argument(
+        "--columns", type=int, nargs="+", choices=_FINE, default=_FINE, help="brackets"
+    )
     parser.add_argument("--draws", type=int, default=32, help="layouts of each group")
     parser.add_argument("--seconds", type=float, default=540.0, help="begin no group after this")
     parser.add_argument("--seed", type=int, default=0)

@@ -38,68 +38,90 @@ class _Layout:
     rows_in_flight: int = 1
     reload: str = "none"
     weight_in: str = "registers"
+    load_hint: str = "evict_last"
 
 
 _WIDE = (
-    _Layout(256, "async", 2, 32, 8, 3, rows_in_flight=2),
-    _Layout(512, "async", 2, 32, 4, 4),
-    _Layout(1024, "async", 2, 64, 2, 3, rows_in_flight=2),
-    _Layout(2048, "async", 3, 256, 1, 4),
-    _Layout(3072, "async", 2, 96, 1, 3),
-    _Layout(4096, "async", 3, 256, 2, 1),
-    _Layout(6144, "async", 4, 384, 1, 1, rows_in_flight=2, reload="smem"),
-    _Layout(8192, "async", 3, 512, 1, 1, weight_in="smem"),
-    _Layout(12288, "async", 3, 384, 1, 1, reload="smem", weight_in="smem"),
-    _Layout(16384, "async", 2, 512, 1, 1, reload="smem", weight_in="smem"),
+    _Layout(256, "direct", 1, 32, 8, 3, rows_in_flight=2),
+    _Layout(512, "direct", 1, 32, 8, 2, rows_in_flight=2, weight_in="smem"),
+    _Layout(768, "async", 3, 32, 8, 1, rows_in_flight=2),
+    _Layout(1024, "async", 3, 128, 4, 1, rows_in_flight=2, reload="smem"),
+    _Layout(1536, "async", 3, 96, 8, 1, reload="smem"),
+    _Layout(2048, "async", 2, 128, 4, 1),
+    _Layout(3072, "async", 3, 96, 4, 1, reload="smem"),
+    _Layout(4096, "async", 2, 256, 2, 1),
+    _Layout(6144, "async", 3, 256, 2, 1, reload="smem"),
+    _Layout(8192, "async", 2, 256, 2, 1, reload="smem"),
+    _Layout(12288, "async", 2, 512, 1, 1, rows_in_flight=2, reload="smem"),
+    _Layout(16384, "async", 2, 512, 1, 1, reload="smem"),
 )
-"""For rows of whole 16-byte vectors: the best of 48 random layouts each on one H200, at two N of
-the bracket and two M in bf16."""
+"""For rows of whole 16-byte vectors. Like those below the best of up to 66 layouts each (half of
+those drawn at random and half by generator/predict.py, and others from brackets nearby), at two N
+of the bracket and two M in bf16 on one H200: benchmarks/layouts.py, results/layouts_h200.json.
+A bracket goes from one column more than the one before it up to its own."""
 
 _EIGHT = (
-    _Layout(256, "direct", 1, 32, 8, 3, rows_in_flight=2),
+    _Layout(256, "async", 2, 32, 8, 3, rows_in_flight=2, reload="smem"),
     _Layout(512, "async", 2, 32, 8, 2),
-    _Layout(1024, "async", 3, 64, 2, 4, reload="smem"),
-    _Layout(2048, "async", 2, 128, 1, 4),
-    _Layout(3072, "async", 2, 96, 4, 1, weight_in="smem"),
-    _Layout(4096, "async", 3, 256, 1, 2),
-    _Layout(6144, "async", 2, 256, 2, 1, weight_in="smem"),
-    _Layout(8192, "async", 6, 1024, 1, 1),
-    _Layout(12288, "async", 2, 384, 1, 1, weight_in="smem"),
+    _Layout(768, "async", 2, 64, 8, 1, rows_in_flight=2),
+    _Layout(1024, "async", 2, 128, 4, 1, rows_in_flight=2),
+    _Layout(1536, "async", 2, 128, 4, 1, rows_in_flight=2),
+    _Layout(2048, "async", 2, 64, 4, 1, weight_in="smem"),
+    _Layout(3072, "async", 2, 128, 4, 1, weight_in="smem"),
+    _Layout(4096, "async", 3, 192, 1, 2, reload="smem"),
+    _Layout(6144, "async", 2, 192, 2, 1, weight_in="smem"),
+    _Layout(8192, "async", 2, 256, 1, 1),
+    _Layout(12288, "async", 3, 384, 1, 1, reload="smem"),
+    _Layout(16384, "async", 2, 512, 1, 1, reload="smem"),
 )
-"""For rows of whole 8-byte vectors. Like those below the best of up to 44 layouts each, half of
-them drawn at random and half by generator/predict.py, at two N of the bracket and two M in bf16 on
-one H200: benchmarks/layouts.py and its results/layouts_h200.json. The next smaller vectors take
-11 to 32 % longer."""
+"""For rows of whole 8-byte vectors."""
 
 _FOUR = (
-    _Layout(256, "direct", 1, 32, 8, 4),
-    _Layout(512, "async", 2, 32, 4, 3, weight_in="smem"),
+    _Layout(128, "async", 3, 32, 8, 2, rows_in_flight=2),
+    _Layout(256, "async", 6, 32, 8, 2, reload="smem"),
+    _Layout(384, "async", 3, 32, 8, 2, rows_in_flight=2, reload="smem"),
+    _Layout(512, "async", 3, 32, 8, 2, reload="smem"),
+    _Layout(640, "async", 3, 64, 4, 2, weight_in="smem"),
+    _Layout(768, "async", 6, 64, 4, 2, reload="smem"),
     _Layout(1024, "async", 3, 64, 2, 4),
-    _Layout(2048, "async", 4, 96, 4, 1, reload="smem", weight_in="smem"),
+    _Layout(1280, "async", 4, 64, 4, 1, reload="smem"),
+    _Layout(1536, "direct", 1, 64, 8, 1, load_hint="default"),
+    _Layout(2048, "async", 2, 64, 2, 2),
+    _Layout(2560, "async", 4, 128, 1, 4, reload="smem"),
     _Layout(3072, "async", 3, 128, 1, 3),
-    _Layout(4096, "async", 3, 256, 2, 1, reload="smem", weight_in="smem"),
-    _Layout(6144, "direct", 1, 256, 1, 2),
-    _Layout(8192, "async", 3, 256, 1, 1),
-    _Layout(12288, "async", 3, 512, 1, 1, weight_in="smem"),
-    _Layout(16384, "async", 3, 1024, 1, 1, reload="smem", weight_in="smem"),
+    _Layout(4096, "async", 4, 128, 1, 2),
+    _Layout(5120, "async", 3, 256, 1, 2, reload="smem"),
+    _Layout(6144, "async", 3, 256, 1, 1),
+    _Layout(8192, "async", 2, 256, 1, 1),
+    _Layout(12288, "async", 3, 384, 1, 1, weight_in="smem"),
+    _Layout(16384, "async", 2, 512, 1, 1, reload="smem", weight_in="smem"),
 )
 """For rows of whole 4-byte words, in fp32 for any row."""
 
 _TWO = (
-    _Layout(256, "direct", 1, 32, 8, 2, rows_in_flight=2, weight_in="smem"),
-    _Layout(512, "direct", 1, 32, 8, 2),
+    _Layout(128, "direct", 1, 32, 8, 2, rows_in_flight=4),
+    _Layout(256, "direct", 1, 32, 8, 2, rows_in_flight=2),
+    _Layout(384, "direct", 1, 32, 8, 2, load_hint="default"),
+    _Layout(512, "direct", 1, 32, 4, 4),
+    _Layout(640, "direct", 1, 32, 8, 2, load_hint="default"),
+    _Layout(768, "direct", 1, 64, 8, 1, load_hint="default"),
     _Layout(1024, "direct", 1, 64, 2, 4),
-    _Layout(2048, "direct", 1, 128, 1, 4),
-    _Layout(3072, "direct", 1, 256, 1, 2, rows_in_flight=2),
-    _Layout(4096, "direct", 1, 256, 1, 2),
-    _Layout(6144, "direct", 1, 512, 1, 1, rows_in_flight=2),
-    _Layout(8192, "direct", 1, 512, 1, 1),
-    _Layout(12288, "direct", 1, 512, 1, 1, weight_in="smem"),
+    _Layout(1280, "direct", 1, 64, 8, 1, load_hint="default"),
+    _Layout(1536, "direct", 1, 128, 4, 1, load_hint="default"),
+    _Layout(2048, "direct", 1, 128, 4, 1, load_hint="default"),
+    _Layout(2560, "direct", 1, 128, 4, 1, load_hint="default"),
+    _Layout(3072, "direct", 1, 128, 1, 4, weight_in="smem"),
+    _Layout(4096, "direct", 1, 256, 1, 2, load_hint="default"),
+    _Layout(5120, "direct", 1, 256, 2, 1, weight_in="smem", load_hint="default"),
+    _Layout(6144, "direct", 1, 256, 1, 2, weight_in="smem"),
+    _Layout(8192, "direct", 1, 512, 1, 1, load_hint="default"),
+    _Layout(12288, "direct", 1, 512, 1, 1, weight_in="smem", load_hint="default"),
 )
 """For an odd number of 2-byte elements, which cp.async cannot copy, and for fp32 where there is no
 room for the stages of those above."""
 
 _MODEST = (
+    _Layout(256, "direct", 1, 32, 8, 3),
     _Layout(512, "direct", 1, 64, 8, 1),
     _Layout(1024, "direct", 1, 64, 8, 1),
     _Layout(2048, "direct", 1, 128, 4, 1),
@@ -107,6 +129,16 @@ _MODEST = (
     _Layout(4096, "direct", 1, 256, 2, 1, weight_in="smem"),
 )
 """Where a GPU has no room for one of those: best by generator/predict.py of what needs little."""
+
+_ROOMY = (
+    _Layout(768, "async", 2, 64, 2, 3, rows_in_flight=2),
+    _Layout(1536, "async", 3, 256, 1, 4),
+    _Layout(3072, "async", 3, 256, 2, 1),
+    _Layout(6144, "async", 3, 512, 1, 1, weight_in="smem"),
+    _Layout(8192, "async", 3, 512, 1, 1, weight_in="smem"),
+    _Layout(12288, "direct", 1, 512, 1, 1, weight_in="smem"),
+)
+"""For rows of fp32 in whole 16-byte vectors, where those of bf16 leave no room for the rows."""
 
 _PLAIN = (
     _Layout(1024, "direct", 1, 128, 2, 2, weight_in="smem"),
@@ -126,20 +158,26 @@ def generic_variants(
 ) -> list[Variant]:
     """The generic variants of a package for `target`, of every layout that the rules of the space
     allow there: for vectors of 16, 8 and 4 bytes and of one element, each for rows of whole vectors
-    at aligned addresses.
+    at aligned addresses. Last, and so for want of others, those of the longest rows come once more
+    for rows of any length up to theirs: they ask about every vector, with registers to spare.
 
-    dtypes: pairs of x's and the weight's dtype. A variant serves every M >= 1 and N up to its own.
-    `compile_generics` keeps one for each length of rows.
+    dtypes: pairs of x's and the weight's dtype. A variant serves every M >= 1 and N from its least
+    up to its own. `compile_generics` keeps one for each length of rows.
     """
     space = space or load_space()
     found: list[Variant] = []
     for dtype, weight_dtype in dtypes:
         for vector_bytes, layouts in _layouts(ITEMSIZE[dtype]).items():
+            legal = []
             for layout in layouts:
                 problem = Problem(MANY_ROWS, layout.columns, dtype, weight_dtype)
                 config = space.normalize(_config(layout, vector_bytes), problem, target)
                 if space.reject(config, problem, target, exact=False) is None:
-                    found.append(make_variant(config, problem, exact=False))
+                    legal.append((config, problem))
+            ends = sorted({problem.N for _, problem in legal})
+            least = {end: before + 1 for before, end in zip([0, *ends], ends, strict=False)}
+            found += [make_variant(c, p, exact=False, least=least[p.N]) for c, p in legal]
+            found += [make_variant(c, p, exact=False) for c, p in legal if least[p.N] > 1]
     return found
 
 
@@ -147,7 +185,7 @@ def _layouts(itemsize: int) -> dict[int, tuple[_Layout, ...]]:
     """Layouts, best first, by the bytes of a vector, for elements of `itemsize` bytes."""
     rest = _MODEST + _PLAIN
     if itemsize == 4:
-        return {16: _WIDE + _PLAIN, 8: _EIGHT + rest, 4: _FOUR + _TWO + rest}
+        return {16: _WIDE + _ROOMY + _PLAIN, 8: _EIGHT + rest, 4: _FOUR + _TWO + rest}
     return {16: _WIDE + _PLAIN, 8: _EIGHT + rest, 4: _FOUR + rest, 2: _TWO + rest}
 
 
@@ -215,6 +253,6 @@ def _config(layout: _Layout, vector_bytes: int) -> Config:
         "grid": "full",
         "min_blocks": layout.ctas_per_sm,
         "register_cap": 0,
-        "load_hint": "default",
+        "load_hint": layout.load_hint,
         "store_hint": "default",
     }

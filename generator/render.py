@@ -68,6 +68,7 @@ def render(variant: Variant) -> str:
             cluster=variant["cluster"],
             pipeline=variant["pipeline"],
             weight_in=variant["weight_in"],
+            least_columns=variant.least_columns,
             arrives_early=strategy == "mailbox" and variant["arrival"] == "early",
             uses_slices=strategy in ("separate", "last_cta", "column_slices", "mailbox"),
             uses_ledger=strategy in ("column_slices", "mailbox"),

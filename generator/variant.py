@@ -35,8 +35,8 @@ def launches(config: Config) -> int:
 
 @dataclass(frozen=True)
 class Geometry(ItemSizes):
-    """What a config means for one row length; `exact` is False for a kernel that takes any
-    N up to `columns_capacity` at run time."""
+    """What a config means for one row length; `exact` is False for a kernel that takes any N from
+    `least` to this one at run time."""
 
     config: Config
     N: int
@@ -45,6 +45,7 @@ class Geometry(ItemSizes):
     exact: bool = True
     offset: bool = False
     residual: str = ""
+    least: int = 1
 
     def __getitem__(self, knob: str) -> Any:
         """Raises NormforgeError where the config has no such knob."""
@@ -73,6 +74,11 @@ class Geometry(ItemSizes):
     def threads(self) -> int:
         """Threads of one CTA."""
         return self.team_threads * self["rows_per_cta"]
+
+    @property
+    def least_columns(self) -> int:
+        """The least N that the kernel takes."""
+        return self.N if self.exact else self.least
 
     @property
     def columns(self) -> int:
@@ -242,8 +248,9 @@ class Variant(Geometry):
         """A readable name that is unique to the source, for example
         `column_slices_bulk3_n4096_bf16_128x2_5f0c1a9e`."""
         weight = "" if self.weight_dtype == self.dtype else f"w{self.weight_dtype}_"
-        width = f"n{self.N}" if self.exact else f"upto{self.N}"
+        width = f"n{self.N}" if self.exact else f"n{self.least}to{self.N}"
         text = repr((sorted(self.source_config.items()), self.N, self.exact))
+        text += "" if self.exact else str(self.least)
         text += self.dtype + self.weight_dtype + "offset" * self.offset + self.residual
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         stages = self["stages"] if self["pipeline"] != "direct" else ""
@@ -287,13 +294,18 @@ class Variant(Geometry):
             sms=sms - self["spare_sms"],
             offset=self.offset,
             residual=self.residual,
+            least=self.least_columns,
         )
 
 
-def make_variant(config: Config, problem: Problem, *, exact: bool = True) -> Variant:
-    """The variant that serves `problem` with `config` (any M)."""
+def make_variant(
+    config: Config, problem: Problem, *, exact: bool = True, least: int = 1
+) -> Variant:
+    """The variant that serves `problem` with `config` (any M), or with exact False any N from
+    `least` to that of the problem."""
     return Variant(
         dict(config),
         *(problem.N, problem.dtype, problem.weight_dtype),
         *(exact, problem.offset, problem.residual),
+        least=least,
     )

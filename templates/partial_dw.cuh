@@ -22,7 +22,7 @@ DEVICE float* store_partials(unsigned char* smem, const Rows& rows,
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     const int column = rows.column(j) - rows.first_column;
-    if (row_abreast() != 0 || !rows.owns(rows.column(j))) continue;
+    if (row_abreast() != 0 || !rows.owns(j, rows.column(j))) continue;
     if constexpr (kElements % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < kElements; i += 4)
@@ -109,7 +109,7 @@ struct DwContext {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
-        if (row_abreast() != 0 || !rows.owns(column)) continue;
+        if (row_abreast() != 0 || !rows.owns(j, column)) continue;
 #pragma unroll
         for (int i = 0; i < kElements; i += 4)
           store(own + column - rows.first_column + i,

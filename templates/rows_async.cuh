@@ -35,7 +35,7 @@ struct RowPipeline {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
-        if (row < rows.count && rows.owns(column)) {
+        if (row < rows.count && rows.owns(j, column)) {
           copy_async<kVectorBytes>(slot(into, 0, u, j), rows.x(row, column));
           copy_async<kVectorBytes>(slot(into, 1, u, j), rows.dy(row, column));
           if constexpr (kResidual) {
@@ -67,7 +67,7 @@ struct RowPipeline {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         x[u][j] = dy[u][j] = RowPacket{};
-        if (valid && rows.owns(rows.column(j))) {
+        if (valid && rows.owns(j, rows.column(j))) {
           x[u][j] = load_shared_packet<kVectorBytes>(slot(due, 0, u, j));
           dy[u][j] = load_shared_packet<kVectorBytes>(slot(due, 1, u, j));
         }
@@ -81,7 +81,7 @@ struct RowPipeline {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         residual[u][j] = ResidualPacket{};
-        if (valid && rows.owns(rows.column(j)))
+        if (valid && rows.owns(j, rows.column(j)))
           residual[u][j] =
               gather_chunks([&](int c) { return residual_slot(due, u, j, c); });
       }

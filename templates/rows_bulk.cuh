@@ -62,7 +62,7 @@ struct RowPipeline {
         const int column = rows.column(j);
         const int at = (column - rows.first_column) * static_cast<int>(sizeof(Element));
         x[u][j] = dy[u][j] = RowPacket{};
-        if (valid && rows.owns(column)) {
+        if (valid && rows.owns(j, column)) {
           x[u][j] = load_shared_packet<kVectorBytes>(tile + u * kRowBytes + at);
           dy[u][j] = load_shared_packet<kVectorBytes>(tile + (kRowsInFlight + u) * kRowBytes + at);
         }
@@ -81,7 +81,7 @@ struct RowPipeline {
             tile + u * kResidualRowBytes +
             (column - rows.first_column) * static_cast<int>(sizeof(ResidualElement));
         residual[u][j] = ResidualPacket{};
-        if (valid && rows.owns(column))
+        if (valid && rows.owns(j, column))
           residual[u][j] = gather_chunks([&](int c) { return from + 16 * c; });
       }
     }

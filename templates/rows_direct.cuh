@@ -16,7 +16,7 @@ struct RowPipeline {
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
         x[u][j] = dy[u][j] = RowPacket{};
-        if (valid && rows.owns(column)) {
+        if (valid && rows.owns(j, column)) {
           x[u][j] = load_row<kVectorBytes>(rows.x(row, column));
           dy[u][j] = load_row<kVectorBytes>(rows.dy(row, column));
         }
@@ -33,7 +33,7 @@ struct RowPipeline {
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
         residual[u][j] = ResidualPacket{};
-        if (row >= rows.count || !rows.owns(column)) continue;
+        if (row >= rows.count || !rows.owns(j, column)) continue;
 #pragma unroll
         for (int c = 0; c < kResidualBytes / kChunk; ++c)
           *reinterpret_cast<Packet<kChunk>*>(residual[u][j].words + c * kChunk / 4) =

@@ -121,8 +121,8 @@ PLANTED = {
     ),
     "last row of a ragged tile written": Mutation(
         "separate",
-        "if (args.dx != nullptr && row < args.rows && rows.owns(column)) {",
-        "if (args.dx != nullptr && rows.owns(column)) {",
+        "if (args.dx != nullptr && row < args.rows && rows.owns(j, column)) {",
+        "if (args.dx != nullptr && rows.owns(j, column)) {",
         r"out of bounds: writes 16 bytes at dx\[43, \d+\]",
         {"rows_in_flight": 2},
     ),
@@ -531,8 +531,8 @@ PLANTED = {
     ),
     "row of dx left out": Mutation(
         "separate",
-        "if (args.dx != nullptr && row < args.rows && rows.owns(column)) {",
-        "if (args.dx != nullptr && row < args.rows - 1 && rows.owns(column)) {",
+        "if (args.dx != nullptr && row < args.rows && rows.owns(j, column)) {",
+        "if (args.dx != nullptr && row < args.rows - 1 && rows.owns(j, column)) {",
         r"dx\[42, 0\] was never written, nor 1023 more",
     ),
     "row of dx written twice": Mutation(
