@@ -2,8 +2,10 @@
 
 Every number is microseconds of one call on the host: the median over many short batches, each of
 which starts with an idle GPU and stays far below the length of the launch queue, so that nothing
-waits for the GPU. Prints one JSON document: what ran, then the pieces of door 1, whole calls, and
-alternatives that were considered.
+waits for the GPU. What is compared takes turns for several passes, because a host's times drift,
+those of autograd's thread by a fifth and more: a ratio is the median of those of the passes, which
+are in the document as well. Prints one JSON document: what ran, then the pieces of door 1, whole
+calls, and alternatives that were considered.
 """
 
 from __future__ import annotations
@@ -33,13 +35,41 @@ from generator.runtime.plan import plan_launch
 from generator.workload import Inputs, make_inputs
 
 BATCH = 50
-BATCHES = 201
+BATCHES = 25
+PASSES = 9
 PACKAGE = Path(__file__).resolve().parent.parent / "generated" / "h200" / "rmsnorm_backward"
 
 
-def host_us(call: Callable[[], Any]) -> float:
-    """Microseconds of one call, the cost of an empty one taken off."""
-    return round(_batches(call) - _batches(_nothing), 3)
+Calls = dict[str, Callable[[], Any]]
+COMPARED = (
+    ("door 1", "aten op"),
+    ("door 3 op", "aten op"),
+    ("door 2 backward", "aten autograd backward"),
+    ("door 1, native", "aten op"),
+    ("door 2 backward, native", "aten autograd backward"),
+    ("door 2 forward, native", "aten autograd forward"),
+)
+
+
+def host_us(calls: Calls, package: Package) -> dict[str, list[float]]:
+    """Microseconds of each call in every pass, the cost of an empty one taken off. Door 3 is open
+    for its own lines only."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for turn in range(PASSES):
+        for name in (*names[turn:], *names[:turn]):
+            with package.installed() if hasattr(calls[name], "routed") else nullcontext():
+                found[name].append(_batches(calls[name]) - _batches(_nothing))
+    return found
+
+
+def ratios(times: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Of the pairs of `COMPARED` that were timed, in every pass."""
+    return {
+        f"{one} / {other}": [round(a / b, 3) for a, b in zip(times[one], times[other], strict=True)]
+        for one, other in COMPARED
+        if one in times
+    }
 
 
 def _nothing() -> None:
@@ -64,7 +94,7 @@ def _batches(call: Callable[[], Any]) -> float:
     return median(times) / 1e3
 
 
-def pieces(package: Package, inputs: Inputs) -> dict[str, Callable[[], Any]]:
+def pieces(package: Package, inputs: Inputs) -> Calls:
     """What a call of door 1 is made of."""
     dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
     dx, dw = torch.empty_like(x), torch.empty_like(weight)
@@ -97,7 +127,7 @@ def pieces(package: Package, inputs: Inputs) -> dict[str, Callable[[], Any]]:
         launch(binding.main_config, binding.main, binding.main_arguments, 0)
         launch(binding.sum_config, binding.second, binding.sum_arguments, 0)
 
-    found: dict[str, Callable[[], Any]] = {
+    found: Calls = {
         "recognise the arguments": lambda: same(dy, x, rstd, weight),
         "current device": cuda.current_device,
         "allocate dx": lambda: cuda.empty_strided(*dx_size),
@@ -114,7 +144,7 @@ def pieces(package: Package, inputs: Inputs) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def alternatives(package: Package, inputs: Inputs) -> dict[str, Callable[[], Any]]:
+def alternatives(package: Package, inputs: Inputs) -> Calls:
     """Other ways to do the same, for the record."""
     dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
     shape, strides = tuple(x.shape), tuple(x.stride())
@@ -137,7 +167,7 @@ def alternatives(package: Package, inputs: Inputs) -> dict[str, Callable[[], Any
 
     pointer = ctypes.c_void_p
     _alive.append((binding, dx, dw))  # the arguments of the launches below
-    found: dict[str, Callable[[], Any]] = {
+    found: Calls = {
         "main kernel, cuLaunchKernelEx by cuda-python": lambda: driver.cuLaunchKernelEx(
             config, function, at, 0
         ),
@@ -206,7 +236,7 @@ def _binding(package: Package, inputs: Inputs) -> Binding:
     )
 
 
-def whole_calls(package: Package, inputs: Inputs) -> dict[str, Callable[[], Any]]:
+def whole_calls(package: Package, inputs: Inputs) -> Calls:
     """The doors and what they are compared with."""
     dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
     N = x.shape[-1]
@@ -250,12 +280,34 @@ def whole_calls(package: Package, inputs: Inputs) -> dict[str, Callable[[], Any]
     }
 
 
+def native_calls(folder: Path, inputs: Inputs) -> Calls:
+    """The doors of a second copy of the package, whose native path is on. Raises RuntimeError
+    where it cannot be built."""
+    package = Package(folder)
+    package.use_native()
+    dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
+    leaf = x.detach().requires_grad_()
+    scale = torch.nn.Parameter(weight.detach().clone())
+    y = package.rms_norm(leaf, scale, 1e-6)
+    return {
+        "door 1, native": lambda: package.rmsnorm_backward(dy, x, rstd, weight),
+        "door 2 backward, native": lambda: torch.autograd.grad(
+            y, (leaf, scale), dy, retain_graph=True
+        ),
+        "door 2 forward, native": lambda: package.rms_norm(leaf, scale, 1e-6),
+    }
+
+
 def run(package: Package, problem: Problem) -> dict[str, Any]:
     """The document for one problem on the current device."""
     device = torch.device("cuda", torch.cuda.current_device())
     inputs = make_inputs(problem, device)
+    try:
+        native, refused = native_calls(package.folder, inputs), ""
+    except RuntimeError as error:
+        native, refused = {}, str(error)
     groups = {
-        "whole calls": whole_calls(package, inputs),
+        "whole calls": whole_calls(package, inputs) | native,
         "pieces of door 1": pieces(package, inputs),
         "alternatives": alternatives(package, inputs),
     }
@@ -268,21 +320,14 @@ def run(package: Package, problem: Problem) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": sys.version.split()[0],
     }
-    for title, calls in groups.items():
-        document[title] = {}
-        for name, call in calls.items():
-            # Door 3 is open for its own lines only.
-            with package.installed() if hasattr(call, "routed") else nullcontext():
-                document[title][name] = host_us(call)
-    whole = document["whole calls"]
-    document["ratios"] = {
-        f"{one} / {other}": round(whole[one] / whole[other], 3)
-        for one, other in (
-            ("door 1", "aten op"),
-            ("door 3 op", "aten op"),
-            ("door 2 backward", "aten autograd backward"),
-        )
-    }
+    if refused:
+        document["native"] = refused
+    times = {title: host_us(calls, package) for title, calls in groups.items()}
+    for title, lines in times.items():
+        document[title] = {name: round(median(each), 3) for name, each in lines.items()}
+    found = ratios(times["whole calls"])
+    document["ratios"] = {name: median(each) for name, each in found.items()}
+    document["ratios of the passes"] = found
     return document
 
 

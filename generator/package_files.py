@@ -1,9 +1,13 @@
-"""The files of an emitted package: its kernels, its tables, and the runtime that serves them."""
+"""The files of an emitted package: its kernels, its tables, and the runtime that serves them.
+
+`python -m generator.package_files [folder ...]` copies today's runtime into packages, by default
+into those of generated/."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ from generator.errors import NormforgeError
 from generator.forward import ForwardVariant
 from generator.runtime.dispatch import TABLE, Kernel, Table, Tuned
 from generator.runtime.forward_table import FORWARD_TABLE, ForwardKernel, ForwardTable
+from generator.runtime.native import SOURCES
 from generator.target import Target
 from generator.variant import Variant
 
@@ -35,6 +40,7 @@ installed = _package.installed
 rms_norm = _package.rms_norm
 rmsnorm_backward = _package.rmsnorm_backward
 uninstall = _package.uninstall
+use_native = _package.use_native
 warmup = _package.warmup
 
 RMSNorm = _package.RMSNorm
@@ -51,6 +57,7 @@ __all__ = [
     "rms_norm",
     "rmsnorm_backward",
     "uninstall",
+    "use_native",
     "warmup",
 ]
 '''
@@ -108,16 +115,42 @@ def write_package(
 ) -> None:
     """Write a package to an empty folder. Raises OSError."""
     (folder / "kernels").mkdir()
-    (folder / "runtime").mkdir()
-    for source in sorted(RUNTIME.glob("*.py")):
-        shutil.copyfile(source, folder / "runtime" / source.name)
     for name, content in kernels.contents.items():
         (folder / "kernels" / name).write_bytes(content)
-    (folder / "__init__.py").write_text(_INIT.format(title=table.target["title"]))
+    write_code(folder, table)
     (folder / TABLE).write_text(_json(table.to_json()))
     if forward is not None:
         (folder / FORWARD_TABLE).write_text(_json(forward.to_json()))
 
 
+def write_code(folder: Path, table: Table) -> None:
+    """Write the Python and C++ of a package, over those that are there. Raises OSError."""
+    (folder / "runtime").mkdir(exist_ok=True)
+    for source in runtime_files():
+        shutil.copyfile(source, folder / "runtime" / source.name)
+    (folder / "__init__.py").write_text(_INIT.format(title=table.target["title"]))
+
+
+def runtime_files() -> list[Path]:
+    """What every package carries a copy of."""
+    return [RUNTIME / name for name in SOURCES] + sorted(RUNTIME.glob("*.py"))
+
+
+def refresh(folder: Path) -> None:
+    """Bring the code of a package up to date; kernels and tables stay. Raises OSError, ValueError
+    for a damaged package."""
+    table = Table.load(folder)
+    names = {source.name for source in runtime_files()}
+    write_code(folder, table)
+    for old in (folder / "runtime").glob("*.*"):
+        if old.name not in names:
+            old.unlink()
+
+
 def _json(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=1, sort_keys=True) + "\n"
+
+
+if __name__ == "__main__":
+    for package in sys.argv[1:] or RUNTIME.parent.parent.glob("generated/*/rmsnorm_backward"):
+        refresh(Path(package))

@@ -29,7 +29,7 @@ from generator.emit import (
 )
 from generator.errors import NormforgeError
 from generator.generic import DTYPES, compile_generics, first_choices, generic_variants
-from generator.package_files import RUNTIME
+from generator.package_files import RUNTIME, refresh, runtime_files, write_code
 from generator.problem import ITEMSIZE, Problem
 from generator.runtime.api import Package
 from generator.runtime.dispatch import Kernel, Table
@@ -112,10 +112,22 @@ def test_package_holds_source_and_cubin_of_every_winner_and_the_runtime(package:
     assert result.written == (winner.problem,)
     assert files[f"kernels/{winner.variant}.cubin"] == winner.compiled.cubin
     assert files[f"kernels/{winner.variant}.cu"] == winner.compiled.source.encode()
-    for module in RUNTIME.glob("*.py"):
+    for module in RUNTIME.glob("*.*"):
         assert files[f"runtime/{module.name}"] == module.read_bytes()
     assert sum(name.endswith(".cubin") for name in files) == 1 + len(GENERICS)
     assert [path.name for path in package.parent.iterdir()] == ["rmsnorm_backward"]
+
+
+def test_refreshed_package_has_todays_code_and_its_own_kernels(package: Path) -> None:
+    put(package, entry("4096x1024:bf16"))
+    before = snapshot(package)
+    (package / "__init__.py").write_text("old")
+    (package / "runtime" / "native.cpp").unlink()
+    (package / "runtime" / "api.py").write_text("old")
+    (package / "runtime" / "gone.py").write_text("of an older runtime")
+    refresh(package)
+    assert snapshot(package) == before
+    assert {source.name for source in runtime_files()} == {p.name for p in RUNTIME.glob("*.*")}
 
 
 def test_equal_winners_make_equal_packages(package: Path, tmp_path: Path) -> None:
@@ -723,12 +735,16 @@ COMMITTED = Path(__file__).resolve().parent.parent / "generated"
 
 
 @pytest.mark.parametrize("gpu", ["gb200", "h200"])
-def test_committed_package_has_todays_runtime_and_whole_kernels(gpu: str) -> None:
+def test_committed_package_has_todays_runtime_and_whole_kernels(gpu: str, tmp_path: Path) -> None:
     """It was emitted, or had its runtime copied, after the last change of the runtime."""
     package = COMMITTED / gpu / "rmsnorm_backward"
-    found = {path.name: path.read_bytes() for path in (package / "runtime").glob("*.py")}
-    wanted = {path.name: path.read_bytes() for path in RUNTIME.glob("*.py")}
-    assert found == wanted, "copy generator/runtime/*.py there, or emit the package again"
+    found = {path.name: path.read_bytes() for path in (package / "runtime").glob("*.*")}
+    wanted = {path.name: path.read_bytes() for path in RUNTIME.glob("*.*")}
+    advice = "run python -m generator.package_files, or emit the package again"
+    assert found == wanted, advice
+    init = (package / "__init__.py").read_bytes()
+    write_code(tmp_path, Table.load(package))
+    assert (tmp_path / "__init__.py").read_bytes() == init, advice
     for kernel in Table.load(package).kernels():
         assert kernel.read_cubin(package)[:4] == b"\x7fELF"
         assert (package / "kernels" / f"{kernel.file}.cu").stat().st_size > 0

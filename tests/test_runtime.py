@@ -21,6 +21,7 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 
+from generator.emit import emit_package
 from generator.runtime import binding as binding_module
 from generator.runtime import call as call_module
 from generator.runtime import driver as driver_module
@@ -44,6 +45,7 @@ from generator.runtime.options import (
 from generator.runtime.plan import KernelSpec, Launch, plan_launch
 from generator.runtime.reference import reference_backward
 from generator.runtime.workspace import LINE, SLAB, Workspaces, Zeros
+from generator.target import find_target
 
 SPEC = KernelSpec(
     name="example",
@@ -376,15 +378,16 @@ def entry(M: int, spec: KernelSpec = SPEC, **changes: Any) -> Tuned:
     return Tuned(M, spec.N, spec.dtype, spec.weight_dtype, "measured", kernel, {})
 
 
-def generic(N: int, vector_bytes: int) -> Kernel:
+def generic(N: int, vector_bytes: int, least: int = 1) -> Kernel:
     spec = replace(SPEC, N=N, exact=False, vector_bytes=vector_bytes, strategy="separate")
+    spec = replace(spec, least=least)
     return Kernel(f"any{N}_{vector_bytes}", "", spec)
 
 
 TABLE = Table(
     {"name": "h200", "title": "H200", "arch": "sm_90a", "sms": 132},
     (entry(1024), entry(4096), entry(65536)),
-    (generic(4096, 2), generic(1024, 2), generic(4096, 16), generic(1024, 16)),
+    (generic(4096, 2), generic(1024, 2), generic(4096, 16), generic(1024, 16, 129)),
 )
 
 
@@ -396,13 +399,14 @@ TABLE = Table(
         (1, 1024, "nearest", "k1024"),
         (2048, 1024, "nearest", "k1024"),  # as far from 4096: the smaller one
         (16383, 1024, "nearest", "k4096"),
-        (16385, 1024, "nearest", "k65536"),
+        (20000, 1024, "nearest", "k65536"),
         (10**9, 1024, "nearest", "k65536"),
         (4096, 512, "generic", "any1024_16"),
         (4096, 2048, "generic", "any4096_16"),
         (4096, 513, "generic", "any1024_2"),
         (4096, 1025, "generic", "any4096_2"),
         (4096, 4104, "none", None),
+        (4096, 128, "generic", "any4096_16"),  # the other one takes no rows that short
     ],
 )
 def test_choice_by_shape(M: int, N: int, how: str, file: str | None) -> None:
@@ -420,6 +424,22 @@ def test_unaligned_rows_or_weights_get_a_kernel_with_narrow_vectors(places: Any)
     choice = TABLE.choose(4096, 1024, "bf16", "bf16", **places)
     assert (choice.how, choice.kernel and choice.kernel.file) == ("generic", "any1024_2")
     assert "k4096 needs" in choice.reason
+
+
+def test_kernel_that_fits_in_one_round_is_not_nearest_to_one_row_more() -> None:
+    """8 rows for each of 132 CTAs: 1056 rows are one round of the grid, 1057 are two."""
+    whole, fine = entry(1056, rows_in_flight=4), entry(2112)
+    table = Table(TABLE.target, (whole, fine), ())
+
+    def nearest(M: int) -> int:
+        found = table.choose(M, 1024, "bf16", "bf16").tuned
+        assert found is not None
+        return found.M
+
+    assert [nearest(M) for M in (900, 1056, 1057, 1300)] == [1056, 1056, 2112, 2112]
+    assert nearest(2112) == 2112
+    alone = Table(TABLE.target, (whole,), ())
+    assert alone.choose(1057, 1024, "bf16", "bf16").kernel is whole.kernel
 
 
 def test_wide_vectors_need_only_16_bytes_of_the_weight() -> None:
@@ -933,3 +953,29 @@ def test_aten_gets_the_arguments_of_its_schema() -> None:
 def test_launch_numbers_are_computed_once() -> None:
     plan = Launch(132, 132, 132, 0, counters=33, zeroed=5, scratch=10)
     assert (plan.zeroed_offset, plan.scratch_offset, plan.workspace_bytes) == (256, 384, 424)
+
+
+def test_lazily_negated_tensors_are_read_as_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels read memory, where such a view has the numbers of what it is a view of."""
+    emit_package([], [], find_target("h200"), tmp_path)
+    package = Package(tmp_path)
+    seen: list[tuple[Any, ...]] = []
+
+    def serve(self: Any, *_: Any) -> Any:
+        return lambda *tensors: seen.append(tensors)
+
+    monkeypatch.setattr(Package, "_prepare", serve)
+    monkeypatch.setattr(type(package._norms), "_prepare", serve)
+    dy, x, rstd, weight = tensors(6)
+    negated = [torch._neg_view(tensor) for tensor in (dy, x, rstd, weight)]
+    package.rmsnorm_backward(*negated)
+    package._norms(negated[1], negated[3], residual=negated[0])
+    (backward, forward) = seen
+    reads = (*backward[:4], forward[0], forward[1], forward[4])
+    for read, base in zip(reads, (dy, x, rstd, weight, x, weight, dy), strict=True):
+        assert not read.is_neg()
+        assert torch.equal(read, -base)
+    with pytest.raises(ValueError, match="dw_out is a lazily negated view"):
+        package.rmsnorm_backward(dy, x, rstd, weight, dw_out=torch._neg_view(weight.clone()))
