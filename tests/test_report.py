@@ -271,7 +271,7 @@ def test_the_command_writes_the_page_and_prints_the_text(
 
 def test_the_page_of_all_studies_is_small(committed: Path) -> None:
     assert committed.stat().st_size < 2_000_000
-    assert committed.read_text(encoding="utf-8").count("<article") == 87
+    assert committed.read_text(encoding="utf-8").count("<article") == 106
 
 
 # ---- In a browser -----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ installed = _package.installed
 rms_norm = _package.rms_norm
 rmsnorm_backward = _package.rmsnorm_backward
 uninstall = _package.uninstall
+use_native = _package.use_native
 warmup = _package.warmup
 
 RMSNorm = _package.RMSNorm
@@ -31,5 +32,6 @@ __all__ = [
     "rms_norm",
     "rmsnorm_backward",
     "uninstall",
+    "use_native",
     "warmup",
 ]

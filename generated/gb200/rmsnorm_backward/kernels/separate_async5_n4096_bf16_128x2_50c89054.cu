@@ -47,6 +47,7 @@ constexpr int kTilesOffset = 128;
 #define ROW_HINT ""
 #define ROW_OPERAND ""
 #define ROW_STORE ".cs"
+#define LEAST_COLUMNS 4096  // of a row
 
 #ifndef NORMFORGE_HOST
 // ---- Primitives -----------------------------------------------------------------------------
@@ -595,7 +596,11 @@ struct Rows {
   DEVICE int column(int vector) const {
     return first_column + (vector * kThreadsPerRow + static_cast<int>(row_thread())) * kElements;
   }
-  DEVICE bool owns(int column) const {
+  // Whether the row goes on in a thread's vector, which begins at this column. A kernel for many N (no
+  // clusters) asks only where the least of them may end: a question costs as much as an element.
+  DEVICE bool owns(int vector, int column) const {
+    if constexpr (!kExact)
+      if ((vector + 1) * kThreadsPerRow * kElements <= LEAST_COLUMNS) return true;
     if constexpr (kColumns == kVectors * kThreadsPerRow * kElements && kExact) return true;
     return column < (kExact ? first_column + kColumns : columns);
   }
@@ -726,7 +731,7 @@ struct RowPipeline {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
-        if (row < rows.count && rows.owns(column)) {
+        if (row < rows.count && rows.owns(j, column)) {
           copy_async<kVectorBytes>(slot(into, 0, u, j), rows.x(row, column));
           copy_async<kVectorBytes>(slot(into, 1, u, j), rows.dy(row, column));
           if constexpr (kResidual) {
@@ -758,7 +763,7 @@ struct RowPipeline {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         x[u][j] = dy[u][j] = RowPacket{};
-        if (valid && rows.owns(rows.column(j))) {
+        if (valid && rows.owns(j, rows.column(j))) {
           x[u][j] = load_shared_packet<kVectorBytes>(slot(due, 0, u, j));
           dy[u][j] = load_shared_packet<kVectorBytes>(slot(due, 1, u, j));
         }
@@ -772,7 +777,7 @@ struct RowPipeline {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         residual[u][j] = ResidualPacket{};
-        if (valid && rows.owns(rows.column(j)))
+        if (valid && rows.owns(j, rows.column(j)))
           residual[u][j] =
               gather_chunks([&](int c) { return residual_slot(due, u, j, c); });
       }
@@ -796,7 +801,7 @@ struct Weight {
     for (int j = 0; j < kVectors; ++j) {
       const int column = rows.column(j);
       packets[j] = Packet<kWeightBytes>{};
-      if (rows.owns(column)) packets[j] = load_weights(weight, column);
+      if (rows.owns(j, column)) packets[j] = load_weights(weight, column);
     }
   }
   DEVICE Packet<kWeightBytes> operator[](int j) const { return packets[j]; }
@@ -828,7 +833,7 @@ DEVICE float* store_partials(unsigned char* smem, const Rows& rows,
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     const int column = rows.column(j) - rows.first_column;
-    if (row_abreast() != 0 || !rows.owns(rows.column(j))) continue;
+    if (row_abreast() != 0 || !rows.owns(j, rows.column(j))) continue;
     if constexpr (kElements % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < kElements; i += 4)
@@ -915,7 +920,7 @@ struct DwContext {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
-        if (row_abreast() != 0 || !rows.owns(column)) continue;
+        if (row_abreast() != 0 || !rows.owns(j, column)) continue;
 #pragma unroll
         for (int i = 0; i < kElements; i += 4)
           store(own + column - rows.first_column + i,
@@ -1123,7 +1128,7 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
           if constexpr (kResidual)
             out[i] = __fadd_rn(out[i], element<ResidualElement>(residuals[u][j].words, i));
         }
-        if (args.dx != nullptr && row < args.rows && rows.owns(column)) {
+        if (args.dx != nullptr && row < args.rows && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
           store_row<kVectorBytes>(args.dx + row * args.dx_stride + column, packet);

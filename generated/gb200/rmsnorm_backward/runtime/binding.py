@@ -19,7 +19,7 @@ from .workspace import StreamWorkspace
 pack_addresses = struct.Struct("@8Q").pack_into
 """Writes x, dy, rstd, weight, dx, dw, dresidual and dresidual_out (0 for None), which the main
 kernel's arguments begin with."""
-_DW = 5 * 8
+_DW, _SCRATCH = 5 * 8, 10 * 8
 
 
 class Binding(NamedTuple):
@@ -44,6 +44,33 @@ class Binding(NamedTuple):
     keep: tuple[Any, ...]
 
 
+class ArgumentBlock(NamedTuple):
+    """The arguments of both kernels in one piece of memory, the addresses of the tensors first.
+
+    main_at, sum_at: where the parameters of either kernel begin; scratch_at: where the address of
+    the scratch stands. All in bytes.
+    """
+
+    values: Any
+    main_at: tuple[int, ...]
+    sum_at: tuple[int, ...]
+    scratch_at: tuple[int, ...]
+
+
+def argument_block(launch: Launch, extent: Extent, zeros: int, scratch: int) -> ArgumentBlock:
+    """The arguments of a launch, with 0 for the addresses of all tensors."""
+    values = ctypes.create_string_buffer(MAIN_ARGUMENTS.size + SUM_ARGUMENTS.size)
+    MAIN_ARGUMENTS.pack_into(
+        values, 0, *([0] * 8), zeros, zeros + launch.zeroed_offset, scratch, *extent
+    )
+    SUM_ARGUMENTS.pack_into(
+        values, MAIN_ARGUMENTS.size, scratch, 0, launch.participants, extent.columns, extent.dw_mode
+    )
+    sum_at = [MAIN_ARGUMENTS.size + at for at in SUM_OFFSETS]
+    sum_at[1] = _DW  # both kernels read dw's address from one place
+    return ArgumentBlock(values, MAIN_OFFSETS, tuple(sum_at), (_SCRATCH, MAIN_ARGUMENTS.size))
+
+
 def bind(
     kernel: LoadedKernel,
     launch: Launch,
@@ -58,25 +85,16 @@ def bind(
     workspace.fit(launch)
     main, second = kernel.load(device)
     second = second if wants_dw else None
-    zeros, scratch = workspace.zeros, workspace.scratch
-    values = ctypes.create_string_buffer(MAIN_ARGUMENTS.size + SUM_ARGUMENTS.size)
-    base = ctypes.addressof(values)
-    MAIN_ARGUMENTS.pack_into(
-        values, 0, *([0] * 8), zeros, zeros + launch.zeroed_offset, scratch, *extent
-    )
-    SUM_ARGUMENTS.pack_into(
-        values, MAIN_ARGUMENTS.size, scratch, 0, launch.participants, extent.columns, extent.dw_mode
-    )
-    main_at = [base + at for at in MAIN_OFFSETS]
-    sum_at = [base + MAIN_ARGUMENTS.size + at for at in SUM_OFFSETS]
-    sum_at[1] = base + _DW  # both kernels read dw's address from one place
+    block = argument_block(launch, extent, workspace.zeros, workspace.scratch)
+    base = ctypes.addressof(block.values)
+    main_at, sum_at = ([base + at for at in offsets] for offsets in (block.main_at, block.sum_at))
     main_array = (ctypes.c_void_p * len(main_at))(*main_at)
     sum_array = (ctypes.c_void_p * len(sum_at))(*sum_at)
     return Binding(
         workspace=workspace,
         lock=workspace.lock,
-        scratch=scratch,
-        values=values,
+        scratch=workspace.scratch,
+        values=block.values,
         launch=cuda_driver().cuLaunchKernelEx,
         main_config=kernel.configure_main(launch.grid, stream),
         main=main,

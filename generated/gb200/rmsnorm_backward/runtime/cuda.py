@@ -55,6 +55,12 @@ def is_plain(tensor: torch.Tensor | None) -> bool:
     return type(tensor) in _PLAIN_TYPES or not isinstance(tensor, torch.Tensor)
 
 
+def resolved(tensor: Any) -> Any:
+    """The tensor itself, or a copy of a lazily negated view (such as the imaginary part of a
+    conjugate), whose memory has other numbers than it. Anything else is returned as it is."""
+    return tensor.resolve_neg() if isinstance(tensor, torch.Tensor) and tensor.is_neg() else tensor
+
+
 def same_kind(*tensors: torch.Tensor | None) -> Callable[..., bool] | None:
     """A function that says whether other tensors have the type, dtype, device, sizes, strides,
     requires_grad and dispatch keys of these, in a seventh of the time that reading all of it in

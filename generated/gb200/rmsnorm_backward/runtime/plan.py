@@ -24,13 +24,14 @@ def round_up(a: int, unit: int) -> int:
 class KernelSpec:
     """The facts of one compiled variant that its launches need.
 
-    N: row length, or with exact False the longest one served. threads, sum_threads: CTA sizes of
-    the main and the second kernel. columns: columns of one CTA. partial_stride: floats from one
-    partial row of dw to the next. rows_in_flight: consecutive rows of a batch, which the threads of
-    a team work on at once; rows_per_cta: teams of a CTA. sms: multiprocessors the grid counts
-    on; it is a constant of the module, so that the order of every sum is one too. vector_bytes:
-    alignment that pointers and row strides need. offset: adds a number to the weight; residual:
-    dtype of the residual's gradient that it adds to dx, "" for none.
+    N: row length, or with exact False the longest one served, and `least` the shortest. threads,
+    sum_threads: CTA sizes of the main and the second kernel. columns: columns of one CTA.
+    partial_stride: floats from one partial row of dw to the next. rows_in_flight: consecutive rows
+    of a batch, which the threads of a team work on at once; rows_per_cta: teams of a CTA. sms:
+    multiprocessors the grid counts on; it is a constant of the module, so that the order of every
+    sum is one too. vector_bytes: alignment that pointers and row strides need. offset: adds a
+    number to the weight; residual: dtype of the residual's gradient that it adds to dx, "" for
+    none.
     """
 
     name: str
@@ -59,6 +60,7 @@ class KernelSpec:
     sms: int
     offset: bool = False
     residual: str = ""
+    least: int = 1
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

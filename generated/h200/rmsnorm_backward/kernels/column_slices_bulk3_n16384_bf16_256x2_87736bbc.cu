@@ -48,6 +48,7 @@ constexpr int kTilesOffset = 640;
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
 #define ROW_STORE ""
+#define LEAST_COLUMNS 16384  // of a row
 
 #ifndef NORMFORGE_HOST
 // ---- Primitives -----------------------------------------------------------------------------
@@ -596,7 +597,11 @@ struct Rows {
   DEVICE int column(int vector) const {
     return first_column + (vector * kThreadsPerRow + static_cast<int>(row_thread())) * kElements;
   }
-  DEVICE bool owns(int column) const {
+  // Whether the row goes on in a thread's vector, which begins at this column. A kernel for many N (no
+  // clusters) asks only where the least of them may end: a question costs as much as an element.
+  DEVICE bool owns(int vector, int column) const {
+    if constexpr (!kExact)
+      if ((vector + 1) * kThreadsPerRow * kElements <= LEAST_COLUMNS) return true;
     if constexpr (kColumns == kVectors * kThreadsPerRow * kElements && kExact) return true;
     return column < (kExact ? first_column + kColumns : columns);
   }
@@ -775,7 +780,7 @@ struct RowPipeline {
         const int column = rows.column(j);
         const int at = (column - rows.first_column) * static_cast<int>(sizeof(Element));
         x[u][j] = dy[u][j] = RowPacket{};
-        if (valid && rows.owns(column)) {
+        if (valid && rows.owns(j, column)) {
           x[u][j] = load_shared_packet<kVectorBytes>(tile + u * kRowBytes + at);
           dy[u][j] = load_shared_packet<kVectorBytes>(tile + (kRowsInFlight + u) * kRowBytes + at);
         }
@@ -794,7 +799,7 @@ struct RowPipeline {
             tile + u * kResidualRowBytes +
             (column - rows.first_column) * static_cast<int>(sizeof(ResidualElement));
         residual[u][j] = ResidualPacket{};
-        if (valid && rows.owns(column))
+        if (valid && rows.owns(j, column))
           residual[u][j] = gather_chunks([&](int c) { return from + 16 * c; });
       }
     }
@@ -824,7 +829,7 @@ struct Weight {
     for (int j = 0; j < kVectors; ++j) {
       const int column = rows.column(j);
       packets[j] = Packet<kWeightBytes>{};
-      if (rows.owns(column)) packets[j] = load_weights(weight, column);
+      if (rows.owns(j, column)) packets[j] = load_weights(weight, column);
     }
   }
   DEVICE Packet<kWeightBytes> operator[](int j) const { return packets[j]; }
@@ -856,7 +861,7 @@ DEVICE float* store_partials(unsigned char* smem, const Rows& rows,
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     const int column = rows.column(j) - rows.first_column;
-    if (row_abreast() != 0 || !rows.owns(rows.column(j))) continue;
+    if (row_abreast() != 0 || !rows.owns(j, rows.column(j))) continue;
     if constexpr (kElements % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < kElements; i += 4)
@@ -943,7 +948,7 @@ struct DwContext {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
-        if (row_abreast() != 0 || !rows.owns(column)) continue;
+        if (row_abreast() != 0 || !rows.owns(j, column)) continue;
 #pragma unroll
         for (int i = 0; i < kElements; i += 4)
           store(own + column - rows.first_column + i,
@@ -1272,7 +1277,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) rmsnorm_backward(ARGUMENTS(
           if constexpr (kResidual)
             out[i] = __fadd_rn(out[i], element<ResidualElement>(residuals[u][j].words, i));
         }
-        if (args.dx != nullptr && row < args.rows && rows.owns(column)) {
+        if (args.dx != nullptr && row < args.rows && rows.owns(j, column)) {
           RowPacket packet;
           narrow<Element, kElements>(packet.words, out);
           store_row<kVectorBytes>(args.dx + row * args.dx_stride + column, packet);

@@ -15,7 +15,7 @@ from .cuda import is_plain, modes_active, raw_stream, transforms_active
 from .forward import Forward
 from .graph import Pass, make_backend, make_pass
 from .install import Installation
-from .norm import make_module, make_rms_norm, per_head_forward
+from .norm import make_gradients, make_module, make_rms_norm, per_head_forward
 from .ops import Operators
 from .options import Arguments, Options
 from .plan import plan_launch
@@ -35,7 +35,9 @@ class Package(Server):
         self._norms = Forward(folder)
         forward = per_head_forward(self._norms)
         self.ops = Operators(_digest(folder), forward, self._run)
-        self.rms_norm = make_rms_norm(self.ops, forward, self._run, self._known)
+        self._gradients = make_gradients(self.ops, self._run, self._known, self._native)
+        self._forward = forward
+        self.rms_norm = make_rms_norm(self.ops, forward, self._run, self._gradients, self._native)
         self.RMSNorm = make_module(self.rms_norm, self.ops)
         register_sharding(self.ops)
         installation = Installation(self._route, self._known)
@@ -110,10 +112,17 @@ class Package(Server):
             and not (weight_offset or accumulate)
             and not (is_dynamo_compiling() or modes_active())
         ):
+            native = self._native
+            if native.backward is not None:
+                results = native.backward(dy, x, rstd, weight)
+                if results is not None:
+                    return results
             for same, call in self._known.recent:
                 if same(dy, x, rstd, weight):
                     results = call(dy, x, rstd, weight)
                     if results is not None:
+                        if native.learn is not None:
+                            native.learn(call)
                         return results
                     break
         given = Arguments(dy, x, rstd, weight, dresidual, dw_out)
@@ -199,6 +208,23 @@ class Package(Server):
     def inductor_backend(self, **inductor_configs: Any) -> Callable[..., Any]:
         """A backend for torch.compile: Inductor, but every torch.nn.RMSNorm is this package's."""
         return make_backend(self.ops, **inductor_configs)
+
+    def use_native(self) -> None:
+        """Serve plain training steps in C++ from now on: same kernels, same bits, less host time in
+        the backward of `rms_norm` and `RMSNorm`, which then needs no Python in autograd's thread.
+
+        Compiles two small files once per machine, PyTorch and Python, into TORCH_EXTENSIONS_DIR
+        (default: ~/.cache/torch_extensions); later processes load what is there. Needs a C++
+        compiler ($CXX, c++, g++ or clang++), Python's headers and PyTorch with CUDA. Everything
+        but plain calls (a weight and no offset, both gradients, dense and aligned tensors, eager
+        code outside a capture) goes the same way as before, and so do the first three calls of
+        every shape, and the first on another stream. Takes one more block of scratch per stream.
+        Call it before or after models are built, from any thread, as often as you like; it stays
+        on. Several processes may call it at once.
+
+        Raises RuntimeError, which says what is missing; everything then works as before.
+        """
+        self._native.start(self._forward, self._gradients)
 
     def warmup(
         self, shapes: Iterable[tuple[Any, ...]], device: torch.device | int | None = None

@@ -118,7 +118,7 @@ class KernelCall:
     x, rstd, weight and dresidual are made dense first. quick: the same in less time for what most
     calls of a training are, those with a weight that want dx and dw and need no copy; None for
     other signatures. It takes dy, x, rstd and weight, and answers None when an address is not a
-    multiple of MAX_ALIGNMENT.
+    multiple of MAX_ALIGNMENT; its attribute `slow` is this object.
     """
 
     def __init__(
@@ -274,4 +274,5 @@ def _quick_call(slow: KernelCall) -> QuickCall:
         # fmt: on
         return slow(dy, x, rstd, weight)  # with another workspace, or to raise the error
 
+    call.slow = slow  # type: ignore[attr-defined]
     return call

@@ -11,7 +11,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from .plan import KernelSpec
+from .plan import KernelSpec, ceil_div
 
 FORMAT = 3
 """Version of table.json: a package and its own runtime always agree on it."""
@@ -134,8 +134,8 @@ class Table:
         and row strides of x and dy; weight_alignment, residual_alignment: the same of the weight
         and of dresidual.
 
-        Order: the tuned shape; the tuned M nearest by ratio at the same N and dtypes; the generic
-        kernel with the widest vectors and the least capacity.
+        Order: the tuned shape; the nearest tuned M at the same N and dtypes (`_distance`); the
+        generic kernel with the widest vectors and the least capacity.
         A kernel that the alignment rules out is passed over. The answer depends on these arguments
         alone, so equal calls get equal bits.
         """
@@ -154,12 +154,14 @@ class Table:
         why = passed_over[0] if passed_over else f"nothing like {shape} was tuned"
         for kernel in sorted(self.generic, key=lambda k: (-k.spec.vector_bytes, k.spec.N)):
             spec = kernel.spec
-            if (spec.dtype, spec.weight_dtype) != (dtype, weight_dtype) or N > spec.N:
+            if (spec.dtype, spec.weight_dtype) != (dtype, weight_dtype):
+                continue
+            if not spec.least <= N <= spec.N:
                 continue
             if (spec.offset, spec.residual) != (offset, residual):
                 continue
             if not misfit(spec, N, alignment, weight_alignment):
-                reason = f"{why}; this kernel takes any shape up to N={spec.N}"
+                reason = f"{why}; this kernel takes any N from {spec.least} to {spec.N}"
                 return Choice("generic", reason, kernel)
         return Choice("none", f"{why}, and no generic kernel serves it")
 
@@ -172,12 +174,27 @@ class Table:
             if (entry.N, entry.dtype, entry.weight_dtype) == (N, dtype, weight_dtype)
             and (entry.kernel.spec.offset, entry.kernel.spec.residual) == (offset, residual)
         ]
-        return sorted(same, key=lambda entry: (abs(log(entry.M / M)), entry.M))
+        return sorted(same, key=lambda entry: (_distance(entry, M), entry.M))
 
     def kernels(self) -> Iterator[Kernel]:
         """Every kernel, tuned ones first; one that serves several shapes repeats."""
         yield from (entry.kernel for entry in self.tuned)
         yield from self.generic
+
+
+def _distance(entry: Tuned, M: int) -> float:
+    """How far a tuned kernel is from M rows: by the ratio of the rows, and twice by how much more
+    of its grid idles at M than where it was tuned. (A kernel may be best at its own M because all
+    rows fit into one round of its grid, and take nearly twice as long for one row more.)"""
+    spec = entry.kernel.spec
+    more = _idle(spec, M) / _idle(spec, entry.M)
+    return abs(log(entry.M / M)) + 2 * max(0.0, log(more))
+
+
+def _idle(spec: KernelSpec, M: int) -> float:
+    """Rows that the largest grid would work on in the time that it takes for M, by M."""
+    at_once = spec.participants * spec.rows_per_cta * spec.rows_in_flight
+    return ceil_div(M, at_once) * at_once / M
 
 
 def shape_name(

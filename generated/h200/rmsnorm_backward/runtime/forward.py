@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .arguments import DTYPES, check_forward
+from .cuda import resolved
 from .dispatch import MAX_ALIGNMENT, runs_on
 from .forward_call import ForwardCall, LoadedForward, forward_call
 from .forward_table import ForwardChoice, ForwardKernel, ForwardTable
@@ -113,6 +114,7 @@ class Forward:
         except (AttributeError, TypeError):  # something is no tensor, or a size no number
             pass
         if call is None:
+            x, weight, residual = resolved(x), resolved(weight), resolved(residual)
             call = self._call_of(x, weight, residual)
         return call(x, weight, eps, weight_offset, residual)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -11,24 +11,78 @@ from torch.compiler import is_dynamo_compiling
 from .cuda import is_plain, modes_active, transforms_active
 from .differentiable import differentiable_norm
 from .known import Known
+from .native import Native
 from .ops import Operators
 from .options import Arguments, Options
 from .reference import Results
 from .sharding import register_sharding
 
 Norm = Callable[..., Any]
+Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
+
+
+class NormArguments(NamedTuple):
+    """What the gradients of a norm depend on beside tensors."""
+
+    eps: float | None
+    weight_offset: float
+
+
+def make_gradients(
+    operators: Operators,
+    backward: Callable[[Arguments, Options], Results],
+    known: Known,
+    native: Native,
+) -> Callable[..., Gradients]:
+    """dx and dw of a node of `rms_norm`, for that in Python and that in C++.
+
+    backward: as in `make_rms_norm`. known: calls of the backward; native: is told of those that it
+    might serve.
+    """
+
+    def gradients(
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        rstd: torch.Tensor,
+        eps: float | None,
+        weight_offset: float,
+        need_dx: bool,
+        need_dw: bool,
+    ) -> Gradients:
+        # Dynamo first: it cannot trace the question whether a mode is active. A gradient may be
+        # a subclass though x was none, such as a collective's result that has not arrived.
+        watched = (
+            is_dynamo_compiling() or torch.is_grad_enabled() or modes_active() or not is_plain(dy)
+        )
+        if need_dx and need_dw and not watched and not weight_offset:
+            for same, call in known.recent:
+                if same(dy, x, rstd, weight):
+                    results = call(dy, x, rstd, weight)
+                    if results is not None:
+                        if native.learn is not None:
+                            native.learn(call)
+                        return results
+                    break
+        norm, wanted = NormArguments(eps, weight_offset), (need_dx, need_dw)
+        run = None if watched else backward
+        return operators.gradients(norm, wanted, dy, x, weight, rstd, None, run)
+
+    return gradients
 
 
 def make_rms_norm(
     operators: Operators,
     forward: Callable[..., tuple[torch.Tensor, ...]],
     backward: Callable[[Arguments, Options], Results],
-    known: Known,
+    gradients: Callable[..., Gradients],
+    native: Native,
 ) -> Norm:
     """The `rms_norm` of a package.
 
     forward, backward: what its operators run, called without the dispatcher where nobody watches
-    it, which is the cheapest way to train eagerly. known: calls of the backward.
+    it, which is the cheapest way to train eagerly. gradients: by `make_gradients`. native: has a
+    node that takes the place of the one here, once it is started.
     """
 
     class EagerNorm(torch.autograd.Function):
@@ -45,24 +99,8 @@ def make_rms_norm(
         def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
             x, weight, rstd = ctx.saved_tensors
             need_dx, need_dw, _, _ = ctx.needs_input_grad
-            # Dynamo first: it cannot trace the question whether a mode is active. A gradient may be
-            # a subclass though x was none, such as a collective's result that has not arrived.
-            watched = (
-                is_dynamo_compiling()
-                or torch.is_grad_enabled()
-                or modes_active()
-                or not is_plain(dy)
-            )
-            if need_dx and need_dw and not watched and not ctx.weight_offset:
-                for same, call in known.recent:
-                    if same(dy, x, rstd, weight):
-                        results = call(dy, x, rstd, weight)
-                        if results is not None:
-                            return *results, None, None
-                        break
-            run = None if watched else backward
-            wanted = (need_dx, need_dw)
-            return *operators.gradients(ctx, wanted, dy, x, weight, rstd, None, run), None, None
+            norm = (ctx.eps, ctx.weight_offset)
+            return *gradients(dy, x, weight, rstd, *norm, need_dx, need_dw), None, None
 
     class EagerAddNorm(torch.autograd.Function):
         @staticmethod
@@ -127,7 +165,7 @@ def make_rms_norm(
             y, _, *stream = forward(x, weight, eps, weight_offset, residual)
             return (y, *stream) if stream else y
         if residual is None:
-            return EagerNorm.apply(x, weight, eps, weight_offset)
+            return (native.norm or EagerNorm.apply)(x, weight, eps, weight_offset)
         return EagerAddNorm.apply(x, residual, weight, eps, weight_offset)
 
     def traced(

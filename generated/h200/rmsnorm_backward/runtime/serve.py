@@ -12,10 +12,12 @@ import torch
 
 from .arguments import DTYPES, check_arguments
 from .call import Call, aten_call, formula, kernel_call
+from .cuda import resolved
 from .dispatch import MAX_ALIGNMENT, Choice, Kernel, Table, runs_on
 from .known import Known
 from .launch import LoadedKernel
 from .layout import power_of_two, read_layout
+from .native import Native
 from .options import PLAIN, Arguments, Composition, Options, composition, per_head
 from .plan import plan_launch
 from .reference import Results
@@ -42,6 +44,7 @@ class Server:
         self._known = Known("cuda")
         self._routed: dict[tuple[Any, ...], Any] = {}  # a Call, None for PyTorch's kernel
         self._workspaces = Workspaces()
+        self._native = Native()
         self._warned: set[str] = set()
 
     def _run(self, given: Arguments, options: Options) -> Results:
@@ -52,7 +55,12 @@ class Server:
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
         key = _key(given, options)
         if (call := self._known.find(key, _present(tensors))) is not None:
-            return call(*tensors)
+            results = call(*tensors)
+            if self._native.learn is not None:
+                self._native.learn(_quick(call, options))
+            return results
+        given = _resolved(given)
+        tensors = tuple(vars(given).values())
         signature = (options, *(_facts(tensor) for tensor in tensors))
         call = self._calls.get(signature)
         if call is None:
@@ -81,6 +89,8 @@ class Server:
         key = (_ROUTED, *_key(given, options))
         if (call := self._known.find(key, _present(tensors))) is not None:
             return call(*tensors)
+        given = _resolved(given)
+        tensors = tuple(vars(given).values())
         signature = (options, *(_facts(tensor) for tensor in tensors))
         call = self._routed.get(signature, _UNKNOWN)
         if call is _UNKNOWN:
@@ -234,6 +244,14 @@ def _key(given: Arguments, options: Options) -> tuple[Any, ...]:
     """Where the calls of one shape are looked for: which tensors there are, and the options."""
     here = (given.weight is None, given.dresidual is None, given.dw_out is None)
     return (*here, given.x.shape, options)
+
+
+def _resolved(given: Arguments) -> Arguments:
+    """The same numbers as they lie in memory. Raises ValueError for a dw_out that is a view of
+    others."""
+    if given.dw_out is not None and given.dw_out.is_neg():
+        raise ValueError("dw_out is a lazily negated view: give the tensor that it is a view of")
+    return Arguments(**{name: resolved(tensor) for name, tensor in vars(given).items()})
 
 
 def _present(tensors: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor]:
