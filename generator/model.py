@@ -41,7 +41,7 @@ class Model:
     widen_bf16: float = 1.0  # instructions per element read: a shift or a mask; from the source
     widen_fp16: float = 2.0  # the same: half a shift, a conversion at half rate; estimate
     access_instructions: float = 2.0  # per vector moved: the access and its address; estimate
-    bounds_instructions: float = 1.0  # per element, where N is known at run time only; estimate
+    bounds_instructions: float = 1.0  # per element of a vector that may end the row; estimate
     row_instructions: float = 40.0  # per warp and row: shuffles, addresses, loop; estimate
     issue_per_clock: float = 3.0  # warp instructions/clock of an SM, of 4 possible; estimate
     copy_clocks: float = 48.0  # clocks of the copy engine per bulk copy; estimate
@@ -152,7 +152,7 @@ class Case:
         per_element += (
             2 * (1 + reload) * widen[v.dtype] + (1 + weight_again) * widen[v.weight_dtype]
         )
-        per_element += m.bounds_instructions * (not v.exact)
+        per_element += m.bounds_instructions * v.asking_vectors / v.vectors
         per_warp = v.accumulators * per_element + m.row_instructions
         return float(v["rows_in_flight"] * v.warps_per_row * per_warp)
 

@@ -106,6 +106,12 @@ class Geometry(ItemSizes):
         return ceil_div(self.columns, self["threads_per_row"] * self.elements)
 
     @property
+    def asking_vectors(self) -> int:
+        """Those that a kernel for many N does not know to lie within the row."""
+        known = self.least_columns // (self["threads_per_row"] * self.elements)
+        return 0 if self.exact else self.vectors - min(self.vectors, known)
+
+    @property
     def accumulators(self) -> int:
         """fp32 partial sums of dw that one thread keeps."""
         return self.vectors * self.elements

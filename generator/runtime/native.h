@@ -87,12 +87,14 @@ bool dense(const at::Tensor& tensor) {
     return true;
 }
 
-// No subclass, transform, lazy negation, or anything else that has its own way with operators.
+// No subclass, transform, lazy negation, tangent, or anything else that has its own way with
+// operators.
 bool plain(const at::Tensor& tensor, at::Device device) {
     using K = c10::DispatchKey;
     constexpr c10::DispatchKeySet keys({K::CUDA, K::CPU, K::ADInplaceOrView, K::AutogradCUDA,
                                         K::AutogradCPU, K::AutocastCUDA, K::AutocastCPU});
-    return tensor.defined() && keys.isSupersetOf(tensor.key_set()) && tensor.device() == device;
+    return tensor.defined() && keys.isSupersetOf(tensor.key_set()) && tensor.device() == device &&
+           !tensor._fw_grad(0).defined();
 }
 
 // Whether a mode or a transform sees every operator of this thread.
@@ -106,10 +108,10 @@ bool launch(const Driver& driver, const Kernel& kernel) {
     return driver.launch(kernel.config, kernel.function, parameters, nullptr) == 0;
 }
 
-// dx and dw, or nothing: not served. with_gil: whether the caller holds the GIL; then it does not
-// wait for another call on the same stream, but leaves this one to Python.
+// dx and dw, or nothing: not served. Not to be called with the GIL: it may wait for another call on
+// the same stream, and a launch for room in the driver's queue.
 std::optional<Results> serve(Store& store, const at::Tensor& dy, const at::Tensor& x,
-                             const at::Tensor& rstd, const at::Tensor& weight, bool with_gil) {
+                             const at::Tensor& rstd, const at::Tensor& weight) {
     if (!x.defined() || x.device().type() != store.device_type || watched()) return {};
     const auto device = x.device();
     for (const auto* tensor : {&dy, &x, &rstd, &weight})
@@ -141,9 +143,7 @@ std::optional<Results> serve(Store& store, const at::Tensor& dy, const at::Tenso
 
     Results results{allocate(x.sizes(), x.strides(), x),
                     allocate(weight.sizes(), weight.strides(), weight)};
-    std::unique_lock<std::mutex> lock(plan->lane->mutex, std::defer_lock);
-    if (!with_gil) lock.lock();
-    else if (!lock.try_lock()) return {};
+    const std::lock_guard<std::mutex> lock(plan->lane->mutex);
     if (plan->lane->paused) return {};
     const uint64_t addresses[] = {at(x),      at(dy),         at(rstd),
                                   at(weight), at(results[0]), at(results[1])};

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from .cuda import is_plain, modes_active, transforms_active
+from .cuda import is_plain, modes_active, tangents_active, tracing, transforms_active
 from .differentiable import differentiable_norm
 from .known import Known
 from .native import Native
@@ -53,7 +53,11 @@ def make_gradients(
         # Dynamo first: it cannot trace the question whether a mode is active. A gradient may be
         # a subclass though x was none, such as a collective's result that has not arrived.
         watched = (
-            is_dynamo_compiling() or torch.is_grad_enabled() or modes_active() or not is_plain(dy)
+            is_dynamo_compiling()
+            or torch.is_grad_enabled()
+            or modes_active()
+            or tangents_active()
+            or not is_plain(dy)
         )
         if need_dx and need_dw and not watched and not weight_offset:
             for same, call in known.recent:
@@ -165,7 +169,9 @@ def make_rms_norm(
             y, _, *stream = forward(x, weight, eps, weight_offset, residual)
             return (y, *stream) if stream else y
         if residual is None:
-            return (native.norm or EagerNorm.apply)(x, weight, eps, weight_offset)
+            if native.norm is None or tracing() is not None:  # a trace sees Python's node only
+                return EagerNorm.apply(x, weight, eps, weight_offset)
+            return native.norm(x, weight, eps, weight_offset)
         return EagerAddNorm.apply(x, residual, weight, eps, weight_offset)
 
     def traced(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .cuda import tangents_active
 from .differentiable import differentiable_backward
 from .options import Arguments, Options
 from .reference import Results
@@ -164,7 +165,7 @@ class Operators:
         dy = dy.to(x.dtype)
         if dresidual is not None:
             dresidual = dresidual.to(x.dtype)
-        if torch.is_grad_enabled():  # create_graph=True
+        if torch.is_grad_enabled() or tangents_active():  # create_graph=True, or forward mode
             return differentiable_backward(
                 *(dy, x, weight, ctx.eps, ctx.weight_offset, dresidual), need_dx, need_dw
             )

@@ -36,6 +36,13 @@ struct Reference {  // owns a Python object; hold the GIL
     ~Reference() { Py_DECREF(object); }
 };
 
+struct WithoutGil {  // where this thread has it
+    std::optional<pybind11::gil_scoped_release> released;
+    WithoutGil() {
+        if (PyGILState_Check()) released.emplace();
+    }
+};
+
 // The two results of a Python function; a result of None is undefined.
 Results call(PyObject* function, PyObject* const* arguments, size_t count) {
     const Reference answer(PyObject_Vectorcall(function, arguments, count, nullptr));
@@ -73,9 +80,11 @@ struct Norm : torch::autograd::Function<Norm> {
         const double offset = ctx->saved_data.at("offset").toDouble();
         const bool need_dx = ctx->needs_input_grad(0);
         const bool need_dw = weight.defined() && ctx->needs_input_grad(1);
-        if (need_dx && need_dw && offset == 0 && !at::GradMode::is_enabled())
-            if (const auto results = serve(store, dy, x, rstd, weight, PyGILState_Check()))
+        if (need_dx && need_dw && offset == 0 && !at::GradMode::is_enabled()) {
+            const WithoutGil others_may_run;
+            if (const auto results = serve(store, dy, x, rstd, weight))
                 return {(*results)[0], (*results)[1], {}, {}};
+        }
 
         const pybind11::gil_scoped_acquire gil;
         const auto eps = ctx->saved_data.find("eps");
@@ -128,8 +137,14 @@ PyObject* backward(PyObject* self, PyObject* const* arguments, Py_ssize_t count)
     if (!four(count)) return nullptr;
     for (Py_ssize_t i = 0; i < 4; ++i)
         if (!THPVariable_CheckExact(arguments[i])) Py_RETURN_NONE;
-    const auto of = [&](int i) -> const at::Tensor& { return THPVariable_Unpack(arguments[i]); };
-    const auto results = serve(store_of(self), of(0), of(1), of(2), of(3), true);
+    const auto of = [&](int i) -> at::Tensor { return THPVariable_Unpack(arguments[i]); };
+    const at::Tensor dy = of(0), x = of(1), rstd = of(2), weight = of(3);
+    auto& store = store_of(self);
+    std::optional<Results> results;
+    {
+        const WithoutGil others_may_run;
+        results = serve(store, dy, x, rstd, weight);
+    }
     if (!results) Py_RETURN_NONE;
     const Reference dx(THPVariable_Wrap((*results)[0])), dw(THPVariable_Wrap((*results)[1]));
     return PyTuple_Pack(2, dx.object, dw.object);

@@ -17,6 +17,8 @@ Why a native launch is ordered with all others of its stream:
   stream order, behind all kernels that use it, and the new one allocated in stream order, before
   all that will. Then the stream resumes, and all its plans use the new address, because they read
   it at every launch.
+  A block that was freed and could not be replaced leaves the stream paused until there is one
+  that is large enough for all of its plans.
 - A stream that is being captured is served by Python, and so is the per-thread default stream,
   whose handle names another stream in every thread.
 - A refused launch is done again by Python, both kernels of it.
@@ -29,6 +31,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -39,6 +42,7 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +51,6 @@ import torch
 from .binding import argument_block
 from .cuda import current_device, is_capturing, raw_stream
 from .dispatch import MAX_ALIGNMENT
-from .driver import LaunchError
 from .launch import DW_IN_WEIGHT_DTYPE
 from .workspace import PER_THREAD, Workspaces
 
@@ -99,6 +102,7 @@ class _Plans:
     def __init__(self, store: Any) -> None:
         self._store, self._workspaces = store, Workspaces()
         self._seen: set[tuple[Any, int]] = set()
+        self._needed: dict[tuple[int, int], int] = {}  # words of scratch, by device and stream
 
     def learn(self, quick: Any) -> None:
         """Let later calls like the one just served on the current stream be served natively. Does
@@ -109,22 +113,22 @@ class _Plans:
         if call is None or current_device() != call.device:
             return
         stream = raw_stream(call.device)
-        if (call, stream) in self._seen or len(self._seen) >= _MOST_PLANS or is_capturing():
+        if (call, stream) in self._seen or len(self._seen) >= _MOST_PLANS:
+            return
+        if stream == PER_THREAD or not _is_dense(call) or is_capturing():
             return
         self._seen.add((call, stream))
-        if stream == PER_THREAD or not _is_dense(call):
-            return
-        with suppress(LaunchError):  # no memory for another workspace: Python has one
+        with suppress(RuntimeError):  # no memory for another workspace: Python has one
             self._add(call, stream)
 
     def _add(self, call: Any, stream: int) -> None:
         kernel, launch, device = call.kernel, call.launch, call.device
         workspace = self._workspaces.of_stream(device, stream)
         with workspace.lock:
-            before = workspace.scratch
+            needed = self._needed.get((device, stream), 0)
             self._store.set_scratch(device, stream, None)
             try:
-                workspace.fit(launch)
+                workspace.fit(replace(launch, scratch=max(needed, launch.scratch)))
                 main, second = kernel.load(device)
                 block = argument_block(launch, call.extent, workspace.zeros, workspace.scratch)
                 configs = [kernel.configure_main(launch.grid, stream)]
@@ -135,15 +139,14 @@ class _Plans:
                     configs.append(kernel.configure_sum(launch.sum_grid, stream))
                     kernels.append((int(configs[1].getPtr()), int(second), _words(block.sum_at)))
                 _kept.append((configs, main, second))
+                needed = self._needed[device, stream] = max(needed, launch.scratch)
                 self._store.add(
                     *(device, stream, call.extent.rows, call.extent.columns),
                     *(call.dx_size[2], call.dw_size[2], block.values.raw),
                     *(_words(block.scratch_at), *kernels),
                 )
             finally:
-                # A block that was freed and not replaced leaves the stream paused, until a later
-                # plan gets one.
-                if workspace.scratch or not before:
+                if workspace.scratch_words >= needed:
                     self._store.set_scratch(device, stream, workspace.scratch)
 
 
@@ -197,7 +200,8 @@ def build(flags: Sequence[str] = ("-O2",)) -> Path:
     folder = Path(__file__).resolve().parent
     compiler = _compiler()
     command = [*_arguments(), *flags]
-    parts = [*command, *compiler, torch.__version__, sys.version]
+    machine = (platform.machine(), *platform.libc_ver())  # homes are shared
+    parts = [*command, *compiler, torch.__version__, sys.version, *machine]
     content = "\0".join(parts).encode() + b"".join((folder / s).read_bytes() for s in SOURCES)
     digest = hashlib.sha256(content).hexdigest()[:16]
     cache = _cache()
@@ -244,7 +248,10 @@ def load(path: Path) -> Any:
 
 
 def _compiler() -> list[str]:
-    named = shlex.split(os.environ.get("CXX", ""))
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise RuntimeError(f"use_native() cannot read the command in CXX ({error})") from error
     for command in [named] if named else [["c++"], ["g++"], ["clang++"]]:
         if shutil.which(command[0]):
             return command
@@ -265,7 +272,7 @@ def _arguments() -> list[str]:
             raise RuntimeError(f"use_native() needs {folder / file}, which is missing: {advice}")
     libraries = ["c10", "torch_cpu", "torch_python"]
     defines = [
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(getattr(torch._C, '_GLIBCXX_USE_CXX11_ABI', True))}",
         f"-DNORMFORGE_ALIGNMENT={MAX_ALIGNMENT}",
     ]
     if torch.version.cuda is not None:

@@ -118,26 +118,26 @@ class StreamWorkspace:
         self._stream = stream
         self._source = zeros
         self._zero_bytes = 0
-        self._scratch_words = 0
+        self.scratch_words = 0
 
     def fit(self, launch: Launch) -> None:
         """Make `zeros` and `scratch` large enough for a launch. Raises LaunchError."""
         if launch.scratch_offset > self._zero_bytes:
             self.zeros = self._source.take(launch.scratch_offset)
             self._zero_bytes = launch.scratch_offset
-        if launch.scratch > self._scratch_words:
+        if launch.scratch > self.scratch_words:
             self._replace_scratch(launch.scratch)
 
     def _replace_scratch(self, words: int) -> None:
         driver = cuda_driver()
         with during_capture(_NAME):
-            old, self.scratch, self._scratch_words = self.scratch, 0, 0
+            old, self.scratch, self.scratch_words = self.scratch, 0, 0
             if old:
                 # In stream order: kernels launched before still use it, and none after.
                 checked(driver.cuMemFreeAsync(old, self._stream), "freeing", _NAME)
             size = words * 4
             block = _allocated(lambda: driver.cuMemAllocAsync(size, self._stream), size)
-            self.scratch, self._scratch_words = int(block), words
+            self.scratch, self.scratch_words = int(block), words
 
 
 class Workspaces:

@@ -46,6 +46,15 @@ modes_active: Callable[[], int] = _find("_len_torch_dispatch_stack", lambda: 0)
 transforms_active: Callable[[], bool] = _find("_are_functorch_transforms_active", lambda: False)
 """Whether torch.func is transforming what runs (grad, vmap, …)."""
 
+tracing: Callable[[], Any] = _find("_get_tracing_state", lambda: None)
+"""What torch.jit.trace writes to, None while it does not run."""
+
+
+def tangents_active() -> bool:
+    """Whether a level of forward-mode differentiation is open."""
+    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
+
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
