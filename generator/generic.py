@@ -7,7 +7,7 @@ newer than sm_80 (but a programmatic launch where there is one), so it runs wher
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from generator.compile import Compiled
 from generator.evaluator import refuse
@@ -203,24 +203,42 @@ def compile_generics(
     dtypes: Sequence[tuple[str, str]] = DTYPES,
 ) -> list[tuple[Variant, Compiled]]:
     """The generic kernels of a package: of several variants that take the same rows the first that
-    may run on the target.
+    may run on the target, and where none may, the next longer one takes their rows as well.
 
     compile: gives the results of variants, in their order. It is asked for first choices, and then
     for those that take the place of what may not run.
     """
     variants = generic_variants(target, dtypes)
-    found: dict[str, Compiled] = {}
+    found: dict[tuple[object, ...], tuple[Variant, Compiled]] = {}
+
+    def ask(asked: list[Variant]) -> None:
+        for variant, compiled in zip(asked, compile(asked), strict=True):
+            if refuse_generic(variant, compiled, target) is None:
+                found[same_rows(variant)] = (variant, compiled)
+
     waiting = variants
     while waiting:
         asked = first_choices(waiting)
-        served = set()
-        for variant, compiled in zip(asked, compile(asked), strict=True):
-            if refuse_generic(variant, compiled, target) is None:
-                found[variant.id] = compiled
-                served.add(same_rows(variant))
+        ask(asked)
         tried = {variant.id for variant in asked}
-        waiting = [v for v in waiting if v.id not in tried and same_rows(v) not in served]
-    return [(variant, found[variant.id]) for variant in variants if variant.id in found]
+        waiting = [v for v in waiting if v.id not in tried and same_rows(v) not in found]
+    for any_rows in (False, True):
+        ask(_over_gaps([variant for variant, _ in found.values()], any_rows))
+    return [found[rows] for rows in dict.fromkeys(map(same_rows, variants)) if rows in found]
+
+
+def _over_gaps(variants: list[Variant], any_rows: bool) -> list[Variant]:
+    """Those that rows come before which no kernel of their vectors takes, made to take these rows
+    (or any up to theirs) as well."""
+    found = []
+    ends: dict[tuple[object, ...], int] = {}
+    for variant in sorted(variants, key=lambda variant: variant.N):
+        _, *kind = same_rows(variant)
+        end = ends.get(tuple(kind), 0)
+        if variant.least > end + 1:
+            found.append(replace(variant, least=1 if any_rows else end + 1))
+        ends[tuple(kind)] = variant.N
+    return found
 
 
 def refuse_generic(variant: Variant, compiled: Compiled, target: Target) -> Result | None:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,9 +32,11 @@ from generator.errors import NormforgeError
 from generator.generic import DTYPES, compile_generics, first_choices, generic_variants
 from generator.package_files import RUNTIME, refresh, runtime_files, write_code
 from generator.problem import ITEMSIZE, Problem
+from generator.ptxas import Resources
 from generator.runtime.api import Package
 from generator.runtime.dispatch import Kernel, Table
 from generator.runtime.options import PLAIN, Arguments
+from generator.runtime.plan import MAIN_KERNEL
 from generator.runtime.reference import reference_backward
 from generator.space_file import load_space
 from generator.target import Target, find_target, load_targets, match_device
@@ -542,6 +545,37 @@ def test_kernels_of_narrow_vectors_compile_without_spills(name: str) -> None:
             assert vector == widest(table, columns, pair) and longest <= 4 * N, columns
     if target.smem_per_cta >= 200 << 10:
         assert served(table, 16382, pair) == (4, 16384)
+
+
+@pytest.mark.parametrize(
+    ("leasts", "wanted"),
+    [((), 1281), ((1281,), 1025), ((1281, 1025), 1)],
+    ids=["none refused", "the bracket refused", "the wider bracket refused, too"],
+)
+def test_rows_of_a_refused_bracket_go_to_the_next(leasts: tuple[int, ...], wanted: int) -> None:
+    """Nothing for 1025 to 1280 columns in words; then nothing that takes them beside its own."""
+
+    def compile(variants: list[Variant]) -> list[Compiled]:
+        return [made(variant) for variant in variants]
+
+    def made(variant: Variant) -> Compiled:
+        words = variant["vector_bytes"] == 4
+        gone = words and variant.N == 1280 and leasts
+        # The first refusal is that of the bracket itself, others are of those that reach over it.
+        if gone or (words and variant.N == 1536 and variant.least in leasts[1:]):
+            return Compiled(H200.arch, "", b"", {}, "13", False, "error: planted", "planted")
+        kernels = {MAIN_KERNEL: Resources(32, 0, 0, 0)}
+        return replace(compiled(variant), kernels=kernels)
+
+    generics = compile_generics(H200, compile, [("bf16", "bf16")])
+    table = generic_table([variant for variant, _ in generics], H200)
+    (over,) = (v for v, _ in generics if (v["vector_bytes"], v.N) == (4, 1536))
+    assert over.least == wanted
+    for N in (1026, 1150, 1278, 1282):
+        expected = 1536 if leasts or N > 1280 else 1280
+        assert served(table, N, ("bf16", "bf16")) == (4, expected)
+    assert served(table, 1024 - 2, ("bf16", "bf16")) == (4, 1024)
+    assert len({(v["vector_bytes"], v.N) for v, _ in generics}) == len(generics)
 
 
 # ---- On a GPU ------------------------------------------------------------------------------------

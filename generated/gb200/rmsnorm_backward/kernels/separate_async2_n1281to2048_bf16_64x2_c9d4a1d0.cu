@@ -1,4 +1,4 @@
-// separate_async2_n1537to2048_bf16_64x2_d08955d2
+// separate_async2_n1281to2048_bf16_64x2_c9d4a1d0
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),
 // dw = sum over rows of dy * xhat, with xhat = x * rstd.
@@ -48,7 +48,7 @@ constexpr int kTilesOffset = 128;
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
 #define ROW_STORE ""
-#define LEAST_COLUMNS 1537  // of a row
+#define LEAST_COLUMNS 1281  // of a row
 
 #ifndef NORMFORGE_HOST
 // ---- Primitives -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// separate_async2_n1537to2048_fp16_wfp32_64x2_10a5b1a0
+// separate_async2_n1281to2048_bf16_wfp32_64x2_269e22ba
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),
 // dw = sum over rows of dy * xhat, with xhat = x * rstd.
@@ -48,7 +48,7 @@ constexpr int kTilesOffset = 128;
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
 #define ROW_STORE ""
-#define LEAST_COLUMNS 1537  // of a row
+#define LEAST_COLUMNS 1281  // of a row
 
 #ifndef NORMFORGE_HOST
 // ---- Primitives -----------------------------------------------------------------------------
@@ -443,9 +443,9 @@ DEVICE void wait_for_primary() {}
 #include "normforge_host.h"
 #endif
 
-using Element = fp16;        // x, dy, dx
+using Element = bf16;        // x, dy, dx
 using WeightElement = float;  // weight, dw
-using ResidualElement = fp16;  // dresidual, where the kernel has one
+using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 

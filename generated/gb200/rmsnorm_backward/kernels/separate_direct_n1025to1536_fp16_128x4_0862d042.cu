@@ -1,4 +1,4 @@
-// separate_direct_n2561to3072_fp16_128x1_836ebb14
+// separate_direct_n1025to1536_fp16_128x4_0862d042
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),
 // dw = sum over rows of dy * xhat, with xhat = x * rstd.
@@ -11,14 +11,14 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = false;  // N is a constant
-constexpr int kRowColumns = 3072;  // largest N served
-constexpr int kColumns = 3072;  // columns of one CTA
+constexpr int kRowColumns = 1536;  // largest N served
+constexpr int kColumns = 1536;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
 constexpr int kThreadsPerRow = 128;
 constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that a team works on side by side
-constexpr int kTeams = 1;  // of a CTA, each with rows of its own
-constexpr int kThreads = 128;  // of one CTA
+constexpr int kTeams = 4;  // of a CTA, each with rows of its own
+constexpr int kThreads = 512;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows that a team works on at once
 constexpr int kStages = 1;  // batches under way in shared memory
@@ -26,29 +26,28 @@ constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 2;
 constexpr int kElements = 1;  // elements of x in a vector
-constexpr int kVectors = 24;  // vectors of a row in one thread
+constexpr int kVectors = 12;  // vectors of a row in one thread
 constexpr int kWarpsPerRow = 4;
 constexpr int kWeightBytes = 2;  // of the weight for one vector of x
-constexpr int kRowBytes = 6144;  // of one CTA's part of a row of x
+constexpr int kRowBytes = 3072;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 0;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 2;  // beside a vector
 constexpr int kResidualRowBytes = 0;
-constexpr int kPartialStride = 3072;  // floats of one row of partial dw
+constexpr int kPartialStride = 1536;  // floats of one row of partial dw
 constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 512;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 0;  // bytes into shared memory
-constexpr int kWeightOffset = 32;
-constexpr int kBroadcastOffset = 6176;
-constexpr int kTilesOffset = 6272;
+constexpr int kWeightOffset = 128;
+constexpr int kBroadcastOffset = 128;
+constexpr int kTilesOffset = 256;
 #define ROW_LOAD ".nc"
-// Rows are asked for with a priority in the L2.
-#define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
-#define ROW_HINT ".L2::cache_hint"
-#define ROW_OPERAND ", policy"
+#define ROW_POLICY ""
+#define ROW_HINT ""
+#define ROW_OPERAND ""
 #define ROW_STORE ""
-#define LEAST_COLUMNS 2561  // of a row
+#define LEAST_COLUMNS 1025  // of a row
 
 #ifndef NORMFORGE_HOST
 // ---- Primitives -----------------------------------------------------------------------------
@@ -744,40 +743,18 @@ struct RowPipeline {
 
 // ---- The weight -----------------------------------------------------------------------------
 
-// A copy in shared memory, in chunks of up to 16 bytes that lie beside those of the next thread (no
-// bank conflicts). The threads of one row write what those of every row read; the barrier before the
-// first row publishes it.
 struct Weight {
-  static constexpr int kChunk = kWeightBytes < 16 ? kWeightBytes : 16;
-  static constexpr int kChunks = kWeightBytes / kChunk;
+  Packet<kWeightBytes> packets[kVectors];
 
-  unsigned char* copy;
-
-  DEVICE unsigned char* slot(int j, int chunk) const {
-    return copy + ((j * kChunks + chunk) * kThreadsPerRow + row_thread()) * kChunk;
-  }
-  DEVICE Weight(const Rows& rows, const WeightElement* weight, unsigned char* smem)
-      : copy(smem + kWeightOffset) {
-    if (team_index() != 0 || row_abreast() != 0) return;
+  DEVICE Weight(const Rows& rows, const WeightElement* weight, unsigned char*) {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       const int column = rows.column(j);
-      Packet<kWeightBytes> packet{};
-      if (rows.owns(j, column)) packet = load_weights(weight, column);
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c)
-        store_shared_packet<kChunk>(
-            slot(j, c), *reinterpret_cast<const Packet<kChunk>*>(packet.words + c * kChunk / 4));
+      packets[j] = Packet<kWeightBytes>{};
+      if (rows.owns(j, column)) packets[j] = load_weights(weight, column);
     }
   }
-  DEVICE Packet<kWeightBytes> operator[](int j) const {
-    Packet<kWeightBytes> packet;
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c)
-      *reinterpret_cast<Packet<kChunk>*>(packet.words + c * kChunk / 4) =
-          load_shared_packet<kChunk>(slot(j, c));
-    return packet;
-  }
+  DEVICE Packet<kWeightBytes> operator[](int j) const { return packets[j]; }
 };
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
@@ -1024,7 +1001,7 @@ extern "C" __global__ void __launch_bounds__(kSumThreads)
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(128, 4) rmsnorm_backward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void __launch_bounds__(512, 1) rmsnorm_backward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;
@@ -1043,7 +1020,6 @@ extern "C" __global__ void __launch_bounds__(128, 4) rmsnorm_backward(ARGUMENTS(
   // stages itself, and nobody else looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
-  cta_barrier();
 
   // 1 / N, rounded once.
   float inverse_columns = 1.0f / kRowColumns;

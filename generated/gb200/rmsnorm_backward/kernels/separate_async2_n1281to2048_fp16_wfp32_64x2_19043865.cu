@@ -1,4 +1,4 @@
-// separate_async2_n1537to2048_fp32_128x4_2ac9b100
+// separate_async2_n1281to2048_fp16_wfp32_64x2_19043865
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),
 // dw = sum over rows of dy * xhat, with xhat = x * rstd.
@@ -14,41 +14,41 @@ constexpr bool kExact = false;  // N is a constant
 constexpr int kRowColumns = 2048;  // largest N served
 constexpr int kColumns = 2048;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 128;
-constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
+constexpr int kThreadsPerRow = 64;
+constexpr int kTeamThreads = 64;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that a team works on side by side
-constexpr int kTeams = 4;  // of a CTA, each with rows of its own
-constexpr int kThreads = 512;  // of one CTA
+constexpr int kTeams = 2;  // of a CTA, each with rows of its own
+constexpr int kThreads = 128;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows that a team works on at once
 constexpr int kStages = 2;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
-constexpr int kVectorBytes = 16;
-constexpr int kElements = 4;  // elements of x in a vector
-constexpr int kVectors = 4;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 4;
-constexpr int kWeightBytes = 16;  // of the weight for one vector of x
-constexpr int kRowBytes = 8192;  // of one CTA's part of a row of x
+constexpr int kVectorBytes = 4;
+constexpr int kElements = 2;  // elements of x in a vector
+constexpr int kVectors = 16;  // vectors of a row in one thread
+constexpr int kWarpsPerRow = 2;
+constexpr int kWeightBytes = 8;  // of the weight for one vector of x
+constexpr int kRowBytes = 4096;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 0;  // the residual's gradient is added to dx
-constexpr int kResidualBytes = 16;  // beside a vector
+constexpr int kResidualBytes = 4;  // beside a vector
 constexpr int kResidualRowBytes = 0;
 constexpr int kPartialStride = 2048;  // floats of one row of partial dw
 constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 512;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 0;  // bytes into shared memory
-constexpr int kWeightOffset = 128;
-constexpr int kBroadcastOffset = 128;
-constexpr int kTilesOffset = 256;
+constexpr int kWeightOffset = 32;
+constexpr int kBroadcastOffset = 32;
+constexpr int kTilesOffset = 128;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
 #define ROW_STORE ""
-#define LEAST_COLUMNS 1537  // of a row
+#define LEAST_COLUMNS 1281  // of a row
 
 #ifndef NORMFORGE_HOST
 // ---- Primitives -----------------------------------------------------------------------------
@@ -443,9 +443,9 @@ DEVICE void wait_for_primary() {}
 #include "normforge_host.h"
 #endif
 
-using Element = float;        // x, dy, dx
+using Element = fp16;        // x, dy, dx
 using WeightElement = float;  // weight, dw
-using ResidualElement = float;  // dresidual, where the kernel has one
+using ResidualElement = fp16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
@@ -1052,7 +1052,7 @@ extern "C" __global__ void __launch_bounds__(kSumThreads)
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(512, 1) rmsnorm_backward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void __launch_bounds__(128, 2) rmsnorm_backward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;

@@ -1,4 +1,4 @@
-// separate_async2_n1537to2048_fp16_64x2_e807c33f
+// separate_direct_n2049to3072_fp16_128x1_3c9f26f2
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),
 // dw = sum over rows of dy * xhat, with xhat = x * rstd.
@@ -11,44 +11,44 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = false;  // N is a constant
-constexpr int kRowColumns = 2048;  // largest N served
-constexpr int kColumns = 2048;  // columns of one CTA
+constexpr int kRowColumns = 3072;  // largest N served
+constexpr int kColumns = 3072;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 64;
-constexpr int kTeamThreads = 64;  // those of a row, but at least a warp
+constexpr int kThreadsPerRow = 128;
+constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that a team works on side by side
-constexpr int kTeams = 2;  // of a CTA, each with rows of its own
+constexpr int kTeams = 1;  // of a CTA, each with rows of its own
 constexpr int kThreads = 128;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows that a team works on at once
-constexpr int kStages = 2;  // batches under way in shared memory
+constexpr int kStages = 1;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
-constexpr int kVectorBytes = 4;
-constexpr int kElements = 2;  // elements of x in a vector
-constexpr int kVectors = 16;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 2;
-constexpr int kWeightBytes = 4;  // of the weight for one vector of x
-constexpr int kRowBytes = 4096;  // of one CTA's part of a row of x
+constexpr int kVectorBytes = 2;
+constexpr int kElements = 1;  // elements of x in a vector
+constexpr int kVectors = 24;  // vectors of a row in one thread
+constexpr int kWarpsPerRow = 4;
+constexpr int kWeightBytes = 2;  // of the weight for one vector of x
+constexpr int kRowBytes = 6144;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 0;  // the residual's gradient is added to dx
-constexpr int kResidualBytes = 4;  // beside a vector
+constexpr int kResidualBytes = 2;  // beside a vector
 constexpr int kResidualRowBytes = 0;
-constexpr int kPartialStride = 2048;  // floats of one row of partial dw
+constexpr int kPartialStride = 3072;  // floats of one row of partial dw
 constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 512;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 0;  // bytes into shared memory
 constexpr int kWeightOffset = 32;
-constexpr int kBroadcastOffset = 32;
-constexpr int kTilesOffset = 128;
+constexpr int kBroadcastOffset = 6176;
+constexpr int kTilesOffset = 6272;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
 #define ROW_STORE ""
-#define LEAST_COLUMNS 1537  // of a row
+#define LEAST_COLUMNS 2049  // of a row
 
 #ifndef NORMFORGE_HOST
 // ---- Primitives -----------------------------------------------------------------------------
@@ -695,117 +695,89 @@ struct Schedule {
   DEVICE void next() { batch += step; }
 };
 
-// ---- Rows: cp.async into stages in shared memory ---------------------------------------------
-// A thread copies exactly the vectors that it reads, so waiting for its own groups is all the
-// synchronisation there is. One group is committed for every batch, empty ones past the end
-// included, so that "all but the newest kStages - 1" always names the batch that is due.
-// A slot is refilled by the very thread that read it, and an asynchronous copy comes after the
-// instructions before it in its own thread (PTX ISA, asynchronous operations).
+// ---- Rows: plain vector loads into registers -------------------------------------------------
 
 struct RowPipeline {
-  static constexpr int kTileBytes = kVectors * kThreads * kVectorBytes;  // one row of every team
-  static constexpr int kResidualTileBytes = kResidual * kVectors * kThreads * kResidualBytes;
-  static constexpr int kStageBytes = kRowsInFlight * (2 * kTileBytes + kResidualTileBytes);
-  static constexpr int kAhead = kStages - kReload;
-
   const Rows& rows;
-  unsigned char* const first;  // this thread's first vector in the first stage
-  unsigned char* due;          // and in the stage of the batch that is due
 
-  DEVICE RowPipeline(const Rows& r, unsigned char* smem)
-      : rows(r), first(smem + kTilesOffset + threadIdx.x * kVectorBytes), due(first) {}
-
-  // Vectors of consecutive threads are neighbours: no bank conflicts.
-  DEVICE static unsigned char* slot(unsigned char* stage, int tensor, int u, int j) {
-    return stage + (tensor * kRowsInFlight + u) * kTileBytes + j * kThreads * kVectorBytes;
+  DEVICE RowPipeline(const Rows& r, unsigned char*) : rows(r) {}
+  DEVICE void start(const Schedule&) {}
+  DEVICE void await() {}
+  DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors],
+                   RowPacket (&dy)[kRowsInFlight][kVectors], long long batch) {
+#pragma unroll
+    for (int u = 0; u < kRowsInFlight; ++u) {
+      const long long row = row_of(batch, u);
+      const bool valid = row < rows.count;
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        const int column = rows.column(j);
+        x[u][j] = dy[u][j] = RowPacket{};
+        if (valid && rows.owns(j, column)) {
+          x[u][j] = load_row<kVectorBytes>(rows.x(row, column));
+          dy[u][j] = load_row<kVectorBytes>(rows.dy(row, column));
+        }
+      }
+    }
   }
-  DEVICE static unsigned char* residual_slot(unsigned char* stage, int u, int j, int chunk) {
+  DEVICE void read_residual(ResidualPacket (&residual)[kRowsInFlight][kVectors], long long batch) {
     constexpr int kChunk = kChunkOf<kResidualBytes>;
-    return stage + 2 * kRowsInFlight * kTileBytes + u * kResidualTileBytes +
-           (j * (kResidualBytes / kChunk) + chunk) * kThreads * kChunk +
-           static_cast<int>(threadIdx.x) * (kChunk - kVectorBytes);
-  }
-  DEVICE void fetch(long long batch, unsigned char* into) {
+    constexpr int kStep = kChunk / static_cast<int>(sizeof(ResidualElement));
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       const long long row = row_of(batch, u);
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
-        if (row < rows.count && rows.owns(j, column)) {
-          copy_async<kVectorBytes>(slot(into, 0, u, j), rows.x(row, column));
-          copy_async<kVectorBytes>(slot(into, 1, u, j), rows.dy(row, column));
-          if constexpr (kResidual) {
-            constexpr int kChunk = kChunkOf<kResidualBytes>;
-            constexpr int kStep = kChunk / static_cast<int>(sizeof(ResidualElement));
-#pragma unroll
-            for (int c = 0; c < kResidualBytes / kChunk; ++c)
-              copy_async<kChunk>(residual_slot(into, u, j, c),
-                                 rows.dresidual(row, column) + c * kStep);
-          }
-        }
-      }
-    }
-    copy_async_commit();
-  }
-  // By an address that moves on here, too: of a copy with a priority, NVRTC 13.0 makes an illegal
-  // instruction where it takes the address apart into a register of the thread and one of the warp.
-  DEVICE void start(const Schedule& schedule) {
-    unsigned char* into = first;
-#pragma unroll 1
-    for (int s = 0; s < kAhead; ++s, into += kStageBytes) fetch(schedule.ahead(s), into);
-  }
-  DEVICE void await() { copy_async_wait<kAhead - 1>(); }
-  DEVICE void read(RowPacket (&x)[kRowsInFlight][kVectors],
-                   RowPacket (&dy)[kRowsInFlight][kVectors], long long batch) {
-#pragma unroll
-    for (int u = 0; u < kRowsInFlight; ++u) {
-      const bool valid = row_of(batch, u) < rows.count;
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        x[u][j] = dy[u][j] = RowPacket{};
-        if (valid && rows.owns(j, rows.column(j))) {
-          x[u][j] = load_shared_packet<kVectorBytes>(slot(due, 0, u, j));
-          dy[u][j] = load_shared_packet<kVectorBytes>(slot(due, 1, u, j));
-        }
-      }
-    }
-  }
-  DEVICE void read_residual(ResidualPacket (&residual)[kRowsInFlight][kVectors], long long batch) {
-#pragma unroll
-    for (int u = 0; u < kRowsInFlight; ++u) {
-      const bool valid = row_of(batch, u) < rows.count;
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
         residual[u][j] = ResidualPacket{};
-        if (valid && rows.owns(j, rows.column(j)))
-          residual[u][j] =
-              gather_chunks([&](int c) { return residual_slot(due, u, j, c); });
+        if (row >= rows.count || !rows.owns(j, column)) continue;
+#pragma unroll
+        for (int c = 0; c < kResidualBytes / kChunk; ++c)
+          *reinterpret_cast<Packet<kChunk>*>(residual[u][j].words + c * kChunk / 4) =
+              load_row<kChunk>(rows.dresidual(row, column) + c * kStep);
       }
     }
   }
-  DEVICE unsigned char* last() const { return first + (kStages - 1) * kStageBytes; }
-  // With a reload the stage of this batch is still needed: the one before it is refilled.
-  DEVICE void refill(const Schedule& schedule) {
-    fetch(schedule.ahead(kAhead), !kReload ? due : due == first ? last() : due - kStageBytes);
-  }
-  DEVICE void advance() { due = due == last() ? first : due + kStageBytes; }
+  DEVICE void refill(const Schedule&) {}
+  DEVICE void advance() {}
 };
 
 // ---- The weight -----------------------------------------------------------------------------
 
+// A copy in shared memory, in chunks of up to 16 bytes that lie beside those of the next thread (no
+// bank conflicts). The threads of one row write what those of every row read; the barrier before the
+// first row publishes it.
 struct Weight {
-  Packet<kWeightBytes> packets[kVectors];
+  static constexpr int kChunk = kWeightBytes < 16 ? kWeightBytes : 16;
+  static constexpr int kChunks = kWeightBytes / kChunk;
 
-  DEVICE Weight(const Rows& rows, const WeightElement* weight, unsigned char*) {
+  unsigned char* copy;
+
+  DEVICE unsigned char* slot(int j, int chunk) const {
+    return copy + ((j * kChunks + chunk) * kThreadsPerRow + row_thread()) * kChunk;
+  }
+  DEVICE Weight(const Rows& rows, const WeightElement* weight, unsigned char* smem)
+      : copy(smem + kWeightOffset) {
+    if (team_index() != 0 || row_abreast() != 0) return;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       const int column = rows.column(j);
-      packets[j] = Packet<kWeightBytes>{};
-      if (rows.owns(j, column)) packets[j] = load_weights(weight, column);
+      Packet<kWeightBytes> packet{};
+      if (rows.owns(j, column)) packet = load_weights(weight, column);
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c)
+        store_shared_packet<kChunk>(
+            slot(j, c), *reinterpret_cast<const Packet<kChunk>*>(packet.words + c * kChunk / 4));
     }
   }
-  DEVICE Packet<kWeightBytes> operator[](int j) const { return packets[j]; }
+  DEVICE Packet<kWeightBytes> operator[](int j) const {
+    Packet<kWeightBytes> packet;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c)
+      *reinterpret_cast<Packet<kChunk>*>(packet.words + c * kChunk / 4) =
+          load_shared_packet<kChunk>(slot(j, c));
+    return packet;
+  }
 };
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
@@ -1052,7 +1024,7 @@ extern "C" __global__ void __launch_bounds__(kSumThreads)
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(128, 2) rmsnorm_backward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void __launch_bounds__(128, 4) rmsnorm_backward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;
@@ -1071,6 +1043,7 @@ extern "C" __global__ void __launch_bounds__(128, 2) rmsnorm_backward(ARGUMENTS(
   // stages itself, and nobody else looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
+  cta_barrier();
 
   // 1 / N, rounded once.
   float inverse_columns = 1.0f / kRowColumns;
