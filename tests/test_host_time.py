@@ -1,0 +1,55 @@
+"""benchmarks/host_time.py: what is compared takes turns, and ratios are those of one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import host_time
+
+
+class FakePackage:
+    def __init__(self) -> None:
+        self.open = False
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        self.open = True
+        yield
+        self.open = False
+
+
+def test_lines_take_turns_and_door_3_is_open_for_its_own_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(host_time, "PASSES", 3)
+    package: Any = FakePackage()
+    seen: list[tuple[str, bool]] = []
+
+    def line(name: str) -> Any:
+        def call() -> None:
+            seen.append((name, package.open))
+
+        return call
+
+    calls = {name: line(name) for name in ("door 1", "door 3 op", "aten op")}
+    calls["door 3 op"].routed = True
+    times = host_time.host_us(calls, package)
+    assert set(seen) == {("door 1", False), ("door 3 op", True), ("aten op", False)}
+    turns = [name for name, before in zip(seen, [None, *seen], strict=False) if name != before]
+    assert [name for name, _ in turns] == [
+        *("door 1", "door 3 op", "aten op"),
+        *("door 3 op", "aten op", "door 1"),
+        *("aten op", "door 1", "door 3 op"),
+    ]
+    assert {len(each) for each in times.values()} == {3}
+
+
+def test_ratios_are_of_one_pass() -> None:
+    times = {"door 1": [1.0, 4.0], "aten op": [2.0, 16.0], "other": [0.0, 0.0]}
+    assert host_time.ratios(times) == {"door 1 / aten op": [0.5, 0.25]}
