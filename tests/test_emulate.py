@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 from generator.emulate import Schedule, check_variant, emulate, find_compiler, run_schedules
 from generator.emulate import build as host_build
 from generator.emulate.__main__ import main
+from generator.emulate.build import build
 from generator.emulate.check import CPU, check_source, plan, reduced
 from generator.emulate.run import Layout, Wishes
 from generator.errors import NormforgeError
@@ -298,6 +300,12 @@ def test_rows_below_the_least_are_found_out(target: Target) -> None:
             assert check.problems
             return
     pytest.fail("there is no such variant")
+
+
+def test_program_ends_though_nobody_ends_it(target: Target) -> None:
+    program = build(render(plain_variant("43x1024:bf16", target, strategy="separate")))
+    with subprocess.Popen([str(program), "1"], stdin=subprocess.PIPE) as process:
+        assert process.wait(timeout=30) == -signal.SIGALRM
 
 
 @pytest.mark.parametrize("shape", ["1x1:fp32", "1x8:bf16", "2x1024:fp16:fp32"])

@@ -6,6 +6,7 @@ import struct
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ from generator.runtime.plan import KernelSpec, Launch
 from generator.workload import TORCH_DTYPE, Inputs
 
 DEADLINE_SECONDS = 120.0
+_GRACE_SECONDS = 5
+"""After the deadline, a program whose parent was killed ends by itself."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,10 @@ def run_schedules(
     wishes = wishes or Wishes()
     request = _request(spec, launch, inputs, schedules, layout or Layout(), wishes)
     with subprocess.Popen(
-        [str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [str(program), str(ceil(deadline) + _GRACE_SECONDS)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         try:
             output, errors = process.communicate(request, timeout=deadline)

@@ -6,6 +6,9 @@
 // stdout: for every schedule a line "run DX DW RESIDUAL" with the indices of its results among the
 //         different ones seen so far, or "fault TEXT"; before that, for every result not seen before,
 //         a line "dx BYTES", "dw BYTES" or "dresidual_out BYTES" and the bytes.
+// argument: seconds after which it ends, whatever became of the process that should have ended it.
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -92,7 +95,8 @@ std::size_t find_result(const Buffer& buffer, std::vector<std::string>& seen) {
 
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
+  if (count > 1) alarm(static_cast<unsigned>(std::atoi(arguments[1])));
   std::ios::sync_with_stdio(false);
   const std::vector<Run> runs = read_request();
   lay_out_memory();
