@@ -43,9 +43,9 @@ from generator.errors import NormforgeError, ProblemError  # noqa: E402
 from generator.evaluator import Pool  # noqa: E402
 from generator.generic import (  # noqa: E402
     MANY_ROWS,
-    _config,
     _Layout,
     generic_variants,
+    legal_config,
     refuse_generic,
 )
 from generator.measure import Operation  # noqa: E402
@@ -116,10 +116,8 @@ class Group:
 def legal(group: Group, layout: _Layout, target: Target, space: Space) -> Variant | None:
     """The variant of a layout, None where the rules of the space forbid it."""
     problem = Problem(MANY_ROWS, group.columns, group.dtype, group.dtype)
-    config = space.normalize(_config(layout, group.vector_bytes), problem, target)
-    if space.reject(config, problem, target, exact=False):
-        return None
-    return make_variant(config, problem, exact=False, least=group.least)
+    config = legal_config(layout, group.vector_bytes, problem, target, space)
+    return config and make_variant(config, problem, exact=False, least=group.least)
 
 
 def known(group: Group, ours: Iterable[Variant], target: Target) -> list[Variant]:

@@ -158,8 +158,8 @@ def generic_variants(
 ) -> list[Variant]:
     """The generic variants of a package for `target`, of every layout that the rules of the space
     allow there: for vectors of 16, 8 and 4 bytes and of one element, each for rows of whole vectors
-    at aligned addresses. Last, and so for want of others, those of the longest rows come once more
-    for rows of any length up to theirs: they ask about every vector, with registers to spare.
+    at aligned addresses. Last, and so for want of others, each comes once more for any rows
+    up to its own: it asks about every vector, with registers to spare.
 
     dtypes: pairs of x's and the weight's dtype. A variant serves every M >= 1 and N from its least
     up to its own. `compile_generics` keeps one for each length of rows.
@@ -171,14 +171,22 @@ def generic_variants(
             legal = []
             for layout in layouts:
                 problem = Problem(MANY_ROWS, layout.columns, dtype, weight_dtype)
-                config = space.normalize(_config(layout, vector_bytes), problem, target)
-                if space.reject(config, problem, target, exact=False) is None:
+                config = legal_config(layout, vector_bytes, problem, target, space)
+                if config is not None:
                     legal.append((config, problem))
             ends = sorted({problem.N for _, problem in legal})
             least = {end: before + 1 for before, end in zip([0, *ends], ends, strict=False)}
             found += [make_variant(c, p, exact=False, least=least[p.N]) for c, p in legal]
             found += [make_variant(c, p, exact=False) for c, p in legal if least[p.N] > 1]
     return found
+
+
+def legal_config(
+    layout: _Layout, vector_bytes: int, problem: Problem, target: Target, space: Space
+) -> Config | None:
+    """The config of a layout, None where the rules of the space forbid it."""
+    config = space.normalize(_config(layout, vector_bytes), problem, target)
+    return None if space.reject(config, problem, target, exact=False) else config
 
 
 def _layouts(itemsize: int) -> dict[int, tuple[_Layout, ...]]:
