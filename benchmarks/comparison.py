@@ -6,8 +6,8 @@ import hashlib
 import importlib.util
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from benchmarks import harness
 from benchmarks.goals import best_peer, ratio
 from benchmarks.harness import Cell, Contender, Entrant, ShapeRun, check_gpu, kernel_path, sentence
-from benchmarks.peers import Peer, installed_version
+from benchmarks.peers import Gradients, Peer, installed_version
 from benchmarks.prepare import any_inputs
 from benchmarks.results import OURS, Environment, Results, Row, write_text
 from generator.cold import FLUSH_BYTES
@@ -28,6 +28,7 @@ from generator.measure import Timer
 from generator.problem import Problem
 from generator.runtime.dispatch import TABLE
 from generator.verify import RUNS
+from generator.workload import Inputs
 
 RESERVE_SECONDS = 40.0
 """Kept for the code paths and the report; no shape is begun in them."""
@@ -90,12 +91,18 @@ class Comparison:
     def measure_shape(self, problem: Problem) -> Row:
         """One row of the results file, without the paths."""
         names = [OURS, *(peer.name for peer in self.plan.peers_of(problem))]
-        run = ShapeRun(problem, {name: self.contenders[name] for name in names}, self.timer)
+        contenders = {name: self.contenders[name] for name in names}
+        mixed = problem.weight_dtype != problem.dtype
+        run = ShapeRun(problem, contenders, self.timer, self._plain_weight if mixed else None)
         with torch.no_grad():
             add_us = run.run()
         torch.cuda.empty_cache()
         facts = self.module.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype)
-        return make_row(problem, add_us, run.cells, facts)
+        return make_row(problem, add_us, run.cells, facts, run.beside_us)
+
+    def _plain_weight(self, inputs: Inputs) -> Callable[[], Gradients]:
+        """Ours on the same inputs, with the weight in x's dtype."""
+        return self.contenders[OURS].bind(replace(inputs, weight=inputs.weight.to(inputs.x.dtype)))
 
     def record_paths(self, results: Results) -> None:
         """Ask the profiler, once per implementation, N and dtypes, which kernels run. This comes
@@ -183,8 +190,15 @@ def describe(
     }
 
 
-def make_row(problem: Problem, add_us: float, cells: dict[str, Cell], facts: dict[str, Any]) -> Row:
-    """One row of the results file. facts: what the module's `explain` says about the shape."""
+def make_row(
+    problem: Problem,
+    add_us: float,
+    cells: dict[str, Cell],
+    facts: dict[str, Any],
+    plain_weight_us: float | None = None,
+) -> Row:
+    """One row of the results file. facts: what the module's `explain` says about the shape;
+    plain_weight_us: of ours with a weight of x's dtype, where the problem's has another."""
     return {
         "M": problem.M,
         "N": problem.N,
@@ -192,6 +206,7 @@ def make_row(problem: Problem, add_us: float, cells: dict[str, Cell], facts: dic
         "weight_dtype": problem.weight_dtype,
         "add_us": add_us,
         **{f"{OURS}_{key}": value for key, value in cells[OURS].to_json().items()},
+        "plain_weight_us": plain_weight_us,
         "strategy": facts.get("strategy", "none"),
         "how": facts["how"],
         "peers": {name: cell.to_json() for name, cell in cells.items() if name != OURS},

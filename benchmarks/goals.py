@@ -99,7 +99,7 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
         1.10,
         [p for p in every if p.dtype != "bf16" and p.M == 4096 and p.N >= 4096],
     )
-    found.append(_fp32_weight(rows, plain))
+    found.append(_fp32_weight(rows))
     found += _against_peers(plain, compared, every)
     return found
 
@@ -128,15 +128,13 @@ def _each(
     return Goal(text, limit_text, reached, _verdict(values[worst] <= limit, [*values], wanted))
 
 
-def _fp32_weight(rows: Sequence[Row], plain: dict[Problem, Row]) -> Goal:
+def _fp32_weight(rows: Sequence[Row]) -> Goal:
     text, limit = "bf16 x with fp32 weight, each", "≤ 1.03 of the bf16 weight"
     cost = {}
     for row in rows:
-        problem = problem_of(row)
-        same = plain.get(Problem(problem.M, problem.N, "bf16", "bf16"))
-        if (problem.dtype, problem.weight_dtype) == ("bf16", "fp32") and same is not None:
-            # Each over the floor of its own blocks, so that a clock that moved cancels.
-            cost[problem] = ratio(row) / ratio(same)
+        problem, plain_us = problem_of(row), row.get("plain_weight_us")
+        if (problem.dtype, problem.weight_dtype) == ("bf16", "fp32") and plain_us is not None:
+            cost[problem] = inf if row["ours_us"] is None else row["ours_us"] / plain_us
     if not cost:
         return Goal(text, limit, "not measured", None)
     worst = max(cost, key=lambda problem: cost[problem])

@@ -77,10 +77,19 @@ class Entrant:
 
 class ShapeRun:
     """All contenders on one problem. `cells` fills up while `run` works; a contender that raises
-    gets the reason into its cell and takes no further part."""
+    gets the reason into its cell and takes no further part. beside: another operation, which is
+    only timed, in the same blocks: `beside_us` has its microseconds then."""
 
-    def __init__(self, problem: Problem, contenders: Mapping[str, Contender], timer: Timer) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        contenders: Mapping[str, Contender],
+        timer: Timer,
+        beside: Bind | None = None,
+    ) -> None:
         self.problem, self.contenders, self.timer = problem, contenders, timer
+        self.beside = beside
+        self.beside_us: float | None = None
         self.cells = {name: Cell() for name in contenders}
         self._entrants: dict[str, Entrant] = {}
 
@@ -161,14 +170,18 @@ class ShapeRun:
                 check_gpu(name, self.problem)
                 self.cells[name].timed = "events"
         operations = [floor, *(self._entrants[name].run for name in together)]
+        if self.beside is not None:
+            operations.append(self.beside(inputs))
         times: list[list[float]] = [[] for _ in operations]
         for _ in range(BLOCKS):
             for entrant in self._entrants.values():
                 entrant.restore()
             for own, block in zip(times, self.timer.block(operations, ROUNDS), strict=True):
                 own += block
-        for name, own in zip(together, times[1:], strict=True):
+        for name, own in zip(together, times[1:], strict=False):
             self.cells[name].us = median(own)
+        if self.beside is not None:
+            self.beside_us = median(times[-1])
         self._each(self._time_by_events)
         return median(times[0])
 

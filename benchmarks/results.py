@@ -2,10 +2,13 @@
 
     {"environment": {"gpu", "driver", "torch", "triton", "peers", "missing", "module", "date", …},
      "rows": [{"M", "N", "dtype", "weight_dtype", "add_us", "ours_us", "ours_host_us", "strategy",
+               "plain_weight_us",
                "peers": {name: {"us", "host_us", "error_dx", "error_dw", "deterministic", "path"}},
                …}]}
 
-Times are in microseconds; None stands for what could not be measured, with a `reason` beside it.
+`plain_weight_us`: of ours with a weight of x's dtype, in the blocks of a row whose weight has
+another. Times are in microseconds; None stands for what could not be measured, with a `reason`
+beside it.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ import torch
 
 from benchmarks import harness
 from benchmarks.compare import TUNED, main
-from benchmarks.comparison import Plan, load_module, load_peers, make_row
+from benchmarks.comparison import Comparison, Plan, load_module, load_peers, make_row
 from benchmarks.goals import best_peer, geometric_mean, goals
-from benchmarks.harness import Cell, Contender, Entrant, ShapeRun, repeats, short_name
+from benchmarks.harness import BLOCKS, Cell, Contender, Entrant, ShapeRun, repeats, short_name
 from benchmarks.peers import PEERS, choose_peers, decomposed_backward
 from benchmarks.report import markdown, missing_sentence, plot
 from benchmarks.results import Environment, Results, Row, problem_of, write_json
@@ -144,9 +145,12 @@ def test_a_shape_on_which_ours_failed_misses_its_goals() -> None:
 
 
 def test_the_fp32_weight_is_set_against_the_bf16_weight_of_the_same_shape() -> None:
-    wide = Problem.parse("4096x4096:bf16:fp32")
-    assert verdicts([*rows(), row(wide, 1.05)])["bf16 x with fp32 weight, each"] is True
-    assert verdicts([*rows(), row(wide, 1.07)])["bf16 x with fp32 weight, each"] is False
+    goal, wide = "bf16 x with fp32 weight, each", row(Problem.parse("4096x4096:bf16:fp32"))
+    assert verdicts([*rows(), wide])[goal] is None
+    for cost, met in ((1.02, True), (1.04, False)):
+        timed = {**wide, "plain_weight_us": wide["ours_us"] / cost}
+        assert verdicts([*rows(), timed])[goal] is met
+    assert verdicts([*rows(), {**timed, "ours_us": None}])[goal] is False
 
 
 def test_the_page_shows_ratios_marks_and_reasons() -> None:
@@ -408,6 +412,31 @@ def test_a_contender_that_fails_gets_its_reason_and_the_others_go_on(
     assert (made["ours_us"], made["strategy"]) == (101.0, "atomic")
     assert set(made["peers"]) == set(contenders) - {"ours"}
     json.dumps(made, allow_nan=False)
+
+
+def test_an_fp32_weight_is_timed_in_the_same_blocks_as_one_of_xs_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    seen = []
+
+    def backward(dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
+        seen.append(weight.dtype)
+        return reference_backward(dy, x, rstd, weight)
+
+    module: Any = SimpleNamespace(
+        rmsnorm_backward=backward, explain=lambda *shape: {"how": "tuned"}
+    )
+    plan = Plan((), frozenset(), tuple(choose_peers("quack")), until=0.0)
+    timer: Any = CpuTimer()
+    comparison = Comparison(plan, {"quack": Contender(good)}, module, timer)
+    made = comparison.measure_shape(Problem.parse("16x64:bf16:fp32"))
+    assert (made["ours_us"], made["peers"]["quack"]["us"]) == (101.0, 102.0)
+    assert made["plain_weight_us"] == 103.0
+    assert seen.count(torch.bfloat16) == BLOCKS
+    seen.clear()
+    assert comparison.measure_shape(Problem.parse("16x64:bf16"))["plain_weight_us"] is None
+    assert set(seen) == {torch.bfloat16}
 
 
 def test_what_cannot_be_captured_is_timed_by_events_and_says_so(
