@@ -42,6 +42,7 @@ from generator.verify import (
 )
 from generator.worker import Candidate
 from generator.workload import Guarded, make_inputs, make_reference
+from tests.planted import BAD, SHAPE, WRONG, broken
 from tests.runs import command, kill_and_resume
 from tests.samples import (
     DETERMINISTIC,
@@ -97,11 +98,7 @@ def runnable(
 
 def bench_of(workload: Workload, v: Variant, target: Target, old: str = "", new: str = "") -> Bench:
     """The variant on a workload, with `old` replaced by `new` in its source."""
-    source = render(v)
-    if old:
-        assert source.count(old) >= 1, f"the templates no longer have {old!r}"
-        source = source.replace(old, new)
-    compiled = compile_source(source, target.arch, int(v["register_cap"]))
+    compiled = compile_source(broken(v, old, new), target.arch, int(v["register_cap"]))
     assert compiled.error == "", compiled.error
     return workload.bench(Candidate(compiled.cubin, v.spec(target.sms)))
 
@@ -264,82 +261,14 @@ def test_more_than_two_to_the_31_elements(here: Target, device: torch.device) ->
 
 # ---- Planted bugs are caught ---------------------------------------------------------------------
 
-WRONG: dict[str, tuple[dict[str, int | str], str, str, str]] = {
-    "row 77 is left out of dw": (
-        {},
-        "partial[j][i] = __fmaf_rn(xe, scaled, partial[j][i]);",
-        "partial[j][i] = row == 77 ? partial[j][i] : __fmaf_rn(xe, scaled, partial[j][i]);",
-        "dw[",
-    ),
-    "dx has no correction term": ({}, "__fmul_rn(correction, xe)", "0.0f", "dx["),
-    "mean over one column too many": (
-        {},
-        "float inverse_columns = 1.0f / kRowColumns;",
-        "float inverse_columns = 1.0f / (kRowColumns + 1);",
-        "dx[",
-    ),
-    "row sum without the last vector": (
-        {"threads_per_row": 64, "rows_per_cta": 4},
-        "sum[u] = __fmaf_rn(element<Element>(xs[u][j].words, i), weighted, sum[u]);",
-        "if (j + 1 < kVectors) sum[u] = __fmaf_rn(element<Element>(xs[u][j].words, i), weighted, "
-        "sum[u]);",
-        "dx[",
-    ),
-    "last column of dx is not written": (
-        {},
-        "if (args.dx != nullptr && row < args.rows && rows.owns(column)) {",
-        "if (row < args.rows && rows.owns(column) && column + kElements < kColumns) {",
-        "dx[",
-    ),
-    "row past the end is written": (
-        {"rows_in_flight": 2},
-        "if (args.dx != nullptr && row < args.rows && rows.owns(column)) {",
-        "if (rows.owns(column)) {",
-        "wrote outside",
-    ),
-    "last ragged row is counted twice": (
-        {"rows_in_flight": 2},
-        "return batch * kBatchRows + u * kRowsAbreast + row_abreast();",
-        "const long long row = batch * kBatchRows + u * kRowsAbreast + row_abreast();\n"
-        "return row < 776 ? row : 776;",
-        "dw[",
-    ),
-    "a word of the list of slices is not reset": (
-        {},
-        "const DwOutput out = own_dw();",
-        "const DwOutput out = own_dw();\n"
-        "if (threadIdx.x == 0 && participant == 0) store_relaxed(list(), 1);",
-        "left a counter",
-    ),
-    "counter of the last CTA is not reset": (
-        {"strategy": "last_cta"},
-        "if (ticket + 1 == count) store_relaxed(counter, 0);",
-        "",
-        "left a counter",
-    ),
-    "turns are not reset": (
-        {"strategy": "semaphore", "levels": 2},
-        "i < groups() + 2; ++i) store_relaxed",
-        "i < groups() + 1; ++i) store_relaxed",
-        "left a counter",
-    ),
-    "sums of atomics are not zeroed": (
-        {"strategy": "atomic"},
-        "store_workspace(sums + column, make_float4(0.0f, 0.0f, 0.0f, 0.0f));",
-        "",
-        "left a counter or an accumulator",
-    ),
-}
-
 
 @pytest.mark.parametrize("bug", WRONG)
 def test_planted_bug_is_caught_as_wrong(
     here: Target, workload: Callable[[str], Workload], bug: str
 ) -> None:
     knobs, old, new, says = WRONG[bug]
-    shape = "777x1024:bf16"
-    work = workload(shape)
-    v = plain_variant(shape, here, **knobs)
+    work = workload(SHAPE)
+    v = plain_variant(SHAPE, here, **knobs)
     assert check_accuracy(bench_of(work, v, here), work.inputs, work.reference).fault == ""
     bench = bench_of(work, v, here, old, new)
     accuracy = check_accuracy(bench, work.inputs, work.reference)
@@ -356,31 +285,10 @@ def evaluator(here: Target) -> Iterator[MeasuredEvaluator]:
 
 
 PROBLEM = Problem.parse("4096x1024:bf16")
-BAD: dict[str, tuple[str, str, str]] = {
-    "illegal access": (
-        "store_row<kVectorBytes>(args.dx + row * args.dx_stride + column, packet);",
-        "store_row<kVectorBytes>(args.dx + (1ll << 50) + column, packet);",
-        "crashed",
-    ),
-    "trap": (
-        "const unsigned participant = strategy.begin();",
-        'const unsigned participant = strategy.begin(); asm volatile("trap;");',
-        "crashed",
-    ),
-    "hang": (
-        "const unsigned participant = strategy.begin();",
-        "const unsigned participant = strategy.begin();\n"
-        "while (load_acquire(args.counters) != 0x7fffffffu) {}",
-        "timeout",
-    ),
-    "wrong numbers": ("__fmul_rn(correction, xe)", "0.0f", "wrong"),
-}
 
 
 def evaluate(evaluator: MeasuredEvaluator, v: Variant, old: str = "", new: str = "") -> Result:
-    source = render(v)
-    assert old in source, f"the templates no longer have {old!r}"
-    compiled = compile_source(source.replace(old, new) if old else source, evaluator.target.arch)
+    compiled = compile_source(broken(v, old, new), evaluator.target.arch)
     assert compiled.error == "", compiled.error
     return evaluator.evaluate(PROBLEM, v, compiled, None)
 

@@ -33,6 +33,7 @@ from generator.render import TEMPLATES, render
 from generator.runtime.plan import MAIN_KERNEL, SUM_KERNEL, plan_launch
 from generator.target import Target, find_target
 from generator.variant import Variant
+from tests.planted import BAD, WRONG, broken
 from tests.samples import DTYPES, FLAVOURS, SPACE, cases, opcodes, plain_variant, sm_of
 
 SHAPE = "4096x1024:bf16"
@@ -274,6 +275,15 @@ def test_cap_that_holds_is_not_reported_as_ignored() -> None:
     compiled = compile_source(render(plain_variant(SHAPE, target)), target.arch, register_cap=128)
     assert not compiled.cap_ignored
     assert compiled.main.registers <= 128
+
+
+@pytest.mark.parametrize("bug", [*WRONG, *BAD])
+def test_bug_that_the_gpu_tests_plant_still_has_its_line_and_compiles(
+    bug: str, target: Target
+) -> None:
+    knobs, old, new, _ = WRONG[bug] if bug in WRONG else ({}, *BAD[bug])
+    source = broken(plain_variant(SHAPE, target, **knobs), old, new)
+    assert compile_source(source, target.arch).error == ""
 
 
 def test_variant_that_spills_is_refused() -> None:
