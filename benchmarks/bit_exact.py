@@ -3,10 +3,10 @@
     python benchmarks/bit_exact.py --out benchmarks/results/bit_exact_h200.json
 
 Needs a GPU, its driver and a C++ compiler. Variants are drawn over all strategies, dtypes,
-pipelines and clusters, on even and odd shapes, with padded rows and unaligned bases for half of
-them. Both sides run the same rendered source with the same launch on the same two sets of inputs.
-The strategies whose CTAs add in any order get two participants: with two, every order gives the
-same sum.
+pipelines and clusters, and from the kernels for any N that packages have, on even and odd shapes,
+with padded rows and unaligned bases for half of them. Both sides run the same rendered source with
+the same launch on the same two sets of inputs. The strategies whose CTAs add in any order get two
+participants: with two, every order gives the same sum.
 
 Exit code 0 when every bit of every compared variant agrees.
 """
@@ -22,7 +22,8 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from generator.compile import compile_variant, nvrtc_version  # noqa: E402
 from generator.emulate import Layout, Schedule, find_compiler, run_schedules  # noqa: E402
 from generator.emulate.check import CPU, plan  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
+from generator.generic import first_choices, generic_variants  # noqa: E402
 from generator.problem import Problem  # noqa: E402
 from generator.render import render  # noqa: E402
 from generator.runtime.launch import LaunchError, LoadedKernel  # noqa: E402
@@ -46,11 +48,13 @@ from generator.target import Target, match_device  # noqa: E402
 from generator.variant import Config, Variant, make_variant  # noqa: E402
 from generator.workload import Inputs, make_cancelling, make_inputs  # noqa: E402
 
-FLAVOURS: tuple[Config, ...] = (
+FLAVOURS: tuple[Config | None, ...] = (
     *({"strategy": name} for name in ("column_slices", "separate", "last_cta", "semaphore")),
     *({"strategy": "bulk_reduce", "order": order} for order in ("turns", "free")),
-    {"strategy": "atomic"},
+    *({"strategy": name} for name in ("atomic", "mailbox")),
+    None,
 )
+"""None: a kernel for any N."""
 DTYPES = (("bf16",) * 2, ("fp16",) * 2, ("fp32",) * 2, ("bf16", "fp32"), ("fp16", "fp32"))
 WIDTHS = (
     *(1, 6, 33, 64, 77, 128, 129, 256, 333, 512, 1000, 1001, 1024, 1536, 2048, 2050, 3072, 4096),
@@ -75,39 +79,72 @@ class Case:
 
 
 def draw_case(index: int, seed: int, target: Target) -> Case:
-    """Case `index`: flavours and dtypes in turn, the rest at random; wishes that the rules of the
-    space do not grant are dropped, last one first."""
+    """Case `index`: flavours and dtypes in turn, the rest at random."""
     rng = random.Random(f"{seed} {index}")
     flavour = FLAVOURS[index % len(FLAVOURS)]
     dtype, weight_dtype = DTYPES[index // len(FLAVOURS) % len(DTYPES)]
-    free = flavour["strategy"] == "atomic" or flavour.get("order") == "free"
-    space = load_space()
     while True:
         N = rng.choice(WIDTHS)
         M = rng.randint(1, max(1, min(700, MOST_ELEMENTS // N)))
         problem = Problem(M, N, dtype, weight_dtype)
-        # Configs are legal for many rows; that they also serve few is part of the test.
-        tuned = Problem(65536, N, dtype, weight_dtype)
-        wishes: list[Config] = [
-            {"pipeline": rng.choice(("bulk", "direct", "async"))},
-            {"cluster": rng.choice((1, 2, 8) if free else (1, 2, 4, 8))},
-            {"reload": rng.choice(("smem", "none"))},
-        ]
-        if problem.N * problem.itemsize <= 1024:
-            wishes.append({"threads_per_row": rng.choice((8, 16, 32))})
-        for count in range(len(wishes), -1, -1):
-            fixed = dict(flavour)
-            for wish in wishes[:count]:
-                fixed |= wish
-            try:
-                config = space.sample(tuned, target, rng, fixed)
-            except NormforgeError:
-                continue
-            if free and config["cluster"] == 4:
-                continue
-            variant = make_variant(config, problem)
-            participants = 2 if free else rng.randint(1, 20)
+        if flavour is None:
+            variant = draw_generic(problem, target, rng)
+        else:
+            variant = draw_variant(problem, flavour, target, rng)
+        if variant is not None:
+            participants = 2 if in_any_order(variant.config) else rng.randint(1, 20)
             return Case(index, problem, variant, participants, draw_layout(variant, rng))
+
+
+def in_any_order(config: Config) -> bool:
+    """Whether CTAs add to dw as they come."""
+    return config["strategy"] == "atomic" or config.get("order") == "free"
+
+
+def draw_generic(problem: Problem, target: Target, rng: random.Random) -> Variant | None:
+    """One of the kernels that packages have for any N up to their own; None where none serves the
+    problem."""
+    kernels = [
+        variant
+        for variant in generics(problem.dtype, problem.weight_dtype, target)
+        if variant.least <= problem.N <= variant.N
+        and problem.N * problem.itemsize % variant["vector_bytes"] == 0
+    ]
+    return rng.choice(kernels) if kernels else None
+
+
+@cache
+def generics(dtype: str, weight_dtype: str, target: Target) -> list[Variant]:
+    return first_choices(generic_variants(target, [(dtype, weight_dtype)]))
+
+
+def draw_variant(
+    problem: Problem, flavour: Config, target: Target, rng: random.Random
+) -> Variant | None:
+    """A variant of the flavour. Wishes that the rules of the space do not grant are dropped, last
+    one first."""
+    # Configs are legal for many rows; that they also serve few is part of the test.
+    tuned = replace(problem, M=65536)
+    free = in_any_order(flavour)
+    wishes: list[Config] = [
+        {"pipeline": rng.choice(("bulk", "direct", "async"))},
+        {"cluster": rng.choice((1, 2, 8) if free else (1, 2, 4, 8))},
+        {"reload": rng.choice(("smem", "none"))},
+    ]
+    if problem.N * problem.itemsize <= 1024:
+        wishes.append({"threads_per_row": rng.choice((8, 16, 32))})
+    space = load_space()
+    for count in range(len(wishes), -1, -1):
+        fixed = dict(flavour)
+        for wish in wishes[:count]:
+            fixed |= wish
+        try:
+            config = space.sample(tuned, target, rng, fixed)
+        except NormforgeError:
+            continue
+        if not (free and config["cluster"] == 4):
+            return make_variant(config, problem)
+    return None
 
 
 def draw_layout(variant: Variant, rng: random.Random) -> Layout:
@@ -246,7 +283,7 @@ def environment(target: Target, processes: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--variants", type=int, default=245, help="to draw; a few may not launch")
+    parser.add_argument("--variants", type=int, default=450, help="to draw; a few may not launch")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")

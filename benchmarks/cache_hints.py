@@ -4,10 +4,10 @@
     python benchmarks/cache_hints.py --out benchmarks/results/cache_hints_h200.json
 
 Rows of x and dy that were read with that hint stay in the L2 for a while. For each shape the
-fastest deterministic config of its study is compiled without and with the hint; dx and dw must have
-the same bits. Then every follower is timed in one interval with what it follows: the floor,
-`torch.add(x, dy, out=dx)`, and one of the two kernels, which take turns in blocks of their own. If
-the hint's gain over the floor is left with a follower, nothing moved there.
+winner of its study (before the finals the fastest config that may win) is compiled without and with
+the hint; dx and dw must have the same bits. Then every follower is timed in one interval with what
+it follows: the floor, `torch.add(x, dy, out=dx)`, and one of the two kernels, which take turns in
+blocks of their own. If the hint's gain over the floor is left with a follower, nothing moved there.
 Exit code: 2 for bad input or without the GPU of the studies.
 """
 
@@ -39,7 +39,10 @@ from generator.variant import Config, make_variant  # noqa: E402
 from generator.verify import Bench, digest  # noqa: E402
 from generator.worker import Candidate  # noqa: E402
 
-SHAPES = "16384x4096:bf16,32768x2048:bf16,4096x4096:bf16,4096x2048:bf16"
+SHAPES = (
+    "4096x256:bf16,4096x1024:bf16,4096x2048:bf16,8192x2048:bf16,32768x2048:bf16,16384x3072:bf16,"
+    "4096x4096:bf16,16384x4096:bf16,4096x8192:bf16"
+)
 STUDIES = ROOT / "generated" / "h200" / f"{JOURNAL_NAME}.xz"
 HINTS = ("default", "evict_last")
 BLOCKS, ROUNDS = 3, 20
@@ -75,15 +78,16 @@ def read(where: str) -> list[Study]:
 
 
 def choose(studies: Iterable[Study], problem: Problem, gpu: str) -> dict[str, int | str]:
-    """The fastest config that may win, less its load hint. Raises NormforgeError."""
+    """The winner's config, or else the fastest that may win, less its load hint. Raises
+    NormforgeError."""
     own = [s for s in studies if (s.problem, s.gpu, s.evidence) == (problem, gpu, "measured")]
     if not own:
         raise NormforgeError(f"no study measured {problem} on {gpu}: tune it, or leave it out")
-    ranked = [record for study in own for record in study.ranked]
-    if not ranked:
+    fastest = sorted((r for s in own for r in s.ranked), key=lambda record: record.ratio)
+    configs = [s.winner.config for s in own if s.winner] or [r.config for r in fastest]
+    if not configs:
         raise NormforgeError(f"the study of {problem} has no config that may win: leave it out")
-    best = min(ranked, key=lambda record: record.ratio).config
-    return {knob: value for knob, value in best.items() if knob != "load_hint"}
+    return {knob: value for knob, value in configs[0].items() if knob != "load_hint"}
 
 
 def load(workload: Workload, config: Config, hint: str, target: Target) -> Bench:

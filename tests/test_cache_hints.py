@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -40,7 +41,7 @@ def study(
     return Study("a study", 0, *where, records, winner=None, finals=(), importance={})
 
 
-def test_fastest_deterministic_config_is_chosen_whatever_its_hint() -> None:
+def test_winner_or_else_the_fastest_that_may_win_is_chosen_whatever_its_hint() -> None:
     studies = [
         study(
             record(1.07, pipeline="async", stages=1),
@@ -55,6 +56,9 @@ def test_fastest_deterministic_config_is_chosen_whatever_its_hint() -> None:
     ]
     expected = {**FIXED, "cluster": 2, "stages": 5}
     assert choose(studies, PROBLEM, "h200") == expected
+    won: Any = SimpleNamespace(config=record(1.06, stages=4).config)
+    studies[0] = replace(studies[0], winner=won)
+    assert choose(studies, PROBLEM, "h200") == {**FIXED, "stages": 4}
 
 
 @pytest.mark.parametrize(

@@ -1455,6 +1455,28 @@ def test_gpu_two_streams_in_two_threads(pair: Pair, shape: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", ["68x1024:bf16", "777x1024:bf16"])
+def test_gpu_two_devices_in_turn(pair: Pair, shape: str) -> None:
+    """The current device stays the first one; each has streams, plans and scratch of its own."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, {torch.cuda.device_count()} is here")
+    wanted = [result.cpu() for result in steps(pair.python, shape, 1)]
+    here = gpu_inputs(shape)
+    there = [t.detach().to("cuda:1").requires_grad_(t.requires_grad) for t in here]
+    for _ in range(8):
+        for x, weight, dy in (here, there):
+            grads = torch.autograd.grad(pair.native.rms_norm(x, weight, 1e-6), (x, weight), dy)
+            rstd = torch.rsqrt(x.detach().float().square().mean(-1, keepdim=True) + 1e-6)
+            given = (dy, x.detach(), rstd, weight.detach())
+            direct = pair.native.rmsnorm_backward(*given)
+            assert torch.cuda.current_device() == 0
+            assert {result.device for result in (*grads, *direct)} == {x.device}
+            assert equal_bits([result.cpu() for result in grads], wanted)
+            assert equal_bits(list(direct), list(pair.python.rmsnorm_backward(*given)))
+    assert pair.fallbacks < 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["68x1024:bf16", "777x1024:bf16"])
 def test_gpu_native_and_python_calls_mix_on_one_stream(pair: Pair, shape: str) -> None:
     """Door 1 with an option goes through Python in between, on the same stream."""
     x, weight, dy = gpu_inputs(shape)
