@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +20,7 @@ from benchmarks.goals import best_peer, ratio
 from benchmarks.harness import Cell, Contender, Entrant, ShapeRun, check_gpu, kernel_path, sentence
 from benchmarks.peers import Gradients, Peer, installed_version
 from benchmarks.prepare import any_inputs
-from benchmarks.results import OURS, Environment, Results, Row, write_text
+from benchmarks.results import OURS, Environment, Results, Row, machine, write_text
 from generator.cold import FLUSH_BYTES
 from generator.errors import NormforgeError
 from generator.measure import Timer
@@ -170,13 +169,9 @@ def describe(
     """The conditions of the rows. facts: those of generator.session about the device."""
     table = (module / TABLE).read_bytes()
     return {
-        "gpu": facts["name"],
-        "driver": facts["driver"],
-        "cuda_driver": facts["cuda_driver"],
-        "torch": facts["torch"],
+        **machine(facts),
         "triton": installed_version("triton"),
         "python": sys.version.split()[0],
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "peers": {peer.name: peer.versions() for peer in peers},
         "missing": missing,
         "module": {"path": str(module), "digest": hashlib.sha256(table).hexdigest()[:16]},

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -205,9 +206,7 @@ def alternatives(package: Package, inputs: Inputs) -> Calls:
         except OSError:
             continue
         values = (pointer(config.getPtr()), pointer(int(function)), pointer(at), pointer(0))
-        found[f"main kernel, cuLaunchKernelEx by ctypes.{name}"] = (
-            lambda entry=entry, values=values: entry(*values)
-        )
+        found[f"main kernel, cuLaunchKernelEx by ctypes.{name}"] = partial(entry, *values)
     for name, call in found.items():
         if "kernel" in name and call() not in (0, (0,)):
             raise RuntimeError(f"{name} was refused: {call()}")
@@ -230,10 +229,8 @@ def _binding(package: Package, inputs: Inputs) -> Binding:
     launch = plan_launch(choice.kernel.spec, M)
     stream = cuda.raw_stream(x.device.index)
     workspace = package._workspaces.of_stream(x.device.index, stream)
-    return bind(
-        *(package._kernel(choice.kernel), launch, plain_extent(launch, M, N, N, N)),
-        *(x.device.index, stream, workspace, True),
-    )
+    kernel, extent = package._kernel(choice.kernel), plain_extent(launch, M, N, N, N)
+    return bind(kernel, launch, extent, x.device.index, stream, workspace, True)
 
 
 def whole_calls(package: Package, inputs: Inputs) -> Calls:

@@ -117,7 +117,9 @@ def legal(group: Group, layout: _Layout, target: Target, space: Space) -> Varian
     """The variant of a layout, None where the rules of the space forbid it."""
     problem = Problem(MANY_ROWS, group.columns, group.dtype, group.dtype)
     config = legal_config(layout, group.vector_bytes, problem, target, space)
-    return config and make_variant(config, problem, exact=False, least=group.least)
+    if config is None:
+        return None
+    return make_variant(config, problem, exact=False, least=group.least)
 
 
 def known(group: Group, ours: Iterable[Variant], target: Target) -> list[Variant]:
