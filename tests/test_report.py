@@ -28,7 +28,7 @@ from generator.report.summary import Summary, summaries
 from generator.report.text import render_text
 from generator.result import OUTCOMES, Result
 from generator.search import search_problem
-from generator.space_file import load_space
+from generator.space_file import KNOWN_KNOBS, load_space
 from generator.store import JOURNAL_NAME, open_storage
 from generator.studies import Study, read_studies, shown
 from generator.variant import Variant
@@ -184,6 +184,13 @@ def test_the_page_is_well_formed_and_every_link_inside_it_leads_somewhere(
     assert {anchor(study) for study in summary.studies} <= set(inside)
     assert page.tags["svg"] == len(SHAPES) + 1
     assert page.tags["script"] == 1, "what a note says stays text"
+
+
+def test_every_strategy_has_its_colours_in_light_and_dark(summary: Summary) -> None:
+    page = render_page(summary)
+    for name in KNOWN_KNOBS["strategy"]:
+        assert page.count(f"--s-{name}: #") == page.count(f"--d-{name}: #") == 2
+        assert f"td.s-{name}, b.s-{name} {{" in page and f"circle.s-{name} {{" in page
 
 
 def test_the_page_loads_nothing(summary: Summary) -> None:

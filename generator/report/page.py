@@ -9,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from generator.report import charts
 from generator.report.summary import MEANING, Summary, price_of, ratio_of
+from generator.space_file import KNOWN_KNOBS
 from generator.studies import Study, flavour
 
 FOLDER = Path(__file__).resolve().parent
@@ -37,6 +38,7 @@ def render_page(summary: Summary) -> str:
         flavour=flavour,
         anchor=anchor,
         shade=shade,
+        strategies=KNOWN_KNOBS["strategy"],
         ratio_steps=RATIO_STEPS,
         price_steps=PRICE_STEPS,
         dashboard=DASHBOARD,
