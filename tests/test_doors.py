@@ -24,7 +24,7 @@ from generator.runtime.layout import dense
 from generator.runtime.options import PLAIN, Arguments, Options, add_residual, composition
 from generator.runtime.plan import KernelSpec
 from generator.runtime.reference import reference_backward
-from tests.doors import aten_on_cpu, routing_on_cpu, write_package
+from tests.doors import aten_on_cpu, door_1_norm, routing_on_cpu, write_package
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +235,39 @@ def test_door_1_traces_into_one_operator(package: Package) -> None:
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     assert same(compiled(dy, x, rstd, weight, main_grad), wanted)
     assert torch.equal(main_grad, wanted_grad)
+
+
+def test_gradient_of_door_1_is_refused(package: Package) -> None:
+    """And not left out, neither as a gradient penalty finds it nor called with leaves."""
+    norm = door_1_norm(package)(8)
+    x, weight = leaf(4, 8), norm.weight
+    for loss in (norm(x).square().sum(), norm(x).sum()):
+        (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+        for asked in (x, weight):
+            with pytest.raises(RuntimeError, match="of its own: differentiate rms_norm"):
+                torch.autograd.grad(dx.square().sum(), asked, retain_graph=True)
+        with pytest.raises(RuntimeError, match="of its own: differentiate rms_norm"):
+            dx.square().sum().backward()
+    dy, rstd, main_grad = randn(4, 8, seed=1), torch.ones(4, 1), torch.zeros(8)
+    plain = package.rmsnorm_backward(dy, x.detach(), rstd, weight.detach(), dresidual=dy)
+    dx, dw, stream = package.rmsnorm_backward(dy, x, rstd, weight, dresidual=dy, dw_out=main_grad)
+    assert dw is main_grad and not main_grad.requires_grad and stream is dx
+    assert same((dx.detach(), dw), plain[:2])
+    for tensors in ((dy, x), (leaf(4, 8, seed=1), x.detach())):
+        dx, dw = package.rmsnorm_backward(*tensors, rstd, weight)
+        for result in (dx, dw):
+            with pytest.raises(RuntimeError, match="differentiate rms_norm"):
+                result.sum().backward()
+    nothing = package.rmsnorm_backward(dy, x, rstd, weight, need_dx=False, dw_out=main_grad)
+    assert nothing[0] is None and nothing[1] is main_grad and not main_grad.requires_grad
+
+
+def test_call_of_which_nobody_wants_a_gradient_has_none(package: Package) -> None:
+    x, rstd, weight = randn(4, 8), torch.ones(4, 1), leaf(8, seed=1)  # dw does not depend on it
+    assert not any(r.requires_grad for r in package.rmsnorm_backward(x, x, rstd, weight))
+    with torch.no_grad():
+        results = package.rmsnorm_backward(x, leaf(4, 8), rstd, weight)
+    assert not any(r.requires_grad for r in results)
 
 
 # ---- Door 2: autograd ----------------------------------------------------------------------------
@@ -613,6 +646,41 @@ def test_dtensor_shards_rows_and_leaves_dw_partial(tmp_path: Path) -> None:
     assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
 
 
+DTENSOR_LATE = """
+import sys
+sys.path.insert(0, "{root}")
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from tests.doors import write_package
+
+package = write_package(Path("{folder}") / "package")
+assert "torch.distributed.tensor" not in sys.modules
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+dy, x, rstd, weight = (torch.randn(n) for n in ((4, 8), (4, 8), (4, 1), (8,)))
+rows = [DTensor.from_local(t, mesh, [Shard(0)]) for t in (dy, x, rstd)]
+everywhere = DTensor.from_local(weight, mesh, [Replicate()])
+dx, dw = package.rmsnorm_backward(*rows, everywhere)
+assert (dx.placements, dw.placements) == ((Shard(0),), (Partial("sum"),))
+wanted = package.rmsnorm_backward(dy, x, rstd, weight)
+assert torch.equal(dx.to_local(), wanted[0]) and torch.equal(dw.to_local(), wanted[1])
+print("done")
+"""
+
+
+def test_dtensor_may_be_imported_after_the_package(tmp_path: Path) -> None:
+    root = str(Path(__file__).resolve().parent.parent)
+    script = DTENSOR_LATE.format(root=root, folder=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
+
+
 # ---- Door 3 --------------------------------------------------------------------------------------
 
 
@@ -703,12 +771,18 @@ def test_what_was_not_tuned_goes_to_the_kernel_that_was_there(
 ) -> None:
     norm, door = torch.nn.RMSNorm(16), routing_on_cpu(package)
     monkeypatch.setattr(package, "_routed", {})
+    monkeypatch.setattr(package, "_warned", set())
     monkeypatch.setattr(package, "_find", lambda given, options: "nothing was tuned")
-    with door.installed(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train_once(norm)
-        train_once(torch.nn.RMSNorm((4, 16)))
-    assert aten.count("backward") == 2
+    with door.installed():
+        with pytest.warns(UserWarning, match="nothing was tuned; using PyTorch's own kernel"):
+            train_once(norm)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train_once(norm)
+            package._routed.clear()
+            train_once(norm)  # the same reason
+            train_once(torch.nn.RMSNorm((4, 16)))  # what no package is asked for
+    assert aten.count("backward") == 4
 
 
 def test_import_and_construction_change_nothing(package: Package, aten: list[str]) -> None:
@@ -767,6 +841,19 @@ def test_copy_for_a_kernel_is_aligned() -> None:
         assert rows.data_ptr() % 32
         assert dense(rows).data_ptr() % 32 == 0
         assert torch.equal(dense(rows), rows)
+
+
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_composed_residual_is_added_in_fp32_and_rounded_once(
+    package: Package, dtype: torch.dtype, wide: torch.dtype
+) -> None:
+    dx, dresidual = randn(33, 40, dtype=dtype), randn(33, 40, dtype=wide, seed=1)
+    given = Arguments(dx, dx, torch.ones(33), torch.ones(40), dresidual)
+    found = add_residual(lambda *_, **__: (dx.clone(), None), given, PLAIN)
+    total = dx.float() + dresidual.float()
+    assert found[0] is not None and torch.equal(found[0], total.to(dtype))
+    assert found[2] is not None and torch.equal(found[2], total.to(wide))
 
 
 def test_composed_call_returns_nothing_that_requires_grad(package: Package) -> None:

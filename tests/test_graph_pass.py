@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from generator.runtime.api import Package
-from generator.runtime.graph import find_norms, getitems, make_backend, make_pass, route, tag
+from generator.runtime.graph import (
+    find_norms,
+    getitems,
+    make_backend,
+    make_pass,
+    norm_operators,
+    route,
+    tag,
+)
 from tests.doors import aten_on_cpu, write_package
 
 ATEN = torch.ops.aten
@@ -39,8 +48,12 @@ def forward_only(x: torch.Tensor, w: torch.Tensor) -> Any:
 
 
 def backward_only(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return masked(x, w, [True, True])
+
+
+def masked(x: torch.Tensor, w: torch.Tensor, mask: list[bool]) -> Any:
     rstd = torch.rsqrt(x.square().mean(-1, keepdim=True))
-    return ATEN._fused_rms_norm_backward(x.cos(), x, [16], rstd, w, [True, True])
+    return ATEN._fused_rms_norm_backward(x.cos(), x, [16], rstd, w, mask)
 
 
 def several(x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -61,6 +74,42 @@ STEPS: dict[Step, int] = {forward_only: 1, backward_only: 1, several: 6, none: 0
 
 def trace(step: Step, mode: str = "fake") -> torch.fx.GraphModule:
     return make_fx(step, tracing_mode=mode)(randn(4, 16), randn(16, seed=1))
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """Skips where Inductor has no C++ compiler for the CPU."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:
+        pytest.skip(f"needs a C++ compiler: {error}")
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's caches are empty and nobody else's."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+def spying() -> tuple[list[tuple[bool, list[str]]], Any]:
+    """A custom pass for Inductor, and what it saw: config.epilogue_fusion, and what every graph
+    calls. With it nothing is cached."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    seen = []
+
+    class Spy(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            calls = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+            seen.append((config.epilogue_fusion, calls))
+
+        def uuid(self) -> None:
+            return None
+
+    return seen, Spy()
 
 
 def untouched(module: torch.fx.GraphModule) -> list[tuple[str, str]]:
@@ -99,6 +148,50 @@ def test_routed_nodes_keep_what_tracing_knew(package: Package) -> None:
                 # Of what the mask leaves out, tracing knows nothing.
                 value, mine = user.meta.get("val"), values[user.args[1]]
                 assert value is None or (value.shape, value.dtype) == (mine.shape, mine.dtype)
+
+
+@pytest.mark.parametrize("mask", [[True, False], [False, True]])
+def test_gradients_that_the_mask_leaves_out_are_not_computed(
+    package: Package, monkeypatch: pytest.MonkeyPatch, mask: list[bool]
+) -> None:
+    module = trace(lambda x, w: masked(x, w, mask))
+    inputs = (randn(4, 16, seed=2), randn(16, seed=3))
+    wanted, asked = module(*inputs), []
+    ran = package.ops._backward
+
+    def watch(given: Any, options: Any) -> Any:
+        asked.append([options.need_dx, options.need_dw])
+        return ran(given, options)
+
+    monkeypatch.setattr(package.ops, "_backward", watch)
+    found = route(module, package.ops)(*inputs)
+    assert asked == [mask]
+    assert [result is not None for result in wanted] == mask
+    for a, b in zip(found, wanted, strict=True):
+        assert a is b is None or torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["_fused_rms_norm", "_fused_rms_norm_backward"])
+@pytest.mark.parametrize(
+    ("weight", "served"),
+    [
+        (torch.bfloat16, True),
+        (torch.float32, True),
+        (torch.float16, False),
+        (torch.float64, False),
+    ],
+)
+def test_weights_of_other_dtypes_stay_with_pytorch(
+    package: Package, name: str, weight: torch.dtype, served: bool
+) -> None:
+    def step(x: torch.Tensor, w: torch.Tensor) -> Any:
+        if name == "_fused_rms_norm":
+            return ATEN._fused_rms_norm(x, [16], w, 1e-5)
+        return ATEN._fused_rms_norm_backward(x, x, [16], x[:, :1].float(), w, [True, True])
+
+    inputs = randn(4, 16).to(torch.bfloat16), randn(16, seed=1).to(weight)
+    module = route(make_fx(step, tracing_mode="fake")(*inputs), package.ops)
+    assert (find_norms(module.graph) == []) == served
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -144,6 +237,33 @@ def test_tagged_regions_are_what_regional_inductor_compiles() -> None:
     assert find_norms(module.graph) == []
 
 
+@pytest.mark.parametrize("step", [forward_only, backward_only])
+def test_regional_inductor_compiles_what_is_tagged_as_the_tag_says(
+    compiler: None, step: Step
+) -> None:
+    from torch._guards import TracingContext, tracing
+    from torch.fx.passes.regional_inductor import regional_inductor
+
+    module = trace(step)
+    inputs = [randn(4, 16, seed=2), randn(16, seed=3)]
+    wanted, others = module(*inputs), untouched(module)
+    (mode,) = {n.meta["val"].fake_mode for n in module.graph.nodes if n.op == "placeholder"}
+    seen, spy = spying()
+    configs = {"epilogue_fusion": False, "post_grad_custom_post_pass": spy}
+    with tracing(TracingContext(mode)):
+        done = regional_inductor(tag(module, configs))
+    assert find_norms(done.graph) == []
+    assert {(node.op, str(node.target)) for node in done.graph.nodes} >= set(others)
+    ((fusion, calls),) = seen  # one region
+    assert fusion is False
+    # Inductor took the norm apart, and saw none of its neighbours.
+    assert calls
+    assert not {"aten.sin.default", "aten.cos.default", *map(str, norm_operators())} & set(calls)
+    found = done(inputs)  # boxed: it takes a list
+    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (found, wanted)), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
 def test_norms_over_two_dimensions_stay_with_pytorch(package: Package) -> None:
     def step(x: torch.Tensor, w: torch.Tensor) -> Any:
         return ATEN._fused_rms_norm(x, [4, 16], None, 1e-5)[0]
@@ -163,8 +283,13 @@ def test_pass_is_switchable(package: Package) -> None:
         make_pass(package.ops, "both")
 
 
+def norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Nothing but a norm, so that there is no code to compile."""
+    return functional.rms_norm(x, (16,), w, 1e-5)
+
+
 def test_backend_keeps_the_norm_whole_and_routes_it(
-    package: Package, monkeypatch: pytest.MonkeyPatch
+    package: Package, monkeypatch: pytest.MonkeyPatch, own_cache: None
 ) -> None:
     from torch._inductor import config
 
@@ -176,16 +301,63 @@ def test_backend_keeps_the_norm_whole_and_routes_it(
 
     watch("_forward")
     watch("_backward")
-    # Nothing but a norm, so that there is no code to compile.
-    compiled = torch.compile(
-        lambda x, w: functional.rms_norm(x, (16,), w, 1e-5),
-        backend=make_backend(package.ops),
-        fullgraph=True,
-    )
+    compiled = torch.compile(norm, backend=make_backend(package.ops), fullgraph=True)
     x, w = randn(4, 16).requires_grad_(), randn(16, seed=1).requires_grad_()
     y, dy = compiled(x, w), randn(4, 16, seed=2)
     found = torch.autograd.grad(y, (x, w), dy)
     assert seen == ["_forward", "_backward"]
-    wanted = torch.autograd.grad(functional.rms_norm(x, (16,), w, 1e-5), (x, w), dy)
+    wanted = torch.autograd.grad(norm(x, w), (x, w), dy)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
     assert config.post_grad_custom_pre_pass is None
+
+
+def test_settings_of_the_backend_are_those_of_inductor(package: Package, own_cache: None) -> None:
+    from torch._inductor import config
+
+    seen, spy = spying()
+    assert config.epilogue_fusion
+    backend = make_backend(package.ops, epilogue_fusion=False, post_grad_custom_post_pass=spy)
+    x, w = randn(4, 16).requires_grad_(), randn(16, seed=1).requires_grad_()
+    torch.compile(norm, backend=backend, fullgraph=True)(x, w).sum().backward()
+    assert [fusion for fusion, _ in seen] == [False, False]
+    for (_, calls), name in zip(seen, ("rms_norm", "rms_norm_backward"), strict=True):
+        assert f"{package.ops.namespace}.{name}.default" in calls
+    assert config.epilogue_fusion
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+def test_backend_decomposes_as_its_settings_say_all_but_norms(
+    package: Package, monkeypatch: pytest.MonkeyPatch, fallback: bool
+) -> None:
+    from torch._inductor import compile_fx, config
+    from torch._inductor.decomposition import select_decomp_table
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda *_, **options: given.update(options))
+    make_backend(package.ops, fallback_random=fallback)(None, [])
+    with config.patch(fallback_random=fallback):
+        wanted = set(select_decomp_table())
+    with config.patch(fallback_random=not fallback):
+        assert wanted != set(select_decomp_table())
+    assert wanted > set(norm_operators()) > set()
+    assert set(given["decompositions"]) == wanted - set(norm_operators())
+
+
+def test_backend_refuses_another_pass_in_the_place_of_its_own(
+    package: Package, own_cache: None
+) -> None:
+    from torch._inductor import config
+
+    _, spy = spying()
+    told = "routes its norms in torch._inductor.config.post_grad_custom_pre_pass, where there is a"
+    with pytest.raises(ValueError, match=told):
+        make_backend(package.ops, post_grad_custom_pre_pass=spy)
+    backend = make_backend(package.ops, post_grad_custom_pre_pass=None)
+    compiled = torch.compile(norm, backend=backend, fullgraph=True)
+    inputs = randn(4, 16), randn(16, seed=1)
+    with config.patch(post_grad_custom_pre_pass=spy):
+        compiled(*inputs)  # None: without that one
+        backend = make_backend(package.ops)
+        compiled = torch.compile(norm, backend=backend, fullgraph=True)
+        with pytest.raises(Exception, match=told):
+            compiled(*inputs)

@@ -710,6 +710,8 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
     "dy spread": lambda: inputs(dy=spread(6, 1024)),
     "dy repeated": lambda: inputs(dy=rows(1)[0].expand(6, 1024)),
     "x turned": lambda: inputs(x=rows(1024, 6).T),
+    "x wants a gradient": lambda: inputs(x=rows().requires_grad_()),
+    "dy wants a gradient": lambda: inputs(dy=rows(seed=1).requires_grad_()),
     "dy negative": lambda: inputs(dy=torch._neg_view(rows(seed=1))),
     "dy a subclass": lambda: inputs(dy=TwoTensor(rows(seed=1), rows(seed=1))),
     "dy of another dtype": lambda: inputs(dy=rows(seed=1).half()),

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from generator.runtime import serve as serve_module
 from generator.runtime.api import Package
+from generator.runtime.call import formula
 from generator.runtime.dispatch import MAX_ALIGNMENT
 from generator.runtime.forward import Forward
 from generator.runtime.known import _MOST, Known
@@ -406,6 +407,32 @@ def test_call_that_pytorch_serves_at_door_1_stays_pytorchs_at_door_3(
                 door.call(*tensors)
                 package.rmsnorm_backward(*tensors)
     assert calls == ["backward"] * 12
+
+
+@pytest.mark.parametrize("asks", ["x", "dy"])
+def test_known_call_whose_gradient_is_wanted_refuses_it(package: Package, asks: str) -> None:
+    """The checks see that a tensor requires a gradient, and not whether that counts."""
+
+    def find(given: Arguments, options: Options) -> Any:
+        found: Any = formula(options)
+        found.quick = found
+        return found
+
+    package._find = find  # type: ignore[method-assign]
+    tensors = {"dy": torch.randn(6, 64), "x": torch.randn(6, 64), "rstd": torch.ones(6, 1)}
+    given = (*tensors.values(), torch.ones(64))
+    tensors[asks].requires_grad_()
+    with torch.no_grad():
+        for _ in range(4):
+            wanted = package.rmsnorm_backward(*given)
+    assert any(same(*given) for same, _ in package._known.recent)
+    for _ in range(3):
+        dx, dw = package.rmsnorm_backward(*given)
+        assert torch.equal(dx, wanted[0]) and torch.equal(dw, wanted[1])
+        with pytest.raises(RuntimeError, match="differentiate rms_norm"):
+            (dx.sum() + dw.sum()).backward()
+    with torch.no_grad():
+        assert not any(result.requires_grad for result in package.rmsnorm_backward(*given))
 
 
 @pytest.mark.parametrize("door", [ForwardDoor, Backward, Composed], indirect=True)

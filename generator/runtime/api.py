@@ -12,11 +12,12 @@ from torch.compiler import is_dynamo_compiling
 
 from .arguments import DTYPES
 from .cuda import is_plain, modes_active, raw_stream, transforms_active
+from .dispatch import Kernel
 from .forward import Forward
 from .graph import Pass, make_backend, make_pass
 from .install import Installation
 from .norm import make_gradients, make_module, make_rms_norm, per_head_forward
-from .ops import Operators
+from .ops import Operators, wants_gradient, without_gradient
 from .options import Arguments, Options
 from .plan import plan_launch
 from .reference import Results
@@ -92,7 +93,8 @@ class Package(Server):
           dw_dtype       torch.float32 for dw before its rounding to the weight's dtype.
           dw_out         where dw goes, of the weight's dtype or fp32; it is the dw returned.
           accumulate     dw is added to dw_out (in fp32, in the same fixed order) instead.
-        No gradient flows through the results.
+        No gradient flows through the results: with create_graph=True, or where dy or x wants one
+        otherwise, asking for it raises RuntimeError.
 
         CPU and meta tensors (float64 too, with rstd in fp32 or float64) are served by the formula
         in PyTorch; what has no kernel here by ATen where it can, else by the formula, with one
@@ -119,6 +121,8 @@ class Package(Server):
                     return results
             for same, call in self._known.recent:
                 if same(dy, x, rstd, weight):
+                    if torch.is_grad_enabled() and (dy.requires_grad or x.requires_grad):
+                        break
                     results = call(dy, x, rstd, weight)
                     if results is not None:
                         if native.learn is not None:
@@ -137,7 +141,11 @@ class Package(Server):
             or transforms_active()
             or not all(map(is_plain, vars(given).values()))
         ):
+            if not is_dynamo_compiling():
+                register_sharding(self.ops)
             return self.ops.backward(given, options)
+        if wants_gradient(given):
+            return without_gradient(self._run, given, options)
         return self._run(given, options)
 
     def explain(
@@ -227,35 +235,72 @@ class Package(Server):
         self._native.start(self._forward, self._gradients)
 
     def warmup(
-        self, shapes: Iterable[tuple[Any, ...]], device: torch.device | int | None = None
+        self,
+        shapes: Iterable[tuple[Any, ...]],
+        device: torch.device | int | None = None,
+        *,
+        offset: bool = False,
+        residual: str | torch.dtype | None = None,
     ) -> None:
         """Load the kernels of some shapes, forward and backward, on a CUDA device (by default the
         current one) and reserve the workspace of its current stream, so that no later call pays
         for either.
 
-        shapes: (M, N, dtype) or (M, N, dtype, weight dtype) each, dtypes as in `explain`. Shapes
-        that no kernel serves are left to the call. Raises LaunchError.
+        shapes: (M, N, dtype) or (M, N, dtype, weight dtype) each, dtypes as in `explain`. No rows
+        (M = 0) need nothing, and shapes that no kernel serves are left to the call.
+        offset, residual: for calls with a weight_offset or a residual stream (a dresidual) of that
+        dtype, as in `explain`; where no kernel has the option itself, what the call is composed of.
+
+        Raises ValueError for a shape or dtype that there cannot be, RuntimeError without a CUDA
+        device, LaunchError.
         """
-        shapes = [
-            (M, N, *(dtype_name(dtype) for dtype in (dtypes * 2)[:2])) for M, N, *dtypes in shapes
-        ]
+        named = [_named(*shape) for shape in shapes]
+        wish = "" if residual is None else dtype_name(residual)
+        if not torch.cuda.is_available():
+            raise RuntimeError("warmup needs a CUDA device, and PyTorch finds none")
+        named = [shape for shape in named if shape[0] > 0]
         with torch.cuda.device(device):
-            self._norms.warmup(shapes)
+            self._norms.warmup(named, wish)
             index = torch.cuda.current_device()
             workspace = self._workspaces.of_stream(index, raw_stream(index))
-            for M, N, name, weight_name in shapes:
-                choice = self._choose(index, M, N, name, weight_name)
-                if choice.kernel is None:
+            for shape in named:
+                kernel = self._kernel_for(index, shape, offset, wish)
+                if kernel is None:
                     continue
-                self._kernel(choice.kernel).load(index)
+                self._kernel(kernel).load(index)
                 with workspace.lock:
-                    workspace.fit(plan_launch(choice.kernel.spec, M))
+                    workspace.fit(plan_launch(kernel.spec, shape[0]))
+
+    def _kernel_for(
+        self, device: int, shape: tuple[int, int, str, str], offset: bool, residual: str
+    ) -> Kernel | None:
+        """The kernel that a call with these options ends at, however it is composed."""
+        wishes = ((offset, residual), (offset, ""), (False, residual), (False, ""))
+        for has_offset, read in wishes:  # as in `_with_kernel`
+            kernel = self._choose(device, *shape, offset=has_offset, residual=read).kernel
+            if kernel is not None:
+                break
+        if offset and not (kernel and kernel.spec.offset):
+            # An fp32 weight takes the offset; a residual that this kernel lacks is added before.
+            left = kernel.spec.residual if kernel else ""
+            return self._kernel_for(device, (*shape[:3], "fp32"), False, left)
+        return kernel
 
 
 def _digest(folder: Path) -> str:
     """Eight hex digits that change with the tables of a package, and so with its kernels."""
     content = b"".join(path.read_bytes() for path in sorted(folder.glob("*.json")))
     return hashlib.sha256(content).hexdigest()[:8]
+
+
+def _named(
+    M: int, N: int, dtype: str | torch.dtype, weight_dtype: str | torch.dtype | None = None
+) -> tuple[int, int, str, str]:
+    """A shape of `warmup` with the names of both dtypes. Raises ValueError."""
+    name = dtype_name(dtype)
+    if M < 0 or N < 1:
+        raise ValueError(f"M must be at least 0 and N at least 1, got M={M} and N={N}")
+    return M, N, name, name if weight_dtype is None else dtype_name(weight_dtype)
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:

@@ -171,15 +171,18 @@ class Forward:
             "evidence": choice.tuned.evidence if choice.tuned else None,
         }
 
-    def warmup(self, shapes: Iterable[tuple[Any, ...]]) -> None:
+    def warmup(self, shapes: Iterable[tuple[Any, ...]], residual: str = "") -> None:
         """Load the kernels of some shapes on the current CUDA device. shapes: (M, N, dtype) or
-        (M, N, dtype, weight dtype) each, dtypes as in `explain`. Raises LaunchError."""
+        (M, N, dtype, weight dtype) each, M >= 1, dtypes as in `explain`; residual: dtype of a
+        residual stream, "" for none. Raises LaunchError."""
         device = torch.cuda.current_device()
         torch.empty(1, device="cuda")  # the context exists from here on
         for M, N, dtype, *weight_dtype in shapes:
             if self.table is None or self._foreign(device):
                 continue
             dtypes = (dtype, weight_dtype[0] if weight_dtype else dtype)
+            if residual not in ("", dtype):
+                dtypes = ("fp32", "fp32")  # what `_mixed` calls
             choice = self.table.choose(M, N, *dtypes, MAX_ALIGNMENT, MAX_ALIGNMENT)
             if choice.kernel is not None:
                 self._kernel(choice.kernel).load(device)

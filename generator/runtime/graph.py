@@ -11,8 +11,11 @@ Inductor that keeps them, and routes them.
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +26,18 @@ from .ops import Operators
 Pass = Callable[[GraphModule], GraphModule]
 
 
-def find_norms(graph: torch.fx.Graph) -> list[Node]:
-    """The forward and backward nodes of RMSNorm, in the order of the graph."""
+def norm_operators() -> list[Any]:
+    """PyTorch's operators of RMSNorm, forward and backward: those that this PyTorch has."""
     aten = torch.ops.aten
     names = ("_fused_rms_norm", "_fused_rms_norm_backward")
-    targets = [getattr(aten, name).default for name in names if hasattr(aten, name)]
+    return [getattr(aten, name).default for name in names if hasattr(aten, name)]
+
+
+def find_norms(graph: torch.fx.Graph) -> list[Node]:
+    """The forward and backward nodes of RMSNorm, in the order of the graph; not those inside nested
+    GraphModules or higher-order operators.
+    """
+    targets = norm_operators()
     return [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
 
 
@@ -146,30 +156,78 @@ def make_pass(
     raise ValueError(f"how must be 'route' or 'tag', got {how!r}")
 
 
-def make_backend(operators: Operators, **inductor_configs: Any) -> Callable[..., Any]:
-    """A backend for torch.compile: Inductor with these settings, but every RMSNorm stays one
-    operator and is this package's. Compiled code is cached under a key that has the package in it.
+class Decompositions(dict[Any, Callable[..., Any]]):
+    """Inductor's decompositions under its settings of now, without those of RMSNorm.
+
+    Pickled it is a constant. Inductor pickles it for the keys of its caches, which hold the
+    settings and `cache_key` as well. The functions in it cannot be pickled, nor can this class by
+    name where the modules of a package are no longer in sys.modules.
     """
 
+    def __init__(self) -> None:
+        from torch._inductor.decomposition import select_decomp_table
+
+        kept = norm_operators()
+        super().__init__((op, fn) for op, fn in select_decomp_table().items() if op not in kept)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ({"Inductor's decompositions, without": "RMSNorm"},)
+
+
+@cache
+def code_digest(folder: Path) -> str:
+    """Hex digits that change with the Python files of a folder. A folder is read once."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def cache_key(operators: Operators) -> str:
+    """What code compiled with a package is cached under. It changes with the tables of the package
+    and with the code beside this file."""
+    return f"{operators.namespace} {code_digest(Path(__file__).resolve().parent)}"
+
+
+_SLOT = "post_grad_custom_pre_pass"
+
+
+def _refuse_other(given: Any) -> None:
+    if given:
+        raise ValueError(
+            f"inductor_backend routes its norms in torch._inductor.config.{_SLOT}, where there is "
+            "a pass already: unset that one, or make it the post_grad_custom_post_pass"
+        )
+
+
+def make_backend(operators: Operators, **inductor_configs: Any) -> Callable[..., Any]:
+    """A backend for torch.compile: Inductor with these settings, but every RMSNorm stays one
+    operator and is this package's. Inductor's caches keep what it compiles under keys that have
+    `cache_key` in them.
+
+    Raises ValueError where post_grad_custom_pre_pass is set, here or, once it compiles, in
+    torch._inductor.config.
+    """
+    _refuse_other(inductor_configs.get(_SLOT))
+    key = cache_key(operators)
+
     def normforge_inductor(module: GraphModule, example_inputs: Any, **options: Any) -> Any:
+        from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
         from torch._inductor.custom_graph_pass import CustomGraphPass
-        from torch._inductor.decomposition import select_decomp_table
 
         class RouteNorms(CustomGraphPass):
             def __call__(self, graph: torch.fx.Graph) -> None:
                 route_graph(graph, operators)
 
             def uuid(self) -> str:
-                return operators.namespace
+                return key
 
-        kept = {
-            getattr(torch.ops.aten, name).default
-            for name in ("_fused_rms_norm", "_fused_rms_norm_backward")
-            if hasattr(torch.ops.aten, name)
-        }
-        table = {op: fn for op, fn in select_decomp_table().items() if op not in kept}
-        settings = {**inductor_configs, "post_grad_custom_pre_pass": RouteNorms()}
+        with config.patch(inductor_configs):
+            _refuse_other(getattr(config, _SLOT))
+            table = Decompositions()
+        settings = {**inductor_configs, _SLOT: RouteNorms()}
         return compile_fx(
             module, example_inputs, decompositions=table, config_patches=settings, **options
         )

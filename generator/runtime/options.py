@@ -119,9 +119,11 @@ def add_residual(backward: Backward, given: Arguments, options: Options) -> Resu
         given.dy, given.x, given.rstd, given.weight, dw_out=given.dw_out, **vars(options)
     )
     assert dx is not None
-    total = dx.float() + dresidual
-    dx = total.to(dx.dtype)
-    return dx, dw, dx if dresidual.dtype == dx.dtype else total.to(dresidual.dtype)
+    if dresidual.dtype == dx.dtype:
+        dx.add_(dresidual)  # one pass: PyTorch adds narrow types in fp32, too
+        return dx, dw, dx
+    total = dx + dresidual
+    return total.to(dx.dtype), dw, total.to(dresidual.dtype)
 
 
 def offset_in_weight(backward: Backward, given: Arguments, options: Options) -> Results:

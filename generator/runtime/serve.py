@@ -98,6 +98,8 @@ class Server:
                 found = self._find(given, options)
             except (TypeError, ValueError):  # PyTorch says what is wrong in its own words
                 found = ""
+            if isinstance(found, str) and found:
+                self.warn(f"{found}; using PyTorch's own kernel")
             call = None if isinstance(found, str) else found
             if len(self._routed) >= _MOST_CALLS:
                 self._routed.clear()

@@ -139,6 +139,7 @@ PyObject* backward(PyObject* self, PyObject* const* arguments, Py_ssize_t count)
         if (!THPVariable_CheckExact(arguments[i])) Py_RETURN_NONE;
     const auto of = [&](int i) -> at::Tensor { return THPVariable_Unpack(arguments[i]); };
     const at::Tensor dy = of(0), x = of(1), rstd = of(2), weight = of(3);
+    if (at::GradMode::is_enabled() && (dy.requires_grad() || x.requires_grad())) Py_RETURN_NONE;
     auto& store = store_of(self);
     std::optional<Results> results;
     {

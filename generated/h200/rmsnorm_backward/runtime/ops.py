@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .cuda import tangents_active
 from .differentiable import differentiable_backward
@@ -72,12 +74,14 @@ class Operators:
             narrow = options.accumulate and dw_out.dtype != torch.float64
             dw_dtype = torch.float32 if narrow else dw_out.dtype
         need_dw = options.need_dw and given.weight is not None
-        with torch.no_grad():
+        # What is compiled would ask at once for the gradient that is refused.
+        with torch.no_grad() if is_dynamo_compiling() else nullcontext():
             dx, dw, third = self.rms_norm_backward(
                 *(given.dy, given.x, given.rstd, given.weight, given.dresidual),
                 *(options.weight_offset, options.need_dx, need_dw, dw_dtype),
             )
-            if dw_out is not None:
+        if dw_out is not None:
+            with torch.no_grad():
                 dw = dw_out.add_(dw) if options.accumulate else dw_out.copy_(dw)
         found = (dx if options.need_dx else None, dw if need_dw else None)
         if given.dresidual is None:
@@ -194,6 +198,44 @@ def _refuse(ctx: Any, *_: Any) -> Any:
     raise RuntimeError(
         "rmsnorm_backward has no gradient of its own: differentiate rms_norm, which serves "
         "create_graph=True"
+    )
+
+
+class _Refusing(torch.autograd.Function):
+    """Results that came of the tensors behind them; their gradient, which nobody computes, is
+    refused."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, results: tuple[torch.Tensor, ...], *_: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        return results
+
+    backward = staticmethod(_refuse)
+
+
+def without_gradient(
+    run: Callable[[Arguments, Options], Results], given: Arguments, options: Options
+) -> Results:
+    """The results of `run` for tensors that want a gradient: who asks one of them for it gets an
+    error, not a gradient in which this call is missing. `dw_out` is left as it is."""
+    with torch.no_grad():
+        results = run(given, options)
+    kept = [id(tensor) for tensor in vars(given).values()]
+    fresh = {id(r): r for r in results if r is not None and id(r) not in kept}  # dx may be twice
+    if not fresh:
+        return results
+    asked = (given.dy, given.x, given.rstd, given.weight, given.dresidual)
+    marked = dict(zip(fresh, _Refusing.apply(tuple(fresh.values()), *asked), strict=True))
+    return tuple(marked.get(id(result), result) for result in results)
+
+
+def wants_gradient(given: Arguments) -> bool:
+    """Whether somebody may ask for the gradient of dx or dw. A weight alone that wants one does not
+    count: dw does not depend on it, and dx is of no use where x wants no gradient."""
+    return torch.is_grad_enabled() and any(
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad
+        for tensor in (given.dy, given.x, given.dresidual)
     )
 
 

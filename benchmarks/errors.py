@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""Errors of dx and dw on random normal rows against float64: a module's beside PyTorch's.
+
+    python benchmarks/errors.py --module generated/h200/rmsnorm_backward --random 20 \
+        --out benchmarks/results/errors_h200.json
+
+PyTorch's are ATen's fused operator (where the weight has x's dtype) and the composite, its own
+decomposition of that operator run one operation after another; all three are given the same rstd.
+An error is ||out - exact|| / ||exact|| over all elements of several draws. Takes `--shapes`, and
+`--random` shapes of every pair of dtypes. Needs a GPU. Exit code: 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import ceil, sqrt
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmarks.comparison import load_module  # noqa: E402
+from benchmarks.peers import EPS, Bind, Gradients, decomposed_backward  # noqa: E402
+from benchmarks.results import OURS, machine, write_json  # noqa: E402
+from generator.errors import NormforgeError  # noqa: E402
+from generator.generic import DTYPES  # noqa: E402
+from generator.problem import Problem, load_problems  # noqa: E402
+from generator.session import Session  # noqa: E402
+from generator.workload import TORCH_DTYPE, Inputs, make_reference  # noqa: E402
+
+ELEMENTS = 1 << 27
+"""Of the largest random shape."""
+ENOUGH, MOST = 16384, 16
+"""Elements of dw to draw, and draws."""
+
+Errors = dict[str, dict[str, float]]
+"""By implementation and by result."""
+
+
+def random_shapes(count: int, seed: int) -> list[Problem]:
+    """`count` shapes of every pair of dtypes, log-uniform: M from 1 to 100,000 and N from 8 to
+    12,288, two in three of them multiples of 64."""
+    rng = random.Random(seed)
+
+    def number(low: int, high: int) -> int:
+        return round(low * (high / low) ** rng.random())
+
+    found: list[Problem] = []
+    for dtype, weight_dtype in DTYPES:
+        for index in range(count):
+            N = number(8, 12288)
+            N = N if index % 3 == 0 else max(64, N // 64 * 64)
+            M = min(number(1, 100_000), ELEMENTS // N)
+            found.append(Problem(M, N, dtype, weight_dtype))
+    return found
+
+
+def normal_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
+    """Independent normal x and dy, a weight around 1."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype, weight_dtype = TORCH_DTYPE[problem.dtype], TORCH_DTYPE[problem.weight_dtype]
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    x, dy = (normal(problem.M, problem.N).to(dtype) for _ in range(2))
+    rstd = torch.rsqrt(x.float().square().mean(-1) + EPS)
+    return Inputs(x, dy, rstd, (1 + 0.1 * normal(problem.N)).to(weight_dtype))
+
+
+def aten(inputs: Inputs) -> Callable[[], Gradients]:
+    """ATen's fused operator."""
+    backward = torch.ops.aten._fused_rms_norm_backward
+    rstd, shape = inputs.rstd[:, None], [inputs.x.shape[1]]
+    return partial(backward, inputs.dy, inputs.x, shape, rstd, inputs.weight, [True, True])
+
+
+def composite(inputs: Inputs) -> Callable[[], Gradients]:
+    """PyTorch's operations one after another."""
+    return partial(decomposed_backward, inputs.dy, inputs.x, inputs.rstd, inputs.weight)
+
+
+def errors(problem: Problem, calls: Mapping[str, Bind], device: torch.device) -> Errors:
+    """Of every implementation; those that do not take the problem are left out."""
+    wrong: dict[str, list[float]] = {name: [0.0, 0.0] for name in calls}
+    whole = [0.0, 0.0]
+    for seed in range(max(2, min(MOST, ceil(ENOUGH / problem.N)))):
+        inputs = normal_inputs(problem, device, seed)
+        reference = make_reference(problem, inputs)
+        exact = [reference.dx, reference.dw]
+        whole = [sum_ + _squares(truth) for sum_, truth in zip(whole, exact, strict=True)]
+        for name in list(wrong):
+            try:
+                results = calls[name](inputs)()
+            except (RuntimeError, NotImplementedError):  # ATen: other dtypes, other devices
+                del wrong[name]
+                continue
+            for i, (result, truth) in enumerate(zip(results, exact, strict=True)):
+                wrong[name][i] += _squares(result.to(truth.dtype) - truth)
+    return {
+        name: {
+            what: sqrt(part / total)
+            for what, part, total in zip(("dx", "dw"), parts, whole, strict=True)
+        }
+        for name, parts in wrong.items()
+    }
+
+
+def _squares(tensor: torch.Tensor) -> float:
+    return sum(float(part.double().square().sum()) for part in tensor.split(1 << 14))
+
+
+def row(problem: Problem, found: Errors, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """facts: what the module's `explain` says about the problem."""
+    ours = found[OURS]
+    ratios = {
+        name: {what: round(ours[what] / other[what], 3) if other[what] else None for what in ours}
+        for name, other in found.items()
+        if name != OURS
+    }
+    return {
+        "shape": str(problem),
+        "how": facts["how"],
+        "kernel": facts.get("kernel"),
+        "errors": found,
+        "ours over": ratios,
+    }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """For every pair of dtypes the largest ratio of ours to each of the others, and where."""
+    lines = []
+    kinds = dict.fromkeys(str(r["shape"]).split(":", 1)[1] for r in rows)
+    for kind in kinds:
+        some = [r for r in rows if r["shape"].split(":", 1)[1] == kind]
+        for other in ("aten", "composite"):
+            for what in ("dx", "dw"):
+                known = [
+                    (ratio, r["shape"])
+                    for r in some
+                    if (ratio := r["ours over"].get(other, {}).get(what)) is not None
+                ]
+                if known:
+                    worst, where = max(known)
+                    above = sum(ratio > 1.1 for ratio, _ in known)
+                    lines.append(
+                        f"{kind:12}{what} / {other:10} at most {worst:.3f} ({where}), "
+                        f"above 1.1 at {above} of {len(known)}"
+                    )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--module", type=Path, required=True, help="folder of the emitted package")
+    parser.add_argument("--shapes", default="compare", help="as for tune.py, or none")
+    parser.add_argument("--random", type=int, default=20, help="shapes of every pair of dtypes")
+    parser.add_argument("--seed", type=int, default=0, help="of the random shapes")
+    parser.add_argument("--out", type=Path, required=True, help="the results file, .json")
+    args = parser.parse_args(argv)
+    try:
+        problems = [] if args.shapes == "none" else load_problems(args.shapes)
+        problems += random_shapes(args.random, args.seed)
+        module = load_module(args.module)
+        if not torch.cuda.is_available():
+            raise NormforgeError("kernels run on a CUDA GPU, and PyTorch sees none")
+        facts = Session(0).facts
+        device = torch.device("cuda", 0)
+        calls: dict[str, Bind] = {
+            OURS: lambda i: partial(module.rmsnorm_backward, i.dy, i.x, i.rstd, i.weight),
+            "aten": aten,
+            "composite": composite,
+        }
+        rows = []
+        for problem in problems:
+            with torch.no_grad():
+                found = errors(problem, calls, device)
+            said = module.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype)
+            rows.append(row(problem, found, said))
+            write_json(args.out, {"environment": machine(facts), "rows": rows})
+    except NormforgeError as error:
+        print(f"errors.py: {error}", file=sys.stderr)
+        return 2
+    print(table(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
