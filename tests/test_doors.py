@@ -514,6 +514,11 @@ def test_operators_pass_opcheck(package: Package) -> None:
     check(backward, (dy, plain, rstd, weight.detach(), None, 0.0, True, True, None))
     check(backward, (dy, plain, rstd, weight.detach(), dy.double(), 1.0, True, False, None))
     check(backward, (dy, plain, rstd, None, None, 0.0, False, False, None))
+    heads = torch.rand(6, 16)
+    check(backward, (dy, plain, rstd, heads, None, 0.0, True, True, None))
+    narrow = [t.bfloat16() for t in (dy, plain)]
+    check(backward, (*narrow, rstd, heads.bfloat16(), None, 1.0, True, True, torch.float32))
+    check(package.ops.rms_norm, (x, leaf(6, 16, seed=4), None, 0.0))
 
 
 def test_fake_tensors_never_reach_a_kernel(package: Package) -> None:
@@ -791,12 +796,17 @@ def test_import_and_construction_change_nothing(package: Package, aten: list[str
 
 
 def test_routing_serves_second_derivatives_by_pytorch(package: Package, aten: list[str]) -> None:
-    x = leaf(3, 6, dtype=torch.float64)
-    with routing_on_cpu(package).installed():
-        y = functional.rms_norm(x, (6,), eps=1e-5)
+    x, weight = leaf(3, 6, dtype=torch.float64), leaf(6, dtype=torch.float64, seed=1)
+
+    def penalty(y: torch.Tensor) -> list[torch.Tensor]:
         (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        (ddx,) = torch.autograd.grad(dx.square().sum(), x)
-    assert ddx.abs().sum() > 0
+        return list(torch.autograd.grad(dx.square().sum(), (x, weight)))
+
+    with routing_on_cpu(package).installed():
+        found = penalty(functional.rms_norm(x, (6,), weight, 1e-5))
+    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+    for one, wanted in zip(found, penalty(x * rstd * weight), strict=True):
+        torch.testing.assert_close(one, wanted)
 
 
 # ---- Fallbacks -----------------------------------------------------------------------------------

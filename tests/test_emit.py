@@ -381,6 +381,8 @@ def test_explain_tells_which_kernel_and_what_is_known(package: Path, imported: A
     assert (other["how"], other["strategy"]) == ("generic", "separate")
     assert "kernel" not in module.explain(4096, 1 << 20, "bf16")
     json.dumps([facts, near, other])  # plain values
+    asked = module.explain(4096, 1024, "bf16", offset=True, residual="fp32")
+    assert asked["how"] == "none" and "4096x1024:bf16+offset+residual_fp32" in asked["reason"]
     with pytest.raises(ValueError, match="M and N must be at least 1"):
         module.explain(0, 1024, "bf16")
     with pytest.raises(ValueError, match="dtype must be one of bf16, fp16, fp32, got int8"):
