@@ -7,7 +7,9 @@
 PyTorch's are ATen's fused operator (where the weight has x's dtype) and the composite, its own
 decomposition of that operator run one operation after another; all three are given the same rstd.
 An error is ||out - exact|| / ||exact|| over all elements of several draws. Takes `--shapes`, and
-`--random` shapes of every pair of dtypes. Needs a GPU. Exit code: 2 for bad input.
+`--random` shapes of every pair of dtypes. Needs a GPU, or with --executor a C++ compiler: then the
+module's kernels run in generator/emulate, which gives the GPU's bits, with the grids of their GPU,
+and PyTorch on the CPU, where it has the composite only. Exit code: 2 for bad input.
 """
 
 from __future__ import annotations
@@ -29,14 +31,17 @@ import torch  # noqa: E402
 from benchmarks.comparison import load_module  # noqa: E402
 from benchmarks.peers import EPS, Bind, Gradients, decomposed_backward  # noqa: E402
 from benchmarks.results import OURS, machine, write_json  # noqa: E402
+from generator.emulate import Schedule, find_compiler, run_schedules  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
 from generator.generic import DTYPES  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
+from generator.runtime.api import Package  # noqa: E402
+from generator.runtime.plan import plan_launch  # noqa: E402
 from generator.session import Session  # noqa: E402
 from generator.workload import TORCH_DTYPE, Inputs, make_reference  # noqa: E402
 
 ELEMENTS = 1 << 27
-"""Of the largest random shape."""
+"""Of the largest random shape, by default."""
 ENOUGH, MOST = 16384, 16
 """Elements of dw to draw, and draws."""
 
@@ -44,7 +49,7 @@ Errors = dict[str, dict[str, float]]
 """By implementation and by result."""
 
 
-def random_shapes(count: int, seed: int) -> list[Problem]:
+def random_shapes(count: int, seed: int, elements: int = ELEMENTS) -> list[Problem]:
     """`count` shapes of every pair of dtypes, log-uniform: M from 1 to 100,000 and N from 8 to
     12,288, two in three of them multiples of 64."""
     rng = random.Random(seed)
@@ -57,7 +62,7 @@ def random_shapes(count: int, seed: int) -> list[Problem]:
         for index in range(count):
             N = number(8, 12288)
             N = N if index % 3 == 0 else max(64, N // 64 * 64)
-            M = min(number(1, 100_000), ELEMENTS // N)
+            M = min(number(1, 100_000), elements // N)
             found.append(Problem(M, N, dtype, weight_dtype))
     return found
 
@@ -85,6 +90,31 @@ def aten(inputs: Inputs) -> Callable[[], Gradients]:
 def composite(inputs: Inputs) -> Callable[[], Gradients]:
     """PyTorch's operations one after another."""
     return partial(decomposed_backward, inputs.dy, inputs.x, inputs.rstd, inputs.weight)
+
+
+def in_executor(package: Package) -> Bind:
+    """The kernels of a package on the CPU, launched as on its GPU."""
+
+    def bind(inputs: Inputs) -> Callable[[], Gradients]:
+        names = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+        M, N = inputs.x.shape
+        dtypes = (names[inputs.x.dtype], names[inputs.weight.dtype])
+        kernel = package.table.choose(M, N, *dtypes).kernel
+        if kernel is None:
+            raise RuntimeError("no kernel of the package serves this")
+        source = (package.folder / "kernels" / f"{kernel.file}.cu").read_text()
+        launch = plan_launch(kernel.spec, M)
+
+        def run() -> Gradients:
+            schedules = [Schedule(0, launch.grid)]
+            runs = run_schedules(source, kernel.spec, launch, inputs, schedules)
+            if runs.faults:
+                raise NormforgeError(f"{kernel.file} at {M} rows: {runs.faults[0]}")
+            return runs.dx[0], runs.dw[0]
+
+        return run
+
+    return bind
 
 
 def errors(problem: Problem, calls: Mapping[str, Bind], device: torch.device) -> Errors:
@@ -166,28 +196,36 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shapes", default="compare", help="as for tune.py, or none")
     parser.add_argument("--random", type=int, default=20, help="shapes of every pair of dtypes")
     parser.add_argument("--seed", type=int, default=0, help="of the random shapes")
+    parser.add_argument("--elements", type=int, default=ELEMENTS, help="of the largest of them")
+    parser.add_argument("--executor", action="store_true", help="run the kernels on the CPU")
     parser.add_argument("--out", type=Path, required=True, help="the results file, .json")
     args = parser.parse_args(argv)
     try:
         problems = [] if args.shapes == "none" else load_problems(args.shapes)
-        problems += random_shapes(args.random, args.seed)
-        module = load_module(args.module)
-        if not torch.cuda.is_available():
-            raise NormforgeError("kernels run on a CUDA GPU, and PyTorch sees none")
-        facts = Session(0).facts
-        device = torch.device("cuda", 0)
-        calls: dict[str, Bind] = {
-            OURS: lambda i: partial(module.rmsnorm_backward, i.dy, i.x, i.rstd, i.weight),
-            "aten": aten,
-            "composite": composite,
-        }
+        problems += random_shapes(args.random, args.seed, args.elements)
+        module: Any = load_module(args.module)
+        calls: dict[str, Bind] = {"aten": aten, "composite": composite}
+        if args.executor:
+            if find_compiler() is None:
+                raise NormforgeError("--executor needs a C++ compiler, and none was found")
+            module, device = Package(args.module), torch.device("cpu")
+            calls[OURS] = in_executor(module)
+            target = module.table.target["title"]
+            environment = {"executor": f"CPU, grids of {target}", "torch": torch.__version__}
+        else:
+            if not torch.cuda.is_available():
+                raise NormforgeError("no GPU: PyTorch sees none; --executor needs none")
+            device, environment = torch.device("cuda", 0), machine(Session(0).facts)
+            calls[OURS] = lambda i: partial(module.rmsnorm_backward, i.dy, i.x, i.rstd, i.weight)
         rows = []
         for problem in problems:
             with torch.no_grad():
                 found = errors(problem, calls, device)
+            if OURS not in found:
+                continue
             said = module.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype)
             rows.append(row(problem, found, said))
-            write_json(args.out, {"environment": machine(facts), "rows": rows})
+            write_json(args.out, {"environment": environment, "rows": rows})
     except NormforgeError as error:
         print(f"errors.py: {error}", file=sys.stderr)
         return 2

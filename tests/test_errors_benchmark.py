@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from benchmarks.errors import (
     row,
     table,
 )
+from generator.emulate import find_compiler
 from generator.problem import Problem
 from generator.runtime.reference import reference_backward
 from generator.workload import Inputs
 from tests.doors import aten_on_cpu
 
 CPU = torch.device("cpu")
+COMMITTED = Path(__file__).resolve().parent.parent / "generated" / "h200" / "rmsnorm_backward"
 
 
 def formula(inputs: Inputs) -> Any:
@@ -68,6 +71,19 @@ def test_who_does_not_take_a_problem_is_left_out() -> None:
     assert row(problem, found, {"how": "tuned"})["ours over"] == {}
 
 
+def test_kernels_run_in_the_executor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if find_compiler() is None:
+        pytest.skip("needs a C++ compiler")
+    out = tmp_path / "errors.json"
+    options = ["--random", "1", "--elements", "20000", "--shapes", "300x64:fp32", "--executor"]
+    assert main(["--module", str(COMMITTED), *options, "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 6 and all(set(r["errors"]) == {"ours", "composite"} for r in rows)
+    for each in rows:
+        assert each["kernel"] and 0.3 < each["ours over"]["composite"]["dw"] < 2
+    assert "fp32        dw / composite" in capsys.readouterr().out
+
+
 def test_table_says_where_ours_is_worst() -> None:
     def found(dw: float) -> Any:
         return {"ours": {"dx": 1e-8, "dw": dw}, "aten": {"dx": 1e-8, "dw": 1e-7}}
@@ -88,7 +104,6 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["--module", str(tmp_path), *out]) == 2
     assert "is no emitted package" in capsys.readouterr().err
     if not torch.cuda.is_available():
-        module = Path(__file__).resolve().parent.parent / "generated/h200/rmsnorm_backward"
-        assert main(["--module", str(module), *out]) == 2
+        assert main(["--module", str(COMMITTED), *out]) == 2
         assert "PyTorch sees none" in capsys.readouterr().err
     assert not (tmp_path / "errors.json").exists()
