@@ -38,14 +38,14 @@ from generator.compile import compile_variant, nvrtc_version  # noqa: E402
 from generator.emulate import Layout, Schedule, find_compiler, run_schedules  # noqa: E402
 from generator.emulate.check import CPU, plan  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
-from generator.generic import first_choices, generic_variants  # noqa: E402
+from generator.generic import first_choices, generic_variants, takes_rows  # noqa: E402
 from generator.problem import Problem  # noqa: E402
 from generator.render import render  # noqa: E402
 from generator.runtime.launch import LaunchError, LoadedKernel  # noqa: E402
 from generator.runtime.plan import KernelSpec, Launch  # noqa: E402
 from generator.space_file import load_space  # noqa: E402
 from generator.target import Target, match_device  # noqa: E402
-from generator.variant import Config, Variant, make_variant  # noqa: E402
+from generator.variant import Config, Variant, determinism_class, make_variant  # noqa: E402
 from generator.workload import Inputs, make_cancelling, make_inputs  # noqa: E402
 
 FLAVOURS: tuple[Config | None, ...] = (
@@ -92,29 +92,20 @@ def draw_case(index: int, seed: int, target: Target) -> Case:
         else:
             variant = draw_variant(problem, flavour, target, rng)
         if variant is not None:
-            participants = 2 if in_any_order(variant.config) else rng.randint(1, 20)
+            participants = 2 if variant.determinism == "none" else rng.randint(1, 20)
             return Case(index, problem, variant, participants, draw_layout(variant, rng))
-
-
-def in_any_order(config: Config) -> bool:
-    """Whether CTAs add to dw as they come."""
-    return config["strategy"] == "atomic" or config.get("order") == "free"
 
 
 def draw_generic(problem: Problem, target: Target, rng: random.Random) -> Variant | None:
     """One of the kernels that packages have for any N up to their own; None where none serves the
     problem."""
-    kernels = [
-        variant
-        for variant in generics(problem.dtype, problem.weight_dtype, target)
-        if variant.least <= problem.N <= variant.N
-        and problem.N * problem.itemsize % variant["vector_bytes"] == 0
-    ]
+    generics = generics_of(problem.dtype, problem.weight_dtype, target)
+    kernels = [variant for variant in generics if takes_rows(variant, problem)]
     return rng.choice(kernels) if kernels else None
 
 
 @cache
-def generics(dtype: str, weight_dtype: str, target: Target) -> list[Variant]:
+def generics_of(dtype: str, weight_dtype: str, target: Target) -> list[Variant]:
     return first_choices(generic_variants(target, [(dtype, weight_dtype)]))
 
 
@@ -125,7 +116,7 @@ def draw_variant(
     one first."""
     # Configs are legal for many rows; that they also serve few is part of the test.
     tuned = replace(problem, M=65536)
-    free = in_any_order(flavour)
+    free = determinism_class({"order": "turns", **flavour}) == "none"
     wishes: list[Config] = [
         {"pipeline": rng.choice(("bulk", "direct", "async"))},
         {"cluster": rng.choice((1, 2, 8) if free else (1, 2, 4, 8))},

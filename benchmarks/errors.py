@@ -29,13 +29,14 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.comparison import load_module  # noqa: E402
-from benchmarks.peers import EPS, Bind, Gradients, decomposed_backward  # noqa: E402
+from benchmarks.peers import EPS, Bind, Gradients, aten, decomposed_backward  # noqa: E402
 from benchmarks.results import OURS, machine, write_json  # noqa: E402
+from benchmarks.untuned import log_uniform  # noqa: E402
 from generator.emulate import Schedule, find_compiler, run_schedules  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
 from generator.generic import DTYPES  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
-from generator.runtime.api import Package  # noqa: E402
+from generator.runtime.dispatch import Table  # noqa: E402
 from generator.runtime.plan import plan_launch  # noqa: E402
 from generator.session import Session  # noqa: E402
 from generator.workload import TORCH_DTYPE, Inputs, make_reference  # noqa: E402
@@ -54,15 +55,12 @@ def random_shapes(count: int, seed: int, elements: int = ELEMENTS) -> list[Probl
     12,288, two in three of them multiples of 64."""
     rng = random.Random(seed)
 
-    def number(low: int, high: int) -> int:
-        return round(low * (high / low) ** rng.random())
-
     found: list[Problem] = []
     for dtype, weight_dtype in DTYPES:
         for index in range(count):
-            N = number(8, 12288)
+            N = log_uniform(rng, 8, 12288)
             N = N if index % 3 == 0 else max(64, N // 64 * 64)
-            M = min(number(1, 100_000), elements // N)
+            M = min(log_uniform(rng, 1, 100_000), elements // N)
             found.append(Problem(M, N, dtype, weight_dtype))
     return found
 
@@ -80,29 +78,22 @@ def normal_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
     return Inputs(x, dy, rstd, (1 + 0.1 * normal(problem.N)).to(weight_dtype))
 
 
-def aten(inputs: Inputs) -> Callable[[], Gradients]:
-    """ATen's fused operator."""
-    backward = torch.ops.aten._fused_rms_norm_backward
-    rstd, shape = inputs.rstd[:, None], [inputs.x.shape[1]]
-    return partial(backward, inputs.dy, inputs.x, shape, rstd, inputs.weight, [True, True])
-
-
 def composite(inputs: Inputs) -> Callable[[], Gradients]:
     """PyTorch's operations one after another."""
     return partial(decomposed_backward, inputs.dy, inputs.x, inputs.rstd, inputs.weight)
 
 
-def in_executor(package: Package) -> Bind:
+def in_executor(folder: Path, table: Table) -> Bind:
     """The kernels of a package on the CPU, launched as on its GPU."""
 
     def bind(inputs: Inputs) -> Callable[[], Gradients]:
         names = {dtype: name for name, dtype in TORCH_DTYPE.items()}
         M, N = inputs.x.shape
         dtypes = (names[inputs.x.dtype], names[inputs.weight.dtype])
-        kernel = package.table.choose(M, N, *dtypes).kernel
+        kernel = table.choose(M, N, *dtypes).kernel
         if kernel is None:
             raise RuntimeError("no kernel of the package serves this")
-        source = (package.folder / "kernels" / f"{kernel.file}.cu").read_text()
+        source = (folder / "kernels" / f"{kernel.file}.cu").read_text()
         launch = plan_launch(kernel.spec, M)
 
         def run() -> Gradients:
@@ -164,12 +155,13 @@ def row(problem: Problem, found: Errors, facts: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def worst(rows: Sequence[Mapping[str, Any]]) -> str:
     """For every pair of dtypes the largest ratio of ours to each of the others, and where."""
     lines = []
-    kinds = dict.fromkeys(str(r["shape"]).split(":", 1)[1] for r in rows)
-    for kind in kinds:
-        some = [r for r in rows if r["shape"].split(":", 1)[1] == kind]
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for each in rows:
+        kinds.setdefault(each["shape"].split(":", 1)[1], []).append(each)
+    for kind, some in kinds.items():
         for other in ("aten", "composite"):
             for what in ("dx", "dw"):
                 known = [
@@ -178,10 +170,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
                     if (ratio := r["ours over"].get(other, {}).get(what)) is not None
                 ]
                 if known:
-                    worst, where = max(known)
+                    most, where = max(known)
                     above = sum(ratio > 1.1 for ratio, _ in known)
                     lines.append(
-                        f"{kind:12}{what} / {other:10} at most {worst:.3f} ({where}), "
+                        f"{kind:12}{what} / {other:10} at most {most:.3f} ({where}), "
                         f"above 1.1 at {above} of {len(known)}"
                     )
     return "\n".join(lines)
@@ -203,15 +195,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         problems = [] if args.shapes == "none" else load_problems(args.shapes)
         problems += random_shapes(args.random, args.seed, args.elements)
-        module: Any = load_module(args.module)
+        module = load_module(args.module)
         calls: dict[str, Bind] = {"aten": aten, "composite": composite}
         if args.executor:
             if find_compiler() is None:
                 raise NormforgeError("--executor needs a C++ compiler, and none was found")
-            module, device = Package(args.module), torch.device("cpu")
-            calls[OURS] = in_executor(module)
-            target = module.table.target["title"]
-            environment = {"executor": f"CPU, grids of {target}", "torch": torch.__version__}
+            device, table = torch.device("cpu"), Table.load(args.module)
+            calls[OURS] = in_executor(args.module, table)
+            executor = f"CPU, grids of {table.target['title']}"
+            environment = {"executor": executor, "torch": torch.__version__}
         else:
             if not torch.cuda.is_available():
                 raise NormforgeError("no GPU: PyTorch sees none; --executor needs none")
@@ -229,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     except NormforgeError as error:
         print(f"errors.py: {error}", file=sys.stderr)
         return 2
-    print(table(rows))
+    print(worst(rows))
     return 0
 
 

@@ -178,7 +178,7 @@ class ShapeRun:
                 entrant.restore()
             for own, block in zip(times, self.timer.block(operations, ROUNDS), strict=True):
                 own += block
-        for name, own in zip(together, times[1:], strict=False):
+        for name, own in zip(together, times[1 : 1 + len(together)], strict=True):
             self.cells[name].us = median(own)
         if self.beside is not None:
             self.beside_us = median(times[-1])

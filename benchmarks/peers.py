@@ -65,14 +65,11 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def _aten(timer: Timer) -> Bind:
+def aten(inputs: Inputs) -> Callable[[], Gradients]:
+    """ATen's fused operator."""
     backward = torch.ops.aten._fused_rms_norm_backward
-
-    def bind(inputs: Inputs) -> Callable[[], Gradients]:
-        shape, rstd = [inputs.x.shape[1]], inputs.rstd[:, None]
-        return lambda: backward(inputs.dy, inputs.x, shape, rstd, inputs.weight, [True, True])
-
-    return bind
+    shape, rstd = [inputs.x.shape[1]], inputs.rstd[:, None]
+    return lambda: backward(inputs.dy, inputs.x, shape, rstd, inputs.weight, [True, True])
 
 
 def decomposed_backward(
@@ -182,7 +179,7 @@ _LIGER = ("liger-kernel", "triton")
 _CUTE = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 PEERS = (
-    Peer("aten", "ATen", ("torch",), _aten),
+    Peer("aten", "ATen", ("torch",), lambda timer: aten),
     Peer(
         "inductor",
         "Inductor",

@@ -172,7 +172,7 @@ def _paths(rows: Sequence[Row], names: Sequence[str]) -> str:
         for row in rows:
             path = _cells(row, names).get(name, {}).get("path")
             if path:
-                shapes[path].append(str(problem_of(row)).split("x")[1])
+                shapes[path].append(str(problem_of(row)).split("x", 1)[1])
         for path, widths in shapes.items():
             where = ", ".join(dict.fromkeys(widths))
             lines.append(f"- {TITLES.get(name, name)}, N {where}: `{path}`")

@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from benchmarks.peers import aten  # noqa: E402
 from benchmarks.results import write_json  # noqa: E402
 from generator.budget import Budget  # noqa: E402
 from generator.compile import compile_variant  # noqa: E402
@@ -48,6 +49,11 @@ BLOCKS = 3
 ROUNDS = 15
 
 
+def log_uniform(rng: random.Random, low: int, high: int) -> int:
+    """A whole number from low to high, as likely in every octave."""
+    return round(low * (high / low) ** rng.random())
+
+
 def draw(package: Package, rows: int, widths: int, seed: int) -> list[tuple[str, Problem]]:
     """("M", problem) with a tuned N, then ("N", problem) with none; log-uniform, M from 1,000 to
     100,000 and N from 128 to 16,384, at most 2^29 elements."""
@@ -55,16 +61,13 @@ def draw(package: Package, rows: int, widths: int, seed: int) -> list[tuple[str,
     tuned = {(entry.M, entry.N) for entry in package.table.tuned if entry.dtype == "bf16"}
     known = sorted({N for _, N in tuned if N <= 16384})
 
-    def number(low: int, high: int) -> int:
-        return round(low * (high / low) ** rng.random())
-
     found: list[tuple[str, Problem]] = []
     while len(found) < rows + widths:
         kind = "M" if len(found) < rows else "N"
-        N = rng.choice(known) if kind == "M" else number(128, 16384)
+        N = rng.choice(known) if kind == "M" else log_uniform(rng, 128, 16384)
         if kind == "N":
             N = N if rng.random() < 0.3 else max(128, N // 64 * 64)  # most models are round
-        M = number(1000, 100_000)
+        M = log_uniform(rng, 1000, 100_000)
         new = (M, N) not in tuned if kind == "M" else N not in known
         if new and M * N <= 1 << 29:
             found.append((kind, Problem(M, N, "bf16", "bf16")))
@@ -99,15 +102,11 @@ def compare(problem: Problem, winner: Winner, package: Package, sms: int) -> dic
     variant = make_variant(winner.config, problem)
     compiled = compile_variant(variant, package.table.target["arch"])
     tuned = workload.bench(Candidate(compiled.cubin, variant.spec(sms)))
-    aten = torch.ops.aten._fused_rms_norm_backward
-    rstd = inputs.rstd[:, None]
     operations = {
         "floor": workload.floor,
         "ours": lambda: package.rmsnorm_backward(inputs.dy, inputs.x, inputs.rstd, inputs.weight),
         "tuned": lambda: tuned.run(inputs),
-        "aten": lambda: aten(
-            *(inputs.dy, inputs.x, [problem.N], rstd, inputs.weight, [True, True])
-        ),
+        "aten": aten(inputs),
     }
     timer = Timer(device)
     times: dict[str, list[float]] = {name: [] for name in operations}

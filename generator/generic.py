@@ -255,6 +255,12 @@ def refuse_generic(variant: Variant, compiled: Compiled, target: Target) -> Resu
     return refuse(variant, compiled, many_rows, target)
 
 
+def takes_rows(variant: Variant, problem: Problem) -> bool:
+    """Whether a generic variant of the problem's dtypes serves its rows, dense and aligned."""
+    whole = problem.N * problem.itemsize % variant["vector_bytes"] == 0
+    return variant.least <= problem.N <= variant.N and whole
+
+
 def same_rows(variant: Variant) -> tuple[object, ...]:
     """What two generic variants have in common that take the same rows."""
     return (variant.N, variant["vector_bytes"], variant.dtype, variant.weight_dtype)

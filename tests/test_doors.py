@@ -642,13 +642,18 @@ print("done")
 """
 
 
-def test_dtensor_shards_rows_and_leaves_dw_partial(tmp_path: Path) -> None:
+def runs_to_its_end(script: str, folder: Path) -> None:
+    """In a process of its own."""
     root = str(Path(__file__).resolve().parent.parent)
-    script = DTENSOR.format(root=root, folder=str(tmp_path))
+    script = script.format(root=root, folder=str(folder))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=200
     )
     assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
+
+
+def test_dtensor_shards_rows_and_leaves_dw_partial(tmp_path: Path) -> None:
+    runs_to_its_end(DTENSOR, tmp_path)
 
 
 DTENSOR_LATE = """
@@ -678,12 +683,7 @@ print("done")
 
 
 def test_dtensor_may_be_imported_after_the_package(tmp_path: Path) -> None:
-    root = str(Path(__file__).resolve().parent.parent)
-    script = DTENSOR_LATE.format(root=root, folder=str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=200
-    )
-    assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
+    runs_to_its_end(DTENSOR_LATE, tmp_path)
 
 
 # ---- Door 3 --------------------------------------------------------------------------------------

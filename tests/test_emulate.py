@@ -23,7 +23,7 @@ from generator.emulate.build import build
 from generator.emulate.check import CPU, check_source, plan, reduced
 from generator.emulate.run import Layout, Wishes
 from generator.errors import NormforgeError
-from generator.generic import generic_variants
+from generator.generic import generic_variants, takes_rows
 from generator.problem import Problem
 from generator.render import render
 from generator.target import Target, find_target
@@ -268,8 +268,7 @@ def test_generic_variant_serves_rows_of_its_bracket(shape: str, target: Target) 
     found = [
         variant
         for variant in generic_variants(target, [(problem.dtype, problem.weight_dtype)])
-        if variant.least <= problem.N <= variant.N
-        and problem.N * problem.itemsize % variant["vector_bytes"] == 0
+        if takes_rows(variant, problem)
     ]
     chosen = {variant["vector_bytes"]: variant for variant in reversed(found)}
     row_bytes = problem.N * problem.itemsize

@@ -18,7 +18,7 @@ from benchmarks.errors import (
     normal_inputs,
     random_shapes,
     row,
-    table,
+    worst,
 )
 from generator.emulate import find_compiler
 from generator.problem import Problem
@@ -93,7 +93,7 @@ def test_table_says_where_ours_is_worst() -> None:
         for shape, dw in (("8x64:fp32", 0.9e-7), ("9x64:fp32", 1.3e-7))
     ]
     assert rows[1]["ours over"] == {"aten": {"dx": 1.0, "dw": 1.3}}
-    assert table(rows).splitlines() == [
+    assert worst(rows).splitlines() == [
         "fp32        dx / aten       at most 1.000 (9x64:fp32), above 1.1 at 0 of 2",
         "fp32        dw / aten       at most 1.300 (9x64:fp32), above 1.1 at 1 of 2",
     ]

@@ -152,15 +152,9 @@ class Server:
             "residual_alignment": MAX_ALIGNMENT,  # others are copied
         }
         names = (DTYPES[x.dtype], DTYPES[x.dtype if weight is None else weight.dtype])
-        for offset, residual in _wishes(given, options):
-            choice = self._choose(
-                *(device, layout.rows, layout.columns, *names),
-                offset=offset,
-                residual=residual,
-                **alignments,
-            )
-            if choice.kernel is not None:
-                break
+        residual = "" if given.dresidual is None else DTYPES.get(given.dresidual.dtype, "")
+        shape = (layout.rows, layout.columns, *names)
+        choice = self._best(device, shape, options.weight_offset != 0, residual, **alignments)
         spec = None if choice.kernel is None else choice.kernel.spec
         composed = composition(given, options, spec)
         if composed is not None:
@@ -193,6 +187,23 @@ class Server:
             made_for = f"these kernels are for {target['title']} ({target['arch']})"
             return Choice("none", f"{made_for} and do not run on {properties.name}")
         return self.table.choose(M, N, dtype, weight_dtype, **wishes)
+
+    def _best(
+        self,
+        device: int,
+        shape: tuple[int, int, str, str],
+        offset: bool,
+        residual: str,
+        **alignments: Any,
+    ) -> Choice:
+        """A kernel with as many of the options compiled into it as there are; what it lacks is
+        composed. shape: M, N and both dtypes."""
+        wishes = ((offset, residual), (offset, ""), (False, residual), (False, ""))
+        for with_offset, reads in dict.fromkeys(wishes):
+            choice = self._choose(device, *shape, offset=with_offset, residual=reads, **alignments)
+            if choice.kernel is not None:
+                break
+        return choice
 
     def _kernel(self, kernel: Kernel) -> LoadedKernel:
         with self._lock:
@@ -228,14 +239,6 @@ def _first_frame_outside() -> int:
     while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
         frame, level = frame.f_back, level + 1
     return level
-
-
-def _wishes(given: Arguments, options: Options) -> list[tuple[bool, str]]:
-    """Which compiled options (offset, residual) a kernel for a call should have, best first; what
-    the one that is there lacks is composed."""
-    offset = options.weight_offset != 0
-    residual = "" if given.dresidual is None else DTYPES.get(given.dresidual.dtype, "")
-    return list(dict.fromkeys([(offset, residual), (offset, ""), (False, residual), (False, "")]))
 
 
 def _alignment(tensor: torch.Tensor | None) -> int:

@@ -275,11 +275,7 @@ class Package(Server):
         self, device: int, shape: tuple[int, int, str, str], offset: bool, residual: str
     ) -> Kernel | None:
         """The kernel that a call with these options ends at, however it is composed."""
-        wishes = ((offset, residual), (offset, ""), (False, residual), (False, ""))
-        for has_offset, read in wishes:  # as in `_with_kernel`
-            kernel = self._choose(device, *shape, offset=has_offset, residual=read).kernel
-            if kernel is not None:
-                break
+        kernel = self._best(device, shape, offset, residual).kernel
         if offset and not (kernel and kernel.spec.offset):
             # An fp32 weight takes the offset; a residual that this kernel lacks is added before.
             left = kernel.spec.residual if kernel else ""
