@@ -6,10 +6,13 @@
 
 PyTorch's are ATen's fused operator (where the weight has x's dtype) and the composite, its own
 decomposition of that operator run one operation after another; all three are given the same rstd.
-An error is ||out - exact|| / ||exact|| over all elements of several draws. Takes `--shapes`, and
-`--random` shapes of every pair of dtypes. Needs a GPU, or with --executor a C++ compiler: then the
-module's kernels run in generator/emulate, which gives the GPU's bits, with the grids of their GPU,
-and PyTorch on the CPU, where it has the composite only. Exit code: 2 for bad input.
+An error is ||out - exact|| / ||exact|| over all elements of several draws. With `--dw fp32` dw is
+asked for in fp32 (`dw_out`) and not rounded to the weight's dtype, which ATen cannot.
+
+Takes `--shapes`, and `--random` shapes of every pair of dtypes. Needs a GPU, or with --executor a
+C++ compiler: then the module's kernels run in generator/emulate, which gives the GPU's bits, with
+the grids of their GPU, and PyTorch on the CPU, where it has the composite only. Exit code: 2 for
+bad input.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import argparse
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import ceil, sqrt
 from pathlib import Path
@@ -81,6 +85,25 @@ def normal_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
 def composite(inputs: Inputs) -> Callable[[], Gradients]:
     """PyTorch's operations one after another."""
     return partial(decomposed_backward, inputs.dy, inputs.x, inputs.rstd, inputs.weight)
+
+
+def in_fp32(bind: Bind) -> Bind:
+    """The same with a weight of equal values in fp32, and so with dw in fp32."""
+    return lambda inputs: bind(replace(inputs, weight=inputs.weight.float()))
+
+
+def of_module(module: Any, dw_in_fp32: bool) -> Bind:
+    """A package's kernels, called as a training framework does."""
+
+    def bind(inputs: Inputs) -> Callable[[], Gradients]:
+        given = inputs.dy, inputs.x, inputs.rstd, inputs.weight
+        if not dw_in_fp32:
+            return partial(module.rmsnorm_backward, *given)
+        return lambda: module.rmsnorm_backward(
+            *given, dw_out=torch.empty_like(inputs.weight, dtype=torch.float32)
+        )
+
+    return bind
 
 
 def in_executor(folder: Path, table: Table) -> Bind:
@@ -189,6 +212,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--random", type=int, default=20, help="shapes of every pair of dtypes")
     parser.add_argument("--seed", type=int, default=0, help="of the random shapes")
     parser.add_argument("--elements", type=int, default=ELEMENTS, help="of the largest of them")
+    parser.add_argument("--dw", choices=("weight", "fp32"), default="weight", help="its dtype")
     parser.add_argument("--executor", action="store_true", help="run the kernels on the CPU")
     parser.add_argument("--out", type=Path, required=True, help="the results file, .json")
     args = parser.parse_args(argv)
@@ -197,6 +221,10 @@ def main(argv: list[str] | None = None) -> int:
         problems += random_shapes(args.random, args.seed, args.elements)
         module = load_module(args.module)
         calls: dict[str, Bind] = {"aten": aten, "composite": composite}
+        if args.dw == "fp32":
+            calls = {"composite": in_fp32(composite)}
+        if args.executor and args.dw == "fp32":
+            raise NormforgeError("--executor runs kernels that round dw: leave out --dw fp32")
         if args.executor:
             if find_compiler() is None:
                 raise NormforgeError("--executor needs a C++ compiler, and none was found")
@@ -208,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
             if not torch.cuda.is_available():
                 raise NormforgeError("no GPU: PyTorch sees none; --executor needs none")
             device, environment = torch.device("cuda", 0), machine(Session(0).facts)
-            calls[OURS] = lambda i: partial(module.rmsnorm_backward, i.dy, i.x, i.rstd, i.weight)
+            calls[OURS] = of_module(module, args.dw == "fp32")
         rows = []
         for problem in problems:
             with torch.no_grad():
@@ -217,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             said = module.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype)
             rows.append(row(problem, found, said))
-            write_json(args.out, {"environment": environment, "rows": rows})
+            write_json(args.out, {"environment": environment, "dw": args.dw, "rows": rows})
     except NormforgeError as error:
         print(f"errors.py: {error}", file=sys.stderr)
         return 2

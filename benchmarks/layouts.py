@@ -93,11 +93,13 @@ Table = list[list[float]]
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of `least` to `columns` elements, in vectors of `vector_bytes`."""
+    """Rows of `least` to `columns` elements, in vectors of `vector_bytes`. weight_dtype: x's where
+    it is empty."""
 
     vector_bytes: int
     columns: int
     dtype: str
+    weight_dtype: str = ""
 
     @property
     def least(self) -> int:
@@ -110,16 +112,23 @@ class Group:
         unit = self.vector_bytes // ITEMSIZE[self.dtype]
         widths = [(n // unit | 1) * unit for n in (low + edge, self.columns - edge)]
         shapes = [(min(M, TIMED_ELEMENTS // N), N) for M in rows for N in widths]
-        return [Problem(M, N, self.dtype, self.dtype) for M, N in shapes]
+        return [Problem(M, N, self.dtype, self.weight_dtype or self.dtype) for M, N in shapes]
+
+    @property
+    def widest(self) -> Problem:
+        """What the rules of the space are asked about."""
+        return Problem(MANY_ROWS, self.columns, self.dtype, self.weight_dtype or self.dtype)
 
 
-def legal(group: Group, layout: _Layout, target: Target, space: Space) -> Variant | None:
+def legal(
+    group: Group, layout: _Layout, target: Target, space: Space, in_blocks: bool = True
+) -> Variant | None:
     """The variant of a layout, None where the rules of the space forbid it."""
-    problem = Problem(MANY_ROWS, group.columns, group.dtype, group.dtype)
-    config = legal_config(layout, group.vector_bytes, problem, target, space)
+    problem, vector_bytes = group.widest, group.vector_bytes
+    config = legal_config(layout, vector_bytes, problem, target, space, in_blocks=in_blocks)
     if config is None:
         return None
-    return make_variant(config, problem, exact=False, least=group.least)
+    return make_variant(config, problem, exact=False, least=group.least, in_blocks=in_blocks)
 
 
 def known(group: Group, ours: Iterable[Variant], target: Target) -> list[Variant]:
@@ -129,19 +138,18 @@ def known(group: Group, ours: Iterable[Variant], target: Target) -> list[Variant
     same.sort(key=lambda v: abs(v.N - group.columns))
     near = [v for v in same if group.columns <= 2 * v.N <= 4 * group.columns]
     layouts = [
-        replace(layout_of(variant), columns=group.columns, load_hint=hint)
+        (replace(layout_of(variant), columns=group.columns, load_hint=hint), variant.in_blocks)
         for variant in near
         for hint in ("default", "evict_last")
     ]
     space = load_space()
-    found = [legal(group, layout, target, space) for layout in dict.fromkeys(layouts)]
+    found = [legal(group, layout, target, space, how) for layout, how in dict.fromkeys(layouts)]
     return [variant for variant in found if variant]
 
 
 def draw(group: Group, target: Target, count: int, seed: int) -> list[Variant]:
     """At most `count` legal layouts, the same for the same seed; first those of the model."""
-    space = load_space()
-    problem = Problem(MANY_ROWS, group.columns, group.dtype, group.dtype)
+    space, problem = load_space(), group.widest
     choices: list[Any] = list(product(*CHOICES))
     random.Random(f"{seed} {group}").shuffle(choices)
     found: dict[str, tuple[float, Variant]] = {}
@@ -175,7 +183,8 @@ def layout_of(variant: Variant) -> _Layout:
 
 
 class Hands(Session):
-    """A worker's session that checks accuracy alone, and times ATen behind the candidates."""
+    """A worker's session that checks accuracy alone, and times ATen behind the candidates where it
+    has a kernel: where the weight has x's dtype."""
 
     def _evaluate(self, workload: Workload, job: Job) -> Answer:
         bench = workload.bench(job.candidates[0])
@@ -183,11 +192,12 @@ class Hands(Session):
         return Answer(Result("wrong" if fault else "ok", note=fault))
 
     def _interleave(self, workload: Workload, job: Job) -> Answer:
-        (aten,) = choose_peers("aten")
         benches = [workload.bench(candidate) for candidate in job.candidates]
         operations: list[Operation] = [workload.floor]
         operations += [partial(bench.run, workload.inputs) for bench in benches]
-        operations.append(aten.load(self.timer)(workload.inputs))
+        if job.problem.weight_dtype == job.problem.dtype:
+            (aten,) = choose_peers("aten")
+            operations.append(aten.load(self.timer)(workload.inputs))
         return Answer(block=self.timer.block(operations, ROUNDS))
 
 
@@ -223,41 +233,48 @@ def measure(gpu: Supply, group: Group, made: Made, target: Target) -> dict[str, 
         block = gpu.call(Job("interleave", problem, candidates)).block or []
         floors.append(median(block[0]))
         ratios.append([median(map(truediv, times, block[0])) for times in block[1:]])
-    return summary(group, [v for v, _ in usable], floors, ratios, list(refused.values()))
+    timed = [variant for variant, _ in usable]
+    return summary(group, timed, floors, ratios, list(refused.values()))
 
 
 def summary(
     group: Group, variants: list[Variant], floors: list[float], ratios: Table, refused: list[str]
 ) -> dict[str, Any]:
     """A group in the file. floors: µs of each problem; ratios: to the floor, of each problem for
-    every variant, and of ATen. mean: geometric, of a variant's ratios; worst: the largest ratio to
-    the best variant at one problem; narrower: the best of the next narrower vectors; refused: how
-    many for each reason, up to its colon."""
+    every variant, and of ATen where it was timed. mean: geometric, of a variant's ratios; worst:
+    the largest ratio to the best variant at one problem; narrower: the best of the next narrower
+    vectors; in_a_row: the best that does not add rows in blocks, where others do; refused: how many
+    for each reason, up to its colon."""
     size = group.vector_bytes
-    best = [min(row[:-1]) for row in ratios]
-    *own, aten = zip(*ratios, strict=True)
+    best = [min(row[: len(variants)]) for row in ratios]
+    times = list(zip(*ratios, strict=True))
+    ours, aten = times[: len(variants)], times[len(variants) :]
     rows = [
         {
             "vector_bytes": variant["vector_bytes"],
             "columns": variant.N,
             "layout": str(layout_of(variant)),
+            **({} if variant.in_blocks else {"in_blocks": False}),
             "ratios": [round(ratio, 4) for ratio in its],
             "mean": round(geometric_mean(its), 4),
             "worst": round(max(map(truediv, its, best)), 4),
         }
-        for variant, its in zip(variants, own, strict=True)
+        for variant, its in zip(variants, ours, strict=True)
     ]
     rows.sort(key=lambda row: row["mean"])
     narrower = [row for row in rows if row["vector_bytes"] < size]
+    own = [row for row in rows if row["vector_bytes"] == size]
+    in_a_row = [row for row in own if not row.get("in_blocks", True)]
     return {
         "vector_bytes": size,
         "columns": group.columns,
         "shapes": [str(problem) for problem in group.problems()],
         "floor_us": [round(us, 3) for us in floors],
-        "aten": [round(ratio, 4) for ratio in aten],
+        **({"aten": [round(ratio, 4) for ratio in aten[0]]} if aten else {}),
         "timed": len(rows),
         "refused": dict(Counter(reason.split(":")[0] for reason in refused)),
-        "best": [row for row in rows if row not in narrower][:KEPT],
+        "best": [row for row in own if row not in in_a_row][:KEPT],
+        **({"in_a_row": in_a_row[0]} if in_a_row else {}),
         "narrower": narrower[0] if narrower else None,
     }
 
@@ -267,17 +284,18 @@ def run(args: argparse.Namespace, gpu: Supply, target: Target, pool: Pool, until
     is no working GPU any more."""
     sizes = [size for size in sorted(set(args.sizes)) if size >= ITEMSIZE[args.dtype]]
     groups = [
-        Group(size, columns, args.dtype)
+        Group(size, columns, args.dtype, args.weight_dtype)
         for size in sizes
         for columns in reversed(BRACKETS[size])
         if columns in args.columns
     ]
-    ours = generic_variants(target, [(args.dtype, args.dtype)])
+    ours = generic_variants(target, [(args.dtype, args.weight_dtype or args.dtype)])
     futures = {}
     for group in groups:  # compiled while those before are timed
         variants = [*known(group, ours, target), *draw(group, target, args.draws, args.seed)]
         futures[group] = {v.id: (v, pool.submit(v)) for v in variants}
     document: dict[str, Any] = {"environment": gpu.facts, "dtype": args.dtype}
+    document |= {"weight_dtype": args.weight_dtype} if args.weight_dtype else {}
     document |= {"groups": [], "left": []}
     winners: dict[tuple[int, int], Made] = {}
     for group in groups:
@@ -295,9 +313,10 @@ def run(args: argparse.Namespace, gpu: Supply, target: Target, pool: Pool, until
             print(f"{group}: {error}", file=sys.stderr)
         else:
             document["groups"].append(found)
-            print(f"{group}: ATen {found['aten']}")
-            for row in found["best"]:
-                print(f"  {row['mean']:.3f} {row['ratios']} {row['layout']}")
+            print(f"{group}: ATen {found.get('aten', 'has no kernel')}")
+            for row in (*found["best"], *([found["in_a_row"]] if "in_a_row" in found else [])):
+                how = "" if row.get("in_blocks", True) else ", rows not in blocks"
+                print(f"  {row['mean']:.3f} {row['ratios']} {row['layout']}{how}")
             best = [row["layout"] for row in found["best"][:1]]
             winners[size, columns] = {n: m for n, m in made.items() if str(layout_of(m[0])) in best}
         write_json(args.out, document)
@@ -309,7 +328,8 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gpu", default="auto", help="must be the one of this machine")
-    parser.add_argument("--dtype", choices=tuple(ITEMSIZE), default="bf16", help="weight's, too")
+    parser.add_argument("--dtype", choices=tuple(ITEMSIZE), default="bf16", help="of x")
+    parser.add_argument("--weight-dtype", choices=("fp32",), default="", help="where not x's")
     parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES[:3])
     parser.add_argument(
         "--columns", type=int, nargs="+", choices=_FINE, default=_FINE, help="brackets"

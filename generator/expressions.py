@@ -83,7 +83,9 @@ class Expression:
 class Names(dict[str, Any]):
     """Names of one (possibly partial) config, with derived ones computed when asked for."""
 
-    def __init__(self, problem: Problem, target: Target, exact: bool) -> None:
+    def __init__(
+        self, problem: Problem, target: Target, exact: bool, in_blocks: bool = True
+    ) -> None:
         super().__init__({name: getattr(problem, name) for name in PROBLEM_NAMES[:-1]})
         self.update({name: getattr(target, field) for name, field in TARGET_NAMES.items()})
         self["exact"] = exact
@@ -92,6 +94,7 @@ class Names(dict[str, Any]):
             self,
             *(problem.N, problem.dtype, problem.weight_dtype),
             *(exact, problem.offset, problem.residual),
+            in_blocks=in_blocks,
         )
 
     def __missing__(self, name: str) -> Any:

@@ -150,6 +150,34 @@ _PLAIN = (
 """Where a GPU or a dtype has no room for those above: few registers, and shared memory only where
 nothing else holds the rows."""
 
+_IN_BLOCKS = {
+    2: {
+        16: (_Layout(8192, "async", 2, 256, 1, 1), _Layout(12288, "async", 2, 384, 1, 1)),
+        4: (_Layout(12288, "async", 2, 512, 1, 1, weight_in="smem"),),
+        2: (
+            _Layout(6144, "direct", 1, 256, 2, 1, weight_in="smem", load_hint="default"),
+            _Layout(8192, "direct", 1, 384, 1, 1, load_hint="default"),
+        ),
+    },
+    4: {
+        16: (
+            _Layout(1536, "direct", 1, 128, 4, 1, rows_in_flight=2, weight_in="smem"),
+            _Layout(3072, "direct", 1, 192, 2, 1, rows_in_flight=2),
+            _Layout(6144, "direct", 1, 512, 1, 1, rows_in_flight=2),
+            _Layout(8192, "direct", 1, 512, 1, 1, weight_in="smem", load_hint="default"),
+        ),
+        8: (
+            _Layout(3072, "async", 3, 256, 2, 1),
+            _Layout(4096, "async", 2, 256, 1, 1),
+            _Layout(6144, "async", 2, 256, 1, 1),
+        ),
+    },
+}
+"""Where the weight is fp32, by the bytes of an element and of a vector: brackets in which a layout
+above spills or finds no room in shared memory once rows are added in blocks, or is slower so than
+these. The best of up to 40 in blocks, measured like those above:
+results/layouts_bf16_fp32_h200.json and results/layouts_fp32_h200.json."""
+
 
 def generic_variants(
     target: Target,
@@ -167,34 +195,52 @@ def generic_variants(
     space = space or load_space()
     found: list[Variant] = []
     for dtype, weight_dtype in dtypes:
-        for vector_bytes, layouts in _layouts(ITEMSIZE[dtype]).items():
+        for vector_bytes, layouts in _layouts(ITEMSIZE[dtype], weight_dtype).items():
             legal = []
-            for layout in layouts:
+            for layout, in_blocks in layouts:
                 problem = Problem(MANY_ROWS, layout.columns, dtype, weight_dtype)
-                config = legal_config(layout, vector_bytes, problem, target, space)
+                config = legal_config(
+                    layout, vector_bytes, problem, target, space, in_blocks=in_blocks
+                )
                 if config is not None:
-                    legal.append((config, problem))
-            ends = sorted({problem.N for _, problem in legal})
+                    legal.append(make_variant(config, problem, exact=False, in_blocks=in_blocks))
+            ends = sorted({variant.N for variant in legal})
             least = {end: before + 1 for before, end in zip([0, *ends], ends, strict=False)}
-            found += [make_variant(c, p, exact=False, least=least[p.N]) for c, p in legal]
-            found += [make_variant(c, p, exact=False) for c, p in legal if least[p.N] > 1]
+            found += [replace(variant, least=least[variant.N]) for variant in legal]
+            found += [variant for variant in legal if least[variant.N] > 1]
     return found
 
 
 def legal_config(
-    layout: _Layout, vector_bytes: int, problem: Problem, target: Target, space: Space
+    layout: _Layout,
+    vector_bytes: int,
+    problem: Problem,
+    target: Target,
+    space: Space,
+    *,
+    in_blocks: bool = True,
 ) -> Config | None:
     """The config of a layout, None where the rules of the space forbid it."""
     config = space.normalize(_config(layout, vector_bytes), problem, target)
-    return None if space.reject(config, problem, target, exact=False) else config
+    rejected = space.reject(config, problem, target, exact=False, in_blocks=in_blocks)
+    return None if rejected else config
 
 
-def _layouts(itemsize: int) -> dict[int, tuple[_Layout, ...]]:
-    """Layouts, best first, by the bytes of a vector, for elements of `itemsize` bytes."""
+def _layouts(itemsize: int, weight_dtype: str) -> dict[int, list[tuple[_Layout, bool]]]:
+    """Layouts, best first, by the bytes of a vector, for elements of `itemsize` bytes; and whether
+    they add rows in blocks where the weight is fp32, which takes registers and shared memory: a
+    layout without blocks comes behind itself with them, and serves where they have no room."""
     rest = _MODEST + _PLAIN
+    known = {16: _WIDE + _PLAIN, 8: _EIGHT + rest, 4: _FOUR + rest, 2: _TWO + rest}
     if itemsize == 4:
-        return {16: _WIDE + _ROOMY + _PLAIN, 8: _EIGHT + rest, 4: _FOUR + _TWO + rest}
-    return {16: _WIDE + _PLAIN, 8: _EIGHT + rest, 4: _FOUR + rest, 2: _TWO + rest}
+        known = {16: _WIDE + _ROOMY + _PLAIN, 8: _EIGHT + rest, 4: _FOUR + _TWO + rest}
+    if weight_dtype != "fp32":
+        return {size: [(layout, True) for layout in layouts] for size, layouts in known.items()}
+    found = {}
+    for size, layouts in known.items():
+        found[size] = [(layout, True) for layout in _IN_BLOCKS[itemsize].get(size, ())]
+        found[size] += [(layout, how) for layout in layouts for how in (True, False)]
+    return found
 
 
 def first_choices(variants: Iterable[Variant]) -> list[Variant]:

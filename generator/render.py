@@ -68,6 +68,7 @@ def render(variant: Variant) -> str:
             cluster=variant["cluster"],
             pipeline=variant["pipeline"],
             weight_in=variant["weight_in"],
+            in_blocks=bool(variant.block_batches),
             least_columns=variant.least_columns,
             arrives_early=strategy == "mailbox" and variant["arrival"] == "early",
             uses_slices=strategy in ("separate", "last_cta", "column_slices", "mailbox"),
@@ -115,6 +116,9 @@ def _constants(v: Variant) -> list[str]:
         ("kBroadcastOffset", v.broadcast_offset, ""),
         ("kTilesOffset", v.tiles_offset, ""),
     ]
+    if v.block_batches:
+        rows.append(("kBlockBatches", v.block_batches, "batches that are added up at once"))
+        rows.append(("kBlockSumsOffset", v.block_sums_offset, ""))
     if v["strategy"] == "mailbox":
         early = int(v["arrival"] == "early")
         rows.append(("kArrivesEarly", early, "a CTA, when it begins its last rows"))

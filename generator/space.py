@@ -135,10 +135,16 @@ class Space:
         return {knob.name: names[knob.name] for knob in self.knobs}
 
     def reject(
-        self, config: Config, problem: Problem, target: Target, *, exact: bool = True
+        self,
+        config: Config,
+        problem: Problem,
+        target: Target,
+        *,
+        exact: bool = True,
+        in_blocks: bool = True,
     ) -> Rejection | None:
         """The first rule that the complete config breaks, or None when it is legal."""
-        names = Names(problem, target, exact)
+        names = Names(problem, target, exact, in_blocks)
         names.update(config)
         for rule in self.rules:
             if not rule.require(names):

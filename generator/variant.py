@@ -21,6 +21,12 @@ Config = Mapping[str, int | str]
 """Knob name to value, for every knob of the space."""
 
 
+BLOCK_ROWS = 16
+"""Rows that a thread adds up at once where the weight is fp32. With blocks of b rows the error of a
+sum of n grows like that of b + n / b additions, not of n (Higham, "Accuracy and Stability of
+Numerical Algorithms", 4.2), least for b = sqrt(n); teams on an H200 have 31 to 500 rows."""
+
+
 def determinism_class(config: Config) -> str:
     """`none` where partial sums are added in the order in which CTAs happen to finish, else
     `gpu_to_gpu`: every sum has one order, fixed by the config and the grid stored with it."""
@@ -36,7 +42,8 @@ def launches(config: Config) -> int:
 @dataclass(frozen=True)
 class Geometry(ItemSizes):
     """What a config means for one row length; `exact` is False for a kernel that takes any N from
-    `least` to this one at run time."""
+    `least` to this one at run time, in_blocks for one that adds up rows one after another though
+    the weight is fp32."""
 
     config: Config
     N: int
@@ -46,6 +53,7 @@ class Geometry(ItemSizes):
     offset: bool = False
     residual: str = ""
     least: int = 1
+    in_blocks: bool = True
 
     def __getitem__(self, knob: str) -> Any:
         """Raises NormforgeError where the config has no such knob."""
@@ -177,8 +185,26 @@ class Geometry(ItemSizes):
         return self.weight_offset + self.weight_bytes
 
     @property
+    def block_batches(self) -> int:
+        """Batches that a thread adds up before it adds their sum to the sum of its rows so far; 0:
+        it adds all one after another. That is so for a bf16 or fp16 weight: rounding dw to its
+        dtype hides it."""
+        if not self.in_blocks or self.weight_dtype != "fp32":
+            return 0
+        return max(1, BLOCK_ROWS // self["rows_in_flight"])
+
+    @property
+    def block_sums_offset(self) -> int:
+        return round_up(self.broadcast_offset + 8, 16)
+
+    @property
+    def block_sums_bytes(self) -> int:
+        """The sums of the blocks so far, of every thread."""
+        return self.accumulators * self.threads * 4 if self.block_batches else 0
+
+    @property
     def tiles_offset(self) -> int:
-        return round_up(self.broadcast_offset + 8, 128)
+        return round_up(self.block_sums_offset + self.block_sums_bytes, 128)
 
     @property
     def tile_bytes(self) -> int:
@@ -258,6 +284,7 @@ class Variant(Geometry):
         text = repr((sorted(self.source_config.items()), self.N, self.exact))
         text += "" if self.exact else str(self.least)
         text += self.dtype + self.weight_dtype + "offset" * self.offset + self.residual
+        text += "" if self.in_blocks else "row by row"
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         stages = self["stages"] if self["pipeline"] != "direct" else ""
         options = "offset_" * self.offset + (f"residual{self.residual}_" if self.residual else "")
@@ -305,13 +332,19 @@ class Variant(Geometry):
 
 
 def make_variant(
-    config: Config, problem: Problem, *, exact: bool = True, least: int = 1
+    config: Config,
+    problem: Problem,
+    *,
+    exact: bool = True,
+    least: int = 1,
+    in_blocks: bool = True,
 ) -> Variant:
     """The variant that serves `problem` with `config` (any M), or with exact False any N from
-    `least` to that of the problem."""
+    `least` to that of the problem. in_blocks: as in Geometry."""
     return Variant(
         dict(config),
         *(problem.N, problem.dtype, problem.weight_dtype),
         *(exact, problem.offset, problem.residual),
         least=least,
+        in_blocks=in_blocks,
     )

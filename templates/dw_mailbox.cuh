@@ -24,7 +24,7 @@
 // Determinism class gpu_to_gpu: who sums depends on timing, the order of the sum does not.
 
 // A zero travels as -0. Adding that instead of +0 changes no sum that starts at +0: rounded to
-// nearest, such a sum is never -0.
+// nearest, such a sum is never -0, whichever of its terms are added first among themselves.
 DEVICE float message(float value) { return value == 0.0f ? -0.0f : value; }
 DEVICE bool arrived(float4 v) {
   return __float_as_uint(v.x) != 0 && __float_as_uint(v.y) != 0 && __float_as_uint(v.z) != 0 &&

@@ -12,7 +12,7 @@ struct DwStrategy : Turns {
     if (place > 0) await(group_turn(g), place);
     const auto add = [&](int column) {
       float4 sum = cta_partial(teams, column);
-      if (place > 0) sum = add4(load_workspace(sums + column), sum);
+      if (place > 0) sum = plus(load_workspace(sums + column), sum);
       return sum;
     };
     if (place + 1 < size) {

@@ -40,12 +40,15 @@ DEVICE float* store_partials(unsigned char* smem, const Rows& rows,
   return teams;
 }
 
-// The CTA's partial dw of four columns: the teams' in index order.
+// The CTA's partial dw of four columns: the teams' in index order, or in pairs.
 DEVICE float4 cta_partial(const float* teams, int column) {
+  if constexpr (in_pairs())
+    return sum_in_pairs<0, kTeams>(
+        [&](int t) { return load_shared4(teams + t * kPartialStride + column); });
   float4 sum = load_shared4(teams + column);
 #pragma unroll
   for (int t = 1; t < kTeams; ++t)
-    sum = add4(sum, load_shared4(teams + t * kPartialStride + column));
+    sum = plus(sum, load_shared4(teams + t * kPartialStride + column));
   return sum;
 }
 

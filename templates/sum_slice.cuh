@@ -12,7 +12,8 @@ struct CompleteRows {
 //
 // The order is fixed: lane l of the kLanes lanes adds rows l, l + kLanes, ... in index order; lanes
 // that share a warp are added by butterfly (where kQuads divides a warp); what is left is added in
-// index order.
+// index order. With in_pairs() a lane first adds the kAhead rows that it has asked for in pairs, and
+// what is left is added in pairs (of up to kMostPaired: they are unrolled).
 template <int kBlock, int kWidth, typename Partials = CompleteRows, typename Store>
 DEVICE void sum_slice(const float* partials, long long stride, unsigned count, int first,
                       int columns, float* buffer, Store store) {
@@ -21,6 +22,7 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
   constexpr bool kShuffle = kQuads < 32 && 32 % kQuads == 0;
   constexpr int kRows = kShuffle ? kBlock / 32 : kLanes;
   constexpr int kAhead = 4;  // loads under way in a thread
+  constexpr int kMostPaired = 64;
   static_assert(kLanes >= 1, "a slice is at most four columns per thread wide");
 
   const int lane = static_cast<int>(threadIdx.x) / kQuads;
@@ -41,14 +43,18 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
           const float* place = partials + (row + a * kLanes) * stride + column;
           return row + a * kLanes < count ? place : nullptr;
         });
+      if constexpr (in_pairs()) {
+        sum = plus(sum, sum_in_pairs<0, kAhead>([&](int a) { return ahead[a]; }));
+      } else {
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) sum = add4(sum, ahead[a]);
+        for (int a = 0; a < kAhead; ++a) sum = plus(sum, ahead[a]);
+      }
     }
   }
   if constexpr (kShuffle) {
 #pragma unroll
     for (int mask = kQuads; mask < 32; mask *= 2)
-      sum = add4(sum, make_float4(shuffle_xor(sum.x, mask), shuffle_xor(sum.y, mask),
+      sum = plus(sum, make_float4(shuffle_xor(sum.x, mask), shuffle_xor(sum.y, mask),
                                   shuffle_xor(sum.z, mask), shuffle_xor(sum.w, mask)));
   }
   const int buffer_row = kShuffle ? static_cast<int>(threadIdx.x) / 32 : lane;
@@ -59,10 +65,16 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
   for (int start = 0; start < kWidth; start += kBlock) {
     const int c = start + static_cast<int>(threadIdx.x);
     if (c >= kWidth || first + c >= columns) continue;
-    float total = load_shared(buffer + c);
+    if constexpr (in_pairs() && kRows <= kMostPaired) {
+      store(first + c, sum_in_pairs<0, kRows>(
+                           [&](int r) { return load_shared(buffer + r * kWidth + c); }));
+    } else {
+      float total = load_shared(buffer + c);
 #pragma unroll 16
-    for (int r = 1; r < kRows; ++r) total = __fadd_rn(total, load_shared(buffer + r * kWidth + c));
-    store(first + c, total);
+      for (int r = 1; r < kRows; ++r)
+        total = __fadd_rn(total, load_shared(buffer + r * kWidth + c));
+      store(first + c, total);
+    }
   }
   cta_barrier();  // the buffer may be used again
 }

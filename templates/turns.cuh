@@ -47,7 +47,7 @@ struct Turns : DwContext {
     float* total = row(0);
     for_each_quad(columns, [&](int column) {
       float4 sum = own(column);
-      if (g > 0) sum = add4(load_workspace(total + column), sum);
+      if (g > 0) sum = plus(load_workspace(total + column), sum);
       if (last)
         own_dw().store4(column, columns, sum);
       else

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.comparison import load_module
 from benchmarks.errors import (
     ELEMENTS,
     aten,
     composite,
     errors,
+    in_fp32,
     main,
     normal_inputs,
+    of_module,
     random_shapes,
     row,
     worst,
@@ -84,6 +87,15 @@ def test_kernels_run_in_the_executor(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "fp32        dw / composite" in capsys.readouterr().out
 
 
+def test_dw_may_be_asked_for_in_fp32() -> None:
+    problem, module = Problem.parse("300x64:bf16"), load_module(COMMITTED)
+    calls = {"ours": of_module(module, True), "rounded": of_module(module, False)}
+    calls["composite"] = in_fp32(composite)
+    found = errors(problem, calls, CPU)
+    assert found["ours"]["dw"] < 1e-6 and found["composite"]["dw"] < 1e-6
+    assert found["rounded"]["dw"] > 1e-3 and found["rounded"]["dx"] == found["ours"]["dx"]
+
+
 def test_table_says_where_ours_is_worst() -> None:
     def found(dw: float) -> Any:
         return {"ours": {"dx": 1e-8, "dw": dw}, "aten": {"dx": 1e-8, "dw": 1e-7}}
@@ -106,4 +118,6 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     if not torch.cuda.is_available():
         assert main(["--module", str(COMMITTED), *out]) == 2
         assert "PyTorch sees none" in capsys.readouterr().err
+    assert main(["--module", str(COMMITTED), "--executor", "--dw", "fp32", *out]) == 2
+    assert "leave out --dw fp32" in capsys.readouterr().err
     assert not (tmp_path / "errors.json").exists()

@@ -123,6 +123,7 @@ def test_refused_candidates_carry_their_reason(target: Target) -> None:
 
 def test_accuracy_is_checked_and_aten_timed_last(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks: list[Any] = []
+    problem, mixed = Problem.parse("2x8:fp32"), Problem.parse("2x8:bf16:fp32")
     hands: Any = Hands.__new__(Hands)
     hands.timer = SimpleNamespace(block=lambda *given: blocks.append(given))
     inputs = SimpleNamespace(x=torch.ones(2, 8), rstd=torch.ones(2))
@@ -132,8 +133,10 @@ def test_accuracy_is_checked_and_aten_timed_last(monkeypatch: pytest.MonkeyPatch
         reference=None,
         bench=lambda candidate: SimpleNamespace(run=lambda inputs: candidate),
     )
-    hands._interleave(workload, SimpleNamespace(candidates=("one", "two")))
-    ((operations, rounds),) = blocks
+    hands._interleave(workload, SimpleNamespace(problem=problem, candidates=("one", "two")))
+    hands._interleave(workload, SimpleNamespace(problem=mixed, candidates=("one", "two")))
+    (operations, rounds), (without, _) = blocks
+    assert [operation() for operation in without] == ["floor", "one", "two"]
     assert [operation() for operation in operations[:-1]] == ["floor", "one", "two"]
     assert rounds == ROUNDS and len(operations) == 4
     for fault, outcome in (("", "ok"), ("dw is off", "wrong")):
@@ -153,7 +156,9 @@ def measured(
     """What a run on a fake GPU writes."""
     out = tmp_path / "out.json"
     columns = {columns for each in BRACKETS.values() for columns in each}
-    args = Namespace(dtype="bf16", sizes=sizes, columns=columns, draws=4, seed=0, out=out)
+    args = Namespace(
+        dtype="bf16", weight_dtype="", sizes=sizes, columns=columns, draws=4, seed=0, out=out
+    )
     run(args, gpu, target, cast(Any, FakePool()), until)
     found: dict[str, Any] = json.loads(out.read_text())
     return found

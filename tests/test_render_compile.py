@@ -57,6 +57,8 @@ def fragments(v: Variant) -> set[str]:
         chosen.add("last_arrived")
     if strategy in ("semaphore", "bulk_turns"):
         chosen.add("turns")
+    if v.weight_dtype == "fp32":
+        chosen.add("row_blocks")
     return chosen
 
 
@@ -91,6 +93,7 @@ def test_every_fragment_is_used_by_some_variant() -> None:
                 plain_variant(SHAPE, find_target("h200"), **flavour, pipeline=pipeline)
             )
     used |= fragments(clustered(find_target("h200")))
+    used |= fragments(plain_variant("4096x1024:bf16:fp32", find_target("h200")))
     found = {path.stem for path in TEMPLATES.glob("*.cuh")}
     assert used == {name for name in found if not name.startswith("forward_")}
 

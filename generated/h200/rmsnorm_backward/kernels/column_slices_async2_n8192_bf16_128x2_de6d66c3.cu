@@ -478,9 +478,25 @@ template <typename T, int kCount> DEVICE void narrow(unsigned* words, const floa
   }
 }
 
-DEVICE float4 add4(float4 a, float4 b) {
+DEVICE float4 plus(float4 a, float4 b) {
   return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z),
                      __fadd_rn(a.w, b.w));
+}
+
+DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
+
+// Whether what the lanes and warps of a tail or the teams of a CTA have summed is added in pairs, and
+// pairs of pairs, so that each goes through few additions: where the weight is fp32 and no rounding of
+// dw hides their errors. CTAs that take turns still add one after another.
+DEVICE constexpr bool in_pairs() { return sizeof(WeightElement) == 4; }
+
+// load(kFirst) + ... of kCount values, each loaded where it is added.
+template <int kFirst, int kCount, typename Load> DEVICE auto sum_in_pairs(Load load) {
+  if constexpr (kCount == 1)
+    return load(kFirst);
+  else
+    return plus(sum_in_pairs<kFirst, (kCount + 1) / 2>(load),
+                sum_in_pairs<kFirst + (kCount + 1) / 2, kCount / 2>(load));
 }
 
 // Wide packets travel in chunks of up to 16 bytes.
@@ -873,12 +889,15 @@ DEVICE float* store_partials(unsigned char* smem, const Rows& rows,
   return teams;
 }
 
-// The CTA's partial dw of four columns: the teams' in index order.
+// The CTA's partial dw of four columns: the teams' in index order, or in pairs.
 DEVICE float4 cta_partial(const float* teams, int column) {
+  if constexpr (in_pairs())
+    return sum_in_pairs<0, kTeams>(
+        [&](int t) { return load_shared4(teams + t * kPartialStride + column); });
   float4 sum = load_shared4(teams + column);
 #pragma unroll
   for (int t = 1; t < kTeams; ++t)
-    sum = add4(sum, load_shared4(teams + t * kPartialStride + column));
+    sum = plus(sum, load_shared4(teams + t * kPartialStride + column));
   return sum;
 }
 
@@ -986,7 +1005,8 @@ struct CompleteRows {
 //
 // The order is fixed: lane l of the kLanes lanes adds rows l, l + kLanes, ... in index order; lanes
 // that share a warp are added by butterfly (where kQuads divides a warp); what is left is added in
-// index order.
+// index order. With in_pairs() a lane first adds the kAhead rows that it has asked for in pairs, and
+// what is left is added in pairs (of up to kMostPaired: they are unrolled).
 template <int kBlock, int kWidth, typename Partials = CompleteRows, typename Store>
 DEVICE void sum_slice(const float* partials, long long stride, unsigned count, int first,
                       int columns, float* buffer, Store store) {
@@ -995,6 +1015,7 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
   constexpr bool kShuffle = kQuads < 32 && 32 % kQuads == 0;
   constexpr int kRows = kShuffle ? kBlock / 32 : kLanes;
   constexpr int kAhead = 4;  // loads under way in a thread
+  constexpr int kMostPaired = 64;
   static_assert(kLanes >= 1, "a slice is at most four columns per thread wide");
 
   const int lane = static_cast<int>(threadIdx.x) / kQuads;
@@ -1015,14 +1036,18 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
           const float* place = partials + (row + a * kLanes) * stride + column;
           return row + a * kLanes < count ? place : nullptr;
         });
+      if constexpr (in_pairs()) {
+        sum = plus(sum, sum_in_pairs<0, kAhead>([&](int a) { return ahead[a]; }));
+      } else {
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) sum = add4(sum, ahead[a]);
+        for (int a = 0; a < kAhead; ++a) sum = plus(sum, ahead[a]);
+      }
     }
   }
   if constexpr (kShuffle) {
 #pragma unroll
     for (int mask = kQuads; mask < 32; mask *= 2)
-      sum = add4(sum, make_float4(shuffle_xor(sum.x, mask), shuffle_xor(sum.y, mask),
+      sum = plus(sum, make_float4(shuffle_xor(sum.x, mask), shuffle_xor(sum.y, mask),
                                   shuffle_xor(sum.z, mask), shuffle_xor(sum.w, mask)));
   }
   const int buffer_row = kShuffle ? static_cast<int>(threadIdx.x) / 32 : lane;
@@ -1033,10 +1058,16 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
   for (int start = 0; start < kWidth; start += kBlock) {
     const int c = start + static_cast<int>(threadIdx.x);
     if (c >= kWidth || first + c >= columns) continue;
-    float total = load_shared(buffer + c);
+    if constexpr (in_pairs() && kRows <= kMostPaired) {
+      store(first + c, sum_in_pairs<0, kRows>(
+                           [&](int r) { return load_shared(buffer + r * kWidth + c); }));
+    } else {
+      float total = load_shared(buffer + c);
 #pragma unroll 16
-    for (int r = 1; r < kRows; ++r) total = __fadd_rn(total, load_shared(buffer + r * kWidth + c));
-    store(first + c, total);
+      for (int r = 1; r < kRows; ++r)
+        total = __fadd_rn(total, load_shared(buffer + r * kWidth + c));
+      store(first + c, total);
+    }
   }
   cta_barrier();  // the buffer may be used again
 }
@@ -1170,7 +1201,7 @@ struct LastArrived : DwContext {
 };
 // ---- Strategy `column_slices`: arrive, then sum slices side by side ---------------------------
 // Every CTA leaves its partial dw in the workspace and arrives at the ledger. The last to arrive sum
-// slices of kTailColumns columns over all rows in index order; last_arrived.cuh says who waits for whom
+// slices of kTailColumns columns over all rows in the order of sum_slice; last_arrived.cuh says who waits for whom
 // and why that ends.
 //
 // Order of memory: the CTA barrier orders all threads' stores before thread 0's arrival (release at
