@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Errors of dx and dw on random normal rows against float64: a module's beside PyTorch's.
 
-    python benchmarks/errors.py --module generated/h200/rmsnorm_backward --random 20 \
+    python benchmarks/errors.py --module generated/h200/rmsnorm_backward --random 40 \
         --out benchmarks/results/errors_h200.json
 
 PyTorch's are ATen's fused operator (where the weight has x's dtype) and the composite, its own

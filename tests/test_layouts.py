@@ -252,3 +252,22 @@ def test_generic_layouts_won_their_groups(
             continue  # it takes any row up to its own, for want of registers
         best = groups[vector_bytes, layout.columns]["best"]
         assert str(layout) == best[0]["layout"]
+
+
+@pytest.mark.parametrize(("itemsize", "name"), [(2, "bf16_fp32"), (4, "fp32")])
+def test_layouts_in_blocks_won_their_groups(itemsize: int, name: str) -> None:
+    """Where the weight is fp32; the two that are left out lost to one without blocks."""
+    path = COMMITTED.parent / f"layouts_{name}_h200.json"
+    groups = {(g["vector_bytes"], g["columns"]): g for g in json.loads(path.read_text())["groups"]}
+    known = {
+        (size, layout.columns): str(layout)
+        for size, layouts in generic._IN_BLOCKS[itemsize].items()
+        for layout in layouts
+    }
+    for key, group in groups.items():
+        if key in known:
+            assert known[key] == group["best"][0]["layout"]
+        elif group["best"]:
+            assert key in ((4, 2560), (4, 3072)) and itemsize == 4
+            assert group["best"][0]["mean"] > 1.02 * group["in_a_row"]["mean"]
+    assert known.keys() <= groups.keys()
