@@ -104,19 +104,21 @@ class Comparison:
         return self.contenders[OURS].bind(replace(inputs, weight=inputs.weight.to(inputs.x.dtype)))
 
     def record_paths(self, results: Results) -> None:
-        """Ask the profiler, once per implementation, N and dtypes, which kernels run. This comes
-        last, because a profiler that was once on can slow later launches down."""
-        groups: dict[tuple[int, str, str], list[Row]] = {}
+        """Ask the profiler, once per implementation, N and dtypes, ours once per strategy, too,
+        which kernels run. This comes last, because a profiler that was once on can slow later
+        launches down."""
+        groups: dict[tuple[str, str, int, str, str], list[Row]] = {}
         for row in results.rows:
-            groups.setdefault((row["N"], row["dtype"], row["weight_dtype"]), []).append(row)
-        for (N, dtype, weight_dtype), rows in groups.items():
+            kind = row["N"], row["dtype"], row["weight_dtype"]
             for name in self.contenders:
-                lacking = [row for row in rows if lacks_path(row, name)]
-                if lacking and time.monotonic() < self.plan.until:
-                    problem = Problem(lacking[0]["M"], N, dtype, weight_dtype)
-                    path = self._path(name, problem)
-                    for row in lacking:
-                        set_path(row, name, path)
+                if lacks_path(row, name):
+                    strategy = row["strategy"] if name == OURS else ""
+                    groups.setdefault((name, strategy, *kind), []).append(row)
+        for (name, _, N, dtype, weight_dtype), rows in groups.items():
+            if time.monotonic() < self.plan.until:
+                path = self._path(name, Problem(rows[0]["M"], N, dtype, weight_dtype))
+                for row in rows:
+                    set_path(row, name, path)
         results.write()
 
     def _path(self, name: str, problem: Problem) -> str:

@@ -38,7 +38,8 @@ def markdown(environment: Environment, rows: Sequence[Row]) -> str:
         "so that any reordering shows.",
         _qualities(rows, names),
         "## Code paths",
-        "The kernels of one call, as the profiler saw them.",
+        "The kernels of one call, as the profiler saw them at one M of each N, "
+        "and for ours of each strategy.",
         _paths(rows, names),
     ]
     failures = _failures(rows, names)

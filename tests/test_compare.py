@@ -494,3 +494,21 @@ def test_a_results_file_is_written_where_its_name_leads(tmp_path: Path) -> None:
     with pytest.raises(NormforgeError, match=r"cannot write .*kept\.json: Out of range float"):
         write_json(kept, {"rows": [float("nan")]})
     assert json.loads(kept.read_text()) == {"rows": []}
+
+
+def test_paths_are_asked_once_per_width_and_ours_per_strategy(tmp_path: Path) -> None:
+    some = [row(Problem.parse(shape)) for shape in ("1x64:bf16", "2x64:bf16", "3x64:bf16")]
+    some[1]["strategy"] = "separate"
+    for each in some:
+        each["ours_path"] = each["peers"]["aten"]["path"] = None
+        each["peers"]["quack"]["us"] = None  # not measured
+    asked = []
+    comparison: Any = Comparison.__new__(Comparison)
+    comparison.contenders = dict.fromkeys(("ours", "aten", "quack"))
+    comparison.plan = SimpleNamespace(until=float("inf"))
+    comparison._path = lambda name, problem: asked.append((name, problem.M)) or f"{name}{problem.M}"
+    comparison.record_paths(Results(tmp_path / "h200.json", ENVIRONMENT, some))
+    assert sorted(asked) == [("aten", 1), ("ours", 1), ("ours", 2)]
+    assert [each["ours_path"] for each in some] == ["ours1", "ours2", "ours1"]
+    assert {each["peers"]["aten"]["path"] for each in some} == {"aten1"}
+    assert {each["peers"]["quack"]["path"] for each in some} == {"kernel"}
