@@ -41,7 +41,7 @@ from generator.errors import NormforgeError  # noqa: E402
 from generator.generic import DTYPES  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
 from generator.runtime.dispatch import Table  # noqa: E402
-from generator.runtime.plan import plan_launch  # noqa: E402
+from generator.runtime.plan import KernelSpec, Launch, plan_launch  # noqa: E402
 from generator.session import Session  # noqa: E402
 from generator.workload import TORCH_DTYPE, Inputs, make_reference  # noqa: E402
 
@@ -117,18 +117,21 @@ def in_executor(folder: Path, table: Table) -> Bind:
         if kernel is None:
             raise RuntimeError("no kernel of the package serves this")
         source = (folder / "kernels" / f"{kernel.file}.cu").read_text()
-        launch = plan_launch(kernel.spec, M)
-
-        def run() -> Gradients:
-            schedules = [Schedule(0, launch.grid)]
-            runs = run_schedules(source, kernel.spec, launch, inputs, schedules)
-            if runs.faults:
-                raise NormforgeError(f"{kernel.file} at {M} rows: {runs.faults[0]}")
-            return runs.dx[0], runs.dw[0]
-
-        return run
+        return executed(source, kernel.spec, plan_launch(kernel.spec, M))(inputs)
 
     return bind
+
+
+def executed(source: str, spec: KernelSpec, launch: Launch) -> Bind:
+    """One kernel on the CPU. A call raises NormforgeError where the executor finds a fault."""
+
+    def run(inputs: Inputs) -> Gradients:
+        runs = run_schedules(source, spec, launch, inputs, [Schedule(0, launch.grid)])
+        if runs.faults:
+            raise NormforgeError(f"{spec.name} at {len(inputs.x)} rows: {runs.faults[0]}")
+        return runs.dx[0], runs.dw[0]
+
+    return lambda inputs: partial(run, inputs)
 
 
 def errors(problem: Problem, calls: Mapping[str, Bind], device: torch.device) -> Errors:

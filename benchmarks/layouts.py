@@ -112,12 +112,15 @@ class Group:
         unit = self.vector_bytes // ITEMSIZE[self.dtype]
         widths = [(n // unit | 1) * unit for n in (low + edge, self.columns - edge)]
         shapes = [(min(M, TIMED_ELEMENTS // N), N) for M in rows for N in widths]
-        return [Problem(M, N, self.dtype, self.weight_dtype or self.dtype) for M, N in shapes]
+        return [self._problem(M, N) for M, N in shapes]
 
     @property
     def widest(self) -> Problem:
         """What the rules of the space are asked about."""
-        return Problem(MANY_ROWS, self.columns, self.dtype, self.weight_dtype or self.dtype)
+        return self._problem(MANY_ROWS, self.columns)
+
+    def _problem(self, M: int, N: int) -> Problem:
+        return Problem(M, N, self.dtype, self.weight_dtype or self.dtype)
 
 
 def legal(
@@ -233,8 +236,7 @@ def measure(gpu: Supply, group: Group, made: Made, target: Target) -> dict[str, 
         block = gpu.call(Job("interleave", problem, candidates)).block or []
         floors.append(median(block[0]))
         ratios.append([median(map(truediv, times, block[0])) for times in block[1:]])
-    timed = [variant for variant, _ in usable]
-    return summary(group, timed, floors, ratios, list(refused.values()))
+    return summary(group, [v for v, _ in usable], floors, ratios, list(refused.values()))
 
 
 def summary(
@@ -314,7 +316,7 @@ def run(args: argparse.Namespace, gpu: Supply, target: Target, pool: Pool, until
         else:
             document["groups"].append(found)
             print(f"{group}: ATen {found.get('aten', 'has no kernel')}")
-            for row in (*found["best"], *([found["in_a_row"]] if "in_a_row" in found else [])):
+            for row in filter(None, (*found["best"], found.get("in_a_row"))):
                 how = "" if row.get("in_blocks", True) else ", rows not in blocks"
                 print(f"  {row['mean']:.3f} {row['ratios']} {row['layout']}{how}")
             best = [row["layout"] for row in found["best"][:1]]

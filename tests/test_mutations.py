@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ com
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old` becomes `new` wherever it is in the source of the flavour with the knobs; a problem
+    """`old` becomes `new` in so many places of the source of the flavour with the knobs; a problem
     that matches `found` has to be reported. residency: None lets it vary."""
 
     flavour: str
@@ -33,12 +33,15 @@ class Mutation:
     knobs: dict[str, int | str] = field(default_factory=dict)
     shape: str = "43x1024:bf16"
     residency: int | None = None
+    places: int = 1
 
 
 BULK = {"pipeline": "bulk", "stages": 2}
 ASYNC = {"pipeline": "async", "stages": 2}
 SHORT = {"threads_per_row": 8, "rows_per_cta": 2}
 EARLY: dict[str, int | str] = {"arrival": "early"}
+TEAMS = {"threads_per_row": 32, "rows_per_cta": 8}
+"""Of an fp32 weight: 1400 rows are two blocks for most teams."""
 
 BOOKED = "      const Ledger before = book_and_read(ledger(), kHandover);\n"
 IMPATIENT = BOOKED  # hands over whenever it finds that not all have arrived, which is allowed
@@ -598,6 +601,7 @@ PLANTED = {
         r"race: overwrites byte \d+ of shared memory|race: writes scratch\[",
         SHORT,
         shape="43x64:bf16",
+        places=2,
     ),
     "rows abreast confused": Mutation(
         "separate",
@@ -607,6 +611,60 @@ PLANTED = {
         SHORT,
         shape="43x64:bf16",
     ),
+    # Sums of blocks of rows, in vectors of 16 bytes and one by one.
+    **{
+        f"{bug} ({shape})": Mutation("column_slices", old, new, found, knobs, shape)
+        for bug, old, new, found in (
+            (
+                "complete blocks left out",
+                "    blocks.finish(partial);\n",
+                "",
+                r"dw\[\d+\] is .*float64 gives",
+            ),
+            (
+                "block overwrites those before it",
+                "    if (batches != kBlockBatches) add(partial);\n",
+                "",
+                r"dw\[\d+\] is .*float64 gives",
+            ),
+            (
+                "block not started anew",
+                "        partial[j][i] = 0.0f;\n",
+                "",
+                r"dw\[\d+\] is .*float64 gives",
+            ),
+            (
+                "complete blocks not noticed",
+                "batches >= kBlockBatches",
+                "batches > 9 * kBlockBatches",
+                r"dw\[\d+\] is .*float64 gives",
+            ),
+            (
+                "first block added to nothing",
+                "if (batches != kBlockBatches) add",
+                "add",
+                r"nobody has written|float64 gives",
+            ),
+            (
+                "two threads in one place",
+                "* kThreads + threadIdx.x) * kChunk",
+                "* kThreads + threadIdx.x / 2 * 2) * kChunk",
+                r"race: (overwrites|reads) byte \d+ of shared memory|float64 gives",
+            ),
+        )
+        for shape, knobs in (("1400x256:fp32", {**BULK, **TEAMS}), ("1400x77:fp32", TEAMS))
+    },
+    **{
+        f"sums of blocks at {place}": Mutation(
+            "column_slices",
+            "smem + kBlockSumsOffset",
+            place,
+            r"of shared memory|mbarrier|float64 gives",
+            {**BULK, **TEAMS},
+            "1400x256:fp32",
+        )
+        for place in ("smem + 16", "smem + kTilesOffset - 64")
+    },
     # A wrong kernel that synchronises well.
     "wrong formula": Mutation(
         "separate",
@@ -653,7 +711,8 @@ def test_planted_bug_is_found_and_named(name: str, target: Target) -> None:
     mutation = PLANTED[name]
     variant = make(mutation, target)
     source = render(variant)
-    assert mutation.old in source, "the template has changed: plant the bug anew"
+    places = source.count(mutation.old)
+    assert places == mutation.places, "the template has changed: plant the bug anew"
     check = run(mutation, source.replace(mutation.old, mutation.new), variant)
     assert any(re.search(mutation.found, problem) for problem in check.problems), check.problems
     assert all(problem.startswith(variant.id + ": ") for problem in check.problems)
