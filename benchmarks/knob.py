@@ -4,8 +4,10 @@
     python benchmarks/knob.py arrival --shapes 4096x256:bf16,4096x4096:bf16 --out arrival.json
 
 For every shape the fastest deterministic configs of its studies for which the knob has at least two
-legal values are compiled with each of them and checked against float64. Those that may run are
-timed in one block with the floor, `torch.add(x, dy, out=dx)`. The file is written after each shape.
+legal values are compiled with each of them and checked against float64. Instead of a knob,
+`in_blocks` sets kernels that add up rows in blocks beside the same that add one after another.
+Those that may run are timed in one block with the floor, `torch.add(x, dy, out=dx)`. The file is
+written after each shape.
 Exit code: 1 where a shape has no times, 2 for bad input or without the GPU of the studies.
 """
 
@@ -16,6 +18,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from operator import truediv
 from pathlib import Path
 from statistics import median
@@ -36,10 +39,12 @@ from generator.space_file import load_space  # noqa: E402
 from generator.studies import Study, read_studies  # noqa: E402
 from generator.supply import Supply  # noqa: E402
 from generator.target import Target, match_device  # noqa: E402
-from generator.variant import Config, make_variant  # noqa: E402
+from generator.variant import Variant, make_variant  # noqa: E402
 from generator.worker import Candidate, Job, WorkerLostError  # noqa: E402
 
-Family = Mapping[int | str, Config]
+BLOCKS = "in_blocks"
+"""What can be compared like a knob: the field of a variant."""
+Family = Mapping[int | str, Variant]
 """One config with each value of the knob, by the value."""
 
 
@@ -47,7 +52,7 @@ def families(
     space: Space, knob: str, studies: Iterable[Study], problem: Problem, target: Target, count: int
 ) -> list[Family]:
     """The fastest `count` configs that may win, each with the legal values of the knob."""
-    (values,) = [each.choices for each in space.knobs if each.name == knob]
+    values = [value for each in space.knobs if each.name == knob for value in each.choices]
     place = (problem, target.name, target.sms, "measured")
     own = [s for s in studies if (s.problem, s.gpu, s.sms, s.evidence) == place]
     ranked = sorted((record for study in own for record in study.ranked), key=lambda r: r.ratio)
@@ -56,14 +61,17 @@ def families(
     for record in ranked:
         if record.config.keys() != names:
             continue  # of another space: what it left open was not measured
-        family = {}
+        family: dict[int | str, Variant] = {}
+        if knob == BLOCKS and not space.reject(record.config, problem, target):
+            blocked = make_variant(record.config, problem)
+            family = {True: blocked, False: replace(blocked, in_blocks=False)}
         for value in values:
             try:
                 config = space.normalize({**record.config, knob: value}, problem, target)
             except NormforgeError:  # a value that the space no longer has
                 break
             if config[knob] == value and not space.reject(config, problem, target):
-                family[value] = config
+                family[value] = make_variant(config, problem)
         if len(family) > 1 and family not in found:
             found.append(family)
         if len(found) == count:
@@ -76,13 +84,12 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Rows of one config: `value` of the knob with µs, the floor's in the same block and the ratio
     (medians over the rounds, of the ratio within a round), or why there are none."""
-    variants = {value: make_variant(config, problem) for value, config in family.items()}
-    futures = {value: pool.submit(variant) for value, variant in variants.items()}
+    futures = {value: pool.submit(variant) for value, variant in family.items()}
     rows: dict[int | str, dict[str, Any]] = {}
     runnable: dict[int | str, Candidate] = {}
-    for value, variant in variants.items():
+    for value, variant in family.items():
         compiled = pool.result(variant, futures[value])
-        rest = {name: each for name, each in family[value].items() if name != knob}
+        rest = {name: each for name, each in variant.config.items() if name != knob}
         rows[value] = {"shape": str(problem), "config": rest, "value": value}
         result = refuse(variant, compiled, problem, target)
         candidate = Candidate(compiled.cubin, variant.spec(target.sms))
@@ -143,7 +150,7 @@ def run(
                 print(error, file=sys.stderr)
                 break
             rows += own
-            print(f"{problem} {make_variant(next(iter(family.values())), problem)}")
+            print(f"{problem} {next(iter(family.values()))}")
             print(table(own))
             if any("us" in row for row in own):
                 timed.add(problem)
@@ -156,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("knob", help="of search_spaces/rmsnorm_backward.yaml")
+    parser.add_argument("knob", help=f"of search_spaces/rmsnorm_backward.yaml, or {BLOCKS}")
     parser.add_argument("--shapes", required=True, help="as for tune.py")
     parser.add_argument("--configs", type=int, default=3, help="of each shape")
     parser.add_argument("--studies", help="a folder or a URL; generated/<gpu> by default")
@@ -168,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
             raise NormforgeError(f"--configs {args.configs}: at least 1 config of a shape is timed")
         space = load_space()
         names = [knob.name for knob in space.knobs]
-        if args.knob not in names:
+        if args.knob not in (*names, BLOCKS):
             raise NormforgeError(f"the space has no knob '{args.knob}', but {', '.join(names)}")
         problems = load_problems(args.shapes)
         with closing(Supply(0)) as gpu:

@@ -82,7 +82,7 @@ def test_configs_for_which_the_knob_means_something(space: Space, target: Target
     assert [family.keys() for family in got] == [{"late", "early"}] * 2
     assert [family["late"]["stages"] for family in got] == [2, 3]
     for family in got:
-        rest = [{**config, "arrival": ""} for config in family.values()]
+        rest = [{**variant.config, "arrival": ""} for variant in family.values()]
         assert rest[0] == rest[1]
     assert len(found(space, target, "arrival", own, count=1)) == 1
 
@@ -101,9 +101,19 @@ def test_only_legal_values_are_taken(space: Space, target: Target) -> None:
     (family,) = found(space, target, "rows_per_cta", study(space, target, MAILBOX))
     (values,) = [each.choices for each in space.knobs if each.name == "rows_per_cta"]
     assert 1 < len(family) < len(values)
-    for value, config in family.items():
-        assert config["rows_per_cta"] == value
-        assert not space.reject(config, PROBLEM, target)
+    for value, variant in family.items():
+        assert variant["rows_per_cta"] == value
+        assert not space.reject(variant.config, PROBLEM, target)
+
+
+def test_blocks_are_set_beside_rows_one_after_another(space: Space, target: Target) -> None:
+    """Of configs that have room for blocks."""
+    crowded = {**PLAIN, "pipeline": "bulk", "stages": 6, "rows_in_flight": 2, "rows_per_cta": 8}
+    got = found(space, target, "in_blocks", study(space, target, MAILBOX, crowded))
+    assert space.reject(space.normalize(crowded, PROBLEM, target), PROBLEM, target)
+    ((blocked, plain),) = [family.values() for family in got]
+    assert (blocked.in_blocks, plain.in_blocks) == (True, False)
+    assert blocked.config == plain.config and blocked.id != plain.id
 
 
 def rows_of(space: Space, target: Target, gpu: FakeGpu, **pool: Any) -> list[dict[str, Any]]:
