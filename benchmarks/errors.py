@@ -37,10 +37,12 @@ from benchmarks.peers import EPS, Bind, Gradients, aten, decomposed_backward  # 
 from benchmarks.results import OURS, machine, write_json  # noqa: E402
 from benchmarks.untuned import log_uniform  # noqa: E402
 from generator.emulate import Schedule, find_compiler, run_schedules  # noqa: E402
+from generator.emulate.run import Wishes  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
 from generator.generic import DTYPES  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
 from generator.runtime.dispatch import Table  # noqa: E402
+from generator.runtime.launch import DW_IN_FP32, DW_IN_WEIGHT_DTYPE  # noqa: E402
 from generator.runtime.plan import KernelSpec, Launch, plan_launch  # noqa: E402
 from generator.session import Session  # noqa: E402
 from generator.workload import TORCH_DTYPE, Inputs, make_reference  # noqa: E402
@@ -106,7 +108,7 @@ def of_module(module: Any, dw_in_fp32: bool) -> Bind:
     return bind
 
 
-def in_executor(folder: Path, table: Table) -> Bind:
+def in_executor(folder: Path, table: Table, dw_in_fp32: bool) -> Bind:
     """The kernels of a package on the CPU, launched as on its GPU."""
 
     def bind(inputs: Inputs) -> Callable[[], Gradients]:
@@ -117,16 +119,18 @@ def in_executor(folder: Path, table: Table) -> Bind:
         if kernel is None:
             raise RuntimeError("no kernel of the package serves this")
         source = (folder / "kernels" / f"{kernel.file}.cu").read_text()
-        return executed(source, kernel.spec, plan_launch(kernel.spec, M))(inputs)
+        return executed(source, kernel.spec, plan_launch(kernel.spec, M), dw_in_fp32)(inputs)
 
     return bind
 
 
-def executed(source: str, spec: KernelSpec, launch: Launch) -> Bind:
+def executed(source: str, spec: KernelSpec, launch: Launch, dw_in_fp32: bool = False) -> Bind:
     """One kernel on the CPU. A call raises NormforgeError where the executor finds a fault."""
+    wishes = Wishes(dw_mode=DW_IN_FP32 if dw_in_fp32 else DW_IN_WEIGHT_DTYPE)
 
     def run(inputs: Inputs) -> Gradients:
-        runs = run_schedules(source, spec, launch, inputs, [Schedule(0, launch.grid)])
+        schedules = [Schedule(0, launch.grid)]
+        runs = run_schedules(source, spec, launch, inputs, schedules, wishes=wishes)
         if runs.faults:
             raise NormforgeError(f"{spec.name} at {len(inputs.x)} rows: {runs.faults[0]}")
         return runs.dx[0], runs.dw[0]
@@ -226,13 +230,11 @@ def main(argv: list[str] | None = None) -> int:
         calls: dict[str, Bind] = {"aten": aten, "composite": composite}
         if args.dw == "fp32":
             calls = {"composite": in_fp32(composite)}
-        if args.executor and args.dw == "fp32":
-            raise NormforgeError("--executor runs kernels that round dw: leave out --dw fp32")
         if args.executor:
             if find_compiler() is None:
                 raise NormforgeError("--executor needs a C++ compiler, and none was found")
             device, table = torch.device("cpu"), Table.load(args.module)
-            calls[OURS] = in_executor(args.module, table)
+            calls[OURS] = in_executor(args.module, table, args.dw == "fp32")
             executor = f"CPU, grids of {table.target['title']}"
             environment = {"executor": executor, "torch": torch.__version__}
         else:
