@@ -48,16 +48,17 @@ _WIDE = (
     _Layout(1024, "async", 3, 128, 4, 1, rows_in_flight=2, reload="smem"),
     _Layout(1536, "async", 3, 96, 8, 1, reload="smem"),
     _Layout(2048, "async", 2, 128, 4, 1),
-    _Layout(3072, "async", 3, 96, 4, 1, reload="smem"),
+    _Layout(3072, "async", 2, 128, 4, 1),
     _Layout(4096, "async", 2, 256, 2, 1),
-    _Layout(6144, "async", 3, 256, 2, 1, reload="smem"),
-    _Layout(8192, "async", 2, 256, 2, 1, reload="smem"),
-    _Layout(12288, "async", 2, 512, 1, 1, rows_in_flight=2, reload="smem"),
+    _Layout(6144, "async", 2, 256, 2, 1),
+    _Layout(8192, "async", 2, 384, 1, 1),
+    _Layout(12288, "async", 2, 384, 1, 1),
     _Layout(16384, "async", 2, 512, 1, 1, reload="smem"),
 )
-"""For rows of whole 16-byte vectors. Like those below the best of up to 66 layouts each (half of
-those drawn at random and half by generator/predict.py, and others from brackets nearby), at two N
-of the bracket and two M in bf16 on one H200: benchmarks/layouts.py, results/layouts_h200.json.
+"""For rows of whole 16-byte vectors. Like those below the best of up to 50 layouts each (ten of
+those drawn at random and by generator/predict.py, the others from brackets nearby and from larger
+draws before kernels added in blocks), at two N of the bracket and two M in bf16 on one H200:
+benchmarks/layouts.py, results/layouts_h200.json.
 A bracket goes from one column more than the one before it up to its own."""
 
 _EIGHT = (
@@ -66,56 +67,56 @@ _EIGHT = (
     _Layout(768, "async", 2, 64, 8, 1, rows_in_flight=2),
     _Layout(1024, "async", 2, 128, 4, 1, rows_in_flight=2),
     _Layout(1536, "async", 2, 128, 4, 1, rows_in_flight=2),
-    _Layout(2048, "async", 2, 64, 4, 1, weight_in="smem"),
+    _Layout(2048, "async", 2, 128, 1, 3, rows_in_flight=2),
     _Layout(3072, "async", 2, 128, 4, 1, weight_in="smem"),
-    _Layout(4096, "async", 3, 192, 1, 2, reload="smem"),
-    _Layout(6144, "async", 2, 192, 2, 1, weight_in="smem"),
+    _Layout(4096, "async", 4, 192, 1, 2),
+    _Layout(6144, "async", 3, 192, 1, 2, reload="smem"),
     _Layout(8192, "async", 2, 256, 1, 1),
-    _Layout(12288, "async", 3, 384, 1, 1, reload="smem"),
+    _Layout(12288, "async", 2, 384, 1, 1),
     _Layout(16384, "async", 2, 512, 1, 1, reload="smem"),
 )
 """For rows of whole 8-byte vectors."""
 
 _FOUR = (
-    _Layout(128, "async", 3, 32, 8, 2, rows_in_flight=2),
-    _Layout(256, "async", 6, 32, 8, 2, reload="smem"),
-    _Layout(384, "async", 3, 32, 8, 2, rows_in_flight=2, reload="smem"),
+    _Layout(128, "direct", 1, 32, 8, 4, rows_in_flight=2),
+    _Layout(256, "async", 3, 32, 8, 2, rows_in_flight=2),
+    _Layout(384, "async", 3, 32, 8, 2, reload="smem"),
     _Layout(512, "async", 3, 32, 8, 2, reload="smem"),
     _Layout(640, "async", 3, 64, 4, 2, weight_in="smem"),
-    _Layout(768, "async", 6, 64, 4, 2, reload="smem"),
-    _Layout(1024, "async", 3, 64, 2, 4),
-    _Layout(1280, "async", 4, 64, 4, 1, reload="smem"),
-    _Layout(1536, "direct", 1, 64, 8, 1, load_hint="default"),
+    _Layout(768, "async", 6, 32, 8, 1, weight_in="smem"),
+    _Layout(1024, "async", 4, 64, 4, 1, reload="smem"),
+    _Layout(1280, "async", 4, 128, 1, 4, reload="smem"),
+    _Layout(1536, "async", 4, 64, 4, 1, reload="smem"),
     _Layout(2048, "async", 2, 64, 2, 2),
-    _Layout(2560, "async", 4, 128, 1, 4, reload="smem"),
+    _Layout(2560, "async", 4, 192, 2, 1),
     _Layout(3072, "async", 3, 128, 1, 3),
-    _Layout(4096, "async", 4, 128, 1, 2),
-    _Layout(5120, "async", 3, 256, 1, 2, reload="smem"),
+    _Layout(4096, "async", 2, 192, 2, 1),
+    _Layout(5120, "async", 2, 192, 2, 1),
     _Layout(6144, "async", 3, 256, 1, 1),
-    _Layout(8192, "async", 2, 256, 1, 1),
-    _Layout(12288, "async", 3, 384, 1, 1, weight_in="smem"),
-    _Layout(16384, "async", 2, 512, 1, 1, reload="smem", weight_in="smem"),
+    _Layout(8192, "async", 3, 256, 1, 1),
+    _Layout(12288, "async", 2, 512, 1, 1, weight_in="smem"),
+    _Layout(16384, "async", 2, 1024, 1, 1, reload="smem", weight_in="smem", load_hint="default"),
 )
 """For rows of whole 4-byte words, in fp32 for any row."""
 
 _TWO = (
-    _Layout(128, "direct", 1, 32, 8, 2, rows_in_flight=4),
-    _Layout(256, "direct", 1, 32, 8, 2, rows_in_flight=2),
+    _Layout(128, "direct", 1, 64, 4, 3, rows_in_flight=4),
+    _Layout(256, "direct", 1, 32, 8, 2, load_hint="default"),
     _Layout(384, "direct", 1, 32, 8, 2, load_hint="default"),
-    _Layout(512, "direct", 1, 32, 4, 4),
+    _Layout(512, "direct", 1, 32, 8, 2, load_hint="default"),
     _Layout(640, "direct", 1, 32, 8, 2, load_hint="default"),
     _Layout(768, "direct", 1, 64, 8, 1, load_hint="default"),
-    _Layout(1024, "direct", 1, 64, 2, 4),
+    _Layout(1024, "direct", 1, 64, 2, 4, load_hint="default"),
     _Layout(1280, "direct", 1, 64, 8, 1, load_hint="default"),
     _Layout(1536, "direct", 1, 128, 4, 1, load_hint="default"),
     _Layout(2048, "direct", 1, 128, 4, 1, load_hint="default"),
     _Layout(2560, "direct", 1, 128, 4, 1, load_hint="default"),
-    _Layout(3072, "direct", 1, 128, 1, 4, weight_in="smem"),
+    _Layout(3072, "direct", 1, 128, 1, 4, weight_in="smem", load_hint="default"),
     _Layout(4096, "direct", 1, 256, 1, 2, load_hint="default"),
     _Layout(5120, "direct", 1, 256, 2, 1, weight_in="smem", load_hint="default"),
-    _Layout(6144, "direct", 1, 256, 1, 2, weight_in="smem"),
-    _Layout(8192, "direct", 1, 512, 1, 1, load_hint="default"),
-    _Layout(12288, "direct", 1, 512, 1, 1, weight_in="smem", load_hint="default"),
+    _Layout(6144, "direct", 1, 192, 2, 1, weight_in="smem"),
+    _Layout(8192, "direct", 1, 384, 1, 1),
+    _Layout(12288, "direct", 1, 384, 1, 1, weight_in="smem"),
 )
 """For an odd number of 2-byte elements, which cp.async cannot copy, and for fp32 where there is no
 room for the stages of those above."""
@@ -150,7 +151,7 @@ _PLAIN = (
 """Where a GPU or a dtype has no room for those above: few registers, and shared memory only where
 nothing else holds the rows."""
 
-_IN_BLOCKS = {
+_FP32_WEIGHT = {
     2: {
         16: (
             _Layout(6144, "async", 2, 256, 2, 1),
@@ -195,10 +196,8 @@ _IN_BLOCKS = {
         ),
     },
 }
-"""For an fp32 weight, by the bytes of an element and of a vector: the best that add rows in blocks,
-measured like those above on one H200 (results/layouts_bf16_fp32_h200.json, layouts_fp32_h200.json).
-Left out are fp32 rows of up to 2560 and 3072 columns in vectors of 4 bytes, where the best without
-blocks are 3 to 6 % faster and have hundreds of teams, with few rows each."""
+"""For an fp32 weight where those above had no room, by the bytes of an element and of a vector,
+measured like them on one H200 (results/layouts_bf16_fp32_h200.json, layouts_fp32_h200.json)."""
 
 
 def generic_variants(
@@ -250,19 +249,17 @@ def legal_config(
 
 def _layouts(itemsize: int, weight_dtype: str) -> dict[int, list[tuple[_Layout, bool]]]:
     """Layouts, best first, by the bytes of a vector, for elements of `itemsize` bytes; and whether
-    they add rows in blocks where the weight is fp32, which takes registers and shared memory: a
-    layout without blocks comes behind itself with them, and serves where they have no room."""
+    they add rows in blocks, which takes registers and shared memory: a layout without blocks comes
+    behind itself with them, and serves where they have no room."""
     rest = _MODEST + _PLAIN
     known = {16: _WIDE + _PLAIN, 8: _EIGHT + rest, 4: _FOUR + rest, 2: _TWO + rest}
     if itemsize == 4:
         known = {16: _WIDE + _ROOMY + _PLAIN, 8: _EIGHT + rest, 4: _FOUR + _TWO + rest}
-    if weight_dtype != "fp32":
-        return {size: [(layout, True) for layout in layouts] for size, layouts in known.items()}
     found = {}
     for size, layouts in known.items():
-        measured = [(layout, True) for layout in _IN_BLOCKS[itemsize].get(size, ())]
+        own = _FP32_WEIGHT[itemsize].get(size, ()) if weight_dtype == "fp32" else ()
         both = [(layout, how) for layout in layouts for how in (True, False)]
-        found[size] = list(dict.fromkeys(measured + both))
+        found[size] = list(dict.fromkeys([(layout, True) for layout in own] + both))
     return found
 
 

@@ -22,7 +22,7 @@ Config = Mapping[str, int | str]
 
 
 BLOCK_ROWS = 16
-"""Rows that a thread adds up at once where the weight is fp32. With blocks of b rows the error of a
+"""Rows that a thread adds up at once. With blocks of b rows the error of a
 sum of n grows like that of b + n / b additions, not of n (Higham, "Accuracy and Stability of
 Numerical Algorithms", 4.2), least for b = sqrt(n); teams on an H200 have 31 to 500 rows."""
 
@@ -42,8 +42,8 @@ def launches(config: Config) -> int:
 @dataclass(frozen=True)
 class Geometry(ItemSizes):
     """What a config means for one row length; `exact` is False for a kernel that takes any N from
-    `least` to this one at run time, in_blocks for one that adds up rows one after another though
-    the weight is fp32."""
+    `least` to this one at run time, in_blocks for one that adds up rows one after another, for want
+    of room."""
 
     config: Config
     N: int
@@ -187,11 +187,8 @@ class Geometry(ItemSizes):
     @property
     def block_batches(self) -> int:
         """Batches that a thread adds up before it adds their sum to the sum of its rows so far; 0:
-        it adds all one after another. That is so for a bf16 or fp16 weight: rounding dw to its
-        dtype hides it."""
-        if not self.in_blocks or self.weight_dtype != "fp32":
-            return 0
-        return max(1, BLOCK_ROWS // self["rows_in_flight"])
+        it adds all one after another."""
+        return max(1, BLOCK_ROWS // self["rows_in_flight"]) if self.in_blocks else 0
 
     @property
     def block_sums_offset(self) -> int:
@@ -229,7 +226,11 @@ class Geometry(ItemSizes):
 
     @property
     def fold_bytes(self) -> int:
-        """Partial dw of every team, in the memory of the stages once they are done."""
+        """Partial dw of every team, in the memory of the stages once they are done; none where a
+        single team stores whole float4s from its registers."""
+        adds = self["strategy"] in ("atomic", "semaphore", "bulk_reduce")
+        if self.teams == 1 and self.elements % 4 == 0 and not adds:
+            return 0
         return self.teams * self.partial_stride * 4
 
     @property

@@ -1,7 +1,7 @@
 // ---- Strategy `column_slices`: arrive, then sum slices side by side ---------------------------
 // Every CTA leaves its partial dw in the workspace and arrives at the ledger. The last to arrive sum
-// slices of kTailColumns columns over all rows in the order of sum_slice; last_arrived.cuh says who waits for whom
-// and why that ends.
+// slices of kTailColumns columns over all rows in the order of sum_slice; last_arrived.cuh says who
+// waits for whom and why that ends.
 //
 // Order of memory: the CTA barrier orders all threads' stores before thread 0's arrival (release at
 // gpu scope, cumulative; every later entry is a read-modify-write and continues its release sequence).

@@ -1,7 +1,7 @@
 // ---- Strategy `last_cta`: the last to finish sums ---------------------------------------------
 // Every CTA leaves its partial dw in the workspace and draws a ticket; who draws the last one sums
-// all rows in the order of sum_slice. With two levels the last of each group sums its group, and the last of
-// those sums the groups. Nobody ever waits.
+// all rows in the order of sum_slice. With two levels the last of each group sums its group, and the
+// last of those sums the groups. Nobody ever waits.
 //
 // Order of memory: the CTA barrier orders all threads' stores before thread 0's ticket, an
 // acquire-release at gpu scope; the drawer of the last ticket acquires every other CTA's release, and

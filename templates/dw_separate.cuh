@@ -1,6 +1,7 @@
 // ---- Strategy `separate`: a second kernel sums ------------------------------------------------
 // Every CTA leaves its partial dw in the workspace; the end of the grid orders those stores before
-// the second kernel, which sums slices of kTailColumns columns over all rows in the order of sum_slice.
+// the second kernel, which sums slices of kTailColumns columns over all rows in the order of
+// sum_slice.
 // With programmatic dependent launch the second kernel is started early; every thread of it waits,
 // before its first access to memory, until this grid has ended and its memory is visible.
 // allow_dependents publishes nothing, so the stores may follow it.

@@ -40,16 +40,10 @@ DEVICE float* store_partials(unsigned char* smem, const Rows& rows,
   return teams;
 }
 
-// The CTA's partial dw of four columns: the teams' in index order, or in pairs.
+// The CTA's partial dw of four columns: the teams' in pairs.
 DEVICE float4 cta_partial(const float* teams, int column) {
-  if constexpr (in_pairs())
-    return sum_in_pairs<0, kTeams>(
-        [&](int t) { return load_shared4(teams + t * kPartialStride + column); });
-  float4 sum = load_shared4(teams + column);
-#pragma unroll
-  for (int t = 1; t < kTeams; ++t)
-    sum = plus(sum, load_shared4(teams + t * kPartialStride + column));
-  return sum;
+  return sum_in_pairs<0, kTeams>(
+      [&](int t) { return load_shared4(teams + t * kPartialStride + column); });
 }
 
 // The columns that a thread handles when the CTA passes over a row of partial dw: all its visits to

@@ -28,7 +28,11 @@ struct RowSum {
     }
   }
   DEVICE void operator()(float (&value)[kRowsInFlight]) {
-    const unsigned buffer = batch & 1, phase = (batch >> 1) & 1;
+    send(value);
+    receive(value);
+  }
+  DEVICE void send(float (&value)[kRowsInFlight]) {
+    const unsigned buffer = batch & 1;
     float* into = sums + buffer * kSums;
     if (team_thread() == 0) mbarrier_expect(&arrived[buffer], kSums * sizeof(float));
     const unsigned lane = threadIdx.x % 32, warp = team_thread() / 32;
@@ -41,6 +45,10 @@ struct RowSum {
         store_cluster(into + (u * kCluster + cluster_rank()) * kWarpsPerRow + warp, value[u],
                       &arrived[buffer], lane);
     }
+  }
+  DEVICE void receive(float (&value)[kRowsInFlight]) {
+    const unsigned buffer = batch & 1, phase = (batch >> 1) & 1;
+    const float* into = sums + buffer * kSums;
     mbarrier_wait_cluster(&arrived[buffer], phase);
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u)

@@ -10,10 +10,10 @@ struct CompleteRows {
 // has asked for in kAhead rows at once, with the place of each (null behind the last row), before it
 // is added.
 //
-// The order is fixed: lane l of the kLanes lanes adds rows l, l + kLanes, ... in index order; lanes
-// that share a warp are added by butterfly (where kQuads divides a warp); what is left is added in
-// index order. With in_pairs() a lane first adds the kAhead rows that it has asked for in pairs, and
-// what is left is added in pairs (of up to kMostPaired: they are unrolled).
+// The order is fixed: lane l of the kLanes lanes gets rows l, l + kLanes, ..., adds the kAhead of them
+// that it has asked for in pairs, and these sums in index order; lanes that share a warp are added by
+// butterfly (where kQuads divides a warp); what is left is added in pairs (of up to kMostPaired,
+// because they are unrolled; more in index order).
 template <int kBlock, int kWidth, typename Partials = CompleteRows, typename Store>
 DEVICE void sum_slice(const float* partials, long long stride, unsigned count, int first,
                       int columns, float* buffer, Store store) {
@@ -43,12 +43,7 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
           const float* place = partials + (row + a * kLanes) * stride + column;
           return row + a * kLanes < count ? place : nullptr;
         });
-      if constexpr (in_pairs()) {
-        sum = plus(sum, sum_in_pairs<0, kAhead>([&](int a) { return ahead[a]; }));
-      } else {
-#pragma unroll
-        for (int a = 0; a < kAhead; ++a) sum = plus(sum, ahead[a]);
-      }
+      sum = plus(sum, sum_in_pairs<0, kAhead>([&](int a) { return ahead[a]; }));
     }
   }
   if constexpr (kShuffle) {
@@ -65,7 +60,7 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
   for (int start = 0; start < kWidth; start += kBlock) {
     const int c = start + static_cast<int>(threadIdx.x);
     if (c >= kWidth || first + c >= columns) continue;
-    if constexpr (in_pairs() && kRows <= kMostPaired) {
+    if constexpr (kRows <= kMostPaired) {
       store(first + c, sum_in_pairs<0, kRows>(
                            [&](int r) { return load_shared(buffer + r * kWidth + c); }));
     } else {

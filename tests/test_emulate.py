@@ -307,6 +307,17 @@ def test_program_ends_though_nobody_ends_it(target: Target) -> None:
         assert process.wait(timeout=30) == -signal.SIGALRM
 
 
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_single_team_stores_from_its_registers(flavour: str, target: Target) -> None:
+    """Whole float4s of it need no shared memory on their way, but where CTAs add to one row."""
+    knobs = {**FLAVOURS[flavour], "pipeline": "direct", "rows_per_cta": 1}
+    variant = plain_variant("43x1024:bf16", target, **knobs)
+    straight = ("separate", "last_cta", "column_slices", "mailbox")
+    assert (variant.fold_bytes == 0) == (variant["strategy"] in straight)
+    check = check_variant(variant, Problem.parse("43x1024:bf16"), schedules=3, seed=0)
+    assert check.problems == ()
+
+
 @pytest.mark.parametrize("shape", ["1x1:fp32", "1x8:bf16", "2x1024:fp16:fp32"])
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_few_rows(flavour: str, shape: str, target: Target) -> None:

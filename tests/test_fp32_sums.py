@@ -1,10 +1,12 @@
-"""Where the weight is fp32, rounding errors of dw show: rows add up in blocks, tails in pairs."""
+"""Rounding errors of dw in fp32: rows add up in blocks, teams and tails in pairs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.errors import composite, errors, executed
+from benchmarks.errors import composite, errors, executed, in_fp32
 from generator.emulate import find_compiler
 from generator.emulate.check import CPU, check_variant, plan
 from generator.problem import Problem
@@ -15,29 +17,32 @@ from tests.samples import DETERMINISTIC, FLAVOURS, plain_variant
 
 SCALAR = {"threads_per_row": 32, "rows_per_cta": 8}
 PART_OF_A_WARP = {"threads_per_row": 8}
+CLUSTER = {"pipeline": "bulk", "stages": 2, "threads_per_row": 128, "cluster": 2}
 BULK = {"pipeline": "bulk", "stages": 2, "threads_per_row": 32, "rows_per_cta": 8}
 
 
 @pytest.mark.parametrize(
-    ("shape", "has_blocks"),
-    [("43x1024:fp32", True), ("43x1024:bf16:fp32", True), ("43x1024:bf16", False)],
+    ("shape", "in_blocks"),
+    [
+        *(("43x1024:fp32", True), ("43x1024:bf16:fp32", True), ("43x1024:bf16", True)),
+        ("43x1024:bf16", False),
+    ],
 )
-def test_blocks_are_where_dw_is_fp32(shape: str, has_blocks: bool, target: Target) -> None:
-    variant = plain_variant(shape, target, strategy="separate")
-    assert ("blocks.end_batch(partial);" in render(variant)) == has_blocks
-    assert bool(variant.block_sums_bytes) == has_blocks
-    shared = plain_variant(shape, target, strategy="separate", rows_in_flight=4)
-    assert shared.block_batches == (BLOCK_ROWS // 4 if has_blocks else 0)
+def test_who_has_no_room_for_blocks_has_none(shape: str, in_blocks: bool, target: Target) -> None:
+    variant = replace(plain_variant(shape, target, rows_in_flight=4), in_blocks=in_blocks)
+    assert ("blocks.end_batch(partial);" in render(variant)) == in_blocks
+    assert bool(variant.block_sums_bytes) == in_blocks
+    assert variant.block_batches == (BLOCK_ROWS // 4 if in_blocks else 0)
 
 
 def dw_errors(
     variant: Variant, problem: Problem, participants: int, *sources: str
 ) -> tuple[float, ...]:
-    """Relative errors of dw against float64 on random normal rows: of sources of the variant, and
-    last of PyTorch's operations one after another."""
+    """Relative errors of dw in fp32 against float64 on random normal rows: of sources of the
+    variant, and last of PyTorch's operations one after another."""
     spec, launch = plan(variant, problem.M, participants)
-    calls = {source: executed(source, spec, launch) for source in sources}
-    found = errors(problem, {**calls, "composite": composite}, CPU)
+    calls = {source: executed(source, spec, launch, dw_in_fp32=True) for source in sources}
+    found = errors(problem, {**calls, "composite": in_fp32(composite)}, CPU)
     return tuple(found[name]["dw"] for name in (*sources, "composite"))
 
 
@@ -54,6 +59,9 @@ def in_a_row(source: str) -> str:
         ("4801x128:fp32", BULK),
         ("4801x128:fp32", {"threads_per_row": 32, "rows_in_flight": 4}),
         ("4801x256:bf16:fp32", {"threads_per_row": 32}),
+        ("4801x256:bf16", {"threads_per_row": 32}),
+        ("4801x256:fp16", BULK),
+        ("4801x2048:bf16", CLUSTER),
         ("4801x77:fp32", SCALAR),
         ("19201x64:fp32", PART_OF_A_WARP),
     ],
@@ -75,10 +83,20 @@ def test_many_rows_of_a_team_cost_little(
 
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("flavour", DETERMINISTIC)
-@pytest.mark.parametrize("shape", ["701x256:fp32", "701x250:bf16:fp32"])
-def test_blocks_lose_nothing(flavour: str, shape: str, target: Target) -> None:
+@pytest.mark.parametrize(
+    ("shape", "team"),
+    [
+        ("701x256:fp32", SCALAR),
+        ("701x250:bf16:fp32", SCALAR),
+        ("701x256:bf16", SCALAR),
+        ("701x2048:bf16", {"threads_per_row": 128, "cluster": 2, "rows_per_cta": 8}),
+    ],
+)
+def test_blocks_lose_nothing(
+    flavour: str, shape: str, team: dict[str, int | str], target: Target
+) -> None:
     """Closed blocks, one under way, and teams that have none."""
-    knobs = {**FLAVOURS[flavour], "threads_per_row": 32, "rows_per_cta": 8}
+    knobs = {**FLAVOURS[flavour], **team}
     variant = plain_variant(shape, target, **knobs)
     for M in (1, 16 * 40, 16 * 40 + 1, 701):  # 40 teams
         problem = Problem(M, variant.N, variant.dtype, variant.weight_dtype)
@@ -95,7 +113,7 @@ def test_tail_adds_in_pairs(target: Target) -> None:
     knobs: dict[str, int | str] = {"strategy": "separate", "sum_threads": 512, "slice_columns": 32}
     variant = plain_variant(problem, target, **knobs, rows_per_cta=1, threads_per_row=256)
     source = render(variant)
-    plain = source.replace("return sizeof(WeightElement) == 4;", "return false;")
+    plain = source.replace("if constexpr (kRows <= kMostPaired)", "if constexpr (false)")
     assert plain != source
     paired, one_after_another, pytorch = dw_errors(variant, problem, 640, source, plain)
     assert paired <= 1.1 * pytorch

@@ -56,7 +56,7 @@ class FakeGpu:
     "group",
     [
         *(Group(size, 1024, "bf16") for size in (2, 4, 8, 16)),
-        *(Group(4, 256, "fp32"), Group(8, 12288, "fp16"), Group(16, 16384, "bf16")),
+        *(Group(4, 256, "fp32"), Group(8, 12288, "fp16"), Group(16, 12288, "bf16")),
     ],
     ids=str,
 )
@@ -169,10 +169,14 @@ def rows_of(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def form(document: dict[str, Any]) -> list[set[tuple[str, ...]]]:
-    """The keys of a document, of its groups and of their rows."""
+    """The keys of a document, of its groups and of their rows, but for what some of them have."""
     groups = document["groups"]
     rows = [row for group in groups for row in rows_of(group)]
-    return [{tuple(one) for one in alike} for alike in ([document], groups, rows)]
+    some = ("in_a_row", "in_blocks")
+    return [
+        {tuple(key for key in one if key not in some) for one in alike}
+        for alike in ([document], groups, rows)
+    ]
 
 
 def test_best_of_neighbours_are_timed_along(tmp_path: Path, target: Target) -> None:
@@ -232,7 +236,7 @@ def test_committed_result_is_what_the_benchmark_writes(
         assert {len(each) for each in numbers} == {len(problems)}
         assert len(group["best"]) <= layouts.KEPT
     assert {tuple(left) for left in committed["left"]} == {("vector_bytes", "columns", "reason")}
-    assert COMMITTED.stat().st_size < 80_000
+    assert COMMITTED.stat().st_size < 110_000
 
 
 @pytest.mark.parametrize(
@@ -255,13 +259,13 @@ def test_generic_layouts_won_their_groups(
 
 
 @pytest.mark.parametrize(("itemsize", "name"), [(2, "bf16_fp32"), (4, "fp32")])
-def test_layouts_in_blocks_won_their_groups(itemsize: int, name: str) -> None:
-    """Where the weight is fp32; the two that are left out lost to one without blocks."""
+def test_layouts_of_an_fp32_weight_won_their_groups(itemsize: int, name: str) -> None:
+    """The two that are left out lost to one without blocks."""
     path = COMMITTED.parent / f"layouts_{name}_h200.json"
     groups = {(g["vector_bytes"], g["columns"]): g for g in json.loads(path.read_text())["groups"]}
     known = {
         (size, layout.columns): str(layout)
-        for size, layouts in generic._IN_BLOCKS[itemsize].items()
+        for size, layouts in generic._FP32_WEIGHT[itemsize].items()
         for layout in layouts
     }
     for key, group in groups.items():

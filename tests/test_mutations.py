@@ -41,7 +41,7 @@ ASYNC = {"pipeline": "async", "stages": 2}
 SHORT = {"threads_per_row": 8, "rows_per_cta": 2}
 EARLY: dict[str, int | str] = {"arrival": "early"}
 TEAMS = {"threads_per_row": 32, "rows_per_cta": 8}
-"""Of an fp32 weight: 1400 rows are two blocks for most teams."""
+"""1400 rows are two blocks for most teams."""
 
 BOOKED = "      const Ledger before = book_and_read(ledger(), kHandover);\n"
 IMPATIENT = BOOKED  # hands over whenever it finds that not all have arrived, which is allowed
@@ -611,7 +611,7 @@ PLANTED = {
         SHORT,
         shape="43x64:bf16",
     ),
-    # Sums of blocks of rows, in vectors of 16 bytes and one by one.
+    # Sums of blocks of rows, in vectors of 16 bytes and one by one, and while row sums travel.
     **{
         f"{bug} ({shape})": Mutation("column_slices", old, new, found, knobs, shape)
         for bug, old, new, found in (
@@ -652,7 +652,11 @@ PLANTED = {
                 r"race: (overwrites|reads) byte \d+ of shared memory|float64 gives",
             ),
         )
-        for shape, knobs in (("1400x256:fp32", {**BULK, **TEAMS}), ("1400x77:fp32", TEAMS))
+        for shape, knobs in (
+            ("1400x256:fp32", {**BULK, **TEAMS}),
+            ("1400x77:fp32", TEAMS),
+            ("1400x512:bf16", {**BULK, **TEAMS, "cluster": 2}),
+        )
     },
     **{
         f"sums of blocks at {place}": Mutation(

@@ -175,7 +175,7 @@ def test_sentence_of_a_rejection_has_the_numbers_of_the_gpu(space: Space) -> Non
     full = space.normalize(config, problem, find_target("h200"))
     rejection = space.reject(full, problem, find_target("h200"))
     assert rejection is not None
-    assert str(rejection) == "smem: needs 384 KiB, h200 allows 227 KiB"
+    assert str(rejection) == "smem: needs 448 KiB, h200 allows 227 KiB"
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def test_regions_of_shared_memory_follow_each_other_and_fit(case: Case) -> None:
         ("row sums", v.sums_offset, sums, 4),
         ("weight", v.weight_offset, v.weight_bytes, min(16, v["vector_bytes"])),
         ("broadcast", v.broadcast_offset, 8, 4),
+        ("block sums", v.block_sums_offset, v.block_sums_bytes, 16),
         ("tiles", v.tiles_offset, max(v.tile_bytes, v.fold_bytes, v.tail_bytes), 128),
     ]
     end = 0

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from generator.evaluator import refuse
 from generator.finals import SEATS, hold_finals
 from generator.legal import LegalConfigs
 from generator.result import Result
@@ -26,14 +27,16 @@ SHORT_US, LONG_US = HOST_US / 2, HOST_US * 2
 
 
 def drawn(count: int) -> dict[int, list[Config]]:
-    """`count` different configs of one launch, and as many of two, each a cubin of its own."""
-    rng, found = random.Random(7), dict[int, dict[str, Config]]({1: {}, 2: {}})
+    """`count` different configs of one launch, and as many of two, each a cubin of its own that may
+    run."""
+    rng, found, pool = random.Random(7), dict[int, dict[str, Config]]({1: {}, 2: {}}), FakePool()
     while any(len(configs) < count for configs in found.values()):
         config = LEGAL.draw(rng, (), deterministic=True)
         assert config is not None
-        configs = found[launches(config)]
-        if len(configs) < count:
-            configs[make_variant(config, PROBLEM).id] = config
+        configs, variant = found[launches(config)], make_variant(config, PROBLEM)
+        compiled = pool.result(variant, pool.submit(variant))
+        if len(configs) < count and refuse(variant, compiled, PROBLEM, TARGET) is None:
+            configs[variant.id] = config
     return {number: list(configs.values()) for number, configs in found.items()}
 
 

@@ -483,12 +483,8 @@ DEVICE float4 plus(float4 a, float4 b) {
 
 DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
 
-// Whether what the lanes and warps of a tail or the teams of a CTA have summed is added in pairs, and
-// pairs of pairs, so that each goes through few additions: where the weight is fp32 and no rounding of
-// dw hides their errors. CTAs that take turns still add one after another.
-DEVICE constexpr bool in_pairs() { return sizeof(WeightElement) == 4; }
-
-// load(kFirst) + ... of kCount values, each loaded where it is added.
+// load(kFirst) + ... of kCount values, in pairs, and pairs of pairs, so that each goes through few
+// additions; each is loaded where it is added.
 template <int kFirst, int kCount, typename Load> DEVICE auto sum_in_pairs(Load load) {
   if constexpr (kCount == 1)
     return load(kFirst);

@@ -476,9 +476,21 @@ template <typename T, int kCount> DEVICE void narrow(unsigned* words, const floa
   }
 }
 
-DEVICE float4 add4(float4 a, float4 b) {
+DEVICE float4 plus(float4 a, float4 b) {
   return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z),
                      __fadd_rn(a.w, b.w));
+}
+
+DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
+
+// load(kFirst) + ... of kCount values, in pairs, and pairs of pairs, so that each goes through few
+// additions; each is loaded where it is added.
+template <int kFirst, int kCount, typename Load> DEVICE auto sum_in_pairs(Load load) {
+  if constexpr (kCount == 1)
+    return load(kFirst);
+  else
+    return plus(sum_in_pairs<kFirst, (kCount + 1) / 2>(load),
+                sum_in_pairs<kFirst + (kCount + 1) / 2, kCount / 2>(load));
 }
 
 // Wide packets travel in chunks of up to 16 bytes.

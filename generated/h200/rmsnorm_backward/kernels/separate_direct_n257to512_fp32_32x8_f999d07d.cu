@@ -487,12 +487,8 @@ DEVICE float4 plus(float4 a, float4 b) {
 
 DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
 
-// Whether what the lanes and warps of a tail or the teams of a CTA have summed is added in pairs, and
-// pairs of pairs, so that each goes through few additions: where the weight is fp32 and no rounding of
-// dw hides their errors. CTAs that take turns still add one after another.
-DEVICE constexpr bool in_pairs() { return sizeof(WeightElement) == 4; }
-
-// load(kFirst) + ... of kCount values, each loaded where it is added.
+// load(kFirst) + ... of kCount values, in pairs, and pairs of pairs, so that each goes through few
+// additions; each is loaded where it is added.
 template <int kFirst, int kCount, typename Load> DEVICE auto sum_in_pairs(Load load) {
   if constexpr (kCount == 1)
     return load(kFirst);
@@ -799,11 +795,10 @@ struct Weight {
 };
 
 // ---- Blocks of rows --------------------------------------------------------------------------
-// The error of a sum grows with the additions that a term goes through. Where the weight is fp32, and
-// no rounding of dw to its dtype hides it, a thread adds up the rows of kBlockBatches batches, and then
-// those sums. The sum of its complete blocks waits in shared memory, in a place that no other thread
-// and no bulk copy touches, so it needs neither a barrier nor a fence. What is added when depends on
-// the number of the thread's batches alone.
+// The error of a sum grows with the additions that a term goes through. So a thread adds up the rows
+// of kBlockBatches batches, and then those sums. The sum of its complete blocks waits in shared
+// memory, in a place that no other thread and no bulk copy touches, so it needs neither a barrier nor
+// a fence. What is added when depends on the number of the thread's batches alone.
 struct RowBlocks {
   static_assert((kBlockBatches & (kBlockBatches - 1)) == 0, "a remainder for every batch");
   static constexpr int kChunk = kElements % 4 == 0 ? 4 : 1;  // floats; without bank conflicts
@@ -899,16 +894,10 @@ DEVICE float* store_partials(unsigned char* smem, const Rows& rows,
   return teams;
 }
 
-// The CTA's partial dw of four columns: the teams' in index order, or in pairs.
+// The CTA's partial dw of four columns: the teams' in pairs.
 DEVICE float4 cta_partial(const float* teams, int column) {
-  if constexpr (in_pairs())
-    return sum_in_pairs<0, kTeams>(
-        [&](int t) { return load_shared4(teams + t * kPartialStride + column); });
-  float4 sum = load_shared4(teams + column);
-#pragma unroll
-  for (int t = 1; t < kTeams; ++t)
-    sum = plus(sum, load_shared4(teams + t * kPartialStride + column));
-  return sum;
+  return sum_in_pairs<0, kTeams>(
+      [&](int t) { return load_shared4(teams + t * kPartialStride + column); });
 }
 
 // The columns that a thread handles when the CTA passes over a row of partial dw: all its visits to
@@ -1013,10 +1002,10 @@ struct CompleteRows {
 // has asked for in kAhead rows at once, with the place of each (null behind the last row), before it
 // is added.
 //
-// The order is fixed: lane l of the kLanes lanes adds rows l, l + kLanes, ... in index order; lanes
-// that share a warp are added by butterfly (where kQuads divides a warp); what is left is added in
-// index order. With in_pairs() a lane first adds the kAhead rows that it has asked for in pairs, and
-// what is left is added in pairs (of up to kMostPaired: they are unrolled).
+// The order is fixed: lane l of the kLanes lanes gets rows l, l + kLanes, ..., adds the kAhead of them
+// that it has asked for in pairs, and these sums in index order; lanes that share a warp are added by
+// butterfly (where kQuads divides a warp); what is left is added in pairs (of up to kMostPaired,
+// because they are unrolled; more in index order).
 template <int kBlock, int kWidth, typename Partials = CompleteRows, typename Store>
 DEVICE void sum_slice(const float* partials, long long stride, unsigned count, int first,
                       int columns, float* buffer, Store store) {
@@ -1046,12 +1035,7 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
           const float* place = partials + (row + a * kLanes) * stride + column;
           return row + a * kLanes < count ? place : nullptr;
         });
-      if constexpr (in_pairs()) {
-        sum = plus(sum, sum_in_pairs<0, kAhead>([&](int a) { return ahead[a]; }));
-      } else {
-#pragma unroll
-        for (int a = 0; a < kAhead; ++a) sum = plus(sum, ahead[a]);
-      }
+      sum = plus(sum, sum_in_pairs<0, kAhead>([&](int a) { return ahead[a]; }));
     }
   }
   if constexpr (kShuffle) {
@@ -1068,7 +1052,7 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
   for (int start = 0; start < kWidth; start += kBlock) {
     const int c = start + static_cast<int>(threadIdx.x);
     if (c >= kWidth || first + c >= columns) continue;
-    if constexpr (in_pairs() && kRows <= kMostPaired) {
+    if constexpr (kRows <= kMostPaired) {
       store(first + c, sum_in_pairs<0, kRows>(
                            [&](int r) { return load_shared(buffer + r * kWidth + c); }));
     } else {
@@ -1083,7 +1067,8 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
 }
 // ---- Strategy `separate`: a second kernel sums ------------------------------------------------
 // Every CTA leaves its partial dw in the workspace; the end of the grid orders those stores before
-// the second kernel, which sums slices of kTailColumns columns over all rows in the order of sum_slice.
+// the second kernel, which sums slices of kTailColumns columns over all rows in the order of
+// sum_slice.
 // With programmatic dependent launch the second kernel is started early; every thread of it waits,
 // before its first access to memory, until this grid has ended and its memory is visible.
 // allow_dependents publishes nothing, so the stores may follow it.
