@@ -203,9 +203,12 @@ def table(
     recording: Recording, compared: Sequence[Comparison], checkpoints: Sequence[int] = CHECKPOINTS
 ) -> str:
     """The comparison as text."""
+    recorded = len(recording.entries)
+    legal = len(Replayed(recording).legal.first(recorded))
+    of_all = f" (of {recorded} recorded)" * (legal < recorded)
     lines = [
         f"{recording.problem} on {recording.facts.get('gpu', recording.gpu)}: "
-        f"{len(recording.entries)} legal configs, the best at {recording.optimum:.4f} x floor.",
+        f"{legal} legal configs{of_all}, the best at {recording.optimum:.4f} x floor.",
         "Mean share of the optimum's speed, and share of seeds within "
         f"{CLOSE:.0%} of it, after so many evaluations:",
         "",
