@@ -250,7 +250,7 @@ def legal_config(
 def _layouts(itemsize: int, weight_dtype: str) -> dict[int, list[tuple[_Layout, bool]]]:
     """Layouts, best first, by the bytes of a vector, for elements of `itemsize` bytes; and whether
     they add rows in blocks, which takes registers and shared memory: a layout without blocks comes
-    behind itself with them, and serves where they have no room."""
+    right behind itself with them, before layouts that are slower."""
     rest = _MODEST + _PLAIN
     known = {16: _WIDE + _PLAIN, 8: _EIGHT + rest, 4: _FOUR + rest, 2: _TWO + rest}
     if itemsize == 4:

@@ -1,8 +1,9 @@
 // ---- Blocks of rows --------------------------------------------------------------------------
 // The error of a sum grows with the additions that a term goes through. So a thread adds up the rows
-// of kBlockBatches batches, and then those sums. The sum of its complete blocks waits in shared
-// memory, in a place that no other thread and no bulk copy touches, so it needs neither a barrier nor
-// a fence. What is added when depends on the number of the thread's batches alone.
+// of kBlockBatches batches, and then those sums. (In a cluster a block ends within a batch, before the
+// rows of that are added, so that the first has a batch less.) The sum of its complete blocks waits in
+// shared memory, in a place that no other thread and no bulk copy touches, so it needs neither a
+// barrier nor a fence. What is added when depends on the number of the thread's batches alone.
 struct RowBlocks {
   static_assert((kBlockBatches & (kBlockBatches - 1)) == 0, "a remainder for every batch");
   static constexpr int kChunk = kElements % 4 == 0 ? 4 : 1;  // floats; without bank conflicts

@@ -76,6 +76,7 @@ def plain_variant(problem: Problem | str, target: Target, **knobs: int | str) ->
     config: Config = {"vector_bytes": widest, **PLAIN, **knobs}
     config = SPACE.normalize(config, problem, target)
     assert not (rejection := SPACE.reject(config, problem, target)), rejection
+    assert {**config, **knobs} == config, "the space leaves no choice in one of these knobs"
     return make_variant(config, problem)
 
 

@@ -20,7 +20,7 @@ from generator.emulate import Schedule, check_variant, emulate, find_compiler, r
 from generator.emulate import build as host_build
 from generator.emulate.__main__ import main
 from generator.emulate.build import build
-from generator.emulate.check import CPU, check_source, plan, reduced
+from generator.emulate.check import CPU, PARTICIPANTS, check_source, plan, reduced
 from generator.emulate.run import Layout, Wishes
 from generator.errors import NormforgeError
 from generator.generic import generic_variants, takes_rows
@@ -307,15 +307,39 @@ def test_program_ends_though_nobody_ends_it(target: Target) -> None:
         assert process.wait(timeout=30) == -signal.SIGALRM
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_single_team_stores_from_its_registers(flavour: str, target: Target) -> None:
-    """Whole float4s of it need no shared memory on their way, but where CTAs add to one row."""
-    knobs = {**FLAVOURS[flavour], "pipeline": "direct", "rows_per_cta": 1}
-    variant = plain_variant("43x1024:bf16", target, **knobs)
-    straight = ("separate", "last_cta", "column_slices", "mailbox")
-    assert (variant.fold_bytes == 0) == (variant["strategy"] in straight)
-    check = check_variant(variant, Problem.parse("43x1024:bf16"), schedules=3, seed=0)
-    assert check.problems == ()
+STRAIGHT = ("separate", "last_cta", "column_slices", "mailbox")
+ONE_TEAM: list[tuple[str, dict[str, int | str], tuple[str, ...]]] = [
+    ("43x1024:bf16", {}, STRAIGHT),
+    ("43x1002:fp32", {}, ()),
+    ("43x1001:bf16", {}, ()),
+    ("43x4096:fp16", {"cluster": 2, "threads_per_row": 256}, STRAIGHT),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "knobs", "straight", "flavour"),
+    [
+        (*case, flavour)
+        for case in ONE_TEAM
+        for flavour in FLAVOURS
+        if not case[1] or flavour in ("separate", "column_slices", "mailbox", "atomic")
+    ],
+)
+def test_single_team_stores_from_its_registers(
+    shape: str,
+    knobs: dict[str, int | str],
+    straight: tuple[str, ...],
+    flavour: str,
+    target: Target,
+) -> None:
+    """Whole float4s of it need no shared memory on their way, but where CTAs add to one row: then
+    as much as its columns. An access outside is found."""
+    variant = plain_variant(
+        shape, target, **FLAVOURS[flavour], **knobs, pipeline="direct", rows_per_cta=1
+    )
+    columns = -(-variant.columns // 4) * 4
+    assert variant.fold_bytes == (0 if variant["strategy"] in straight else 4 * columns)
+    assert check_variant(variant, Problem.parse(shape), schedules=3, seed=0).problems == ()
 
 
 @pytest.mark.parametrize("shape", ["1x1:fp32", "1x8:bf16", "2x1024:fp16:fp32"])
@@ -442,7 +466,8 @@ def test_reduced_rows_refill_every_stage(target: Target) -> None:
     )
     small = reduced(variant, Problem.parse("65536x1024:bf16"))
     assert small.N == 1024
-    assert 4 < small.M / (5 * 2) < 8
+    batches = small.M // (PARTICIPANTS * variant["rows_per_cta"] * variant.batch_rows)
+    assert batches == max(4 + 1, 2 * variant.block_batches + 1)
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,14 @@ def test_document_and_exit_code(machine: FakeGpu, tmp_path: Path, capsys: Any) -
     assert "8192x1024:bf16: no measured config" in capsys.readouterr().err
 
 
+def test_blocks_are_timed_like_the_values_of_a_knob(machine: FakeGpu, tmp_path: Path) -> None:
+    out = tmp_path / "blocks.json"
+    assert knob.main(["in_blocks", "--out", str(out), "--shapes", str(PROBLEM)]) == 0
+    document = json.loads(out.read_text())
+    assert document["knob"] == "in_blocks"
+    assert [(row["value"], row["us"]) for row in document["rows"]] == [(True, 11.0), (False, 12.0)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

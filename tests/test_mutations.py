@@ -40,6 +40,7 @@ BULK = {"pipeline": "bulk", "stages": 2}
 ASYNC = {"pipeline": "async", "stages": 2}
 SHORT = {"threads_per_row": 8, "rows_per_cta": 2}
 EARLY: dict[str, int | str] = {"arrival": "early"}
+PAIR = {"threads_per_row": 256, "rows_per_cta": 1, "cluster": 2}
 TEAMS = {"threads_per_row": 32, "rows_per_cta": 8}
 """1400 rows are two blocks for most teams."""
 
@@ -488,7 +489,7 @@ PLANTED = {
         "  cluster_barrier();\n",
         "",
         r"race: uses mbarrier \d+, whose initialisation|an mbarrier at byte \d+ .* not initialised",
-        {"cluster": 2, "rows_per_cta": 1, "threads_per_row": 256},
+        PAIR,
         shape="21x4096:bf16",
     ),
     "sums of a cluster read before their wait": Mutation(
@@ -496,7 +497,7 @@ PLANTED = {
         "    mbarrier_wait_cluster(&arrived[buffer], phase);\n",
         "",
         r"reads byte \d+ of shared memory, .*(store from the cluster|nobody has written)",
-        {"cluster": 2, "rows_per_cta": 1, "threads_per_row": 256},
+        PAIR,
         shape="21x4096:bf16",
     ),
     "barrier of the row sum removed": Mutation(
@@ -655,17 +656,21 @@ PLANTED = {
         for shape, knobs in (
             ("1400x256:fp32", {**BULK, **TEAMS}),
             ("1400x77:fp32", TEAMS),
-            ("1400x512:bf16", {**BULK, **TEAMS, "cluster": 2}),
+            ("300x4096:bf16", {**BULK, **PAIR, "rows_in_flight": 4}),
         )
     },
     **{
-        f"sums of blocks at {place}": Mutation(
+        f"sums of blocks at {place} ({shape})": Mutation(
             "column_slices",
             "smem + kBlockSumsOffset",
             place,
             r"of shared memory|mbarrier|float64 gives",
-            {**BULK, **TEAMS},
-            "1400x256:fp32",
+            knobs,
+            shape,
+        )
+        for shape, knobs in (
+            ("1400x256:fp32", {**BULK, **TEAMS}),
+            ("300x4096:bf16", {**BULK, **PAIR, "rows_in_flight": 4}),
         )
         for place in ("smem + 16", "smem + kTilesOffset - 64")
     },

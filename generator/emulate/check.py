@@ -72,11 +72,13 @@ def plan(variant: Variant, M: int, participants: int = PARTICIPANTS) -> tuple[Ke
 
 
 def reduced(variant: Variant, problem: Problem, participants: int = PARTICIPANTS) -> Problem:
-    """The problem with few rows: enough that every stage of every CTA is refilled, and a last batch
-    that is not full where there can be one."""
+    """The problem with few rows: enough that every stage of every CTA is refilled and every team
+    adds the sum of a second block to that of its first and goes on, and a last batch that is not
+    full where there can be one."""
     batch = variant["rows_per_cta"] * variant.batch_rows
     rest = batch // 2 + 1 if batch > 2 else 1
-    rows = participants * batch * (variant["stages"] + 1) + rest
+    rounds = max(variant["stages"] + 1, 2 * variant.block_batches + 1)
+    rows = participants * batch * rounds + rest
     return replace(problem, M=min(problem.M, rows))
 
 
