@@ -228,20 +228,21 @@ def main(argv: list[str] | None = None) -> int:
         problems += random_shapes(args.random, args.seed, args.elements)
         module = load_module(args.module)
         calls: dict[str, Bind] = {"aten": aten, "composite": composite}
-        if args.dw == "fp32":
+        dw_in_fp32 = args.dw == "fp32"
+        if dw_in_fp32:
             calls = {"composite": in_fp32(composite)}
         if args.executor:
             if find_compiler() is None:
                 raise NormforgeError("--executor needs a C++ compiler, and none was found")
             device, table = torch.device("cpu"), Table.load(args.module)
-            calls[OURS] = in_executor(args.module, table, args.dw == "fp32")
+            calls[OURS] = in_executor(args.module, table, dw_in_fp32)
             executor = f"CPU, grids of {table.target['title']}"
             environment = {"executor": executor, "torch": torch.__version__}
         else:
             if not torch.cuda.is_available():
                 raise NormforgeError("no GPU: PyTorch sees none; --executor needs none")
             device, environment = torch.device("cuda", 0), machine(Session(0).facts)
-            calls[OURS] = of_module(module, args.dw == "fp32")
+            calls[OURS] = of_module(module, dw_in_fp32)
         rows = []
         for problem in problems:
             with torch.no_grad():

@@ -39,7 +39,7 @@ from generator.space_file import load_space  # noqa: E402
 from generator.studies import Study, read_studies  # noqa: E402
 from generator.supply import Supply  # noqa: E402
 from generator.target import Target, match_device  # noqa: E402
-from generator.variant import Variant, make_variant  # noqa: E402
+from generator.variant import Config, Variant, make_variant  # noqa: E402
 from generator.worker import Candidate, Job, WorkerLostError  # noqa: E402
 
 BLOCKS = "in_blocks"
@@ -48,11 +48,29 @@ Family = Mapping[int | str, Variant]
 """One config with each value of the knob, by the value."""
 
 
+def family_of(space: Space, knob: str, config: Config, problem: Problem, target: Target) -> Family:
+    """The config with each legal value of the knob."""
+    if knob == BLOCKS:
+        if space.reject(config, problem, target):
+            return {}
+        blocked = make_variant(config, problem)
+        return {True: blocked, False: replace(blocked, in_blocks=False)}
+    (values,) = [each.choices for each in space.knobs if each.name == knob]
+    found: dict[int | str, Variant] = {}
+    for value in values:
+        try:
+            changed = space.normalize({**config, knob: value}, problem, target)
+        except NormforgeError:  # a value that the space no longer has
+            break
+        if changed[knob] == value and not space.reject(changed, problem, target):
+            found[value] = make_variant(changed, problem)
+    return found
+
+
 def families(
     space: Space, knob: str, studies: Iterable[Study], problem: Problem, target: Target, count: int
 ) -> list[Family]:
     """The fastest `count` configs that may win, each with the legal values of the knob."""
-    values = [value for each in space.knobs if each.name == knob for value in each.choices]
     place = (problem, target.name, target.sms, "measured")
     own = [s for s in studies if (s.problem, s.gpu, s.sms, s.evidence) == place]
     ranked = sorted((record for study in own for record in study.ranked), key=lambda r: r.ratio)
@@ -61,17 +79,7 @@ def families(
     for record in ranked:
         if record.config.keys() != names:
             continue  # of another space: what it left open was not measured
-        family: dict[int | str, Variant] = {}
-        if knob == BLOCKS and not space.reject(record.config, problem, target):
-            blocked = make_variant(record.config, problem)
-            family = {True: blocked, False: replace(blocked, in_blocks=False)}
-        for value in values:
-            try:
-                config = space.normalize({**record.config, knob: value}, problem, target)
-            except NormforgeError:  # a value that the space no longer has
-                break
-            if config[knob] == value and not space.reject(config, problem, target):
-                family[value] = make_variant(config, problem)
+        family = family_of(space, knob, record.config, problem, target)
         if len(family) > 1 and family not in found:
             found.append(family)
         if len(found) == count:

@@ -85,8 +85,7 @@ def _partials(case: Case) -> dict[str, float]:
     if v.teams > 1:
         per_sm = 2 * v.fold_bytes * min(case.resident, case.ctas_per_sm)
         fold = (per_sm / case.model.smem_bytes_per_clock + case.model.barrier_clocks) / rates.clocks
-    stored = v["strategy"] in ("mailbox", "column_slices", "separate", "last_cta")
-    written = case.launch.participants * case.partial_row_bytes if stored else 0
+    written = case.launch.participants * case.partial_row_bytes if v.stores_rows else 0
     return {"fold": fold, "partials": rates.exchange(written, case.sms_used)}
 
 

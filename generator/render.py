@@ -71,7 +71,7 @@ def render(variant: Variant) -> str:
             in_blocks=bool(variant.block_batches),
             least_columns=variant.least_columns,
             arrives_early=strategy == "mailbox" and variant["arrival"] == "early",
-            uses_slices=strategy in ("separate", "last_cta", "column_slices", "mailbox"),
+            uses_slices=variant.stores_rows,
             uses_ledger=strategy in ("column_slices", "mailbox"),
             uses_turns=strategy == "semaphore" or fragment == "bulk_turns",
             dw_fragment=fragment,

@@ -61,10 +61,14 @@ class Replayed:
         self.legal = LegalConfigs(recording.space(), recording.problem, target)
 
     @cached_property
+    def allowed(self) -> list[Values]:
+        """Every legal config, in the order of the file."""
+        return self.legal.first(len(self.recording.entries))
+
+    @cached_property
     def configs(self) -> list[Values]:
-        """Every legal config that may win if it is fast, in the order of the file."""
-        found = self.legal.first(len(self.recording.entries))
-        return [config for config in found if determinism_class(config) != "none"]
+        """Those that may win if they are fast."""
+        return [config for config in self.allowed if determinism_class(config) != "none"]
 
     def ratio(self, config: Config) -> float:
         """Ratio to the floor; infinite for a config that may not win."""
@@ -203,8 +207,7 @@ def table(
     recording: Recording, compared: Sequence[Comparison], checkpoints: Sequence[int] = CHECKPOINTS
 ) -> str:
     """The comparison as text."""
-    recorded = len(recording.entries)
-    legal = len(Replayed(recording).legal.first(recorded))
+    recorded, legal = len(recording.entries), len(Replayed(recording).allowed)
     of_all = f" (of {recorded} recorded)" * (legal < recorded)
     lines = [
         f"{recording.problem} on {recording.facts.get('gpu', recording.gpu)}: "

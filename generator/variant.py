@@ -22,9 +22,9 @@ Config = Mapping[str, int | str]
 
 
 BLOCK_ROWS = 16
-"""Rows that a thread adds up at once. With blocks of b rows the error of a
-sum of n grows like that of b + n / b additions, not of n (Higham, "Accuracy and Stability of
-Numerical Algorithms", 4.2), least for b = sqrt(n); teams on an H200 have 31 to 500 rows."""
+"""Rows that a thread adds up at once. With blocks of b rows the error of a sum of n grows like that
+of b + n / b additions, not of n (Higham, "Accuracy and Stability of Numerical Algorithms", 4.2),
+least for b = sqrt(n); teams on an H200 have 31 to 500 rows."""
 
 
 def determinism_class(config: Config) -> str:
@@ -225,11 +225,16 @@ class Geometry(ItemSizes):
         return round_up(self.columns, 4)
 
     @property
+    def stores_rows(self) -> bool:
+        """Whether every CTA leaves its partial dw in a row of its own and a tail sums slices of all
+        rows; else CTAs add theirs to what others have left."""
+        return self["strategy"] in ("separate", "last_cta", "column_slices", "mailbox")
+
+    @property
     def fold_bytes(self) -> int:
         """Partial dw of every team, in the memory of the stages once they are done; none where a
         single team stores whole float4s from its registers."""
-        adds = self["strategy"] in ("atomic", "semaphore", "bulk_reduce")
-        if self.teams == 1 and self.elements % 4 == 0 and not adds:
+        if self.teams == 1 and self.elements % 4 == 0 and self.stores_rows:
             return 0
         return self.teams * self.partial_stride * 4
 

@@ -42,7 +42,11 @@ SHORT = {"threads_per_row": 8, "rows_per_cta": 2}
 EARLY: dict[str, int | str] = {"arrival": "early"}
 PAIR = {"threads_per_row": 256, "rows_per_cta": 1, "cluster": 2}
 TEAMS = {"threads_per_row": 32, "rows_per_cta": 8}
-"""1400 rows are two blocks for most teams."""
+CLOSING: tuple[tuple[str, dict[str, int | str]], ...] = (
+    ("1400x256:fp32", {**BULK, **TEAMS}),
+    ("300x4096:bf16", {**BULK, **PAIR, "rows_in_flight": 4}),
+)
+"""Shapes and knobs of which most teams have two blocks of rows, without and with clusters."""
 
 BOOKED = "      const Ledger before = book_and_read(ledger(), kHandover);\n"
 IMPATIENT = BOOKED  # hands over whenever it finds that not all have arrived, which is allowed
@@ -653,11 +657,7 @@ PLANTED = {
                 r"race: (overwrites|reads) byte \d+ of shared memory|float64 gives",
             ),
         )
-        for shape, knobs in (
-            ("1400x256:fp32", {**BULK, **TEAMS}),
-            ("1400x77:fp32", TEAMS),
-            ("300x4096:bf16", {**BULK, **PAIR, "rows_in_flight": 4}),
-        )
+        for shape, knobs in (*CLOSING, ("1400x77:fp32", TEAMS))
     },
     **{
         f"sums of blocks at {place} ({shape})": Mutation(
@@ -668,10 +668,7 @@ PLANTED = {
             knobs,
             shape,
         )
-        for shape, knobs in (
-            ("1400x256:fp32", {**BULK, **TEAMS}),
-            ("300x4096:bf16", {**BULK, **PAIR, "rows_in_flight": 4}),
-        )
+        for shape, knobs in CLOSING
         for place in ("smem + 16", "smem + kTilesOffset - 64")
     },
     # A wrong kernel that synchronises well.
