@@ -1,4 +1,6 @@
-"""Host time of one call, piece by piece: `python -m benchmarks.host_time --out host.json` on a GPU.
+"""Host time of one call, piece by piece, on a GPU.
+
+    python benchmarks/host_time.py --out host.json
 
 Every number is microseconds of one call on the host: the median over many short batches, each of
 which starts with an idle GPU and stays far below the length of the launch queue, so that nothing
@@ -24,21 +26,24 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from benchmarks.results import write_json
-from generator.problem import Problem
-from generator.runtime import cuda
-from generator.runtime.api import Package
-from generator.runtime.binding import Binding, bind, pack_addresses
-from generator.runtime.launch import cuda_driver, plain_extent
-from generator.runtime.plan import plan_launch
-from generator.workload import Inputs, make_inputs
+import torch  # noqa: E402
+
+from benchmarks.results import write_json  # noqa: E402
+from generator.problem import Problem  # noqa: E402
+from generator.runtime import cuda  # noqa: E402
+from generator.runtime.api import Package  # noqa: E402
+from generator.runtime.binding import Binding, bind, pack_addresses  # noqa: E402
+from generator.runtime.launch import cuda_driver, plain_extent  # noqa: E402
+from generator.runtime.plan import plan_launch  # noqa: E402
+from generator.workload import Inputs, make_inputs  # noqa: E402
 
 BATCH = 50
 BATCHES = 25
 PASSES = 9
-PACKAGE = Path(__file__).resolve().parent.parent / "generated" / "h200" / "rmsnorm_backward"
+PACKAGE = ROOT / "generated" / "h200" / "rmsnorm_backward"
 
 
 Calls = dict[str, Callable[[], Any]]
@@ -328,17 +333,24 @@ def run(package: Package, problem: Problem) -> dict[str, Any]:
     return document
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--package", type=Path, default=PACKAGE)
     parser.add_argument("--shape", default="4096x256:bf16")
     parser.add_argument("--out", type=Path, help="also write the document to this file")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("host_time.py: needs a CUDA GPU, and PyTorch sees none", file=sys.stderr)
+        return 2
     document = run(Package(options.package), Problem.parse(options.shape))
     print(json.dumps(document, indent=1))
     if options.out:
         write_json(options.out, document)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

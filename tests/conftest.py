@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -58,3 +60,20 @@ def here() -> Target:
     found = match_device(properties.name, properties.multi_processor_count)
     assert found is not None
     return found
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Everything but the norms is deterministic too, and fresh memory is filled with NaN."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def served_by_kernels() -> Iterator[None]:
+    """A fallback to PyTorch would pass most of these tests: it warns, and that is an error here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*using (PyTorch's own|the formula)")
+        yield

@@ -7,15 +7,19 @@ import random
 import struct
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 from hypothesis import reject
 from hypothesis import strategies as st
 
 from generator.compile import Compiled, compile_variant
 from generator.compile_pool import CompilePool
+from generator.emit import PROVENANCE_KEYS, Entry, emit_package
 from generator.errors import NormforgeError
+from generator.forward_tune import tune_forwards
 from generator.generic import compile_generics
 from generator.problem import ITEMSIZE, Problem
+from generator.runtime.api import Package
 from generator.runtime.plan import MAIN_KERNEL
 from generator.space import Space
 from generator.space_file import load_space
@@ -166,3 +170,18 @@ def compiled_generics(target: Target) -> list[tuple[Variant, Compiled]]:
             return [pool.result(variant, job) for variant, job in jobs]
 
         return compile_generics(target, compile)
+
+
+def training_package(target: Target, folder: Path) -> Package:
+    """For `doors.Training` on a GPU: hidden norms by a strategy whose CTAs wait for each other, the
+    rest by generic kernels."""
+    facts = dict.fromkeys(PROVENANCE_KEYS, "known")
+    entries = []
+    for dtype in ("bf16", "fp32"):
+        problem = Problem(68, 1024, dtype, dtype)
+        v = plain_variant(f"4096x1024:{dtype}", target, strategy="column_slices")
+        v = make_variant(v.config, problem)
+        entries.append(Entry(problem, v, compile_variant(v, target.arch), "measured", facts))
+    folder = folder / "rmsnorm_backward"
+    emit_package(entries, compiled_generics(target), target, folder, tune_forwards([], target))
+    return Package(folder)

@@ -4,8 +4,6 @@ errors at most PyTorch's; what may go wrong between threads, streams, devices an
 from __future__ import annotations
 
 import threading
-import warnings
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,19 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from generator.compile import compile_variant
-from generator.emit import PROVENANCE_KEYS, Entry, emit_package
-from generator.forward_tune import tune_forwards
-from generator.problem import Problem
 from generator.runtime.api import Package
 from generator.runtime.graph import make_backend
 from generator.target import Target
-from generator.variant import make_variant
 from tests.accuracy import Case, cases, check
 from tests.doors import Training, equal_bits, make_door
-from tests.samples import compiled_generics, plain_variant
+from tests.samples import training_package
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("deterministic", "served_by_kernels"),
+]
 
 DOORS = ("1", "2", "2 with residual", "3")
 SIZES = {"width": 1024, "heads": 8, "tokens": 32}
@@ -34,26 +30,7 @@ SIZES = {"width": 1024, "heads": 8, "tokens": 32}
 
 @pytest.fixture(scope="module")
 def package(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """Hidden norms by a strategy whose CTAs wait for each other, the rest by generic kernels."""
-    folder = tmp_path_factory.mktemp("training") / "rmsnorm_backward"
-    facts = dict.fromkeys(PROVENANCE_KEYS, "known")
-    entries = []
-    for dtype in ("bf16", "fp32"):
-        problem = Problem(68, 1024, dtype, dtype)
-        v = plain_variant(f"4096x1024:{dtype}", here, strategy="column_slices")
-        v = make_variant(v.config, problem)
-        entries.append(Entry(problem, v, compile_variant(v, here.arch), "measured", facts))
-    emit_package(entries, compiled_generics(here), here, folder, tune_forwards([], here))
-    return Package(folder)
-
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Everything but the norms is deterministic too, and fresh memory is filled with NaN."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    return training_package(here, tmp_path_factory.mktemp("training"))
 
 
 def training(package: Package, door: str, how: str = "eager", seed: int = 0) -> Training:
@@ -68,14 +45,6 @@ def training(package: Package, door: str, how: str = "eager", seed: int = 0) -> 
 
 def routed(package: Package, door: str) -> Any:
     return package.installed() if door == "3" else nullcontext()
-
-
-@pytest.fixture(autouse=True)
-def served_by_kernels() -> Iterator[None]:
-    """A fallback to PyTorch would pass most of these tests: it warns, and that is an error here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*using (PyTorch's own|the formula)")
-        yield
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from generator.compile import compile_variant
 from generator.emit import PROVENANCE_KEYS, Entry, emit_package
 from generator.problem import Problem
+from generator.runtime import api as api_module
 from generator.runtime import binding as binding_module
 from generator.runtime import call as call_module
 from generator.runtime import driver as driver_module
@@ -952,6 +953,26 @@ def test_scratch_that_comes_back_has_room_for_the_largest_plan(
     learned(package, M=2)
     assert who_served(machine, lambda: door_2(package, **inputs(16)))[:2] == (2, 0)
     assert machine.allocated[machine.native[-2].arguments[10]][0] >= needed
+
+
+def test_warmup_takes_the_memory_that_native_launches_need(
+    machine: Machine, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, answer in (("is_available", True), ("current_device", 0), ("device", nullcontext())):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(api_module, "raw_stream", lambda device: machine.here())
+    on_cpu = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None, **how: on_cpu(*size, **how))
+    machine.stream = 8  # the current stream of native launches, and of what is warmed up
+    cold, warm = make(SEPARATE), make(SEPARATE)
+    warm.warmup([(4096, 1024, "bf16"), (6, 1024, "bf16")])
+    for package, takes in ((warm, False), (cold, True)):
+        before = len(machine.allocated), len(machine.zeroed)
+        learned(package, M=4096)
+        assert who_served(machine, lambda p=package: door_2(p, **inputs(4096)))[:2] == (2, 0)
+        assert ((len(machine.allocated), len(machine.zeroed)) != before) is takes
+    warm.warmup([(6, 1024, "bf16")])
+    assert who_served(machine, lambda: door_2(warm, **inputs(4096)))[:2] == (2, 0)
 
 
 def test_learning_that_fails_does_not_fail_the_call(

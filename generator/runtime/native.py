@@ -40,8 +40,8 @@ import sysconfig
 import tempfile
 import threading
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ from .binding import argument_block
 from .cuda import current_device, is_capturing, raw_stream
 from .dispatch import MAX_ALIGNMENT
 from .launch import DW_IN_WEIGHT_DTYPE
-from .workspace import PER_THREAD, Workspaces
+from .plan import Launch
+from .workspace import PER_THREAD, StreamWorkspace, Workspaces
 
 SOURCES = ("native.cpp", "native.h")
 _MOST_PLANS = 1024
@@ -62,16 +63,18 @@ _kept: list[Any] = []
 
 
 class Native:
-    """The native path of one package; nothing but three attributes that are None before `start`.
+    """The native path of one package; nothing but four attributes that are None before `start`.
 
     norm: (x, weight, eps, offset) to y, the autograd node. backward: (dy, x, rstd, weight) to
     (dx, dw), or None for what it does not serve. learn: takes a quick call that has just served.
+    reserve: (device, stream, launch) takes the memory that learning such a call would take.
     """
 
     def __init__(self) -> None:
         self.norm: Callable[..., torch.Tensor] | None = None
         self.backward: Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None = None
         self.learn: Callable[[Any], None] | None = None
+        self.reserve: Callable[[int, int, Launch], None] | None = None
         self._lock = threading.Lock()
 
     def start(
@@ -92,7 +95,8 @@ class Native:
                 driver, module = _driver_addresses(), load(build())
             store = module.Store(tuple(driver), on_cpu, forward, gradients)
             _kept.append(store)
-            self.learn = _Plans(store).learn
+            plans = _Plans(store)
+            self.learn, self.reserve = plans.learn, plans.reserve
             self.backward, self.norm = store.backward, store.norm
 
 
@@ -121,30 +125,43 @@ class _Plans:
         with suppress(RuntimeError):  # no memory for another workspace: Python has one
             self._add(call, stream)
 
+    def reserve(self, device: int, stream: int, launch: Launch) -> None:
+        """Make room for a launch on a stream, so that learning it takes no memory. Raises
+        LaunchError."""
+        if stream != PER_THREAD and not is_capturing():
+            with self._paused(device, stream, launch):
+                pass
+
     def _add(self, call: Any, stream: int) -> None:
         kernel, launch, device = call.kernel, call.launch, call.device
+        with self._paused(device, stream, launch) as workspace:
+            main, second = kernel.load(device)
+            block = argument_block(launch, call.extent, workspace.zeros, workspace.scratch)
+            configs = [kernel.configure_main(launch.grid, stream)]
+            kernels = [(int(configs[0].getPtr()), int(main), _words(block.main_at))]
+            if second is None:
+                kernels.append((0, 0, b""))
+            else:
+                configs.append(kernel.configure_sum(launch.sum_grid, stream))
+                kernels.append((int(configs[1].getPtr()), int(second), _words(block.sum_at)))
+            _kept.append((configs, main, second))
+            self._store.add(
+                *(device, stream, call.extent.rows, call.extent.columns),
+                *(call.dx_size[2], call.dw_size[2], block.values.raw),
+                *(_words(block.scratch_at), *kernels),
+            )
+
+    @contextmanager
+    def _paused(self, device: int, stream: int, launch: Launch) -> Iterator[StreamWorkspace]:
+        """The workspace of a stream, with room for a launch. Calls go to Python until the end."""
         workspace = self._workspaces.of_stream(device, stream)
         with workspace.lock:
             needed = self._needed.get((device, stream), 0)
             self._store.set_scratch(device, stream, None)
             try:
                 workspace.fit(replace(launch, scratch=max(needed, launch.scratch)))
-                main, second = kernel.load(device)
-                block = argument_block(launch, call.extent, workspace.zeros, workspace.scratch)
-                configs = [kernel.configure_main(launch.grid, stream)]
-                kernels = [(int(configs[0].getPtr()), int(main), _words(block.main_at))]
-                if second is None:
-                    kernels.append((0, 0, b""))
-                else:
-                    configs.append(kernel.configure_sum(launch.sum_grid, stream))
-                    kernels.append((int(configs[1].getPtr()), int(second), _words(block.sum_at)))
-                _kept.append((configs, main, second))
                 needed = self._needed[device, stream] = max(needed, launch.scratch)
-                self._store.add(
-                    *(device, stream, call.extent.rows, call.extent.columns),
-                    *(call.dx_size[2], call.dw_size[2], block.values.raw),
-                    *(_words(block.scratch_at), *kernels),
-                )
+                yield workspace
             finally:
                 if workspace.scratch_words >= needed:
                     self._store.set_scratch(device, stream, workspace.scratch)

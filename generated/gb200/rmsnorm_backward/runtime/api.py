@@ -226,9 +226,9 @@ class Package(Server):
         compiler ($CXX, c++, g++ or clang++), Python's headers and PyTorch with CUDA. Everything
         but plain calls (a weight and no offset, both gradients, dense and aligned tensors, eager
         code outside a capture) goes the same way as before, and so do the first three calls of
-        every shape, and the first on another stream. Takes one more block of scratch per stream.
-        Call it before or after models are built, from any thread, as often as you like; it stays
-        on. Several processes may call it at once.
+        every shape, and the first on another stream. Takes one more block of scratch per stream,
+        which a later `warmup` reserves. Call it before or after models are built, from any thread,
+        as often as you like; it stays on. Several processes may call it at once.
 
         Raises RuntimeError, which says what is missing; everything then works as before.
         """
@@ -243,8 +243,8 @@ class Package(Server):
         residual: str | torch.dtype | None = None,
     ) -> None:
         """Load the kernels of some shapes, forward and backward, on a CUDA device (by default the
-        current one) and reserve the workspace of its current stream, so that no later call pays
-        for either.
+        current one) and reserve the workspace of its current stream (after `use_native`, its own
+        as well), so that no later call pays for either.
 
         shapes: (M, N, dtype) or (M, N, dtype, weight dtype) each, dtypes as in `explain`. No rows
         (M = 0) need nothing, and shapes that no kernel serves are left to the call.
@@ -268,8 +268,11 @@ class Package(Server):
                 if kernel is None:
                     continue
                 self._kernel(kernel).load(index)
+                plan = plan_launch(kernel.spec, shape[0])
                 with workspace.lock:
-                    workspace.fit(plan_launch(kernel.spec, shape[0]))
+                    workspace.fit(plan)
+                if self._native.reserve is not None and not (offset or residual):
+                    self._native.reserve(index, raw_stream(index), plan)
 
     def _kernel_for(
         self, device: int, shape: tuple[int, int, str, str], offset: bool, residual: str
