@@ -216,8 +216,9 @@ for child in children:
 train(queue)
 results.append(queue.get(timeout=120))
 first = results[0]
-assert (first[0] == first[2]).all() and (first[1] == first[3]).all()
 assert all((a == b).all() for other in results[1:] for a, b in zip(first, other))
+for ours, routed in zip(first[:2], first[2:]):  # two forwards, whose rstd may differ
+    assert abs(ours - routed).max() <= 2**-7 * abs(ours).max()
 print("done")
 """
 
