@@ -79,7 +79,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--seconds",
         type=_positive(float),
-        help="end the search of all shapes after this; what earlier runs of a shape took counts",
+        help="search for so long in all, in equal shares for the shapes; what earlier runs of a "
+        "shape took counts, its finals (2 s on a GPU) and the module come on top",
     )
     found.add_argument(
         "--storage",

@@ -23,6 +23,9 @@ from generator.errors import NormforgeError
 
 LOCK_NAME = ".running"
 """In the output folder while a run writes there; says which process of which host it is."""
+ONE_WISH_SECONDS = 1.0
+"""Signals that come this soon after the first are the same wish: `timeout` signals a process and
+then its group, to which it belongs."""
 GRACE_SECONDS = 2.0
 """How long a run waits for the folder: one that was just killed may have it for a moment."""
 _STORAGE_ERRORS = {
@@ -42,6 +45,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.since = 0.0
 
     def check(self) -> None:
         """Raise KeyboardInterrupt when the run is to end; called where a trial has been stored."""
@@ -54,7 +58,8 @@ def running(out: Path, shared: bool = False) -> Iterator[Stop]:
     """A run that writes to the folder `out`, which is created.
 
     The first SIGINT or SIGTERM is only noted, for Stop.check to act upon when the trial under way
-    is stored; a second one ends the process at once, as kill -9 would: nothing finished is lost.
+    is stored; another one, a second later or more, ends the process at once, as kill -9 would:
+    nothing finished is lost.
     shared: several such runs may have the folder (those whose studies are in a database), but never
     together with one that is not shared. Raises NormforgeError when another run has the folder,
     and in place of an error of the disk or of the study's storage.
@@ -79,9 +84,12 @@ def running(out: Path, shared: bool = False) -> Iterator[Stop]:
 @contextmanager
 def _signals(stop: Stop) -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
         if stop.signal is not None:
-            os._exit(128 + number)  # workers end with their parent
-        stop.signal = number
+            if now - stop.since >= ONE_WISH_SECONDS:
+                os._exit(128 + number)  # workers end with their parent
+            return
+        stop.since, stop.signal = now, number  # the next signal may come between two lines
         name = signal.Signals(number).name
         said = f"\n{name}: ending after the trial under way; a second one ends at once\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, said.encode())

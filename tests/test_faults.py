@@ -287,11 +287,25 @@ def test_first_signal_ends_the_run_after_the_trial_under_way(
     check_log(run, Counter(), run.records())
 
 
+def test_signals_in_quick_succession_are_one(tmp_path: Path) -> None:
+    """`timeout` signals the run and then its process group, which is the run again."""
+    run = Run(tmp_path, Landscape(), seconds=1.0)
+    driver = run.start()
+    await_(lambda: any(entry.get("event") == "begin" for entry in run.log.read()))
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:  # the handler of one is running when the next one comes
+        os.kill(driver.pid, signal.SIGTERM)
+    driver.join(60)
+    assert run.said == "interrupted"
+    assert len(run.records()) == answered(run) == 1
+
+
 def test_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     run = Run(tmp_path, Landscape(), seconds=30.0)
     driver = run.start()
     await_(lambda: any(entry.get("event") == "begin" for entry in run.log.read()))
     os.kill(driver.pid, signal.SIGINT)
+    time.sleep(guard.ONE_WISH_SECONDS + 0.2)
     assert driver.is_alive()
     os.kill(driver.pid, signal.SIGTERM)
     driver.join(60)
