@@ -91,7 +91,7 @@ def _signals(stop: Stop) -> Iterator[None]:
             return
         stop.since, stop.signal = now, number  # the next signal may come between two lines
         name = signal.Signals(number).name
-        said = f"\n{name}: ending after the trial under way; a second one ends at once\n"
+        said = f"\n{name}: ending after the trial under way; one more in a second ends at once\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, said.encode())
 
     if threading.current_thread() is not threading.main_thread():

@@ -13,6 +13,7 @@ from generator.runtime.api import Package
 from generator.runtime.dispatch import TABLE, Table
 from generator.runtime.forward import reference_forward
 from generator.runtime.install import Installation
+from generator.runtime.known import Known
 from generator.runtime.reference import reference_backward
 
 
@@ -50,6 +51,22 @@ def aten_on_cpu(calls: list[str] | None = None) -> Iterator[None]:
 def routing_on_cpu(package: Package) -> Installation:
     """Door 3 of a package for CPU tensors."""
     return Installation(package._route, package._known, "CPU")
+
+
+@contextmanager
+def routed_and_served(package: Package, device: str = "CUDA") -> Iterator[None]:
+    """Door 3, and proof of it: some backward of PyTorch's norm comes inside the block, and the
+    package serves every one. Without it PyTorch's own kernel would pass most tests."""
+    served: list[bool] = []
+
+    def route(*given: Any) -> Any:
+        found = package._route(*given)
+        served.append(found is not None)
+        return found
+
+    with Installation(route, Known(), device).installed():
+        yield
+    assert served and all(served)
 
 
 class Block(torch.nn.Module):

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from generator.runtime.api import Package
 from generator.target import Target
-from tests.doors import Training, door_1_norm, equal_bits, make_door
+from tests.doors import Training, door_1_norm, equal_bits, make_door, routed_and_served
 from tests.samples import training_package
 
 pytestmark = [
@@ -122,6 +123,7 @@ def penalty(y: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("door", ["2", "3"])
 def test_second_derivatives_are_those_of_the_formula(package: Package, door: str) -> None:
+    """Through door 3 by PyTorch alone: with create_graph its backward is another operator."""
     x = randn(33, 1024, dtype=torch.float32).requires_grad_()
     weight = randn(1024, seed=1, dtype=torch.float32).requires_grad_()
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
@@ -153,7 +155,7 @@ def test_frozen_tensor_gets_no_gradient_and_the_other_keeps_its_bits(
 
     def run(*wanted: str) -> list[torch.Tensor]:
         given = {k: t.detach().requires_grad_(k in wanted) for k, t in leaves.items()}
-        with package.installed() if door == "3" else nullcontext():
+        with routed_and_served(package) if door == "3" else nullcontext():
             x, weight = given["x"], given["weight"]
             if door == "3":
                 y = functional.rms_norm(x, (1024,), weight, 1e-6)
@@ -170,14 +172,16 @@ def test_frozen_tensor_gets_no_gradient_and_the_other_keeps_its_bits(
 
 def test_inference_mode_gives_the_same_result_without_a_graph(package: Package) -> None:
     x, weight = randn(99, 1024), torch.nn.Parameter(randn(1024, seed=1))
-    wanted = package.rms_norm(x.requires_grad_(), weight, 1e-6)
+    given = (randn(99, 1024, seed=2), x, torch.ones(99, 1, device="cuda"), weight.detach())
+    both = package.rmsnorm_backward(*given)
+    wanted = package.rms_norm(x.detach().requires_grad_(), weight, 1e-6)
     with torch.inference_mode():
         found = package.rms_norm(x, weight, 1e-6)
-        rstd = torch.ones(99, 1, device="cuda")
-        dx, dw = package.rmsnorm_backward(randn(99, 1024), x.detach(), rstd, weight.detach())
+        dx, dw = package.rmsnorm_backward(*given)
     assert found.is_inference() and not found.requires_grad
     assert torch.equal(found, wanted.detach())
     assert dx.is_inference() and dw.is_inference()
+    assert equal_bits([dx, dw], list(both))
 
 
 FORKED = """
@@ -202,6 +206,7 @@ def train(queue):
     found = [x.grad.float().cpu(), weight.grad.float().cpu()]
     x.grad = weight.grad = None
     torch.nn.functional.rms_norm(x, (1024,), weight, 1e-6).backward(dy)
+    assert any(package._routed.values()), "served by PyTorch's own kernel"
     queue.put([t.numpy() for t in (*found, x.grad.float().cpu(), weight.grad.float().cpu())])
 
 assert not torch.cuda.is_initialized(), "the import has left CUDA alone"
@@ -230,24 +235,27 @@ def test_children_forked_after_the_import_train_like_their_parent(package: Packa
     assert done.stdout.strip() == "done", done.stderr[-3000:]
 
 
-def test_all_doors_of_a_step_that_does_everything(package: Package) -> None:
-    """Checkpointed, compiled and eager blocks after one another, the gradient of the stream through
-    all of them, twice."""
-    from torch.utils.checkpoint import checkpoint
-
-    weight = torch.nn.Parameter(randn(1024, seed=1))
+def test_eager_checkpointed_compiled_and_routed_norms_in_one_step(package: Package) -> None:
+    """One after another, with one weight: right, and the same in the next step."""
+    weight = randn(1024, seed=1).requires_grad_()
+    dy = randn(99, 1024, seed=2)
     compiled: Any = torch.compile(package.rms_norm)
 
     def run() -> list[torch.Tensor]:
         x = randn(99, 1024).requires_grad_()
-        weight.grad = None
         y = package.rms_norm(x, weight, 1e-6)
         y = checkpoint(package.rms_norm, y, weight, 1e-6, use_reentrant=False)
         y = compiled(y, weight, 1e-6)
-        with package.installed():
+        with routed_and_served(package):
             y = functional.rms_norm(y, (1024,), weight, 1e-6)
-        y.backward(randn(99, 1024, seed=2))
-        assert x.grad is not None and weight.grad is not None
-        return [y.detach(), x.grad, weight.grad]
+            return [y.detach(), *torch.autograd.grad(y, (x, weight), dy)]
 
-    assert equal_bits(run(), run())
+    found = run()
+    assert equal_bits(found, run())
+    wide = [t.double().detach().requires_grad_() for t in (randn(99, 1024), weight)]
+    y = wide[0]
+    for _ in range(4):
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6) * wide[1]
+    wanted = [y.detach(), *torch.autograd.grad(y, wide, dy.double())]
+    for one, two in zip(found, wanted, strict=True):
+        assert float((one - two).norm() / two.norm()) < 2**-6

@@ -955,14 +955,18 @@ def test_scratch_that_comes_back_has_room_for_the_largest_plan(
     assert machine.allocated[machine.native[-2].arguments[10]][0] >= needed
 
 
-def test_warmup_takes_the_memory_that_native_launches_need(
-    machine: Machine, make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def warming(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`warmup` on the fake device."""
     for name, answer in (("is_available", True), ("current_device", 0), ("device", nullcontext())):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(api_module, "raw_stream", lambda device: machine.here())
     on_cpu = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, device=None, **how: on_cpu(*size, **how))
+
+
+@pytest.mark.usefixtures("warming")
+def test_warmup_takes_the_memory_that_native_launches_need(machine: Machine, make: Any) -> None:
     machine.stream = 8  # the current stream of native launches, and of what is warmed up
     cold, warm = make(SEPARATE), make(SEPARATE)
     warm.warmup([(4096, 1024, "bf16"), (6, 1024, "bf16")])
@@ -973,6 +977,35 @@ def test_warmup_takes_the_memory_that_native_launches_need(
         assert ((len(machine.allocated), len(machine.zeroed)) != before) is takes
     warm.warmup([(6, 1024, "bf16")])
     assert who_served(machine, lambda: door_2(warm, **inputs(4096)))[:2] == (2, 0)
+
+
+@pytest.mark.usefixtures("warming")
+def test_warmup_without_memory_for_native_launches_leaves_them_what_they_had(
+    machine: Machine, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    package = make(SEPARATE)
+    learned(package)
+    plans = package._native.learn.__self__
+    workspace = plans._workspaces.of_stream(0, 7)
+    most, allocate = 4 * workspace.scratch_words, machine.cuMemAllocAsync
+    asked: list[int] = []
+
+    def little(size: int, stream: int) -> tuple[Any, ...]:
+        machine.full = size > most and size in asked  # there was room for Python's block
+        asked.append(size)
+        return allocate(size, stream)
+
+    machine.cuMemAllocAsync = little  # type: ignore[method-assign]
+    package.warmup([(4096, 1024, "bf16"), (6, 1024, "bf16")])
+    assert max(map(asked.count, asked)) > 1, "some memory was refused"
+    assert who_served(machine, lambda: door_2(package, **inputs()))[:2] == (2, 0)
+    learned(package, M=4096)
+    assert who_served(machine, lambda: door_2(package, **inputs(4096)))[:2] == (0, 2)
+    machine.cuMemAllocAsync = allocate  # type: ignore[method-assign]
+    package.warmup([(4096, 1024, "bf16")])
+    learned(package, M=4095)
+    assert who_served(machine, lambda: door_2(package, **inputs(4095)))[:2] == (2, 0)
 
 
 def test_learning_that_fails_does_not_fail_the_call(

@@ -12,13 +12,13 @@ Why a native launch is ordered with all others of its stream:
   run one after the other: every launch finds zeros, whoever launched the one before. A plan keeps
   the counters that it was made with; they are never given back. A later plan of the stream that
   needs more gets others.
-- Scratch may hold anything at the start of a call. When a plan needs more, the stream is paused:
-  that waits for a launch under way, and calls go to Python meanwhile. The old block is freed in
-  stream order, behind all kernels that use it, and the new one allocated in stream order, before
-  all that will. Then the stream resumes, and all its plans use the new address, because they read
-  it at every launch.
-  A block that was freed and could not be replaced leaves the stream paused until there is one
-  that is large enough for all of its plans.
+- Scratch may hold anything at the start of a call. While a plan is made, or room for one, the
+  stream is paused: that waits for a launch under way, and calls go to Python meanwhile. An old
+  block that is too small is freed in stream order, behind all kernels that use it, and the new one
+  allocated in stream order, before all that will. Then the stream resumes, and all its plans use
+  the new address, because they read it at every launch.
+  Where there is no memory for the new block, one as large as the old is asked for; without that the
+  stream stays paused until there is a block that is large enough for all of its plans.
 - A stream that is being captured is served by Python, and so is the per-thread default stream,
   whose handle names another stream in every thread.
 - A refused launch is done again by Python, both kernels of it.
@@ -126,11 +126,12 @@ class _Plans:
             self._add(call, stream)
 
     def reserve(self, device: int, stream: int, launch: Launch) -> None:
-        """Make room for a launch on a stream, so that learning it takes no memory. Raises
-        LaunchError."""
-        if stream != PER_THREAD and not is_capturing():
-            with self._paused(device, stream, launch):
-                pass
+        """Make room for a launch on a stream, so that learning it takes no memory. Where there is
+        none, Python serves such calls, as after learning in vain."""
+        if stream == PER_THREAD or is_capturing():
+            return
+        with suppress(RuntimeError), self._paused(device, stream, launch):
+            pass
 
     def _add(self, call: Any, stream: int) -> None:
         kernel, launch, device = call.kernel, call.launch, call.device
@@ -163,6 +164,9 @@ class _Plans:
                 needed = self._needed[device, stream] = max(needed, launch.scratch)
                 yield workspace
             finally:
+                if workspace.scratch_words < needed:  # given back for more, which there is not
+                    with suppress(RuntimeError):
+                        workspace.fit(replace(launch, scratch=needed))
                 if workspace.scratch_words >= needed:
                     self._store.set_scratch(device, stream, workspace.scratch)
 
