@@ -45,7 +45,6 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self.since = 0.0
 
     def check(self) -> None:
         """Raise KeyboardInterrupt when the run is to end; called where a trial has been stored."""
@@ -83,13 +82,16 @@ def running(out: Path, shared: bool = False) -> Iterator[Stop]:
 
 @contextmanager
 def _signals(stop: Stop) -> Iterator[None]:
+    since = 0.0
+
     def note(number: int, frame: FrameType | None) -> None:
+        nonlocal since
         now = time.monotonic()
         if stop.signal is not None:
-            if now - stop.since >= ONE_WISH_SECONDS:
+            if now - since >= ONE_WISH_SECONDS:
                 os._exit(128 + number)  # workers end with their parent
             return
-        stop.since, stop.signal = now, number  # the next signal may come between two lines
+        since, stop.signal = now, number  # the next signal may come between two lines
         name = signal.Signals(number).name
         said = f"\n{name}: ending after the trial under way; one more in a second ends at once\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, said.encode())

@@ -69,6 +69,19 @@ def routed_and_served(package: Package, device: str = "CUDA") -> Iterator[None]:
     assert served and all(served)
 
 
+def randn(
+    *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu"
+) -> torch.Tensor:
+    """Normal numbers, the same for the same arguments."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """The same on the CPU, of which a gradient is wanted."""
+    return randn(*shape, dtype=dtype, seed=seed).requires_grad_()
+
+
 class Block(torch.nn.Module):
     """A layer of a small Llama: attention with QK-norm on slices of a packed QKV, and an MLP; with
     `fused` the residual stream goes through the norms."""

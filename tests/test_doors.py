@@ -24,20 +24,12 @@ from generator.runtime.layout import dense
 from generator.runtime.options import PLAIN, Arguments, Options, add_residual, composition
 from generator.runtime.plan import KernelSpec
 from generator.runtime.reference import reference_backward
-from tests.doors import aten_on_cpu, door_1_norm, routing_on_cpu, write_package
+from tests.doors import aten_on_cpu, door_1_norm, leaf, randn, routing_on_cpu, write_package
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return write_package(tmp_path_factory.mktemp("doors"))
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return randn(*shape, dtype=dtype, seed=seed).requires_grad_()
 
 
 def grads(result: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ import torch
 
 from generator.cold import ColdCache
 from generator.compile import Compiled, compile_source, compile_variant
-from generator.emit import PROVENANCE_KEYS, Entry, emit_package
+from generator.emit import emit_package
 from generator.evaluator import refuse
 from generator.generic import generic_variants
 from generator.measure import Timer
@@ -29,7 +29,7 @@ from generator.runtime.launch import LoadedKernel
 from generator.runtime.plan import plan_launch
 from generator.session import Workload
 from generator.target import Target
-from generator.variant import Variant, make_variant
+from generator.variant import Variant
 from generator.verify import (
     HALF_UNIT,
     Bench,
@@ -51,6 +51,7 @@ from tests.samples import (
     SPACE,
     compiled_generics,
     plain_variant,
+    planted_entry,
     sample_variant,
 )
 
@@ -394,12 +395,7 @@ def package(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Package:
     for i, flavour in enumerate(DETERMINISTIC):
         if flavour in flavours_of(here):
             problem = Problem(FIRST_M + i, 1024, "bf16", "bf16")
-            v = make_variant(
-                plain_variant("4096x1024:bf16", here, **FLAVOURS[flavour]).config, problem
-            )
-            code = compile_variant(v, here.arch)
-            facts = dict.fromkeys(PROVENANCE_KEYS, "known")
-            entries.append(Entry(problem, v, code, "measured", facts))
+            entries.append(planted_entry(problem, here, **FLAVOURS[flavour]))
     emit_package(entries, compiled_generics(here), here, folder)
     return Package(folder)
 

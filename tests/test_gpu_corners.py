@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from generator.runtime.api import Package
 from generator.target import Target
+from tests import doors
 from tests.doors import Training, door_1_norm, equal_bits, make_door, routed_and_served
 from tests.samples import training_package
 
@@ -32,9 +34,14 @@ def package(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Package:
     return training_package(here, tmp_path_factory.mktemp("corners"))
 
 
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(shape, device="cuda", generator=generator).to(dtype)
+randn = partial(doors.randn, dtype=torch.bfloat16, device="cuda")
+
+
+def normed(package: Package, door: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Rows through door 2, or by PyTorch's function, which door 3 routes."""
+    if door == "3":
+        return functional.rms_norm(x, weight.shape, weight, 1e-6)
+    return package.rms_norm(x, weight, 1e-6)
 
 
 def grads(y: torch.Tensor, leaves: list[torch.Tensor], seed: int = 9) -> list[torch.Tensor]:
@@ -78,8 +85,7 @@ def test_no_rows_give_zeros_for_dw_and_leave_what_accumulates(
     else:
         x.requires_grad_(), weight.requires_grad_()
         with package.installed() if door == "3" else nullcontext():
-            norm = package.rms_norm if door == "2" else functional.rms_norm
-            y = norm(x, weight) if door == "2" else norm(x, (N,), weight)
+            y = normed(package, door, x, weight)
             dx, dw = torch.autograd.grad(y.sum(), (x, weight))
     assert dx.shape == (0, N)
     assert torch.equal(dw, torch.zeros_like(weight))
@@ -130,10 +136,7 @@ def test_second_derivatives_are_those_of_the_formula(package: Package, door: str
     rstd = torch.rsqrt(wide[0].square().mean(-1, keepdim=True) + 1e-6)
     wanted = penalty(wide[0] * rstd * wide[1], wide)
     with package.installed() if door == "3" else nullcontext():
-        if door == "3":
-            found = penalty(functional.rms_norm(x, (1024,), weight, 1e-6), [x, weight])
-        else:
-            found = penalty(package.rms_norm(x, weight, 1e-6), [x, weight])
+        found = penalty(normed(package, door, x, weight), [x, weight])
     for one, two in zip(found, wanted, strict=True):
         assert float((one - two).norm() / two.norm()) < 1e-5
 
@@ -156,12 +159,7 @@ def test_frozen_tensor_gets_no_gradient_and_the_other_keeps_its_bits(
     def run(*wanted: str) -> list[torch.Tensor]:
         given = {k: t.detach().requires_grad_(k in wanted) for k, t in leaves.items()}
         with routed_and_served(package) if door == "3" else nullcontext():
-            x, weight = given["x"], given["weight"]
-            if door == "3":
-                y = functional.rms_norm(x, (1024,), weight, 1e-6)
-            else:
-                y = package.rms_norm(x, weight, 1e-6)
-            y.backward(randn(99, 1024, seed=2))
+            normed(package, door, **given).backward(randn(99, 1024, seed=2))
         assert all((given[k].grad is not None) is (k in wanted) for k in given)
         return [t.grad for t in given.values() if t.grad is not None]
 

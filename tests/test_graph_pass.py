@@ -22,7 +22,7 @@ from generator.runtime.graph import (
     route,
     tag,
 )
-from tests.doors import aten_on_cpu, write_package
+from tests.doors import aten_on_cpu, randn, write_package
 
 ATEN = torch.ops.aten
 Step = Callable[..., Any]
@@ -37,10 +37,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 def aten() -> Iterator[None]:
     with aten_on_cpu():
         yield
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def forward_only(x: torch.Tensor, w: torch.Tensor) -> Any:

@@ -27,8 +27,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from generator.compile import compile_variant
-from generator.emit import PROVENANCE_KEYS, Entry, emit_package
+from generator.emit import emit_package
 from generator.problem import Problem
 from generator.runtime import api as api_module
 from generator.runtime import binding as binding_module
@@ -47,10 +46,9 @@ from generator.runtime.plan import KernelSpec
 from generator.runtime.reference import reference_backward
 from generator.runtime.workspace import PER_THREAD
 from generator.target import Target
-from generator.variant import make_variant
 from generator.workload import make_inputs
-from tests.doors import Training, equal_bits, make_door, write_package
-from tests.samples import compiled_generics, plain_variant
+from tests.doors import Training, equal_bits, leaf, make_door, write_package
+from tests.samples import compiled_generics, planted_entry
 from tests.test_recognised import facts
 from tests.test_runtime import SEPARATE, SPEC, FakeDriver, entry, generic, read_arguments
 
@@ -98,11 +96,6 @@ def package(request: pytest.FixtureRequest, tmp_path: Path) -> Package:
 def both(tmp_path: Path, module: Any) -> tuple[Package, Package]:
     """The same without and with the node in C++."""
     return write_package(tmp_path / "one"), started(write_package(tmp_path / "two"), module)
-
-
-def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -1409,15 +1402,7 @@ TUNED = (
 def on_gpu(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package of a few tuned shapes and the generic kernels."""
     folder = tmp_path_factory.mktemp("native") / "rmsnorm_backward"
-    facts = dict.fromkeys(PROVENANCE_KEYS, "known")
-    entries = []
-    for shape, strategy in TUNED:
-        problem = Problem.parse(shape)
-        wide = Problem(4096, problem.N, problem.dtype, problem.weight_dtype)
-        variant = make_variant(plain_variant(wide, here, strategy=strategy).config, problem)
-        entries.append(
-            Entry(problem, variant, compile_variant(variant, here.arch), "measured", facts)
-        )
+    entries = [planted_entry(shape, here, strategy=strategy) for shape, strategy in TUNED]
     emit_package(entries, compiled_generics(here), here, folder)
     return folder
 

@@ -262,7 +262,8 @@ class Package(Server):
         with torch.cuda.device(device):
             self._norms.warmup(named, wish)
             index = torch.cuda.current_device()
-            workspace = self._workspaces.of_stream(index, raw_stream(index))
+            stream = raw_stream(index)
+            workspace = self._workspaces.of_stream(index, stream)
             for shape in named:
                 kernel = self._kernel_for(index, shape, offset, wish)
                 if kernel is None:
@@ -272,7 +273,7 @@ class Package(Server):
                 with workspace.lock:
                     workspace.fit(plan)
                 if self._native.reserve is not None and not (offset or residual):
-                    self._native.reserve(index, raw_stream(index), plan)
+                    self._native.reserve(index, stream, plan)
 
     def _kernel_for(
         self, device: int, shape: tuple[int, int, str, str], offset: bool, residual: str
