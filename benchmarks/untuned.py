@@ -35,7 +35,7 @@ from generator.compile_pool import CompilePool  # noqa: E402
 from generator.measure import Timer  # noqa: E402
 from generator.plan import FINALISTS  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
-from generator.run import choose_target, revision  # noqa: E402
+from generator.run import choose_target  # noqa: E402
 from generator.runtime.api import Package  # noqa: E402
 from generator.search import search_problem  # noqa: E402
 from generator.session import Session, Workload  # noqa: E402
@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     started = time.monotonic()
     found: list[tuple[str, Problem, Winner | None]] = []
-    space, sources = load_space(), revision()
+    space = load_space()
     with CompilePool(target.arch, 14, compile=compile_variant) as pool:
         storage = open_storage(args.out.with_suffix(".journal"))
         for kind, problem in cases:
@@ -164,7 +164,6 @@ def main(argv: list[str] | None = None) -> int:
             winner = search_problem(
                 *(problem, target, space, pool, measured, storage),
                 Budget(args.trials, None, FINALISTS),
-                revision=sources,
             )
             found.append((kind, problem, winner))
     facts = measured.facts

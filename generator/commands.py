@@ -24,7 +24,7 @@ from generator.report.answer import ask_package, document, render_answer
 from generator.report.page import render_page
 from generator.report.summary import summaries
 from generator.report.text import render_text
-from generator.run import PACKAGE_NAME, choose_target, revision
+from generator.run import PACKAGE_NAME, choose_target
 from generator.space_file import SPACE_FILE, load_space
 from generator.store import open_storage
 from generator.studies import Study, read_studies, shown
@@ -168,7 +168,6 @@ def _record(args: argparse.Namespace) -> int:
         facts["nvrtc"] = nvrtc_version()
         recording = record(
             *(swept, target, pool, measured, open_storage(journal), facts),
-            revision=revision(),
             on_progress=tell,
         )
     recording.save(args.record)

@@ -12,11 +12,14 @@ from threading import Lock
 from typing import Generic, TypeVar
 
 from generator.compile import DEFAULT_CACHE, Compiled, nvrtc_version
+from generator.forward import ForwardVariant
 from generator.processes import end_pool, end_with_parent, shielded
+from generator.revision import code_digest
+from generator.variant import Variant
 
 LIVES = 3
 """Processes that one variant may cost, alone, before it is an error."""
-V = TypeVar("V")
+V = TypeVar("V", bound="Variant | ForwardVariant")
 
 
 class CompilePool(Generic[V]):
@@ -90,6 +93,10 @@ class CompilePool(Generic[V]):
 
     def _failed(self, variant: V, error: str) -> Compiled:
         return Compiled(self.arch, "", b"", {}, nvrtc_version(), False, "", error)
+
+    def code(self, variant: V) -> str:
+        """See `generator.evaluator.Pool`."""
+        return code_digest(variant, self.arch)
 
     def close(self) -> None:
         """Ends the processes, whatever they are doing: entries of the cache appear whole."""

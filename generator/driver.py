@@ -90,7 +90,6 @@ class Driver:
                 self.evaluator,
                 self.storage,
                 plan.budget,
-                revision=plan.revision,
                 seed=plan.seed,
                 machine=self.machine,
                 on_progress=on_progress,

@@ -25,6 +25,11 @@ class Pool(Protocol):
 
     def result(self, variant: Variant, future: Future[Compiled]) -> Compiled: ...
 
+    def code(self, variant: Variant) -> str:
+        """Digest of what `submit` compiles (`generator.revision.code_digest`), without compiling:
+        variants equal in it are the same machine code."""
+        ...
+
 
 class Evaluator(Protocol):
     """Answers for compiled variants. A bad variant is a Result, never an exception."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
-from generator.compile import DEFAULT_CACHE, Compiled, CubinCache, nvrtc_version
+from generator.compile import DEFAULT_CACHE, Compiled, CubinCache
 from generator.problem import ITEMSIZE, Problem
-from generator.render import _ELEMENT, TEMPLATES, _environment
+from generator.render import _ELEMENT, constant_lines, environment
 from generator.runtime.forward_table import KERNELS, ForwardSpec
 from generator.runtime.plan import ceil_div, round_up
 from generator.target import WARP, Target
@@ -119,8 +119,8 @@ class ForwardVariant:
         )
 
 
-def render_forward(variant: ForwardVariant) -> str:
-    """The CUDA C++ source of a variant."""
+def render_forward(variant: ForwardVariant, *, comments: bool = True) -> str:
+    """The CUDA C++ source of a variant. comments: as in `generator.render.render`."""
     v = variant
     rows: list[tuple[str, int, str]] = [
         ("kRowColumns", v.N, "N" if v.exact else "largest N served"),
@@ -139,34 +139,28 @@ def render_forward(variant: ForwardVariant) -> str:
         ("kStageBarriers", 0, ""),
         ("kSumsOffset", v.sums_offset, "bytes into shared memory"),
     ]
-    constants = [
-        f"constexpr bool kExact = {str(v.exact).lower()};  // N is a constant",
-        f"constexpr bool kWalks = {str(v.ctas_per_sm > 0).lower()};  // CTAs walk over the rows",
-        "constexpr bool kOffset = true;  // a number, added in fp32, comes with every call",
+    flags = [
+        ("kExact", v.exact, "N is a constant"),
+        ("kWalks", v.ctas_per_sm > 0, "CTAs walk over the rows"),
+        ("kOffset", True, "a number, added in fp32, comes with every call"),
     ]
-    for name, value, meaning in rows:
-        constants.append(f"constexpr int {name} = {value};" + f"  // {meaning}" * bool(meaning))
-    template = _environment().get_template("rmsnorm_forward.cu.j2")
-    return template.render(
-        name=v.id,
-        constants=constants,
-        element=_ELEMENT[v.dtype],
-        weight=_ELEMENT[v.weight_dtype],
-        cluster=v.cluster,
-        form=v.form,
+    constants = [
+        f"constexpr bool {name} = {str(value).lower()};" + f"  // {meaning}" * comments
+        for name, value, meaning in flags
+    ]
+    constants += constant_lines(rows, comments)
+    return (
+        environment(comments)
+        .get_template("rmsnorm_forward.cu.j2")
+        .render(
+            name=v.id,
+            constants=constants,
+            element=_ELEMENT[v.dtype],
+            weight=_ELEMENT[v.weight_dtype],
+            cluster=v.cluster,
+            form=v.form,
+        )
     )
-
-
-@cache
-def forward_revision() -> str:
-    """Eight hex digits over everything that forward kernels and their space are made from: a choice
-    that was measured under the same revision need not be measured again."""
-    digest = hashlib.sha256(nvrtc_version().encode() + Path(__file__).read_bytes())
-    shared = ("elements.cuh", "primitives.cuh", "row_sum.cuh", "row_sum_cluster.cuh")
-    own = sorted(path.name for path in TEMPLATES.glob("*forward*"))
-    for name in (*shared, *own):
-        digest.update(name.encode() + (TEMPLATES / name).read_bytes())
-    return digest.hexdigest()[:8]
 
 
 def compile_forward(

@@ -25,7 +25,6 @@ from generator.forward import (
     ForwardVariant,
     compile_forward,
     forward_fault,
-    forward_revision,
     forward_variants,
     generic_forwards,
 )
@@ -33,6 +32,7 @@ from generator.forward_measure import ForwardGpu
 from generator.generic import DTYPES
 from generator.plan import longest_first
 from generator.problem import Problem
+from generator.revision import code_of_all
 from generator.runtime.forward_table import ForwardTable
 from generator.target import Target
 from generator.winner import TIE
@@ -63,18 +63,27 @@ class Forwards:
 
 
 def unsettled(
-    problems: Sequence[Problem], devices: Sequence[int], known: ForwardTable | None
+    problems: Sequence[Problem],
+    target: Target,
+    devices: Sequence[int],
+    known: ForwardTable | None,
 ) -> list[Problem]:
     """The shapes (M, N and dtypes) whose forward `tune_forwards` chooses, in its order: all but
-    those whose choice in `known` stays. Measured are the longest first, so that all GPUs end at
-    about the same time."""
+    those whose choice in `known` was made among the same code. Measured are the longest first, so
+    that all GPUs end at about the same time."""
     kept = set()
     for old in known.tuned if known else ():
-        fresh = old.provenance.get("revision") == forward_revision()
+        shape = Problem(old.M, old.N, old.dtype, old.weight_dtype)
+        fresh = old.provenance.get("code") == space_code(shape, target)
         if fresh and (not devices or old.evidence == "measured"):
-            kept.add(Problem(old.M, old.N, old.dtype, old.weight_dtype))
+            kept.add(shape)
     found = [shape for shape in _shapes(problems) if shape not in kept]
     return longest_first(found) if devices else found
+
+
+def space_code(problem: Problem, target: Target) -> str:
+    """Digest of the code that a shape's forward is chosen from."""
+    return code_of_all(forward_variants(problem, target), target.arch)
 
 
 def _shapes(problems: Sequence[Problem]) -> list[Problem]:
@@ -114,7 +123,7 @@ def tune_forwards(
     A shape of which no kernel compiles or passes its checks is left to the generic ones, with a
     line that says so.
     """
-    waiting = deque(unsettled(problems, devices, known))
+    waiting = deque(unsettled(problems, target, devices, known))
     found: dict[Problem, ForwardEntry] = {}
     with ExitStack() as stack:
         # Their processes take seconds to start, in which the kernels are compiled.
@@ -216,7 +225,7 @@ def _predict(problem: Problem, target: Target, compiler: _Compiler) -> ForwardEn
                 fault = compiler.rehearse(usable, problem)
                 checks = [f"{len(REHEARSAL)} schedules on the CPU"]
             if not fault:
-                facts = _facts(reason) | {"checks": checks}
+                facts = _facts(reason, problem, target) | {"checks": checks}
                 return ForwardEntry(problem, usable, compiled, "predicted", facts)
     raise NormforgeError(
         f"{problem}: no forward kernel for {target} passes ({fault or 'none compiles'})"
@@ -232,7 +241,8 @@ def _measure(
         entry = _predict(problem, target, compiler)
         return ForwardEntry(
             *(problem, entry.variant, entry.compiled, "predicted"),
-            _facts(f"{entry.provenance['reason']}, because measuring failed: {times}"),
+            entry.provenance
+            | {"reason": f"{entry.provenance['reason']}, because measuring failed: {times}"},
         )
     finals = [i for i, time in enumerate(times) if time.final and time.ratio is not None]
     if not finals:
@@ -243,7 +253,8 @@ def _measure(
     tied = [i for i in finals if ratio[i] <= best * (1 + TIE)]
     chosen = tied[0]  # the candidates are in the order of the rule
     time = times[chosen]
-    facts = _facts(f"first in the order of the rule of {len(tied)} within 1 % of the best") | {
+    reason = f"first in the order of the rule of {len(tied)} within 1 % of the best"
+    facts = _facts(reason, problem, target) | {
         "us": time.us,
         "floor_us": time.floor_us,
         "ratio": time.ratio,
@@ -257,11 +268,11 @@ def _measure(
     return ForwardEntry(problem, *made[chosen], "measured", facts)
 
 
-def _facts(reason: str) -> dict[str, Any]:
+def _facts(reason: str, problem: Problem, target: Target) -> dict[str, Any]:
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {
         "reason": reason,
-        "revision": forward_revision(),
+        "code": space_code(problem, target),
         "nvrtc": nvrtc_version(),
         "torch": torch.__version__,
         "date": date,

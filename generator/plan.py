@@ -33,8 +33,7 @@ _POLL_SECONDS = 1.0
 class Plan:
     """What to do. trials: of each problem; seconds: of search in the whole run, in equal shares for
     the problems, None for no limit; storage: a database URL or None for the journal in `out`;
-    devices: indices of the GPUs of this machine that measure, none to predict; revision: see
-    `generator.store.study_name`."""
+    devices: indices of the GPUs of this machine that measure, none to predict."""
 
     target: Target
     problems: tuple[Problem, ...]
@@ -45,7 +44,6 @@ class Plan:
     storage: str | None = None
     seed: int = 0
     devices: tuple[int, ...] = ()
-    revision: str = ""
 
     @property
     def evidence(self) -> str:
@@ -80,7 +78,7 @@ class Plan:
 
     def study(self, problem: Problem) -> str:
         """The name of the study of a problem."""
-        return study_name(problem, self.target, self.evidence, self.space, self.revision)
+        return study_name(problem, self.target, self.evidence, self.space)
 
 
 @cache

@@ -223,7 +223,6 @@ def record(
     storage: BaseStorage,
     facts: Mapping[str, Any],
     *,
-    revision: str = "",
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Recording:
     """Sweep a narrowed space and return what was found.
@@ -240,10 +239,9 @@ def record(
     budget = Budget(trials=max(count, 1), sweep_limit=MOST)
     search_problem(
         *(problem, target, space, pool, _Thorough(evaluator), storage, budget),
-        revision=revision,
         on_progress=on_progress,
     )
-    name = study_name(problem, target, evaluator.evidence, space, revision)
+    name = study_name(problem, target, evaluator.evidence, space)
     records = [Record.from_trial(trial) for trial in StudyLog(storage, name).trials()]
     results = {record.identity: record.result for record in records if record.identity}
     results |= _measured_again(problem, records, pool, evaluator)
@@ -256,8 +254,8 @@ def record(
         entries[tuple(entry.config[knob] for knob in values)] = (result, cubin)
     if len(entries) != count:
         raise NormforgeError(f"{len(entries)} of {count} legal configs were tried: run it again")
-    known = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "revision": revision}
-    return Recording(problem, target.name, values, {**facts, **known}, entries, swept.rules)
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Recording(problem, target.name, values, {**facts, "date": date}, entries, swept.rules)
 
 
 def _measured_again(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -22,27 +24,53 @@ _PRIORITIES = ("evict_last",)
 _STORE_HINT = {"default": "", "streaming": ".cs"}
 
 
-@cache
-def _source(name: str) -> str:
-    """A static fragment, as it stands: only the .j2 file is a template."""
-    return (TEMPLATES / name).read_text().rstrip("\n")
+_COMMENT_OR_LITERAL = re.compile(
+    r"""//[^\n]* | /\*.*?\*/ | "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*'""", re.DOTALL | re.VERBOSE
+)
+
+
+def without_comments(source: str) -> str:
+    """CUDA C++ without comments, indentation and empty lines. Literals stay as they are."""
+
+    def kept(match: re.Match[str]) -> str:
+        return " " if match[0].startswith("/") else match[0]
+
+    lines = (line.strip() for line in _COMMENT_OR_LITERAL.sub(kept, source).splitlines())
+    return "\n".join(line for line in lines if line)
 
 
 @cache
-def _environment() -> jinja2.Environment:
+def _file(name: str, comments: bool) -> str:
+    source = (TEMPLATES / name).read_text()
+    return source if comments else without_comments(source) + "\n"
+
+
+@cache
+def environment(comments: bool = True) -> jinja2.Environment:
+    """Renders the templates, with or without their comments. `source(name)` pastes a static
+    fragment as it stands: only the .j2 files are templates."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+        loader=jinja2.FunctionLoader(lambda name: _file(name, comments)),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals["source"] = _source
+    environment.globals["source"] = lambda name: _file(name, comments).rstrip("\n")
     return environment
 
 
-def render(variant: Variant) -> str:
-    """The CUDA C++ source of a variant: its knobs as constants, then the code they choose."""
+def constant_lines(rows: Sequence[tuple[str, int, str]], comments: bool) -> list[str]:
+    """`constexpr` lines of (name, value, meaning)."""
+    return [
+        f"constexpr int {name} = {value};" + (f"  // {meaning}" if meaning and comments else "")
+        for name, value, meaning in rows
+    ]
+
+
+def render(variant: Variant, *, comments: bool = True) -> str:
+    """The CUDA C++ source of a variant: its knobs as constants, then the code they choose.
+    comments: False leaves out what the compiler does not see."""
     strategy = variant["strategy"]
     fragment = strategy
     if strategy == "bulk_reduce":
@@ -51,13 +79,13 @@ def render(variant: Variant) -> str:
     if variant["min_blocks"]:
         launch_bounds = f"__launch_bounds__({variant.threads}, {variant['min_blocks']})"
     return (
-        _environment()
+        environment(comments)
         .get_template("rmsnorm_backward.cu.j2")
         .render(
             name=variant.id,
             strategy=strategy,
             determinism=variant.determinism,
-            constants=_constants(variant),
+            constants=_constants(variant, comments),
             row_load=_LOAD_HINT[variant["load_hint"]],
             row_priority=variant["load_hint"] if variant["load_hint"] in _PRIORITIES else "",
             row_store=_STORE_HINT[variant["store_hint"]],
@@ -80,7 +108,7 @@ def render(variant: Variant) -> str:
     )
 
 
-def _constants(v: Variant) -> list[str]:
+def _constants(v: Variant, comments: bool) -> list[str]:
     """The knobs and the geometry as `constexpr` lines with their meaning."""
     stage_barriers = v["stages"] if v["pipeline"] == "bulk" else 0
     rows: list[tuple[str, int, str]] = [
@@ -122,7 +150,5 @@ def _constants(v: Variant) -> list[str]:
     if v["strategy"] == "mailbox":
         early = int(v["arrival"] == "early")
         rows.append(("kArrivesEarly", early, "a CTA, when it begins its last rows"))
-    lines = [f"constexpr bool kExact = {'true' if v.exact else 'false'};  // N is a constant"]
-    for name, value, meaning in rows:
-        lines.append(f"constexpr int {name} = {value};" + (f"  // {meaning}" if meaning else ""))
-    return lines
+    exact = f"constexpr bool kExact = {str(v.exact).lower()};"
+    return [exact + "  // N is a constant" * comments, *constant_lines(rows, comments)]

@@ -86,6 +86,9 @@ class Replayed:
     def result(self, variant: Variant, future: Future[Compiled]) -> Compiled:
         return future.result()
 
+    def code(self, variant: Variant) -> str:
+        return variant.id
+
     def evaluate(
         self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
     ) -> Result:

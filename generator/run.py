@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +29,6 @@ from generator.plan import Ledger, Plan
 from generator.problem import Problem
 from generator.queue import open_queue
 from generator.rehearse import RehearsingPredictor
-from generator.render import TEMPLATES
 from generator.store import StudyLog, open_storage
 from generator.target import Target, find_target, match_device
 from generator.variant import Variant, make_variant
@@ -51,17 +49,6 @@ class Outcome:
     emission: Emission | None
     interrupted: bool
     failures: Mapping[Problem, str]
-
-
-def revision() -> str:
-    """Eight hex digits over all templates and the compiler's version: results of kernels that are
-    written or compiled differently never share a study."""
-    digest = hashlib.sha256(nvrtc_version().encode())
-    for path in sorted(TEMPLATES.iterdir()):
-        if "forward" in path.name:
-            continue  # forward kernels are no part of a study
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:8]
 
 
 def choose_target(name: str, device: int) -> tuple[Target, MeasuredEvaluator | None, str]:
@@ -123,7 +110,6 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | Crew | None, watcher: Watche
     """
     check_problems(plan)
     check_package(plan.out / PACKAGE_NAME, plan.target)
-    plan = replace(plan, revision=revision())
     interrupted = False
     with (
         running(plan.out, plan.shared) as stop,
@@ -157,7 +143,7 @@ def foreseen(plan: Plan) -> list[Variant | ForwardVariant]:
     if not plan.devices:
         return []
     known = read_forward_table(plan.out / PACKAGE_NAME)
-    shapes = unsettled(plan.problems, plan.devices, known)
+    shapes = unsettled(plan.problems, plan.target, plan.devices, known)
     generics = first_choices(generic_variants(plan.target))
     return [*generics, *forwards_to_compile(shapes, plan.target)]
 

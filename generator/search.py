@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -20,7 +20,7 @@ from typing import Any
 
 import optuna
 from optuna.storages import BaseStorage
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from generator.agenda import Agenda, warm_starts
 from generator.budget import Budget, Progress
@@ -52,7 +52,6 @@ def search_problem(
     budget: Budget,
     *,
     incumbent: Winner | None = None,
-    revision: str = "",
     seed: int = 0,
     machine: Mapping[str, Any] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -60,24 +59,33 @@ def search_problem(
     """Run or resume the study of one problem and return its winner, None when no variant may win.
 
     incumbent: the winner in use so far; by default the latest in the storage for the same problem,
-    target and evidence. revision: see `study_name`. machine: facts to store with the finals, about
-    the machine that holds them. A study that has used up its budget and held its finals answers
-    with the winner it has, and nothing is measured. Raises NormforgeError when no config is legal
-    for the problem or the storage fails.
+    target and evidence. machine: facts to store with the finals, about the machine that holds them.
+    Stored trials count whose configs still give the machine code that was measured. A study that
+    has used up its budget and held its finals answers with the winner it has, and nothing is
+    measured. Raises NormforgeError when no config is legal for the problem or the storage fails.
     """
-    name = study_name(problem, target, evaluator.evidence, space, revision)
-    log = StudyLog(storage, name)
+    log = StudyLog(storage, study_name(problem, target, evaluator.evidence, space))
+    known, outdated = _up_to_date(log.trials(), problem, pool)
     stored = log.winner
-    if stored and budget.trials and stored.trials >= budget.trials and _still_made(stored, pool):
+    enough = stored and budget.trials and stored.trials >= budget.trials and not outdated
+    if stored and enough and _still_made(stored, pool):
         return stored
+    log.mark_outdated(outdated)
     winners = stored_winners(storage) + ([incumbent] if incumbent else [])
     legal = LegalConfigs(space, problem, target)
-    search = _Search(legal, pool, evaluator, log, budget, winners, seed, on_progress)
+    search = _Search(
+        *(legal, pool, evaluator, log, budget, winners, seed, on_progress),
+        known=known,
+        stored=len(known) + len(outdated),
+    )
     try:
         search.run()
     finally:
         search.abandon()
     return search.finish(machine or {})
+
+
+_Known = tuple[Record, FrozenTrial]
 
 
 @dataclass(frozen=True)
@@ -103,24 +111,29 @@ class _Search:
         winners: list[Winner],
         seed: int,
         on_progress: Callable[[Progress], None] | None,
+        *,
+        known: Mapping[int, _Known],
+        stored: int,
     ) -> None:
+        """known: stored trials that are up to date, by their numbers; stored: how many there are
+        in all."""
         self.legal, self.pool, self.evaluator, self.log = legal, pool, evaluator, log
         self.budget, self.on_progress = budget, on_progress
-        finished = log.trials()
-        self.records = [Record.from_trial(trial) for trial in finished]
+        self.records = [record for record, _ in known.values()]
         self.measured: dict[str, tuple[int, Result]] = {}
-        for number, record in enumerate(self.records):
+        for number, (record, _) in known.items():
             self._remember(number, record)
+        self.stored = stored
         self.before = max((record.elapsed for record in self.records), default=0.0)
         self.started = time.monotonic()
         self.pending: deque[_Pending] = deque()
 
         # A resumed search draws a new sequence: the first one would propose what is known.
-        rng = random.Random(f"{seed}/{len(finished)}")
+        rng = random.Random(f"{seed}/{stored}")
         self.sampler = LegalSampler(legal, rng.randrange(2**32))
         self.sampler.taken |= {legal.key(record.config) for record in self.records}
         self.study = optuna.create_study(sampler=self.sampler)
-        self.study.add_trials(finished)
+        self.study.add_trials([trial for _, trial in known.values()])
 
         place = (legal.problem, legal.target.name, evaluator.evidence)
         reigning = [w for w in winners if (w.problem, w.target, w.evidence) == place]
@@ -158,11 +171,10 @@ class _Search:
 
     def finish(self, machine: Mapping[str, Any]) -> Winner | None:
         """The stored winner where it is up to date, else that of new finals."""
-        stored = self.log.winner
-        if stored and stored.trials == len(self.records) and _still_made(stored, self.pool):
-            return stored
-        if self.records and self.log.barren == len(self.records):
-            return None
+        if self.records and self.log.trials_at_finals == self.stored:
+            winner = self.log.winner
+            if winner is None or _still_made(winner, self.pool):
+                return winner
         self._report("finals")
         finals = hold_finals(
             self.legal,
@@ -194,7 +206,7 @@ class _Search:
                 reason=choice.reason,
                 date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             )
-        self.log.save_finals(winner, results, len(self.records), machine)
+        self.log.save_finals(winner, results, self.stored, machine)
         return winner
 
     def _ask(self, plan: Iterator[tuple[str, Values | None]]) -> bool:
@@ -231,6 +243,7 @@ class _Search:
             result=result,
             origin=pending.origin,
             elapsed=self._elapsed(),
+            code=self.pool.code(variant),
             cubin="" if compiled.error else compiled.digest,
             identity=same or "",
             registers=None if compiled.error else compiled.main.registers,
@@ -246,7 +259,8 @@ class _Search:
         else:
             finished = self.study.tell(trial, result.ratio)
         self.log.add(finished)
-        self._remember(len(self.records), record)
+        self._remember(self.stored, record)
+        self.stored += 1
         self.records.append(record)
         self._report(pending.origin)
 
@@ -290,6 +304,26 @@ class _Search:
                 counts=self._counts(),
             )
         )
+
+
+def _up_to_date(
+    trials: Sequence[FrozenTrial], problem: Problem, pool: Pool
+) -> tuple[dict[int, _Known], list[int]]:
+    """Trials by their numbers whose configs still give the machine code that was measured, and the
+    numbers of the others. Where the code is another one, it is compiled to find out."""
+    known = {trial.number: (Record.from_trial(trial), trial) for trial in trials}
+    unsure = []
+    for number, (record, _) in known.items():
+        variant = make_variant(record.config, problem)
+        if pool.code(variant) != record.code:
+            job = pool.submit(variant) if record.cubin else None
+            unsure.append((number, variant, job))
+    outdated = [
+        number
+        for number, variant, job in unsure
+        if job is None or pool.result(variant, job).digest != known[number][0].cubin
+    ]
+    return {n: found for n, found in known.items() if n not in set(outdated)}, outdated
 
 
 def _still_made(winner: Winner, pool: Pool) -> bool:

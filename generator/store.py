@@ -11,7 +11,7 @@ import json
 import lzma
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -156,14 +156,11 @@ def _corrupt(path: Path, reason: str) -> NormforgeError:
     )
 
 
-def study_name(
-    problem: Problem, target: Target, evidence: str, space: Space, revision: str = ""
-) -> str:
+def study_name(problem: Problem, target: Target, evidence: str, space: Space) -> str:
     """Names the study of a problem: results that must not mix have different names. The number of
-    SMs takes part because a slice of a GPU keeps its name, and `revision` for whatever else
-    the results depend on, such as the templates."""
-    name = f"{problem}@{target}-{target.sms}sm:{evidence}:{space.hash}"
-    return f"{name}:{revision}" if revision else name
+    SMs takes part because a slice of a GPU keeps its name. Templates and compiler take no part:
+    each record says which code it was measured with."""
+    return f"{problem}@{target}-{target.sms}sm:{evidence}:{space.hash}"
 
 
 @dataclass(frozen=True)
@@ -171,10 +168,10 @@ class Record:
     """One finished trial.
 
     variant: its id; origin: the part of the search that chose it; elapsed: seconds of search in the
-    study when it finished; cubin: digest of the machine code; identity: digest of cubin and launch
-    (equal ones are measured once); registers per thread and smem bytes per CTA of the main kernel,
-    None without a cubin; shared_with: number of the trial whose result this one has, None when it
-    has its own.
+    study when it finished; code: digest of what was compiled (`generator.revision`); cubin: digest
+    of the machine code; identity: digest of cubin and launch (equal ones are measured once);
+    registers per thread and smem bytes per CTA of the main kernel, None without a cubin;
+    shared_with: number of the trial whose result this one has, None when it has its own.
     """
 
     config: Config
@@ -182,6 +179,7 @@ class Record:
     result: Result
     origin: str
     elapsed: float
+    code: str = ""
     cubin: str = ""
     identity: str = ""
     registers: int | None = None
@@ -207,6 +205,7 @@ class Record:
             "result": self.result.to_json(),
             "origin": self.origin,
             "elapsed": round(self.elapsed, 3),
+            "code": self.code,
             "cubin": self.cubin,
             "identity": self.identity,
             "registers": self.registers,
@@ -233,7 +232,7 @@ class StudyLog:
         self._study = self._keep(lambda: _load_study(storage, name))
 
     def trials(self) -> list[FrozenTrial]:
-        """Trials with a record, oldest first."""
+        """Trials with a record, oldest first, also those that are out of date."""
         states = (TrialState.COMPLETE, TrialState.PRUNED)
         return self._keep(lambda: self._study.get_trials(deepcopy=False, states=states))
 
@@ -247,11 +246,25 @@ class StudyLog:
         return _winner(self._attributes())
 
     @property
-    def barren(self) -> int:
-        """Trials after which finals were held that nobody won, 0 where there were no such finals
-        or a winner was found since."""
+    def outdated(self) -> frozenset[int]:
+        """Numbers of the trials whose configs gave other machine code when the study was last
+        searched."""
+        return frozenset(self._attributes().get("outdated", ()))
+
+    def mark_outdated(self, numbers: Collection[int]) -> None:
+        """Keep which trials are out of date, for those who only read the study."""
+        if self.outdated != frozenset(numbers):
+            self._keep(lambda: self._study.set_user_attr("outdated", sorted(numbers)))
+
+    @property
+    def trials_at_finals(self) -> int:
+        """Trials that the study had at its last finals, 0 before there were any."""
         attributes = self._attributes()
-        return 0 if attributes.get("winner") else int(attributes.get("barren", 0))
+        counted = attributes.get("trials_at_finals")
+        if counted is None:  # written before finals were counted
+            winner = _winner(attributes)
+            return winner.trials if winner else int(attributes.get("barren", 0))
+        return int(counted)
 
     @property
     def machine(self) -> Mapping[str, Any]:
@@ -265,13 +278,12 @@ class StudyLog:
         trials: int,
         machine: Mapping[str, Any],
     ) -> None:
-        """Keep the finals after `trials` trials and their winner as attributes of the study. The
-        one that says that they are over is written last."""
+        """Keep the finals and their winner as attributes of the study. The one that says that they
+        are over, after `trials` trials in all, is written last."""
         entries = [{"config": dict(c), "result": r.to_json()} for c, r in finals]
         attributes: dict[str, Any] = {"finals": entries, "machine": dict(machine)}
         attributes["winner"] = winner and winner.to_json()
-        if winner is None:
-            attributes["barren"] = trials
+        attributes["trials_at_finals"] = trials
         for key, value in attributes.items():
             self._keep(lambda key=key, value=value: self._study.set_user_attr(key, value))  # type: ignore[misc]
 

@@ -28,7 +28,6 @@ from generator.winner import Winner
 
 _NAME = re.compile(
     r"(?P<problem>[^@]+)@(?P<gpu>.+)-(?P<sms>\d+)sm:(?P<evidence>\w+):(?P<space>\w+)"
-    r"(?::(?P<revision>\w+))?"
 )
 
 
@@ -37,9 +36,10 @@ class Study:
     """One study of one problem.
 
     number: its number in the storage, by which optuna-dashboard knows it; evidence: "measured" or
-    "predicted"; space and revision: hashes of the search space and of templates and compiler;
-    records: finished trials, oldest first; winner: None before the finals, or when nothing may win;
-    finals: configs and results of the finals; importance: share of each knob, {} where unknown.
+    "predicted"; space: hash of the search space; records: finished trials, oldest first, but for
+    those that were out of date when the study was last searched; winner: None before the finals,
+    or when nothing may win; finals: configs and results of the finals; importance: share of each
+    knob, {} where unknown.
     """
 
     name: str
@@ -49,7 +49,6 @@ class Study:
     sms: int
     evidence: str
     space: str
-    revision: str
     records: tuple[Record, ...]
     winner: Winner | None
     finals: tuple[tuple[Config, Result], ...]
@@ -115,7 +114,7 @@ def _read(storage: BaseStorage, place: str, importance: bool) -> list[Study]:
         if match is None:
             continue  # another program's
         log = StudyLog(storage, entry.study_name)
-        trials = log.trials()
+        trials = [trial for trial in log.trials() if trial.number not in log.outdated]
         if not trials:
             continue
         finals = entry.user_attrs.get("finals", ())
@@ -128,7 +127,6 @@ def _read(storage: BaseStorage, place: str, importance: bool) -> list[Study]:
                 sms=int(match["sms"]),
                 evidence=match["evidence"],
                 space=match["space"],
-                revision=match["revision"] or "",
                 records=tuple(Record.from_trial(trial) for trial in trials),
                 winner=log.winner,
                 finals=tuple((f["config"], Result.from_json(f["result"])) for f in finals),

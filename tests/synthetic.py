@@ -90,6 +90,9 @@ class FakePool:
     def result(self, variant: Variant, future: Future[Compiled]) -> Compiled:
         return future.result()
 
+    def code(self, variant: Variant) -> str:
+        return digest(self.version, sorted(variant.source_config.items()), variant.N)[:16]
+
     def _compile(self, variant: Variant) -> Compiled:
         if self.broken(variant.config):
             log = "rmsnorm_backward.cu(7): error: planted\n1 error detected"

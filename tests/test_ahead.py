@@ -23,8 +23,13 @@ from generator import compile as compile_module
 from generator.ahead import MOST_PROCESSES, NICE, cached, compiling_ahead
 from generator.compile import Compiled, CubinCache, compile_variant
 from generator.errors import NormforgeError
-from generator.forward import compile_forward, forward_revision, generic_forwards, render_forward
-from generator.forward_tune import MOST_VARIANTS, forward_variants, forwards_to_compile
+from generator.forward import compile_forward, generic_forwards, render_forward
+from generator.forward_tune import (
+    MOST_VARIANTS,
+    forward_variants,
+    forwards_to_compile,
+    space_code,
+)
 from generator.generic import DTYPES, first_choices, generic_variants
 from generator.plan import longest_first
 from generator.problem import Problem
@@ -232,15 +237,16 @@ def test_foreseen_are_generic_kernels_and_the_forwards_to_be_measured_in_the_ord
 def test_forwards_that_the_package_keeps_are_not_compiled_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tuned(problem: Problem, evidence: str, revision: str) -> Any:
+    def tuned(problem: Problem, evidence: str, code: str) -> Any:
         return SimpleNamespace(
             **{"M": problem.M, "N": problem.N, "dtype": problem.dtype},
             **{"weight_dtype": problem.weight_dtype, "evidence": evidence},
-            provenance={"revision": revision},
+            provenance={"code": code},
         )
 
-    fresh, third = forward_revision(), Problem.parse("4096x4096:fp32")
-    table = [tuned(SHORT, "measured", fresh), tuned(WIDE, "predicted", fresh)]
+    third = Problem.parse("4096x4096:fp32")
+    table = [tuned(SHORT, "measured", space_code(SHORT, H200))]
+    table.append(tuned(WIDE, "predicted", space_code(WIDE, H200)))
     table.append(tuned(third, "measured", "old"))
     monkeypatch.setattr(run, "read_forward_table", lambda package: SimpleNamespace(tuned=table))
     found = foreseen(make_plan(tmp_path, 1, problems=(SHORT, WIDE, third)))

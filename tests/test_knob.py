@@ -63,7 +63,6 @@ def study(space: Space, target: Target, *configs: dict[str, Any], **fields: Any)
         number=0,
         **where,
         space="",
-        revision="",
         records=records,
         winner=None,
         finals=(),
