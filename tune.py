@@ -4,8 +4,8 @@
     python tune.py --gpu gb200
     python tune.py --help
 
-The command line is generator/cli.py. Nothing is imported here before it is needed, because every
-process that the tuner starts imports this file again, and a compiler needs no PyTorch.
+The command line is generator/cli/main.py. Nothing is imported here before it is needed, because
+every process that the tuner starts imports this file again, and a compiler needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; see generator.cli.main."""
-    from generator import cli
+    """Run the command line; see generator.cli.main.main."""
+    from generator.cli.main import main as run
 
-    return cli.main(argv)
+    return run(argv)
 
 
 if __name__ == "__main__":

@@ -34,19 +34,21 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.results import write_json  # noqa: E402
-from generator.compile import compile_variant, nvrtc_version  # noqa: E402
 from generator.emulate import Layout, Schedule, find_compiler, run_schedules  # noqa: E402
 from generator.emulate.check import CPU, plan  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
-from generator.generic import first_choices, generic_variants, takes_rows  # noqa: E402
+from generator.kernels.cubin_cache import compile_variant  # noqa: E402
+from generator.kernels.geometry import Config, determinism_class  # noqa: E402
+from generator.kernels.nvrtc import nvrtc_version  # noqa: E402
+from generator.kernels.render import render  # noqa: E402
+from generator.kernels.variant import Variant, make_variant  # noqa: E402
+from generator.operations.rmsnorm_backward import Inputs, make_cancelling, make_inputs  # noqa: E402
+from generator.package.fallback_kernels import first_choices, generic_variants, takes_rows  # noqa: E402
 from generator.problem import Problem  # noqa: E402
-from generator.render import render  # noqa: E402
-from generator.runtime.launch import LaunchError, LoadedKernel  # noqa: E402
-from generator.runtime.plan import KernelSpec, Launch  # noqa: E402
-from generator.space_file import load_space  # noqa: E402
+from generator.runtime.launch.launch import LaunchError, LoadedKernel  # noqa: E402
+from generator.runtime.spec import KernelSpec, Launch  # noqa: E402
+from generator.space.load import load_space  # noqa: E402
 from generator.target import Target, match_device  # noqa: E402
-from generator.variant import Config, Variant, determinism_class, make_variant  # noqa: E402
-from generator.workload import Inputs, make_cancelling, make_inputs  # noqa: E402
 
 FLAVOURS: tuple[Config | None, ...] = (
     *({"strategy": name} for name in ("column_slices", "separate", "last_cta", "semaphore")),

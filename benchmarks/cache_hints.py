@@ -27,17 +27,19 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.results import machine, write_json  # noqa: E402
-from generator.compile import compile_variant  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
-from generator.measure import Operation, Timer  # noqa: E402
+from generator.evaluate.gpu.protocol import Candidate  # noqa: E402
+from generator.evaluate.gpu.session import Session, Workload  # noqa: E402
+from generator.evaluate.gpu.timer import Operation, Timer  # noqa: E402
+from generator.evaluate.verify.bench import Bench  # noqa: E402
+from generator.evaluate.verify.determinism import digest  # noqa: E402
+from generator.kernels.cubin_cache import compile_variant  # noqa: E402
+from generator.kernels.geometry import Config  # noqa: E402
+from generator.kernels.variant import make_variant  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
-from generator.session import Session, Workload  # noqa: E402
-from generator.store import JOURNAL_NAME  # noqa: E402
-from generator.studies import Study, read_studies  # noqa: E402
+from generator.studies.reader import Study, read_studies  # noqa: E402
+from generator.studies.storage import JOURNAL_NAME  # noqa: E402
 from generator.target import Target, find_target, match_device  # noqa: E402
-from generator.variant import Config, make_variant  # noqa: E402
-from generator.verify import Bench, digest  # noqa: E402
-from generator.worker import Candidate  # noqa: E402
 
 SHAPES = (
     "4096x256:bf16,4096x1024:bf16,4096x2048:bf16,8192x2048:bf16,32768x2048:bf16,16384x3072:bf16,"

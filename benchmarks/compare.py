@@ -39,8 +39,8 @@ from benchmarks.prepare import prepare  # noqa: E402
 from benchmarks.report import missing_sentence  # noqa: E402
 from benchmarks.results import Results  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
+from generator.evaluate.gpu.session import Session  # noqa: E402
 from generator.problem import load_problems  # noqa: E402
-from generator.session import Session  # noqa: E402
 
 TUNED = (
     "4096x256:bf16,4096x1024:bf16,16384x1024:bf16,65536x3072:bf16,4096x4096:bf16,"

@@ -21,13 +21,13 @@ from benchmarks.harness import Cell, Contender, Entrant, ShapeRun, check_gpu, ke
 from benchmarks.peers import Gradients, Peer, installed_version
 from benchmarks.prepare import any_inputs
 from benchmarks.results import OURS, Environment, Results, Row, machine, write_text
-from generator.cold import FLUSH_BYTES
 from generator.errors import NormforgeError
-from generator.measure import Timer
+from generator.evaluate.gpu.l2_flush import FLUSH_BYTES
+from generator.evaluate.gpu.timer import Timer
+from generator.evaluate.verify.determinism import RUNS
+from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
-from generator.runtime.dispatch import TABLE
-from generator.verify import RUNS
-from generator.workload import Inputs
+from generator.runtime.table import TABLE
 
 RESERVE_SECONDS = 40.0
 """Kept for the code paths and the report; no shape is begun in them."""
@@ -168,7 +168,7 @@ def load_peers(wanted: Sequence[Peer], timer: Timer) -> tuple[dict[str, Contende
 def describe(
     facts: dict[str, Any], peers: Sequence[Peer], missing: dict[str, str], module: Path
 ) -> Environment:
-    """The conditions of the rows. facts: those of generator.session about the device."""
+    """The conditions of the rows. facts: what the GPU session says of the device."""
     table = (module / TABLE).read_bytes()
     return {
         **machine(facts),

@@ -119,8 +119,8 @@ def run(module: Path, problems: list[Problem]) -> None:
     it does not watch."""
     import torch
 
+    from generator.operations.rmsnorm_backward import make_inputs
     from generator.runtime.api import Package
-    from generator.workload import make_inputs
 
     package = Package(module)
     device = torch.device("cuda")

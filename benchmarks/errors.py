@@ -39,13 +39,13 @@ from benchmarks.untuned import log_uniform  # noqa: E402
 from generator.emulate import Schedule, find_compiler, run_schedules  # noqa: E402
 from generator.emulate.run import Wishes  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
-from generator.generic import DTYPES  # noqa: E402
+from generator.evaluate.gpu.session import Session  # noqa: E402
+from generator.operations.rmsnorm_backward import TORCH_DTYPE, Inputs, make_reference  # noqa: E402
+from generator.package.fallback_kernels import DTYPES  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
-from generator.runtime.dispatch import Table  # noqa: E402
-from generator.runtime.launch import DW_IN_FP32, DW_IN_WEIGHT_DTYPE  # noqa: E402
-from generator.runtime.plan import KernelSpec, Launch, plan_launch  # noqa: E402
-from generator.session import Session  # noqa: E402
-from generator.workload import TORCH_DTYPE, Inputs, make_reference  # noqa: E402
+from generator.runtime.launch.launch import DW_IN_FP32, DW_IN_WEIGHT_DTYPE  # noqa: E402
+from generator.runtime.spec import KernelSpec, Launch, plan_launch  # noqa: E402
+from generator.runtime.table import Table  # noqa: E402
 
 ELEMENTS = 1 << 27
 """Of the largest random shape, by default."""

@@ -34,14 +34,14 @@ from torch.nn.functional import rms_norm  # noqa: E402
 
 from benchmarks.harness import BLOCKS, ROUNDS, host_time, sentence  # noqa: E402
 from benchmarks.results import write_json  # noqa: E402
-from generator.emit import emit_package  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
-from generator.forward_measure import EPS, ForwardInputs, forward_inputs  # noqa: E402
-from generator.forward_tune import tune_forwards  # noqa: E402
-from generator.measure import Timer  # noqa: E402
+from generator.evaluate.gpu.timer import Timer  # noqa: E402
+from generator.operations.rmsnorm_forward import EPS, ForwardInputs, forward_inputs  # noqa: E402
+from generator.package.emit import emit_package  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
-from generator.runtime.forward import Forward, reference_forward  # noqa: E402
+from generator.runtime.serve.forward import Forward, reference_forward  # noqa: E402
 from generator.target import match_device  # noqa: E402
+from generator.tuner.forward import tune_forwards  # noqa: E402
 
 Call = Callable[[], Any]
 

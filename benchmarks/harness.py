@@ -15,10 +15,19 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.peers import Bind, Gradients
 from generator.errors import NormforgeError
-from generator.measure import Timer
+from generator.evaluate.gpu.timer import Timer
+from generator.evaluate.verify.accuracy import compare
+from generator.evaluate.verify.determinism import RUNS
+from generator.operations.rmsnorm_backward import (
+    FP32_SLACK,
+    HALF_UNIT,
+    Inputs,
+    Reference,
+    make_cancelling,
+    make_inputs,
+    make_reference,
+)
 from generator.problem import Problem
-from generator.verify import FP32_SLACK, HALF_UNIT, RUNS, compare
-from generator.workload import Inputs, Reference, make_cancelling, make_inputs, make_reference
 
 BLOCKS = 3
 ROUNDS = 15

@@ -32,13 +32,13 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.results import write_json  # noqa: E402
+from generator.operations.rmsnorm_backward import Inputs, make_inputs  # noqa: E402
 from generator.problem import Problem  # noqa: E402
-from generator.runtime import cuda  # noqa: E402
+from generator.runtime import torch_internals as cuda  # noqa: E402
 from generator.runtime.api import Package  # noqa: E402
-from generator.runtime.binding import Binding, bind, pack_addresses  # noqa: E402
-from generator.runtime.launch import cuda_driver, plain_extent  # noqa: E402
-from generator.runtime.plan import plan_launch  # noqa: E402
-from generator.workload import Inputs, make_inputs  # noqa: E402
+from generator.runtime.launch.binding import Binding, bind, pack_addresses  # noqa: E402
+from generator.runtime.launch.launch import cuda_driver, plain_extent  # noqa: E402
+from generator.runtime.spec import plan_launch  # noqa: E402
 
 BATCH = 50
 BATCHES = 25

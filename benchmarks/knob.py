@@ -28,19 +28,21 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.results import machine, write_json  # noqa: E402
-from generator.compile import compile_variant  # noqa: E402
-from generator.compile_pool import CompilePool  # noqa: E402
 from generator.errors import NormforgeError, ProblemError  # noqa: E402
-from generator.evaluator import Pool, refuse  # noqa: E402
+from generator.evaluate.evaluator import Pool  # noqa: E402
+from generator.evaluate.gpu.protocol import Candidate, Job, WorkerLostError  # noqa: E402
+from generator.evaluate.gpu.supervisor import Supply  # noqa: E402
+from generator.kernels.compile_pool import CompilePool  # noqa: E402
+from generator.kernels.cubin_cache import compile_variant  # noqa: E402
+from generator.kernels.geometry import Config  # noqa: E402
+from generator.kernels.resource_gate import refuse  # noqa: E402
+from generator.kernels.variant import Variant, make_variant  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
 from generator.result import Result  # noqa: E402
-from generator.space import Space  # noqa: E402
-from generator.space_file import load_space  # noqa: E402
-from generator.studies import Study, read_studies  # noqa: E402
-from generator.supply import Supply  # noqa: E402
+from generator.space.load import load_space  # noqa: E402
+from generator.space.space import Space  # noqa: E402
+from generator.studies.reader import Study, read_studies  # noqa: E402
 from generator.target import Target, match_device  # noqa: E402
-from generator.variant import Config, Variant, make_variant  # noqa: E402
-from generator.worker import Candidate, Job, WorkerLostError  # noqa: E402
 
 BLOCKS = "in_blocks"
 """What can be compared like a knob: the field of a variant."""

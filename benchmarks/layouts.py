@@ -4,8 +4,8 @@
     python benchmarks/layouts.py --out benchmarks/results/layouts_h200.json
 
 A group is a vector size and a bracket: rows of up to so many columns. Its candidates are `--draws`
-layouts (half at random, half the best of eight times as many by generator/predict.py), those of
-generator/generic.py for it and for brackets near it, and one to compare with: the best of the next
+layouts (half at random, half the best of eight times as many by the predictor), those of the
+fallback kernels for it and for brackets near it, and one to compare with: the best of the next
 narrower vectors. Those that may run are checked against float64 at 777 rows and timed at two N and
 two M, in one block with the floor, `torch.add(x, dy, out=dx)`, and ATen's kernel. The file is
 written after each group. Exit code: 2 for bad input or without a GPU.
@@ -36,31 +36,32 @@ import torch  # noqa: E402
 
 from benchmarks.peers import choose_peers  # noqa: E402
 from benchmarks.results import write_json  # noqa: E402
-from generator.compile import Compiled, compile_variant  # noqa: E402
-from generator.compile_pool import CompilePool  # noqa: E402
-from generator.derived import DERIVED  # noqa: E402
 from generator.errors import NormforgeError, ProblemError  # noqa: E402
-from generator.evaluator import Pool  # noqa: E402
-from generator.generic import (  # noqa: E402
+from generator.evaluate.evaluator import Pool  # noqa: E402
+from generator.evaluate.gpu.protocol import Answer, Candidate, Job, WorkerLostError  # noqa: E402
+from generator.evaluate.gpu.session import Session, Workload  # noqa: E402
+from generator.evaluate.gpu.supervisor import Supply  # noqa: E402
+from generator.evaluate.gpu.timer import Operation  # noqa: E402
+from generator.evaluate.predict.evaluator import predict_us  # noqa: E402
+from generator.evaluate.verify.accuracy import check_accuracy  # noqa: E402
+from generator.kernels.compile_pool import CompilePool  # noqa: E402
+from generator.kernels.cubin_cache import compile_variant  # noqa: E402
+from generator.kernels.nvrtc import Compiled  # noqa: E402
+from generator.kernels.ptxas import Resources  # noqa: E402
+from generator.kernels.variant import Variant, make_variant  # noqa: E402
+from generator.package.fallback_kernels import (  # noqa: E402
     MANY_ROWS,
     _Layout,
     generic_variants,
     legal_config,
     refuse_generic,
 )
-from generator.measure import Operation  # noqa: E402
-from generator.predict import predict_us  # noqa: E402
 from generator.problem import ITEMSIZE, Problem  # noqa: E402
-from generator.ptxas import Resources  # noqa: E402
 from generator.result import Result  # noqa: E402
-from generator.session import Session, Workload  # noqa: E402
-from generator.space import Space  # noqa: E402
-from generator.space_file import load_space  # noqa: E402
-from generator.supply import Supply  # noqa: E402
+from generator.space.expressions import DERIVED  # noqa: E402
+from generator.space.load import load_space  # noqa: E402
+from generator.space.space import Space  # noqa: E402
 from generator.target import Target, match_device  # noqa: E402
-from generator.variant import Variant, make_variant  # noqa: E402
-from generator.verify import check_accuracy  # noqa: E402
-from generator.worker import Answer, Candidate, Job, WorkerLostError  # noqa: E402
 
 _COARSE = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 _FINE = tuple(sorted((*_COARSE, 128, 384, 640, 1280, 2560, 5120)))
@@ -135,7 +136,7 @@ def legal(
 
 
 def known(group: Group, ours: Iterable[Variant], target: Target) -> list[Variant]:
-    """What generator/generic.py has for the group, then the same of brackets up to twice as wide
+    """What the fallback kernels have for the group, then the same of brackets up to twice as wide
     or half as wide; each with either hint for its loads."""
     same = [v for v in ours if v["vector_bytes"] == group.vector_bytes]
     same.sort(key=lambda v: abs(v.N - group.columns))
@@ -181,7 +182,7 @@ def fits(variant: Variant, registers: int) -> bool:
 
 
 def layout_of(variant: Variant) -> _Layout:
-    """What generator/generic.py would have for it."""
+    """What the fallback kernels would have for it."""
     return _Layout(variant.N, *(variant[field.name] for field in fields(_Layout)[1:]))
 
 

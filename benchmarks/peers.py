@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from generator.errors import NormforgeError
-from generator.measure import Timer
-from generator.workload import Inputs
+from generator.evaluate.gpu.timer import Timer
+from generator.operations.rmsnorm_backward import Inputs
 
 Gradients = tuple[torch.Tensor, torch.Tensor]
 Bind = Callable[[Inputs], Callable[[], Gradients]]
@@ -26,7 +26,7 @@ the operation launches the backward on the current stream and returns (dx, dw)."
 
 TUNER_ROUNDS = 7
 EPS = 1e-6
-"""What generator.workload computes rstd with."""
+"""What generator.operations.rmsnorm_backward computes rstd with."""
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import torch
 
 from benchmarks.harness import Contender, Entrant, sentence
 from benchmarks.peers import PEERS, Bind, Peer
-from generator.measure import Timer
+from generator.evaluate.gpu.timer import Timer
+from generator.operations.rmsnorm_backward import TORCH_DTYPE, Inputs
 from generator.problem import Problem
 from generator.processes import end_with_parent
-from generator.workload import TORCH_DTYPE, Inputs
 
 FEW_ROWS = 64
 

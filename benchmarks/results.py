@@ -110,7 +110,7 @@ class Results:
 
 def machine(facts: Mapping[str, Any]) -> Environment:
     """Today's date and what says with which GPU and software times were taken. facts: of a
-    generator.session.Session."""
+    generator.evaluate.gpu.session.Session."""
     same = ("sms", "driver", "cuda_driver", "torch")
     environment = {"gpu": facts["name"], **{name: facts[name] for name in same}}
     return environment | {"date": datetime.now(timezone.utc).strftime("%Y-%m-%d")}

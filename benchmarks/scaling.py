@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.results import write_json  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
-from generator.winner import TIE  # noqa: E402
+from generator.search.choose_winner import TIE  # noqa: E402
 
 BLOCKS, ROUNDS = 5, 21
 """How long two winners are timed side by side."""
@@ -111,12 +111,12 @@ def judge_on(index: int, gpu: str) -> tuple[Judge, dict[str, Any]]:
     the model that the runs were on."""
     import torch
 
-    from generator.compile import compile_variant
+    from generator.evaluate.gpu.protocol import Candidate, NoGpuError
+    from generator.evaluate.gpu.session import Session, Workload
+    from generator.kernels.cubin_cache import compile_variant
+    from generator.kernels.variant import make_variant
     from generator.problem import Problem
-    from generator.session import Session, Workload
     from generator.target import match_device
-    from generator.variant import make_variant
-    from generator.worker import Candidate, NoGpuError
 
     try:
         session = Session(index)

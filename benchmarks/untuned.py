@@ -29,21 +29,21 @@ import torch  # noqa: E402
 
 from benchmarks.peers import aten  # noqa: E402
 from benchmarks.results import write_json  # noqa: E402
-from generator.budget import Budget  # noqa: E402
-from generator.compile import compile_variant  # noqa: E402
-from generator.compile_pool import CompilePool  # noqa: E402
-from generator.measure import Timer  # noqa: E402
-from generator.plan import FINALISTS  # noqa: E402
+from generator.evaluate.gpu.protocol import Candidate  # noqa: E402
+from generator.evaluate.gpu.session import Session, Workload  # noqa: E402
+from generator.evaluate.gpu.timer import Timer  # noqa: E402
+from generator.kernels.compile_pool import CompilePool  # noqa: E402
+from generator.kernels.cubin_cache import compile_variant  # noqa: E402
+from generator.kernels.variant import make_variant  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
-from generator.run import choose_target  # noqa: E402
 from generator.runtime.api import Package  # noqa: E402
-from generator.search import search_problem  # noqa: E402
-from generator.session import Session, Workload  # noqa: E402
-from generator.space_file import load_space  # noqa: E402
-from generator.store import open_storage  # noqa: E402
-from generator.variant import make_variant  # noqa: E402
-from generator.winner import Winner  # noqa: E402
-from generator.worker import Candidate  # noqa: E402
+from generator.search.budget import Budget  # noqa: E402
+from generator.search.search import search_problem  # noqa: E402
+from generator.space.load import load_space  # noqa: E402
+from generator.studies.records import Winner  # noqa: E402
+from generator.studies.storage import open_storage  # noqa: E402
+from generator.tuner.choose_device import choose_target  # noqa: E402
+from generator.tuner.plan import FINALISTS  # noqa: E402
 
 BLOCKS = 3
 ROUNDS = 15

@@ -10,10 +10,11 @@ from pathlib import Path
 import yaml
 
 from generator.errors import NormforgeError
-from generator.runtime.dispatch import ITEMSIZE, shape_name
+from generator.paths import SEARCH_SPACES
+from generator.runtime.table import ITEMSIZE, shape_name
 
 MAX_COLUMNS = 1 << 20
-SHAPES_FOLDER = Path(__file__).resolve().parent.parent / "search_spaces" / "shapes"
+SHAPES_FOLDER = SEARCH_SPACES / "shapes"
 
 # Twelve digits are more rows than any GPU holds.
 _PROBLEM = re.compile(

@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 from generator.errors import NormforgeError
+from generator.paths import SEARCH_SPACES
 
-GPUS_FILE = Path(__file__).resolve().parent.parent / "search_spaces" / "gpus.yaml"
+GPUS_FILE = SEARCH_SPACES / "gpus.yaml"
 
 WARP = 32
 SMEM_RESERVED_PER_CTA = 1024

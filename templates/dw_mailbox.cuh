@@ -56,7 +56,7 @@ struct DwStrategy : LastArrived {
   Ledger before_arrival = 0;  // thread 0's
 
   // Arrives early. A team calls it before its last batch; the first team does the arriving, since no
-  // CTA is launched whose first team has no batch (plan_launch in generator/runtime/plan.py). One that
+  // CTA is launched whose first team has no batch (plan_launch in generator/runtime/spec.py). One that
   // never arrived would keep all others waiting.
   DEVICE void announce(unsigned participant) {
     if (threadIdx.x == 0 && output.base != nullptr)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from generator.space import Space
-from generator.space_file import load_space
+from generator.space.load import load_space
+from generator.space.space import Space
 from generator.target import Target, find_target, match_device
 
 # The same examples in every run, on machines of any speed; `--hypothesis-profile=explore` draws

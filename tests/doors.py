@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from generator.runtime.api import Package
-from generator.runtime.dispatch import TABLE, Table
-from generator.runtime.forward import reference_forward
-from generator.runtime.install import Installation
-from generator.runtime.known import Known
-from generator.runtime.reference import reference_backward
+from generator.runtime.frontends.install import Installation
+from generator.runtime.serve.call_cache import Known
+from generator.runtime.serve.forward import reference_forward
+from generator.runtime.serve.reference import reference_backward
+from generator.runtime.table import TABLE, Table
 
 
 def write_package(folder: Path) -> Package:

@@ -16,16 +16,17 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
-from generator.compile import Compiled
-from generator.forward import ForwardVariant
-from generator.noise import SEARCH_PAUSES, Block, collect
+from generator.evaluate.gpu.noise import SEARCH_PAUSES, Block, collect
+from generator.evaluate.gpu.protocol import Answer, Candidate, Job, NoGpuError
+from generator.kernels.forward import ForwardVariant
+from generator.kernels.geometry import Config
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.ptxas import Resources
+from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
-from generator.ptxas import Resources
 from generator.result import Result
 from generator.runtime.forward_table import KERNELS
-from generator.runtime.plan import MAIN_KERNEL
-from generator.variant import Config, Variant, make_variant
-from generator.worker import Answer, Candidate, Job, NoGpuError
+from generator.runtime.spec import MAIN_KERNEL
 from tests.synthetic import FLOOR_US, PROBLEM, TARGET, cost, digest
 
 COMPILE_FAULTS = ("compile_error", "compile_crash", "spill")
@@ -172,7 +173,7 @@ class Weather:
 
 @dataclass(frozen=True)
 class FakeGpu:
-    """Opens a session, as generator.worker.open_session does. seconds: what a trial takes."""
+    """Opens a session, as `worker.open_session` does. seconds: what a trial takes."""
 
     log: Log
     landscape: Landscape = Landscape()

@@ -17,16 +17,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from generator.budget import Budget
-from generator.compile_pool import CompilePool
 from generator.errors import NormforgeError
-from generator.guard import running
-from generator.legal import LegalConfigs
-from generator.measured import MeasuredEvaluator
-from generator.search import search_problem
-from generator.space import Space
-from generator.space_file import load_space
-from generator.store import JOURNAL_NAME, Record, StudyLog, open_storage, study_name
+from generator.evaluate.gpu.evaluator import MeasuredEvaluator
+from generator.kernels.compile_pool import CompilePool
+from generator.search.budget import Budget
+from generator.search.search import search_problem
+from generator.space.legal_configs import LegalConfigs
+from generator.space.load import load_space
+from generator.space.space import Space
+from generator.studies.records import Record, study_name
+from generator.studies.storage import JOURNAL_NAME, open_storage
+from generator.studies.study_log import StudyLog
+from generator.tuner.lifecycle import running
 from tests.fakegpu import FakeCompiler, FakeGpu, Landscape, Log, Weather, born, key, plant
 from tests.synthetic import PROBLEM, TARGET, shrink
 

@@ -10,20 +10,21 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from generator.budget import Progress
-from generator.compile import Compiled
-from generator.driver import Driver, search_here
-from generator.evaluator import Evaluator, Pool
-from generator.guard import Stop
-from generator.plan import Ledger, Plan
+from generator.evaluate.evaluator import Evaluator, Pool
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.variant import Variant
 from generator.problem import Problem
-from generator.queue import open_queue
 from generator.result import Result
-from generator.space_file import SPACE_FILE
-from generator.store import open_storage
+from generator.search.budget import Progress
+from generator.space.load import SPACE_FILE
+from generator.studies.records import Winner
+from generator.studies.storage import open_storage
+from generator.studies.work_queue import open_queue
 from generator.target import Target
-from generator.variant import Variant
-from generator.winner import Winner
+from generator.tuner.ledger import Ledger
+from generator.tuner.lifecycle import Stop
+from generator.tuner.plan import Plan
+from generator.tuner.task_runner import Driver, search_here
 from tests.synthetic import TARGET, FakeEvaluator, FakePool, digest
 
 FACTS = {"name": "NVIDIA H200", "sms": TARGET.sms, "driver": "1.0"}
@@ -74,7 +75,7 @@ class LoggingEvaluator(FakeEvaluator):
 
 
 class FakeDevice:
-    """What `generator.crew.Gpu` is, without one."""
+    """What `generator.tuner.device_process.Gpu` is, without one."""
 
     facts: Mapping[str, Any] = FACTS
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from generator.render import render
-from generator.variant import Variant
+from generator.kernels.render import render
+from generator.kernels.variant import Variant
 
 SHAPE = "777x1024:bf16"
 

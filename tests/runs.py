@@ -13,7 +13,7 @@ import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from generator.store import JOURNAL_NAME
+from generator.studies.storage import JOURNAL_NAME
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -13,19 +13,22 @@ from pathlib import Path
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from generator.compile import Compiled, compile_variant
-from generator.compile_pool import CompilePool
-from generator.emit import PROVENANCE_KEYS, Entry, emit_package
 from generator.errors import NormforgeError
-from generator.forward_tune import tune_forwards
-from generator.generic import compile_generics
+from generator.kernels.compile_pool import CompilePool
+from generator.kernels.cubin_cache import compile_variant
+from generator.kernels.geometry import Config
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.variant import Variant, make_variant
+from generator.package.emit import emit_package
+from generator.package.entries import PROVENANCE_KEYS, Entry
+from generator.package.fallback_kernels import compile_generics
 from generator.problem import ITEMSIZE, Problem
 from generator.runtime.api import Package
-from generator.runtime.plan import MAIN_KERNEL
-from generator.space import Space
-from generator.space_file import load_space
+from generator.runtime.spec import MAIN_KERNEL
+from generator.space.load import load_space
+from generator.space.space import Space
 from generator.target import Target, find_target, load_targets
-from generator.variant import Config, Variant, make_variant
+from generator.tuner.forward import tune_forwards
 
 SPACE = load_space()
 

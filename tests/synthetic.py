@@ -14,17 +14,18 @@ from pathlib import Path
 
 import yaml
 
-from generator.compile import Compiled
+from generator.kernels.geometry import Config
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.ptxas import Resources
+from generator.kernels.variant import Variant
 from generator.problem import Problem
-from generator.ptxas import Resources
 from generator.result import Result
-from generator.runtime.plan import MAIN_KERNEL
-from generator.search import Budget, search_problem
-from generator.space import Space
-from generator.space_file import SPACE_FILE, load_space
-from generator.store import open_storage
+from generator.runtime.spec import MAIN_KERNEL
+from generator.search.search import Budget, search_problem
+from generator.space.load import SPACE_FILE, load_space
+from generator.space.space import Space
+from generator.studies.storage import open_storage
 from generator.target import find_target
-from generator.variant import Config, Variant
 
 PROBLEM = Problem.parse("4096x1024:bf16")
 TARGET = find_target("h200")

@@ -18,23 +18,20 @@ from typing import Any
 
 import pytest
 
-from generator import ahead, run
-from generator import compile as compile_module
-from generator.ahead import MOST_PROCESSES, NICE, cached, compiling_ahead
-from generator.compile import Compiled, CubinCache, compile_variant
 from generator.errors import NormforgeError
-from generator.forward import compile_forward, generic_forwards, render_forward
-from generator.forward_tune import (
-    MOST_VARIANTS,
-    forward_variants,
-    forwards_to_compile,
-    space_code,
-)
-from generator.generic import DTYPES, first_choices, generic_variants
-from generator.plan import longest_first
+from generator.kernels import cubin_cache
+from generator.kernels import precompile as ahead
+from generator.kernels.cubin_cache import CubinCache, compile_variant
+from generator.kernels.forward import compile_forward, generic_forwards, render_forward
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.precompile import MOST_PROCESSES, NICE, cached, compiling_ahead
+from generator.package.fallback_kernels import DTYPES, first_choices, generic_variants
 from generator.problem import Problem
-from generator.run import foreseen, tune
 from generator.target import find_target
+from generator.tuner import emission, run
+from generator.tuner.forward import MOST_VARIANTS, forward_variants, forwards_to_compile, space_code
+from generator.tuner.plan import longest_first
+from generator.tuner.run import foreseen, tune
 from tests.fakegpu import born
 from tests.lanes import FACTS, Quiet, make_plan
 
@@ -79,21 +76,21 @@ def test_what_was_compiled_ahead_is_found_by_who_compiles_it_later(
         await_(lambda: cached(forward, H200.arch, tmp_path))
         nice = [os.getpriority(os.PRIO_PROCESS, worker) for worker in workers() - before]
         assert nice and set(nice) == {NICE}
-    monkeypatch.setattr(compile_module, "compile_source", refuse)
+    monkeypatch.setattr(cubin_cache, "compile_source", refuse)
     found = compile_variant(BACKWARD, H200.arch, tmp_path)
     assert found.cubin
     assert found == cached(BACKWARD, H200.arch, tmp_path)
     assert compile_forward(forward, H200.arch, tmp_path).cubin
 
     pool: Any = SimpleNamespace(arch=H200.arch, cache_folder=tmp_path, submit=refuse)
-    assert run._compile([BACKWARD], pool) == [found]
+    assert emission._compile([BACKWARD], pool) == [found]
 
 
 def test_what_the_cache_lacks_is_compiled_by_the_pool(tmp_path: Path) -> None:
     made = Compiled(H200.arch, "", b"cubin", {}, "", False, "")
     pool: Any = SimpleNamespace(arch=H200.arch, cache_folder=tmp_path, submit=lambda v: "promise")
     pool.result = lambda variant, future: made if future == "promise" else refuse()
-    assert run._compile([BACKWARD], pool) == [made]
+    assert emission._compile([BACKWARD], pool) == [made]
 
 
 def test_damaged_entry_of_the_cache_counts_as_none(tmp_path: Path) -> None:
@@ -150,7 +147,7 @@ PARENT = """
 import signal, sys, time
 from multiprocessing import active_children
 from pathlib import Path
-from generator.ahead import compiling_ahead
+from generator.kernels.precompile import compiling_ahead
 from tests.test_ahead import FORWARDS, H200
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 with compiling_ahead(FORWARDS, H200.arch, Path(sys.argv[1])):

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from generator.package_files import write_code
-from generator.runtime.dispatch import TABLE, Table
-from generator.runtime.graph import code_digest
+from generator.package.files import write_code
+from generator.runtime.frontends.graph_pass import code_digest
+from generator.runtime.table import TABLE, Table
 
 CHILD = """
 import importlib.util, json, sys

@@ -15,14 +15,16 @@ import torch
 from benchmarks import cache_hints
 from benchmarks.cache_hints import BLOCKS, FOLLOWERS, HINTS, ROUNDS, check_bits, choose, follow
 from generator.errors import NormforgeError
+from generator.evaluate.gpu.session import Workload
+from generator.kernels.geometry import Config
+from generator.kernels.variant import make_variant
 from generator.problem import Problem, load_problems
 from generator.result import Result
-from generator.session import Workload
-from generator.space import Space
-from generator.store import JOURNAL_NAME, Record
-from generator.studies import Study
+from generator.space.space import Space
+from generator.studies.reader import Study
+from generator.studies.records import Record
+from generator.studies.storage import JOURNAL_NAME
 from generator.target import Target
-from generator.variant import Config, make_variant
 
 COMMITTED = Path(__file__).resolve().parent.parent / "benchmarks/results/cache_hints_h200.json"
 PROBLEM = Problem.parse("4096x1024:bf16")
@@ -37,7 +39,7 @@ def record(ratio: float, outcome: str = "ok", **config: int | str) -> Record:
 def study(
     *records: Record, problem: Problem = PROBLEM, gpu: str = "h200", evidence: str = "measured"
 ) -> Study:
-    where = (problem, gpu, 132, evidence, "", "")
+    where = (problem, gpu, 132, evidence, "")
     return Study("a study", 0, *where, records, winner=None, finals=(), importance={})
 
 

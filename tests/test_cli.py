@@ -16,20 +16,23 @@ import torch
 import yaml
 
 import tune
-from generator import cli, run
-from generator.compile import Compiled, CubinCache, compile_variant
-from generator.generic import compile_generics
-from generator.plan import Plan
+from generator.cli import main as cli
+from generator.kernels.cubin_cache import CubinCache, compile_variant
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.render import render
+from generator.kernels.variant import Variant, make_variant
+from generator.package.fallback_kernels import compile_generics
 from generator.problem import Problem, load_problems
-from generator.render import render
-from generator.run import PACKAGE_NAME, Outcome
-from generator.runtime.dispatch import Table
 from generator.runtime.forward_table import ForwardTable
-from generator.screen import Status
-from generator.space_file import SPACE_FILE
-from generator.store import JOURNAL_NAME
+from generator.runtime.table import Table
+from generator.space.load import SPACE_FILE
+from generator.studies.storage import JOURNAL_NAME
 from generator.target import find_target
-from generator.variant import Variant, make_variant
+from generator.tuner import run
+from generator.tuner.display import Status
+from generator.tuner.emission import PACKAGE_NAME
+from generator.tuner.plan import Plan
+from generator.tuner.run import Outcome
 from tests.runs import command, kill_and_resume, trials
 from tests.samples import sm_of
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from generator import cold
-from generator.cold import ColdCache
-from generator.runtime import driver as driver_module
-from generator.runtime.driver import LaunchError
+from generator.evaluate.gpu import l2_flush as cold
+from generator.evaluate.gpu.l2_flush import ColdCache
+from generator.runtime.launch import driver as driver_module
+from generator.runtime.launch.driver import LaunchError
 
 OK, REFUSED = 0, SimpleNamespace(name="CUDA_ERROR_NO_BINARY_FOR_GPU")
 

@@ -20,9 +20,9 @@ from benchmarks.peers import PEERS, choose_peers, decomposed_backward
 from benchmarks.report import markdown, missing_sentence, plot
 from benchmarks.results import Environment, Results, Row, problem_of, write_json
 from generator.errors import NormforgeError
+from generator.operations.rmsnorm_backward import Inputs, make_inputs
 from generator.problem import Problem, load_problems
-from generator.runtime.reference import reference_backward
-from generator.workload import Inputs, make_inputs
+from generator.runtime.serve.reference import reference_backward
 
 EVERY = load_problems("compare")
 ENVIRONMENT: Environment = {

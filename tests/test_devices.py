@@ -12,17 +12,20 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from generator import crew, run
-from generator.driver import Driver, search_here
 from generator.errors import NormforgeError
-from generator.guard import Stop
-from generator.plan import Ledger, Plan, expected_seconds, longest_first
+from generator.evaluate.gpu.protocol import NoGpuError
 from generator.problem import Problem, load_problems
-from generator.queue import PrivateQueue
-from generator.run import choose_crew, choose_target
-from generator.store import Record, StudyLog, open_storage
-from generator.winner import Winner
-from generator.worker import NoGpuError
+from generator.studies.records import Record, Winner
+from generator.studies.storage import open_storage
+from generator.studies.study_log import StudyLog
+from generator.studies.work_queue import PrivateQueue
+from generator.tuner import choose_device, device_process
+from generator.tuner import device_pool as crew
+from generator.tuner.choose_device import choose_crew, choose_target
+from generator.tuner.ledger import Ledger
+from generator.tuner.lifecycle import Stop
+from generator.tuner.plan import Plan, expected_seconds, longest_first
+from generator.tuner.task_runner import Driver, search_here
 from tests.lanes import FACTS, PROBLEMS, FakeDevice, LoggingEvaluator, Quiet, lines, make_plan
 from tests.synthetic import FakePool, shrink
 from tests.test_search import LEGAL
@@ -273,7 +276,7 @@ class FakeSupply:
 
 @pytest.fixture
 def supply(monkeypatch: pytest.MonkeyPatch) -> type[FakeSupply]:
-    monkeypatch.setattr(crew, "Supply", FakeSupply)
+    monkeypatch.setattr(device_process, "Supply", FakeSupply)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(FakeSupply, "started", [])
     return FakeSupply
@@ -313,7 +316,7 @@ def test_machine_without_a_gpu_predicts_also_for_several_devices(
     assert choose_target("gb200", 0)[1] is None
     with pytest.raises(NormforgeError, match="found no CUDA GPU"):
         choose_target("auto", 0)
-    monkeypatch.setattr(run, "Crew", Crew)
+    monkeypatch.setattr(choose_device, "Crew", Crew)
     target, workforce, sentence = choose_crew("gb200", (0, 1))
     assert (target.name, workforce) == ("gb200", None)
     assert "this machine has no CUDA GPU" in sentence
@@ -322,7 +325,7 @@ def test_machine_without_a_gpu_predicts_also_for_several_devices(
 def test_crew_of_the_gpu_that_is_here_measures(
     supply: type[FakeSupply], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "Crew", Crew)
+    monkeypatch.setattr(choose_device, "Crew", Crew)
     target, workforce, sentence = choose_crew("auto", (0, 2))
     assert workforce is not None
     workforce.close()

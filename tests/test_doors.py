@@ -20,10 +20,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from generator.runtime.api import Package
-from generator.runtime.layout import dense
-from generator.runtime.options import PLAIN, Arguments, Options, add_residual, composition
-from generator.runtime.plan import KernelSpec
-from generator.runtime.reference import reference_backward
+from generator.runtime.launch.row_layout import dense
+from generator.runtime.serve.options import PLAIN, Arguments, Options, add_residual, composition
+from generator.runtime.serve.reference import reference_backward
+from generator.runtime.spec import KernelSpec
 from tests.doors import aten_on_cpu, door_1_norm, leaf, randn, routing_on_cpu, write_package
 
 

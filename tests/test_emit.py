@@ -19,28 +19,30 @@ from typing import Any
 import pytest
 import torch
 
-from generator import atomic_folder
-from generator.atomic_folder import check_writable
-from generator.compile import Compiled, compile_variant
-from generator.emit import (
-    PROVENANCE_KEYS,
-    Emission,
-    Entry,
-    emit_package,
-)
 from generator.errors import NormforgeError
-from generator.generic import DTYPES, compile_generics, first_choices, generic_variants
-from generator.package_files import RUNTIME, refresh, runtime_files, write_code
+from generator.kernels.cubin_cache import compile_variant
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.ptxas import Resources
+from generator.kernels.variant import Variant, make_variant
+from generator.package import atomic_folder
+from generator.package.atomic_folder import check_writable
+from generator.package.emit import emit_package
+from generator.package.entries import PROVENANCE_KEYS, Emission, Entry
+from generator.package.fallback_kernels import (
+    DTYPES,
+    compile_generics,
+    first_choices,
+    generic_variants,
+)
+from generator.package.files import RUNTIME, refresh, runtime_files, write_code
 from generator.problem import ITEMSIZE, Problem
-from generator.ptxas import Resources
 from generator.runtime.api import Package
-from generator.runtime.dispatch import Kernel, Table
-from generator.runtime.options import PLAIN, Arguments
-from generator.runtime.plan import MAIN_KERNEL
-from generator.runtime.reference import reference_backward
-from generator.space_file import load_space
+from generator.runtime.serve.options import PLAIN, Arguments
+from generator.runtime.serve.reference import reference_backward
+from generator.runtime.spec import MAIN_KERNEL
+from generator.runtime.table import Kernel, Table
+from generator.space.load import load_space
 from generator.target import Target, find_target, load_targets, match_device
-from generator.variant import Variant, make_variant
 from tests.samples import compiled_generics
 
 SPACE = load_space()
@@ -115,8 +117,8 @@ def test_package_holds_source_and_cubin_of_every_winner_and_the_runtime(package:
     assert result.written == (winner.problem,)
     assert files[f"kernels/{winner.variant}.cubin"] == winner.compiled.cubin
     assert files[f"kernels/{winner.variant}.cu"] == winner.compiled.source.encode()
-    for module in RUNTIME.glob("*.*"):
-        assert files[f"runtime/{module.name}"] == module.read_bytes()
+    for name in runtime_files():
+        assert files[f"runtime/{name}"] == (RUNTIME / name).read_bytes()
     assert sum(name.endswith(".cubin") for name in files) == 1 + len(GENERICS)
     assert [path.name for path in package.parent.iterdir()] == ["rmsnorm_backward"]
 
@@ -125,12 +127,12 @@ def test_refreshed_package_has_todays_code_and_its_own_kernels(package: Path) ->
     put(package, entry("4096x1024:bf16"))
     before = snapshot(package)
     (package / "__init__.py").write_text("old")
-    (package / "runtime" / "native.cpp").unlink()
+    (package / "runtime" / "native" / "native.cpp").unlink()
     (package / "runtime" / "api.py").write_text("old")
     (package / "runtime" / "gone.py").write_text("of an older runtime")
     refresh(package)
     assert snapshot(package) == before
-    assert {source.name for source in runtime_files()} == {p.name for p in RUNTIME.glob("*.*")}
+    assert Path("native/native.cpp") in runtime_files()
 
 
 def test_equal_winners_make_equal_packages(package: Path, tmp_path: Path) -> None:
@@ -775,9 +777,13 @@ COMMITTED = Path(__file__).resolve().parent.parent / "generated"
 def test_committed_package_has_todays_runtime_and_whole_kernels(gpu: str, tmp_path: Path) -> None:
     """It was emitted, or had its runtime copied, after the last change of the runtime."""
     package = COMMITTED / gpu / "rmsnorm_backward"
-    found = {path.name: path.read_bytes() for path in (package / "runtime").glob("*.*")}
-    wanted = {path.name: path.read_bytes() for path in RUNTIME.glob("*.*")}
-    advice = "run python -m generator.package_files, or emit the package again"
+    found = {
+        path.relative_to(package / "runtime"): path.read_bytes()
+        for path in (package / "runtime").rglob("*.*")
+        if path.suffix != ".pyc"
+    }
+    wanted = {name: (RUNTIME / name).read_bytes() for name in runtime_files()}
+    advice = "run python -m generator.package.files, or emit the package again"
     assert found == wanted, advice
     init = (package / "__init__.py").read_bytes()
     write_code(tmp_path, Table.load(package))

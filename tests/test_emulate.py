@@ -23,12 +23,12 @@ from generator.emulate.build import build
 from generator.emulate.check import CPU, PARTICIPANTS, check_source, plan, reduced
 from generator.emulate.run import Layout, Wishes
 from generator.errors import NormforgeError
-from generator.generic import generic_variants, takes_rows
+from generator.kernels.render import render
+from generator.kernels.variant import Variant, make_variant
+from generator.operations.rmsnorm_backward import make_cancelling, make_inputs
+from generator.package.fallback_kernels import generic_variants, takes_rows
 from generator.problem import Problem
-from generator.render import render
 from generator.target import Target, find_target
-from generator.variant import Variant, make_variant
-from generator.workload import make_cancelling, make_inputs
 from tests.samples import DETERMINISTIC, FLAVOURS, plain_variant, sample_variant
 
 SEED = int(os.environ.get("NORMFORGE_EMULATE_SEED", "2026"))

@@ -24,9 +24,9 @@ from benchmarks.errors import (
     worst,
 )
 from generator.emulate import find_compiler
+from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
-from generator.runtime.reference import reference_backward
-from generator.workload import Inputs
+from generator.runtime.serve.reference import reference_backward
 from tests.doors import aten_on_cpu
 
 CPU = torch.device("cpu")

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from generator.emit import emit_package
-from generator.forward_tune import tune_forwards
+from generator.package.emit import emit_package
 from generator.target import find_target
+from generator.tuner.forward import tune_forwards
 from tests.doors import write_package
 from tests.samples import compiled_generics
 
@@ -39,8 +39,8 @@ import contextlib, io, json, runpy, sys, warnings
 import torch
 from torch._inductor import metrics
 from {PACKAGE} import installed
-from {PACKAGE}.runtime.forward import Forward, reference_forward
-from {PACKAGE}.runtime.reference import reference_backward
+from {PACKAGE}.runtime.serve.forward import Forward, reference_forward
+from {PACKAGE}.runtime.serve.reference import reference_backward
 
 gpu, folder, *lines = sys.argv[1:]
 torch.set_num_threads(1)

@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 
 import tune
-from generator.budget import Budget
 from generator.errors import NormforgeError
-from generator.explain import Explanation, Verdict, parse_config
+from generator.kernels.geometry import Config, determinism_class
+from generator.kernels.variant import Variant
 from generator.problem import Problem
 from generator.report.answer import ask_package
+from generator.report.explain import Explanation, Verdict, parse_config
 from generator.result import Result
-from generator.search import search_problem
-from generator.space import Space
-from generator.space_file import load_space
-from generator.store import JOURNAL_NAME, open_storage
-from generator.studies import read_studies
-from generator.variant import Config, Variant, determinism_class
+from generator.search.budget import Budget
+from generator.search.search import search_problem
+from generator.space.load import load_space
+from generator.space.space import Space
+from generator.studies.reader import read_studies
+from generator.studies.storage import JOURNAL_NAME, open_storage
 from tests.synthetic import PROBLEM, TARGET, FakeEvaluator, FakePool, shrink, timed
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,17 +18,19 @@ from typing import Any
 import pytest
 from optuna.exceptions import StorageInternalError
 
-from generator import guard
-from generator.compile_pool import CompilePool
 from generator.errors import NormforgeError, ProblemError
-from generator.guard import LOCK_NAME, running
-from generator.legal import LegalConfigs
-from generator.measured import INTERLEAVINGS, MeasuredEvaluator
+from generator.evaluate.gpu.evaluator import INTERLEAVINGS, MeasuredEvaluator
+from generator.evaluate.gpu.protocol import NoGpuError, WorkerLostError
+from generator.evaluate.gpu.supervisor import RETRY_PAUSES, STARVED
+from generator.kernels.compile_pool import CompilePool
+from generator.kernels.geometry import Config
+from generator.kernels.variant import Variant, make_variant
 from generator.result import Result
-from generator.store import JOURNAL_NAME, Record
-from generator.supply import RETRY_PAUSES, STARVED
-from generator.variant import Config, Variant, make_variant
-from generator.worker import NoGpuError, WorkerLostError
+from generator.space.legal_configs import LegalConfigs
+from generator.studies.records import Record
+from generator.studies.storage import JOURNAL_NAME
+from generator.tuner import lifecycle as guard
+from generator.tuner.lifecycle import LOCK_NAME, running
 from tests.fakegpu import OUTCOME, FakeCompiler, FakeGpu, Landscape, Log, born, key
 from tests.fakerun import Killer, Run, forks, little_space
 from tests.synthetic import PROBLEM, TARGET

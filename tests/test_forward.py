@@ -23,16 +23,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from generator import forward_tune
-from generator.compile import Compiled
-from generator.compile_pool import LIVES, CompilePool
-from generator.emit import emit_package
 from generator.emulate import forward as emulated
 from generator.emulate.build import find_compiler
 from generator.emulate.forward import run_forward
 from generator.emulate.run import Layout, Schedule
 from generator.errors import NormforgeError
-from generator.forward import (
+from generator.evaluate.gpu.forward import ForwardGpu, ForwardTime
+from generator.kernels.compile_pool import LIVES, CompilePool
+from generator.kernels.forward import (
     ANY_COLUMNS,
     MOST_VECTORS,
     ForwardVariant,
@@ -42,24 +40,22 @@ from generator.forward import (
     generic_forwards,
     render_forward,
 )
-from generator.forward_measure import (
-    ForwardGpu,
-    ForwardInputs,
-    ForwardTime,
-    forward_inputs,
-    output_fault,
-)
-from generator.forward_tune import MOST_VARIANTS, ForwardEntry, Forwards, tune_forwards
-from generator.generic import DTYPES
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.ptxas import Resources
+from generator.operations.rmsnorm_forward import ForwardInputs, forward_inputs, output_fault
+from generator.package.emit import emit_package
+from generator.package.entries import ForwardEntry, Forwards
+from generator.package.fallback_kernels import DTYPES
+from generator.paths import TEMPLATES
 from generator.problem import Problem
-from generator.ptxas import Resources
-from generator.render import TEMPLATES
-from generator.runtime import forward_call as call_module
-from generator.runtime.forward import Forward, reference_forward
-from generator.runtime.forward_call import forward_call
 from generator.runtime.forward_table import KERNELS, ForwardTable
-from generator.runtime.layout import RowLayout, row_layout
+from generator.runtime.launch import forward_call as call_module
+from generator.runtime.launch.forward_call import forward_call
+from generator.runtime.launch.row_layout import RowLayout, row_layout
+from generator.runtime.serve.forward import Forward, reference_forward
 from generator.target import Target, find_target, load_targets
+from generator.tuner import forward as forward_tune
+from generator.tuner.forward import MOST_VARIANTS, tune_forwards
 from tests.fakegpu import CrashingCompiler, Log
 from tests.fakerun import forks
 from tests.samples import problems, targets
@@ -517,7 +513,7 @@ def test_package_holds_forward_kernels_that_its_runtime_finds(package: Path) -> 
     }
     sys.path.insert(0, str(package.parent))
     try:
-        from rmsnorm_backward.runtime.forward import Forward as Emitted  # type: ignore
+        from rmsnorm_backward.runtime.serve.forward import Forward as Emitted  # type: ignore
 
         y, _ = Emitted(package)(torch.ones(2, 8))
         assert y.shape == (2, 8)

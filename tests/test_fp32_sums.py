@@ -9,10 +9,11 @@ import pytest
 from benchmarks.errors import composite, errors, executed, in_fp32
 from generator.emulate import find_compiler
 from generator.emulate.check import CPU, check_variant, plan
+from generator.kernels.geometry import BLOCK_ROWS
+from generator.kernels.render import render
+from generator.kernels.variant import Variant
 from generator.problem import Problem
-from generator.render import render
 from generator.target import Target
-from generator.variant import BLOCK_ROWS, Variant
 from tests.samples import DETERMINISTIC, FLAVOURS, plain_variant
 
 SCALAR = {"threads_per_row": 32, "rows_per_cta": 8}

@@ -1,6 +1,6 @@
 """On a GPU: every strategy is right and repeats its bits, and the harness catches what is not.
 
-The harness is the one that tunes: `generator.session`, `generator.verify`, `generator.worker`.
+The harness is the one that tunes: the session and the worker of `generator.evaluate.gpu`.
 """
 
 from __future__ import annotations
@@ -14,34 +14,29 @@ from typing import Any
 import pytest
 import torch
 
-from generator.cold import ColdCache
-from generator.compile import Compiled, compile_source, compile_variant
-from generator.emit import emit_package
-from generator.evaluator import refuse
-from generator.generic import generic_variants
-from generator.measure import Timer
-from generator.measured import MeasuredEvaluator
+from generator.evaluate.gpu.evaluator import MeasuredEvaluator
+from generator.evaluate.gpu.l2_flush import ColdCache
+from generator.evaluate.gpu.protocol import Candidate
+from generator.evaluate.gpu.session import Workload
+from generator.evaluate.gpu.timer import Timer
+from generator.evaluate.verify.accuracy import check_accuracy, compare
+from generator.evaluate.verify.bench import Bench
+from generator.evaluate.verify.determinism import check_repeats, check_wishes, digest
+from generator.evaluate.verify.guarded import Guarded
+from generator.kernels.cubin_cache import compile_variant
+from generator.kernels.nvrtc import Compiled, compile_source
+from generator.kernels.render import render
+from generator.kernels.resource_gate import refuse
+from generator.kernels.variant import Variant
+from generator.operations.rmsnorm_backward import HALF_UNIT, make_inputs, make_reference, slacks
+from generator.package.emit import emit_package
+from generator.package.fallback_kernels import generic_variants
 from generator.problem import Problem
-from generator.render import render
 from generator.result import Result
 from generator.runtime.api import Package
-from generator.runtime.launch import LoadedKernel
-from generator.runtime.plan import plan_launch
-from generator.session import Workload
+from generator.runtime.launch.launch import LoadedKernel
+from generator.runtime.spec import plan_launch
 from generator.target import Target
-from generator.variant import Variant
-from generator.verify import (
-    HALF_UNIT,
-    Bench,
-    check_accuracy,
-    check_repeats,
-    check_wishes,
-    compare,
-    digest,
-    slacks,
-)
-from generator.worker import Candidate
-from generator.workload import Guarded, make_inputs, make_reference
 from tests.planted import BAD, SHAPE, WRONG, broken
 from tests.runs import command, kill_and_resume
 from tests.samples import (

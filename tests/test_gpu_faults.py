@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from generator.compile import compile_variant
 from generator.errors import ProblemError
-from generator.measured import MeasuredEvaluator
+from generator.evaluate.gpu.evaluator import MeasuredEvaluator
+from generator.kernels.cubin_cache import compile_variant
 from generator.problem import Problem
 from generator.result import Result
 from generator.target import Target

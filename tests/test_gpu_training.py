@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 
 from generator.runtime.api import Package
-from generator.runtime.graph import make_backend
+from generator.runtime.frontends.graph_pass import make_backend
 from generator.target import Target
 from tests.accuracy import Case, cases, check
 from tests.doors import Training, equal_bits, make_door

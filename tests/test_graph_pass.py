@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from generator.runtime.api import Package
-from generator.runtime.graph import (
+from generator.runtime.frontends.graph_pass import (
     find_norms,
     getitems,
     make_backend,

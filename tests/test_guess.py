@@ -10,8 +10,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pytest
 
-from generator import guess
-from generator.guess import (
+from generator.kernels.geometry import Config
+from generator.result import Result
+from generator.search import surrogate as guess
+from generator.search.surrogate import (
     FEWEST,
     LENGTHS,
     NOISE,
@@ -21,11 +23,9 @@ from generator.guess import (
     Floats,
     Guesser,
 )
-from generator.legal import Key, LegalConfigs
-from generator.result import Result
-from generator.space_file import load_space
-from generator.store import Record
-from generator.variant import Config
+from generator.space.legal_configs import Key, LegalConfigs
+from generator.space.load import load_space
+from generator.studies.records import Record
 from tests.synthetic import PROBLEM, TARGET, timed
 
 SPACE = load_space()

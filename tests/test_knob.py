@@ -10,14 +10,14 @@ import pytest
 
 from benchmarks import knob
 from benchmarks.knob import families, measure
+from generator.evaluate.gpu.protocol import Answer, Job, WorkerLostError
+from generator.evaluate.gpu.supervisor import Supply
 from generator.problem import Problem
 from generator.result import Result
-from generator.space import Space
-from generator.store import Record
-from generator.studies import Study
-from generator.supply import Supply
+from generator.space.space import Space
+from generator.studies.reader import Study
+from generator.studies.records import Record
 from generator.target import Target
-from generator.worker import Answer, Job, WorkerLostError
 from tests.samples import PLAIN
 from tests.synthetic import PROBLEM, FakePool
 

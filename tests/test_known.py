@@ -1,4 +1,4 @@
-"""generator/runtime/known.py: calls that come back are recognised, of however many kinds.
+"""runtime/serve/call_cache.py: calls that come back are recognised, of however many kinds.
 
 The doors' own use of it is tested in test_recognised.py.
 """
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from generator.runtime.known import _MISSES_TO_FORGET, _MOST, Known
-from generator.runtime.options import PLAIN, Arguments, Options
-from generator.runtime.serve import _key, _present, _quick
+from generator.runtime.serve.call_cache import _MISSES_TO_FORGET, _MOST, Known
+from generator.runtime.serve.options import PLAIN, Arguments, Options
+from generator.runtime.serve.server import _key, _present, _quick
 
 
 class Call:
@@ -141,7 +141,7 @@ def test_other_devices_are_not_kept() -> None:
 
 
 def test_memory_is_bounded(known: Backward, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("generator.runtime.known._MOST_KEYS", 16)
+    monkeypatch.setattr("generator.runtime.serve.call_cache._MOST_KEYS", 16)
     for M in range(1, 100):
         known.learn(Call(quick=M % 2 == 0), given(M))
         assert len(known._by_key) <= 16
@@ -166,7 +166,7 @@ def test_list_holds_a_call_once_however_it_is_asked_for(known: Backward) -> None
 def test_call_that_only_the_list_kept_is_not_listed_twice(
     known: Backward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("generator.runtime.known._MOST_KEYS", 1)
+    monkeypatch.setattr("generator.runtime.serve.call_cache._MOST_KEYS", 1)
     call = Call()
     for _ in range(3):
         known.learn(call, given(4))

@@ -14,14 +14,14 @@ import torch
 
 from benchmarks import layouts
 from benchmarks.layouts import BRACKETS, ROUNDS, Group, Hands, draw, refusals, run
-from generator import generic
-from generator.generic import _Layout
+from generator.evaluate.gpu.protocol import Answer, Job, WorkerLostError
+from generator.evaluate.verify.accuracy import Accuracy
+from generator.kernels.geometry import Config
+from generator.package import fallback_kernels as generic
+from generator.package.fallback_kernels import _Layout
 from generator.problem import ITEMSIZE, Problem
-from generator.space import Space
+from generator.space.space import Space
 from generator.target import Target
-from generator.variant import Config
-from generator.verify import Accuracy
-from generator.worker import Answer, Job, WorkerLostError
 from tests.synthetic import FakePool
 
 COMMITTED = Path(__file__).resolve().parent.parent / "benchmarks/results/layouts_h200.json"

@@ -10,10 +10,10 @@ import pytest
 
 from generator.emulate.build import find_compiler
 from generator.emulate.check import Check, check_source, plan
+from generator.kernels.render import render
+from generator.kernels.variant import Variant
 from generator.problem import Problem
-from generator.render import render
 from generator.target import Target
-from generator.variant import Variant
 from tests.samples import FLAVOURS, plain_variant
 
 SCHEDULES = 200

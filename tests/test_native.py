@@ -27,26 +27,26 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from generator.emit import emit_package
+from generator.operations.rmsnorm_backward import make_inputs
+from generator.package.emit import emit_package
 from generator.problem import Problem
 from generator.runtime import api as api_module
-from generator.runtime import binding as binding_module
-from generator.runtime import call as call_module
-from generator.runtime import driver as driver_module
-from generator.runtime import launch as launch_module
-from generator.runtime import native
-from generator.runtime import serve as serve_module
-from generator.runtime import workspace as workspace_module
 from generator.runtime.api import Package
-from generator.runtime.arguments import check_arguments
-from generator.runtime.dispatch import TABLE, Table
-from generator.runtime.known import _MOST
-from generator.runtime.launch import LaunchError, LoadedKernel
-from generator.runtime.plan import KernelSpec
-from generator.runtime.reference import reference_backward
-from generator.runtime.workspace import PER_THREAD
+from generator.runtime.launch import binding as binding_module
+from generator.runtime.launch import driver as driver_module
+from generator.runtime.launch import launch as launch_module
+from generator.runtime.launch import workspace as workspace_module
+from generator.runtime.launch.launch import LaunchError, LoadedKernel
+from generator.runtime.launch.workspace import PER_THREAD
+from generator.runtime.native import native
+from generator.runtime.serve import call as call_module
+from generator.runtime.serve import server as serve_module
+from generator.runtime.serve.call_cache import _MOST
+from generator.runtime.serve.checks import check_arguments
+from generator.runtime.serve.reference import reference_backward
+from generator.runtime.spec import KernelSpec
+from generator.runtime.table import TABLE, Table
 from generator.target import Target
-from generator.workload import make_inputs
 from tests.doors import Training, equal_bits, leaf, make_door, write_package
 from tests.samples import compiled_generics, planted_entry
 from tests.test_recognised import facts

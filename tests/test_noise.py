@@ -14,19 +14,22 @@ from typing import Any
 
 import pytest
 
-from generator.budget import Budget
-from generator.compile import Compiled
-from generator.finals import noisy
-from generator.legal import LegalConfigs
-from generator.measured import FINAL_PAUSES, MeasuredEvaluator
-from generator.noise import SEARCH_PAUSES, Block, NoisyError, collect, noise_in
-from generator.nvml import DeviceMonitor
+from generator.evaluate.gpu.evaluator import FINAL_PAUSES, MeasuredEvaluator
+from generator.evaluate.gpu.noise import SEARCH_PAUSES, Block, NoisyError, collect, noise_in
+from generator.evaluate.gpu.nvml import DeviceMonitor
+from generator.evaluate.gpu.protocol import Answer, Job
+from generator.kernels.geometry import Config
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.variant import Variant, make_variant
 from generator.result import Result
-from generator.search import search_problem
-from generator.store import Record, StudyLog, open_storage, study_name
-from generator.variant import Config, Variant, make_variant
-from generator.winner import TIE, choose
-from generator.worker import Answer, Job
+from generator.search.budget import Budget
+from generator.search.choose_winner import TIE, choose
+from generator.search.finals import noisy
+from generator.search.search import search_problem
+from generator.space.legal_configs import LegalConfigs
+from generator.studies.records import Record, study_name
+from generator.studies.storage import open_storage
+from generator.studies.study_log import StudyLog
 from tests.fakegpu import FakeCompiler, FakeGpu, FakeSession, Landscape, Log, key
 from tests.fakerun import little_space
 from tests.synthetic import PROBLEM, TARGET, FakePool
@@ -151,7 +154,7 @@ class Clock:
 
 class World:
     """A GPU in time: all times drift slowly, every one jitters, some are far off, and a neighbour
-    disturbs during `storm(seconds)`. The order within a round rotates, as in generator.measure."""
+    disturbs during `storm(seconds)`. The order within a round rotates, as in the timer."""
 
     def __init__(
         self,

@@ -26,17 +26,21 @@ import pytest
 import sqlalchemy as sql
 from optuna.storages import RDBStorage
 
-from generator import database, leases
-from generator.database import SharedStorage, connect
-from generator.driver import Driver, search_here
 from generator.errors import NormforgeError
-from generator.guard import Stop
-from generator.leases import Lease, LeaseLostError
-from generator.plan import Ledger, Plan
-from generator.queue import SharedQueue
-from generator.search import search_problem
-from generator.store import Record, StudyLog, open_storage, stored_winners
+from generator.search.search import search_problem
+from generator.studies import leases
+from generator.studies import postgres as database
+from generator.studies.leases import Lease, LeaseLostError
+from generator.studies.postgres import SharedStorage, connect
+from generator.studies.records import Record
+from generator.studies.storage import open_storage
+from generator.studies.study_log import StudyLog, stored_winners
+from generator.studies.work_queue import SharedQueue
 from generator.target import find_target
+from generator.tuner.ledger import Ledger
+from generator.tuner.lifecycle import Stop
+from generator.tuner.plan import Plan
+from generator.tuner.task_runner import Driver, search_here
 from tests.lanes import (
     FACTS,
     PROBLEMS,

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generator.compile import Compiled
 from generator.errors import NormforgeError
-from generator.model import MODEL, floor_us
-from generator.predict import Predictor, predict_us
+from generator.evaluate.predict.dw_reduction import TAILS
+from generator.evaluate.predict.evaluator import Predictor, predict_us
+from generator.evaluate.predict.model import MODEL, floor_us
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.ptxas import Resources
+from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
-from generator.ptxas import Resources
-from generator.runtime.plan import MAIN_KERNEL, plan_launch
-from generator.space_file import load_space
-from generator.tails import TAILS
+from generator.runtime.spec import MAIN_KERNEL, plan_launch
+from generator.space.load import load_space
 from generator.target import find_target, load_targets
-from generator.variant import Variant, make_variant
 
 SPACE = load_space()
 H200 = find_target("h200")

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from generator.runtime import serve as serve_module
 from generator.runtime.api import Package
-from generator.runtime.call import formula
-from generator.runtime.dispatch import MAX_ALIGNMENT
-from generator.runtime.forward import Forward
-from generator.runtime.known import _MOST, Known
-from generator.runtime.options import Arguments, Options
+from generator.runtime.serve import server as serve_module
+from generator.runtime.serve.call import formula
+from generator.runtime.serve.call_cache import _MOST, Known
+from generator.runtime.serve.forward import Forward
+from generator.runtime.serve.options import Arguments, Options
+from generator.runtime.table import MAX_ALIGNMENT
 from tests.doors import aten_on_cpu, routing_on_cpu, write_package
 
 Tensors = tuple[Any, ...]
@@ -320,10 +320,10 @@ def test_every_call_is_served_as_its_own_in_any_order(
     package = a_package(tmp_path)
     door = make(package)
     with pytest.MonkeyPatch.context() as patch, aten_on_cpu(), door.around():
-        patch.setattr("generator.runtime.known._MOST_KEYS", 5)
-        patch.setattr("generator.runtime.known._MISSES_TO_FORGET", 3)
-        patch.setattr("generator.runtime.forward._MOST_CALLS", 20)
-        patch.setattr("generator.runtime.serve._MOST_CALLS", 20)
+        patch.setattr("generator.runtime.serve.call_cache._MOST_KEYS", 5)
+        patch.setattr("generator.runtime.serve.call_cache._MISSES_TO_FORGET", 3)
+        patch.setattr("generator.runtime.serve.forward._MOST_CALLS", 20)
+        patch.setattr("generator.runtime.serve.server._MOST_CALLS", 20)
         kinds: list[tuple[Tensors, Keywords]] = [(tensors_of(door, M), {}) for M in range(1, 15)]
         kinds += [(tensors, wishes) for _, tensors, wishes in changes_of(door, tensors_of(door))]
         for pick in picks:
@@ -352,8 +352,8 @@ def test_calls_of_the_formula_off_the_gpu_are_not_kept(tmp_path: Path) -> None:
 
 
 def test_threads_are_served_each_with_its_own(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("generator.runtime.known._MOST_KEYS", 30)
-    monkeypatch.setattr("generator.runtime.known._MISSES_TO_FORGET", 3)
+    monkeypatch.setattr("generator.runtime.serve.call_cache._MOST_KEYS", 30)
+    monkeypatch.setattr("generator.runtime.serve.call_cache._MISSES_TO_FORGET", 3)
     errors: list[BaseException] = []
 
     def work(first: int) -> None:

@@ -7,20 +7,22 @@ from collections.abc import Callable
 
 import pytest
 
-from generator import rehearse
-from generator.compile import Compiled, compile_variant
 from generator.emulate import Check
-from generator.finals import hold_round
-from generator.legal import LegalConfigs
+from generator.emulate import evaluator as rehearse
+from generator.emulate.evaluator import RehearsingPredictor
+from generator.kernels.cubin_cache import compile_variant
+from generator.kernels.geometry import Config
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.ptxas import Resources
+from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
-from generator.ptxas import Resources
-from generator.rehearse import RehearsingPredictor
 from generator.result import Result
-from generator.runtime.plan import MAIN_KERNEL
-from generator.space_file import load_space
+from generator.runtime.spec import MAIN_KERNEL
+from generator.search.choose_winner import Choice, choose
+from generator.search.finals import hold_round
+from generator.space.legal_configs import LegalConfigs
+from generator.space.load import load_space
 from generator.target import find_target
-from generator.variant import Config, Variant, make_variant
-from generator.winner import Choice, choose
 
 PROBLEM = Problem.parse("4096x1024:bf16")
 TARGET = find_target("gb200")

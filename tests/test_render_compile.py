@@ -18,21 +18,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from generator.compile import (
-    STALE_SECONDS,
-    Compiled,
-    CubinCache,
-    compile_source,
-    compile_variant,
-)
-from generator.compile_pool import CompilePool
-from generator.evaluator import refuse, resource_fault
+from generator.kernels.compile_pool import CompilePool
+from generator.kernels.cubin_cache import STALE_SECONDS, CubinCache, compile_variant
+from generator.kernels.nvrtc import Compiled, compile_source
+from generator.kernels.ptxas import Resources, read_resources
+from generator.kernels.render import render
+from generator.kernels.resource_gate import refuse, resource_fault
+from generator.kernels.variant import Variant
+from generator.paths import TEMPLATES
 from generator.problem import Problem
-from generator.ptxas import Resources, read_resources
-from generator.render import TEMPLATES, render
-from generator.runtime.plan import MAIN_KERNEL, SUM_KERNEL, plan_launch
+from generator.runtime.spec import MAIN_KERNEL, SUM_KERNEL, plan_launch
 from generator.target import Target, find_target
-from generator.variant import Variant
 from tests.planted import BAD, WRONG, broken
 from tests.samples import DTYPES, FLAVOURS, SPACE, cases, opcodes, plain_variant, sm_of
 
@@ -360,7 +356,7 @@ def count_compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append(arch)
         return compile_source(source, arch, register_cap)
 
-    monkeypatch.setattr("generator.compile.compile_source", compile_and_count)
+    monkeypatch.setattr("generator.kernels.cubin_cache.compile_source", compile_and_count)
     return done
 
 
@@ -517,8 +513,8 @@ ORPHAN = """
 import time
 from multiprocessing import active_children
 from pathlib import Path
-from generator.compile import compile_variant
-from generator.compile_pool import CompilePool
+from generator.kernels.cubin_cache import compile_variant
+from generator.kernels.compile_pool import CompilePool
 from tests.test_render_compile import variants
 pool = CompilePool("sm_90a", 1, Path({folder!r}), compile=compile_variant)
 v = variants()[0]

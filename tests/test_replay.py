@@ -13,13 +13,8 @@ import pytest
 import yaml
 from optuna.storages import InMemoryStorage
 
-import tune
-from generator.budget import Budget
-from generator.compile import Compiled
-from generator.errors import NormforgeError
-from generator.legal import LegalConfigs
-from generator.problem import Problem
-from generator.recording import (
+from benchmarks.search_replay.__main__ import main as command
+from benchmarks.search_replay.recording import (
     NARROW_FILE,
     NEAR,
     RECORDING_FILE,
@@ -30,13 +25,28 @@ from generator.recording import (
     narrow,
     record,
 )
-from generator.replay import CLOSE, Replayed, at_random, by_tpe, by_tuner, compare, table
+from benchmarks.search_replay.replay import (
+    CLOSE,
+    Replayed,
+    at_random,
+    by_tpe,
+    by_tuner,
+    compare,
+    table,
+)
+from generator.errors import NormforgeError
+from generator.kernels.geometry import Config, determinism_class
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.variant import Variant
+from generator.problem import Problem
 from generator.result import Result
-from generator.search import search_problem
-from generator.space_file import load_space
-from generator.store import Record, StudyLog, study_name
+from generator.search.budget import Budget
+from generator.search.search import search_problem
+from generator.space.legal_configs import LegalConfigs
+from generator.space.load import load_space
+from generator.studies.records import Record, study_name
+from generator.studies.study_log import StudyLog
 from generator.target import find_target
-from generator.variant import Config, Variant, determinism_class
 from tests.synthetic import PROBLEM, TARGET, FakeEvaluator, FakePool, digest, timed
 
 SPACE = load_space()
@@ -272,11 +282,9 @@ def test_the_comparison_counts_what_its_searches_found(recording: Recording) -> 
     assert "this tuner" in table(recording, compared, (10, 40))
 
 
-def test_recording_needs_the_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if find_target("gb200") and tune.main(
-        ["replay", "--gpu", "gb200", "--record", str(tmp_path / "x.json.xz")]
-    ):
-        assert "where the GPU is" in capsys.readouterr().err
+def test_recording_needs_the_gpu(tmp_path: Path) -> None:
+    with pytest.raises(NormforgeError, match="where the GPU is"):
+        command(["--gpu", "gb200", "--record", str(tmp_path / "x.json.xz")])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -294,14 +302,14 @@ def test_the_recorded_sweep_covers_every_config_that_is_legal_today(swept: Recor
     legal = LegalConfigs(known.space, known.problem, find_target(swept.gpu)).first(5000)
     assert 3000 <= len(legal) <= 4500
     missing = [config for config in legal if swept.key(config) not in swept.entries]
-    assert missing == [], "the space has changed: sweep again with tune.py replay --record"
+    assert missing == [], "the space has changed: sweep again"
 
 
 def test_the_search_is_within_2_percent_of_the_optimum_after_100_evaluations(
     swept: Recording,
 ) -> None:
-    """In at least 90 % of 16 seeds, and in most after 50; `tune.py replay` has the table of 50
-    seeds. Random search must do clearly worse, or this would hold nothing."""
+    """In at least 90 % of 16 seeds, and in most after 50; the benchmark has the table
+    of 50 seeds. Random search must do clearly worse, or this would hold nothing."""
     names = ("random", "this tuner")
     lucky, ours = compare(swept, 16, names, checkpoints=(50, 100), processes=1)
     assert ours.close[1] >= 0.9

@@ -20,18 +20,19 @@ from statistics import geometric_mean
 import pytest
 
 import tune
-from generator.budget import Budget
 from generator.errors import NormforgeError
+from generator.kernels.knobs import KNOWN_KNOBS
+from generator.kernels.variant import Variant
 from generator.problem import Problem
 from generator.report.page import anchor, render_page, shade
 from generator.report.summary import Summary, summaries
 from generator.report.text import render_text
 from generator.result import OUTCOMES, Result
-from generator.search import search_problem
-from generator.space_file import KNOWN_KNOBS, load_space
-from generator.store import JOURNAL_NAME, open_storage
-from generator.studies import Study, read_studies, shown
-from generator.variant import Variant
+from generator.search.budget import Budget
+from generator.search.search import search_problem
+from generator.space.load import load_space
+from generator.studies.reader import Study, read_studies, shown
+from generator.studies.storage import JOURNAL_NAME, open_storage
 from tests.synthetic import TARGET, FakeEvaluator, FakePool, cost
 
 ROOT = Path(__file__).resolve().parent.parent

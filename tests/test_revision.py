@@ -12,19 +12,20 @@ from typing import Any
 import pytest
 from optuna.storages import InMemoryStorage
 
-from generator import render, revision
-from generator.compile import Compiled
-from generator.forward import forward_variants
-from generator.forward_tune import space_code
+from generator.kernels import render, revision
+from generator.kernels.forward import forward_variants
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.render import TEMPLATES, without_comments
+from generator.kernels.revision import code_digest
+from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
-from generator.render import TEMPLATES, without_comments
-from generator.revision import code_digest
 from generator.runtime.forward_table import ForwardTable
-from generator.search import Budget, search_problem
-from generator.space_file import load_space
-from generator.store import Record, StudyLog, study_name
+from generator.search.search import Budget, search_problem
+from generator.space.load import load_space
+from generator.studies.records import Record, study_name
+from generator.studies.study_log import StudyLog
 from generator.target import find_target
-from generator.variant import Variant, make_variant
+from generator.tuner.forward import space_code
 from tests.synthetic import PROBLEM, TARGET, FakeEvaluator, FakePool
 
 GENERATED = Path(__file__).resolve().parent.parent / "generated"

@@ -21,19 +21,19 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 
-from generator.emit import emit_package
-from generator.runtime import binding as binding_module
-from generator.runtime import call as call_module
-from generator.runtime import driver as driver_module
-from generator.runtime import launch as launch_module
-from generator.runtime import workspace as workspace_module
+from generator.package.emit import emit_package
 from generator.runtime.api import Package
-from generator.runtime.arguments import check_arguments
-from generator.runtime.call import aten_call, kernel_call
-from generator.runtime.dispatch import Kernel, Table, Tuned, runs_on
-from generator.runtime.launch import LaunchError, LoadedKernel
-from generator.runtime.layout import RowLayout, dense, read_layout, row_layout
-from generator.runtime.options import (
+from generator.runtime.launch import binding as binding_module
+from generator.runtime.launch import driver as driver_module
+from generator.runtime.launch import launch as launch_module
+from generator.runtime.launch import workspace as workspace_module
+from generator.runtime.launch.launch import LaunchError, LoadedKernel
+from generator.runtime.launch.row_layout import RowLayout, dense, read_layout, row_layout
+from generator.runtime.launch.workspace import LINE, SLAB, Workspaces, Zeros
+from generator.runtime.serve import call as call_module
+from generator.runtime.serve.call import aten_call, kernel_call
+from generator.runtime.serve.checks import check_arguments
+from generator.runtime.serve.options import (
     PLAIN,
     Arguments,
     Options,
@@ -42,9 +42,9 @@ from generator.runtime.options import (
     offset_in_weight,
     per_head,
 )
-from generator.runtime.plan import KernelSpec, Launch, plan_launch
-from generator.runtime.reference import reference_backward
-from generator.runtime.workspace import LINE, SLAB, Workspaces, Zeros
+from generator.runtime.serve.reference import reference_backward
+from generator.runtime.spec import KernelSpec, Launch, plan_launch
+from generator.runtime.table import Kernel, Table, Tuned, runs_on
 from generator.target import find_target
 
 SPEC = KernelSpec(

@@ -13,12 +13,13 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from generator.legal import FLAVOUR, LegalConfigs
+from generator.kernels.geometry import determinism_class
+from generator.kernels.variant import make_variant
 from generator.problem import Problem
-from generator.sampler import LegalSampler, NothingLeftError, distributions
-from generator.space_file import load_space
+from generator.search.sampler import LegalSampler, NothingLeftError, distributions
+from generator.space.legal_configs import FLAVOUR, LegalConfigs
+from generator.space.load import load_space
 from generator.target import find_target
-from generator.variant import determinism_class, make_variant
 from tests.synthetic import PROBLEM, TARGET, cost, shrink
 
 SPACE = load_space()

@@ -21,26 +21,22 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from generator.agenda import warm_starts
-from generator.budget import Budget, Progress
-from generator.compile import Compiled
 from generator.errors import NormforgeError
-from generator.finals import SIFTED, SIFTED_US
-from generator.legal import LegalConfigs
+from generator.kernels.geometry import Config, determinism_class, launches
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
-from generator.search import search_problem
-from generator.space_file import load_space
-from generator.store import (
-    JOURNAL_NAME,
-    Record,
-    StudyLog,
-    open_storage,
-    stored_winners,
-    study_name,
-)
-from generator.variant import Config, Variant, determinism_class, launches, make_variant
-from generator.winner import Winner, choose, keep_measured
+from generator.search.budget import Budget, Progress
+from generator.search.choose_winner import choose
+from generator.search.finals import SIFTED, SIFTED_US
+from generator.search.proposals import warm_starts
+from generator.search.search import search_problem
+from generator.space.legal_configs import LegalConfigs
+from generator.space.load import load_space
+from generator.studies.records import Record, Winner, keep_measured, study_name
+from generator.studies.storage import JOURNAL_NAME, open_storage
+from generator.studies.study_log import StudyLog, stored_winners
 from tests.synthetic import (
     FLOOR_US,
     PROBLEM,

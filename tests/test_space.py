@@ -14,12 +14,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generator import space as space_module
 from generator.errors import NormforgeError
-from generator.expressions import Names
+from generator.kernels.knobs import KNOWN_KNOBS
 from generator.problem import Problem, load_problems
-from generator.space import Rule, Space
-from generator.space_file import KNOWN_KNOBS, SPACE_FILE, load_space
+from generator.space import space as space_module
+from generator.space.expressions import Names
+from generator.space.load import SPACE_FILE, load_space
+from generator.space.space import Rule, Space
 from generator.target import Target, find_target, load_targets
 from tests.samples import FLAVOURS, SPACE, problems, targets
 

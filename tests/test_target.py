@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from generator import target as target_module
 from generator.errors import NormforgeError
-from generator.runtime.dispatch import runs_on
+from generator.runtime.table import runs_on
 from generator.target import (
     GPUS_FILE,
     SMEM_RESERVED_PER_CTA,

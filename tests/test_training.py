@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 
 from generator.runtime.api import Package
-from generator.runtime.reference import reference_backward
+from generator.runtime.serve.reference import reference_backward
 from tests.accuracy import RESULTS, Case, cases, check, exact
 from tests.doors import (
     Training,

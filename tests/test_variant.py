@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generator.compile import compile_options
-from generator.derived import DERIVED
 from generator.errors import NormforgeError
+from generator.kernels.nvrtc import compile_options
+from generator.kernels.render import render
+from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
-from generator.render import render
-from generator.runtime.plan import KernelSpec, Launch, ceil_div, plan_launch
+from generator.runtime.spec import KernelSpec, Launch, ceil_div, plan_launch
+from generator.space.expressions import DERIVED
 from generator.target import Target, find_target
-from generator.variant import Variant, make_variant
 from tests.samples import FLAVOURS, SPACE, cases, plain_variant, sample_variant
 
 Case = tuple[Problem, Target, Variant]

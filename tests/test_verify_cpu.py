@@ -10,18 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generator.problem import Problem
-from generator.runtime.reference import reference_backward
-from generator.verify import FP32_SLACK, HALF_UNIT, compare
-from generator.workload import (
-    GUARD_BYTES,
+from generator.evaluate.verify.accuracy import compare
+from generator.evaluate.verify.guarded import GUARD_BYTES, Guarded
+from generator.operations.rmsnorm_backward import (
+    FP32_SLACK,
+    HALF_UNIT,
     TORCH_DTYPE,
-    Guarded,
     Inputs,
     make_cancelling,
     make_inputs,
     make_reference,
 )
+from generator.problem import Problem
+from generator.runtime.serve.reference import reference_backward
 from tests.samples import DTYPES
 
 CPU = torch.device("cpu")
@@ -122,7 +123,7 @@ def test_large_problems_are_worked_through_in_chunks(monkeypatch: pytest.MonkeyP
     problem = Problem(37, 64, "fp32", "fp32")
     inputs = make_inputs(problem, CPU)
     whole = make_reference(problem, inputs)
-    monkeypatch.setattr("generator.workload.CHUNK_ELEMENTS", 5 * 64)
+    monkeypatch.setattr("generator.operations.rmsnorm_backward.CHUNK_ELEMENTS", 5 * 64)
     chunked = make_reference(problem, inputs)
     assert torch.equal(whole.dx, chunked.dx)
     assert torch.equal(whole.row_scale, chunked.row_scale)
@@ -294,7 +295,7 @@ def test_comparison_in_chunks_names_the_place_in_the_whole(
     out = reference.clone()
     out[77, 2] += 1
     slack = torch.zeros(100, 1)
-    monkeypatch.setattr("generator.verify.CHUNK_ELEMENTS", 40)
+    monkeypatch.setattr("generator.evaluate.verify.determinism.CHUNK_ELEMENTS", 40)
     error, fault = compare("dx", out, reference, 2.0**-24, slack)
     assert fault.startswith("dx[77, 2] is ")
     norm = float(reference.norm())

@@ -15,9 +15,8 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 
-from generator.runtime import api, binding, call, driver, forward_call, launch, workspace
+from generator.runtime import api
 from generator.runtime.api import Package
-from generator.runtime.dispatch import TABLE, Kernel, Table, Tuned
 from generator.runtime.forward_table import (
     FORWARD_TABLE,
     ForwardKernel,
@@ -25,8 +24,11 @@ from generator.runtime.forward_table import (
     ForwardTable,
     ForwardTuned,
 )
-from generator.runtime.options import Arguments, Options
-from generator.runtime.plan import KernelSpec
+from generator.runtime.launch import binding, driver, forward_call, launch, workspace
+from generator.runtime.serve import call
+from generator.runtime.serve.options import Arguments, Options
+from generator.runtime.spec import KernelSpec
+from generator.runtime.table import TABLE, Kernel, Table, Tuned
 from tests.accuracy import DTYPES
 from tests.test_runtime import SPEC, FakeDriver
 

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generator.evaluator import refuse
-from generator.finals import SEATS, hold_finals
-from generator.legal import LegalConfigs
+from generator.kernels.geometry import Config, determinism_class, launches
+from generator.kernels.resource_gate import refuse
+from generator.kernels.variant import Variant, make_variant
 from generator.result import Result
-from generator.space_file import load_space
-from generator.store import Record
-from generator.variant import Config, Variant, determinism_class, launches, make_variant
-from generator.winner import HOST_US, LAUNCH_US, TIE, Choice, choose, slack
+from generator.search.choose_winner import HOST_US, LAUNCH_US, TIE, Choice, choose, slack
+from generator.search.finals import SEATS, hold_finals
+from generator.space.legal_configs import LegalConfigs
+from generator.space.load import load_space
+from generator.studies.records import Record
 from tests.synthetic import FLOOR_US, PROBLEM, TARGET, FakeEvaluator, FakePool, timed
 
 LEGAL = LegalConfigs(load_space(), PROBLEM, TARGET)

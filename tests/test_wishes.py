@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from generator.emulate import check_variant, find_compiler
 from generator.emulate.check import CPU, check_source, plan
 from generator.emulate.run import Runs, Schedule, Wishes, run_schedules
+from generator.kernels.render import render
+from generator.kernels.variant import Variant
+from generator.operations.rmsnorm_backward import Inputs, make_inputs
 from generator.problem import Problem
-from generator.render import render
-from generator.runtime.launch import DW_ADDED, DW_IN_FP32, gap_factor
+from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32, gap_factor
 from generator.target import Target
-from generator.variant import Variant
-from generator.workload import Inputs, make_inputs
 from tests.samples import DETERMINISTIC, FLAVOURS, plain_variant, sample_variant
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from generator.emulate.build import NO_COMPILER, find_compiler
 from generator.emulate.check import PARTICIPANTS, Check, check_variant
 from generator.errors import NormforgeError
+from generator.kernels.geometry import Config
+from generator.kernels.variant import make_variant
 from generator.problem import Problem
-from generator.space import Space
-from generator.space_file import load_space
+from generator.space.load import load_space
+from generator.space.space import Space
 from generator.target import find_target
-from generator.variant import Config, make_variant
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,9 +16,10 @@ from functools import cache
 from pathlib import Path
 
 from generator.errors import NormforgeError
+from generator.paths import CACHE
 
 HOST = Path(__file__).resolve().parent / "host"
-DEFAULT_CACHE = Path(__file__).resolve().parent.parent.parent / ".cache" / "host"
+DEFAULT_CACHE = CACHE / "host"
 NO_COMPILER = (
     "no C++ compiler found (g++ or clang++, or the one that CXX names): kernels cannot be run "
     "without a GPU, and checks that do so are not run"

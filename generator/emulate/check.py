@@ -12,12 +12,20 @@ import torch
 
 from generator.emulate.build import DEFAULT_CACHE, NO_COMPILER, find_compiler
 from generator.emulate.run import DEADLINE_SECONDS, Layout, Runs, Schedule, run_schedules
+from generator.evaluate.verify.accuracy import compare
+from generator.kernels.render import render
+from generator.kernels.variant import Variant
+from generator.operations.rmsnorm_backward import (
+    HALF_UNIT,
+    Inputs,
+    Reference,
+    make_cancelling,
+    make_inputs,
+    make_reference,
+    slacks,
+)
 from generator.problem import Problem
-from generator.render import render
-from generator.runtime.plan import KernelSpec, Launch, plan_launch
-from generator.variant import Variant
-from generator.verify import HALF_UNIT, compare, slacks
-from generator.workload import Inputs, Reference, make_cancelling, make_inputs, make_reference
+from generator.runtime.spec import KernelSpec, Launch, plan_launch
 
 PARTICIPANTS = 5
 """CTAs (or clusters) that an emulated grid has at most: two levels of groups, the last one ragged,
@@ -212,7 +220,7 @@ def check_source(
 def _accuracy(
     problem: Problem, runs: Runs, reference: Reference
 ) -> tuple[list[tuple[float, float]], list[str]]:
-    """Errors of every different dx and dw, and what is outside the bounds of generator.verify."""
+    """Errors of every different dx and dw, and what is outside the error bounds."""
     errors = {"dx": [0.0], "dw": [0.0], "dresidual_out": [0.0]}
     wrong: list[str] = []
     slack_dx, slack_dw = slacks(problem, reference)

@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 
 from generator.emulate.run import Layout, Schedule, Wishes, run_schedules
-from generator.forward import ForwardVariant, render_forward
-from generator.forward_measure import EPS, forward_inputs, output_fault
+from generator.kernels.forward import ForwardVariant, render_forward
+from generator.operations.rmsnorm_backward import TORCH_DTYPE, Inputs
+from generator.operations.rmsnorm_forward import EPS, forward_inputs, output_fault
 from generator.problem import Problem
-from generator.runtime.launch import DW_IN_FP32
-from generator.workload import TORCH_DTYPE, Inputs
+from generator.runtime.launch.launch import DW_IN_FP32
 
 _ADAPTER = """
 // ---- In place of the backward's kernel --------------------------------------------------------

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from generator.emulate.build import DEFAULT_CACHE, build
+from generator.operations.rmsnorm_backward import TORCH_DTYPE, Inputs
 from generator.problem import ITEMSIZE
-from generator.runtime.launch import DW_IN_WEIGHT_DTYPE, gap_factor
-from generator.runtime.plan import KernelSpec, Launch
-from generator.workload import TORCH_DTYPE, Inputs
+from generator.runtime.launch.launch import DW_IN_WEIGHT_DTYPE, gap_factor
+from generator.runtime.spec import KernelSpec, Launch
 
 DEADLINE_SECONDS = 120.0
 _GRACE_SECONDS = 5

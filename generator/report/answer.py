@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from generator.explain import Explanation, KnobCost, Timed, Verdict
 from generator.problem import Problem
+from generator.report.explain import Explanation, KnobCost, Timed, Verdict
 from generator.report.text import columns, number
 
 _SHOWN = 20

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from markupsafe import Markup, escape
 
 from generator.report.summary import Standing
-from generator.studies import Study
+from generator.studies.reader import Study
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 _WIDTH, _HEIGHT = 300, 110

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from generator.kernels.knobs import KNOWN_KNOBS
 from generator.report import charts
 from generator.report.summary import MEANING, Summary, price_of, ratio_of
-from generator.space_file import KNOWN_KNOBS
-from generator.studies import Study, flavour
+from generator.studies.reader import Study, flavour
 
 FOLDER = Path(__file__).resolve().parent
 RATIO_STEPS = (1.02, 1.05, 1.10, 1.15, 1.20, 1.30, 1.50)

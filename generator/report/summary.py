@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import geometric_mean, mean
 
+from generator.kernels.geometry import determinism_class
 from generator.problem import Problem
 from generator.result import OUTCOMES
-from generator.studies import Study, flavour
-from generator.variant import determinism_class
+from generator.studies.reader import Study, flavour
 
 MEANING = {
     "ok": "accurate, the same bits in every run",

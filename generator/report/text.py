@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from generator.report.summary import MEANING, Grid, Summary, price_of, ratio_of
-from generator.studies import Study, flavour
+from generator.studies.reader import Study, flavour
 
 
 def render_text(summary: Summary) -> str:

@@ -9,7 +9,7 @@ from math import log
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .dispatch import misaligned, read_cubin
+from .table import misaligned, read_cubin
 
 FORWARD_TABLE = "forward.json"
 FORMAT = 1

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from .arguments import DTYPES
-from .cuda import is_plain, modes_active, raw_stream, transforms_active
-from .dispatch import Kernel
-from .forward import Forward
-from .graph import Pass, make_backend, make_pass
-from .install import Installation
-from .norm import make_gradients, make_module, make_rms_norm, per_head_forward
-from .ops import Operators, wants_gradient, without_gradient
-from .options import Arguments, Options
-from .plan import plan_launch
-from .reference import Results
-from .serve import Server
-from .sharding import register_sharding
+from .frontends.dtensor import register_sharding
+from .frontends.graph_pass import Pass, make_backend, make_pass
+from .frontends.install import Installation
+from .frontends.operators import Operators, wants_gradient, without_gradient
+from .frontends.rms_norm import make_gradients, make_module, make_rms_norm, per_head_forward
+from .serve.checks import DTYPES
+from .serve.forward import Forward
+from .serve.options import Arguments, Options
+from .serve.reference import Results
+from .serve.server import Server
+from .spec import plan_launch
+from .table import Kernel
+from .torch_internals import is_plain, modes_active, raw_stream, transforms_active
 
 
 class Package(Server):

@@ -1,0 +1,103 @@
+"""Compare searches on a space that was measured whole, or measure one.
+
+python -m benchmarks.search_replay
+python -m benchmarks.search_replay --record FILE --gpu auto
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.search_replay.recording import (
+    NARROW_FILE,
+    RECORDING_FILE,
+    Recording,
+    load_narrow,
+    record,
+)
+from benchmarks.search_replay.replay import CHECKPOINTS, compare, table
+from generator.errors import NormforgeError
+from generator.kernels.compile_pool import CompilePool
+from generator.kernels.cubin_cache import compile_variant
+from generator.kernels.nvrtc import nvrtc_version
+from generator.search.budget import Progress
+from generator.studies.storage import open_storage
+from generator.tuner.choose_device import choose_target
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compare searches on a swept space, or sweep one. The exit code is 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="search_replay",
+        description="Search a recorded space many times without a GPU and compare: random, TPE "
+        "alone, and the search of this tuner.",
+    )
+    parser.add_argument("--recording", type=Path, default=RECORDING_FILE, help="the swept space")
+    parser.add_argument("--seeds", type=int, default=50, help="searches of each kind (default: 50)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="instead, sweep the space of --narrow on the GPU of this machine and write FILE",
+    )
+    parser.add_argument("--narrow", type=Path, default=NARROW_FILE, help="what --record sweeps")
+    parser.add_argument("--gpu", default="auto", help="of --record (default: auto)")
+    parser.add_argument("--device", type=int, default=0, help="of --record")
+    args = parser.parse_args(argv)
+    if args.record is not None:
+        return _record(args)
+    if args.seeds < 1:
+        raise NormforgeError("--seeds must be at least 1")
+    recording = Recording.load(args.recording)
+    compared = compare(recording, args.seeds)
+    if args.json:
+        said = {"problem": str(recording.problem), "configs": len(recording.entries)}
+        said |= {"optimum": recording.optimum, "facts": recording.facts, "after": CHECKPOINTS}
+        print(json.dumps(said | {"searches": [asdict(row) for row in compared]}, indent=1))
+    else:
+        print(table(recording, compared))
+    return 0
+
+
+def _record(args: argparse.Namespace) -> int:
+    """Sweep; the study lies beside the file, so that a killed sweep is resumed."""
+    swept = load_narrow(args.narrow)
+    target, measured, sentence = choose_target(args.gpu, args.device)
+    print(sentence, file=sys.stderr)
+    if measured is None:
+        raise NormforgeError("a sweep is measured: run --record where the GPU is")
+
+    def tell(event: Progress) -> None:
+        if event.done % 200 == 0 or event.phase == "finals":
+            best = f"best {event.best_us:.2f} us" if event.best_us else "no time yet"
+            print(f"{event.phase} {event.done}/{event.total}, {best}", file=sys.stderr, flush=True)
+
+    cores = len(os.sched_getaffinity(0))
+    with measured, CompilePool(target.arch, cores, compile=compile_variant) as pool:
+        journal = args.record.with_name(args.record.name.split(".")[0] + ".journal")
+        facts = {"gpu": measured.facts["name"], "driver": measured.facts["driver"]}
+        facts["nvrtc"] = nvrtc_version()
+        recording = record(
+            *(swept, target, pool, measured, open_storage(journal), facts),
+            on_progress=tell,
+        )
+    recording.save(args.record)
+    print(
+        f"{args.record}: {len(recording.entries)} configs of {recording.problem} on {target.name}, "
+        f"the best at {recording.optimum:.4f} x floor"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except NormforgeError as error:
+        print(f"search_replay: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,290 @@
+"""A swept space: every legal config of it measured on a GPU, in one small file.
+
+`python -m benchmarks.search_replay --record FILE` makes one; replay.py searches in it.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+from optuna.storages import BaseStorage
+
+from generator.errors import NormforgeError
+from generator.evaluate.evaluator import Evaluator, Pool
+from generator.kernels.geometry import Config
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.variant import Variant, make_variant
+from generator.problem import Problem
+from generator.result import Result
+from generator.search.budget import Budget, Progress
+from generator.search.search import search_problem
+from generator.space.legal_configs import FLAVOUR, Key, LegalConfigs
+from generator.space.load import load_space, read_rules
+from generator.space.space import Space
+from generator.studies.records import Record, may_win, study_name
+from generator.studies.study_log import StudyLog
+from generator.target import Target
+
+NARROW_FILE = Path(__file__).with_name("narrow.yaml")
+RECORDING_FILE = Path(__file__).parents[1] / "results" / "sweep_h200.json.xz"
+FORMAT = 1
+NEAR = 1.25
+"""Configs up to this many times the best are measured REPEATS more times. Searches are judged by
+those, and the lowest of thousands of single measurements is one that happened to be low."""
+REPEATS = 2
+MOST = 10_000
+"""More legal configs than this are no space to sweep."""
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """A problem and the part of the space that is swept for it. rules: those that it has beyond the
+    space's, as its file has them."""
+
+    problem: Problem
+    space: Space
+    rules: tuple[Mapping[str, str], ...] = ()
+
+
+def load_narrow(path: Path = NARROW_FILE, space: Space | None = None) -> Narrow:
+    """Read a file of `problem`, `values` and, if it has any, `rules` of its own. Raises
+    NormforgeError with the file and the fault."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise NormforgeError(f"cannot read {path}: {reason}") from error
+    if not isinstance(content, dict) or set(content) - {"rules"} != {"problem", "values"}:
+        raise NormforgeError(
+            f"{path}: expected the keys 'problem', 'values' and perhaps 'rules', and no others"
+        )
+    if not isinstance(content["values"], dict):
+        raise NormforgeError(f"{path}: 'values' maps knobs to lists of values")
+    rules = content.get("rules", [])
+    if not isinstance(rules, list):
+        raise NormforgeError(f"{path}: 'rules' is a list")
+    narrowed = narrow(space or load_space(), content["values"], str(path), rules)
+    return Narrow(Problem.parse(str(content["problem"])), narrowed, tuple(rules))
+
+
+def narrow(
+    space: Space,
+    values: Mapping[str, Sequence[int | str]],
+    where: str,
+    rules: Sequence[Mapping[str, str]] = (),
+) -> Space:
+    """The space with these values of its knobs, the first value of every other knob, and these
+    rules beside its own.
+
+    Raises NormforgeError, beginning with `where`, for a knob or a value that the space has not."""
+    unknown = sorted(values.keys() - {knob.name for knob in space.knobs})
+    if unknown:
+        raise NormforgeError(f"{where}: {space.path.name} has no knob '{unknown[0]}'")
+    knobs = []
+    for knob in space.knobs:
+        kept = values.get(knob.name, knob.values[:1])
+        if not isinstance(kept, list | tuple) or not kept or not set(kept) <= set(knob.values):
+            raise NormforgeError(
+                f"{where}: knob '{knob.name}' takes a list of some of {list(knob.values)}"
+            )
+        knobs.append(replace(knob, values=tuple(kept)))
+    return replace(space, knobs=tuple(knobs), rules=space.rules + read_rules(where, rules))
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a sweep found.
+
+    values: the swept knobs and FLAVOUR with their values; facts: where, when and with what it was
+    measured; entries: of every legal config the result and a number that equal machine code has in
+    common, by the values of those knobs in the order of `values`. Knobs that were not swept, and
+    those that the space gets later, had and have their first value. rules: as in Narrow.
+    """
+
+    problem: Problem
+    gpu: str
+    values: Mapping[str, tuple[int | str, ...]]
+    facts: Mapping[str, Any]
+    entries: Mapping[Key, tuple[Result, int]]
+    rules: tuple[Mapping[str, str], ...] = ()
+
+    def key(self, config: Config) -> Key:
+        return tuple(config[name] for name in self.values)
+
+    def space(self, whole: Space | None = None) -> Space:
+        """The space that was swept, with the rules of today and those of the sweep."""
+        return narrow(whole or load_space(), self.values, "the recording", self.rules)
+
+    @cached_property
+    def optimum(self) -> float:
+        """The lowest ratio to the floor of a config that may win."""
+        ratios = [
+            result.ratio
+            for key, (result, _) in self.entries.items()
+            if result.ratio is not None and may_win(self._config(key), result)
+        ]
+        return min(ratios)
+
+    def _config(self, key: Key) -> dict[str, int | str]:
+        return dict(zip(self.values, key, strict=True))
+
+    def save(self, path: Path) -> None:
+        """Write the file; it appears whole or not at all."""
+        results = [result for result, _ in self.entries.values()]
+        content = {
+            "format": FORMAT,
+            "problem": str(self.problem),
+            "gpu": self.gpu,
+            "values": {name: list(values) for name, values in self.values.items()},
+            "rules": [dict(rule) for rule in self.rules],
+            "facts": dict(self.facts),
+            "configs": [list(key) for key in self.entries],
+            "outcomes": [result.outcome for result in results],
+            "us": [result.us and round(result.us, 3) for result in results],
+            "ratios": [result.ratio and round(result.ratio, 5) for result in results],
+            "cubins": [cubin for _, cubin in self.entries.values()],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            with lzma.open(part, "wt", preset=9) as file:
+                json.dump(content, file, separators=(",", ":"))
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path) -> Recording:
+        """Read a file that `save` wrote. Raises NormforgeError when it is none."""
+        try:
+            with lzma.open(path, "rt") as file:
+                content = json.load(file)
+        except (OSError, lzma.LZMAError, EOFError, ValueError) as error:
+            raise NormforgeError(f"cannot read the recording {path}: {error}") from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise NormforgeError(f"{path} is no recording of this version: record it again")
+        columns = ("configs", "outcomes", "us", "ratios", "cubins")
+        return cls(
+            problem=Problem.parse(content["problem"]),
+            gpu=content["gpu"],
+            values={name: tuple(values) for name, values in content["values"].items()},
+            rules=tuple(content.get("rules", ())),
+            facts=content["facts"],
+            entries={
+                tuple(config): (_result(outcome, us, ratio), cubin)
+                for config, outcome, us, ratio, cubin in zip(
+                    *(content[column] for column in columns), strict=True
+                )
+            },
+        )
+
+
+def _result(outcome: str, us: float | None, ratio: float | None) -> Result:
+    floor_us = us / ratio if us and ratio else None
+    determinism = {"ok": "verified", "nondeterministic": "refuted"}.get(outcome, "unverified")
+    return Result(outcome, us, floor_us, ratio, determinism)
+
+
+@dataclass(frozen=True)
+class _Thorough:
+    """An evaluator that gives no variant up early: a search may meet it when little else is known,
+    and then asks for the whole result."""
+
+    inner: Evaluator
+
+    @property
+    def evidence(self) -> str:
+        return self.inner.evidence
+
+    def evaluate(
+        self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
+    ) -> Result:
+        return self.inner.evaluate(problem, variant, compiled, None)
+
+    def finals(self, problem: Problem, entries: list[tuple[Variant, Compiled]]) -> Sequence[Result]:
+        return self.inner.finals(problem, entries)
+
+
+def record(
+    swept: Narrow,
+    target: Target,
+    pool: Pool,
+    evaluator: Evaluator,
+    storage: BaseStorage,
+    facts: Mapping[str, Any],
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Recording:
+    """Sweep a narrowed space and return what was found.
+
+    The sweep is a study like any other: a killed one is resumed with the same storage. What is near
+    the best is then measured REPEATS more times, in random order, and has the median. Raises
+    NormforgeError when nothing may win or the space is too large to be swept.
+    """
+    problem, space = swept.problem, swept.space
+    legal = LegalConfigs(space, problem, target)
+    count = len(legal.first(MOST + 1))
+    if count > MOST:
+        raise NormforgeError(f"more than {MOST} legal configs: narrow {space.path.name} further")
+    budget = Budget(trials=max(count, 1), sweep_limit=MOST)
+    search_problem(
+        *(problem, target, space, pool, _Thorough(evaluator), storage, budget),
+        on_progress=on_progress,
+    )
+    name = study_name(problem, target, evaluator.evidence, space)
+    records = [Record.from_trial(trial) for trial in StudyLog(storage, name).trials()]
+    results = {record.identity: record.result for record in records if record.identity}
+    results |= _measured_again(problem, records, pool, evaluator)
+    values = {k.name: k.values for k in space.knobs if len(k.values) > 1 or k.name in FLAVOUR}
+    cubins: dict[str, int] = {}
+    entries = {}
+    for entry in sorted(records, key=lambda record: legal.rank(record.config)):
+        result = results.get(entry.identity, entry.result)
+        cubin = cubins.setdefault(entry.cubin or entry.variant, len(cubins))
+        entries[tuple(entry.config[knob] for knob in values)] = (result, cubin)
+    if len(entries) != count:
+        raise NormforgeError(f"{len(entries)} of {count} legal configs were tried: run it again")
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Recording(problem, target.name, values, {**facts, "date": date}, entries, swept.rules)
+
+
+def _measured_again(
+    problem: Problem, records: Sequence[Record], pool: Pool, evaluator: Evaluator
+) -> dict[str, Result]:
+    """By identity, the results of what is near the best, with the median of its times. A repeat
+    that fails is the result: a variant that fails in one run of three may not win."""
+    timed = [record for record in records if record.result.timed and record.shared_with is None]
+    limit = NEAR * min((record.ratio for record in timed if record.feasible), default=0.0)
+    near = [record for record in timed if record.ratio <= limit]
+    found = {record.identity: [record.result] for record in near}
+    rng = random.Random(0)
+    for _ in range(REPEATS):
+        for entry in rng.sample(near, len(near)):
+            variant = make_variant(entry.config, problem)
+            compiled = pool.result(variant, pool.submit(variant))
+            again = evaluator.evaluate(problem, variant, compiled, None)
+            found[entry.identity].append(again)
+    return {identity: _median(results) for identity, results in found.items()}
+
+
+def _median(results: Sequence[Result]) -> Result:
+    failed = next((result for result in results if not result.timed), None)
+    if failed is not None:
+        return failed
+    refuted = next((result for result in results if result.outcome != "ok"), results[0])
+    return replace(
+        refuted,
+        us=median(result.us for result in results if result.us is not None),
+        ratio=median(result.ratio for result in results if result.ratio is not None),
+    )

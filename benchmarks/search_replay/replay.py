@@ -1,0 +1,227 @@
+"""Searches of a swept space without a GPU: the search of this tuner beside others.
+
+What runs is the tuner's own search; only its compiler and its evaluator answer from a recording.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from math import inf
+from statistics import mean
+
+import optuna
+from optuna.storages import InMemoryStorage
+from optuna.trial import TrialState
+
+from benchmarks.search_replay.recording import Recording
+from generator.errors import NormforgeError
+from generator.evaluate.gpu.session import SLOW
+from generator.kernels.geometry import Config, determinism_class
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.ptxas import Resources
+from generator.kernels.variant import Variant
+from generator.problem import Problem
+from generator.result import Result
+from generator.runtime.spec import MAIN_KERNEL
+from generator.search.budget import Budget
+from generator.search.sampler import LegalSampler, distributions
+from generator.search.search import search_problem
+from generator.space.legal_configs import LegalConfigs, Values
+from generator.studies.records import Record, may_win, study_name
+from generator.studies.study_log import StudyLog
+from generator.target import find_target
+
+CHECKPOINTS = (25, 50, 100, 200)
+"""Evaluations after which searches are compared."""
+CLOSE = 0.02
+"""A search has succeeded when its best is at most this much slower than the optimum."""
+
+
+COMPILERS = 15
+"""Compilers of the machine with the H200, which had 16 cores. A search keeps them all busy, so it
+proposes that many trials before it hears of the first."""
+
+
+class Replayed:
+    """A recording in the place of the compilers and of the GPU. Every variant compiles; one that
+    did not, or that did not fit, has that outcome when it is evaluated."""
+
+    evidence = "measured"
+
+    def __init__(self, recording: Recording, processes: int = COMPILERS) -> None:
+        self.recording, self.processes = recording, processes
+        target = find_target(recording.gpu)
+        self.legal = LegalConfigs(recording.space(), recording.problem, target)
+
+    @cached_property
+    def allowed(self) -> list[Values]:
+        """Every legal config, in the order of the file."""
+        return self.legal.first(len(self.recording.entries))
+
+    @cached_property
+    def configs(self) -> list[Values]:
+        """Those that may win if they are fast."""
+        return [config for config in self.allowed if determinism_class(config) != "none"]
+
+    def ratio(self, config: Config) -> float:
+        """Ratio to the floor; infinite for a config that may not win."""
+        result, _ = self._entry(config)
+        return result.ratio if result.ratio is not None and may_win(config, result) else inf
+
+    def submit(self, variant: Variant) -> Future[Compiled]:
+        _, cubin = self._entry(variant.config)
+        arch = self.legal.target.arch
+        kernels = {MAIN_KERNEL: Resources(32, 0, 0, 0)}
+        future: Future[Compiled] = Future()
+        future.set_result(Compiled(arch, "", str(cubin).encode(), kernels, "", False, ""))
+        return future
+
+    def result(self, variant: Variant, future: Future[Compiled]) -> Compiled:
+        return future.result()
+
+    def code(self, variant: Variant) -> str:
+        return variant.id
+
+    def evaluate(
+        self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
+    ) -> Result:
+        result, _ = self._entry(variant.config)
+        if best_us is not None and result.timed and (result.us or 0.0) > SLOW * best_us:
+            return replace(result, outcome="slow", determinism="unverified")
+        return result
+
+    def finals(self, problem: Problem, entries: list[tuple[Variant, Compiled]]) -> list[Result]:
+        return [self._entry(variant.config)[0] for variant, _ in entries]
+
+    def _entry(self, config: Config) -> tuple[Result, int]:
+        try:
+            return self.recording.entries[self.recording.key(config)]
+        except KeyError:
+            raise NormforgeError(
+                f"{dict(config)} was not recorded: the rules of the space have changed since the "
+                "sweep; sweep again with --record"
+            ) from None
+
+
+def at_random(replayed: Replayed, trials: int, seed: int) -> list[float]:
+    """Legal configs of a deterministic class, all equally likely, none twice."""
+    known = replayed.configs
+    drawn = random.Random(seed).sample(known, min(trials, len(known)))
+    return [replayed.ratio(config) for config in drawn]
+
+
+def by_tpe(replayed: Replayed, trials: int, seed: int) -> list[float]:
+    """The sampler alone: TPE with its proposals made legal and new; no seeds and no guesses. It
+    hears of every trial before it proposes the next."""
+    study = optuna.create_study(sampler=LegalSampler(replayed.legal, seed))
+    ratios: list[float] = []
+    for _ in range(trials):
+        trial = study.ask(distributions(replayed.legal.space))
+        ratios.append(replayed.ratio(trial.params))
+        trial.set_constraint("infeasible", 0.0 if ratios[-1] < inf else 1.0)
+        if ratios[-1] < inf:
+            study.tell(trial, ratios[-1])
+        else:
+            study.tell(trial, state=TrialState.PRUNED)
+    return ratios
+
+
+def by_tuner(replayed: Replayed, trials: int, seed: int) -> list[float]:
+    """The search of this tuner, as for the first shape of a run: no winner of another is known."""
+    storage, legal = InMemoryStorage(), replayed.legal
+    search_problem(
+        *(legal.problem, legal.target, legal.space, replayed, replayed, storage),
+        Budget(trials=trials),
+        seed=seed,
+    )
+    name = study_name(legal.problem, legal.target, replayed.evidence, legal.space)
+    records = [Record.from_trial(trial) for trial in StudyLog(storage, name).trials()]
+    return [record.ratio if record.feasible else inf for record in records]
+
+
+Search = Callable[[Replayed, int, int], list[float]]
+SEARCHES: Mapping[str, Search] = {"random": at_random, "TPE alone": by_tpe, "this tuner": by_tuner}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How one kind of search did. reached: the mean of optimum / best found after each of
+    CHECKPOINTS, 0 while nothing is found; close: the share of seeds within CLOSE of the
+    optimum by then."""
+
+    name: str
+    seeds: int
+    reached: tuple[float, ...]
+    close: tuple[float, ...]
+
+
+def compare(
+    recording: Recording,
+    seeds: int,
+    names: Sequence[str] = tuple(SEARCHES),
+    checkpoints: Sequence[int] = CHECKPOINTS,
+    processes: int | None = None,
+) -> list[Comparison]:
+    """Search the recording with `seeds` seeds in each way, on all cores unless told otherwise.
+
+    A search is given the last checkpoint as its budget and is looked at on the way."""
+    jobs = [(name, max(checkpoints), seed) for name in names for seed in range(seeds)]
+    workers = processes or len(os.sched_getaffinity(0))
+    if workers == 1:
+        _start(recording)
+        found = [_search(*job) for job in jobs]
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, context, _start, (recording,)) as pool:
+            found = list(pool.map(_search, *zip(*jobs, strict=True)))
+    compared = []
+    for place, name in enumerate(names):
+        paths = found[place * seeds : (place + 1) * seeds]
+        reached = [
+            [recording.optimum / path[min(count, len(path)) - 1] for path in paths]
+            for count in checkpoints
+        ]
+        close = tuple(mean(share >= 1 / (1 + CLOSE) for share in at) for at in reached)
+        compared.append(Comparison(name, seeds, tuple(map(mean, reached)), close))
+    return compared
+
+
+_replayed: list[Replayed] = []
+
+
+def _start(recording: Recording) -> None:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    _replayed[:] = [Replayed(recording)]
+
+
+def _search(name: str, trials: int, seed: int) -> list[float]:
+    """The best ratio after each evaluation."""
+    return list(accumulate(SEARCHES[name](_replayed[0], trials, seed), min))
+
+
+def table(
+    recording: Recording, compared: Sequence[Comparison], checkpoints: Sequence[int] = CHECKPOINTS
+) -> str:
+    """The comparison as text."""
+    recorded, legal = len(recording.entries), len(Replayed(recording).allowed)
+    of_all = f" (of {recorded} recorded)" * (legal < recorded)
+    lines = [
+        f"{recording.problem} on {recording.facts.get('gpu', recording.gpu)}: "
+        f"{legal} legal configs{of_all}, the best at {recording.optimum:.4f} x floor.",
+        "Mean share of the optimum's speed, and share of seeds within "
+        f"{CLOSE:.0%} of it, after so many evaluations:",
+        "",
+        f"{'search':12}{'seeds':>6}" + "".join(f"{count:>16}" for count in checkpoints),
+    ]
+    for row in compared:
+        pairs = zip(row.reached, row.close, strict=True)
+        cells = [f"{reached:.3f}  {close:.0%}" for reached, close in pairs]
+        lines.append(f"{row.name:12}{row.seeds:>6}" + "".join(f"{cell:>16}" for cell in cells))
+    return "\n".join(lines)

@@ -1,0 +1,286 @@
+"""RMSNorm forward of an emitted package: the choice of a kernel, and what serves the rest."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..forward_table import ForwardChoice, ForwardKernel, ForwardTable
+from ..launch.forward_call import ForwardCall, LoadedForward, forward_call
+from ..launch.row_layout import RowLayout, power_of_two, row_layout
+from ..table import MAX_ALIGNMENT, runs_on
+from ..torch_internals import resolved
+from .call_cache import Known
+from .checks import DTYPES, check_forward
+
+_MOST_CALLS = 4096  # signatures remembered; only a program whose M changes all the time meets more
+
+
+def reference_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The formula in plain PyTorch, on any device; arguments and results are `Forward`'s.
+
+    float64 rows are computed in float64 and get an rstd of float64, as PyTorch's do.
+    """
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    with torch.no_grad():
+        rows = x.to(compute)
+        stream = None
+        if residual is not None:
+            stream = (rows + residual.to(compute)).to(residual.dtype).contiguous()
+            rows = stream.to(compute)
+        mean = rows.square().mean(-1, keepdim=True)
+        rstd = torch.rsqrt(mean + (torch.finfo(compute).eps if eps is None else eps))
+        scale: torch.Tensor | float = 1.0 + weight_offset
+        if weight is not None:
+            scale = weight.to(compute) + weight_offset
+        y = (rows * rstd * scale).to(x.dtype).contiguous()
+    return (y, rstd) if stream is None else (y, rstd, stream)
+
+
+class Forward:
+    """RMSNorm forward by the kernels of one emitted package, by ATen or the formula where it has
+    none. Constructing it reads the table, no kernel, and does not touch CUDA. Safe to share between
+    threads.
+
+    folder: the package's folder. Raises ValueError for a damaged table; a package without a
+    forward table is served by ATen and the formula.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.table = ForwardTable.load(folder)
+        self._lock = threading.Lock()
+        self._loaded: dict[ForwardKernel, LoadedForward] = {}
+        self._calls: dict[tuple[Any, ...], ForwardCall] = {}
+        # By whether there is no weight and no residual.
+        self._recent = {(w, r): Known() for w in (False, True) for r in (False, True)}
+        self._warned: set[str] = set()
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+        weight_offset: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """(y, rstd) of y = x * rstd * (weight_offset + weight), rstd = 1 / sqrt(mean(x^2) + eps).
+
+        x: (..., N), bf16, fp16 or fp32, in any layout. weight: (N,) of x's dtype or fp32, None for
+        ones. eps: None for the machine epsilon of fp32 (of float64 for float64 rows), as
+        torch.nn.functional.rms_norm has it. y: contiguous, x's shape and dtype, rounded once from
+        fp32. rstd: fp32, x.shape[:-1] + (1,).
+
+        residual: of x's shape. The answer is then (y, rstd, residual_out): residual_out is
+        x + residual, added in fp32 and rounded to the residual's dtype, contiguous; what is
+        normalised is residual_out as rounded, so that the backward's x is residual_out exactly.
+
+        Runs on the current stream, never waits, may be captured into a CUDA graph. No gradient
+        flows through the results. CPU, meta and fake tensors are served by the formula.
+        Raises TypeError or ValueError for arguments that do not fit, LaunchError when the driver
+        refuses a launch.
+        """
+        known = self._recent[weight is None, residual is None]
+        tensors = (x,) if weight is None else (x, weight)
+        if residual is not None:
+            tensors = (*tensors, residual)
+        call = None
+        try:
+            for same, found in known.recent:
+                if same(*tensors):
+                    # Addresses are no part of the check; most are aligned for any kernel.
+                    at = x.data_ptr()
+                    if weight is not None:
+                        at |= weight.data_ptr()
+                    if residual is not None:
+                        at |= residual.data_ptr()
+                    if at % MAX_ALIGNMENT == 0:
+                        call = found
+                    break
+            else:
+                call = known.find(x.shape, tensors)
+        except (AttributeError, TypeError):  # something is no tensor, or a size no number
+            pass
+        if call is None:
+            x, weight, residual = resolved(x), resolved(weight), resolved(residual)
+            call = self._call_of(x, weight, residual)
+        return call(x, weight, eps, weight_offset, residual)
+
+    def _call_of(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> ForwardCall:
+        """What serves these arguments: known from their signature, or found now."""
+        kind = (weight is None, residual is None)
+        w = x if weight is None else weight
+        r = x if residual is None else residual
+        if isinstance(x, FakeTensor):
+            check_forward(x, weight, residual)
+            return reference_forward
+        try:
+            places = ((x.data_ptr() | r.data_ptr()) % MAX_ALIGNMENT, w.data_ptr() % MAX_ALIGNMENT)
+            # All that the checks and the choice of a kernel depend on.
+            signature = (
+                *(*kind, x.shape, x.stride(), x.dtype, x.device, w.shape, w.stride(), w.dtype),
+                *(w.device, r.shape, r.stride(), r.dtype, r.device, *places),
+            )
+        except AttributeError:
+            for name, value in (("x", x), ("weight", w), ("residual", r)):
+                if not isinstance(value, torch.Tensor):
+                    raise TypeError(
+                        f"{name} must be a torch.Tensor, got {type(value).__name__}"
+                    ) from None
+            raise
+        call = self._calls.get(signature)
+        if call is None:
+            call = self._prepare(x, weight, residual)
+            if len(self._calls) >= _MOST_CALLS:
+                self._calls.clear()
+            self._calls[signature] = call
+        elif not any(places):
+            tensors = [tensor for tensor in (x, weight, residual) if tensor is not None]
+            self._recent[kind].add(x.shape, tensors, call, call)
+        return call
+
+    def explain(
+        self, M: int, N: int, dtype: str, weight_dtype: str | None = None
+    ) -> dict[str, Any]:
+        """Which kernel serves M contiguous, aligned rows of N columns. dtypes: bf16, fp16 or fp32.
+        Keys: how (tuned, nearest, generic or none), kernel (its file, None for none), evidence."""
+        choice = ForwardChoice("none")
+        if self.table is not None:
+            everywhere = (MAX_ALIGNMENT, MAX_ALIGNMENT)
+            choice = self.table.choose(M, N, dtype, weight_dtype or dtype, *everywhere)
+        return {
+            "how": choice.how,
+            "kernel": choice.kernel.file if choice.kernel else None,
+            "evidence": choice.tuned.evidence if choice.tuned else None,
+        }
+
+    def warmup(self, shapes: Iterable[tuple[Any, ...]], residual: str = "") -> None:
+        """Load the kernels of some shapes on the current CUDA device. shapes: (M, N, dtype) or
+        (M, N, dtype, weight dtype) each, M >= 1, dtypes as in `explain`; residual: dtype of a
+        residual stream, "" for none. Raises LaunchError."""
+        device = torch.cuda.current_device()
+        torch.empty(1, device="cuda")  # the context exists from here on
+        for M, N, dtype, *weight_dtype in shapes:
+            if self.table is None or self._foreign(device):
+                continue
+            dtypes = (dtype, weight_dtype[0] if weight_dtype else dtype)
+            if residual not in ("", dtype):
+                dtypes = ("fp32", "fp32")  # what `_mixed` calls
+            choice = self.table.choose(M, N, *dtypes, MAX_ALIGNMENT, MAX_ALIGNMENT)
+            if choice.kernel is not None:
+                self._kernel(choice.kernel).load(device)
+
+    def _prepare(
+        self, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> ForwardCall:
+        """Check the arguments and decide what serves every call of their signature."""
+        check_forward(x, weight, residual)
+        if x.device.type in ("cpu", "meta") or x.numel() == 0:
+            return reference_forward
+        if x.device.type != "cuda":
+            raise ValueError(f"x is on {x.device}: CUDA, CPU and meta tensors are served")
+        if residual is not None and residual.dtype != x.dtype:
+            return self._mixed
+        weight_dtype = x.dtype if weight is None else weight.dtype
+        if x.dtype not in DTYPES or weight_dtype not in DTYPES:
+            return self._fallback(f"there is no forward kernel for {x.dtype}", x)
+        if self.table is None:
+            return self._fallback("this package has no forward kernels", x)
+        if foreign := self._foreign(x.device.index):
+            return self._fallback(foreign, x)
+        N = x.shape[-1]
+        M = x.numel() // N
+        layouts = [self._layout(tensor, x) for tensor in (x, residual)]
+        places = N * x.element_size()
+        for tensor, layout in zip((x, residual), layouts, strict=True):
+            if tensor is not None and layout is not None:
+                places |= tensor.data_ptr() | (layout.stride | layout.outer) * x.element_size()
+        kernel = self.table.choose(
+            *(M, N, DTYPES[x.dtype], DTYPES[weight_dtype]),
+            power_of_two(places, MAX_ALIGNMENT),
+            power_of_two(weight.data_ptr() if weight is not None else 0, MAX_ALIGNMENT),
+        ).kernel
+        if kernel is None:
+            return self._fallback(f"no forward kernel serves rows of {N} {x.dtype}", x)
+        return forward_call(self._kernel(kernel), x, weight, residual, layouts[0], layouts[1])
+
+    @staticmethod
+    def _layout(tensor: torch.Tensor | None, x: torch.Tensor) -> RowLayout | None:
+        """How rows are read in place; None when a copy has to be made. Only x has two strides."""
+        if tensor is None:
+            return None
+        layout = row_layout(tensor)
+        return layout if layout is None or tensor is x or layout.inner == 0 else None
+
+    def _foreign(self, device: int) -> str:
+        """Why the kernels do not run on a device, "" when they do."""
+        assert self.table is not None
+        properties = torch.cuda.get_device_properties(device)
+        target = self.table.target
+        if runs_on(target["arch"], (properties.major, properties.minor)):
+            return ""
+        made_for = f"these kernels are for {target['title']} ({target['arch']})"
+        return f"{made_for} and do not run on {properties.name}"
+
+    def _kernel(self, kernel: ForwardKernel) -> LoadedForward:
+        with self._lock:
+            if kernel not in self._loaded:
+                self._loaded[kernel] = LoadedForward(kernel.read_cubin(self.folder), kernel.spec)
+            return self._loaded[kernel]
+
+    def _mixed(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float | None,
+        weight_offset: float,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """A residual of another dtype: PyTorch adds, the fp32 kernel normalises the rounded sum,
+        and y is rounded from its fp32 to x's dtype: the same numbers as in one kernel."""
+        assert residual is not None
+        with torch.no_grad():
+            stream = (x.float() + residual.float()).to(residual.dtype).contiguous()
+            wide = None if weight is None else weight.float()
+            y, rstd = self(stream.float(), wide, eps, weight_offset)
+            return y.to(x.dtype), rstd, stream
+
+    def _fallback(self, reason: str, x: torch.Tensor) -> ForwardCall:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            # The frame of the caller of the package's function.
+            warnings.warn(f"{reason}; using PyTorch's own", stacklevel=5)
+        return aten_forward
+
+
+def aten_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    residual: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """PyTorch's fused kernel where it computes the same function, else the formula."""
+    same = residual is None and weight_offset == 0 and (weight is None or weight.dtype == x.dtype)
+    if not (same and hasattr(torch.ops.aten, "_fused_rms_norm")):
+        return reference_forward(x, weight, eps, weight_offset, residual)
+    with torch.no_grad():
+        y, rstd = torch.ops.aten._fused_rms_norm(x.contiguous(), [x.shape[-1]], weight, eps)
+    return y, rstd

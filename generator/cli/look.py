@@ -1,0 +1,112 @@
+"""The subcommands of tune.py that look at what a run left behind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from generator.errors import NormforgeError
+from generator.paths import GENERATED
+from generator.problem import Problem
+from generator.report.answer import ask_package, document, render_answer
+from generator.report.explain import Explanation, parse_config
+from generator.report.page import render_page
+from generator.report.summary import summaries
+from generator.report.text import render_text
+from generator.space.load import SPACE_FILE, load_space
+from generator.studies.reader import Study, read_studies, shown
+from generator.target import find_target
+from generator.tuner.emission import PACKAGE_NAME
+
+
+def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study], str]:
+    """The studies that the options name, and where they are, without a password."""
+    if args.gpu is None and args.out is None and args.storage is None:
+        raise NormforgeError("name the studies: --gpu h200, --out FOLDER or --storage URL")
+    where = args.storage or args.out or GENERATED / args.gpu
+    studies = read_studies(where, importance=importance)
+    if args.gpu is not None:
+        studies = [study for study in studies if study.gpu == args.gpu]
+        if not studies:
+            raise NormforgeError(f"{shown(where)} has no studies of {args.gpu}")
+    return studies, shown(where)
+
+
+def _name_studies(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpu", help="only this GPU; without --out and --storage generated/<gpu>")
+    parser.add_argument("--out", type=Path, help="the output folder of the run")
+    parser.add_argument("--storage", help="the Optuna storage URL of the run")
+
+
+def report(argv: list[str]) -> int:
+    """`tune.py report`: a page for every GPU, and the same as text."""
+    parser = argparse.ArgumentParser(
+        prog="tune.py report",
+        description="Write what the studies say as one HTML page per GPU, and print it as text.",
+    )
+    _name_studies(parser)
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of report_<gpu>.html (default: --out, generated/<gpu> or the current one)",
+    )
+    args = parser.parse_args(argv)
+    studies, place = _studies(args, importance=True)
+    for summary in summaries(studies, place):
+        folder = args.html or args.out or (Path() if args.storage else GENERATED / summary.gpu)
+        page = folder / f"report_{summary.gpu}.html"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            page.write_text(render_page(summary), encoding="utf-8")
+        except OSError as error:
+            raise NormforgeError(f"cannot write {page} ({error.strerror}): use --html") from error
+        print(render_text(summary))
+        print(f"\nPage: {page}")
+    return 0
+
+
+def explain(argv: list[str]) -> int:
+    """`tune.py explain`: why this kernel, and with --config why not that one."""
+    parser = argparse.ArgumentParser(
+        prog="tune.py explain",
+        description="Say why a kernel won a shape, or why the config given by --config did not.",
+    )
+    _name_studies(parser)
+    parser.add_argument("--shape", required=True, help="MxN:dtype[:weight dtype]")
+    parser.add_argument(
+        "--config", help="knob=value,...: where it leaves a knob open, the winner's value counts"
+    )
+    parser.add_argument("--space", type=Path, default=SPACE_FILE, help="the search space's file")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    args = parser.parse_args(argv)
+    problem, space = Problem.parse(args.shape), load_space(args.space)
+    given = parse_config(args.config, space) if args.config is not None else None
+    studies, place = _studies(args, importance=False)
+    asked = summaries(studies, place)
+    if len(asked) > 1:
+        raise NormforgeError(f"{place} has several GPUs: name one with --gpu")
+    study = next((s for s in asked[0].studies if s.problem == problem), None)
+    if study is None:
+        known = get_close_matches(str(problem), [str(s.problem) for s in asked[0].studies])
+        hint = f"; near it are {', '.join(known)}" if known else ""
+        raise NormforgeError(f"{place} has no study of {problem}{hint}")
+    why = Explanation(study, space, replace(find_target(study.gpu), sms=study.sms))
+    verdict = why.why_not(given) if given is not None else None
+    served = ask_package((args.out or GENERATED / study.gpu) / PACKAGE_NAME, problem)
+    if args.json:
+        print(json.dumps(document(why, verdict, served), indent=1))
+    else:
+        print(render_answer(why, verdict, served))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "explain": explain,
+    "report": report,
+}
+"""By the first word of the command line; without one of these words it is a tuning run."""

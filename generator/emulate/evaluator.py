@@ -1,0 +1,52 @@
+"""Predicted winners are run on the CPU before they may win: few rows, many schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from generator.emulate import Check, check_variant
+from generator.errors import NormforgeError
+from generator.evaluate.predict.evaluator import Predictor
+from generator.kernels.variant import Variant
+from generator.problem import Problem
+from generator.result import Result
+
+SCHEDULES = 12
+
+
+@dataclass(frozen=True)
+class RehearsingPredictor(Predictor):
+    """The evaluator where the target is absent: times are predicted, and what is to win is executed
+    by `generator.emulate` on reduced M and real N. One that fails there is out, and what is to win
+    then is executed.
+
+    The executor runs the rendered source itself, so what passes is accurate, has the same bits
+    under every schedule tried, and leaves its counters at zero. It is not a GPU: determinism stays
+    `unverified`, and the check's name says what was done. Finalists that do not win are not
+    executed: doing so for all that are tied with the winner took 40 % of the time of a search.
+    """
+
+    schedules: int = SCHEDULES
+    _checks: dict[str, Check] = field(default_factory=dict, init=False, compare=False)
+
+    def confirm(self, problem: Problem, variant: Variant, result: Result) -> Result:
+        """The executor's verdict."""
+        # M only changes how many rows are left out, so a variant is executed once for all M.
+        check = self._checks.get(variant.id)
+        if check is None:
+            try:
+                check = check_variant(variant, problem, schedules=self.schedules)
+            except NormforgeError as error:
+                check = Check(variant.id, 0, problems=(str(error),))
+            self._checks[variant.id] = check
+        if check.problems:
+            outcome = "nondeterministic" if check.distinct_results > 1 else "wrong"
+            return replace(result, outcome=outcome, note=check.problems[0])
+        if not check.passed:
+            return replace(result, note=f"not executed: {check.note}")
+        return replace(
+            result,
+            checks=(*result.checks, f"host executor, {check.schedules} schedules"),
+            error_dx=check.max_error_dx,
+            error_dw=check.max_error_dw,
+        )

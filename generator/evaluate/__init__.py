@@ -1,0 +1,1 @@
+"""Is a compiled variant right, are its bits always the same, how fast is it?"""

@@ -1,0 +1,67 @@
+"""What the search asks of a compiler and of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol, runtime_checkable
+
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.variant import Variant
+from generator.problem import Problem
+from generator.result import Result
+
+
+class Pool(Protocol):
+    """Compiles variants in the background; `generator.kernels.compile_pool` has the real one."""
+
+    processes: int
+
+    def submit(self, variant: Variant) -> Future[Compiled]: ...
+
+    def result(self, variant: Variant, future: Future[Compiled]) -> Compiled: ...
+
+    def code(self, variant: Variant) -> str:
+        """Digest of what `submit` compiles, without compiling: variants equal in it are the same
+        machine code (`generator.kernels.revision`)."""
+        ...
+
+
+class Evaluator(Protocol):
+    """Answers for compiled variants. A bad variant is a Result, never an exception."""
+
+    @property
+    def evidence(self) -> str:
+        """`measured` or `predicted`."""
+        ...
+
+    def evaluate(
+        self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
+    ) -> Result:
+        """Accuracy, determinism and time. best_us: µs of the best variant so far, with which a slow
+        one may be given up early."""
+        ...
+
+    def finals(self, problem: Problem, entries: list[tuple[Variant, Compiled]]) -> Sequence[Result]:
+        """Interleaved times and the full determinism checks, in the order of the entries."""
+        ...
+
+
+@runtime_checkable
+class Sifting(Evaluator, Protocol):
+    """An evaluator that can time many candidates side by side: that tells more than their trials,
+    each of which had its own moment."""
+
+    def sift(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[float]:
+        """Ratios to the floor, without any check; nothing where no clean times can be had."""
+        ...
+
+
+@runtime_checkable
+class Confirming(Evaluator, Protocol):
+    """An evaluator with one more check, too slow for all finalists: the one that is to win gets it,
+    and when it fails, the one that is to win then."""
+
+    def confirm(self, problem: Problem, variant: Variant, result: Result) -> Result:
+        """The result of a finalist with what the check found."""
+        ...

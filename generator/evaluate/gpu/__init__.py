@@ -1,0 +1,1 @@
+"""Measured: on a GPU, in a worker process that may be lost."""

@@ -1,0 +1,239 @@
+"""The evaluator where the GPU is: jobs for its worker, and numbers that can be believed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+from generator.errors import ProblemError
+from generator.evaluate.gpu.noise import SEARCH_PAUSES, Block, NoisyError, Timing, collect, noise_in
+from generator.evaluate.gpu.nvml import DeviceMonitor
+from generator.evaluate.gpu.protocol import Candidate, Hands, Job, WorkerLostError
+from generator.evaluate.gpu.supervisor import JOB_SECONDS, KEPT, Supply
+from generator.evaluate.gpu.worker import open_session
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.variant import Variant
+from generator.problem import Problem
+from generator.result import Result
+from generator.target import Target
+
+INTERLEAVINGS = 3
+"""Attempts to time the finalists together, when that breaks the worker and none does it alone."""
+FINAL_BLOCKS = 3
+FINAL_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+"""Seconds after each noisy block of the finals: one minute for a neighbour to finish."""
+
+
+class MeasuredEvaluator:
+    """Evaluates candidates on a real GPU; the search sees only Results.
+
+    What becomes of lost workers: see Supply, which also explains the arguments. Blocks of times
+    that generator.evaluate.gpu.noise does not believe are measured again.
+    """
+
+    evidence = "measured"
+
+    def __init__(
+        self,
+        target: Target,
+        device: int = 0,
+        seconds: float = JOB_SECONDS,
+        *,
+        open_hands: Callable[[int], Hands] = open_session,
+        method: str = "spawn",
+        sleep: Callable[[float], None] = time.sleep,
+        supply: Supply | None = None,
+    ) -> None:
+        self.target = target
+        self._sleep = sleep
+        self._supply = supply or Supply(
+            device, seconds, open_hands=open_hands, method=method, sleep=sleep
+        )
+        self.facts = self._supply.facts
+        self._floors: dict[Problem, float] = {}
+        self.discarded = self.noisy = 0
+        self.noise: set[str] = set()
+        self.monitor = DeviceMonitor(self.facts.get("bus_id"))
+        self.neighbours = self.monitor.causes(self._supply.pids)
+        self._supply.spare()
+
+    @property
+    def lost(self) -> int:
+        """GPU workers that were lost so far."""
+        return self._supply.lost
+
+    def close(self) -> None:
+        self._supply.close()
+
+    def __enter__(self) -> MeasuredEvaluator:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def evaluate(
+        self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
+    ) -> Result:
+        """Accuracy, timing, 20-run determinism. Never raises for a bad candidate."""
+        if problem not in self._floors:
+            self._probe(problem)
+        candidate = self._candidate(variant, compiled)
+        job = Job("evaluate", problem, (candidate,), best_us, self._floors.get(problem))
+        result = self._result(job)
+        self._supply.spare()
+        self.discarded += result.extra.get("discarded_blocks", 0)
+        if result.noisy:
+            self.noisy += 1
+            notes = (result.note, self._blame(result.extra.get("noise", "")))
+            return replace(result, note="; ".join(note for note in notes if note))
+        if result.floor_us is not None:
+            self._learn(problem, result.floor_us)
+            # References of different GPUs are not compared (generator.search.finals.noisy).
+            result = replace(result, extra={**result.extra, "gpu": self.facts.get("uuid", "")})
+        return result
+
+    def sift(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[float]:
+        """Ratios from one block in which all take turns; nothing when it stays noisy or costs the
+        worker its life. Whoever did that is found in the finals."""
+        job = Job("interleave", problem, tuple(self._candidate(*entry) for entry in entries))
+        try:
+            timing = collect(
+                *(lambda: self._block(job), 1, self._floors.get(problem), SEARCH_PAUSES),
+                self._sleep,
+            )
+        except WorkerLostError:
+            return []
+        self.discarded += timing.discarded
+        return [] if timing.fault else list(timing.ratios)
+
+    def finals(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[Result]:
+        """The determinism ladder for each, then all that passed timed in the same blocks.
+
+        Raises NoisyError when a minute of trying brings no clean blocks."""
+        self._probe(problem)
+        candidates = [self._candidate(*entry) for entry in entries]
+        results = [self._result(Job("ladder", problem, (one,))) for one in candidates]
+        self._supply.renew(problem)  # by the fresh process in which the same bits must appear
+        for i, candidate in enumerate(candidates):
+            if results[i].outcome == "ok":
+                results[i] = self._once_more(problem, candidate, results[i])
+        results = self._timed(problem, candidates, results)
+        self._supply.spare()  # starts while the next problem is searched
+        return results
+
+    def disturbances(self) -> str:
+        """One sentence about the noise of the run so far, "" without any."""
+        said = []
+        if self.neighbours:
+            said.append(f"at the start {'; '.join(self.neighbours)}")
+        if self.discarded:
+            said.append(f"{self.discarded} noisy blocks were measured again")
+        if self.noisy:
+            said.append(f"{self.noisy} trials stayed noisy")
+        if self.noise:
+            said.append(f"seen then and in the finals: {', '.join(sorted(self.noise))}")
+        elif said and self.monitor.reason:
+            said.append(f"NVML was not asked for causes ({self.monitor.reason})")
+        return f"Noise on device {self._supply.device}: {'; '.join(said)}." if said else ""
+
+    def _probe(self, problem: Problem) -> None:
+        """Set a problem up and time its reference, so that no candidate pays for that."""
+        try:
+            answer = self._supply.call(Job("probe", problem))
+        except WorkerLostError:
+            return  # replaced, and the new one has done it
+        floor_us = median(answer.block[0]) if answer.block else None
+        if answer.block and floor_us and not noise_in(answer.block):
+            self._learn(problem, floor_us)
+
+    def _candidate(self, variant: Variant, compiled: Compiled) -> Candidate:
+        return Candidate(compiled.cubin, variant.spec(self.target.sms))
+
+    # Noise
+
+    def _learn(self, problem: Problem, floor_us: float) -> None:
+        self._floors[problem] = min(floor_us, self._floors.get(problem, floor_us))
+
+    def _look(self) -> tuple[str, ...]:
+        """What NVML sees right now that may disturb."""
+        causes = self.monitor.causes(self._supply.pids)
+        self.noise.update(causes)
+        return causes
+
+    def _blame(self, fault: str) -> str:
+        causes = "; ".join(self._look())
+        return f"noisy: {fault}" + (f" ({causes})" if causes else "")
+
+    # The finals
+
+    def _once_more(self, problem: Problem, candidate: Candidate, first: Result) -> Result:
+        again = self._result(Job("digest", problem, (candidate,)))
+        if again.outcome != "ok":
+            return again
+        if again.extra["digest"] != first.extra["digest"]:
+            note = "other bits in a fresh process"
+            return replace(first, outcome="nondeterministic", determinism="refuted", note=note)
+        return replace(first, checks=(*first.checks, "fresh process"))
+
+    def _timed(
+        self, problem: Problem, candidates: Sequence[Candidate], results: list[Result]
+    ) -> list[Result]:
+        """The results with times. Who breaks the worker while all take turns is found by timing
+        each alone, and drops out."""
+        results = list(results)
+        for _ in range(INTERLEAVINGS):
+            open_ = [i for i, result in enumerate(results) if result.extra.get("digest")]
+            if not open_:
+                return results
+            try:
+                timing = self._blocks(problem, [candidates[i] for i in open_])
+            except WorkerLostError as lost:
+                reason = lost.note
+                for i in open_:
+                    results[i] = self._alone(problem, candidates[i]) or results[i]
+                continue
+            for place, i in enumerate(open_):
+                fields = timing.fields(place)
+                fields["extra"] = results[i].extra | fields["extra"]
+                results[i] = replace(results[i], **fields)
+            return results
+        raise ProblemError(f"{problem}: timing the finalists failed: {reason}; {KEPT}")
+
+    def _blocks(self, problem: Problem, candidates: Sequence[Candidate]) -> Timing:
+        job = Job("interleave", problem, tuple(candidates))
+        best = self._floors.get(problem)
+
+        timing = collect(lambda: self._block(job), FINAL_BLOCKS, best, FINAL_PAUSES, self._sleep)
+        self.discarded += timing.discarded
+        if timing.fault:
+            raise NoisyError(
+                f"{problem}: no clean numbers for the finals, {self._blame(timing.fault)}: no "
+                f"winner is chosen; {KEPT} with the finals"
+            )
+        self._look()
+        self._learn(problem, timing.floor_us)
+        return timing
+
+    def _block(self, job: Job) -> Block:
+        answer = self._supply.call(job).block
+        assert answer is not None
+        return answer
+
+    def _alone(self, problem: Problem, candidate: Candidate) -> Result | None:
+        """The outcome of a candidate that breaks the worker by itself, else None."""
+        try:
+            self._supply.call(Job("interleave", problem, (candidate,)))
+        except WorkerLostError as lost:
+            return Result(lost.outcome, note=lost.note)
+        return None
+
+    def _result(self, job: Job) -> Result:
+        """The worker's Result for a job on one candidate, or the Result that its loss is."""
+        try:
+            answer = self._supply.call(job)
+        except WorkerLostError as lost:
+            return Result(lost.outcome, note=lost.note)
+        assert answer.result is not None
+        return answer.result

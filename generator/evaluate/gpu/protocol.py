@@ -1,0 +1,76 @@
+"""What the tuner and a GPU worker say to each other.
+
+No CUDA here: both sides import it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from generator.errors import NormforgeError
+from generator.evaluate.gpu.noise import Block
+from generator.problem import Problem
+from generator.result import Result
+from generator.runtime.spec import KernelSpec
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What the worker needs of a variant: it gets machine code, never a template."""
+
+    cubin: bytes
+    spec: KernelSpec
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request.
+
+    kind: "evaluate", "ladder" or "digest" (one candidate each, answered with a Result),
+    "interleave" (any number of candidates, answered with one Block) or "probe" (the reference
+    alone: shows that the GPU works). best_us: of the best candidate so far; floor_us: the fastest
+    reference of this problem in this run; None where there is none yet.
+    """
+
+    kind: str
+    problem: Problem
+    candidates: tuple[Candidate, ...] = ()
+    best_us: float | None = None
+    floor_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """result or block: as the job's kind says; a result in place of a block is a failure.
+    error: "" or why the problem cannot be set up. last: the process ends after this answer, because
+    its context is lost or short of memory. short_of_memory: it may do in a fresh process."""
+
+    result: Result | None = None
+    block: Block | None = None
+    error: str = ""
+    last: bool = False
+    short_of_memory: bool = False
+
+
+class Hands(Protocol):
+    """What does the work inside the worker; `Session` is the real one."""
+
+    facts: dict[str, Any]
+
+    def handle(self, job: Job) -> Answer: ...
+
+
+class NoGpuError(NormforgeError):
+    """PyTorch sees no CUDA GPU at all, which is no fault of anybody."""
+
+
+class WorkerLostError(Exception):
+    """A job was not done, most often because the worker died or was killed at its deadline.
+
+    outcome: that of the candidate; outside: it is no candidate's doing (a signal that nothing on a
+    GPU sends ended the worker, or it died without a job)."""
+
+    def __init__(self, outcome: str, note: str, outside: bool = False) -> None:
+        super().__init__(note)
+        self.outcome, self.note, self.outside = outcome, note, outside

@@ -1,0 +1,243 @@
+"""What the GPU worker does with a job: the only tuning code that runs with CUDA."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from generator.evaluate.gpu.noise import SEARCH_PAUSES, collect
+from generator.evaluate.gpu.protocol import Answer, Candidate, Job, NoGpuError
+from generator.evaluate.gpu.timer import Timer
+from generator.evaluate.verify.accuracy import Accuracy, check_accuracy
+from generator.evaluate.verify.bench import Bench
+from generator.evaluate.verify.determinism import Disturbance, check_repeats, check_wishes, digest
+from generator.evaluate.verify.guarded import Guarded
+from generator.operations.rmsnorm_backward import (
+    TORCH_DTYPE,
+    make_cancelling,
+    make_inputs,
+    make_reference,
+)
+from generator.problem import Problem
+from generator.result import Result
+from generator.runtime.launch.launch import LaunchError, LoadedKernel
+from generator.runtime.spec import plan_launch
+
+SEARCH_ROUNDS = 15
+FINAL_ROUNDS = 21
+SLOW = 1.6
+"""A candidate this many times slower than the best is timed and not checked any further."""
+# The driver said no and nothing ran. After any other error the context is gone, and the worker.
+_REFUSED = (
+    "CUDA_ERROR_INVALID_VALUE",
+    "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES",
+    "CUDA_ERROR_INVALID_CLUSTER_SIZE",
+    "CUDA_ERROR_NO_BINARY_FOR_GPU",
+    "CUDA_ERROR_INVALID_IMAGE",
+)
+
+
+class Workload:
+    """Inputs, reference and outputs of one problem on the device."""
+
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        self.problem = problem
+        self.inputs = make_inputs(problem, device)
+        self.cancelling = make_cancelling(problem, self.inputs)
+        self.reference = make_reference(problem, self.inputs)
+        self.dx = Guarded((problem.M, problem.N), TORCH_DTYPE[problem.dtype], device)
+        self.dw = Guarded((problem.N,), TORCH_DTYPE[problem.weight_dtype], device)
+        self.dresidual: Guarded | None = None
+        if problem.residual not in ("", problem.dtype):
+            dtype = TORCH_DTYPE[problem.residual]
+            self.dresidual = Guarded((problem.M, problem.N), dtype, device)
+
+    def floor(self) -> object:
+        """The practical floor: the same three streams of memory."""
+        return torch.add(self.inputs.x, self.inputs.dy, out=self.dx.tensor)
+
+    def bench(self, candidate: Candidate) -> Bench:
+        kernel = LoadedKernel(candidate.cubin, candidate.spec)
+        launch = plan_launch(candidate.spec, self.problem.M)
+        return Bench(kernel, self.problem, launch, self.dx, self.dw, self.dresidual)
+
+
+class Session:
+    """One process's hold of one GPU. Keeps the workload of the problem it last saw."""
+
+    def __init__(self, device: int) -> None:
+        if not torch.cuda.is_available():
+            raise NoGpuError("PyTorch sees no CUDA device")
+        torch.cuda.set_device(device)
+        self.device = torch.device("cuda", device)
+        self.timer = Timer(self.device)
+        self.disturbance = Disturbance(self.device)
+        self.facts = _facts(device)
+        self._workload: Workload | None = None
+
+    def workload(self, problem: Problem) -> Workload:
+        if self._workload is None or self._workload.problem != problem:
+            self._workload = None
+            torch.cuda.empty_cache()
+            self._workload = Workload(problem, self.device)
+        return self._workload
+
+    def handle(self, job: Job) -> Answer:
+        """The answer to a job; whatever a candidate does is part of it."""
+        try:
+            workload = self.workload(job.problem)
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            short = _short_of_memory(error)
+            return Answer(error=_sentence(error), last=True, short_of_memory=short)
+        work: dict[str, Callable[[Workload, Job], Answer]] = {
+            "evaluate": self._evaluate,
+            "ladder": self._ladder,
+            "digest": self._digest,
+            "interleave": self._interleave,
+            "probe": self._probe,
+        }
+        try:
+            answer = work[job.kind](workload, job)
+            torch.cuda.synchronize()
+            return answer
+        except RuntimeError as error:  # LaunchError and PyTorch's own are of this kind
+            note = _sentence(error)
+            if _short_of_memory(error):
+                return Answer(Result("launch_error", note=note), last=True, short_of_memory=True)
+            if isinstance(error, LaunchError) and error.code in _REFUSED:
+                return Answer(Result("launch_error", note=note))
+            return Answer(Result("crashed", note=note), last=True)
+
+    def _evaluate(self, workload: Workload, job: Job) -> Answer:
+        bench = workload.bench(job.candidates[0])
+        accuracy = check_accuracy(bench, workload.inputs, workload.reference)
+        if accuracy.fault:
+            return _wrong(accuracy)
+        operations = [workload.floor, lambda: bench.run(workload.inputs)]
+        timing = collect(
+            lambda: self.timer.block(operations, SEARCH_ROUNDS),
+            1,
+            job.floor_us,
+            SEARCH_PAUSES,
+            time.sleep,
+        )
+        known = _accurate(accuracy) | timing.fields()
+        us = known["us"]
+        # Noise makes anything slow.
+        if job.best_us is not None and us > SLOW * job.best_us and not timing.fault:
+            note = f"{us:.1f} us, the best has {job.best_us:.1f}"
+            return Answer(Result(**known | {"outcome": "slow", "note": note}))
+        fault = check_repeats(bench, workload.cancelling)
+        return Answer(Result(**known | _determinism(job.candidates[0], fault, ("20 runs",))))
+
+    def _ladder(self, workload: Workload, job: Job) -> Answer:
+        candidate = job.candidates[0]
+        bench = workload.bench(candidate)
+        accuracy = check_accuracy(bench, workload.inputs, workload.reference)
+        if accuracy.fault:
+            return _wrong(accuracy)
+        bits = digest(bench, workload.cancelling)
+        fault = check_repeats(bench, workload.inputs)
+        fault = fault or check_repeats(bench, workload.cancelling)
+        fault = fault or check_repeats(bench, workload.cancelling, around=self.disturbance)
+        if candidate.spec.determinism != "none":
+            fault = fault or check_wishes(bench, workload.inputs)
+        checks = ("20 runs", "cancelling magnitudes", "busy GPU and thrashed L2", "wishes")
+        known = _accurate(accuracy) | {"extra": {"digest": bits}}
+        return Answer(Result(**known | _determinism(candidate, fault, checks)))
+
+    def _digest(self, workload: Workload, job: Job) -> Answer:
+        bench = workload.bench(job.candidates[0])
+        return Answer(Result("ok", extra={"digest": digest(bench, workload.cancelling)}))
+
+    def _interleave(self, workload: Workload, job: Job) -> Answer:
+        def operation(bench: Bench) -> Callable[[], None]:
+            return lambda: bench.run(workload.inputs)
+
+        benches = [workload.bench(candidate) for candidate in job.candidates]
+        operations = [workload.floor, *map(operation, benches)]
+        return Answer(block=self.timer.block(operations, FINAL_ROUNDS))
+
+    def _probe(self, workload: Workload, job: Job) -> Answer:
+        return Answer(block=self.timer.block([workload.floor], SEARCH_ROUNDS))
+
+
+def _wrong(accuracy: Accuracy) -> Answer:
+    return Answer(
+        Result(
+            "wrong",
+            error_dx=accuracy.error_dx,
+            error_dw=accuracy.error_dw,
+            note=accuracy.fault,
+        )
+    )
+
+
+def _accurate(accuracy: Accuracy) -> dict[str, Any]:
+    return {
+        "outcome": "ok",
+        "error_dx": accuracy.error_dx,
+        "error_dw": accuracy.error_dw,
+        "checks": ("accuracy",),
+    }
+
+
+def _determinism(candidate: Candidate, fault: str, checks: tuple[str, ...]) -> dict[str, Any]:
+    """Outcome, verdict and checks after runs were compared bit by bit."""
+    if fault.startswith(("wrote", "left")):
+        return {"outcome": "wrong", "note": fault}
+    if fault:
+        return {"outcome": "nondeterministic", "determinism": "refuted", "note": fault}
+    if candidate.spec.determinism == "none":
+        note = "not deterministic by construction, though these runs agreed"
+        return {"outcome": "nondeterministic", "determinism": "unverified", "note": note}
+    return {"determinism": "verified", "checks": ("accuracy", *checks)}
+
+
+def _sentence(error: BaseException) -> str:
+    return str(error).split("\n")[0][:300]
+
+
+def _short_of_memory(error: RuntimeError) -> bool:
+    """Whether an error says that memory ran out: PyTorch's allocator, the driver, or cuBLAS."""
+    if isinstance(error, LaunchError):
+        return error.code == "CUDA_ERROR_OUT_OF_MEMORY"
+    said = str(error).lower()
+    kinds = ("out of memory", "alloc_failed")
+    return isinstance(error, torch.cuda.OutOfMemoryError) or any(kind in said for kind in kinds)
+
+
+def _facts(device: int) -> dict[str, Any]:
+    """Facts about the device for matching a target, for provenance, and for NVML."""
+    from cuda.bindings import driver
+
+    properties = torch.cuda.get_device_properties(device)
+    _, version = driver.cuDriverGetVersion()
+    _, handle = driver.cuDeviceGet(device)
+    _, bus_id = driver.cuDeviceGetPCIBusId(16, handle)
+    return {
+        "name": properties.name,
+        "sms": properties.multi_processor_count,
+        "uuid": str(getattr(properties, "uuid", "")),
+        "bus_id": bus_id.decode().rstrip("\0").strip(),
+        "l2_bytes": properties.L2_cache_size,
+        "compute_capability": [properties.major, properties.minor],
+        "cuda_driver": f"{version // 1000}.{version % 1000 // 10}",
+        "driver": _driver_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _driver_version() -> str:
+    """The kernel driver's version, from the file that the driver offers."""
+    try:
+        with Path("/proc/driver/nvidia/version").open() as file:
+            words = file.readline().split()
+        return next(word for word in words if word[0].isdigit() and "." in word)
+    except (OSError, StopIteration):
+        return "unknown"

@@ -1,0 +1,75 @@
+"""Cold-L2 timing by CUDA graphs: blocks in which candidates and a reference take turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from generator.evaluate.gpu.l2_flush import FLUSH_BYTES, ColdCache
+
+Operation = Callable[[], object]
+"""Launches one whole operation on the current stream, without waiting."""
+
+WARM_SECONDS = 0.005
+
+
+class Timer:
+    """Times operations on the current device.
+
+    A block is one CUDA graph: flush, event, operation, event, for every operation in turn and
+    several rounds, so that neither the host nor a launch of it is inside any interval and all
+    operations of a block see the same clocks. The order rotates from round to round.
+    """
+
+    def __init__(self, device: torch.device, flush_bytes: int = FLUSH_BYTES) -> None:
+        self.device = device
+        self.cold = ColdCache(device, flush_bytes)
+        self.stream = torch.cuda.Stream(device)
+
+    def block(self, operations: Sequence[Operation], rounds: int) -> list[list[float]]:
+        """Microseconds by operation and round. Every operation runs once, untimed, before."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for operation in operations:
+                operation()
+        self.stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in operations]
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            for round_ in range(rounds):
+                for turn in range(len(operations)):
+                    which = (turn + round_) % len(operations)
+                    before = torch.cuda.Event(enable_timing=True, external=True)
+                    after = torch.cuda.Event(enable_timing=True, external=True)
+                    self.cold.flush(float(round_))
+                    before.record()
+                    operations[which]()
+                    after.record()
+                    events[which].append((before, after))
+        # Replay until clocks and memory have settled; the events keep the last replay's times.
+        until = time.monotonic() + WARM_SECONDS
+        replays = 0
+        while replays < 2 or time.monotonic() < until:
+            with torch.cuda.stream(self.stream):
+                graph.replay()
+            self.stream.synchronize()
+            replays += 1
+        return [[a.elapsed_time(b) * 1e3 for a, b in pairs] for pairs in events]
+
+    def against(
+        self, reference: Operation, operations: Sequence[Operation], rounds: int
+    ) -> tuple[list[tuple[float, float]], float]:
+        """((µs, ratio) of every operation, µs of the reference): medians over the rounds, the ratio
+        being the median of ratios within a round."""
+        reference_times, *times = self.block([reference, *operations], rounds)
+        results = [
+            (
+                median(own),
+                median(t / r for t, r in zip(own, reference_times, strict=True)),
+            )
+            for own in times
+        ]
+        return results, median(reference_times)

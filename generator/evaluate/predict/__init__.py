@@ -1,0 +1,1 @@
+"""Predicted: a model of the compiled kernel, where the GPU is absent."""

@@ -1,0 +1,98 @@
+"""What each strategy adds to the prediction after its main loop, in microseconds by part.
+
+docs/prediction.md is the one-page account.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from generator.evaluate.predict.model import Case
+from generator.runtime.spec import ceil_div
+
+
+def _arrival(case: Case, arrivals: int) -> float:
+    return case.model.arrival_us + arrivals * case.model.counter_clocks / case.rates.clocks
+
+
+def _column_slices(case: Case) -> dict[str, float]:
+    v, launch = case.variant, case.launch
+    count = ceil_div(v.columns, v.tail_columns) * v["cluster"]
+    return {
+        "arrival": _arrival(case, launch.participants),
+        "sums": case.slices(launch.participants, v.threads, launch.grid, count),
+    }
+
+
+def _mailbox(case: Case) -> dict[str, float]:
+    parts = _column_slices(case)
+    size = case.launch.participants * case.partial_row_bytes
+    return {
+        "arrival": parts["arrival"] - case.model.release_us,
+        "sums": parts["sums"] + case.rates.exchange(size, case.sms_used),  # every place is emptied
+    }
+
+
+def _separate(case: Case) -> dict[str, float]:
+    m, launch, target = case.model, case.launch, case.rates.target
+    threads = case.variant["sum_threads"]
+    overlapped = case.variant["overlap"] == "dependent"
+    at_once = target.sms * (target.max_threads_per_sm // threads)
+    return {
+        "second_launch": m.overlapped_launch_us if overlapped else m.second_launch_us,
+        "sums": case.slices(launch.participants, threads, at_once, launch.sum_grid),
+    }
+
+
+def _last_cta(case: Case) -> dict[str, float]:
+    v, launch = case.variant, case.launch
+    passes = ceil_div(v.partial_stride, v.tail_columns)
+    groups = ceil_div(launch.participants, launch.group)
+    # One CTA of every cluster rank sums: they run side by side.
+    arrival = _arrival(case, launch.group)
+    sums = case.slices(launch.group, v.threads, 1, passes)
+    if v["levels"] == 2:
+        arrival += _arrival(case, groups)
+        sums += case.slices(groups, v.threads, 1, passes)
+    return {"arrival": arrival, "sums": sums}
+
+
+def _turns(case: Case) -> dict[str, float]:
+    launch = case.launch
+    turns = launch.group
+    if case.variant["levels"] == 2:
+        turns += ceil_div(launch.participants, launch.group)
+    add = 2 * case.partial_row_bytes / case.rates.port
+    return {"turns": turns * case.model.turn_us, "adds": turns * add}
+
+
+def _free_adds(case: Case, bytes_per_clock: float) -> dict[str, float]:
+    launch, rates = case.launch, case.rates
+    size = launch.participants * case.partial_row_bytes
+    # The last CTA to arrive narrows the fp32 sums to dw and zeroes them for the next call.
+    finish = case.model.l2_latency_us + 2 * case.partial_row_bytes / rates.port
+    return {
+        "adds": size / (bytes_per_clock * rates.target.sms * rates.clocks),
+        "arrival": _arrival(case, launch.participants) + finish,
+    }
+
+
+def _atomic(case: Case) -> dict[str, float]:
+    return _free_adds(case, case.model.add_bytes_per_clock)
+
+
+def _bulk_reduce(case: Case) -> dict[str, float]:
+    if case.variant["order"] == "turns":
+        return _turns(case)
+    return _free_adds(case, case.model.bulk_add_bytes_per_clock)
+
+
+TAILS: dict[str, Callable[[Case], dict[str, float]]] = {
+    "mailbox": _mailbox,
+    "column_slices": _column_slices,
+    "separate": _separate,
+    "last_cta": _last_cta,
+    "semaphore": _turns,
+    "bulk_reduce": _bulk_reduce,
+    "atomic": _atomic,
+}

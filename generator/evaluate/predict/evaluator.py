@@ -1,0 +1,148 @@
+"""How long a compiled variant takes on a target that is not here: an analytical model.
+
+The main loop is the smooth maximum of five bounds (memory traffic, bytes in flight, instruction
+issue, copy engine, the SM's memory port); launch, pipeline fill, drain and the strategy's tail are
+added to it. docs/prediction.md is the one-page account. Times are microseconds throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from generator.errors import NormforgeError
+from generator.evaluate.predict.dw_reduction import TAILS
+from generator.evaluate.predict.model import MODEL, Case, Model, Rates, floor_us
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.ptxas import Resources
+from generator.kernels.variant import Variant
+from generator.problem import Problem
+from generator.result import Result
+from generator.runtime.spec import ceil_div, plan_launch
+from generator.target import Target
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted µs by part, in the order in which they happen; `us` is their sum.
+
+    launch, fill (first row arrives), traffic, imbalance (last round of rows is not full), flight
+    (too few bytes in flight, or batches that wait on their barriers), issue, copies and port (what
+    those bounds add), drain (the last batch), fold (teams of a CTA), partials (rows of partial dw
+    written), then the tail's parts: arrival, sums, turns, adds, second_launch, cluster.
+    """
+
+    parts: Mapping[str, float]
+
+    @property
+    def us(self) -> float:
+        return sum(self.parts.values())
+
+
+def _main_loop(case: Case) -> dict[str, float]:
+    v, m, rates, launch = case.variant, case.model, case.rates, case.launch
+    batch, teams = v.batch_rows, launch.participants * v.teams
+    rounds = ceil_div(case.problem.M, batch * teams)
+    full, left = divmod(case.problem.M, batch * teams)
+    memory = rates.memory * m.row_efficiency
+
+    row_bytes = case.problem.traffic_bytes // case.problem.M + 4  # and rstd
+    moved = case.problem.M * row_bytes + 2 * case.problem.N * case.problem.weight_itemsize
+    traffic = (moved + rates.written_back(moved)) / memory
+    row_us = row_bytes / memory
+    # A last round that is not full lasts as long as its batches take, however few they are.
+    imbalance = max(0.0, min(case.period_us, batch * teams * row_us) - left * row_us)
+
+    sm_batches = rounds * case.ctas_per_sm * v.teams
+    waves = ceil_div(case.ctas_per_sm, case.resident)
+    copies = 2 * batch * sm_batches if v["pipeline"] == "bulk" else 0
+    cta_row_bytes = row_bytes / v["cluster"]
+    bounds = {
+        "flight": (rounds * waves - 1) * case.period_us,
+        "issue": sm_batches * case.instructions / m.issue_per_clock / rates.clocks,
+        "copies": copies * m.copy_clocks / rates.clocks,
+        "port": sm_batches * batch * cta_row_bytes / rates.port,
+    }
+    parts = {
+        "launch": m.launch_us,
+        "fill": m.memory_latency_us,
+        "traffic": traffic,
+        "imbalance": imbalance if full and left else 0.0,
+    }
+    loop = parts["traffic"] + parts["imbalance"]
+    for name, bound in bounds.items():
+        longer = m.smooth_max(loop, bound)
+        parts[name] = longer - loop
+        loop = longer
+    parts["drain"] = case.batch_us
+    return parts
+
+
+def _partials(case: Case) -> dict[str, float]:
+    v, rates = case.variant, case.rates
+    fold = 0.0
+    if v.teams > 1:
+        per_sm = 2 * v.fold_bytes * min(case.resident, case.ctas_per_sm)
+        fold = (per_sm / case.model.smem_bytes_per_clock + case.model.barrier_clocks) / rates.clocks
+    written = case.launch.participants * case.partial_row_bytes if v.stores_rows else 0
+    return {"fold": fold, "partials": rates.exchange(written, case.sms_used)}
+
+
+def predict_us(
+    variant: Variant,
+    compiled_resources: Resources,
+    problem: Problem,
+    target: Target,
+    model: Model = MODEL,
+) -> Prediction:
+    """The predicted time of `variant` for the M rows of `problem` on `target`.
+
+    compiled_resources are those of the main kernel (registers per thread, static smem per CTA).
+    Raises NormforgeError when not even one CTA fits an SM."""
+    smem = variant.smem_bytes + compiled_resources.smem_bytes
+    fit = target.occupancy(variant.threads, compiled_resources.registers, smem)
+    if fit == 0:
+        raise NormforgeError(
+            f"{variant} cannot be predicted: a CTA of {variant.threads} threads with "
+            f"{compiled_resources.registers} registers and {smem} bytes of shared memory does not "
+            f"fit an SM of {target}; choose a config with a smaller CTA"
+        )
+    launch = plan_launch(variant.spec(target.sms), problem.M)
+    case = Case(variant, problem, Rates(target, model), launch, fit)
+    parts = _main_loop(case) | _partials(case) | TAILS[variant["strategy"]](case)
+    if variant["cluster"] > 1:
+        parts["cluster"] = model.cluster_us
+    return Prediction(parts)
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Answers the search where the target is absent, in the place of a GPU worker."""
+
+    target: Target
+    model: Model = MODEL
+
+    evidence: ClassVar[str] = "predicted"
+
+    def evaluate(
+        self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
+    ) -> Result:
+        """The predicted time as a Result. Nothing ran: determinism stays unverified, and a variant
+        whose class is `none` is nondeterministic by construction. best_us, with which a worker
+        gives up early on a slow variant, is not needed here."""
+        prediction = predict_us(variant, compiled.main, problem, self.target, self.model)
+        floor = floor_us(problem, self.target, self.model)
+        fixed = variant.determinism != "none"
+        return Result(
+            outcome="ok" if fixed else "nondeterministic",
+            us=prediction.us,
+            floor_us=floor,
+            ratio=prediction.us / floor,
+            note="" if fixed else "not deterministic by construction: adds in order of arrival",
+            extra={"parts": dict(prediction.parts)},
+        )
+
+    def finals(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[Result]:
+        """Results of the finalists in the order given: the numbers of `evaluate` again."""
+        return [self.evaluate(problem, variant, compiled, None) for variant, compiled in entries]

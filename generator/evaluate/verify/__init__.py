@@ -1,0 +1,1 @@
+"""Checks of one kernel on one problem, on a GPU."""

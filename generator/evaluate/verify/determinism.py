@@ -1,0 +1,142 @@
+"""Whether the bits of a kernel are the same in every run, and for every call option."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from generator.evaluate.verify.bench import Bench
+from generator.evaluate.verify.guarded import Guarded
+from generator.operations.rmsnorm_backward import CHUNK_ELEMENTS, Inputs
+from generator.runtime.launch.launch import (
+    DW_ADDED,
+    DW_IN_FP32,
+    gap_factor,
+)
+
+RUNS = 20
+
+
+def same_bits(a: Guarded, b: torch.Tensor) -> bool:
+    return bool(torch.equal(a.inside, b))
+
+
+def check_repeats(
+    bench: Bench,
+    inputs: Inputs,
+    runs: int = RUNS,
+    around: Callable[[int], None] | None = None,
+) -> str:
+    """Runs `runs` times, each on outputs and scratch dirtied with another byte, and compares all
+    bits with those of the first run. `around(i)` is called before run i, to disturb it.
+
+    Returns "" or which run differed in what.
+    """
+    bench.arm()
+    bench.poison()
+    bench.run(inputs)
+    firsts = {name: guarded.inside.clone() for name, guarded in bench.outputs.items()}
+    for i in range(1, runs):
+        bench.poison((0xFF, 0x7F, 0x00, 0x3C)[i % 4])
+        if around is not None:
+            around(i)
+        bench.run(inputs)
+        for name, out in bench.outputs.items():
+            if not same_bits(out, firsts[name]):
+                count = int((out.inside != firsts[name]).sum())
+                return f"{name} of run {i} differs from run 0 in {count} bytes"
+    return bench.fault()
+
+
+def check_wishes(bench: Bench, inputs: Inputs) -> str:
+    """What a call may ask of any kernel at run time, each compared bit by bit with plain calls: no
+    dx, no dw, no weight, dw as fp32, dw added to an fp32 buffer, x and dy as the heads of packed
+    tensors. Returns "" or what differed."""
+    bench.arm()
+    bench.poison()
+    bench.run(inputs)
+    plain = {name: guarded.inside.clone() for name, guarded in bench.outputs.items()}
+
+    def differs(wish: str, *names: str) -> str:
+        for name in names:
+            if not same_bits(bench.outputs[name], plain[name]):
+                return f"{name} of a call {wish} is not that of a plain call"
+        return bench.fault()
+
+    rows = tuple(name for name in plain if name != "dw")
+    bench.poison()
+    bench.run(inputs, want_dw=False)
+    fault = differs("without dw", *rows)
+    bench.poison()
+    bench.run(inputs, want_dx=False)
+    fault = fault or differs("without dx", "dw")
+
+    wide = Guarded((bench.problem.N,), torch.float32, bench.dx.buffer.device)
+    wide.poison()
+    bench.run(inputs, dw=wide.tensor, dw_mode=DW_IN_FP32)
+    narrowed = wide.tensor.to(bench.dw.tensor.dtype)
+    if not torch.equal(narrowed.view(torch.uint8), plain["dw"].view(torch.uint8)):
+        fault = fault or "dw as fp32 does not round to dw"
+    start = torch.linspace(-3, 5, bench.problem.N, device=wide.buffer.device)
+    expected = start + wide.tensor
+    wide.tensor.copy_(start)
+    bench.run(inputs, dw=wide.tensor, dw_mode=DW_ADDED)
+    if not (torch.equal(wide.tensor, expected) and wide.intact()):
+        fault = fault or "dw added to a buffer is not the buffer and dw"
+
+    bench.run(replace(inputs, weight=torch.ones_like(inputs.weight)))
+    plain = {name: guarded.inside.clone() for name, guarded in bench.outputs.items()}
+    bench.poison()
+    without = replace(inputs, weight=None)  # type: ignore[arg-type]
+    bench.run(without)
+    fault = fault or differs("without a weight", *plain)
+    for heads in (32, 8, 3, 2):
+        if bench.problem.M % heads == 0 and gap_factor(bench.problem.M, heads):
+            bench.poison()
+            x, dy = pack(inputs.x, heads, 1), pack(inputs.dy, heads, 2)
+            bench.run(replace(without, x=x, dy=dy))
+            return fault or differs(f"with {heads} packed heads", *plain)
+    return fault
+
+
+def pack(rows: torch.Tensor, heads: int, gap: int) -> torch.Tensor:
+    """A copy of (M, N) rows as (M / heads, heads, N) with room for `gap` more heads in between, as
+    in a slice of a packed QKV tensor."""
+    M, N = rows.shape
+    packed = rows.new_empty((M // heads, heads + gap, N))
+    packed[:, :heads] = rows.view(M // heads, heads, N)
+    return packed[:, :heads]
+
+
+class Disturbance:
+    """Work on another stream that takes SMs away and thrashes the L2 cache."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.matrix = torch.randn(1024, 1024, device=device)
+        self.memory = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+
+    def __call__(self, i: int) -> None:
+        with torch.cuda.stream(self.stream):
+            for _ in range(1 + i % 3):
+                self.memory.fill_(i % 251)
+                torch.mm(self.matrix, self.matrix)
+
+
+def digest(bench: Bench, inputs: Inputs) -> str:
+    """Hash of the bits of dx and dw, for comparing runs in different processes. dx enters through
+    two sums over its 64-bit (or smaller) words, one of them weighted by position."""
+    bench.poison()
+    bench.run(inputs)
+    hasher = hashlib.sha256(bench.dw.inside.cpu().numpy().tobytes())
+    words = bench.dx.inside
+    if words.numel() % 4 == 0:
+        words = words.view(torch.int32)
+    for start in range(0, words.numel(), CHUNK_ELEMENTS):
+        part = words[start : start + CHUNK_ELEMENTS].to(torch.int64)
+        weight = torch.arange(len(part), device=part.device) * 2654435761 + 1
+        hasher.update(f"{int(part.sum())} {int((part * weight).sum())}".encode())
+    return hasher.hexdigest()[:32]

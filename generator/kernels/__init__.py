@@ -1,0 +1,1 @@
+"""A config becomes machine code: geometry, source, cubin, resources."""

@@ -1,0 +1,116 @@
+"""Compiles in processes of their own, which NVRTC may crash or hang."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, TimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from threading import Lock
+from typing import Generic, TypeVar
+
+from generator.kernels.cubin_cache import DEFAULT_CACHE
+from generator.kernels.forward import ForwardVariant
+from generator.kernels.nvrtc import Compiled, nvrtc_version
+from generator.kernels.revision import code_digest
+from generator.kernels.variant import Variant
+from generator.processes import end_pool, end_with_parent, shielded
+
+LIVES = 3
+"""Processes that one variant may cost, alone, before it is an error."""
+V = TypeVar("V", bound="Variant | ForwardVariant")
+
+
+class CompilePool(Generic[V]):
+    """Compiles variants of one kind in worker processes, for any number of threads. When a process
+    dies, the variants under way are compiled again, each alone: the one that kills its process time
+    and again is an error, and one whose process somebody else killed is not.
+
+    compile: called in a worker with a variant, the arch and the cache's folder; method: how
+    multiprocessing starts the processes. None starts before there is something to compile.
+    """
+
+    def __init__(
+        self,
+        arch: str,
+        processes: int,
+        cache_folder: Path = DEFAULT_CACHE,
+        *,
+        compile: Callable[[V, str, Path], Compiled],
+        method: str = "spawn",
+    ) -> None:
+        self.arch = arch
+        self.processes = max(1, processes)
+        self.cache_folder = cache_folder
+        self._compile, self._method = compile, method
+        self._pool = self._start(self.processes)
+        self._replacing = Lock()
+
+    def _start(self, processes: int) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(processes, get_context(self._method), _begin)
+
+    def _submit(self, pool: ProcessPoolExecutor, variant: V) -> Future[Compiled]:
+        with shielded():
+            return pool.submit(self._compile, variant, self.arch, self.cache_folder)
+
+    def submit(self, variant: V) -> Future[Compiled]:
+        with self._replacing:
+            try:
+                return self._submit(self._pool, variant)
+            except BrokenProcessPool:
+                self._pool = self._start(self.processes)
+                return self._submit(self._pool, variant)
+
+    def result(self, variant: V, future: Future[Compiled], timeout: float = 120) -> Compiled:
+        """The result of `submit`. Whatever goes wrong with one variant is the error in it."""
+        try:
+            return future.result(timeout)
+        except (BrokenProcessPool, CancelledError):
+            return self._alone(variant, timeout)
+        except TimeoutError:
+            with self._replacing:
+                end_pool(self._pool)
+                self._pool = self._start(self.processes)
+            return self._failed(variant, f"NVRTC took more than {timeout:.0f} s")
+        except Exception as error:
+            return self._failed(variant, f"{type(error).__name__}: {error}")
+
+    def _alone(self, variant: V, timeout: float) -> Compiled:
+        for _ in range(LIVES):
+            pool = self._start(1)
+            try:
+                return self._submit(pool, variant).result(timeout)
+            except BrokenProcessPool:
+                continue
+            except TimeoutError:
+                return self._failed(variant, f"NVRTC took more than {timeout:.0f} s")
+            except Exception as error:
+                return self._failed(variant, f"{type(error).__name__}: {error}")
+            finally:
+                end_pool(pool)
+        return self._failed(variant, f"NVRTC crashed on this variant {LIVES} times")
+
+    def _failed(self, variant: V, error: str) -> Compiled:
+        return Compiled(self.arch, "", b"", {}, nvrtc_version(), False, "", error)
+
+    def code(self, variant: V) -> str:
+        """See `generator.evaluate.evaluator.Pool`."""
+        return code_digest(variant, self.arch)
+
+    def close(self) -> None:
+        """Ends the processes, whatever they are doing: entries of the cache appear whole."""
+        end_pool(self._pool)
+
+    def __enter__(self) -> CompilePool[V]:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _begin() -> None:
+    """What a compiler process does first: drivers and GPU workers come before it."""
+    end_with_parent()
+    os.nice(5)

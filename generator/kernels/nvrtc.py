@@ -1,0 +1,104 @@
+"""CUDA C++ to cubin through NVRTC, for any target, with no GPU and no driver.
+
+Results live in a content-addressed cache: the key covers source, options and NVRTC version, a file
+appears by an atomic rename, and its content carries its own checksum, so that a crash or a second
+run at the same time can leave nothing half-written that is later believed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from generator.errors import NormforgeError
+from generator.kernels.ptxas import Resources, overrides_cap, read_resources
+from generator.runtime.spec import MAIN_KERNEL
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A cubin and what is known of it. `error` is "" or NVRTC's complaint, and then the cubin is
+    empty. `cap_ignored` is True when ptxas said that it overrode the register cap."""
+
+    arch: str
+    source: str
+    cubin: bytes
+    kernels: Mapping[str, Resources]
+    nvrtc: str
+    cap_ignored: bool
+    log: str
+    error: str = ""
+
+    @property
+    def digest(self) -> str:
+        """Identity of the machine code: equal digests behave equally at equal launches."""
+        return hashlib.sha256(self.cubin).hexdigest()[:16]
+
+    @property
+    def main(self) -> Resources:
+        return self.kernels[MAIN_KERNEL]
+
+    @property
+    def spills(self) -> int:
+        """Bytes spilled or kept on the stack by any kernel of the cubin."""
+        return sum(k.spill_bytes + k.stack_bytes for k in self.kernels.values())
+
+
+@cache
+def nvrtc_version() -> str:
+    """Version of the NVRTC library in use, for example "13.0"."""
+    from cuda.bindings import nvrtc
+
+    status, major, minor = nvrtc.nvrtcVersion()
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise NormforgeError("NVRTC does not answer: install the package nvidia-cuda-nvrtc")
+    return f"{major}.{minor}"
+
+
+def compile_options(arch: str, register_cap: int) -> list[str]:
+    """NVRTC options. Contraction is off: every fused multiply-add in the source is written out, so
+    that the bits do not depend on the compiler's choices. NVRTC's own cache is off because a hit in
+    it comes without ptxas's report. Warning 177 is about constants that a strategy does not use."""
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "--fmad=false"]
+    options += ["--ptxas-options=-v", "--no-cache", "--diag-suppress=177"]
+    if register_cap:
+        options.append(f"--maxrregcount={register_cap}")
+    return options
+
+
+def compile_source(source: str, arch: str, register_cap: int = 0) -> Compiled:
+    """Compile one source for one architecture, without the cache."""
+    from cuda.bindings import nvrtc
+
+    success = nvrtc.nvrtcResult.NVRTC_SUCCESS
+    status, program = nvrtc.nvrtcCreateProgram(source.encode(), b"rmsnorm_backward.cu", 0, [], [])
+    if status != success:
+        raise NormforgeError(f"NVRTC cannot create a program: {status}")
+    try:
+        options = [option.encode() for option in compile_options(arch, register_cap)]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode()
+        log = log.rstrip("\0").strip()
+        if status != success:
+            return Compiled(arch, source, b"", {}, nvrtc_version(), False, log, log or str(status))
+        cubin = _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    kernels = read_resources(log)
+    if not kernels:
+        raise NormforgeError(
+            f"NVRTC {nvrtc_version()} reported no resources of any kernel; its log was: {log}"
+        )
+    return Compiled(arch, source, cubin, kernels, nvrtc_version(), overrides_cap(log), log)
+
+
+def _text(size_of: Any, read: Any, program: Any) -> bytes:
+    _, size = size_of(program)
+    buffer = bytearray(size)
+    # The binding writes into the object it is given; bytes of the right size is what it takes.
+    content = bytes(buffer)
+    read(program, content)
+    return content

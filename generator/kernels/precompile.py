@@ -1,0 +1,76 @@
+"""Kernels that a package needs whatever a search finds: compiled beside the search, and found in
+the cache after it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
+from pathlib import Path
+
+from generator.kernels.cubin_cache import DEFAULT_CACHE, CubinCache
+from generator.kernels.forward import ForwardVariant, render_forward
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.render import render
+from generator.kernels.variant import Variant
+from generator.processes import end_pool, end_with_parent, shielded
+
+MOST_PROCESSES = 8
+CORES_PER_PROCESS = 8
+NICE = 19
+"""Behind everything else of a run: the compilers of `CompilePool` have 5."""
+
+
+def cached(
+    variant: Variant | ForwardVariant, arch: str, cache_folder: Path = DEFAULT_CACHE
+) -> Compiled | None:
+    """What the cache has of a variant, without compiling; None when it has nothing that is sound.
+
+    A look takes less than a millisecond, a new process that compiles several seconds to start.
+    """
+    source, register_cap = _source(variant)
+    return CubinCache(cache_folder).find(source, arch, register_cap)
+
+
+def _source(variant: Variant | ForwardVariant) -> tuple[str, int]:
+    """What is compiled, and its register cap."""
+    if isinstance(variant, ForwardVariant):
+        return render_forward(variant), 0
+    return render(variant), int(variant["register_cap"])
+
+
+@contextmanager
+def compiling_ahead(
+    variants: Sequence[Variant | ForwardVariant], arch: str, cache_folder: Path = DEFAULT_CACHE
+) -> Iterator[None]:
+    """While the body runs, compile the variants into the cache, in this order, on cores that nobody
+    else wants. At its end the processes are ended, whatever they are doing.
+
+    Nothing is promised and nothing raised: what went wrong here, or was not reached, is compiled
+    where it is needed, and an error is said there.
+    """
+    cores = len(os.sched_getaffinity(0))
+    processes = min(MOST_PROCESSES, max(1, cores // CORES_PER_PROCESS))
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin)
+    try:
+        # The machine may have no process left, or one of ours may be dead already.
+        with suppress(OSError, RuntimeError), shielded():
+            for variant in variants:
+                pool.submit(_fill, variant, arch, cache_folder)
+        yield
+    finally:
+        end_pool(pool)
+
+
+def _begin() -> None:
+    end_with_parent()
+    os.nice(NICE)
+
+
+def _fill(variant: Variant | ForwardVariant, arch: str, cache_folder: Path) -> None:
+    """Sends nothing back: its parent may be a driver, which has better things to do than to read
+    machine code."""
+    source, register_cap = _source(variant)
+    CubinCache(cache_folder).compile(source, arch, register_cap)

@@ -1,0 +1,57 @@
+"""What is decided about a compiled variant without a GPU: may it run, which others equal it?"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.variant import Variant
+from generator.problem import Problem
+from generator.result import Result
+from generator.runtime.spec import Launch, plan_launch
+from generator.target import Target
+
+
+def refuse(variant: Variant, compiled: Compiled, problem: Problem, target: Target) -> Result | None:
+    """The result of a variant that must not run on the target, None for one that may."""
+    if compiled.error:
+        lines = [line.strip() for line in compiled.error.splitlines() if line.strip()]
+        first = next((line for line in lines if "error" in line), " ".join(lines))
+        return Result("compile_error", note=first)
+    launch = plan_launch(variant.spec(target.sms), problem.M)
+    fault = resource_fault(variant, compiled, launch, target)
+    return Result("resource", note=fault) if fault else None
+
+
+def resource_fault(variant: Variant, compiled: Compiled, launch: Launch, target: Target) -> str:
+    """Why the compiled variant must not run on the target: one sentence, or "" when it may."""
+    if compiled.spills:
+        return f"spills or stack: {compiled.spills} bytes per thread"
+    if compiled.cap_ignored:
+        return f"ptxas did not respect the register cap of {variant['register_cap']}"
+    main = compiled.main
+    cap = variant["register_cap"]
+    if cap and main.registers > cap:
+        return f"uses {main.registers} registers, the cap is {cap}"
+    if main.registers * variant.threads > target.registers_per_sm:
+        return f"{variant.threads} threads with {main.registers} registers do not fit one SM"
+    smem_bytes = variant.smem_bytes + main.smem_bytes
+    fit = target.occupancy(variant.threads, main.registers, smem_bytes, main.barriers)
+    if fit == 0:
+        return f"no CTA fits an SM of {target} ({main.registers} registers)"
+    wanted = variant["ctas_per_sm"]
+    if launch.grid > fit * target.sms:
+        used = f"{main.registers} registers, {main.barriers} barriers"
+        return f"{wanted} CTAs per SM wanted, {fit} fit ({used})"
+    return ""
+
+
+def identity(variant: Variant, compiled: Compiled, problem: Problem, target: Target) -> str:
+    """Sixteen hex digits over the machine code and the launch: variants equal in it do the same
+    work on the same number of rows, so that one measurement serves all."""
+    spec = variant.spec(target.sms)
+    launch = plan_launch(spec, problem.M)
+    # These fields act through the launch alone.
+    rest = replace(spec, name="", ctas_per_sm=0, even_grid=False, sms=0)
+    return hashlib.sha256(repr((compiled.digest, rest, launch)).encode()).hexdigest()[:16]

@@ -1,0 +1,40 @@
+"""What a measurement depends on: the code that is compiled, not the files that it is written in.
+
+Variants with equal digests are compiled from the same tokens, with the same options, by the same
+compiler, and so are the same machine code. Comments, the names and places of template files, and
+the Python that renders them take no part: editing those makes no record out of date.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from generator.kernels.forward import ForwardVariant, render_forward
+from generator.kernels.nvrtc import compile_options, nvrtc_version
+from generator.kernels.render import render
+from generator.kernels.variant import Variant
+
+_known: dict[tuple[str, str], str] = {}  # by id, which is unique to the source, and arch
+
+
+def code_digest(variant: Variant | ForwardVariant, arch: str) -> str:
+    """Sixteen hex digits over the source without its comments, NVRTC's options and its version."""
+    if (variant.id, arch) not in _known:
+        if isinstance(variant, ForwardVariant):
+            source, register_cap = render_forward(variant, comments=False), 0
+        else:
+            source, register_cap = render(variant, comments=False), int(variant["register_cap"])
+        lines = [line for line in source.splitlines() if line.strip()]
+        options = compile_options(arch, register_cap)
+        _known[variant.id, arch] = _digest([nvrtc_version(), *options, *lines])
+    return _known[variant.id, arch]
+
+
+def code_of_all(variants: Iterable[Variant | ForwardVariant], arch: str) -> str:
+    """Sixteen hex digits over the code of several variants and their order."""
+    return _digest(code_digest(variant, arch) for variant in variants)
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,104 @@
+"""One variant: a config applied to a width and dtypes, with its identity and its launch."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+from generator.kernels.geometry import Config, Geometry, determinism_class
+from generator.problem import Problem
+from generator.runtime.spec import KernelSpec
+
+
+@dataclass(frozen=True)
+class Variant(Geometry):
+    """A geometry with its identity, its launch and its determinism class."""
+
+    def __str__(self) -> str:
+        return self.id
+
+    @cached_property
+    def source_config(self) -> dict[str, int | str]:
+        """The part of the config that the source or the compiler's options depend on: two variants
+        equal in it are one cubin."""
+        return {
+            knob: value
+            for knob, value in self.config.items()
+            if knob not in ("ctas_per_sm", "grid", "overlap", "spare_sms")
+            and (knob, value) not in (("min_blocks", 0), ("arrival", "late"))
+        }
+
+    @cached_property
+    def id(self) -> str:
+        """A readable name that is unique to the source, for example
+        `column_slices_bulk3_n4096_bf16_128x2_5f0c1a9e`."""
+        weight = "" if self.weight_dtype == self.dtype else f"w{self.weight_dtype}_"
+        width = f"n{self.N}" if self.exact else f"n{self.least}to{self.N}"
+        text = repr((sorted(self.source_config.items()), self.N, self.exact))
+        text += "" if self.exact else str(self.least)
+        text += self.dtype + self.weight_dtype + "offset" * self.offset + self.residual
+        text += "" if self.in_blocks else "row by row"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        stages = self["stages"] if self["pipeline"] != "direct" else ""
+        options = "offset_" * self.offset + (f"residual{self.residual}_" if self.residual else "")
+        return (
+            f"{self['strategy']}_{self['pipeline']}{stages}_{width}_{self.dtype}_{weight}{options}"
+            f"{self['threads_per_row']}x{self['rows_per_cta']}_{digest}"
+        )
+
+    @property
+    def determinism(self) -> str:
+        return determinism_class(self.config)
+
+    def spec(self, sms: int) -> KernelSpec:
+        """The facts that a launch on a GPU of `sms` multiprocessors needs."""
+        free = self.determinism == "none"
+        return KernelSpec(
+            name=self.id,
+            N=self.N,
+            exact=self.exact,
+            dtype=self.dtype,
+            weight_dtype=self.weight_dtype,
+            strategy=self["strategy"],
+            determinism=self.determinism,
+            threads=self.threads,
+            sum_threads=self["sum_threads"],
+            smem_bytes=self.smem_bytes,
+            vector_bytes=self["vector_bytes"],
+            columns=self.columns,
+            partial_stride=self.partial_stride,
+            slice_columns=self["slice_columns"],
+            rows_in_flight=self.batch_rows,
+            rows_per_cta=self["rows_per_cta"],
+            cluster=self["cluster"],
+            dependent=self["overlap"] == "dependent",
+            accumulates=free,
+            turns=self["strategy"] in ("semaphore", "bulk_reduce") and not free,
+            levels=self["levels"],
+            ctas_per_sm=self["ctas_per_sm"],
+            even_grid=self["grid"] == "even",
+            sms=sms - self["spare_sms"],
+            offset=self.offset,
+            residual=self.residual,
+            least=self.least_columns,
+        )
+
+
+def make_variant(
+    config: Config,
+    problem: Problem,
+    *,
+    exact: bool = True,
+    least: int = 1,
+    in_blocks: bool = True,
+) -> Variant:
+    """The variant that serves `problem` with `config` (any M), or with exact False any N from
+    `least` to that of the problem. in_blocks: as in Geometry."""
+    return Variant(
+        dict(config),
+        *(problem.N, problem.dtype, problem.weight_dtype),
+        *(exact, problem.offset, problem.residual),
+        least=least,
+        in_blocks=in_blocks,
+    )

@@ -1,0 +1,1 @@
+"""What is computed: inputs, float64 references, error bounds."""

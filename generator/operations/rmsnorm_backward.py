@@ -1,0 +1,168 @@
+"""The backward of RMSNorm: inputs, the reference in float64, and the error that is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from generator.problem import Problem
+
+HALF_UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
+"""Largest relative error of rounding once to nearest, by dtype."""
+
+
+FP32_SLACK = 64 * 2.0**-24
+"""What fp32 arithmetic may add to dx, in units of the row's largest |dx|, and to dw, in units of
+the sum of its terms' magnitudes: a few dozen roundings, well above what any order of summation
+showed and well below one lost row."""
+
+
+def slacks(problem: Problem, reference: Reference) -> tuple[torch.Tensor, torch.Tensor]:
+    """What dx (M, 1) and dw (N,) may be off beside one rounding: fp32 arithmetic, and half a unit
+    of a subnormal result."""
+
+    def half_subnormal(dtype: str) -> float:
+        info = torch.finfo(TORCH_DTYPE[dtype])
+        return info.tiny * info.eps / 2
+
+    return (
+        reference.row_scale * FP32_SLACK + half_subnormal(problem.dtype),
+        reference.dw_scale * FP32_SLACK + half_subnormal(problem.weight_dtype),
+    )
+
+
+TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+CHUNK_ELEMENTS = 1 << 26
+"""Elements that float64 arithmetic works on at once: half a GiB for each intermediate result."""
+
+
+@dataclass
+class Inputs:
+    """x, dy: (M, N); rstd: (M,) fp32; weight: (N,), to which `offset` is added in fp32; residual:
+    (M, N), the gradient that is added to dx."""
+
+    x: torch.Tensor
+    dy: torch.Tensor
+    rstd: torch.Tensor
+    weight: torch.Tensor
+    offset: float = 0.0
+    residual: torch.Tensor | None = None
+
+
+@dataclass
+class Reference:
+    """dx (M, N) and dw (N,) from float64 arithmetic on the rounded inputs, with the magnitudes that
+    bound the error of fp32 arithmetic: row_scale (M, 1), the largest sum of the magnitudes of dx's
+    terms in the row (they cancel where N is 1), and
+    dw_scale (N,), the sum of |dy * xhat| over the rows. dx is kept in float32 when the problem's
+    dtype is narrower (its error is 2^-24 then, far below a half unit of bf16 or fp16), else in
+    float64."""
+
+    dx: torch.Tensor
+    dw: torch.Tensor
+    row_scale: torch.Tensor
+    dw_scale: torch.Tensor
+
+
+def _row_chunks(problem: Problem) -> range:
+    return range(0, problem.M, max(1, CHUNK_ELEMENTS // problem.N))
+
+
+def _rstd(x: torch.Tensor) -> torch.Tensor:
+    """1 / sqrt(mean(x^2) + 1e-6) of every row, fp32, computed in chunks of float64."""
+    rows = max(1, CHUNK_ELEMENTS // x.shape[1])
+    parts = [
+        torch.rsqrt(part.double().square().mean(dim=1) + 1e-6).float() for part in x.split(rows)
+    ]
+    return torch.cat(parts)
+
+
+def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs:
+    """Random inputs on which every term shows: dy has a part along x whose sign alternates from
+    row to row, so that mean(xhat * w * dy) is large while dw stays near sqrt(M) and a lost row
+    shows."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = TORCH_DTYPE[problem.dtype]
+    shape = (problem.M, problem.N)
+    x = torch.empty(shape, dtype=dtype, device=device)
+    dy = torch.empty_like(x)
+    step = max(1, CHUNK_ELEMENTS // problem.N)
+    for start in _row_chunks(problem):
+        part = slice(start, start + step)
+        drawn = torch.randn(x[part].shape, generator=generator, device=device)
+        x[part] = drawn
+        sign = 1.0 - 2.0 * (torch.arange(start, start + len(drawn), device=device) % 2)
+        noise = torch.randn(x[part].shape, generator=generator, device=device)
+        dy[part] = noise + 0.5 * sign[:, None] * drawn
+    offset = 1.0 if problem.offset else 0.0
+    weight = 1 - offset + 0.1 * torch.randn(problem.N, generator=generator, device=device)
+    residual = None
+    if problem.residual:
+        residual = torch.empty(shape, dtype=TORCH_DTYPE[problem.residual], device=device)
+        for start in _row_chunks(problem):
+            part = slice(start, start + step)
+            residual[part] = torch.randn(x[part].shape, generator=generator, device=device)
+    weight = weight.to(TORCH_DTYPE[problem.weight_dtype])
+    return Inputs(x, dy, _rstd(x), weight, offset, residual)
+
+
+def make_cancelling(problem: Problem, inputs: Inputs, seed: int = 1) -> Inputs:
+    """Inputs whose dw is a small rest of large terms: the second half of the rows takes back, but
+    for small noise, what the first half adds, with magnitudes from 1 to 2^10. Adding partial sums
+    in another order changes the rest in its leading digits, so any reordering shows in dw."""
+    generator = torch.Generator(inputs.x.device).manual_seed(seed)
+    half = problem.M // 2
+    if half == 0:
+        return inputs
+    x, dy, rstd = inputs.x.clone(), inputs.dy.clone(), inputs.rstd.clone()
+    x[half : 2 * half] = x[:half]
+    rstd[half : 2 * half] = rstd[:half]
+    step = max(1, CHUNK_ELEMENTS // problem.N)
+    for start in range(0, half, step):
+        stop = min(half, start + step)
+        shape = (stop - start, problem.N)
+        power = torch.randint(0, 11, (shape[0], 1), generator=generator, device=x.device)
+        large = torch.randn(shape, generator=generator, device=x.device) * torch.exp2(power)
+        noise = torch.randn(shape, generator=generator, device=x.device)
+        dy[start:stop] = large
+        dy[half + start : half + stop] = -dy[start:stop]
+        dy[half + start : half + stop] += noise * 0.01
+    return replace(inputs, x=x, dy=dy, rstd=rstd)
+
+
+def make_reference(problem: Problem, inputs: Inputs) -> Reference:
+    """The reference in float64, computed in chunks of rows.
+
+    dx = rstd * (w * dy - xhat * mean(xhat * w * dy)), dw = sum over rows of dy * xhat, with
+    xhat = x * rstd (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019); w is the
+    weight and the offset, and the residual's gradient is added to dx.
+    """
+    wide = torch.float64 if problem.dtype == "fp32" else torch.float32
+    device = inputs.x.device
+    dx = torch.empty(inputs.x.shape, dtype=wide, device=device)
+    dw = torch.zeros(problem.N, dtype=torch.float64, device=device)
+    dw_scale = torch.zeros_like(dw)
+    row_scale = torch.empty((problem.M, 1), dtype=torch.float32, device=device)
+    weight = inputs.weight.double() + inputs.offset
+    step = max(1, CHUNK_ELEMENTS // problem.N)
+    for start in _row_chunks(problem):
+        part = slice(start, start + step)
+        rstd = inputs.rstd[part].double()[:, None]
+        xhat = inputs.x[part].double() * rstd
+        dy = inputs.dy[part].double()
+        product = dy * xhat
+        dw += product.sum(0)
+        dw_scale += product.abs().sum(0)
+        weighted = dy * weight
+        along = xhat * (xhat * weighted).mean(dim=1, keepdim=True)
+        gradient = rstd * (weighted - along)
+        terms = rstd * (weighted.abs() + along.abs())
+        if inputs.residual is not None:
+            gradient += inputs.residual[part].double()
+            terms += inputs.residual[part].double().abs()
+        dx[part] = gradient
+        row_scale[part] = terms.amax(dim=1, keepdim=True)
+    return Reference(dx, dw, row_scale, dw_scale)

@@ -1,0 +1,1 @@
+"""Winners become an importable package."""

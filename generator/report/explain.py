@@ -1,0 +1,281 @@
+"""Why a kernel serves a shape, and why a config given by hand does not: from recorded trials."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+
+from generator.errors import NormforgeError
+from generator.kernels.geometry import Config, determinism_class
+from generator.kernels.variant import make_variant
+from generator.space.expressions import Names
+from generator.space.legal_configs import LegalConfigs
+from generator.space.space import Space
+from generator.studies.reader import Study, flavour
+from generator.studies.records import Record
+from generator.target import Target
+
+Values = dict[str, int | str]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One variant. behind: its time over the winner's, of the same kind, less 1."""
+
+    variant: str
+    us: float | None
+    ratio: float | None
+    behind: float | None
+    outcome: str
+    note: str
+    config: Config
+
+
+@dataclass(frozen=True)
+class KnobCost:
+    """Another value of one knob of the winner. alone: the trial that differs from the winner in
+    nothing else; best: the fastest trial with this value, whatever its other knobs; None where
+    nothing of the kind was tried and timed. trials: how many have the value."""
+
+    knob: str
+    value: int | str
+    trials: int
+    alone: Timed | None
+    best: Timed | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why not this one. kind: winner, tied, slower, not_deterministic, failed, illegal, meaningless
+    or never_tried; sentences: the answer, the main one first; config: the complete config that was
+    looked up, the winner's where the given one leaves it open; nearest: a tried neighbour where
+    it was never tried; best: the fastest trial with all the given values."""
+
+    kind: str
+    sentences: tuple[str, ...]
+    config: Config
+    record: Timed | None = None
+    nearest: Timed | None = None
+    best: Timed | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The study of one problem, asked for reasons. space and target: those of today, by whose rules
+    a config is legal."""
+
+    study: Study
+    space: Space
+    target: Target
+
+    @cached_property
+    def winner(self) -> Config:
+        """The winner's config; before the finals that of the fastest trial that may win."""
+        if self.study.winner is not None:
+            return self._today(self.study.winner.config) or self.study.winner.config
+        if not self.study.ranked:
+            raise NormforgeError(f"{self.study.name} has no trial that may win")
+        return self._today(self.study.ranked[0].config) or self.study.ranked[0].config
+
+    @cached_property
+    def runners_up(self) -> list[tuple[str, bool, Timed]]:
+        """The fastest trial of every way to sum dw, whether it may not win, fastest first."""
+        best = self.study.best_by(flavour)
+        return [
+            (name, determinism_class(record.config) == "none", self._timed(record))
+            for name, record in best.items()
+        ]
+
+    @cached_property
+    def costs(self) -> list[KnobCost]:
+        """Other values of every knob of the winner that were tried."""
+        found = []
+        for knob in self.space.knobs:
+            for value in knob.choices:
+                having = [r for config, r in self._known if config[knob.name] == value]
+                if value == self.winner[knob.name] or not having:
+                    continue
+                moved = self._complete({knob.name: value})
+                alone = [r for config, r in self._known if config == moved and _may_count(r)]
+                counted = sorted(filter(_may_count, having), key=lambda record: record.ratio)
+                found.append(
+                    KnobCost(
+                        knob.name,
+                        value,
+                        len(having),
+                        self._timed(alone[0]) if alone else None,
+                        self._timed(counted[0]) if counted else None,
+                    )
+                )
+        return found
+
+    def why_not(self, given: Config) -> Verdict:
+        """What became, or would become, of a config of which some knobs are given.
+
+        Raises NormforgeError for a knob or a value that the space does not have."""
+        config = self._complete(given)
+        having = [r for known, r in self._known if given.items() <= known.items()]
+        fastest = min(filter(_may_count, having), key=lambda record: record.ratio, default=None)
+        best = self._timed(fastest) if fastest else None
+        lost = [name for name, value in given.items() if config[name] != value]
+        if lost:
+            knobs = {knob.name: knob for knob in self.space.knobs}
+            sentences = tuple(
+                f"{name}={given[name]} means nothing here: it needs {knobs[name].when}"
+                if knobs[name].when
+                else f"{name}={given[name]} is no value of the space"
+                for name in lost
+            )
+            return Verdict("meaningless", sentences, config, best=best)
+        broken = self._broken(config)
+        if broken:
+            return Verdict("illegal", (*broken, self._way_out(given)), config, best=best)
+        record = next((r for known, r in self._known if known == config), self._final(config))
+        if record is not None:
+            kind, sentence = self._judge(config, record)
+            return Verdict(kind, (sentence,), config, self._timed(record), best=best)
+        near = min(
+            self._known,
+            key=lambda entry: (_distance(entry[0], config), entry[1].ratio),
+        )
+        answer = [f"never tried among the {len(self.study.records)} trials of this study"]
+        if determinism_class(config) == "none":
+            answer.append("it could not win: its bits depend on the order in which CTAs finish")
+        differences = ", ".join(
+            f"{name}={value}" for name, value in near[0].items() if config[name] != value
+        )
+        answer.append(f"the nearest that was tried has {differences}")
+        return Verdict("never_tried", tuple(answer), config, None, self._timed(near[1]), best)
+
+    def _final(self, config: Config) -> Record | None:
+        """A config of the finals as a record, whether or not a trial of this study tried it."""
+        for known, result in self.study.finals:
+            if self._today(known) == config:
+                name = make_variant(config, self.study.problem).id
+                return Record(config, name, result, "finals", 0.0)
+        return None
+
+    def _judge(self, config: Config, record: Record) -> tuple[str, str]:
+        """Kind and sentence for a config that was tried."""
+        study, result = self.study, record.result
+        if config == self.winner:
+            return "winner", study.winner.reason if study.winner else "the fastest trial so far"
+        if determinism_class(config) == "none" or result.outcome == "nondeterministic":
+            reason = result.note or "its bits depend on the order in which CTAs finish"
+            behind = self._behind(record)
+            timed = f"; it takes {_percent(behind)} the winner's time" if behind is not None else ""
+            return "not_deterministic", f"not deterministic: {reason}{timed}"
+        final = next((r for c, r in study.finals if self._today(c) == config), None)
+        reference = study.winner.result.ratio if study.winner else None
+        if final is not None and reference and final.outcome != "ok":
+            return "failed", f"{final.outcome} in the finals: {final.note}"
+        if final is not None and reference and final.ratio:
+            behind = final.ratio / reference - 1
+            if study.winner and any(self._today(t.config) == config for t in study.winner.tied):
+                return "tied", (
+                    f"{_signed(behind)} to the winner in the finals: counts as equal, and then one "
+                    "launch comes before two and the first in the order of the space wins"
+                )
+            if behind < 0:
+                return "tied", (
+                    f"{_signed(behind)} to the winner in the finals, which is worth less than the "
+                    "launch that the winner saves"
+                )
+            return "slower", f"{_signed(behind)} in the finals, side by side with the winner"
+        if result.ratio is None:
+            return "failed", f"{result.outcome}: {result.note}"
+        behind = self._behind(record)
+        shown = f"{_signed(behind)} in the search" if behind is not None else "slower in the search"
+        us = f"{result.us:.2f} us" if result.us else "no time"
+        return "slower", f"{shown} ({us}, {record.ratio:.3f} x floor)"
+
+    def _broken(self, config: Config) -> list[str]:
+        """A sentence for every rule that the config breaks."""
+        names = Names(self.study.problem, self.target, True)
+        names.update(config)
+        return [
+            f"{rule.id}: {rule.sentence(names)}"
+            for rule in self.space.rules
+            if not rule.require(names)
+        ]
+
+    def _way_out(self, given: Config) -> str:
+        legal = LegalConfigs(self.space, self.study.problem, self.target)
+        near = legal.nearest({**self.winner, **given}, Random(0), held=list(given))
+        if near is None or any(near[name] != value for name, value in given.items()):
+            return "no legal config with these values was found near the winner"
+        changed = ", ".join(f"{n}={v}" for n, v in near.items() if self.winner[n] != v)
+        return f"legal would be the winner with {changed}"
+
+    def _complete(self, given: Config) -> Values:
+        config = {**self.winner, **given}
+        return self.space.normalize(config, self.study.problem, self.target)
+
+    def _today(self, config: Config) -> Values | None:
+        """A recorded config with the knobs of today's space; None where it has lost a value."""
+        try:
+            return self.space.normalize(config, self.study.problem, self.target)
+        except NormforgeError:
+            return None
+
+    @cached_property
+    def _known(self) -> list[tuple[Values, Record]]:
+        known = ((self._today(record.config), record) for record in self.study.records)
+        return [(config, record) for config, record in known if config is not None]
+
+    @cached_property
+    def _reference(self) -> float | None:
+        """The winner's ratio in the search, to which those of other trials compare."""
+        return next((r.ratio for c, r in self._known if c == self.winner and _may_count(r)), None)
+
+    def _behind(self, record: Record) -> float | None:
+        reference = self._reference
+        if reference is None and self.study.ranked:
+            reference = self.study.ranked[0].ratio
+        if record.result.ratio is None or reference is None:
+            return None
+        return record.ratio / reference - 1
+
+    def _timed(self, record: Record) -> Timed:
+        result = record.result
+        behind = self._behind(record)
+        return Timed(
+            *(record.variant, result.us, result.ratio, behind, result.outcome, result.note),
+            config=record.config,
+        )
+
+
+def _may_count(record: Record) -> bool:
+    """Timed and of a class that may win; one that was slow counts."""
+    return record.result.ratio is not None and determinism_class(record.config) != "none"
+
+
+def _distance(one: Config, other: Config) -> int:
+    return sum(other[name] != value for name, value in one.items())
+
+
+def _signed(share: float) -> str:
+    return f"{share:+.1%}"
+
+
+def _percent(behind: float) -> str:
+    return f"{1 + behind:.3f} times"
+
+
+def parse_config(text: str, space: Space) -> Values:
+    """Read `knob=value,knob=value`. Raises NormforgeError naming the knob or its values."""
+    choices = {knob.name: knob.choices for knob in space.knobs}
+    given: Values = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = entry.partition("=")
+        if name not in choices:
+            raise NormforgeError(f"unknown knob '{name}': the space has {', '.join(choices)}")
+        matching = [choice for choice in choices[name] if str(choice) == value]
+        if not matching:
+            shown = ", ".join(map(str, choices[name]))
+            raise NormforgeError(f"'{entry}': {name} is one of {shown}")
+        given[name] = matching[0]
+    if not given:
+        raise NormforgeError("--config names no knob: write strategy=last_cta,stages=2")
+    return given

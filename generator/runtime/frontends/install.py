@@ -1,0 +1,134 @@
+"""Door 3: existing models, without a change to their code.
+
+While installed, `aten::_fused_rms_norm_backward` on CUDA (what torch.nn.RMSNorm and
+torch.nn.functional.rms_norm call in their backward) is served by a package. What the package has no
+kernel for goes to the kernel that was there before. Code that torch.compile lowers decomposes the
+operator before it gets here; see graph.py for that.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..serve.call_cache import Known
+
+_OPERATOR = "_fused_rms_norm_backward"
+
+_MARK = "_normforge_installed"
+
+Serve = Callable[..., "tuple[torch.Tensor | None, ...] | None"]
+"""Takes dy, x, rstd, weight, need_dx and need_dw; None for what it has no kernel for."""
+
+
+class Installation:
+    """The routing of one package. Thread-safe; nothing happens before `install`."""
+
+    def __init__(self, serve: Serve, known: Known, device: str = "CUDA") -> None:
+        self._serve, self._known, self._device = serve, known, device
+        self._lock = threading.RLock()
+        self._library: torch.library.Library | None = None
+        self._wanted = False
+        self._blocks = 0
+
+    def install(self) -> None:
+        """Route from now on; nothing to do when it is so already.
+
+        Raises RuntimeError when this PyTorch has no such operator, or another package is installed.
+        """
+        with self._lock:
+            self._wanted = True
+            self._apply()
+
+    def uninstall(self) -> None:
+        """Back to the kernel that was there before, as soon as no `installed()` block is open."""
+        with self._lock:
+            self._wanted = False
+            self._apply()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Route inside a `with` block, for all threads; blocks may nest. Afterwards it is as
+        before."""
+        with self._lock:
+            self._blocks += 1
+            try:
+                self._apply()
+            except BaseException:
+                self._blocks -= 1
+                raise
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._blocks -= 1
+                self._apply()
+
+    def _apply(self) -> None:
+        wanted = self._wanted or self._blocks > 0
+        if wanted and self._library is None:
+            try:
+                self._library = _override(self._serve, self._known, self._device)
+            except BaseException:
+                self._wanted = False
+                raise
+        elif not wanted and self._library is not None:
+            self._library._destroy()
+            self._library = None
+            delattr(torch.library, _MARK)
+
+
+def _override(serve: Serve, known: Known, device: str) -> torch.library.Library:
+    if not hasattr(torch.ops.aten, _OPERATOR):
+        raise RuntimeError(
+            f"PyTorch {torch.__version__} has no aten::{_OPERATOR}: use rms_norm or RMSNorm"
+        )
+    # On PyTorch, because packages carry copies of this file. Each would take the other's kernel for
+    # PyTorch's own and call it after it is gone.
+    if hasattr(torch.library, _MARK):
+        raise RuntimeError("another package of Normforge is installed: uninstall it first")
+    try:
+        original = torch.library.get_kernel(f"aten::{_OPERATOR}", device)
+    except (
+        RuntimeError
+    ):  # PyTorch was built without this device, whose tensors there are not either
+        original = None
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
+
+    both = [True, True]
+
+    def routed(
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        normalized_shape: list[int],
+        rstd: torch.Tensor,
+        weight: torch.Tensor | None,
+        output_mask: list[bool],
+    ) -> Any:
+        if len(normalized_shape) == 1:
+            if output_mask == both and weight is not None:
+                for same, call in known.recent:
+                    if same(dy, x, rstd, weight):
+                        results = call(dy, x, rstd, weight)
+                        if results is not None:
+                            return results
+                        break
+            found = serve(dy, x, rstd, weight, *output_mask)
+            if found is not None:
+                return found
+        if original is None:
+            raise RuntimeError(f"PyTorch has no aten::{_OPERATOR} for {device} to fall back to")
+        return original.call_boxed(keys, dy, x, normalized_shape, rstd, weight, output_mask)
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        # PyTorch says that a kernel of its own is overridden, which is the purpose.
+        warnings.simplefilter("ignore")
+        library.impl(_OPERATOR, routed, device)
+    setattr(torch.library, _MARK, library)
+    return library

@@ -1,0 +1,1 @@
+"""Which config is tried next, and which one wins."""

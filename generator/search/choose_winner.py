@@ -1,0 +1,104 @@
+"""The winner of a problem, and the fixed rules that choose it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from generator.kernels.geometry import Config, launches
+from generator.result import Result
+from generator.studies.records import may_win
+
+TIE = 0.01
+"""Ratios this close, relative to the best, are equal: repeated finals differ by less than that."""
+
+
+HOST_US = 12.0
+"""About what the host takes for one call. Calls that take the GPU less wait for the host, except in
+a CUDA graph."""
+
+
+LAUNCH_US = 0.25
+"""What a launch less may cost the GPU in each of them: it saves the host 2 to 3 us."""
+
+
+def slack(best: Result, config: Config, best_config: Config) -> float:
+    """How much slower than the best one a variant may be and count as equal, relative to it."""
+    saved = launches(best_config) - launches(config)
+    if best.us is None or best.us >= HOST_US or saved <= 0:
+        return TIE
+    return max(TIE, saved * LAUNCH_US / best.us)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Places of the winner and of the tied in the finals, and the reason."""
+
+    winner: int
+    tied: tuple[int, ...]
+    reason: str
+
+
+def choose(
+    finals: Sequence[tuple[Config, Result]],
+    rank: Callable[[Config], tuple[int, ...]],
+    incumbent: Config | None,
+) -> Choice | None:
+    """The winner of the finals, None when none may win.
+
+    Equal are those within 1 % of the best. Kernels of one launch come before those of two; where
+    the host takes longer for a call than the GPU they may even be LAUNCH_US slower than the best,
+    and equal are those within 1 % of the fastest of them. Among equals the first in the order of
+    `rank` wins: places of the values in the space's file, knob by knob, strategy first. Nothing
+    that was measured takes part in that, so repeated finals agree. The incumbent stays while it is
+    among them, unless it needs one launch more than another.
+    """
+    times = {
+        place: result.ratio
+        for place, (config, result) in enumerate(finals)
+        if may_win(config, result) and result.ratio is not None
+    }
+    if not times:
+        return None
+    first = min(times, key=times.__getitem__)
+    best, (fastest, fastest_result) = times[first], finals[first]
+
+    def behind(place: int) -> str:
+        return f"{times[place] / best - 1:.1%} behind the fastest"
+
+    near = [
+        place
+        for place, ratio in times.items()
+        if ratio <= best * (1 + slack(fastest_result, finals[place][0], fastest))
+    ]
+    fewest = min(launches(finals[place][0]) for place in near)
+    leading = min(times[place] for place in near if launches(finals[place][0]) == fewest)
+    tied = sorted(
+        (place for place in near if times[place] <= leading * (1 + TIE)),
+        key=lambda place: (launches(finals[place][0]), rank(finals[place][0])),
+    )
+    before = ""
+    for place, (config, result) in enumerate(finals):
+        if config != incumbent:
+            continue
+        if place in tied and launches(config) == launches(finals[tied[0]][0]):
+            stays = "not beaten by more than 1 %"
+            if times[place] > best * (1 + TIE):
+                stays = f"{behind(place)}, in one launch instead of two"
+            return Choice(place, tuple(tied), f"the incumbent: {stays}")
+        if place in tied:
+            before = "counts as fast as the incumbent, in one launch instead of two: "
+        elif place in times:
+            gap = times[place] / times[tied[0]] - 1
+            before = f"beat the incumbent by {gap:.1%}: "
+            if gap <= 0:
+                before = f"the incumbent is {behind(place)}: "
+        else:
+            before = f"the incumbent failed in the finals ({result.outcome}): "
+    if times[tied[0]] > best * (1 + TIE):
+        reason = f"{behind(tied[0])}, in one launch instead of two"
+    elif len(tied) == 1:
+        reason = f"fastest of {len(times)} finalists that may win"
+    else:
+        reason = f"first in the order of the space of {len(tied)} finalists that count as equal"
+    return Choice(tied[0], tuple(tied), before + reason)

@@ -1,0 +1,230 @@
+"""The finals of a study: the best variants once more, side by side, under the full checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from math import inf
+from operator import itemgetter
+
+from generator.evaluate.evaluator import Confirming, Evaluator, Pool, Sifting
+from generator.evaluate.gpu.noise import drifted
+from generator.kernels.geometry import Config, launches
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.resource_gate import refuse
+from generator.kernels.variant import Variant, make_variant
+from generator.problem import Problem
+from generator.result import Result
+from generator.search.choose_winner import HOST_US, choose
+from generator.space.legal_configs import LegalConfigs
+from generator.studies.records import Finalist, Record, may_win
+
+REMEASURED = 10
+"""Noisy records that are measured once more, in units of the finalists wanted: noise may have put a
+good one far behind, and each costs no more than a trial."""
+
+
+SIFTED = 48
+"""Contenders that are timed side by side for the places in the finals. On one H200, 20 to 190 of
+312 trials of a shape were within 2 % of the best one, and a trial's ratio scatters by 0.2 % where
+it takes long and by 2 % where it takes 10 us."""
+SIFTED_US = 12_000.0
+"""Most time that they may take together in one round, and so fewer where they take long."""
+SEATS = 2
+"""Places in the finals for kernels of one launch where that may decide."""
+
+
+@dataclass(frozen=True)
+class Final:
+    """One variant in the finals."""
+
+    variant: Variant
+    compiled: Compiled
+    result: Result
+
+    @property
+    def may_win(self) -> bool:
+        return may_win(self.variant.config, self.result)
+
+    @property
+    def finalist(self) -> Finalist:
+        """Its entry in a Winner; only a timed variant has one."""
+        assert self.result.us is not None
+        assert self.result.ratio is not None
+        config = dict(self.variant.config)
+        return Finalist(self.variant.id, config, self.result.us, self.result.ratio)
+
+
+def hold_finals(
+    legal: LegalConfigs,
+    pool: Pool,
+    evaluator: Evaluator,
+    records: Sequence[Record],
+    incumbent: Config | None,
+    size: int,
+) -> list[Final]:
+    """Finals of the `size` best of `records` and the incumbent, in rounds: while nobody passes, the
+    next best are called up. The fastest variant that may not win runs in the first round, for its
+    time. Records whose times are noisy are measured once more before, those most likely to count.
+    Then many of the best are timed side by side, which decides who is called up first.
+
+    Raises NoisyError when no clean times can be had."""
+    records = _cleared(legal, pool, evaluator, records, REMEASURED * size)
+    barred = [record for record in records if record.result.timed and not record.feasible]
+    called = [incumbent] if incumbent is not None else []
+    called += [record.config for record in sorted(barred, key=lambda r: r.ratio)[:1]]
+    ranked = [record for record in contenders(legal, records) if record.config not in called]
+    us = _fastest_us(records)
+    waiting = _sifted(legal, pool, evaluator, ranked, us, size)
+    if us < HOST_US:
+        waiting = _seated(waiting, size)
+    finals: list[Final] = []
+    while (called or waiting) and not any(final.may_win for final in finals):
+        entries = _compile(legal, pool, called + waiting[:size])
+        called, waiting = [], waiting[size:]
+        results = hold_round(evaluator, legal.problem, entries, legal.rank, incumbent)
+        finals += [
+            Final(variant, compiled, result)
+            for (variant, compiled), result in zip(entries, results, strict=True)
+        ]
+    return finals
+
+
+def hold_round(
+    evaluator: Evaluator,
+    problem: Problem,
+    entries: Sequence[tuple[Variant, Compiled]],
+    rank: Callable[[Config], tuple[int, ...]],
+    incumbent: Config | None,
+) -> list[Result]:
+    """The results of one round. With an evaluator that confirms, it ends with the check of whoever
+    is to win by `choose`, to which `rank` and `incumbent` go."""
+    if not entries:
+        return []
+    results = list(evaluator.finals(problem, list(entries)))
+    if not isinstance(evaluator, Confirming):
+        return results
+    asked: set[int] = set()
+    while True:
+        found = [(v.config, r) for (v, _), r in zip(entries, results, strict=True)]
+        choice = choose(found, rank, incumbent)
+        if choice is None or choice.winner in asked:
+            return results
+        asked.add(choice.winner)
+        variant, _ = entries[choice.winner]
+        results[choice.winner] = evaluator.confirm(problem, variant, results[choice.winner])
+
+
+def noisy(records: Sequence[Record]) -> list[Record]:
+    """Records that may win by a time that was taken while the GPU was disturbed: those that say so,
+    and those whose reference was slow by what is known now of the same GPU. Best ratio first."""
+    feasible = [record for record in records if record.feasible]
+    best: dict[str, float] = {}
+    for result in (record.result for record in feasible):
+        if result.floor_us and not result.noisy:
+            best[result.gpu] = min(result.floor_us, best.get(result.gpu, inf))
+
+    def disturbed(result: Result) -> bool:
+        return result.noisy or drifted(result.floor_us or 0.0, best.get(result.gpu, inf))
+
+    found = [record for record in feasible if disturbed(record.result)]
+    return sorted(found, key=lambda record: record.ratio)
+
+
+def _cleared(
+    legal: LegalConfigs,
+    pool: Pool,
+    evaluator: Evaluator,
+    records: Sequence[Record],
+    limit: int,
+) -> list[Record]:
+    """The records, with new results for up to `limit` noisy ones. The study keeps the old ones."""
+    if evaluator.evidence != "measured":
+        return list(records)
+    again: dict[str, Result] = {}
+    for record in noisy(records):
+        if record.identity in again or len(again) == limit:
+            continue
+        for variant, compiled in _compile(legal, pool, [record.config]):
+            result = evaluator.evaluate(legal.problem, variant, compiled, None)
+            again[record.identity] = result
+    return [replace(r, result=again.get(r.identity, r.result)) for r in records]
+
+
+def _sifted(
+    legal: LegalConfigs,
+    pool: Pool,
+    evaluator: Evaluator,
+    ranked: Sequence[Record],
+    us: float,
+    size: int,
+) -> list[Config]:
+    """The records' configs, the first of them in a better order where the evaluator can find one.
+    us: about what one takes."""
+    configs = [record.config for record in ranked]
+    count = min(SIFTED, int(SIFTED_US / us))
+    if not isinstance(evaluator, Sifting) or min(count, len(ranked)) <= size:
+        return configs
+    entries = _compile(legal, pool, [record.config for record in of_every_gpu(ranked)[:count]])
+    ratios = evaluator.sift(legal.problem, entries)
+    first = [variant.config for variant, _ in entries]
+    order = sorted(zip(ratios, map(legal.rank, first), first, strict=False), key=itemgetter(0, 1))
+    best = [config for _, _, config in order]
+    return best + [config for config in configs if config not in best]
+
+
+def of_every_gpu(ranked: Iterable[Record]) -> list[Record]:
+    """The records, those of every GPU in turn. Ratios of different GPUs do not compare where a
+    kernel takes 10 us: between H200s the floor alone differs by 5 %, and one GPU would fill all
+    places."""
+    by_gpu: dict[str, list[Record]] = {}
+    for record in ranked:
+        by_gpu.setdefault(record.result.gpu, []).append(record)
+    turns = zip_longest(*by_gpu.values())
+    return [record for turn in turns for record in turn if record is not None]
+
+
+def _seated(ranked: list[Config], size: int) -> list[Config]:
+    """The configs, the best of one launch among the first `size`."""
+    seated = [config for config in ranked if launches(config) == 1][: min(SEATS, size - 1)]
+    free = [config for config in ranked if config not in seated]
+    return free[: size - len(seated)] + seated + free[size - len(seated) :]
+
+
+def _fastest_us(records: Sequence[Record]) -> float:
+    return min((r.result.us for r in records if r.feasible and r.result.us), default=inf)
+
+
+def contenders(legal: LegalConfigs, records: Iterable[Record]) -> list[Record]:
+    """Records that may win, best ratio first. Of several that are one measurement the first in the
+    order of the space stands for all, whichever was tried first."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if record.feasible:
+            groups.setdefault(record.identity, []).append(record)
+    ranked = [
+        min((record.ratio, legal.rank(record.config), record) for record in group)
+        for group in groups.values()
+    ]
+    return [record for _, _, record in sorted(ranked, key=itemgetter(0, 1))]
+
+
+def fastest_barred(finals: Sequence[Final]) -> Finalist | None:
+    """The fastest variant of the finals that may not win because its bits change."""
+    times = [final.finalist for final in finals if final.result.timed and not final.may_win]
+    return min(times, key=lambda finalist: finalist.ratio, default=None)
+
+
+def _compile(
+    legal: LegalConfigs, pool: Pool, configs: Sequence[Config]
+) -> list[tuple[Variant, Compiled]]:
+    variants = [make_variant(config, legal.problem) for config in configs]
+    futures = [pool.submit(variant) for variant in variants]
+    entries = []
+    for variant, future in zip(variants, futures, strict=True):
+        compiled = pool.result(variant, future)
+        # Fit to run when they were tried, but the templates or the compiler may have changed.
+        if refuse(variant, compiled, legal.problem, legal.target) is None:
+            entries.append((variant, compiled))
+    return entries

@@ -1,0 +1,193 @@
+"""What a search tries next, as long as there is budget for it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count, groupby, islice
+from operator import attrgetter
+
+from generator.kernels.geometry import Config, determinism_class
+from generator.kernels.knobs import KNOWN_KNOBS
+from generator.problem import Problem
+from generator.search.surrogate import Guesser
+from generator.space.legal_configs import FLAVOUR, Key, LegalConfigs, Values
+from generator.studies.records import Record, Winner
+from generator.target import Target
+
+FIRST = 12
+"""Trials, seeds among them, before guesses begin; the others are drawn at random."""
+TPE_EVERY = 4
+"""One proposal in so many is TPE's: guesses stay near what is known to be good. In the sweep of an
+H200 (benchmarks/search_replay) 94 % of 200 searches were within 2 % of the optimum after 50 trials
+and all after 100; with TPE for 80 trials, then neighbours of the best in any order, 67 % and 93 %
+of 30."""
+_STEP = (8, 2, 2, 2, 2)
+"""Neighbours of the best, second best, ... that become candidates with every guess: to find all of
+them at once takes longer than a trial."""
+_DRAWN = 200
+"""Random legal configs that are candidates all along."""
+PRICE_SHARE = 0.05
+"""Share of the budget for flavours that are not deterministic, beside their seeds."""
+_MAX_PRICE_SHARE = 0.1  # of a budget too small for one trial per flavour otherwise
+
+
+@dataclass
+class Agenda:
+    """The order of a search. `starts` are configs known to be good elsewhere, best guess first;
+    `records`, `taken` and `used` (fraction of the budget) are those of the running search and are
+    read whenever the next config is asked for."""
+
+    legal: LegalConfigs
+    rng: random.Random
+    starts: Sequence[Config]
+    records: Sequence[Record]
+    taken: Collection[Key]
+    used: Callable[[], float]
+    trials: int | None
+    sweep_limit: int
+    _walks: dict[Key, Iterator[Values]] = field(default_factory=dict)
+    _candidates: dict[Key, Values] = field(default_factory=dict)
+    _drawn: bool = False
+
+    @cached_property
+    def _guesser(self) -> Guesser:
+        return Guesser(self.legal.space)
+
+    def plan(self) -> Iterator[tuple[str, Values | None]]:
+        """Endless pairs of origin and config, or of "tpe" and None where the sampler is to choose;
+        ends only when a space that is small enough has been swept.
+
+        Raises NormforgeError when no config is legal."""
+        limit = min(self.sweep_limit, self.trials or self.sweep_limit)
+        first = self.legal.first(limit + 1)
+        if not first:
+            # Raises, with the rule that stands in the way.
+            self.legal.space.sample(self.legal.problem, self.legal.target, self.rng)
+        if len(first) <= limit:
+            yield from (("sweep", config) for config in first if self._new(config))
+            return
+        yield from (("seed", config) for config in self._seeds() if self._new(config))
+        price_from = 1 - self._price_share()
+        for turn in count(1):
+            if self.used() >= price_from:
+                break
+            guessing = len(self.taken) >= FIRST and turn % TPE_EVERY
+            guess = self._guess() if guessing else None
+            yield ("tpe", None) if guess is None else ("guess", guess)
+        yield from (("price", config) for config in self._barred_variants())
+        while True:
+            yield "tpe", None
+
+    def _new(self, config: Config) -> bool:
+        return self.legal.key(config) not in self.taken
+
+    def _seeds(self) -> Iterator[Values]:
+        """The starts, then every flavour that has no trial yet, in the shape of the best config."""
+        adapted = [self.legal.adapt(config, self.rng) for config in self.starts]
+        starts = [config for config in adapted if config is not None]
+        yield from starts
+        tried = {self._flavour(record.config) for record in self.records}
+        for flavour in sorted(self.legal.flavours, key=_barred):
+            if self._flavour(flavour) in tried:
+                continue
+            known = [*self._ranked(), *starts]
+            seed = self._in_flavour(known[0], flavour) if known else None
+            yield seed or flavour
+
+    def _guess(self) -> Values | None:
+        """The most promising of the neighbours of the best and of some random configs."""
+        for config, step in zip(self._ranked(), _STEP, strict=False):
+            key = self.legal.key(config)
+            if key not in self._walks:
+                self._walks[key] = self.legal.around(config, self.rng)
+            for near in islice(self._walks[key], step):
+                self._candidates[self.legal.key(near)] = near
+        if not self._drawn:
+            self._drawn = True
+            for _ in range(_DRAWN):
+                drawn = self.legal.draw(self.rng, (), deterministic=True)
+                if drawn is not None:
+                    self._candidates[self.legal.key(drawn)] = drawn
+        for key in self._candidates.keys() & self.taken:
+            del self._candidates[key]
+        tried = [self.legal.key(record.config) for record in self.records]
+        pending = sorted(set(self.taken).difference(tried), key=repr)
+        guess = self._guesser.best(self.records, tried, pending, list(self._candidates))
+        return None if guess is None else self._candidates[guess]
+
+    def _barred_variants(self) -> Iterator[Values]:
+        """The best configs in the flavours that may not win."""
+        for config in self._ranked():
+            for flavour in filter(_barred, self.legal.flavours):
+                variant = self._in_flavour(config, flavour, self.taken)
+                if variant is not None:
+                    yield variant
+
+    def _price_share(self) -> float:
+        flavours = sum(map(_barred, self.legal.flavours))
+        if not flavours:
+            return 0.0
+        each = flavours / self.trials if self.trials else 0.0
+        return min(_MAX_PRICE_SHARE, max(PRICE_SHARE, each))
+
+    def _in_flavour(
+        self, config: Config, flavour: Config, taken: Collection[Key] = ()
+    ) -> Values | None:
+        swapped = {**config, **{name: flavour[name] for name in FLAVOUR}}
+        return self.legal.nearest(swapped, self.rng, held=FLAVOUR, taken=taken)
+
+    def _ranked(self) -> Iterator[Config]:
+        """Configs that may win, best first."""
+        feasible = [record for record in self.records if record.feasible]
+        by_ratio = sorted(feasible, key=attrgetter("ratio"))
+        for _, equals in groupby(by_ratio, key=attrgetter("ratio")):
+            yield from sorted((record.config for record in equals), key=self.legal.rank)
+
+    @staticmethod
+    def _flavour(config: Config) -> tuple[int | str, ...]:
+        return tuple(config[name] for name in FLAVOUR)
+
+
+def _barred(config: Config) -> bool:
+    """Whether the config can only be measured to know the price of determinism."""
+    return determinism_class(config) == "none"
+
+
+def warm_starts(problem: Problem, target: Target, winners: Sequence[Winner]) -> list[Config]:
+    """Configs of known winners, nearest first: those of the same target, then of elements as wide,
+    then by the distance in log2 of M and N, to which another dtype adds as much as a factor of
+    1.4 does, and another dtype of the weight as much as one of 1.2. Where N differs, the config for
+    as many columns in each CTA comes before the winner's own."""
+
+    def distance(winner: Winner) -> tuple[bool, bool, float]:
+        other = winner.problem
+        return (
+            winner.target != target.name,
+            other.itemsize != problem.itemsize,
+            math.hypot(math.log2(other.M / problem.M), math.log2(other.N / problem.N))
+            + 0.5 * (other.dtype != problem.dtype)
+            + 0.25 * (other.weight_dtype != problem.weight_dtype),
+        )
+
+    found: list[Config] = []
+    for winner in sorted(winners, key=distance):
+        for config in (_with_as_many_columns(winner, problem), winner.config):
+            if config is not None and config not in found:
+                found.append(config)
+    return found
+
+
+def _with_as_many_columns(winner: Winner, problem: Problem) -> Config | None:
+    """The winner's config with a cluster by as much larger as the rows are longer, so that each CTA
+    has the same work; None where there is no such cluster. How many SMs a grid of such clusters
+    leaves out is not said: it depends on their size."""
+    width = winner.problem.N // int(winner.config["cluster"])
+    cluster = problem.N // width
+    exists = cluster in KNOWN_KNOBS["cluster"] and cluster * width == problem.N
+    if not exists or problem.N == winner.problem.N:
+        return None
+    return {k: v for k, v in winner.config.items() if k != "spare_sms"} | {"cluster": cluster}

@@ -1,0 +1,40 @@
+"""What a stored study still says about the kernels of today."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optuna.trial import FrozenTrial
+
+from generator.evaluate.evaluator import Pool
+from generator.kernels.variant import make_variant
+from generator.problem import Problem
+from generator.studies.records import Record, Winner
+
+Known = tuple[Record, FrozenTrial]
+
+
+def up_to_date(
+    trials: Sequence[FrozenTrial], problem: Problem, pool: Pool
+) -> tuple[dict[int, Known], list[int]]:
+    """Trials by their numbers whose configs still give the machine code that was measured, and the
+    numbers of the others. Where the code is another one, it is compiled to find out."""
+    known = {trial.number: (Record.from_trial(trial), trial) for trial in trials}
+    unsure = []
+    for number, (record, _) in known.items():
+        variant = make_variant(record.config, problem)
+        if pool.code(variant) != record.code:
+            job = pool.submit(variant) if record.cubin else None
+            unsure.append((number, variant, job))
+    outdated = [
+        number
+        for number, variant, job in unsure
+        if job is None or pool.result(variant, job).digest != known[number][0].cubin
+    ]
+    return {n: found for n, found in known.items() if n not in set(outdated)}, outdated
+
+
+def still_made(winner: Winner, pool: Pool) -> bool:
+    """Whether the winner's config still gives the machine code that was in the finals."""
+    variant = make_variant(winner.config, winner.problem)
+    return pool.result(variant, pool.submit(variant)).digest == winner.cubin

@@ -1,0 +1,306 @@
+"""The search of one problem: trials until the budget ends, then the finals.
+
+A trial with a time has its ratio to the floor as its value. One without (a compile error, a crash,
+wrong numbers) ends PRUNED: TPE would propose a FAILed one again, and a made-up value would distort
+every plot of the study. Whatever may not win violates the constraint `infeasible`.
+
+Trials are asked and told in memory; the storage receives each one when it is finished.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+import optuna
+from optuna.storages import BaseStorage
+from optuna.trial import TrialState
+
+from generator.evaluate.evaluator import Evaluator, Pool
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.resource_gate import identity, refuse
+from generator.kernels.variant import Variant, make_variant
+from generator.problem import Problem
+from generator.result import Result
+from generator.search.budget import Budget, Progress
+from generator.search.choose_winner import choose
+from generator.search.finals import fastest_barred, hold_finals
+from generator.search.proposals import Agenda, warm_starts
+from generator.search.resume import Known, still_made, up_to_date
+from generator.search.sampler import LegalSampler, NothingLeftError, distributions
+from generator.space.legal_configs import LegalConfigs, Values
+from generator.space.space import Space
+from generator.studies.records import Record, Winner, study_name
+from generator.studies.study_log import StudyLog, stored_winners
+from generator.target import Target
+
+WARM_STARTS = 6
+"""Configs from the winners of other problems that a search starts from, beside the incumbent: a
+winner with another N gives two."""
+
+
+def search_problem(
+    problem: Problem,
+    target: Target,
+    space: Space,
+    pool: Pool,
+    evaluator: Evaluator,
+    storage: BaseStorage,
+    budget: Budget,
+    *,
+    incumbent: Winner | None = None,
+    seed: int = 0,
+    machine: Mapping[str, Any] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Winner | None:
+    """Run or resume the study of one problem and return its winner, None when no variant may win.
+
+    incumbent: the winner in use so far; by default the latest in the storage for the same problem,
+    target and evidence. machine: facts to store with the finals, about the machine that holds them.
+    Stored trials count whose configs still give the machine code that was measured. A study that
+    has used up its budget and held its finals answers with the winner it has, and nothing is
+    measured. Raises NormforgeError when no config is legal for the problem or the storage fails.
+    """
+    log = StudyLog(storage, study_name(problem, target, evaluator.evidence, space))
+    known, outdated = up_to_date(log.trials(), problem, pool)
+    stored = log.winner
+    enough = stored and budget.trials and stored.trials >= budget.trials and not outdated
+    if stored and enough and still_made(stored, pool):
+        return stored
+    log.mark_outdated(outdated)
+    winners = stored_winners(storage) + ([incumbent] if incumbent else [])
+    legal = LegalConfigs(space, problem, target)
+    search = _Search(
+        *(legal, pool, evaluator, log, budget, winners, seed, on_progress),
+        known=known,
+        stored=len(known) + len(outdated),
+    )
+    try:
+        search.run()
+    finally:
+        search.abandon()
+    return search.finish(machine or {})
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A trial whose variant is being compiled."""
+
+    trial: optuna.Trial
+    origin: str
+    variant: Variant
+    compiled: Future[Compiled]
+
+
+class _Search:
+    """One running search."""
+
+    def __init__(
+        self,
+        legal: LegalConfigs,
+        pool: Pool,
+        evaluator: Evaluator,
+        log: StudyLog,
+        budget: Budget,
+        winners: list[Winner],
+        seed: int,
+        on_progress: Callable[[Progress], None] | None,
+        *,
+        known: Mapping[int, Known],
+        stored: int,
+    ) -> None:
+        """known: stored trials that are up to date, by their numbers; stored: how many there are
+        in all."""
+        self.legal, self.pool, self.evaluator, self.log = legal, pool, evaluator, log
+        self.budget, self.on_progress = budget, on_progress
+        self.records = [record for record, _ in known.values()]
+        self.measured: dict[str, tuple[int, Result]] = {}
+        for number, (record, _) in known.items():
+            self._remember(number, record)
+        self.stored = stored
+        self.before = max((record.elapsed for record in self.records), default=0.0)
+        self.started = time.monotonic()
+        self.pending: deque[_Pending] = deque()
+
+        # A resumed search draws a new sequence: the first one would propose what is known.
+        rng = random.Random(f"{seed}/{stored}")
+        self.sampler = LegalSampler(legal, rng.randrange(2**32))
+        self.sampler.taken |= {legal.key(record.config) for record in self.records}
+        self.study = optuna.create_study(sampler=self.sampler)
+        self.study.add_trials([trial for _, trial in known.values()])
+
+        place = (legal.problem, legal.target.name, evaluator.evidence)
+        reigning = [w for w in winners if (w.problem, w.target, w.evidence) == place]
+        others = [w for w in winners if w not in reigning]
+        incumbent = dict(reigning[-1].config) if reigning else None
+        self.incumbent = incumbent if incumbent and legal.allows(incumbent) else None
+        starts = warm_starts(legal.problem, legal.target, others)[:WARM_STARTS]
+        self.agenda = Agenda(
+            legal=legal,
+            rng=rng,
+            starts=[incumbent, *starts] if incumbent else starts,
+            records=self.records,
+            taken=self.sampler.taken,
+            used=self._used,
+            trials=budget.trials,
+            sweep_limit=budget.sweep_limit,
+        )
+
+    def run(self) -> None:
+        """Trials until the budget or the space ends. While one is measured, the pool compiles the
+        next ones; results are taken in the order of the proposals."""
+        plan = self.agenda.plan()
+        more = True
+        while not self._late():
+            while more and len(self.pending) <= self.pool.processes and self._used() < 1:
+                more = self._ask(plan)
+            if not self.pending:
+                break
+            self._tell(self.pending.popleft())
+
+    def abandon(self) -> None:
+        """Compile nothing that nobody will measure."""
+        while self.pending:
+            self.pending.pop().compiled.cancel()
+
+    def finish(self, machine: Mapping[str, Any]) -> Winner | None:
+        """The stored winner where it is up to date, else that of new finals."""
+        if self.records and self.log.trials_at_finals == self.stored:
+            winner = self.log.winner
+            if winner is None or still_made(winner, self.pool):
+                return winner
+        self._report("finals")
+        finals = hold_finals(
+            self.legal,
+            self.pool,
+            self.evaluator,
+            self.records,
+            self.incumbent,
+            self.budget.n_finalists,
+        )
+        results = [(final.variant.config, final.result) for final in finals]
+        choice = choose(results, self.legal.rank, self.incumbent)
+        winner = None
+        if choice is not None:
+            final = finals[choice.winner]
+            winner = Winner(
+                problem=self.legal.problem,
+                target=self.legal.target.name,
+                config=dict(final.variant.config),
+                variant=final.variant.id,
+                cubin=final.compiled.digest,
+                result=final.result,
+                evidence=self.evaluator.evidence,
+                tied=tuple(finals[place].finalist for place in choice.tied),
+                fastest_nondeterministic=fastest_barred(finals),
+                trials=len(self.records),
+                counts=self._counts(),
+                study=self.log.name,
+                space_hash=self.legal.space.hash,
+                reason=choice.reason,
+                date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            )
+        self.log.save_finals(winner, results, self.stored, machine)
+        return winner
+
+    def _ask(self, plan: Iterator[tuple[str, Values | None]]) -> bool:
+        """Put the next trial into the pipeline; False when there is none."""
+        entry = next(plan, None)
+        if entry is None:
+            return False
+        origin, config = entry
+        if config is not None:
+            self.sampler.planned.append(config)
+        try:
+            trial = self.study.ask(distributions(self.legal.space))
+        except NothingLeftError:
+            return False
+        variant = make_variant(trial.params, self.legal.problem)
+        self.pending.append(_Pending(trial, origin, variant, self.pool.submit(variant)))
+        return True
+
+    def _tell(self, pending: _Pending) -> None:
+        """Evaluate a trial and keep it."""
+        variant, problem, target = pending.variant, self.legal.problem, self.legal.target
+        compiled = self.pool.result(variant, pending.compiled)
+        result = refuse(variant, compiled, problem, target)
+        same = shared_with = None
+        if result is None:
+            same = identity(variant, compiled, problem, target)
+            if same in self.measured:
+                shared_with, result = self.measured[same]
+            else:
+                result = self.evaluator.evaluate(problem, variant, compiled, self._best_us())
+        record = Record(
+            config=variant.config,
+            variant=variant.id,
+            result=result,
+            origin=pending.origin,
+            elapsed=self._elapsed(),
+            code=self.pool.code(variant),
+            cubin="" if compiled.error else compiled.digest,
+            identity=same or "",
+            registers=None if compiled.error else compiled.main.registers,
+            smem=None if compiled.error else variant.smem_bytes + compiled.main.smem_bytes,
+            shared_with=shared_with,
+        )
+        trial = pending.trial
+        for name, value in record.attributes().items():
+            trial.set_user_attr(name, value)
+        trial.set_constraint("infeasible", 0.0 if record.feasible else 1.0)
+        if result.ratio is None:
+            finished = self.study.tell(trial, state=TrialState.PRUNED)
+        else:
+            finished = self.study.tell(trial, result.ratio)
+        self.log.add(finished)
+        self._remember(self.stored, record)
+        self.stored += 1
+        self.records.append(record)
+        self._report(pending.origin)
+
+    def _remember(self, number: int, record: Record) -> None:
+        if record.identity:
+            self.measured.setdefault(record.identity, (number, record.result))
+
+    def _elapsed(self) -> float:
+        return self.before + time.monotonic() - self.started
+
+    def _used(self) -> float:
+        return self.budget.used(len(self.records) + len(self.pending), self._elapsed())
+
+    def _late(self) -> bool:
+        return self.budget.seconds is not None and self._elapsed() >= self.budget.seconds
+
+    def _best(self) -> Record | None:
+        feasible = (record for record in self.records if record.feasible)
+        return min(feasible, key=lambda record: record.ratio, default=None)
+
+    def _best_us(self) -> float | None:
+        best = self._best()
+        return best.result.us if best else None
+
+    def _counts(self) -> dict[str, int]:
+        return dict(Counter(record.result.outcome for record in self.records))
+
+    def _report(self, phase: str) -> None:
+        if self.on_progress is None:
+            return
+        best = self._best()
+        self.on_progress(
+            Progress(
+                problem=self.legal.problem,
+                phase=phase,
+                done=len(self.records),
+                total=self.budget.trials,
+                elapsed=self._elapsed(),
+                best_us=best.result.us if best else None,
+                best_ratio=best.result.ratio if best else None,
+                counts=self._counts(),
+            )
+        )

@@ -1,0 +1,1 @@
+"""Which configs are legal, and which are near each other."""

@@ -1,0 +1,167 @@
+"""The expressions of a search space: what may stand in one, and the names that it may use."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from generator.errors import NormforgeError
+from generator.kernels.geometry import Geometry
+from generator.problem import Problem
+from generator.runtime.spec import ceil_div, round_up
+from generator.target import Target
+
+PROBLEM_NAMES = (
+    *("M", "N", "dtype", "weight_dtype", "itemsize", "weight_itemsize"),
+    *("residual_itemsize", "exact"),
+)
+TARGET_NAMES = {
+    "gpu": "name",
+    **{
+        name: name
+        for name in (
+            *("sms", "registers_per_sm", "max_threads_per_sm", "max_ctas_per_sm"),
+            *("smem_per_sm", "smem_per_cta", "barriers_per_sm", "max_vector_bytes"),
+            "has_bulk_copy",
+        )
+    },
+}
+Derive = Callable[[Geometry, Problem, Target], int]
+
+DERIVED: dict[str, tuple[tuple[str, ...], Derive]] = {
+    "threads": (("threads_per_row", "rows_per_cta"), lambda v, p, t: v.threads),
+    "columns": (("cluster",), lambda v, p, t: v.columns),
+    "row_bytes": (("cluster",), lambda v, p, t: v.row_bytes),
+    "widest_vector": (("cluster",), lambda v, p, t: v.widest_vector),
+    "elements": (("vector_bytes",), lambda v, p, t: v.elements),
+    "vectors": (("cluster", "threads_per_row", "vector_bytes"), lambda v, p, t: v.vectors),
+    "accumulators": (
+        ("cluster", "threads_per_row", "vector_bytes"),
+        lambda v, p, t: v.accumulators,
+    ),
+    "idle_columns": (
+        ("cluster", "threads_per_row", "vector_bytes"),
+        lambda v, p, t: v.idle_columns,
+    ),
+    "teams": (("rows_per_cta",), lambda v, p, t: v.teams),
+    "resident_threads": (
+        ("threads_per_row", "rows_per_cta", "ctas_per_sm"),
+        lambda v, p, t: v.threads * v["ctas_per_sm"],
+    ),
+    "resident_registers": (
+        ("threads_per_row", "rows_per_cta", "ctas_per_sm", "register_cap"),
+        lambda v, p, t: v.threads * v["ctas_per_sm"] * v["register_cap"],
+    ),
+    "register_estimate": (
+        (
+            *("cluster", "pipeline", "threads_per_row", "rows_in_flight", "vector_bytes"),
+            *("reload", "weight_in"),
+        ),
+        lambda v, p, t: v.register_estimate,
+    ),
+    "register_budget": (
+        ("threads_per_row", "rows_per_cta", "ctas_per_sm", "register_cap"),
+        lambda v, p, t: min(
+            255,
+            v["register_cap"] or 255,
+            t.registers_per_sm // (v.threads * v["ctas_per_sm"]) // 8 * 8,
+        ),
+    ),
+    "batches": (
+        ("threads_per_row", "rows_in_flight"),
+        lambda v, p, t: ceil_div(p.M, v.batch_rows),
+    ),
+    "participants": (
+        ("ctas_per_sm", "cluster", "spare_sms"),
+        lambda v, p, t: (t.sms - v["spare_sms"]) * v["ctas_per_sm"] // v["cluster"],
+    ),
+    "smem_bytes": (
+        (
+            *("strategy", "slice_columns", "cluster", "pipeline", "stages", "threads_per_row"),
+            *("rows_per_cta", "rows_in_flight", "vector_bytes", "weight_in"),
+        ),
+        lambda v, p, t: v.smem_bytes,
+    ),
+    "resident_smem": (
+        (
+            *("strategy", "slice_columns", "cluster", "pipeline", "stages", "threads_per_row"),
+            *("rows_per_cta", "rows_in_flight", "vector_bytes", "weight_in", "ctas_per_sm"),
+        ),
+        lambda v, p, t: v["ctas_per_sm"] * (round_up(v.smem_bytes, 128) + 1024),
+    ),
+}
+"""By name: the knobs that the number needs, and its value."""
+
+_ALLOWED = (
+    *(ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp),
+    *(ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Div, ast.Mod, ast.Compare, ast.Eq, ast.NotEq),
+    *(ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn, ast.Tuple, ast.Name, ast.Load),
+    ast.Constant,
+)
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A checked expression over the names a space offers."""
+
+    text: str
+    names: frozenset[str]
+    code: CodeType
+    where: str
+
+    @classmethod
+    def parse(cls, text: Any, known: set[str], where: str) -> Expression:
+        if not isinstance(text, str):
+            raise NormforgeError(f"{where}: expected an expression in text, got {text!r}")
+        try:
+            tree = ast.parse(text.strip(), mode="eval")
+        except (SyntaxError, ValueError) as error:
+            raise NormforgeError(f"{where}: '{text}' is no expression ({error})") from error
+        for node in ast.walk(tree):
+            if not isinstance(node, _ALLOWED):
+                kind = type(node).__name__
+                raise NormforgeError(f"{where}: '{text}' uses {kind}, which rules may not")
+        names = frozenset(n.id for n in ast.walk(tree) if isinstance(n, ast.Name))
+        unknown = sorted(names - known)
+        if unknown:
+            raise NormforgeError(
+                f"{where}: '{text}' uses unknown name '{unknown[0]}'; the header of the "
+                "file lists the names"
+            )
+        return cls(text.strip(), names, compile(tree, where, "eval"), where)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __call__(self, names: Mapping[str, Any]) -> Any:
+        """The value. Raises NormforgeError where the names do not allow one, such as `M / 0`."""
+        try:
+            return eval(self.code, {"__builtins__": {}}, names)
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise NormforgeError(
+                f"{self.where}: '{self.text}' cannot be computed ({error})"
+            ) from error
+
+
+class Names(dict[str, Any]):
+    """Names of one (possibly partial) config, with derived ones computed when asked for."""
+
+    def __init__(
+        self, problem: Problem, target: Target, exact: bool, in_blocks: bool = True
+    ) -> None:
+        super().__init__({name: getattr(problem, name) for name in PROBLEM_NAMES[:-1]})
+        self.update({name: getattr(target, field) for name, field in TARGET_NAMES.items()})
+        self["exact"] = exact
+        self.problem, self.target = problem, target
+        self.geometry = Geometry(
+            self,
+            *(problem.N, problem.dtype, problem.weight_dtype),
+            *(exact, problem.offset, problem.residual),
+            in_blocks=in_blocks,
+        )
+
+    def __missing__(self, name: str) -> Any:
+        return DERIVED[name][1](self.geometry, self.problem, self.target)

@@ -1,0 +1,201 @@
+"""The legal configs of one problem on one target, and the moves between them.
+
+There are far too many to list, so they are reached from where the search stands: the legal config
+nearest to a given one, the neighbours of a good one, a random one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
+from itertools import count, islice
+
+from generator.kernels.geometry import Config, determinism_class
+from generator.problem import Problem
+from generator.space.expressions import DERIVED
+from generator.space.space import Space
+from generator.target import Target
+
+Values = dict[str, int | str]
+"""A config of this module's own making: every knob of the space, in its order."""
+Key = tuple[int | str, ...]
+"""The values of a config in the order of the knobs: its identity within one space."""
+
+FLAVOUR = ("strategy", "order")
+"""The knobs that decide how partial dw becomes dw, and with it the determinism class."""
+_REPAIRS = 400  # configs looked at before a repair is given up: about 30 ms
+_DRAWS = 30
+
+
+@dataclass(frozen=True)
+class LegalConfigs:
+    """What `space` allows for `problem` on `target`."""
+
+    space: Space
+    problem: Problem
+    target: Target
+
+    def key(self, config: Config) -> Key:
+        return tuple(config[knob.name] for knob in self.space.knobs)
+
+    def config(self, key: Key) -> Values:
+        """The config with this key."""
+        return {knob.name: value for knob, value in zip(self.space.knobs, key, strict=True)}
+
+    def rank(self, config: Config) -> tuple[int, ...]:
+        """Places of the values in the file: the fixed order that breaks ties."""
+        return tuple(knob.choices.index(config[knob.name]) for knob in self.space.knobs)
+
+    def allows(self, config: Config) -> bool:
+        """Whether a config that may come from another space is legal as it stands."""
+        known = {knob.name: knob.choices for knob in self.space.knobs}
+        if config.keys() != known.keys() or any(config[n] not in known[n] for n in known):
+            return False
+        if self.space.normalize(config, self.problem, self.target) != config:
+            return False
+        return self.space.reject(config, self.problem, self.target) is None
+
+    def first(self, limit: int) -> list[Values]:
+        """Up to `limit` configs in the order of the file."""
+        return list(islice(self.space.legal(self.problem, self.target), limit))
+
+    @cached_property
+    def flavours(self) -> tuple[Values, ...]:
+        """The first config in the order of the file of every flavour that has one."""
+        values = {knob.name: knob.values for knob in self.space.knobs}
+        found: dict[tuple[int | str, ...], Values] = {}
+        for strategy in values["strategy"]:
+            for order in values["order"]:
+                fixed = {"strategy": strategy, "order": order}
+                for config in islice(self.space.legal(self.problem, self.target, fixed=fixed), 1):
+                    found.setdefault(tuple(config[name] for name in FLAVOUR), config)
+        return tuple(found.values())
+
+    def adapt(self, config: Config, rng: random.Random) -> Values | None:
+        """The legal config nearest to one that was made for another problem, target or space."""
+        choices = {knob.name: knob.choices for knob in self.space.knobs}
+        known = {name: value for name, value in config.items() if value in choices.get(name, ())}
+        return self.nearest(known, rng)
+
+    def nearest(
+        self,
+        wanted: Config,
+        rng: random.Random,
+        *,
+        held: Collection[str] = (),
+        taken: Collection[Key] = (),
+        deterministic: bool = False,
+    ) -> Values | None:
+        """A legal config that differs from `wanted` in as few knobs as possible, not counting those
+        that gain or lose their meaning. Equally near ones are drawn from.
+
+        held: knobs that keep their value; taken: configs that do not count; deterministic: leave
+        out the determinism class `none`. None when there is none or the search for it takes long.
+
+        A uniform-cost search over changes of one knob. A config that a rule rejects can only
+        become legal by a change of one of that rule's knobs, so no others are tried.
+        """
+        order = count()
+        queue = [(0, 0.0, next(order), dict(wanted), frozenset(held))]
+        visited: set[Key] = set()
+        for _ in range(_REPAIRS):
+            if not queue:
+                break
+            changes, _, _, raw, fixed = heappop(queue)
+            config = self.space.normalize(raw, self.problem, self.target)
+            key = self.key(config)
+            if key in visited:
+                continue
+            visited.add(key)
+            conflict = self._conflict(config, key, taken, deterministic)
+            if not conflict:
+                return config
+            # In the order of the file: that of a set differs from process to process.
+            for name in filter((conflict - fixed).__contains__, self._values):
+                for value in self._values[name]:
+                    if value != config[name]:
+                        entry = (changes + 1, rng.random(), next(order), {**config, name: value})
+                        heappush(queue, (*entry, fixed | {name}))
+        return None
+
+    def draw(
+        self, rng: random.Random, taken: Collection[Key], *, deterministic: bool
+    ) -> Values | None:
+        """A random config that is not taken, or None when none is left."""
+        flavours = [
+            config
+            for config in self.flavours
+            if not deterministic or determinism_class(config) != "none"
+        ]
+        if not flavours:
+            return None
+        for _ in range(_DRAWS):
+            flavour = rng.choice(flavours)
+            fixed = {name: flavour[name] for name in FLAVOUR}
+            config = self.space.sample(self.problem, self.target, rng, fixed)
+            if self.key(config) not in taken:
+                return config
+        for config in self.space.legal(self.problem, self.target, rng=rng):
+            allowed = not deterministic or determinism_class(config) != "none"
+            if allowed and self.key(config) not in taken:
+                return config
+        return None
+
+    def around(self, config: Config, rng: random.Random) -> Iterator[Values]:
+        """Deterministic neighbours of a legal config: first those with one knob changed, then those
+        with one knob changed and others as far as a rule then demands it. May repeat itself."""
+        moves = [
+            (name, value)
+            for name, values in self._values.items()
+            for value in values
+            if value != config[name]
+        ]
+        rng.shuffle(moves)
+        coupled = []
+        for name, value in moves:
+            moved = self._moved(config, {name: value})
+            if moved is not None:
+                yield moved
+            else:
+                coupled.append((name, value))
+        for name, value in coupled:
+            near = self.nearest({**config, name: value}, rng, held=[name], deterministic=True)
+            if near is not None and near[name] == value:
+                yield near
+
+    def _moved(self, config: Config, changes: Config) -> Values | None:
+        """The config with `changes`, None where they mean nothing or a rule rejects it."""
+        moved = self.space.normalize({**config, **changes}, self.problem, self.target)
+        if any(moved[name] != value for name, value in changes.items()):
+            return None
+        if determinism_class(moved) == "none":
+            return None
+        return None if self.space.reject(moved, self.problem, self.target) else moved
+
+    def _conflict(
+        self, config: Values, key: Key, taken: Collection[Key], deterministic: bool
+    ) -> frozenset[str]:
+        """The knobs of which at least one has to change; empty for a config that will do."""
+        if deterministic and determinism_class(config) == "none":
+            return frozenset(FLAVOUR)
+        rejection = self.space.reject(config, self.problem, self.target)
+        if rejection is not None:
+            return self._knobs_of_rule[rejection.rule]
+        return frozenset(self._values) if key in taken else frozenset()
+
+    @cached_property
+    def _values(self) -> dict[str, tuple[int | str, ...]]:
+        return {knob.name: knob.values for knob in self.space.knobs}
+
+    @cached_property
+    def _knobs_of_rule(self) -> dict[str, frozenset[str]]:
+        knobs = {}
+        for rule in self.space.rules:
+            needed = set(rule.require.names)
+            for name in rule.require.names & DERIVED.keys():
+                needed |= set(DERIVED[name][0])
+            knobs[rule.id] = frozenset(needed & self._values.keys())
+        return knobs

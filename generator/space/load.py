@@ -1,0 +1,119 @@
+"""The file of a search space: YAML to a checked Space, or the sentence that names the fault."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from generator.errors import NormforgeError
+from generator.kernels.knobs import KNOWN_KNOBS
+from generator.paths import SEARCH_SPACES
+from generator.space.expressions import DERIVED, PROBLEM_NAMES, TARGET_NAMES, Expression
+from generator.space.space import Knob, Rule, Space
+
+SPACE_FILE = SEARCH_SPACES / "rmsnorm_backward.yaml"
+
+
+def load_space(path: Path = SPACE_FILE) -> Space:
+    """Read and check a space. Raises NormforgeError with the file, the place and the fault."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise NormforgeError(f"cannot read the search space {path}: {reason}") from error
+    if not isinstance(content, dict) or set(content) != {"knobs", "rules"}:
+        raise NormforgeError(f"{path}: expected the keys 'knobs' and 'rules' and no others")
+    if not isinstance(content["knobs"], dict) or not isinstance(content["rules"], list):
+        raise NormforgeError(f"{path}: 'knobs' is a mapping and 'rules' a list")
+    known = {*PROBLEM_NAMES, *TARGET_NAMES, *DERIVED}
+    knobs: list[Knob] = []
+    for name, entry in content["knobs"].items():
+        knobs.append(_read_knob(path, name, entry, known, {knob.name for knob in knobs}))
+    missing = sorted(KNOWN_KNOBS.keys() - {knob.name for knob in knobs})
+    if missing:
+        raise NormforgeError(f"{path}: knob '{missing[0]}' is missing; one value is enough")
+    return Space(path, tuple(knobs), read_rules(path, content["rules"]))
+
+
+def read_rules(path: Path | str, entries: Sequence[Any]) -> tuple[Rule, ...]:
+    """Rules as a space's file has them. path: of the file, for the sentence of a NormforgeError."""
+    known = {*PROBLEM_NAMES, *TARGET_NAMES, *DERIVED, *KNOWN_KNOBS}
+    rules: list[Rule] = []
+    for entry in entries:
+        rule = _read_rule(path, entry, known)
+        if any(rule.id == other.id for other in rules):
+            raise NormforgeError(f"{path}: two rules are called '{rule.id}'")
+        rules.append(rule)
+    return tuple(rules)
+
+
+def _read_knob(path: Path, name: Any, entry: Any, known: set[str], above: set[str]) -> Knob:
+    where = f"{path}: knob '{name}'"
+    if name not in KNOWN_KNOBS:
+        raise NormforgeError(
+            f"{where} is unknown: the templates have {', '.join(sorted(KNOWN_KNOBS))}"
+        )
+    if not isinstance(entry, dict) or not {"values", "why"} <= set(entry):
+        raise NormforgeError(f"{where} needs 'values' and 'why'")
+    extra = sorted(set(entry) - {"values", "why", "when", "otherwise"})
+    if extra:
+        raise NormforgeError(f"{where} has an unknown field '{extra[0]}'")
+    values = entry["values"]
+    if not isinstance(values, list) or not values:
+        raise NormforgeError(f"{where}: 'values' is a list with at least one value")
+    kinds = {type(value) for value in [*values, entry.get("otherwise", values[0])]}
+    if kinds not in ({int}, {str}):
+        shown = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise NormforgeError(f"{where}: values are all integers or all text, got {shown}")
+    for value in [*values, entry.get("otherwise", values[0])]:
+        if value not in KNOWN_KNOBS[name]:
+            raise NormforgeError(f"{where} cannot be {value!r}: the templates know {_shown(name)}")
+    if len(set(values)) != len(values):
+        raise NormforgeError(f"{where} lists a value twice")
+    when = entry.get("when")
+    expression = None
+    if when is not None:
+        expression = Expression.parse(when, known | KNOWN_KNOBS.keys(), where)
+        later = sorted(expression.names & (KNOWN_KNOBS.keys() - above))
+        if later:
+            raise NormforgeError(f"{where}: 'when' looks at '{later[0]}', which comes later")
+        # Derived names are resolved at the knob's place; those that need a later knob are refused.
+        for used in expression.names & DERIVED.keys():
+            late = sorted(set(DERIVED[used][0]) - above)
+            if late:
+                raise NormforgeError(
+                    f"{where}: 'when' uses {used}, which needs the later knob '{late[0]}'"
+                )
+    otherwise = entry["otherwise"] if "otherwise" in entry else values[0]
+    return Knob(name, tuple(values), str(entry["why"]), expression, otherwise)
+
+
+def _shown(knob: str) -> str:
+    known = KNOWN_KNOBS[knob]
+    if isinstance(known, range):
+        steps = f" in steps of {known.step}" if known.step > 1 else ""
+        return f"{known[0]} to {known[-1]}{steps}"
+    return ", ".join(map(str, known))
+
+
+def _read_rule(path: Path | str, entry: Any, known: set[str]) -> Rule:
+    if not isinstance(entry, dict) or set(entry) != {"id", "require", "say"}:
+        raise NormforgeError(f"{path}: a rule has exactly id, require and say, got {entry!r}")
+    where = f"{path}: rule '{entry['id']}'"
+    if not isinstance(entry["id"], str) or not isinstance(entry["say"], str):
+        raise NormforgeError(f"{where}: id and say are text")
+    require = Expression.parse(entry["require"], known, where)
+    parts: list[tuple[str, Expression | None, str]] = []
+    rest = entry["say"]
+    while "{" in rest:
+        literal, _, rest = rest.partition("{")
+        inside, closed, rest = rest.partition("}")
+        if not closed:
+            raise NormforgeError(f"{where}: 'say' has an open brace")
+        text, _, spec = inside.partition(":")
+        parts.append((literal, Expression.parse(text, known, where), spec))
+    parts.append((rest, None, ""))
+    return Rule(entry["id"], require, entry["say"], tuple(parts))

@@ -1,0 +1,230 @@
+"""The search space: its legal configs, and the rule that rejects an illegal one."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from generator.errors import NormforgeError
+from generator.kernels.geometry import Config
+from generator.problem import Problem
+from generator.space.expressions import DERIVED, Expression, Names
+from generator.target import Target
+
+PATIENCE = 1_000_000
+"""Values of knobs tried in vain before a search for legal configs is given up: a few seconds. Where
+the rules of this project allow nothing it takes less than half of that to know."""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One choice. `otherwise` is its value where `when` does not hold."""
+
+    name: str
+    values: tuple[int | str, ...]
+    why: str
+    when: Expression | None
+    otherwise: int | str
+
+    @property
+    def choices(self) -> tuple[int | str, ...]:
+        """Every value the knob can have in a config, searched or not."""
+        if self.otherwise in self.values:
+            return self.values
+        return (*self.values, self.otherwise)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`require` must hold; `say` is formatted with the names when it does not."""
+
+    id: str
+    require: Expression
+    say: str
+    say_parts: tuple[tuple[str, Expression | None, str], ...]
+
+    def sentence(self, names: Mapping[str, Any]) -> str:
+        text = ""
+        for literal, expression, spec in self.say_parts:
+            text += literal
+            if expression is not None:
+                text += _formatted(expression, expression(names), spec)
+        return text
+
+
+def _formatted(expression: Expression, value: Any, spec: str) -> str:
+    try:
+        return format(value, spec)
+    except (TypeError, ValueError) as error:
+        raise NormforgeError(
+            f"{expression.where}: '{expression.text}' cannot be shown as '{spec}' ({error})"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why a config is illegal for a problem on a target."""
+
+    rule: str
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.sentence}"
+
+
+@dataclass(frozen=True)
+class Space:
+    """The knobs and rules of one YAML file."""
+
+    path: Path
+    knobs: tuple[Knob, ...]
+    rules: tuple[Rule, ...]
+
+    @cached_property
+    def hash(self) -> str:
+        """Twelve hex digits over knobs, values and rules (not over the prose)."""
+        content = [
+            [(k.name, k.values, k.when and k.when.text, k.otherwise) for k in self.knobs],
+            [(r.id, r.require.text) for r in self.rules],
+        ]
+        return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
+
+    @cached_property
+    def _position(self) -> dict[str, int]:
+        return {knob.name: index for index, knob in enumerate(self.knobs)}
+
+    @cached_property
+    def _rules_after(self) -> tuple[tuple[Rule, ...], ...]:
+        """Rules by the index of the last knob they need, so that enumeration prunes early."""
+        after: list[list[Rule]] = [[] for _ in range(len(self.knobs) + 1)]
+        for rule in self.rules:
+            needed = set(rule.require.names)
+            for name in rule.require.names & DERIVED.keys():
+                needed |= set(DERIVED[name][0])
+            last = max((self._position[n] for n in needed if n in self._position), default=-1)
+            after[last + 1].append(rule)
+        return tuple(map(tuple, after))
+
+    def normalize(self, config: Config, problem: Problem, target: Target) -> dict[str, int | str]:
+        """The config with every knob present and those without meaning at `otherwise`.
+
+        Raises NormforgeError for an unknown knob or a value that the space does not have.
+        """
+        for name, value in config.items():
+            if name not in self._position:
+                raise NormforgeError(f"unknown knob '{name}': {self.path.name} has none such")
+            choices = self.knobs[self._position[name]].choices
+            if value not in choices:
+                raise NormforgeError(f"knob '{name}' has no value {value!r}: it has {choices}")
+        names = Names(problem, target, True)
+        for knob in self.knobs:
+            active = knob.when is None or bool(knob.when(names))
+            value = config.get(knob.name, knob.values[0])
+            if not active:
+                value = knob.otherwise
+            elif value not in knob.values:
+                value = knob.values[0]
+            names[knob.name] = value
+        return {knob.name: names[knob.name] for knob in self.knobs}
+
+    def reject(
+        self,
+        config: Config,
+        problem: Problem,
+        target: Target,
+        *,
+        exact: bool = True,
+        in_blocks: bool = True,
+    ) -> Rejection | None:
+        """The first rule that the complete config breaks, or None when it is legal."""
+        names = Names(problem, target, exact, in_blocks)
+        names.update(config)
+        for rule in self.rules:
+            if not rule.require(names):
+                return Rejection(rule.id, rule.sentence(names))
+        for knob in self.knobs:
+            active = knob.when is None or bool(knob.when(names))
+            if config[knob.name] not in (knob.values if active else (knob.otherwise,)):
+                sentence = f"{knob.name} cannot be {config[knob.name]} here: when {knob.when}"
+                return Rejection("when", sentence)
+        return None
+
+    def legal(
+        self,
+        problem: Problem,
+        target: Target,
+        *,
+        rng: random.Random | None = None,
+        fixed: Config | None = None,
+    ) -> Iterator[dict[str, int | str]]:
+        """Legal configs, each once: in the order of the file, or in an order drawn by `rng`
+        (a random walk of the same tree). `fixed` narrows knobs to one value each. Ends early when
+        PATIENCE values were tried since the last legal config."""
+        fixed = fixed or {}
+        tried = 0
+        names = Names(problem, target, True)
+        if not all(rule.require(names) for rule in self._rules_after[0]):
+            return
+
+        def descend(index: int) -> Iterator[dict[str, int | str]]:
+            nonlocal tried
+            if index == len(self.knobs):
+                tried = 0
+                yield {knob.name: names[knob.name] for knob in self.knobs}
+                return
+            knob = self.knobs[index]
+            active = knob.when is None or bool(knob.when(names))
+            values: Sequence[int | str] = knob.values if active else (knob.otherwise,)
+            if knob.name in fixed and active:
+                values = [value for value in values if value == fixed[knob.name]]
+            if rng is not None and len(values) > 1:
+                values = rng.sample(values, len(values))
+            for value in values:
+                tried += 1
+                if tried > PATIENCE:
+                    return
+                names[knob.name] = value
+                if all(rule.require(names) for rule in self._rules_after[index + 1]):
+                    yield from descend(index + 1)
+                del names[knob.name]
+
+        yield from descend(0)
+
+    def sample(
+        self, problem: Problem, target: Target, rng: random.Random, fixed: Config | None = None
+    ) -> dict[str, int | str]:
+        """One legal config drawn by `rng`.
+
+        Raises NormforgeError naming the rule that rejects most often when there is none."""
+        for config in self.legal(problem, target, rng=rng, fixed=fixed):
+            return config
+        raise NormforgeError(
+            f"{self.path.name} has no legal config for {problem} on {target}"
+            + (f" with {dict(fixed)}" if fixed else "")
+            + self._why_none(problem, target, rng, fixed or {})
+        )
+
+    def _why_none(self, problem: Problem, target: Target, rng: random.Random, fixed: Config) -> str:
+        """The rule that most random configs break: where nothing is legal, the one that is in the
+        way whatever the others leave. Its sentence is about the config that breaks fewest rules."""
+        counts: Counter[str] = Counter()
+        nearest: dict[str, tuple[int, Rejection]] = {}
+        for _ in range(300):
+            drawn = {k.name: fixed.get(k.name, rng.choice(k.values)) for k in self.knobs}
+            names = Names(problem, target, True)
+            names.update(self.normalize(drawn, problem, target))
+            broken = [rule for rule in self.rules if not rule.require(names)]
+            for rule in broken:
+                counts[rule.id] += 1
+                if rule.id not in nearest or len(broken) < nearest[rule.id][0]:
+                    rejection = Rejection(rule.id, rule.sentence(names))
+                    nearest[rule.id] = (len(broken), rejection)
+        if not counts:
+            return ""
+        return f"; the rule met most: {nearest[counts.most_common(1)[0][0]][1]}"

@@ -1,0 +1,155 @@
+"""Finished and running studies, read for people: nothing here writes to a storage."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import optuna
+from optuna.exceptions import ExperimentalWarning
+from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+from optuna.storages import BaseStorage
+from optuna.trial import TrialState
+
+from generator.errors import NormforgeError
+from generator.kernels.geometry import Config, determinism_class
+from generator.problem import Problem
+from generator.result import Result
+from generator.studies import postgres as database
+from generator.studies.records import Record, Winner
+from generator.studies.storage import JOURNAL_NAME, open_storage
+from generator.studies.study_log import StudyLog
+
+_NAME = re.compile(
+    r"(?P<problem>[^@]+)@(?P<gpu>.+)-(?P<sms>\d+)sm:(?P<evidence>\w+):(?P<space>\w+)"
+)
+
+
+@dataclass(frozen=True)
+class Study:
+    """One study of one problem.
+
+    number: its number in the storage, by which optuna-dashboard knows it; evidence: "measured" or
+    "predicted"; space: hash of the search space; records: finished trials, oldest first, but for
+    those that were out of date when the study was last searched; winner: None before the finals,
+    or when nothing may win; finals: configs and results of the finals; importance: share of each
+    knob, {} where unknown.
+    """
+
+    name: str
+    number: int
+    problem: Problem
+    gpu: str
+    sms: int
+    evidence: str
+    space: str
+    records: tuple[Record, ...]
+    winner: Winner | None
+    finals: tuple[tuple[Config, Result], ...]
+    importance: Mapping[str, float]
+
+    @cached_property
+    def ranked(self) -> tuple[Record, ...]:
+        """Records of what may win, fastest first."""
+        return tuple(sorted((r for r in self.records if r.feasible), key=lambda r: r.ratio))
+
+    @cached_property
+    def timed(self) -> tuple[Record, ...]:
+        """Records with a time, whether or not they may win."""
+        return tuple(record for record in self.records if record.result.ratio is not None)
+
+    @cached_property
+    def counts(self) -> dict[str, int]:
+        """Trials by outcome, commonest first."""
+        return dict(Counter(record.result.outcome for record in self.records).most_common())
+
+    def best_by(self, group: Callable[[Config], str]) -> dict[str, Record]:
+        """The fastest record of every group, among those of its group that are accurate; a group
+        that may not win has one, too."""
+        best: dict[str, Record] = {}
+        for record in sorted(self.timed, key=lambda record: record.ratio):
+            best.setdefault(group(record.config), record)
+        return best
+
+
+def flavour(config: Config) -> str:
+    """The strategy, and `(free)` behind one that runs in no order."""
+    free = config["strategy"] == "bulk_reduce" and determinism_class(config) == "none"
+    return f"{config['strategy']} (free)" if free else str(config["strategy"])
+
+
+def read_studies(where: str | Path, *, importance: bool = False) -> list[Study]:
+    """The studies with trials at `where`: a storage URL, or the folder of a GPU with a study file,
+    packed or not. Raises NormforgeError when there is none.
+
+    importance: compute that of the knobs, too. A packed file is unpacked elsewhere."""
+    if "://" in str(where):
+        return _read(open_storage(where), shown(where), importance)
+    journal = Path(where) / JOURNAL_NAME
+    packed = journal.with_name(f"{JOURNAL_NAME}.xz")
+    if journal.exists():
+        return _read(open_storage(journal), str(journal), importance)
+    if not packed.exists():
+        raise NormforgeError(f"no studies in {where}: neither {JOURNAL_NAME} nor {packed.name}")
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(packed, folder)
+        return _read(open_storage(Path(folder) / JOURNAL_NAME), str(packed), importance)
+
+
+def shown(where: str | Path) -> str:
+    """A storage's place without a password."""
+    return database.shown(str(where)) if "://" in str(where) else str(where)
+
+
+def _read(storage: BaseStorage, place: str, importance: bool) -> list[Study]:
+    found = []
+    for entry in storage.get_all_studies():
+        match = _NAME.fullmatch(entry.study_name)
+        if match is None:
+            continue  # another program's
+        log = StudyLog(storage, entry.study_name)
+        trials = [trial for trial in log.trials() if trial.number not in log.outdated]
+        if not trials:
+            continue
+        finals = entry.user_attrs.get("finals", ())
+        found.append(
+            Study(
+                name=entry.study_name,
+                number=entry._study_id,
+                problem=Problem.parse(match["problem"]),
+                gpu=match["gpu"],
+                sms=int(match["sms"]),
+                evidence=match["evidence"],
+                space=match["space"],
+                records=tuple(Record.from_trial(trial) for trial in trials),
+                winner=log.winner,
+                finals=tuple((f["config"], Result.from_json(f["result"])) for f in finals),
+                importance=_importance(storage, entry.study_name) if importance else {},
+            )
+        )
+    if not found:
+        raise NormforgeError(f"{place} has no study with finished trials")
+    return found
+
+
+def _importance(storage: BaseStorage, name: str) -> dict[str, float]:
+    """Share of each knob in being among the fastest tenth, by PED-ANOVA (Watanabe, Bansal and
+    Hutter, "PED-ANOVA: Efficiently Quantifying Hyperparameter Importance in Arbitrary Subspaces",
+    IJCAI 2023): the evaluator that needs nothing but Optuna, and the one optuna-dashboard shows."""
+    study = optuna.load_study(study_name=name, storage=storage)
+    if len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))) < 2:
+        return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        warnings.filterwarnings("ignore", "Some regimes", UserWarning)  # a value tried once
+        try:
+            return get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
+        except (RuntimeError, ValueError):
+            return {}  # too few trials, or all with the same time

@@ -1,0 +1,158 @@
+"""What is kept of a trial and of a winner, and how a study is named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from optuna.trial import FrozenTrial
+
+from generator.kernels.geometry import Config, determinism_class
+from generator.problem import Problem
+from generator.result import Result
+from generator.space.space import Space
+from generator.target import Target
+
+
+def may_win(config: Config, result: Result) -> bool:
+    """Whether a variant with this result can be a winner. The determinism class counts as well: an
+    atomic sum that happened to repeat its bits in every run is still not deterministic."""
+    return result.may_win and determinism_class(config) != "none"
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """A variant and its time in the finals. ratio is to the floor of the same blocks."""
+
+    variant: str
+    config: Mapping[str, int | str]
+    us: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The chosen variant of one problem and how it was chosen.
+
+    variant: its id; cubin: digest of its machine code; result: that of the finals; evidence:
+    "measured" or "predicted"; tied: the finalists that `choose` took for equal, and the winner;
+    fastest_nondeterministic: the fastest variant that may not win because its bits change, None
+    where none was timed; trials and counts: finished trials, in all and by outcome; reason: one
+    sentence; date: end of the finals, UTC, ISO 8601.
+    """
+
+    problem: Problem
+    target: str
+    config: Mapping[str, int | str]
+    variant: str
+    cubin: str
+    result: Result
+    evidence: str
+    tied: tuple[Finalist, ...]
+    fastest_nondeterministic: Finalist | None
+    trials: int
+    counts: Mapping[str, int]
+    study: str
+    space_hash: str
+    reason: str
+    date: str
+
+    @property
+    def price_of_determinism(self) -> float | None:
+        """Time of the winner over that of the fastest non-deterministic variant."""
+        if self.fastest_nondeterministic is None or self.result.ratio is None:
+            return None
+        return self.result.ratio / self.fastest_nondeterministic.ratio
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"problem": str(self.problem)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Winner:
+        fastest = data["fastest_nondeterministic"]
+        known = {
+            "problem": Problem.parse(data["problem"]),
+            "result": Result.from_json(data["result"]),
+            "tied": tuple(Finalist(**entry) for entry in data["tied"]),
+            "fastest_nondeterministic": Finalist(**fastest) if fastest else None,
+        }
+        return cls(**{**data, **known})
+
+
+def keep_measured(previous: Winner | None, new: Winner | None) -> Winner | None:
+    """Which of two winners of the same problem and target stands: the new one, unless there is none
+    or it is only predicted where the previous one was measured."""
+    if new is None or previous is None:
+        return new or previous
+    if previous.evidence == "measured" and new.evidence == "predicted":
+        return previous
+    return new
+
+
+def study_name(problem: Problem, target: Target, evidence: str, space: Space) -> str:
+    """Names the study of a problem: results that must not mix have different names. The number of
+    SMs takes part because a slice of a GPU keeps its name. Templates and compiler take no part:
+    each record says which code it was measured with."""
+    return f"{problem}@{target}-{target.sms}sm:{evidence}:{space.hash}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished trial.
+
+    variant: its id; origin: the part of the search that chose it; elapsed: seconds of search in the
+    study when it finished; code: digest of what was compiled (`code_digest`); cubin: digest of the
+    machine code; identity: digest of cubin and launch (equal ones are measured once);
+    registers per thread and smem bytes per CTA of the main kernel, None without a cubin;
+    shared_with: number of the trial whose result this one has, None when it has its own.
+    """
+
+    config: Config
+    variant: str
+    result: Result
+    origin: str
+    elapsed: float
+    code: str = ""
+    cubin: str = ""
+    identity: str = ""
+    registers: int | None = None
+    smem: int | None = None
+    shared_with: int | None = None
+
+    @property
+    def feasible(self) -> bool:
+        return may_win(self.config, self.result)
+
+    @property
+    def ratio(self) -> float:
+        """Ratio to the floor; infinite where no time is known."""
+        return float("inf") if self.result.ratio is None else self.result.ratio
+
+    def attributes(self) -> dict[str, Any]:
+        """The user attributes of the trial, in which the whole record is stored. `outcome` and
+        `feasible` repeat what follows from the others, for people who look at the study."""
+        return {
+            "variant": self.variant,
+            "outcome": self.result.outcome,
+            "feasible": self.feasible,
+            "result": self.result.to_json(),
+            "origin": self.origin,
+            "elapsed": round(self.elapsed, 3),
+            "code": self.code,
+            "cubin": self.cubin,
+            "identity": self.identity,
+            "registers": self.registers,
+            "smem": self.smem,
+            "shared_with": self.shared_with,
+        }
+
+    @classmethod
+    def from_trial(cls, trial: FrozenTrial) -> Record:
+        stored = {
+            name: value
+            for name, value in trial.user_attrs.items()
+            if name in cls.__dataclass_fields__
+        }
+        result = Result.from_json(stored["result"])
+        return cls(**{**stored, "config": trial.params, "result": result})

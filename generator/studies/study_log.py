@@ -1,0 +1,124 @@
+"""The stored study of one problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import optuna
+from optuna.exceptions import StorageInternalError
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, TrialState
+
+from generator.errors import NormforgeError
+from generator.kernels.geometry import Config
+from generator.result import Result
+from generator.studies.postgres import is_outage, patiently
+from generator.studies.records import Winner
+from generator.studies.storage import _Answer
+
+
+class StudyLog:
+    """The stored study of one problem. While a database is away its methods wait for it."""
+
+    def __init__(self, storage: BaseStorage, name: str) -> None:
+        self.name = name
+        self._study = self._keep(lambda: _load_study(storage, name))
+
+    def trials(self) -> list[FrozenTrial]:
+        """Trials with a record, oldest first, also those that are out of date."""
+        states = (TrialState.COMPLETE, TrialState.PRUNED)
+        return self._keep(lambda: self._study.get_trials(deepcopy=False, states=states))
+
+    def add(self, trial: FrozenTrial) -> None:
+        """Write one finished trial in one record."""
+        self._keep(lambda: self._study.add_trial(trial))
+
+    @property
+    def winner(self) -> Winner | None:
+        """The winner of the last finals."""
+        return _winner(self._attributes())
+
+    @property
+    def outdated(self) -> frozenset[int]:
+        """Numbers of the trials whose configs gave other machine code when the study was last
+        searched."""
+        return frozenset(self._attributes().get("outdated", ()))
+
+    def mark_outdated(self, numbers: Collection[int]) -> None:
+        """Keep which trials are out of date, for those who only read the study."""
+        if self.outdated != frozenset(numbers):
+            self._keep(lambda: self._study.set_user_attr("outdated", sorted(numbers)))
+
+    @property
+    def trials_at_finals(self) -> int:
+        """Trials that the study had at its last finals, 0 before there were any."""
+        attributes = self._attributes()
+        counted = attributes.get("trials_at_finals")
+        if counted is None:  # written before finals were counted
+            winner = _winner(attributes)
+            return winner.trials if winner else int(attributes.get("barren", 0))
+        return int(counted)
+
+    @property
+    def machine(self) -> Mapping[str, Any]:
+        """Facts about the machine that held the finals; empty where it said none."""
+        return dict(self._attributes().get("machine") or {})
+
+    def save_finals(
+        self,
+        winner: Winner | None,
+        finals: Sequence[tuple[Config, Result]],
+        trials: int,
+        machine: Mapping[str, Any],
+    ) -> None:
+        """Keep the finals and their winner as attributes of the study. The one that says that they
+        are over, after `trials` trials in all, is written last."""
+        entries = [{"config": dict(c), "result": r.to_json()} for c, r in finals]
+        attributes: dict[str, Any] = {"finals": entries, "machine": dict(machine)}
+        attributes["winner"] = winner and winner.to_json()
+        attributes["trials_at_finals"] = trials
+        for key, value in attributes.items():
+            self._keep(lambda key=key, value=value: self._study.set_user_attr(key, value))  # type: ignore[misc]
+
+    def _attributes(self) -> Mapping[str, Any]:
+        return self._keep(lambda: self._study.user_attrs)
+
+    def _keep(self, work: Callable[[], _Answer]) -> _Answer:
+        try:
+            return work()
+        except OSError as error:
+            raise self._lost(error) from error
+        except StorageInternalError as error:
+            if not is_outage(error):
+                raise self._lost(error) from error
+        return patiently(work)
+
+    def _lost(self, error: Exception) -> NormforgeError:
+        return NormforgeError(
+            f"cannot write to study {self.name} ({error}): finished trials are kept; "
+            "put the storage right and run the same command to continue"
+        )
+
+
+def _load_study(storage: BaseStorage, name: str) -> optuna.Study:
+    try:
+        return optuna.load_study(study_name=name, storage=storage)
+    except KeyError:
+        return optuna.create_study(
+            storage=storage, study_name=name, direction="minimize", load_if_exists=True
+        )
+
+
+def stored_winners(storage: BaseStorage) -> list[Winner]:
+    """Winners of every study in the storage, oldest first."""
+    found = [_winner(study.user_attrs) for study in storage.get_all_studies()]
+    return sorted((winner for winner in found if winner), key=lambda winner: winner.date)
+
+
+def _winner(attributes: Mapping[str, Any]) -> Winner | None:
+    try:
+        return Winner.from_json(attributes["winner"])
+    except (KeyError, TypeError):
+        # No finals yet, none won, or another version of this program wrote them.
+        return None

@@ -1,0 +1,1 @@
+"""One run: its shapes, its GPUs, its interruptions."""

@@ -1,0 +1,219 @@
+"""Several GPUs of one machine: a process with a driver for each, and this one hands out problems.
+
+Processes and not threads, because what a search does between two measurements is Python: 6 ms of
+it a trial, beside as little as 13 ms on the GPU. Each driver has compiler processes of its own, so
+that no machine code passes through a third process; the cubins are shared on disk.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from typing import Any
+
+from generator.errors import NormforgeError
+from generator.evaluate.gpu.protocol import NoGpuError
+from generator.problem import Problem
+from generator.processes import shielded
+from generator.tuner.device_process import Device, Gpu, _drive
+from generator.tuner.ledger import Ledger, Task
+from generator.tuner.lifecycle import Stop
+from generator.tuner.plan import Plan
+from generator.tuner.task_runner import Watcher
+
+_LIVES = 3  # processes that one problem may cost before the run ends
+
+
+_TICK_SECONDS = 0.5
+
+
+_START_SECONDS = 300.0
+
+
+_END_SECONDS = 30.0
+
+
+class _LostError(Exception):
+    """The process of a GPU is gone."""
+
+
+class _Lane:
+    """The process of one GPU, as its parent sees it."""
+
+    def __init__(self, index: int, open_device: Callable[[int], Device], method: str) -> None:
+        context: Any = multiprocessing.get_context(method)
+        self.index = index
+        self.connection, child = context.Pipe()
+        self._process = context.Process(target=_drive, args=(child, index, open_device))
+        with shielded():
+            self._process.start()
+        child.close()
+        self.task: Task | None = None
+
+    def facts(self) -> Mapping[str, Any]:
+        """About its GPU. Raises NormforgeError when it has none."""
+        try:
+            if not self.connection.poll(_START_SECONDS):
+                raise NormforgeError(f"device {self.index} does not answer")
+            kind, value = self.receive()
+        except _LostError as lost:
+            raise NormforgeError(f"device {self.index}: {lost}") from lost
+        if kind != "facts":
+            error = NoGpuError if kind == "no gpu" else NormforgeError
+            raise error(f"device {self.index}: {value}")
+        return dict(value)
+
+    def send(self, message: object) -> None:
+        with suppress(OSError):  # it is gone, which the next `receive` finds out
+            self.connection.send(message)
+
+    def receive(self) -> tuple[str, Any]:
+        try:
+            kind, value = self.connection.recv()
+        except (EOFError, OSError) as error:
+            self._process.join(_END_SECONDS)
+            raise _LostError(f"its process died (exit {self._process.exitcode})") from error
+        return kind, value
+
+    def close(self, seconds: float = 0.0) -> None:
+        """End the process, by itself within `seconds`."""
+        if seconds:
+            self.send(None)
+            self._process.join(seconds)
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
+
+
+class Crew:
+    """Processes that have started, one for each of `devices`.
+
+    open_device: called with the index in the process of each; method: how multiprocessing starts
+    the processes. Raises NormforgeError when a device
+    cannot be had (NoGpuError where there is none), or when they are of different models.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[int],
+        open_device: Callable[[int], Device] = Gpu,
+        method: str = "spawn",
+    ) -> None:
+        self._open = lambda index: _Lane(index, open_device, method)
+        self._lanes = [self._open(index) for index in devices]
+        try:
+            facts = [lane.facts() for lane in self._lanes]
+            for lane, own in zip(self._lanes, facts, strict=True):
+                _check_same(facts[0], own, lane.index)
+        except BaseException:
+            self.close(0)
+            raise
+        self.facts = facts[0]
+        self._deaths: Counter[Problem] = Counter()
+
+    def close(self, seconds: float = _END_SECONDS) -> None:
+        for lane in self._lanes:
+            lane.send(None)
+        for lane in self._lanes:
+            lane.close(seconds)
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def search(self, plan: Plan, ledger: Ledger, stop: Stop, watcher: Watcher) -> None:
+        """Search what is open until everything is concluded. Raises KeyboardInterrupt when it is
+        to end early, after the trials under way, and NormforgeError when it cannot go on."""
+        for lane in self._lanes:
+            lane.send(plan)
+        ending, reason = False, ""
+        while not ledger.done:
+            if not self._lanes:
+                stop.check()
+                raise NormforgeError(f"{reason}; no other GPU is left to this run")
+            if stop.signal is not None and not ending:
+                ending = True
+                for lane in self._lanes:
+                    lane.send("stop")
+            for lane in self._lanes:
+                if lane.task is None and not ending:
+                    lane.task = ledger.claim()
+                    if lane.task is not None:
+                        lane.send(lane.task)
+            if not any(lane.task for lane in self._lanes):
+                stop.check()
+                watcher.waiting(ledger.wait())
+                continue
+            by_connection = {lane.connection: lane for lane in self._lanes}
+            for ready in wait(list(by_connection), _TICK_SECONDS):
+                lane = by_connection[ready]
+                try:
+                    kind, value = lane.receive()
+                except _LostError as lost:
+                    reason = self._lose(lane, str(lost), None if ending else plan, ledger)
+                    continue
+                if kind == "error":
+                    reason = self._lose(lane, value, None, ledger)
+                else:
+                    self._hear(lane, kind, value, ledger, watcher)
+
+    @staticmethod
+    def _hear(lane: _Lane, kind: str, value: Any, ledger: Ledger, watcher: Watcher) -> None:
+        """What a lane says about its task: progress, and winner, failed or open at its end."""
+        task = lane.task
+        assert task is not None
+        if kind == "progress":
+            watcher.progress(task.index, value)
+            return
+        lane.task = None
+        if kind == "open":
+            ledger.give_back(task)
+            return
+        if kind == "failed":
+            ledger.fail(task, value)
+        else:
+            ledger.conclude(task, value)
+        watcher.winner(task.index, task.problem, ledger.winners[task.problem])
+
+    def _lose(self, lane: _Lane, reason: str, plan: Plan | None, ledger: Ledger) -> str:
+        """Do without a lane: its task goes back, and with a `plan` a new process takes its place.
+        Returns what happened, as a sentence."""
+        self._lanes.remove(lane)
+        lane.close()
+        reason = f"device {lane.index}: {reason}"
+        if lane.task is not None:
+            problem = lane.task.problem
+            ledger.give_back(lane.task)
+            reason += f" while it searched {problem}"
+            self._deaths[problem] += 1
+            if plan is not None and self._deaths[problem] == _LIVES:
+                raise NormforgeError(f"{reason}, which has happened {_LIVES} times")
+            print(f"D{reason[1:]}.", file=sys.stderr, flush=True)
+        if plan is None:
+            return reason
+        fresh = self._open(lane.index)
+        try:
+            _check_same(self.facts, fresh.facts(), fresh.index)
+        except NormforgeError as error:
+            fresh.close()
+            print(f"Going on without it: {error}.", file=sys.stderr, flush=True)
+            return str(error)
+        fresh.send(plan)
+        self._lanes.append(fresh)
+        return reason
+
+
+def _check_same(facts: Mapping[str, Any], other: Mapping[str, Any], index: int) -> None:
+    """Results of different GPU models never mix."""
+    model, here = [(f["name"], f["sms"]) for f in (facts, other)]
+    if model != here:
+        raise NormforgeError(
+            f"device {index} is a {here[0]} with {here[1]} SMs, and the first one of this run a "
+            f"{model[0]} with {model[1]}: a run tunes for one model, start another for the others"
+        )

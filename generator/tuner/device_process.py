@@ -1,0 +1,104 @@
+"""Inside the process of one GPU of a run on several."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from generator.errors import NormforgeError, ProblemError
+from generator.evaluate.evaluator import Evaluator, Pool
+from generator.evaluate.gpu.evaluator import MeasuredEvaluator
+from generator.evaluate.gpu.protocol import NoGpuError
+from generator.evaluate.gpu.supervisor import Supply
+from generator.kernels.compile_pool import CompilePool
+from generator.kernels.cubin_cache import compile_variant
+from generator.processes import end_with_parent
+from generator.search.budget import Progress
+from generator.studies.leases import LeaseLostError
+from generator.studies.storage import open_storage
+from generator.target import Target
+from generator.tuner.ledger import Task
+from generator.tuner.plan import Plan
+from generator.tuner.task_runner import Driver, compilers
+
+
+class Device(Protocol):
+    """One GPU in the process that drives it."""
+
+    facts: Mapping[str, Any]
+
+    def evaluator(self, target: Target) -> Evaluator: ...
+
+    def pool(self, arch: str, processes: int) -> AbstractContextManager[Pool]: ...
+
+    def close(self) -> None: ...
+
+
+class Gpu:
+    """The real one. The worker that tells its name goes on to measure."""
+
+    def __init__(self, index: int) -> None:
+        self._supply = Supply(index)
+        self.facts: Mapping[str, Any] = self._supply.facts
+
+    def evaluator(self, target: Target) -> MeasuredEvaluator:
+        return MeasuredEvaluator(target, supply=self._supply)
+
+    def pool(self, arch: str, processes: int) -> AbstractContextManager[Pool]:
+        return CompilePool(arch, processes, compile=compile_variant)
+
+    def close(self) -> None:
+        self._supply.close()
+
+
+def _drive(connection: Connection, index: int, open_device: Callable[[int], Device]) -> None:
+    end_with_parent()
+    # A batch system sends it to every process of a job; the parent decides what ends when.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        device = open_device(index)
+    except NormforgeError as error:
+        connection.send(("no gpu" if isinstance(error, NoGpuError) else "error", str(error)))
+        return
+    connection.send(("facts", dict(device.facts)))
+    try:
+        plan = connection.recv()
+        if plan is not None:
+            _work(connection, plan, device)
+    except NormforgeError as error:
+        connection.send(("error", str(error)))
+    except EOFError:
+        pass
+    except Exception:
+        traceback.print_exc()
+        raise
+    finally:
+        device.close()
+
+
+def _work(connection: Connection, plan: Plan, device: Device) -> None:
+    """Search every task that the parent sends; None or "stop" is the end."""
+
+    def tell(event: Progress) -> None:
+        connection.send(("progress", event))
+        if connection.poll():
+            raise KeyboardInterrupt  # all that is sent meanwhile is "stop", and None
+
+    with device.pool(plan.target.arch, compilers(plan)) as pool:
+        evaluator, storage = device.evaluator(plan.target), open_storage(plan.where)
+        driver = Driver(plan, pool, evaluator, device.facts, storage)
+        while isinstance(task := connection.recv(), Task):
+            try:
+                answer: tuple[str, Any] = ("winner", driver.search(task, tell))
+            except (LeaseLostError, KeyboardInterrupt):
+                answer = ("open", None)
+            except ProblemError as error:
+                answer = ("failed", str(error))
+            connection.send(answer)
+        if isinstance(evaluator, MeasuredEvaluator) and (noise := evaluator.disturbances()):
+            print(noise, file=sys.stderr, flush=True)

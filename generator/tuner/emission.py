@@ -1,0 +1,95 @@
+"""Winners of a run to its package."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from optuna.storages import BaseStorage
+
+from generator.kernels.compile_pool import CompilePool
+from generator.kernels.nvrtc import Compiled, nvrtc_version
+from generator.kernels.precompile import cached
+from generator.kernels.variant import Variant, make_variant
+from generator.package.emit import emit_package, read_forward_table
+from generator.package.entries import Emission, Entry
+from generator.package.fallback_kernels import compile_generics
+from generator.studies.records import Winner
+from generator.studies.study_log import StudyLog
+from generator.tuner.forward import tune_forwards
+from generator.tuner.plan import Plan
+
+PACKAGE_NAME = "rmsnorm_backward"
+
+
+def _processes() -> int:
+    """Compiler processes: one core stays free for the search itself where there are several."""
+    cores = len(os.sched_getaffinity(0))
+    return cores if cores <= 2 else cores - 1
+
+
+def emit(
+    plan: Plan, winners: Sequence[Winner], storage: BaseStorage, pool: CompilePool[Variant]
+) -> Emission:
+    """Write the package with these winners and the generic kernels of their dtypes."""
+    target = plan.target
+    chosen = [make_variant(winner.config, winner.problem) for winner in winners]
+    entries = [
+        Entry(winner.problem, variant, compiled, winner.evidence, provenance(winner, storage))
+        for winner, variant, compiled in zip(winners, chosen, _compile(chosen, pool), strict=True)
+    ]
+    generics = compile_generics(target, lambda variants: _compile(variants, pool))
+    package = plan.out / PACKAGE_NAME
+    forwards = tune_forwards(
+        [winner.problem for winner in winners],
+        target,
+        plan.devices,
+        known=read_forward_table(package),
+        processes=_processes(),
+        say=lambda line: print(line, file=sys.stderr),
+    )
+    return emit_package(entries, generics, target, package, forwards)
+
+
+def _compile(variants: Sequence[Variant], pool: CompilePool[Variant]) -> list[Compiled]:
+    """All of them. No process starts for what the cache has, which after a search is nearly all."""
+    jobs = [(v, cached(v, pool.arch, pool.cache_folder) or pool.submit(v)) for v in variants]
+    return [job if isinstance(job, Compiled) else pool.result(v, job) for v, job in jobs]
+
+
+def provenance(winner: Winner, storage: BaseStorage) -> dict[str, Any]:
+    """Everything a reader of the package may ask about where a winner comes from."""
+    result = winner.result
+    machine = StudyLog(storage, winner.study).machine
+    fastest = winner.fastest_nondeterministic
+    return {
+        "gpu": machine.get("gpu", winner.target),
+        "driver": machine.get("driver"),
+        "nvrtc": machine.get("nvrtc", nvrtc_version()),
+        "torch": machine.get("torch", torch.__version__),
+        "python": machine.get("python", sys.version.split()[0]),
+        "space": winner.space_hash,
+        "study": winner.study,
+        "date": winner.date,
+        "trials": winner.trials,
+        "outcomes": dict(winner.counts),
+        "us": result.us,
+        "floor_us": result.floor_us,
+        "ratio": result.ratio,
+        "error_dx": result.error_dx,
+        "error_dw": result.error_dw,
+        "verified": result.determinism,
+        "checks": list(result.checks),
+        "note": result.note,
+        "tie": [{"variant": f.variant, "us": f.us, "ratio": f.ratio} for f in winner.tied],
+        "fastest_nondeterministic": (
+            {"variant": fastest.variant, "us": fastest.us, "ratio": fastest.ratio}
+            if fastest
+            else None
+        ),
+        "price_of_determinism": winner.price_of_determinism,
+        "reason": winner.reason,
+    }

@@ -1,0 +1,97 @@
+"""What one tuning run is to do, and how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from generator.problem import Problem
+from generator.search.budget import Budget
+from generator.space.load import load_space
+from generator.space.space import Space
+from generator.studies.records import study_name
+from generator.studies.storage import JOURNAL_NAME, is_shared
+from generator.target import Target
+
+TRIALS = {"measured": 400, "predicted": 64}
+"""Trials of one problem unless the caller says otherwise."""
+
+
+FINALISTS = 8
+
+
+# Least squares over the 52 studies of generated/h200 (400 trials each, 7.6 s to 64 s).
+_SECONDS_PER_PROBLEM = 7.5
+
+
+_SECONDS_PER_GIGABYTE = 8.4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do. trials: of each problem; seconds: of search in the whole run, in equal shares for
+    the problems, None for no limit; storage: a database URL or None for the journal in `out`;
+    devices: indices of the GPUs of this machine that measure, none to predict."""
+
+    target: Target
+    problems: tuple[Problem, ...]
+    space_file: Path
+    out: Path
+    trials: int
+    seconds: float | None = None
+    storage: str | None = None
+    seed: int = 0
+    devices: tuple[int, ...] = ()
+
+    @property
+    def evidence(self) -> str:
+        """`measured` or `predicted`."""
+        return "measured" if self.devices else "predicted"
+
+    @property
+    def lanes(self) -> int:
+        """Searches at the same time in this run, on this machine."""
+        return max(1, len(self.devices))
+
+    @property
+    def space(self) -> Space:
+        """Read from its file in every process: a space holds compiled rules."""
+        return _load_once(self.space_file)
+
+    @property
+    def where(self) -> str | Path:
+        """Where the studies are: what `generator.studies.storage.open_storage` takes."""
+        return self.storage or self.out / JOURNAL_NAME
+
+    @property
+    def shared(self) -> bool:
+        """Whether other runs may search the same problems at the same time."""
+        return is_shared(self.storage)
+
+    @property
+    def budget(self) -> Budget:
+        """Of one problem."""
+        seconds = self.seconds and self.seconds * self.lanes / len(self.problems)
+        return Budget(self.trials, seconds, FINALISTS)
+
+    def study(self, problem: Problem) -> str:
+        """The name of the study of a problem."""
+        return study_name(problem, self.target, self.evidence, self.space)
+
+
+@cache
+def _load_once(path: Path) -> Space:
+    return load_space(path)
+
+
+def longest_first(problems: Sequence[Problem]) -> list[Problem]:
+    """The order in which several GPUs take problems, so that they end at about the same time."""
+    return sorted(problems, key=expected_seconds, reverse=True)
+
+
+def expected_seconds(problem: Problem) -> float:
+    """Seconds of 400 trials on an H200. Only the ratios of problems count, and other GPUs have
+    much the same ones."""
+    return _SECONDS_PER_PROBLEM + _SECONDS_PER_GIGABYTE * problem.traffic_bytes / 1e9

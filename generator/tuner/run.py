@@ -1,0 +1,95 @@
+"""One tuning run: every problem searched, its winner emitted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from generator.emulate.evaluator import RehearsingPredictor
+from generator.evaluate.gpu.evaluator import MeasuredEvaluator
+from generator.kernels.compile_pool import CompilePool
+from generator.kernels.cubin_cache import compile_variant
+from generator.kernels.forward import ForwardVariant
+from generator.kernels.precompile import compiling_ahead
+from generator.kernels.variant import Variant
+from generator.package.emit import check_package, read_forward_table
+from generator.package.entries import Emission
+from generator.package.fallback_kernels import first_choices, generic_variants
+from generator.problem import Problem
+from generator.studies.records import Winner
+from generator.studies.storage import open_storage
+from generator.studies.work_queue import open_queue
+from generator.tuner.device_pool import Crew
+from generator.tuner.emission import PACKAGE_NAME, emit
+from generator.tuner.forward import forwards_to_compile, unsettled
+from generator.tuner.ledger import Ledger
+from generator.tuner.lifecycle import running
+from generator.tuner.plan import Plan
+from generator.tuner.task_runner import Driver, Watcher, compilers, search_here
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out: winners (None where nothing may win) in the order of the problems, failures
+    (why a problem has no answer from this run), and the emission, None when there was nothing to
+    emit."""
+
+    winners: tuple[tuple[Problem, Winner | None], ...]
+    emission: Emission | None
+    interrupted: bool
+    failures: Mapping[Problem, str]
+
+
+def check_problems(plan: Plan) -> None:
+    """Raise NormforgeError, before anything is searched, for a problem that no config serves."""
+    for problem in plan.problems:
+        plan.space.sample(problem, plan.target, random.Random(0))
+
+
+def tune(plan: Plan, workforce: MeasuredEvaluator | Crew | None, watcher: Watcher) -> Outcome:
+    """Search every problem of the plan and emit the winners.
+
+    workforce: who measures, None to predict. Finished problems of an earlier run with the same
+    storage return at once. Ctrl-C ends the run after the trial under way and emits what has been
+    found. With a shared storage any number of runs may do the same plan at the same time: each
+    problem is searched and concluded by one of them, and all of them end with the same winners.
+    """
+    check_problems(plan)
+    check_package(plan.out / PACKAGE_NAME, plan.target)
+    interrupted = False
+    with (
+        running(plan.out, plan.shared) as stop,
+        CompilePool(plan.target.arch, compilers(plan), compile=compile_variant) as pool,
+    ):
+        storage = open_storage(plan.where)
+        queue = open_queue(plan.storage)
+        ledger = Ledger(plan, queue)
+        try:
+            with compiling_ahead(foreseen(plan), plan.target.arch):
+                if isinstance(workforce, Crew):
+                    workforce.search(plan, ledger, stop, watcher)
+                else:
+                    evaluator = workforce or RehearsingPredictor(plan.target)
+                    facts = workforce.facts if workforce else {}
+                    driver = Driver(plan, pool, evaluator, facts, storage)
+                    search_here(driver, ledger, stop, watcher)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            queue.close()
+        winners = [(p, ledger.winners[p]) for p in plan.problems if p in ledger.winners]
+        found = [winner for _, winner in winners if winner is not None]
+        emission = emit(plan, found, storage, pool) if found else None
+    return Outcome(tuple(winners), emission, interrupted, ledger.failures)
+
+
+def foreseen(plan: Plan) -> list[Variant | ForwardVariant]:
+    """The kernels that the package will need whatever the search finds, in the order in which it
+    does. None for a predicted run, whose search leaves no core idle."""
+    if not plan.devices:
+        return []
+    known = read_forward_table(plan.out / PACKAGE_NAME)
+    shapes = unsettled(plan.problems, plan.target, plan.devices, known)
+    generics = first_choices(generic_variants(plan.target))
+    return [*generics, *forwards_to_compile(shapes, plan.target)]

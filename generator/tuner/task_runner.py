@@ -1,0 +1,127 @@
+"""One GPU's part in a run: the search of whole problems, one after the other."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from optuna.storages import BaseStorage
+
+from generator.errors import NormforgeError, ProblemError
+from generator.evaluate.evaluator import Evaluator, Pool
+from generator.kernels.nvrtc import nvrtc_version
+from generator.problem import Problem
+from generator.search.budget import Progress
+from generator.search.search import search_problem
+from generator.studies.leases import LeaseLostError
+from generator.studies.postgres import SharedStorage
+from generator.studies.records import Winner
+from generator.tuner.ledger import Ledger, Task
+from generator.tuner.lifecycle import Stop
+from generator.tuner.plan import Plan
+
+MAX_COMPILERS = 15
+"""Compiler processes of one GPU. What it measures in a second costs six cores to compile, and a
+proposal with more than this many before it knows too little of what was measured."""
+
+
+class Watcher(Protocol):
+    """Who is told how a run goes; generator.tuner.display.Status is one."""
+
+    def progress(self, index: int, event: Progress) -> None:
+        """index: place of the problem in the plan."""
+        ...
+
+    def winner(self, index: int, problem: Problem, winner: Winner | None) -> None:
+        """A problem is concluded."""
+        ...
+
+    def waiting(self, holders: Mapping[Problem, str]) -> None:
+        """There is nothing to do until others are done: who has which problem."""
+        ...
+
+
+def compilers(plan: Plan) -> int:
+    """Compiler processes of each of the plan's drivers: every driver keeps a core for itself where
+    there are several."""
+    cores = len(os.sched_getaffinity(0))
+    each = max(1, cores // plan.lanes)
+    free = each if cores <= 2 else max(1, each - 1)
+    return free if plan.evidence == "predicted" else min(free, MAX_COMPILERS)
+
+
+class Driver:
+    """Searches problems of a plan with one evaluator. facts: of the GPU that measures, empty where
+    none does."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        pool: Pool,
+        evaluator: Evaluator,
+        facts: Mapping[str, Any],
+        storage: BaseStorage,
+    ) -> None:
+        self.plan, self.pool, self.evaluator, self.storage = plan, pool, evaluator, storage
+        self.machine = {
+            "gpu": facts.get("name", f"{plan.target.name} (absent)"),
+            "driver": facts.get("driver"),
+            "nvrtc": nvrtc_version(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+
+    def search(self, task: Task, on_progress: Callable[[Progress], None]) -> Winner | None:
+        """The winner of a claimed problem. Raises LeaseLostError when the claim is void by now,
+        and what `search_problem` raises."""
+        plan = self.plan
+        if plan.study(task.problem) != task.lease.study:
+            raise NormforgeError(f"{plan.space_file} was changed meanwhile: start the run again")
+        if isinstance(self.storage, SharedStorage):
+            self.storage.lease = task.lease
+        try:
+            return search_problem(
+                task.problem,
+                plan.target,
+                plan.space,
+                self.pool,
+                self.evaluator,
+                self.storage,
+                plan.budget,
+                seed=plan.seed,
+                machine=self.machine,
+                on_progress=on_progress,
+            )
+        finally:
+            if isinstance(self.storage, SharedStorage):
+                self.storage.lease = None
+
+
+def search_here(driver: Driver, ledger: Ledger, stop: Stop, watcher: Watcher) -> None:
+    """Search what is open until everything is concluded. Raises KeyboardInterrupt when it is to
+    end early."""
+    while not ledger.done:
+        stop.check()
+        task = ledger.claim()
+        if task is None:
+            watcher.waiting(ledger.wait())
+            continue
+
+        def tell(event: Progress, index: int = task.index) -> None:
+            watcher.progress(index, event)
+            stop.check()
+
+        try:
+            winner = driver.search(task, tell)
+        except LeaseLostError:
+            ledger.give_back(task)
+            continue
+        except ProblemError as error:
+            ledger.fail(task, str(error))
+            winner = None
+        else:
+            ledger.conclude(task, winner)
+        watcher.winner(task.index, task.problem, winner)

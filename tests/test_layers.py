@@ -1,0 +1,124 @@
+"""Packages import in one direction only, and no two modules import each other."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from generator.paths import REPOSITORY
+
+LAYERS = (
+    *("errors paths processes runtime", "problem target result", "operations", "kernels"),
+    *("space", "evaluate", "studies", "package", "emulate", "search", "tuner", "report", "cli"),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
+MOST_LINES = 320
+LONG = {"generator/package/fallback_kernels.py": 360}
+"""Modules that may be longer. Shorten one, and lower its number."""
+
+
+def modules(folder: Path = REPOSITORY / "generator") -> dict[str, Path]:
+    """Every module of the generator by its dotted name."""
+    found = {}
+    for path in folder.rglob("*.py"):
+        parts = path.relative_to(folder.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(name: str, path: Path, known: dict[str, Path]) -> list[tuple[str, int, bool]]:
+    """What a module imports from the generator: module, line, and whether it does so at its top
+    level. A package counts only where nothing below it is meant."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    tree = ast.parse(path.read_text())
+    top = set(tree.body) | {
+        node
+        for block in tree.body
+        if isinstance(block, ast.If | ast.Try)
+        for node in ast.walk(block)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *filter(None, [node.module])])
+            names = [(base, alias.name) for alias in node.names]
+        else:
+            continue
+        for base, alias in names:
+            target = f"{base}.{alias}" if f"{base}.{alias}" in known else base
+            if target in known:
+                found.append((target, node.lineno, node in top))
+    return found
+
+
+def level(module: str) -> int:
+    return LEVEL[module.split(".")[1]]
+
+
+def against_the_order(folder: Path = REPOSITORY / "generator") -> list[str]:
+    """Every import from a package that is not left of the importing one."""
+    known = modules(folder)
+    return [
+        f"{path.relative_to(folder.parent)}:{line} imports {target}, which is to its right"
+        for name, path in known.items()
+        for target, line, _ in imports(name, path, known)
+        if name != "generator" and target != "generator"
+        if level(target) > level(name)
+    ]
+
+
+def test_imports_go_one_way() -> None:
+    assert against_the_order() == []
+
+
+def test_no_two_modules_import_each_other() -> None:
+    known = modules()
+    graph = {
+        name: {target for target, _, top in imports(name, path, known) if top and target != name}
+        for name, path in known.items()
+    }
+    for name, path in known.items():
+        if path.name == "__init__.py":  # what a package offers is imported from below it
+            graph[name] = set()
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
+
+
+def test_an_import_against_the_order_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "generator"
+    (folder / "kernels").mkdir(parents=True)
+    (folder / "search").mkdir()
+    (folder / "kernels" / "render.py").write_text("def f():\n    from generator.search import x\n")
+    (folder / "search" / "x.py").write_text("")
+    (folder / "errors.py").write_text("")
+    assert against_the_order(folder) == [
+        "generator/kernels/render.py:2 imports generator.search.x, which is to its right"
+    ]
+
+
+def test_the_command_line_stays_in_its_module() -> None:
+    said = [
+        str(path.relative_to(REPOSITORY))
+        for name, path in modules().items()
+        if "argparse" in path.read_text() and level(name if "." in name else "x.cli") < LEVEL["cli"]
+    ]
+    assert said == ["generator/emulate/__main__.py"]  # a command of its own
+
+
+def test_a_module_is_read_in_one_sitting() -> None:
+    long = {}
+    for path in modules().values():
+        lines, name = len(path.read_text().splitlines()), str(path.relative_to(REPOSITORY))
+        if lines > LONG.get(name, MOST_LINES):
+            long[name] = lines
+    assert long == {}
