@@ -21,7 +21,7 @@ from generator.target import (
     load_targets,
     match_device,
 )
-from tests.samples import targets
+from tests.support.samples import targets
 
 NUMBERS = ("sms", "l2_mib", "bandwidth_gbs", "clock_mhz")
 LIMITS = (

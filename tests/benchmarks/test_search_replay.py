@@ -1,0 +1,318 @@
+"""Sweeps, their recordings, and the search replayed in one, which holds its efficiency."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import pytest
+import yaml
+from optuna.storages import InMemoryStorage
+
+from benchmarks.search_replay.__main__ import main as command
+from benchmarks.search_replay.recording import (
+    NARROW_FILE,
+    NEAR,
+    RECORDING_FILE,
+    REPEATS,
+    Narrow,
+    Recording,
+    load_narrow,
+    narrow,
+    record,
+)
+from benchmarks.search_replay.replay import (
+    CLOSE,
+    Replayed,
+    at_random,
+    by_tpe,
+    by_tuner,
+    compare,
+    table,
+)
+from generator.errors import NormforgeError
+from generator.kernels.geometry import Config, determinism_class
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.variant import Variant
+from generator.problem import Problem
+from generator.result import Result
+from generator.search.budget import Budget
+from generator.search.search import search_problem
+from generator.space.legal_configs import LegalConfigs
+from generator.space.load import load_space
+from generator.studies.records import Record, study_name
+from generator.studies.study_log import StudyLog
+from generator.target import find_target
+from tests.support.synthetic import PROBLEM, TARGET, FakeEvaluator, FakePool, digest, timed
+
+SPACE = load_space()
+VALUES: Mapping[str, Sequence[int | str]] = {
+    "strategy": ["separate", "last_cta", "atomic"],
+    "pipeline": ["bulk", "async"],
+    "stages": [3, 2],
+    "threads_per_row": [128, 64],
+    "rows_per_cta": [1, 2, 4],
+    "rows_in_flight": [1, 2],
+    "ctas_per_sm": [1, 2, 3],
+    "reload": ["none", "smem"],
+}
+SWEPT = Narrow(PROBLEM, narrow(SPACE, VALUES, "test"))
+
+
+def cost(variant: Variant) -> float:
+    """Between 1.1 and 1.5: never so slow that a search would give it up early."""
+    knobs = (variant["threads_per_row"] == 64, variant["rows_per_cta"] == 2, variant["stages"] == 3)
+    tail = {"separate": 0.1, "last_cta": 0.2, "atomic": 0.08}[variant["strategy"]]
+    rugged = int(digest(sorted(variant.config.items()))[:8], 16) / 2**32
+    return 1.0 + tail + 0.05 * (3 - sum(knobs)) + 0.05 * rugged
+
+
+class Shaky(FakeEvaluator):
+    """Each measurement of a variant is a little higher than the one before; `breaking` variants are
+    wrong from the second on. Notes whether anything was to be given up early."""
+
+    def __init__(self, breaking: str = "") -> None:
+        super().__init__(cost)
+        self.times: dict[str, int] = {}
+        self.breaking = breaking
+        self.hurried = False
+
+    def evaluate(
+        self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
+    ) -> Result:
+        self.hurried |= best_us is not None
+        key = repr(sorted(variant.config.items()))
+        count = self.times[key] = self.times.get(key, 0) + 1
+        if count > 1 and variant["strategy"] == self.breaking:
+            return Result("wrong", note="planted")
+        result = super().evaluate(problem, variant, compiled, best_us)
+        return timed(cost(variant) + 0.001 * (count - 1), result.outcome, result.determinism)
+
+
+def sweep(evaluator: FakeEvaluator) -> Recording:
+    facts = {"gpu": "made up"}
+    return record(SWEPT, TARGET, FakePool(), evaluator, InMemoryStorage(), facts)
+
+
+@pytest.fixture(scope="module")
+def recording() -> Recording:
+    return sweep(FakeEvaluator(cost))
+
+
+def test_a_sweep_tries_every_legal_config_and_checks_each_one_whole() -> None:
+    evaluator = Shaky()
+    recording = sweep(evaluator)
+    legal = LegalConfigs(SWEPT.space, PROBLEM, TARGET).first(10_000)
+    assert len(recording.entries) == len(legal) > 200
+    assert {recording.key(config) for config in legal} == set(recording.entries)
+    assert not evaluator.hurried
+
+
+def test_what_is_near_the_best_is_measured_again_and_has_the_median() -> None:
+    evaluator = Shaky()
+    recording = sweep(evaluator)
+    best = recording.optimum
+    again = 0
+    for config in LegalConfigs(SWEPT.space, PROBLEM, TARGET).first(10_000):
+        result, _ = recording.entries[recording.key(config)]
+        assert result.ratio is not None
+        first = cost(Variant(config, PROBLEM.N, PROBLEM.dtype, PROBLEM.weight_dtype))
+        if first <= (best - 0.001) * NEAR:
+            assert result.ratio == pytest.approx(first + 0.001)
+            again += 1
+        else:
+            assert result.ratio == first
+    assert 0 < again < len(recording.entries)
+    assert sum(evaluator.times.values()) == len(recording.entries) + REPEATS * again
+
+
+def test_a_variant_that_fails_in_a_repeat_may_not_win() -> None:
+    recording = sweep(Shaky(breaking="separate"))
+    outcomes = {
+        result.outcome
+        for key, (result, _) in recording.entries.items()
+        if key[list(recording.values).index("strategy")] == "separate"
+        and (result.ratio or 0) <= recording.optimum
+    }
+    assert outcomes <= {"wrong"}
+
+
+def test_a_recording_survives_its_file(recording: Recording, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.json.xz"
+    recording.save(path)
+    again = Recording.load(path)
+    assert (again.problem, again.gpu, again.values) == (
+        *(recording.problem, recording.gpu),
+        {name: tuple(values) for name, values in recording.values.items()},
+    )
+    assert again.entries.keys() == recording.entries.keys()
+    assert again.optimum == pytest.approx(recording.optimum, abs=1e-5)
+    for key, (result, cubin) in recording.entries.items():
+        other, other_cubin = again.entries[key]
+        assert (other.outcome, other_cubin) == (result.outcome, cubin)
+        assert other.ratio == pytest.approx(result.ratio, abs=1e-5)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_no_recording_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.json.xz"
+    with pytest.raises(NormforgeError, match="cannot read the recording"):
+        Recording.load(path)
+    path.write_bytes(b"not packed")
+    with pytest.raises(NormforgeError, match="cannot read the recording"):
+        Recording.load(path)
+    path.write_bytes(lzma.compress(json.dumps({"format": 0}).encode()))
+    with pytest.raises(NormforgeError, match="record it again"):
+        Recording.load(path)
+
+
+def test_narrowing_refuses_what_the_space_does_not_have(tmp_path: Path) -> None:
+    for values, message in (
+        ({"colour": ["red"]}, "no knob 'colour'"),
+        ({"stages": [3, 77]}, "knob 'stages' takes"),
+        ({"stages": []}, "knob 'stages' takes"),
+        ({"stages": 3}, "knob 'stages' takes"),
+    ):
+        with pytest.raises(NormforgeError, match=message):
+            narrow(SPACE, values, "file")  # type: ignore[arg-type]
+    path = tmp_path / "narrow.yaml"
+    path.write_text("problem: 4096x4096:bf16\n")
+    with pytest.raises(NormforgeError, match="'problem', 'values' and perhaps 'rules'"):
+        load_narrow(path)
+    for rules, message in (
+        ("7", "'rules' is a list"),
+        ("[{id: a}]", "a rule has exactly id, require and say"),
+        ("[{id: a, require: colour == 1, say: b}]", "colour"),
+    ):
+        path.write_text(f"problem: 4096x4096:bf16\nvalues: {{}}\nrules: {rules}\n")
+        with pytest.raises(NormforgeError, match=message):
+            load_narrow(path)
+
+
+def test_a_sweep_may_have_rules_of_its_own_which_its_recording_keeps(
+    tmp_path: Path, recording: Recording
+) -> None:
+    path = tmp_path / "narrow.yaml"
+    rule = {"id": "few", "require": "stages == 2", "say": "no {stages} stages here"}
+    text = {"problem": "4096x4096:bf16", "values": {"stages": [2, 3]}, "rules": [rule]}
+    path.write_text(yaml.safe_dump(text))
+    swept = load_narrow(path)
+    assert [r.id for r in swept.space.rules] == [*(r.id for r in SPACE.rules), "few"]
+    kept = replace(recording, rules=swept.rules)
+    kept.save(tmp_path / "kept.json.xz")
+    again = Recording.load(tmp_path / "kept.json.xz")
+    assert again.rules == ({**rule},)
+    assert again.space(SPACE).rules[-1].id == "few"
+    assert recording.space(SPACE).rules == SPACE.rules
+
+
+def test_a_knob_that_is_not_named_keeps_its_first_value() -> None:
+    narrowed = narrow(SPACE, {"stages": [2, 4]}, "test")
+    for before, after in zip(SPACE.knobs, narrowed.knobs, strict=True):
+        assert after.values == ((2, 4) if before.name == "stages" else before.values[:1])
+
+
+def test_replayed_and_live_searches_are_the_same_search(recording: Recording) -> None:
+    storage = InMemoryStorage()
+    search_problem(
+        *(PROBLEM, TARGET, SWEPT.space, FakePool(), FakeEvaluator(cost), storage),
+        Budget(trials=60, sweep_limit=50),
+        seed=3,
+    )
+    name = study_name(PROBLEM, TARGET, "measured", SWEPT.space)
+    live = [Record.from_trial(trial) for trial in StudyLog(storage, name).trials()]
+    assert len(live) == 60
+    replayed = by_tuner(Replayed(recording, FakePool.processes), 60, 3)
+    assert replayed == [record.ratio if record.feasible else inf for record in live]
+
+
+@pytest.mark.parametrize("search", [at_random, by_tpe, by_tuner])
+def test_a_search_is_fixed_by_its_seed_and_stays_within_its_budget(
+    recording: Recording,
+    search,  # type: ignore[no-untyped-def]
+) -> None:
+    replayed = Replayed(recording)
+    first = search(replayed, 40, 1)
+    assert len(first) == 40
+    assert first == search(Replayed(recording), 40, 1)
+    assert first != search(replayed, 40, 2)
+    assert min(first) < inf
+
+
+def test_random_search_draws_each_config_that_may_win_once(recording: Recording) -> None:
+    replayed = Replayed(recording)
+    assert all(determinism_class(config) != "none" for config in replayed.configs)
+    ratios = at_random(replayed, 10_000, 0)
+    assert len(ratios) == len(replayed.configs)
+    assert min(ratios) == recording.optimum
+
+
+def test_far_slower_than_the_best_so_far_is_slow_as_on_the_gpu(recording: Recording) -> None:
+    replayed = Replayed(recording)
+    config = replayed.configs[0]
+    variant = Variant(config, PROBLEM.N, PROBLEM.dtype, PROBLEM.weight_dtype)
+    compiled = replayed.submit(variant).result()
+    whole = replayed.evaluate(PROBLEM, variant, compiled, None)
+    assert whole.outcome == "ok"
+    assert whole.us is not None
+    assert replayed.evaluate(PROBLEM, variant, compiled, whole.us / 1.5).outcome == "ok"
+    assert replayed.evaluate(PROBLEM, variant, compiled, whole.us / 1.7).outcome == "slow"
+
+
+def test_what_was_not_recorded_is_told_and_not_invented(recording: Recording) -> None:
+    kept = dict(list(recording.entries.items())[1:])
+    replayed = Replayed(replace(recording, entries=kept))
+    missing: Config = LegalConfigs(SWEPT.space, PROBLEM, TARGET).first(1)[0]
+    with pytest.raises(NormforgeError, match="was not recorded"):
+        replayed.ratio(missing)
+
+
+def test_the_comparison_counts_what_its_searches_found(recording: Recording) -> None:
+    compared = compare(recording, 4, checkpoints=(10, 40), processes=1)
+    assert [row.name for row in compared] == ["random", "TPE alone", "this tuner"]
+    paths = [at_random(Replayed(recording), 40, seed) for seed in range(4)]
+    reached = [recording.optimum / min(path[:10]) for path in paths]
+    assert compared[0].reached[0] == pytest.approx(sum(reached) / 4)
+    assert compared[0].close[0] == sum(share >= 1 / (1 + CLOSE) for share in reached) / 4
+    assert all(row.reached == tuple(sorted(row.reached)) for row in compared)
+    assert "this tuner" in table(recording, compared, (10, 40))
+
+
+def test_recording_needs_the_gpu(tmp_path: Path) -> None:
+    with pytest.raises(NormforgeError, match="where the GPU is"):
+        command(["--gpu", "gb200", "--record", str(tmp_path / "x.json.xz")])
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- The sweep of an H200 ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def swept() -> Recording:
+    return Recording.load(RECORDING_FILE)
+
+
+def test_the_recorded_sweep_covers_every_config_that_is_legal_today(swept: Recording) -> None:
+    known = load_narrow(NARROW_FILE)
+    assert (known.problem, swept.gpu) == (swept.problem, "h200")
+    legal = LegalConfigs(known.space, known.problem, find_target(swept.gpu)).first(5000)
+    assert 3000 <= len(legal) <= 4500
+    missing = [config for config in legal if swept.key(config) not in swept.entries]
+    assert missing == [], "the space has changed: sweep again"
+
+
+def test_the_search_is_within_2_percent_of_the_optimum_after_100_evaluations(
+    swept: Recording,
+) -> None:
+    """In at least 90 % of 16 seeds, and in most after 50; the benchmark has the table
+    of 50 seeds. Random search must do clearly worse, or this would hold nothing."""
+    names = ("random", "this tuner")
+    lucky, ours = compare(swept, 16, names, checkpoints=(50, 100), processes=1)
+    assert ours.close[1] >= 0.9
+    assert ours.close[0] >= 0.75
+    assert lucky.close[0] < 0.75
+    assert ours.reached[0] > lucky.reached[0]

@@ -1,0 +1,130 @@
+"""benchmarks/untuned.py: what it draws, and what a row says of the kernels."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from benchmarks import untuned
+from benchmarks.untuned import draw, kernels, named
+from generator.paths import GENERATED
+from generator.problem import Problem
+from generator.runtime.api import Package
+from generator.target import find_target
+
+COMMITTED = GENERATED / "h200" / "rmsnorm_backward"
+TARGET = find_target("h200")
+
+
+@pytest.fixture(scope="module")
+def package() -> Package:
+    return Package(COMMITTED)
+
+
+def test_drawn_shapes_are_new_and_the_same_for_the_same_seed(package: Package) -> None:
+    cases = draw(package, 20, 10, seed=3)
+    assert [kind for kind, _ in cases] == ["M"] * 20 + ["N"] * 10
+    assert cases == draw(package, 20, 10, seed=3) != draw(package, 20, 10, seed=4)
+    tuned = {(t.M, t.N) for t in package.table.tuned if t.dtype == "bf16"}
+    widths = {N for _, N in tuned}
+    for kind, problem in cases:
+        assert (problem.M, problem.N) not in tuned
+        assert (problem.N in widths) == (kind == "M")
+        assert 1000 <= problem.M <= 100_000 and problem.N <= 16384
+        assert problem.M * problem.N <= 1 << 29
+
+
+def test_given_shapes_say_what_of_them_is_unknown(package: Package) -> None:
+    cases = named(package, "1205x3072:bf16,68240x3890:bf16")
+    assert [(kind, str(p)) for kind, p in cases] == [
+        ("M", "1205x3072:bf16"),
+        ("N", "68240x3890:bf16"),
+    ]
+
+
+@pytest.mark.parametrize(("N", "how"), [(1024, "nearest"), (1000, "generic"), (20001, "none")])
+def test_row_names_the_kernel_of_the_module_and_the_found_one(
+    package: Package, N: int, how: str
+) -> None:
+    config = {"strategy": "separate", "threads_per_row": 64}
+    winner: Any = SimpleNamespace(variant="separate_async2_n1000", config=config)
+    row = kernels(Problem(4097, N, "bf16", "bf16"), winner, package)
+    assert (row["shape"], row["how"]) == (f"4097x{N}:bf16", how)
+    assert (row["tuned"], row["tuned_config"]) == (winner.variant, config)
+    if how == "none":
+        assert row["ours_kernel"] is None
+    else:
+        assert (COMMITTED / "kernels" / f"{row['ours_kernel']}.cubin").exists()
+
+
+class FakeGpu:
+    """What the command needs of a measuring evaluator."""
+
+    facts: ClassVar[dict[str, str]] = {"name": "a GPU"}
+
+    def close(self) -> None:
+        pass
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str, fail_at: int = 99
+) -> tuple[int, list[str]]:
+    """The exit code and the shapes that were searched; the search of number `fail_at` is killed."""
+    searched: list[str] = []
+
+    def search(problem: Problem, *_: object, **__: object) -> object:
+        if len(searched) == fail_at:
+            raise KeyboardInterrupt
+        searched.append(str(problem))
+        return SimpleNamespace(variant="v", config={})
+
+    def timed(problem: Problem, *_: object) -> dict[str, object]:
+        return {
+            **{"shape": str(problem), "how": "nearest"},
+            **{"ours_over_tuned": 1.0, "ours_over_aten": 0.5},
+        }
+
+    monkeypatch.setattr(untuned, "choose_target", lambda *_: (TARGET, FakeGpu(), "Measuring."))
+    monkeypatch.setattr(untuned, "CompilePool", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(untuned, "Session", lambda *_: None)
+    monkeypatch.setattr(untuned, "search_problem", search)
+    monkeypatch.setattr(untuned, "compare", timed)
+    code = untuned.main(["--module", str(COMMITTED), "--out", str(out), *arguments])
+    return code, searched
+
+
+def test_results_of_every_shape_are_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "found.json"
+    code, searched = run(monkeypatch, out, "--rows", "3", "--widths", "2")
+    rows = json.loads(out.read_text())["rows"]
+    assert (code, [row["shape"] for row in rows]) == (0, searched)
+    assert [row["unknown"] for row in rows] == ["M"] * 3 + ["N"] * 2
+    assert out.with_suffix(".journal").exists(), "the studies stay: a stopped run goes on"
+
+
+def test_used_up_seconds_leave_shapes_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(untuned, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    out = tmp_path / "found.json"
+    code, searched = run(monkeypatch, out, "--rows", "5", "--widths", "0", "--seconds", "3.5")
+    assert (code, len(searched)) == (1, 3)
+    assert len(json.loads(out.read_text())["rows"]) == 3
+    assert "2 shapes are left" in capsys.readouterr().err
+
+
+def test_a_killed_search_leaves_the_studies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "found.json"
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, out, "--rows", "3", "--widths", "0", fail_at=2)
+    assert out.with_suffix(".journal").exists()

@@ -1,0 +1,445 @@
+"""The command line on a machine without the GPU it tunes for: results, resuming, bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+import yaml
+
+import tune
+from generator.cli import main as cli
+from generator.kernels.cubin_cache import CubinCache, compile_variant
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.render import render
+from generator.kernels.variant import Variant, make_variant
+from generator.package.fallback_kernels import compile_generics
+from generator.problem import Problem, load_problems
+from generator.runtime.forward_table import ForwardTable
+from generator.runtime.table import Table
+from generator.space.load import SPACE_FILE
+from generator.studies.storage import JOURNAL_NAME
+from generator.target import find_target
+from generator.tuner import run
+from generator.tuner.display import Status
+from generator.tuner.emission import PACKAGE_NAME
+from generator.tuner.plan import Plan
+from generator.tuner.run import Outcome
+from tests.support.runs import command, kill_and_resume, trials
+from tests.support.samples import sm_of
+
+GB200 = find_target("gb200")
+SMOKE = ["--gpu", "gb200", "--shapes", "smoke", "--trials", "6", "--json"]
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    """Every file and folder below, with the content of the files."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def variant_of(row: dict[str, Any]) -> Variant:
+    """The winner in a row of the JSON document."""
+    problem = Problem(row["M"], row["N"], row["dtype"], row["weight_dtype"])
+    return make_variant(row["config"], problem)
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    """The output folder of a finished run, its JSON document, and what it said on stderr."""
+    out = tmp_path_factory.mktemp("first") / "gb200"
+    done = subprocess.run(
+        command(*SMOKE, "--out", str(out)), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return out, json.loads(done.stdout), done.stderr
+
+
+@pytest.fixture
+def out(first_run: tuple[Path, dict[str, Any], str], tmp_path: Path) -> Path:
+    """A copy of that folder, to be changed."""
+    return Path(shutil.copytree(first_run[0], tmp_path / "gb200"))
+
+
+@pytest.fixture
+def rerun(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command line in this process: exit code, stdout and stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        try:
+            code = tune.main(list(arguments))
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+        captured = capfd.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+# ---- A run ---------------------------------------------------------------------------------------
+
+
+def test_run_without_the_gpu_predicts_and_says_so(
+    first_run: tuple[Path, dict[str, Any], str],
+) -> None:
+    out, document, said = first_run
+    assert said.startswith("No gb200 here")
+    assert "nothing is measured" in said.splitlines()[0]
+    assert document["gpu"] == "gb200"
+    assert document["evidence"] == "predicted"
+    assert document["package"] == str(out / PACKAGE_NAME)
+    rows = document["shapes"]
+    assert [Problem(r["M"], r["N"], r["dtype"], r["weight_dtype"]) for r in rows] == (
+        load_problems("smoke")
+    )
+    assert [Problem.parse(row["shape"]) for row in rows] == load_problems("smoke")
+    for row in rows:
+        assert row["us"] > 0
+        assert row["evidence"] == "predicted"
+        assert row["determinism"] == "unverified"
+        assert row["strategy"] == row["config"]["strategy"]
+        assert row["trials"] == 6 == sum(row["outcomes"].values())
+        assert variant_of(row).id == row["variant"]
+    assert len(trials(out)) == 18
+
+
+def test_every_kernel_of_the_module_is_for_the_target_and_has_no_spills(
+    first_run: tuple[Path, dict[str, Any], str],
+) -> None:
+    out, document, _ = first_run
+    package = out / PACKAGE_NAME
+    cubins = {path.name: path.read_bytes() for path in package.glob("kernels/*.cubin")}
+    assert all(sm_of(cubin) == 100 for cubin in cubins.values())
+    winners = [variant_of(row) for row in document["shapes"]]
+    table = Table.load(package)
+    digests = {kernel.spec.name: kernel.digest for kernel in table.kernels()}
+
+    def compile(variants: list[Variant]) -> list[Compiled]:
+        return [compile_variant(variant, "sm_100a") for variant in variants]
+
+    made = [*zip(winners, compile(winners), strict=True), *compile_generics(GB200, compile)]
+    for variant, compiled in made:
+        assert compiled.spills == 0
+        assert digests.pop(variant.id) == compiled.digest
+    assert not digests, "kernels of unknown origin"
+    forward = ForwardTable.load(package)
+    assert forward is not None
+    files = [kernel.file for kernel in (*table.kernels(), *forward.kernels())]
+    assert len(cubins) == len(set(files))
+
+
+def test_finished_run_answers_again_without_a_trial(
+    out: Path,
+    first_run: tuple[Path, dict[str, Any], str],
+    rerun: Callable[..., tuple[int, str, str]],
+) -> None:
+    before = snapshot(out)
+    code, stdout, _ = rerun(*SMOKE, "--out", str(out))
+    assert code == 0
+    document = json.loads(stdout)
+    assert document["shapes"] == first_run[1]["shapes"]
+    assert document["seconds"] < first_run[1]["seconds"]
+    assert snapshot(out) == before
+
+
+def test_table_names_every_shape_its_winner_and_the_evidence(
+    out: Path, rerun: Callable[..., tuple[int, str, str]]
+) -> None:
+    arguments = [argument for argument in SMOKE if argument != "--json"]
+    code, stdout, stderr = rerun(*arguments, "--out", str(out))
+    assert code == 0
+    heading, _, *lines = stdout.splitlines()
+    assert [*heading.split()][:3] == ["shape", "winner", "us"]
+    for problem, line in zip(load_problems("smoke"), lines, strict=False):
+        assert line.startswith(f"{problem} ")
+        assert line.endswith("predicted, unverified")
+        assert f"{problem}: " in stderr
+    assert f"Module: {out / PACKAGE_NAME}" in stdout
+
+
+def test_predicted_winner_never_overwrites_a_measured_one(
+    out: Path, rerun: Callable[..., tuple[int, str, str]]
+) -> None:
+    path = out / PACKAGE_NAME / "table.json"
+    table = json.loads(path.read_text())
+    entry = table["tuned"][0]
+    entry["evidence"] = "measured"
+    entry["provenance"]["us"] = 1.25
+    path.write_text(json.dumps(table))
+    code, stdout, _ = rerun(*SMOKE, "--out", str(out))
+    assert code == 0
+    kept = Problem(entry["M"], entry["N"], entry["dtype"], entry["weight_dtype"])
+    assert json.loads(stdout)["kept_measured"] == [str(kept)]
+    after = json.loads(path.read_text())["tuned"]
+    assert after[0] == entry
+    assert [other["evidence"] for other in after[1:]] == ["predicted", "predicted"]
+
+
+def test_corrupt_entry_of_the_cubin_cache_is_mended_silently(
+    out: Path,
+    first_run: tuple[Path, dict[str, Any], str],
+    rerun: Callable[..., tuple[int, str, str]],
+) -> None:
+    before = snapshot(out)
+    variant = variant_of(first_run[1]["shapes"][0])
+    cache = CubinCache()
+    path = cache.path(render(variant), "sm_100a", int(variant["register_cap"]))
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 3] + b"garbage")
+    code, stdout, stderr = rerun(*SMOKE, "--out", str(out))
+    assert code == 0
+    assert json.loads(stdout)["shapes"] == first_run[1]["shapes"]
+    assert "cache" not in stderr
+    assert snapshot(out) == before
+    assert len(path.read_bytes()) > len(content) // 2, "the entry was not replaced"
+
+
+# ---- Kill -9 -------------------------------------------------------------------------------------
+
+
+def test_killed_run_resumes_without_losing_or_repeating_a_trial(tmp_path: Path) -> None:
+    out = tmp_path / "gb200"
+    line = command("--gpu", "gb200", "--shapes", "4096x2048:bf16", "--trials", "30", "--json")
+    document = kill_and_resume([*line, "--out", str(out)], out, 30)
+    assert document["shapes"][0]["trials"] == 30
+    (tuned,) = Table.load(out / PACKAGE_NAME).tuned
+    assert (tuned.M, tuned.N) == (4096, 2048)
+    assert tuned.provenance["trials"] == 30
+
+
+# ---- Bad input -----------------------------------------------------------------------------------
+
+
+def space_with(folder: Path, change: Callable[[Any], Any]) -> str:
+    """Path of a space file: the real one, changed."""
+    content = yaml.safe_load(SPACE_FILE.read_text())
+    content = change(content) or content
+    path = folder / "space.yaml"
+    path.write_text(
+        content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False)
+    )
+    return str(path)
+
+
+def check_refused(said: tuple[int, str, str], says: str) -> None:
+    code, stdout, stderr = said
+    assert code == 2
+    assert stdout == ""
+    assert "Traceback" not in stderr
+    assert "pw@" not in stderr, "a password was shown"
+    (sentence,) = [line for line in stderr.splitlines() if line.startswith("tune.py: ")]
+    assert says in sentence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--gpu gb20", "unknown GPU 'gb20': known are gb200"),
+        ("--gpu gb200 --shapes 4096", "unknown shape list '4096'"),
+        ("--gpu gb200 --shapes 4096x1024", "4096x1024"),
+        ("--gpu gb200 --shapes 4096x1024:bf16,oops:bf16", "malformed shape 'oops:bf16'"),
+        ("--gpu gb200 --shapes 0x1024:bf16", "at least 1"),
+        ("--gpu gb200 --shapes 4096x0:bf16", "at least 1"),
+        ("--gpu gb200 --shapes=-4x1024:bf16", "at least 1"),
+        ("--gpu gb200 --shapes 4096x-1:bf16", "at least 1"),
+        ("--gpu gb200 --shapes 4096x1024:bf17", "unknown dtype 'bf17'"),
+        ("--gpu gb200 --shapes /nowhere/shapes.yaml", "cannot read the shape file"),
+        ("--gpu gb200 --space /nowhere/space.yaml", "cannot read the search space"),
+        ("--gpu gb200 --shapes smoke --storage nonsense://x", "cannot open the storage"),
+        ("--gpu gb200 --storage postgresql+psycopg://u:pw@127.0.0.1:1/db", "Connection refused"),
+        ("--gpu gb200 --storage postgresql+psycopg://u:pw@[bad/db", "psycopg://[bad/db (Op"),
+        ("--gpu gb200 --storage postgresql+psycopg://h:port/db", "check the URL"),
+        ("--gpu gb200 --storage postgresql+psycopg:/h/db", "check the URL"),
+        ("--gpu gb200 --storage postgresql+nosuchdriver://h/db", "check the URL, the driver"),
+        ("--gpu gb200 --devices 0,x", "'0,x' is no list of indices like 0,1,2,3"),
+        ("--gpu gb200 --devices 0,,1", "is no list of indices"),
+        ("--gpu gb200 --trials 0", "must be above 0"),
+        ("--gpu gb200 --trials many", "is no number"),
+        ("--gpu gb200 --seconds -1", "must be above 0"),
+        ("--shapes smoke", "--gpu"),
+        ("--gpu gb200 --speed 11", "--speed"),
+    ],
+)
+def test_bad_argument_is_one_sentence_and_touches_nothing(
+    out: Path, rerun: Callable[..., tuple[int, str, str]], arguments: str, says: str
+) -> None:
+    before = snapshot(out)
+    check_refused(rerun(*arguments.split(), "--out", str(out)), says)
+    assert snapshot(out) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA GPU is here")
+def test_automatic_choice_without_a_gpu_asks_for_a_name(
+    out: Path, rerun: Callable[..., tuple[int, str, str]]
+) -> None:
+    check_refused(rerun("--gpu", "auto", "--out", str(out)), "name one, for example --gpu gb200")
+
+
+def test_missing_driver_says_what_to_install(
+    out: Path,
+    rerun: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    url = "postgresql+psycopg://u:pw@127.0.0.1:1/db"
+    check_refused(
+        rerun("--gpu", "gb200", "--storage", url, "--out", str(out)),
+        "pip install 'psycopg[binary]'",
+    )
+
+
+def wrong_type(content: Any) -> None:
+    content["knobs"]["stages"]["values"] = "three"
+
+
+def unknown_knob(content: Any) -> None:
+    content["knobs"]["colour"] = {"values": ["red"], "why": "it is nice"}
+
+
+def contradiction(content: Any) -> None:
+    rule = {"id": "never", "require": "M < 0", "say": "{M} rows are too many"}
+    content["rules"].append(rule)
+
+
+def no_yaml(content: Any) -> str:
+    return "knobs: ["
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (wrong_type, "knob 'stages': 'values' is a list"),
+        (unknown_knob, "knob 'colour' is unknown"),
+        (contradiction, "no legal config for 512x256:bf16 on gb200; the rule met most: never: 512"),
+        (no_yaml, "cannot read the search space"),
+    ],
+)
+def test_bad_space_is_one_sentence_and_touches_nothing(
+    out: Path,
+    tmp_path: Path,
+    rerun: Callable[..., tuple[int, str, str]],
+    change: Callable[[Any], Any],
+    says: str,
+) -> None:
+    before = snapshot(out)
+    check_refused(rerun(*SMOKE, "--space", space_with(tmp_path, change), "--out", str(out)), says)
+    assert snapshot(out) == before
+
+
+@pytest.mark.parametrize("place", ["", "deeper/still", PACKAGE_NAME])
+def test_output_folder_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, rerun: Callable[..., tuple[int, str, str]], place: str
+) -> None:
+    """A file in the way stops even root."""
+    blocker = tmp_path / "out"
+    if place == PACKAGE_NAME:
+        blocker.mkdir()
+        (blocker / place).write_text("years of work")
+        target = blocker
+    else:
+        blocker.write_text("years of work")
+        target = blocker / place
+    before = snapshot(tmp_path)
+    check_refused(rerun(*SMOKE, "--out", str(target)), "cannot write")
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("damage", ["garbage in the middle", "not a journal", "binary"])
+def test_corrupt_study_file_is_one_sentence_and_stays_as_it_is(
+    out: Path, rerun: Callable[..., tuple[int, str, str]], damage: str
+) -> None:
+    journal = out / JOURNAL_NAME
+    content = journal.read_bytes()
+    journal.write_bytes(
+        {
+            "garbage in the middle": content[:500] + b"\n}garbage{\n" + content[500:],
+            "not a journal": b'{"hello": "world"}\n',
+            "binary": bytes(range(256)) * 4,
+        }[damage]
+    )
+    before = snapshot(out)
+    check_refused(rerun(*SMOKE, "--out", str(out)), f"the study file {journal} is corrupt")
+    assert snapshot(out) == before
+
+
+@pytest.mark.parametrize("name", ["table.json", "forward.json"])
+@pytest.mark.parametrize("damage", ["{}", "{", ""])
+def test_damaged_package_is_one_sentence_before_anything_is_searched(
+    out: Path, rerun: Callable[..., tuple[int, str, str]], name: str, damage: str
+) -> None:
+    path = out / PACKAGE_NAME / name
+    path.write_text(damage)
+    before = snapshot(out)
+    more = ["--gpu", "gb200", "--shapes", "smoke", "--trials", "9", "--json", "--out", str(out)]
+    check_refused(rerun(*more), f"({path} is damaged (")
+    path.unlink()
+    path.mkdir()
+    check_refused(rerun(*more), "move it away to start a new one")
+    path.rmdir()
+    path.write_text(damage)
+    assert snapshot(out) == before
+
+
+def test_interrupt_before_the_search_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def starts(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "choose_target", starts)
+    assert tune.main([*SMOKE, "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == "tune.py: interrupted; finished trials are kept\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_interrupt_while_workers_end_costs_no_results(
+    tmp_path: Path,
+    first_run: tuple[Path, dict[str, Any], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Workers:
+        def close(self) -> None:
+            raise KeyboardInterrupt
+
+    def predicting(plan: Plan, workers: object, status: Status) -> Outcome:
+        return run.tune(plan, None, status)
+
+    chosen = (GB200, Workers(), "Measuring.")
+    monkeypatch.setattr(cli, "choose_target", lambda *arguments: chosen)
+    monkeypatch.setattr(cli, "tune", predicting)
+    shutil.copytree(first_run[0], tmp_path / "gb200")
+    assert tune.main([*SMOKE, "--out", str(tmp_path / "gb200")]) == 0
+    assert json.loads(capsys.readouterr().out)["shapes"] == first_run[1]["shapes"]
+
+
+def test_process_itself_ends_with_code_2_and_no_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command("--gpu", "gb200", "--shapes", "1x1:int4", "--out", str(tmp_path / "out")),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    check_refused((done.returncode, done.stdout, done.stderr), "unknown dtype 'int4'")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(autouse=True)
+def optuna_keeps_its_settings() -> Any:
+    """A run turns Optuna's messages off; other tests get them back."""
+    level = optuna.logging.get_verbosity()
+    yield
+    optuna.logging.set_verbosity(level)

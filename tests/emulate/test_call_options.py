@@ -1,0 +1,150 @@
+"""What a call may ask of any kernel at run time, and the options of a problem, on the CPU."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from generator.emulate import check_variant, find_compiler
+from generator.emulate.check import CPU, check_source, plan
+from generator.emulate.run import Runs, Schedule, Wishes, run_schedules
+from generator.kernels.render import render
+from generator.kernels.variant import Variant
+from generator.operations.rmsnorm_backward import Inputs, make_inputs
+from generator.problem import Problem
+from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32, gap_factor
+from generator.target import Target
+from tests.support.samples import DETERMINISTIC, FLAVOURS, plain_variant, sample_variant
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+
+SHAPE = "42x1024:bf16"
+
+
+def small(flavour: str, target: Target) -> Variant:
+    knobs = {**FLAVOURS[flavour]}
+    if flavour == "separate":  # a small second kernel, for speed
+        knobs |= {"slice_columns": 128, "sum_threads": 128}
+    return plain_variant(SHAPE, target, **knobs)
+
+
+def call(variant: Variant, inputs: Inputs, wishes: Wishes | None = None) -> Runs:
+    spec, launch = plan(variant, len(inputs.x))
+    schedules = [Schedule(seed, launch.grid) for seed in range(4)]
+    runs = run_schedules(render(variant), spec, launch, inputs, schedules, wishes=wishes)
+    assert runs.faults == []
+    assert runs.distinct_results == 1
+    return runs
+
+
+@pytest.mark.parametrize("flavour", DETERMINISTIC)
+def test_what_a_call_asks_for_has_the_bits_of_a_plain_call(flavour: str, target: Target) -> None:
+    variant = small(flavour, target)
+    inputs = make_inputs(Problem.parse(SHAPE), CPU)
+    plain = call(variant, inputs)
+    assert torch.equal(call(variant, inputs, Wishes(dw=False)).dx[0], plain.dx[0])
+    assert torch.equal(call(variant, inputs, Wishes(dx=False)).dw[0], plain.dw[0])
+
+    wide = call(variant, inputs, Wishes(dw_mode=DW_IN_FP32)).dw[0]
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide.to(torch.bfloat16), plain.dw[0])
+    start = torch.linspace(-3, 5, 1024)
+    added = call(variant, inputs, Wishes(dw_mode=DW_ADDED, added_to=start)).dw[0]
+    assert torch.equal(added, start + wide)
+    assert not torch.equal(added, start)
+
+    for inner in (3, 7, 42):
+        packed = call(variant, inputs, Wishes(inner=inner))
+        assert torch.equal(packed.dx[0], plain.dx[0])
+        assert torch.equal(packed.dw[0], plain.dw[0])
+
+
+@pytest.mark.parametrize("weight", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("weight_in", ["registers", "smem"])
+def test_no_weight_means_ones(weight: str, weight_in: str, target: Target) -> None:
+    dtype = "fp16" if weight == "fp16" else "bf16"
+    problem = Problem(42, 1024, dtype, weight)
+    variant = plain_variant(problem, target, weight_in=weight_in, slice_columns=128)
+    inputs = make_inputs(problem, CPU)
+    ones = replace(inputs, weight=torch.ones_like(inputs.weight))
+    expected, found = call(variant, ones), call(variant, inputs, Wishes(weight=False))
+    assert torch.equal(found.dx[0], expected.dx[0])
+    assert not torch.equal(found.dx[0], call(variant, inputs).dx[0])
+
+
+@given(heads=st.integers(2, 4096), tokens=st.integers(1, 1 << 20), data=st.data())
+def test_gap_factor_divides_every_row(heads: int, tokens: int, data: st.DataObject) -> None:
+    rows = heads * tokens
+    factor = gap_factor(rows, heads)
+    if rows * heads >= 1 << 32:
+        assert factor == 0
+        return
+    token = data.draw(st.integers(0, tokens - 1))
+    for row in {0, rows - 1, token * heads, token * heads + heads - 1}:
+        assert factor * row >> 32 == row // heads
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "reload"), [("direct", "none"), ("async", "smem"), ("bulk", "none")]
+)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *("203x1024:bf16+offset", "203x1024:bf16+residual", "203x1024:bf16:fp32+residual_fp32"),
+        *("203x1024:fp32+offset+residual", "203x1024:fp16+offset+residual_fp32"),
+    ],
+)
+def test_options_of_a_problem_are_computed(
+    shape: str, pipeline: str, reload: str, target: Target
+) -> None:
+    problem = Problem.parse(shape)
+    variant = sample_variant(problem, target, 3, pipeline=pipeline, reload=reload)
+    check = check_variant(variant, problem, schedules=8)
+    assert check.problems == ()
+    assert check.distinct_results == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "old", "new", "found"),
+    [
+        ("42x1024:bf16+offset", "kOffset ? __fadd_rn(w, offset) : w", "w", r"dx\[.*float64 gives"),
+        (
+            "42x1024:bf16+residual",
+            "out[i] = __fadd_rn(out[i], element<ResidualElement>(residuals[u][j].words, i));",
+            ";",
+            r"dx\[.*float64 gives",
+        ),
+        (
+            "42x1024:bf16+residual_fp32",
+            "store_residual(args.dresidual_out + row * args.dx_stride + column, out);",
+            ";",
+            r"dresidual_out\[0, 0\] was never written",
+        ),
+    ],
+)
+def test_option_that_is_left_out_is_found(
+    shape: str, old: str, new: str, found: str, target: Target
+) -> None:
+    problem = Problem.parse(shape)
+    variant = plain_variant(problem, target)
+    source = render(variant)
+    assert old in source
+    spec, launch = plan(variant, problem.M)
+    check = check_source(source.replace(old, new), spec, launch, problem, schedules=2)
+    assert any(re.search(found, fault) for fault in check.problems), check.problems
+
+
+def test_weight_that_is_not_there_is_not_read(target: Target) -> None:
+    variant = small("separate", target)
+    inputs = make_inputs(Problem.parse(SHAPE), CPU)
+    spec, launch = plan(variant, 42)
+    source = render(variant).replace("if (weight == nullptr)", "if (false)")
+    runs = run_schedules(
+        source, spec, launch, inputs, [Schedule(0, launch.grid)], wishes=Wishes(weight=False)
+    )
+    assert runs.faults and "out of bounds" in runs.faults[0]

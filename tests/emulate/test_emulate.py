@@ -1,0 +1,617 @@
+"""Kernels on the CPU: right values, one set of bits under every schedule, faults named."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from generator.emulate import Schedule, check_variant, emulate, find_compiler, run_schedules
+from generator.emulate import build as host_build
+from generator.emulate.__main__ import main
+from generator.emulate.build import build
+from generator.emulate.check import CPU, PARTICIPANTS, check_source, plan, reduced
+from generator.emulate.run import Layout, Wishes
+from generator.errors import NormforgeError
+from generator.kernels.render import render
+from generator.kernels.variant import Variant, make_variant
+from generator.operations.rmsnorm_backward import make_cancelling, make_inputs
+from generator.package.fallback_kernels import generic_variants, takes_rows
+from generator.paths import REPOSITORY
+from generator.problem import Problem
+from generator.target import Target, find_target
+from tests.support.samples import DETERMINISTIC, FLAVOURS, plain_variant, sample_variant
+
+SEED = int(os.environ.get("NORMFORGE_EMULATE_SEED", "2026"))
+"""Of the sampled variants; every test id shows it."""
+ROOT = REPOSITORY
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+pytestmark = needs_compiler
+
+
+# ---- One set of bits -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pipeline", ["direct", "bulk"])
+@pytest.mark.parametrize("flavour", DETERMINISTIC)
+def test_deterministic_flavour_gives_one_set_of_bits(
+    flavour: str, pipeline: str, target: Target
+) -> None:
+    knobs = {"pipeline": pipeline, **FLAVOURS[flavour]}
+    if pipeline == "bulk":
+        knobs["stages"] = 2
+    if flavour == "separate":
+        knobs["sum_threads"] = 128
+    variant = plain_variant("43x1024:bf16", target, **knobs)
+    problem = Problem.parse("43x1024:bf16")
+    _, launch = plan(variant, problem.M)
+    assert launch.grid == 5
+    check = check_variant(
+        variant, problem, schedules=200, residencies=(1, 3, launch.grid), seed=SEED, all_rows=True
+    )
+    assert check.problems == ()
+    assert (check.schedules, check.distinct_results) == (200, 1)
+
+
+@pytest.mark.parametrize("flavour", ["atomic", "bulk_free"])
+def test_free_running_flavour_is_told_apart(flavour: str, target: Target) -> None:
+    variant = plain_variant("43x1024:bf16", target, **FLAVOURS[flavour])
+    problem = Problem.parse("43x1024:bf16")
+    check = check_variant(variant, problem, schedules=100, seed=SEED, all_rows=True)
+    assert check.problems == ()
+    assert check.distinct_results > 1
+    # A variant of this kind that claimed to be deterministic would be caught.
+    spec, launch = plan(variant, problem.M)
+    claim = replace(spec, determinism="gpu_to_gpu")
+    caught = check_source(render(variant), claim, launch, problem, schedules=100, seed=SEED)
+    assert any(
+        "different results" in problem or "race" in problem or "in no order" in problem
+        for problem in caught.problems
+    )
+
+
+def test_same_seed_gives_the_same_schedule(target: Target) -> None:
+    variant = plain_variant("43x1024:bf16", target, **FLAVOURS["atomic"])
+    problem = Problem.parse("43x1024:bf16")
+    inputs = make_cancelling(problem, make_inputs(problem, CPU))
+    results = [emulate(variant, problem, inputs, seed=seed) for seed in (7, 7, *range(20))]
+    assert all(result.problems == () for result in results)
+    first, again, *others = (result.dw for result in results)
+    assert first is not None and again is not None
+    assert torch.equal(first, again)
+    assert any(other is not None and not torch.equal(first, other) for other in others)
+
+
+# ---- Words that tell by themselves whether they have arrived -------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "teams"),
+    [
+        *(("43x1024:bf16", 1), ("43x1024:bf16", 2), ("43x1001:bf16", 1), ("43x1001:bf16", 2)),
+        *(("43x1022:fp32", 1), ("97x16:fp32", 8), ("97x1:fp16:fp32", 8), ("1x1:bf16", 8)),
+    ],
+)
+def test_mailbox_has_the_bits_of_column_slices(shape: str, teams: int, target: Target) -> None:
+    """The same adds in the same order, whatever travels: zeros and padding, NaN and infinity."""
+    problem = Problem.parse(shape)
+    tuned = replace(problem, M=1 << 16)
+    sampled = sample_variant(
+        *(tuned, target, SEED), **FLAVOURS["mailbox"], pipeline="direct", rows_per_cta=teams
+    )
+    plain = make_inputs(problem, CPU)
+    zeros, wild = plain.dy.clone(), plain.dy.clone()
+    zeros[:, ::3] = 0.0
+    zeros[:, 1::6] = -0.0
+    wild[problem.M // 3, -1] = torch.inf
+    wild[problem.M - 1, -1] = -torch.inf
+    wild[problem.M // 2, 0] = torch.nan
+    cases = {
+        "plain": plain,
+        "cancelling": make_cancelling(problem, plain),
+        "zeros": replace(plain, dy=zeros),
+        "nothing but zeros": replace(plain, dy=torch.zeros_like(plain.dy)),
+        "wild": replace(plain, dy=wild),
+    }
+    for name, inputs in cases.items():
+        found = {}
+        for flavour in ("mailbox", "column_slices"):
+            variant = make_variant({**sampled.config, **FLAVOURS[flavour]}, tuned)
+            spec, launch = plan(variant, problem.M)
+            schedules = [Schedule(SEED + seed, launch.grid) for seed in range(20)]
+            runs = run_schedules(render(variant), spec, launch, inputs, schedules)
+            assert runs.faults == [], (flavour, name)
+            assert (len(runs.outcomes), runs.distinct_results) == (20, 1)
+            # Which NaN an addition gives depends here on how the compiler orders its operands.
+            dw = torch.where(runs.dw[0].isnan(), torch.nan, runs.dw[0])
+            found[flavour] = dw.view(torch.int32 if dw.dtype == torch.float32 else torch.int16)
+            assert dw.isnan().any() == (name == "wild")
+            if "zeros" in name:  # a sum that starts at +0 does not become -0
+                assert (found[flavour][::3] == 0).all()
+        assert torch.equal(found["mailbox"], found["column_slices"]), name
+
+
+SINGLE = {"threads_per_row": 128, "rows_per_cta": 1, "ctas_per_sm": 2}
+TEAMS = {"threads_per_row": 64, "rows_per_cta": 4}
+PAIRS = {"threads_per_row": 128, "rows_per_cta": 2, "cluster": 2}
+CLUSTERS = {"threads_per_row": 256, "rows_per_cta": 1, "cluster": 4, "weight_in": "smem"}
+SHORT_TEAMS = {"threads_per_row": 8, "rows_per_cta": 8}
+
+
+@pytest.mark.parametrize(
+    ("shape", "knobs", "pipeline"),
+    [
+        *(("43x1024:bf16", SINGLE, pipeline) for pipeline in ("direct", "async", "bulk")),
+        *(("43x1024:bf16", TEAMS, pipeline) for pipeline in ("direct", "async", "bulk")),
+        *(("43x4096:bf16", PAIRS, pipeline) for pipeline in ("direct", "async", "bulk")),
+        *(("13x8192:bf16", CLUSTERS, pipeline) for pipeline in ("async", "bulk")),
+        *(("203x64:bf16", SHORT_TEAMS, pipeline) for pipeline in ("direct", "async")),
+        *(("1x1024:bf16", TEAMS, pipeline) for pipeline in ("async", "bulk")),
+    ],
+)
+def test_early_arrival_changes_no_bits(
+    shape: str, knobs: dict[str, int | str], pipeline: str, target: Target
+) -> None:
+    """Whether or not all CTAs are there at once, and whatever the call asks for."""
+    problem = Problem.parse(shape)
+    inputs = make_cancelling(problem, make_inputs(problem, CPU))
+    knobs = {**FLAVOURS["mailbox"], **knobs, "pipeline": pipeline}
+    if pipeline != "direct":
+        knobs["stages"] = 3
+    found = []
+    for arrival in ("late", "early"):
+        variant = plain_variant(replace(problem, M=1 << 16), target, **knobs, arrival=arrival)
+        source = render(variant)
+        spec, launch = plan(variant, problem.M)
+        assert ("strategy.announce(participant)" in source) == (arrival == "early")
+        assert launch.participants == min(5, problem.M)
+        resident = [spec.cluster * clusters for clusters in range(1, launch.participants + 1)]
+        schedules = [
+            Schedule(SEED + seed, resident[seed % len(resident)])
+            for seed in range(40 if arrival == "early" else 1)
+        ]
+        for wishes in (Wishes(), Wishes(dx=False), Wishes(dw=False)):
+            some = schedules if wishes.dx and wishes.dw else schedules[-2:]
+            runs = run_schedules(source, spec, launch, inputs, some, wishes=wishes)
+            assert runs.faults == [], wishes
+            assert (len(runs.outcomes), runs.distinct_results) == (len(some), 1)
+            if wishes.dw:
+                found.append(runs.dw[0])
+    assert all(torch.equal(dw, found[0]) for dw in found)
+
+
+# ---- Sampled variants ----------------------------------------------------------------------------
+
+SHAPES = (
+    *("70x1:fp16", "64x6:bf16", "55x33:bf16:fp32", "61x77:fp32", "50x129:fp16", "97x333:bf16"),
+    *("300x256:bf16", "300x512:fp16:fp32", "97x1000:bf16", "200x1024:bf16:fp32", "99x2050:fp32"),
+    *("201x3072:fp16", "200x4096:fp32", "99x4104:bf16", "133x8192:bf16", "111x8192:fp32"),
+    *("120x16384:bf16:fp32", "99x2050:fp16+residual_fp32", "97x512:bf16+offset+residual"),
+)
+
+
+def sampled(index: int) -> tuple[Problem, Variant, Layout]:
+    """Case `index` of SEED: flavours, shapes and pipelines in turn, the rest at random."""
+    rng = random.Random(f"{SEED} {index}")
+    flavour = list(FLAVOURS.values())[index % len(FLAVOURS)]
+    problem = Problem.parse(SHAPES[index % len(SHAPES)])
+    gpu = find_target(rng.choice(("h200", "gb200", "a100")))
+    wishes: list[dict[str, int | str]] = [
+        {"pipeline": ("bulk", "direct", "async")[index % 3]},
+        {"cluster": rng.choice((1, 2, 4, 8))},
+        {"reload": rng.choice(("smem", "none"))},
+        {"rows_in_flight": rng.choice((1, 2))},
+    ]
+    variant = None
+    for count in range(len(wishes), -1, -1):
+        fixed = {name: value for wish in wishes[:count] for name, value in wish.items()}
+        for where in (gpu, find_target("h200")):
+            try:
+                variant = sample_variant(problem, where, rng.randrange(1 << 32), **flavour, **fixed)
+                break
+            except NormforgeError:
+                continue
+        if variant is not None:
+            break
+    assert variant is not None
+    layout = Layout()
+    if rng.random() < 0.5:  # strides and bases are multiples of the vector, and no more
+        unit = max(1, variant["vector_bytes"] // problem.itemsize)
+        unit = unit * 8 if variant["pipeline"] == "bulk" and problem.itemsize < 4 else unit * 4
+        layout = Layout(unit, 3 * unit, 2 * unit, max(16, variant["vector_bytes"]))
+    return problem, variant, layout
+
+
+@pytest.mark.parametrize("index", range(51), ids=lambda index: f"seed{SEED}-{index}")
+def test_sampled_variant_is_right_under_every_schedule(index: int) -> None:
+    problem, variant, layout = sampled(index)
+    check = check_variant(variant, problem, schedules=6, seed=index, layout=layout)
+    assert check.problems == (), (dict(variant.config), layout)
+    assert check.schedules == 6
+    if variant.determinism != "none":
+        assert check.distinct_results == 1
+
+
+def test_the_samples_cover_the_space() -> None:
+    variants = [sampled(index)[1] for index in range(51)]
+    assert {v["strategy"] for v in variants} == {v["strategy"] for v in FLAVOURS.values()}
+    assert {v.dtype for v in variants} == {"bf16", "fp16", "fp32"}
+    assert {v["pipeline"] for v in variants} == {"bulk", "direct", "async"}
+    assert {v["reload"] for v in variants} == {"none", "smem"}
+    assert len({v["cluster"] for v in variants}) > 2
+    assert any(v.weight_dtype != v.dtype for v in variants)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *("21x1:bf16:fp32", "21x553:bf16", "21x1001:bf16:fp32", "21x1024:bf16:fp32"),
+        *("21x1922:fp16:fp32", "21x3890:bf16", "21x4104:bf16:fp32", "21x7935:bf16"),
+        *("201x414:bf16", "21x15874:bf16", "21x999:fp32"),
+        *("21x513:bf16", "21x3073:fp32", "21x1032:fp16", "21x5120:bf16"),  # ends of brackets
+    ],
+)
+def test_generic_variant_serves_rows_of_its_bracket(shape: str, target: Target) -> None:
+    """The first choice for every vector that divides the row, at addresses and strides that are
+    multiples of that vector and of nothing wider."""
+    problem = Problem.parse(shape)
+    found = [
+        variant
+        for variant in generic_variants(target, [(problem.dtype, problem.weight_dtype)])
+        if takes_rows(variant, problem)
+    ]
+    chosen = {variant["vector_bytes"]: variant for variant in reversed(found)}
+    row_bytes = problem.N * problem.itemsize
+    assert (16 in chosen) == (row_bytes % 16 == 0)
+    assert (4 in chosen) == (row_bytes % 4 == 0)
+    assert (2 in chosen) == (problem.dtype != "fp32")
+    for vector_bytes, variant in chosen.items():
+        spec, launch = plan(variant, problem.M)
+        unit = vector_bytes // problem.itemsize
+        layout = Layout(unit, 3 * unit, 2 * unit, vector_bytes)
+        check = check_source(
+            *(render(variant), spec, launch, problem), schedules=4, seed=SEED, layout=layout
+        )
+        assert check.problems == (), variant.id
+        assert check.distinct_results == 1
+
+
+def test_rows_below_the_least_are_found_out(target: Target) -> None:
+    """Why nobody may hand a generic kernel shorter rows than its least: it does not look."""
+    problem = Problem.parse("21x512:bf16")
+    for variant in generic_variants(target, [("bf16", "bf16")]):
+        if (variant.N, variant.least, variant["vector_bytes"]) == (1536, 1025, 16):
+            spec, launch = plan(variant, problem.M)
+            layout = Layout(8, 24, 16, 16)
+            check = check_source(
+                *(render(variant), spec, launch, problem), schedules=1, seed=SEED, layout=layout
+            )
+            assert check.problems
+            return
+    pytest.fail("there is no such variant")
+
+
+def test_program_ends_though_nobody_ends_it(target: Target) -> None:
+    program = build(render(plain_variant("43x1024:bf16", target, strategy="separate")))
+    with subprocess.Popen([str(program), "1"], stdin=subprocess.PIPE) as process:
+        assert process.wait(timeout=30) == -signal.SIGALRM
+
+
+STRAIGHT = ("separate", "last_cta", "column_slices", "mailbox")
+ONE_TEAM: list[tuple[str, dict[str, int | str], tuple[str, ...]]] = [
+    ("43x1024:bf16", {}, STRAIGHT),
+    ("43x1002:fp32", {}, ()),
+    ("43x1001:bf16", {}, ()),
+    ("43x4096:fp16", {"cluster": 2, "threads_per_row": 256}, STRAIGHT),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "knobs", "straight", "flavour"),
+    [
+        (*case, flavour)
+        for case in ONE_TEAM
+        for flavour in FLAVOURS
+        if not case[1] or flavour in ("separate", "column_slices", "mailbox", "atomic")
+    ],
+)
+def test_single_team_stores_from_its_registers(
+    shape: str,
+    knobs: dict[str, int | str],
+    straight: tuple[str, ...],
+    flavour: str,
+    target: Target,
+) -> None:
+    """Whole float4s of it need no shared memory on their way, but where CTAs add to one row: then
+    as much as its columns. An access outside is found."""
+    variant = plain_variant(
+        shape, target, **FLAVOURS[flavour], **knobs, pipeline="direct", rows_per_cta=1
+    )
+    columns = -(-variant.columns // 4) * 4
+    assert variant.fold_bytes == (0 if variant["strategy"] in straight else 4 * columns)
+    assert check_variant(variant, Problem.parse(shape), schedules=3, seed=0).problems == ()
+
+
+@pytest.mark.parametrize("shape", ["1x1:fp32", "1x8:bf16", "2x1024:fp16:fp32"])
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_few_rows(flavour: str, shape: str, target: Target) -> None:
+    served = Problem.parse(shape)
+    tuned = Problem(4096, served.N, served.dtype, served.weight_dtype)
+    variant = sample_variant(tuned, target, SEED, **FLAVOURS[flavour], pipeline="direct", cluster=1)
+    check = check_variant(variant, served, schedules=6, seed=SEED)
+    assert check.problems == ()
+
+
+@pytest.mark.parametrize("flavour", DETERMINISTIC)
+def test_many_partial_rows(flavour: str, target: Target) -> None:
+    """More partial rows than a tail's lanes read at once, and groups of more than two."""
+    variant = plain_variant(
+        *("333x256:fp32", target),
+        **{**FLAVOURS[flavour], "threads_per_row": 64, "rows_per_cta": 2, "ctas_per_sm": 2},
+    )
+    problem = Problem.parse("333x256:fp32")
+    assert plan(variant, problem.M, 150)[1].grid == 150
+    check = check_variant(variant, problem, schedules=2, seed=SEED, participants=150, all_rows=True)
+    assert check.problems == ()
+    assert check.distinct_results == 1
+
+
+# ---- Rows of less than a warp --------------------------------------------------------------------
+
+SHORT = (
+    *("77x64:bf16", "300x128:fp16:fp32", "157x256:bf16", "155x64:fp32", "211x100:bf16"),
+    *("97x64:bf16+offset+residual", "155x128:fp16+residual_fp32", "41x8:bf16"),
+)
+"""Numbers of rows that are no multiple of a batch; widths with and without idle threads."""
+
+
+def short_variant(shape: str, flavour: str, pipeline: str, per_row: int, index: int) -> Variant:
+    """A variant with `per_row` threads per row, or with 8 where those would be mostly idle."""
+    problem = replace(Problem.parse(shape), M=1 << 16)
+    target = find_target("gb200" if index % 2 and pipeline == "direct" else "h200")
+    for threads in (per_row, 8):
+        try:
+            return sample_variant(
+                *(problem, target, SEED + index),
+                **{**FLAVOURS[flavour], "pipeline": pipeline, "threads_per_row": threads},
+            )
+        except NormforgeError:
+            continue
+    raise AssertionError(f"no variant for {shape}")
+
+
+@pytest.mark.parametrize("pipeline", ["direct", "async"])
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_rows_of_less_than_a_warp(flavour: str, pipeline: str) -> None:
+    first = list(FLAVOURS).index(flavour) + 4 * (pipeline == "async")
+    for index in range(first, first + 4):
+        shape = SHORT[index % len(SHORT)]
+        variant = short_variant(shape, flavour, pipeline, (8, 16)[index // 2 % 2], index)
+        for rows in (None, 1, variant.batch_rows - 1):
+            problem = Problem.parse(shape)
+            problem = replace(problem, M=rows or problem.M)
+            check = check_variant(variant, problem, schedules=6, seed=index)
+            assert check.problems == (), dict(variant.config)
+            if variant.determinism != "none":
+                assert check.distinct_results == 1
+
+
+@pytest.mark.parametrize("flavour", DETERMINISTIC)
+def test_rows_of_less_than_a_warp_give_one_set_of_bits(flavour: str, target: Target) -> None:
+    knobs = {**FLAVOURS[flavour], "threads_per_row": 8, "rows_per_cta": 2, "rows_in_flight": 2}
+    if flavour == "separate":
+        knobs["sum_threads"] = 128
+    variant = plain_variant("65536x64:bf16", target, **knobs, ctas_per_sm=4)
+    problem = Problem.parse("131x64:bf16")
+    assert plan(variant, problem.M)[1].grid == 5
+    check = check_variant(variant, problem, schedules=100, seed=SEED, all_rows=True)
+    assert check.problems == ()
+    assert (check.schedules, check.distinct_results) == (100, 1)
+
+
+def test_rows_of_less_than_a_warp_of_packed_heads(target: Target) -> None:
+    """Heads of 64 columns in a packed tensor, where rows that lie side by side in a warp may belong
+    to two tokens, without dx and without dw: the bits of a plain call."""
+    problem = Problem.parse("210x64:bf16")
+    knobs = {"threads_per_row": 8, "rows_per_cta": 2, "rows_in_flight": 2, "ctas_per_sm": 4}
+    variant = plain_variant(replace(problem, M=1 << 16), target, **knobs, strategy="last_cta")
+    spec, launch = plan(variant, problem.M)
+    inputs = make_inputs(problem, CPU)
+
+    def call(wishes: Wishes) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        schedules = [Schedule(seed, launch.grid) for seed in range(3)]
+        runs = run_schedules(render(variant), spec, launch, inputs, schedules, wishes=wishes)
+        assert runs.faults == []
+        assert runs.distinct_results == 1
+        return runs.dx, runs.dw
+
+    dx, dw = call(Wishes())
+    for inner in (3, 7, 21):
+        packed = call(Wishes(inner=inner))
+        assert torch.equal(packed[0][0], dx[0])
+        assert torch.equal(packed[1][0], dw[0])
+    assert torch.equal(call(Wishes(dw=False))[0][0], dx[0])
+    assert torch.equal(call(Wishes(dx=False))[1][0], dw[0])
+
+
+def test_short_samples_cover_their_knobs() -> None:
+    variants = [
+        short_variant(SHORT[index % len(SHORT)], flavour, pipeline, (8, 16)[index // 2 % 2], index)
+        for number, flavour in enumerate(FLAVOURS)
+        for pipeline in ("direct", "async")
+        for first in (number + 4 * (pipeline == "async"),)
+        for index in range(first, first + 4)
+    ]
+    assert {v["threads_per_row"] for v in variants} == {8, 16}
+    assert {v["rows_in_flight"] for v in variants} == {1, 2, 4}
+    assert {v["reload"] for v in variants} == {"none", "smem"}
+    assert {v["weight_in"] for v in variants} == {"registers", "smem"}
+    assert {v.residual for v in variants} == {"", "bf16", "fp32"}
+    assert len({v.vectors for v in variants}) > 2
+
+
+def test_reduced_rows_refill_every_stage(target: Target) -> None:
+    variant = plain_variant(
+        "65536x1024:bf16", target, **FLAVOURS["semaphore"], pipeline="bulk", stages=4
+    )
+    small = reduced(variant, Problem.parse("65536x1024:bf16"))
+    assert small.N == 1024
+    batches = small.M // (PARTICIPANTS * variant["rows_per_cta"] * variant.batch_rows)
+    assert batches == max(4 + 1, 2 * variant.block_batches + 1)
+
+
+@pytest.mark.parametrize(
+    ("teams", "in_flight"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2)]
+)
+def test_reduced_rows_end_in_a_batch_that_is_not_full(
+    target: Target, teams: int, in_flight: int
+) -> None:
+    shape = "65536x1024:bf16"
+    knobs = FLAVOURS["separate"] | {"rows_per_cta": teams, "ctas_per_sm": 2}
+    variant = plain_variant(shape, target, **knobs, rows_in_flight=in_flight)
+    small = reduced(variant, Problem.parse(shape))
+    assert in_flight == 1 or small.M % in_flight
+    assert teams * in_flight == 1 or small.M % (teams * in_flight)
+
+
+# ---- The host twins of conversions ---------------------------------------------------------------
+
+
+def test_conversions_round_as_the_gpu_does(tmp_path: Path) -> None:
+    source = tmp_path / "numbers.cpp"
+    source.write_text(
+        '#include "normforge_host.h"\n'
+        'extern "C" void widen(const unsigned short* in, float* out, int n) {\n'
+        "  for (int i = 0; i < n; ++i) out[i] = widen_fp16(in[i]);\n"
+        "}\n"
+        'extern "C" void narrow(const float* in, unsigned short* h, unsigned short* b, int n) {\n'
+        "  for (int i = 0; i < n; ++i) h[i] = narrow_fp16(in[i]), b[i] = narrow_bf16(in[i]);\n"
+        "}\n"
+    )
+    library = tmp_path / "numbers.so"
+    command = [find_compiler(), *host_build.flags(), "-shared", "-fPIC", f"-I{host_build.HOST}"]
+    subprocess.run([*map(str, command), str(source), "-o", str(library)], check=True)
+    numbers = ctypes.CDLL(str(library))
+
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    widened = np.empty(1 << 16, dtype=np.float32)
+    numbers.widen(halves.ctypes, widened.ctypes, len(halves))
+    expected = torch.from_numpy(halves.view(np.float16)).float().numpy()
+    numeric = ~np.isnan(expected)
+    assert np.array_equal(widened.view(np.uint32)[numeric], expected.view(np.uint32)[numeric])
+    assert np.isnan(widened[~numeric]).all()
+
+    # Every half and its neighbourhood, ties included, and random bits.
+    near = expected[numeric].view(np.uint32).astype(np.int64)[:, None] + np.arange(-3, 4) * 1024
+    middle = (expected[numeric].view(np.uint32).astype(np.int64) + 4096)[:, None]
+    drawn = np.random.default_rng(SEED).integers(0, 1 << 32, 1 << 20)
+    bits = np.concatenate([near.ravel(), middle.ravel(), (middle + 1).ravel(), drawn]) % (1 << 32)
+    floats = bits.astype(np.uint32).view(np.float32)
+    half, brain = np.empty(len(floats), np.uint16), np.empty(len(floats), np.uint16)
+    numbers.narrow(floats.ctypes, half.ctypes, brain.ctypes, len(floats))
+    number = ~np.isnan(floats)
+    for ours, dtype in ((half, torch.float16), (brain, torch.bfloat16)):
+        theirs = torch.from_numpy(floats).to(dtype).view(torch.uint16).numpy()
+        assert np.array_equal(ours[number], theirs[number])
+        assert (ours[~number] == 0x7FFF).all()
+
+
+# ---- Building and running ------------------------------------------------------------------------
+
+
+def test_portable_fibers_give_the_same_bits(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = plain_variant("13x1024:bf16", target, **FLAVOURS["atomic"])
+    problem = Problem.parse("13x1024:bf16")
+    spec, launch = plan(variant, problem.M)
+    fast = check_source(render(variant), spec, launch, problem, schedules=9)
+    flags = (*host_build.flags(), "-DNORMFORGE_UCONTEXT")
+    monkeypatch.setattr(host_build, "flags", lambda: flags)
+    portable = check_source(
+        render(variant), spec, launch, problem, schedules=9, cache_folder=tmp_path
+    )
+    assert portable == fast
+
+
+def test_source_that_does_not_compile_is_refused_with_the_reason() -> None:
+    with pytest.raises(NormforgeError, match=r"refuses the source: .*error"):
+        host_build.build("this is no C++\n")
+
+
+def test_no_part_of_a_program_is_left_behind(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    compiler = find_compiler()
+    assert compiler is not None
+    with pytest.raises(NormforgeError):
+        host_build.compile_to(compiler, [str(tmp_path / "absent.cpp")], program)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_line_prints_one_json_document(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--strategy", "semaphore", "--shape", "64x1024:bf16", "--schedules", "50"]
+    assert main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["variant"].startswith("semaphore_")
+    assert document["schedules"] == 50
+    assert document["distinct_results"] == 1
+    assert 0 < document["max_error_dx"] < 0.01
+    assert 0 < document["max_error_dw"] < 0.01
+    assert document["problems"] == []
+    assert main(arguments) == 0
+    assert "50 schedules, 1 different results" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--strategy", "nonsense"), "strategy cannot be 'nonsense'"),
+        (("--strategy", "semaphore", "--set", "stages"), "expected KNOB=VALUE"),
+        (("--strategy", "semaphore", "--set", "colour=red"), "unknown knob 'colour'"),
+        (("--strategy", "semaphore", "--schedules", "0"), "--schedules 0"),
+        (("--strategy", "semaphore", "--gpu", "abacus"), "unknown GPU 'abacus'"),
+    ],
+)
+def test_command_line_refuses_with_one_sentence(
+    arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--shape", "64x1024:bf16", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert sentence in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_without_a_compiler_the_checks_are_reported_as_not_run(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "generator.emulate"),
+            *("--strategy", "semaphore", "--shape", "64x1024:bf16"),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"PATH": "", "CXX": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "no C++ compiler found" in done.stderr
+    monkeypatch.setattr("generator.emulate.check.find_compiler", lambda: None)
+    variant = plain_variant("64x1024:bf16", target, **FLAVOURS["semaphore"])
+    check = check_variant(variant, Problem.parse("64x1024:bf16"))
+    assert not check.passed
+    assert (check.schedules, check.problems) == (0, ())
+    assert "not run" in check.note

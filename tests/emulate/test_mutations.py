@@ -1,0 +1,825 @@
+"""The executor finds planted bugs: each test breaks one line of a rendered kernel that passes as it
+stands, and names what has to be reported."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import pytest
+
+from generator.emulate.build import find_compiler
+from generator.emulate.check import Check, check_source, plan
+from generator.kernels.render import render
+from generator.kernels.variant import Variant
+from generator.problem import Problem
+from generator.target import Target
+from tests.support.samples import FLAVOURS, plain_variant
+
+SCHEDULES = 200
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` becomes `new` in so many places of the source of the flavour with the knobs; a problem
+    that matches `found` has to be reported. residency: None lets it vary."""
+
+    flavour: str
+    old: str
+    new: str
+    found: str
+    knobs: dict[str, int | str] = field(default_factory=dict)
+    shape: str = "43x1024:bf16"
+    residency: int | None = None
+    places: int = 1
+
+
+BULK = {"pipeline": "bulk", "stages": 2}
+ASYNC = {"pipeline": "async", "stages": 2}
+SHORT = {"threads_per_row": 8, "rows_per_cta": 2}
+EARLY: dict[str, int | str] = {"arrival": "early"}
+PAIR = {"threads_per_row": 256, "rows_per_cta": 1, "cluster": 2}
+TEAMS = {"threads_per_row": 32, "rows_per_cta": 8}
+CLOSING: tuple[tuple[str, dict[str, int | str]], ...] = (
+    ("1400x256:fp32", {**BULK, **TEAMS}),
+    ("300x4096:bf16", {**BULK, **PAIR, "rows_in_flight": 4}),
+)
+"""Shapes and knobs of which most teams have two blocks of rows, without and with clusters."""
+
+BOOKED = "      const Ledger before = book_and_read(ledger(), kHandover);\n"
+IMPATIENT = BOOKED  # hands over whenever it finds that not all have arrived, which is allowed
+PATIENT = (
+    "      if (starts(seen) == participants) continue;\n"
+    "      if (handed_over(seen) == 0 && ++looks < kPatience) continue;\n" + BOOKED
+)
+HANDOVER = (
+    "      if (!complete(before)) {\n"
+    "        store_relaxed(list() + handed_over(before), place + 1);\n"
+    "        return false;\n      }\n"
+)
+
+PLANTED = {
+    # The six bugs that this executor was built to find.
+    "barrier before the ticket removed (last_cta)": Mutation(
+        "last_cta",
+        "    cta_barrier();\n    unsigned ticket = 0;",
+        "    unsigned ticket = 0;",
+        r"CTA \d+ thread \d+: race: reads scratch\[.*which CTA \d+ thread \d+ wrote",
+        {"levels": 1},
+    ),
+    "barrier before the ticket removed (atomic)": Mutation(
+        "atomic",
+        "    cta_barrier();\n    unsigned ticket = 0;",
+        "    unsigned ticket = 0;",
+        r"race: reads zeroed\[.*which CTA \d+ thread \d+ wrote",
+    ),
+    "barrier before the release removed (semaphore)": Mutation(
+        "semaphore",
+        "    cta_barrier();\n    if (threadIdx.x == 0) store_release(turn, next);",
+        "    if (threadIdx.x == 0) store_release(turn, next);",
+        r"race: reads scratch\[.*which CTA \d+ thread \d+ wrote",
+    ),
+    "bulk wait weakened to .read (turns)": Mutation(
+        "bulk_turns",
+        "bulk_wait_written();",
+        "bulk_wait_read();",
+        r"race: .* scratch\[.*bulk (add|store) of thread 0.* may not have landed",
+    ),
+    "bulk wait weakened to .read (free-running)": Mutation(
+        "bulk_free",
+        "bulk_wait_written();",
+        "bulk_wait_read();",
+        r"race: reads zeroed\[.*bulk add of thread 0.* may not have landed",
+    ),
+    "counter not reset (last_cta)": Mutation(
+        "last_cta",
+        "if (ticket + 1 == count) store_relaxed(counter, 0);",
+        "",
+        r"counters\[\d+\] is \d+ after the call and not 0 again",
+    ),
+    "counter not reset (semaphore)": Mutation(
+        "semaphore",
+        "i < groups() + 2; ++i) store_relaxed",
+        "i < groups() + 1; ++i) store_relaxed",
+        r"counters\[\d+\] is \d+ after the call and not 0 again",
+        {"levels": 2},
+    ),
+    "waits for a CTA that is not resident (semaphore)": Mutation(
+        "semaphore",
+        "    return broadcast(smem, ticket);",
+        "    return blockIdx.x + 0 * broadcast(smem, ticket);",
+        r"deadlock: .*CTA \d+ thread 0 waits for counters\[\d+\].*have not started",
+        residency=2,
+    ),
+    "last row of a ragged tile read": Mutation(
+        "separate",
+        "const bool valid = row < rows.count;",
+        "const bool valid = true;",
+        r"CTA \d+ thread \d+: out of bounds: reads 16 bytes at x\[43, \d+\]",
+        {"rows_in_flight": 2},
+    ),
+    "last row of a ragged tile copied": Mutation(
+        "separate",
+        "const int valid = left < kRowsInFlight ? static_cast<int>(left) : kRowsInFlight;",
+        "const int valid = kRowsInFlight;",
+        r"out of bounds: reads 2048 bytes at x\[43, 0\]",
+        {"rows_in_flight": 2, **BULK},
+    ),
+    "last row of a ragged tile written": Mutation(
+        "separate",
+        "if (args.dx != nullptr && row < args.rows && rows.owns(j, column)) {",
+        "if (args.dx != nullptr && rows.owns(j, column)) {",
+        r"out of bounds: writes 16 bytes at dx\[43, \d+\]",
+        {"rows_in_flight": 2},
+    ),
+    "stage refilled before all threads have read it (bulk)": Mutation(
+        "separate",
+        "    row_sum(sum);\n    pipeline.refill(schedule);",
+        "    pipeline.refill(schedule);\n    row_sum(sum);",
+        r"race: refills byte \d+ of shared memory, which .* may still have to read"
+        r"|reads byte \d+ of shared memory, .*bulk copy of thread 0.*refilled before",
+        BULK,
+    ),
+    "stage refilled while it is reloaded (bulk)": Mutation(
+        "last_cta",
+        "kReload ? last : stage);",
+        "stage);",
+        r"race: refills byte \d+ of shared memory, which .* may still have to read"
+        r"|refilled before this thread had read it",
+        {**BULK, "stages": 3, "reload": "smem"},
+    ),
+    "stage refilled while it is reloaded (cp.async)": Mutation(
+        "last_cta",
+        "!kReload ? due : due == first ? last() : due - kStageBytes);",
+        "due);",
+        r"reads byte \d+ of shared memory before the wait for the cp.async",
+        {**ASYNC, "stages": 3, "reload": "smem"},
+    ),
+    # Others of their kind.
+    "barrier before the arrival removed": Mutation(
+        "column_slices",
+        "    cta_barrier();\n    if (threadIdx.x == 0) {\n      const Ledger before = arrive(",
+        "    if (threadIdx.x == 0) {\n      const Ledger before = arrive(",
+        r"race: reads scratch\[",
+    ),
+    "arrival that orders nothing": Mutation(
+        "column_slices",
+        "return book_in_order(ledger, entry);",
+        "return book_and_read(ledger, entry);",
+        r"race: reads scratch\[.*which CTA \d+ thread \d+ wrote",
+    ),
+    "look that does not acquire": Mutation(
+        "column_slices",
+        "read_acquire(ledger)",
+        "read_relaxed(ledger)",
+        r"race: reads scratch\[.*which CTA \d+ thread \d+ wrote",
+    ),
+    # Who waits for whom.
+    "looked at before the own arrival": Mutation(
+        "column_slices",
+        "      const Ledger before = arrive(ledger(), arrival(participant));\n",
+        "      await(1, look);\n"
+        "      const Ledger before = arrive(ledger(), arrival(participant));\n",
+        r"deadlock: .* waits for the ledger at counters\[0\] to change",
+    ),
+    "start that is not booked": Mutation(
+        "column_slices",
+        "book_relaxed(ledger(), kStart);",
+        "read_relaxed(ledger());",
+        r"deadlock: |race: |is \d+ after the call|out of bounds",
+    ),
+    "ledger that the plan does not have": Mutation(
+        "column_slices",
+        "reinterpret_cast<Ledger*>(counters + rank * kLedgerWords)",
+        "reinterpret_cast<Ledger*>(counters + (rank + 1) * kLedgerWords)",
+        r"out of bounds: adds to 8 bytes at counters",
+    ),
+    "nobody takes off what all add up to": Mutation(
+        "column_slices",
+        "return participant == 0 ? kArrival - whole() : kArrival;",
+        "return kArrival;",
+        r"deadlock: .* waits for the ledger at counters\[0\] to change from 5242885 ",
+    ),
+    "one arrival too few awaited": Mutation(
+        "column_slices",
+        "return participants * (kStart + kArrival); }",
+        "return participants * (kStart + kArrival) - kArrival; }",
+        r"race: reads scratch\[|nobody has written|counters\[\d\] is",
+    ),
+    "last arrival taken for the first": Mutation(
+        "column_slices",
+        "const unsigned own = participants - 1 - arrivals(before);",
+        "const unsigned own = arrivals(before);",
+        r"race: reads scratch\[|nobody has written",
+    ),
+    "nobody hands over": Mutation(
+        "column_slices",
+        "++looks < kPatience) continue;",
+        "true) continue;",
+        r"deadlock: .* waits for the ledger at counters\[0\] .*have not started",
+        residency=2,
+    ),
+    "waits on once anybody has handed over": Mutation(
+        "column_slices",
+        "if (handed_over(seen) == 0 && ++looks < kPatience) continue;",
+        "if (handed_over(seen) != 0 || ++looks < kPatience) continue;",
+        r"deadlock: .* waits? for the ledger at counters\[0\] .*have not started",
+        residency=2,
+    ),
+    "what is handed over is not taken over": Mutation(
+        "column_slices",
+        "places = 1 + handed_over(before);",
+        "places = 1;",
+        r"counters\[\d\] is \d+ after the call|dw\[\d+\] was never written",
+        residency=2,
+    ),
+    "handed over without a place": Mutation(
+        "column_slices",
+        "store_relaxed(list() + handed_over(before), place + 1);",
+        ";",
+        r"deadlock: .* waits for counters\[2\] to change from 0",
+        residency=2,
+    ),
+    "place in the list not set back": Mutation(
+        "column_slices",
+        "    store_relaxed(list() + index, 0);\n",
+        "",
+        r"counters\[2\] is \d+ after the call",
+        residency=2,
+    ),
+    "entry not taken back by who takes over": Mutation(
+        "column_slices",
+        "    book_relaxed(ledger(), 0 - kHandover);\n    return entry - 1;",
+        "    return entry - 1;",
+        r"counters\[1\] is \d+ after the call",
+        residency=2,
+    ),
+    "handed over and summed as well": Mutation(
+        "column_slices",
+        "        return false;",
+        "        return true;",
+        r"writes dw\[\d+\] a second time|race: reads scratch\[|nobody has written",
+        residency=2,
+    ),
+    "handed over after the last arrival": Mutation(
+        "column_slices",
+        f"{PATIENT}      if (!complete(before)) {{",
+        f"{IMPATIENT}      if (true) {{",
+        r"dw\[\d+\] was never written|counters\[\d\] is \d+ after the call",
+    ),
+    "entry taken for void although the last to arrive reads it": Mutation(
+        "column_slices",
+        f"{PATIENT}      if (!complete(before)) {{",
+        f"{IMPATIENT}      if (!complete(before) && starts(before) < participants) {{",
+        r"deadlock: .* waits for counters\[\d\] to change from 0",
+    ),
+    "void entry not taken back": Mutation(
+        "column_slices",
+        f"{PATIENT}{HANDOVER}      book_relaxed(ledger(), 0 - kHandover);\n",
+        f"{IMPATIENT}{HANDOVER}",
+        r"counters\[1\] is \d+ after the call",
+    ),
+    # Words that tell by themselves whether they have arrived.
+    "padding travels as +0": Mutation(
+        "mailbox",
+        "return value == 0.0f ? -0.0f : value;",
+        "return value;",
+        r"CTA \d+ thread \d+: sends 0 to zeroed\[\d+, 1001\], which nobody can receive",
+        shape="43x1001:bf16",
+    ),
+    "words not asked for again": Mutation(
+        "mailbox",
+        "} while (missing);",
+        "} while (false);",
+        r"empties zeroed\[\d+, \d+\], which this thread has not received",
+    ),
+    "last of four words not looked at": Mutation(
+        "mailbox",
+        " &&\n         __float_as_uint(v.w) != 0;",
+        ";",
+        r"empties zeroed\[\d+, ((\d*[02468])?[37]|\d*[13579][159])\], which this thread has not",
+    ),
+    "hint taken for an order": Mutation(
+        "mailbox",
+        "finish_slices<ArrivingRows>",
+        "finish_slices<CompleteRows>",
+        r"race: reads zeroed\[.*which CTA \d+ thread \d+ wrote",
+    ),
+    "first look not meant for words on their way": Mutation(
+        "mailbox",
+        "{ return receive_words(from); }",
+        "{ return load_workspace(from); }",
+        r"race: reads zeroed\[.*which CTA \d+ thread \d+ wrote",
+    ),
+    "words sent by ordinary stores": Mutation(
+        "mailbox",
+        "send_words(to, make_float4(message(sums.x)",
+        "store_workspace(to, make_float4(message(sums.x)",
+        r"race: receives zeroed\[.*which CTA \d+ thread \d+ wrote",
+    ),
+    "places not emptied": Mutation(
+        "mailbox",
+        "if (place(a)) empty_words(const_cast<float*>(place(a)));",
+        ";",
+        r"zeroed\[0, 0\] is \S+ after the call and not 0 again",
+    ),
+    "places emptied before they are received": Mutation(
+        "mailbox",
+        "    bool missing;\n    do {",
+        "    for (int a = 0; a < kCount; ++a)\n"
+        "      if (place(a)) empty_words(const_cast<float*>(place(a)));\n"
+        "    bool missing;\n    do {",
+        r"empties zeroed\[\d+, \d+\], which this thread has not received",
+    ),
+    "places emptied twice": Mutation(
+        "mailbox",
+        "if (place(a)) empty_words(const_cast<float*>(place(a)));",
+        "if (place(a))\n"
+        "        for (int i = 0; i < 2; ++i) empty_words(const_cast<float*>(place(a)));",
+        r"empties zeroed\[\d+, \d+\], which is empty",
+    ),
+    "sent to a neighbour's place": Mutation(
+        "mailbox",
+        "places + participant * kRowStride",
+        "places + participant / 2 * 2 * kRowStride",
+        r"sends to zeroed\[\d+, \d+\] a second time in this launch",
+    ),
+    "sent behind the last place": Mutation(
+        "mailbox",
+        "places + participant * kRowStride",
+        "places + (participant + 1) * kRowStride",
+        r"out of bounds: sends 16 bytes at zeroed\[5, \d+\], \d+ bytes past its end",
+    ),
+    "slice received by two CTAs": Mutation(
+        "mailbox",
+        "unsigned slice = place; slice",
+        "unsigned slice = place / 2; slice",
+        r"receives zeroed\[\d+, \d+\], which CTA \d+ thread \d+ has received already",
+    ),
+    "slice waited for that another CTA has emptied": Mutation(
+        "mailbox",
+        "unsigned slice = place; slice",
+        "unsigned slice = place / 2; slice",
+        r"deadlock: .* waits? for zeroed\[\d+, \d+\] to arrive",
+    ),
+    "slice not received": Mutation(
+        "mailbox",
+        "slice < slices; slice += participants)",
+        "slice + 1 < slices; slice += participants)",
+        r"zeroed\[0, 992\] is \S+ after the call and not 0 again",
+    ),
+    "no barrier before the tail uses shared memory": Mutation(
+        "mailbox",
+        "    cta_barrier();  // behind it, shared memory is the tail's as well\n",
+        "",
+        r"race: (overwrites|reads) byte \d+ of shared memory",
+    ),
+    "nobody hands over (mailbox)": Mutation(
+        "mailbox",
+        "++looks < kPatience) continue;",
+        "true) continue;",
+        r"deadlock: .* waits for the ledger at counters\[0\] .*have not started",
+        residency=2,
+    ),
+    "waits for words of CTAs that have not started": Mutation(
+        "mailbox",
+        "const Ledger seen = look(ledger());",
+        "const Ledger seen = 0;",
+        r"deadlock: .* waits? for zeroed\[\d, \d+\] to arrive.*have not started",
+        residency=2,
+    ),
+    # Who arrives before the last rows.
+    "last batch not noticed": Mutation(
+        "mailbox",
+        "if (schedule.ahead(1) >= rows.batches) strategy.announce",
+        "if (schedule.ahead(1) > rows.batches) strategy.announce",
+        r"deadlock: .* waits for the ledger at counters\[0\] to change",
+        EARLY,
+        shape="44x1024:bf16",
+    ),
+    "announced before every batch": Mutation(
+        "mailbox",
+        "if (schedule.ahead(1) >= rows.batches) strategy.announce",
+        "strategy.announce",
+        r"counters\[0\] is \d+ after the call and not 0 again",
+        EARLY,
+    ),
+    "announced by every team": Mutation(
+        "mailbox",
+        "if (threadIdx.x == 0 && output.base",
+        "if (team_thread() == 0 && output.base",
+        r"counters\[0\] is \d+ after the call and not 0 again",
+        EARLY,
+    ),
+    "announced and arrived": Mutation(
+        "mailbox",
+        "kArrivesEarly ? before_arrival",
+        "false ? before_arrival",
+        r"counters\[0\] is \d+ after the call and not 0 again",
+        EARLY,
+    ),
+    "early arrival taken for an order": Mutation(
+        "mailbox",
+        "finish_slices<ArrivingRows>",
+        "finish_slices<CompleteRows>",
+        r"race: reads zeroed\[.*which CTA \d+ thread \d+ wrote",
+        EARLY,
+    ),
+    "words of who arrived early not asked for again": Mutation(
+        "mailbox",
+        "} while (missing);",
+        "} while (false);",
+        r"empties zeroed\[\d+, \d+\], which this thread has not received",
+        EARLY,
+    ),
+    "nobody hands over (early)": Mutation(
+        "mailbox",
+        "++looks < kPatience) continue;",
+        "true) continue;",
+        r"deadlock: .* waits for the ledger at counters\[0\] .*have not started",
+        EARLY,
+        residency=2,
+    ),
+    "no proxy fence before a bulk operation reads shared memory": Mutation(
+        "bulk_turns",
+        "    fence_async_shared();\n    cta_barrier();",
+        "    cta_barrier();",
+        r"no proxy fence: thread \d+ wrote byte \d+ of shared memory",
+    ),
+    "no proxy fence between acquire and bulk operation": Mutation(
+        "bulk_turns",
+        "        fence_async_global();\n        bulk_add",
+        "        bulk_add",
+        r"no proxy fence between an acquire and the bulk operation on scratch\[",
+    ),
+    "no proxy fence between bulk operation and release": Mutation(
+        "bulk_turns",
+        "      bulk_wait_written();\n      fence_async_global();",
+        "      bulk_wait_written();",
+        r"race: .*or not fenced",
+    ),
+    "own turn not awaited": Mutation(
+        "bulk_turns",
+        "while (load_acquire(group_turn(g)) != place) {",
+        "while (load_acquire(group_turn(g)) == kThreads) {",
+        r"race: adds to scratch\[|adds to scratch\[.*nobody has written",
+    ),
+    "stage read before its wait (bulk)": Mutation(
+        "separate",
+        "    pipeline.await();\n",
+        "",
+        r"CTA \d+ thread \d+: reads byte \d+ of shared memory, .*(before this thread's wait"
+        r"|nobody has written)",
+        BULK,
+    ),
+    "stage read before its wait (cp.async)": Mutation(
+        "separate",
+        "copy_async_wait<kAhead - 1>();",
+        "copy_async_wait<kAhead>();",
+        r"CTA \d+ thread \d+: reads byte \d+ of shared memory before the wait for the cp.async",
+        ASYNC,
+    ),
+    "barriers of the stages not published": Mutation(
+        "separate",
+        "  const Weight weights(rows, args.weight, smem);\n  team_barrier();",
+        "  const Weight weights(rows, args.weight, smem);",
+        r"race: uses mbarrier \d+, whose initialisation|an mbarrier at byte \d+ .* not initialised",
+        BULK,
+    ),
+    "barriers of a cluster not published": Mutation(
+        "separate",
+        "  cluster_barrier();\n",
+        "",
+        r"race: uses mbarrier \d+, whose initialisation|an mbarrier at byte \d+ .* not initialised",
+        PAIR,
+        shape="21x4096:bf16",
+    ),
+    "sums of a cluster read before their wait": Mutation(
+        "separate",
+        "    mbarrier_wait_cluster(&arrived[buffer], phase);\n",
+        "",
+        r"reads byte \d+ of shared memory, .*(store from the cluster|nobody has written)",
+        PAIR,
+        shape="21x4096:bf16",
+    ),
+    "barrier of the row sum removed": Mutation(
+        "separate",
+        "store_shared(into + u * kWarpsPerRow + team_thread() / 32, value[u]);\n"
+        "      team_barrier();",
+        "store_shared(into + u * kWarpsPerRow + team_thread() / 32, value[u]);",
+        r"race: reads byte \d+ of shared memory|reads byte \d+ .*nobody has written",
+    ),
+    "teams add up before all have stored": Mutation(
+        "separate",
+        "store_shared(own + padded, 0.0f);\n  cta_barrier();",
+        "store_shared(own + padded, 0.0f);",
+        r"race: reads byte \d+ of shared memory|reads byte \d+ .*nobody has written",
+    ),
+    "stages overwritten while others read them": Mutation(
+        "separate",
+        "const int columns = kExact ? kColumns : rows.columns;\n  cta_barrier();",
+        "const int columns = kExact ? kColumns : rows.columns;",
+        r"race: overwrites byte \d+ of shared memory|refilled before this thread had read it",
+        {**BULK, "reload": "smem", "stages": 3},
+    ),
+    "barrier in a branch": Mutation(
+        "separate",
+        "    allow_dependents();\n",
+        "    allow_dependents();\n    if (threadIdx.x < 32) cta_barrier();\n",
+        r"divergent barrier: ",
+    ),
+    "second kernel does not wait for the first": Mutation(
+        "separate",
+        "  wait_for_primary();\n",
+        "",
+        r"sum_partials CTA \d+ thread \d+: (race: reads|reads) scratch\[",
+        {"overlap": "dependent"},
+    ),
+    "row of dx left out": Mutation(
+        "separate",
+        "if (args.dx != nullptr && row < args.rows && rows.owns(j, column)) {",
+        "if (args.dx != nullptr && row < args.rows - 1 && rows.owns(j, column)) {",
+        r"dx\[42, 0\] was never written, nor 1023 more",
+    ),
+    "row of dx written twice": Mutation(
+        "separate",
+        "store_row<kVectorBytes>(args.dx + row * args.dx_stride + column, packet);",
+        "store_row<kVectorBytes>(args.dx + row / 2 * args.dx_stride + column, packet);",
+        r"writes dx\[\d+, \d+\] a second time",
+    ),
+    "slice of dw left out": Mutation(
+        "column_slices",
+        "slice < slices; slice += participants)",
+        "slice + 1 < slices; slice += participants)",
+        r"dw\[\d+\] was never written",
+    ),
+    "workspace row too far": Mutation(
+        "last_cta",
+        "store_row_of(participant, rows, partial);",
+        "store_row_of(participant + 1, rows, partial);",
+        r"out of bounds: writes 16 bytes at scratch\[|reads scratch\[.*nobody has written",
+        {"levels": 1},
+    ),
+    "shared memory too small": Mutation(
+        "separate",
+        "float* own = teams + team_index() * kPartialStride;",
+        "float* own = teams + (team_index() + 1) * kPartialStride;",
+        r"out of bounds: writes 16 bytes at byte \d+ of shared memory, which has \d+",
+    ),
+    "loop without end": Mutation(
+        "separate",
+        "    allow_dependents();\n",
+        "    for (volatile int i = 0; i == 0;) {\n    }\n",
+        r"no end within 2 s",
+    ),
+    # Rows of less than a warp.
+    "sum of all rows of a warp": Mutation(
+        "separate",
+        "mask = (kThreadsPerRow < 32 ? kThreadsPerRow : 32) / 2;",
+        "mask = 16;",
+        r"dx\[\d+, \d+\] is .*, float64 gives",
+        SHORT,
+        shape="43x64:bf16",
+    ),
+    "rows abreast not added": Mutation(
+        "last_cta",
+        "    add_abreast(partial);\n",
+        "",
+        r"dw\[\d+\] is .*, float64 gives",
+        SHORT,
+        shape="43x64:bf16",
+    ),
+    "rows abreast added without the last step": Mutation(
+        "semaphore",
+        "mask = kThreadsPerRow; mask < 32; mask *= 2)",
+        "mask = kThreadsPerRow; mask < 16; mask *= 2)",
+        r"dw\[\d+\] is .*, float64 gives",
+        SHORT,
+        shape="43x64:bf16",
+    ),
+    "lanes of every row abreast store": Mutation(
+        "separate",
+        "row_abreast() != 0 || !rows.owns",
+        "!rows.owns",
+        r"race: overwrites byte \d+ of shared memory|race: writes scratch\[",
+        SHORT,
+        shape="43x64:bf16",
+        places=2,
+    ),
+    "rows abreast confused": Mutation(
+        "separate",
+        "u * kRowsAbreast + row_abreast();",
+        "u * kRowsAbreast;",
+        r"writes dx\[\d+, \d+\] a second time",
+        SHORT,
+        shape="43x64:bf16",
+    ),
+    # Sums of blocks of rows, in vectors of 16 bytes and one by one, and while row sums travel.
+    **{
+        f"{bug} ({shape})": Mutation("column_slices", old, new, found, knobs, shape)
+        for bug, old, new, found in (
+            (
+                "complete blocks left out",
+                "    blocks.finish(partial);\n",
+                "",
+                r"dw\[\d+\] is .*float64 gives",
+            ),
+            (
+                "block overwrites those before it",
+                "    if (batches != kBlockBatches) add(partial);\n",
+                "",
+                r"dw\[\d+\] is .*float64 gives",
+            ),
+            (
+                "block not started anew",
+                "        partial[j][i] = 0.0f;\n",
+                "",
+                r"dw\[\d+\] is .*float64 gives",
+            ),
+            (
+                "complete blocks not noticed",
+                "batches >= kBlockBatches",
+                "batches > 9 * kBlockBatches",
+                r"dw\[\d+\] is .*float64 gives",
+            ),
+            (
+                "first block added to nothing",
+                "if (batches != kBlockBatches) add",
+                "add",
+                r"nobody has written|float64 gives",
+            ),
+            (
+                "two threads in one place",
+                "* kThreads + threadIdx.x) * kChunk",
+                "* kThreads + threadIdx.x / 2 * 2) * kChunk",
+                r"race: (overwrites|reads) byte \d+ of shared memory|float64 gives",
+            ),
+        )
+        for shape, knobs in (*CLOSING, ("1400x77:fp32", TEAMS))
+    },
+    **{
+        f"sums of blocks at {place} ({shape})": Mutation(
+            "column_slices",
+            "smem + kBlockSumsOffset",
+            place,
+            r"of shared memory|mbarrier|float64 gives",
+            knobs,
+            shape,
+        )
+        for shape, knobs in CLOSING
+        for place in ("smem + 16", "smem + kTilesOffset - 64")
+    },
+    # A wrong kernel that synchronises well.
+    "wrong formula": Mutation(
+        "separate",
+        "const float correction = -__fmul_rn(",
+        "const float correction = __fmul_rn(",
+        r"dx\[\d+, \d+\] is .*, float64 gives",
+    ),
+    "partial dw started over": Mutation(
+        "separate",
+        "partial[j][i] = __fmaf_rn(xe, scaled, partial[j][i]);",
+        "partial[j][i] = __fmaf_rn(xe, scaled, row == 17 ? 0.0f : partial[j][i]);",
+        r"dw\[\d+\] is .*, float64 gives",
+    ),
+}
+
+
+def make(mutation: Mutation, target: Target) -> Variant:
+    knobs = {**FLAVOURS[mutation.flavour], **mutation.knobs}
+    if mutation.flavour == "separate":  # a small second kernel, for speed
+        knobs = {"slice_columns": 128, "sum_threads": 128, **knobs}
+    return plain_variant(mutation.shape, target, **knobs)
+
+
+def run(mutation: Mutation, source: str, variant: Variant) -> Check:
+    problem = Problem.parse(mutation.shape)
+    spec, launch = plan(variant, problem.M)
+    residencies = None
+    if mutation.residency is not None:
+        residencies = (mutation.residency,)
+    deadline = 2.0 if "no end" in mutation.found else 60.0
+    return check_source(
+        source,
+        spec,
+        launch,
+        problem,
+        schedules=SCHEDULES,
+        residencies=residencies,
+        deadline=deadline,
+    )
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_bug_is_found_and_named(name: str, target: Target) -> None:
+    mutation = PLANTED[name]
+    variant = make(mutation, target)
+    source = render(variant)
+    places = source.count(mutation.old)
+    assert places == mutation.places, "the template has changed: plant the bug anew"
+    check = run(mutation, source.replace(mutation.old, mutation.new), variant)
+    assert any(re.search(mutation.found, problem) for problem in check.problems), check.problems
+    assert all(problem.startswith(variant.id + ": ") for problem in check.problems)
+
+
+def untouched() -> dict[str, Mutation]:
+    """One mutation for every different source above."""
+    first: dict[tuple[object, ...], str] = {}
+    for name, m in PLANTED.items():
+        first.setdefault((m.flavour, tuple(sorted(m.knobs.items())), m.shape, m.residency), name)
+    return {name: PLANTED[name] for name in first.values()}
+
+
+@pytest.mark.parametrize("name", untouched())
+def test_unmutated_kernel_passes_the_same_schedules(name: str, target: Target) -> None:
+    mutation = PLANTED[name]
+    variant = make(mutation, target)
+    check = run(mutation, render(variant), variant)
+    assert check.problems == ()
+    assert check.schedules == SCHEDULES
+
+
+@pytest.mark.parametrize("arrival", ["late", "early"])
+@pytest.mark.parametrize("shape", ["43x1024:bf16", "43x1001:bf16"])
+def test_no_word_is_taken_for_arrived_by_the_ledger(
+    shape: str, arrival: str, target: Target
+) -> None:
+    """Who sees that all have started need not wait until all have arrived: words are then asked for
+    while they are on their way."""
+    mutation = Mutation("mailbox", "", "", "", {"arrival": arrival}, shape)
+    variant = make(mutation, target)
+    source = render(variant)
+    old = "if (complete(seen)) return true;"
+    assert old in source
+    new = "if (complete(seen) || starts(seen) == participants) return true;"
+    check = run(mutation, source.replace(old, new), variant)
+    assert check.problems == ()
+    assert (check.schedules, check.distinct_results) == (SCHEDULES, 1)
+
+
+def test_words_behind_a_release_and_an_acquire_have_arrived(target: Target) -> None:
+    mutation = Mutation("mailbox", "", "", "")
+    variant = make(mutation, target)
+    source = render(variant)
+    for old, new in (
+        ("book_and_read(ledger, entry)", "book_in_order(ledger, entry)"),
+        ("read_relaxed(ledger)", "read_acquire(ledger)"),
+        ("} while (missing);", "} while (false);"),
+    ):
+        assert old in source
+        source = source.replace(old, new)
+    assert run(mutation, source, variant).problems == ()
+
+
+@pytest.mark.parametrize("flavour", ["mailbox", "column_slices"])
+@pytest.mark.parametrize("shape", ["43x1024:bf16", "43x1001:bf16", "86x512:bf16"])
+def test_any_number_of_resident_ctas_is_enough(flavour: str, shape: str, target: Target) -> None:
+    """One, two, three, four or all five CTAs at once: with fewer, slices are handed over, with more
+    than five slices and with fewer; always with the same bits."""
+    for slice_columns in (16, 128):
+        mutation = Mutation(
+            flavour, "", "", "", {"slice_columns": slice_columns, "threads_per_row": 64}, shape
+        )
+        variant = make(mutation, target)
+        problem = Problem.parse(shape)
+        spec, launch = plan(variant, problem.M)
+        assert launch.grid == 5
+        check = check_source(
+            render(variant),
+            spec,
+            launch,
+            problem,
+            schedules=SCHEDULES,
+            residencies=(1, 2, 3, 4, 5),
+        )
+        assert check.problems == ()
+        assert (check.schedules, check.distinct_results) == (SCHEDULES, 1)
+
+
+@pytest.mark.parametrize(
+    ("flavour", "knobs"), [("mailbox", {}), ("mailbox", EARLY), ("column_slices", {})]
+)
+def test_slices_may_be_handed_over_at_any_time(
+    flavour: str, knobs: dict[str, int | str], target: Target
+) -> None:
+    """Also when all have started, and at the moment of the last arrival."""
+    for slice_columns in (16, 128):
+        mutation = Mutation(flavour, "", "", "", {"slice_columns": slice_columns, **knobs})
+        variant = make(mutation, target)
+        source = render(variant)
+        assert PATIENT in source
+        check = run(mutation, source.replace(PATIENT, IMPATIENT), variant)
+        assert check.problems == ()
+        assert (check.schedules, check.distinct_results) == (SCHEDULES, 1)
+
+
+@pytest.mark.parametrize("flavour", ["mailbox", "column_slices"])
+def test_clusters_may_wait_for_others_of_their_rank(flavour: str, target: Target) -> None:
+    knobs = {"cluster": 2, "pipeline": "direct", "threads_per_row": 128}
+    mutation = Mutation(flavour, "", "", "", knobs, "9x4096:bf16")
+    variant = make(mutation, target)
+    check = run(mutation, render(variant), variant)
+    assert check.problems == ()
+    assert check.distinct_results == 1

@@ -1,0 +1,339 @@
+"""Every example runs and its numbers are right, against a package as it is emitted: copied
+elsewhere, with nothing else of this repository to import."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from generator.package.emit import emit_package
+from generator.paths import REPOSITORY
+from generator.target import find_target
+from generator.tuner.forward import tune_forwards
+from tests.support.entry_points import write_package
+from tests.support.samples import compiled_generics
+
+EXAMPLES = REPOSITORY / "examples"
+PACKAGE = "generated.h200.rmsnorm_backward"
+
+LINES = (
+    "plain_pytorch.py",
+    "plain_pytorch.py --compile",
+    "graph_trainer.py",
+    "graph_trainer.py --how tag",
+    "existing_model.py",
+    "main_grad.py",
+)
+
+RUNNER = f"""
+import contextlib, io, json, runpy, sys, warnings
+import torch
+from torch._inductor import metrics
+from {PACKAGE} import installed
+from {PACKAGE}.runtime.serve.forward import Forward, reference_forward
+from {PACKAGE}.runtime.serve.reference import reference_backward
+
+gpu, folder, *lines = sys.argv[1:]
+torch.set_num_threads(1)
+# What the package warns of, when it has no kernel for a call.
+warnings.filterwarnings("error", ".*using (PyTorch|the formula)", UserWarning)
+seen = dict.fromkeys(("forward", "routed"), 0)
+
+
+def counted(kind, function):
+    def call(*arguments):
+        found = function(*arguments)
+        seen[kind] += found is not None
+        return found
+
+    return call
+
+
+Forward.__call__ = counted("forward", Forward.__call__)
+door = installed.__self__
+door._serve = counted("routed", door._serve)
+if not int(gpu):
+    warnings.simplefilter("error", UserWarning)
+    door._device = "CPU"
+    # PyTorch's fused operators, which only a GPU has.
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm", lambda x, shape, w, eps: reference_forward(x, w, eps), "CPU")
+    library.impl(
+        "_fused_rms_norm_backward",
+        lambda dy, x, shape, rstd, w, mask: reference_backward(
+            dy, x, rstd, w, need_dx=mask[0], need_dw=mask[1]
+        ),
+        "CPU",
+    )
+for line in lines:
+    sys.argv = line.split()
+    metrics.reset()
+    seen.update(forward=0, routed=0)
+    before = torch.cuda.memory_stats().get("allocation.all.allocated", 0)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        numbers = runpy.run_path(folder + "/" + sys.argv[0])["main"]()
+    run = {{
+        "numbers": numbers,
+        "printed": printed.getvalue(),
+        "compiled": metrics.generated_kernel_count,
+        **seen,
+        "allocations": torch.cuda.memory_stats().get("allocation.all.allocated", 0) - before,
+    }}
+    print(json.dumps(run))
+"""
+
+
+class Run(NamedTuple):
+    """numbers: what main returned. compiled: kernels by Inductor. forward: calls of the package's.
+    routed: calls of PyTorch's backward that the package served. allocations: of GPU memory."""
+
+    numbers: dict[str, float]
+    printed: str
+    compiled: int
+    forward: int
+    routed: int
+    allocations: int
+
+
+class Runs(NamedTuple):
+    """rounding: the most by which results in the examples' dtype may differ."""
+
+    on_gpu: bool
+    rounding: float
+    runs: dict[str, Run]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Every line in a process whose only other module is the package: with the kernels for any
+    shape on a GPU, and without kernels elsewhere. The examples choose their device."""
+    on_gpu = request.param == "gpu"
+    folder = tmp_path_factory.mktemp("elsewhere")
+    # The folder's name is what the examples import, whatever the GPU.
+    package = folder.joinpath(*PACKAGE.split("."))
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    if on_gpu:
+        here = request.getfixturevalue("here")
+        emit_package([], compiled_generics(here), here, package, tune_forwards([], here))
+    else:
+        emit_package([], [], find_target("h200"), package)
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    process = subprocess.run(
+        [sys.executable, "-c", RUNNER, str(int(on_gpu)), str(EXAMPLES), *LINES],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr[-2000:]
+    runs = [Run(**json.loads(line)) for line in process.stdout.splitlines()]
+    # bf16 on a GPU, where sums are rounded once and PyTorch's twice; fp32 elsewhere.
+    return Runs(on_gpu, 2e-2 if on_gpu else 1e-5, dict(zip(LINES, runs, strict=True)))
+
+
+def test_every_example_is_run() -> None:
+    assert {line.split()[0] for line in LINES} == {path.name for path in EXAMPLES.glob("*.py")}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_examples_print_what_they_return(done: Runs, line: str) -> None:
+    run = done.runs[line]
+    for name, number in run.numbers.items():
+        form = "{}" if isinstance(number, int) else "{:.4f}" if "loss" in name else "{:.1e}"
+        assert form.format(number) in run.printed, name
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_examples_use_the_gpu_where_there_is_one(done: Runs, line: str) -> None:
+    assert (done.runs[line].allocations > 0) == done.on_gpu
+
+
+@pytest.mark.parametrize("line", ["plain_pytorch.py", "plain_pytorch.py --compile"])
+def test_plain_loop_learns_from_pytorchs_gradients(done: Runs, line: str) -> None:
+    run = done.runs[line]
+    assert run.forward == 10 * 3
+    assert run.numbers["error"] < done.rounding
+    assert run.numbers["last loss"] < 0.6 * run.numbers["first loss"]
+    assert (run.compiled > 0) == ("--compile" in line)
+
+
+@pytest.mark.parametrize(
+    ("line", "nodes", "marked"),
+    # Two norms, each with its backward: the package's, or marked with their two results.
+    [("graph_trainer.py", 4, 0), ("graph_trainer.py --how tag", 0, 12)],
+)
+def test_graph_trainer_learns_from_pytorchs_gradients(
+    done: Runs, line: str, nodes: int, marked: int
+) -> None:
+    run = done.runs[line]
+    assert (run.numbers["nodes"], run.numbers["marked"]) == (nodes, marked)
+    assert run.forward == 5 * nodes // 2
+    assert run.numbers["error"] < done.rounding
+    assert run.numbers["last loss"] < 0.9 * run.numbers["first loss"]
+    assert (run.compiled > 0) == (marked > 0)
+
+
+def test_existing_models_get_pytorchs_results(done: Runs) -> None:
+    run = done.runs["existing_model.py"]
+    assert run.routed == 2
+    assert run.forward == 1 + 2 + 2  # one probe, two where the offset is 1, and the model's
+    assert run.numbers["adopted norms"] == 2
+    assert run.numbers["routed"] < done.rounding
+    assert run.numbers["adopted"] < done.rounding
+
+
+def test_main_grad_is_the_sum_over_micro_batches(done: Runs) -> None:
+    """In fp32 up to the few elements of y that are rounded to the other neighbour in bf16; the
+    gradient that flows on through dx is bf16."""
+    run = done.runs["main_grad.py"]
+    assert run.forward == 4
+    numbers = dict(run.numbers)
+    assert numbers.pop("weight") < (1e-3 if done.on_gpu else 1e-5)
+    assert set(numbers) == {"up.weight", "down.weight"}
+    assert max(numbers.values()) < (5e-3 if done.on_gpu else 5e-4)
+
+
+# ---- Parts of the examples, in this process ------------------------------------------------------
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that imports an example, with a package without kernels as what it imports."""
+    monkeypatch.setitem(sys.modules, PACKAGE, write_package(tmp_path / "package"))
+
+    def import_example(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return import_example
+
+
+@pytest.mark.parametrize("loss", ["sum", "square"])
+@pytest.mark.parametrize("door", ["grad", "backward"])
+def test_main_grad_cannot_be_differentiated_twice(load: Any, loss: str, door: str) -> None:
+    """Neither where dy depends on x nor where it is a constant, which PyTorch's
+    once_differentiable lets pass."""
+    norm = load("main_grad").MainGradNorm
+    x, weight = torch.randn(4, 16, requires_grad=True), nn.Parameter(torch.ones(16))
+    weight.main_grad = torch.zeros(16)
+    y = norm.apply(x, weight, 1e-6)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        (dx,) = torch.autograd.grad(
+            y.sum() if loss == "sum" else y.square().sum(), x, create_graph=True
+        )
+        penalty = (dx + x).square().sum()
+        penalty.backward() if door == "backward" else torch.autograd.grad(penalty, x)
+    assert not weight.main_grad.any()
+
+
+class WholeRMSNorm(nn.Module):
+    """Made up: stores w. Its parts are what the classes below change."""
+
+    def __init__(self, width: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+        self.eps = eps
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * self.normalized(x)
+
+
+class Qwen3NextRMSNorm(WholeRMSNorm):
+    """Stores w - 1."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (1.0 + self.weight) * self.normalized(x)
+
+
+class CentredRMSNorm(WholeRMSNorm):
+    """No RMSNorm at all."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * self.normalized(x - x.mean(-1, keepdim=True))
+
+
+class HiddenEpsRMSNorm(WholeRMSNorm):
+    """Another eps than the one under the usual name."""
+
+    def normalized(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 3 * self.eps)
+
+
+class GatedRMSNorm(WholeRMSNorm):
+    """Takes a second tensor."""
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        y = super().forward(x)
+        return y if gate is None else y * nn.functional.silu(gate)
+
+
+class BiasedRMSNorm(WholeRMSNorm):
+    """With a bias, which is 0 at the start."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.bias
+
+
+class PickyRMSNorm(WholeRMSNorm):
+    """Refuses what is not three-dimensional."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() != 3:
+            raise ValueError("x must have three dimensions")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [WholeRMSNorm, Qwen3NextRMSNorm])
+def test_norms_that_agree_are_adopted_whatever_their_name(
+    load: Any, kind: type[WholeRMSNorm]
+) -> None:
+    example = load("existing_model")
+    model = nn.Sequential(kind(32), nn.Linear(32, 32))
+    x, dy = torch.randn(2, 5, 32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    theirs = example.results(model, x, dy)
+    assert example.adopt(model) == 1
+    assert "forward" in vars(model[0])
+    assert example.difference(example.results(model, x, dy), theirs) < 1e-6
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [CentredRMSNorm, HiddenEpsRMSNorm, GatedRMSNorm, BiasedRMSNorm, PickyRMSNorm],
+)
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_other_norms_are_left_alone_with_a_sentence(
+    load: Any, kind: type[WholeRMSNorm], weight: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(kind(32), nn.LayerNorm(32), nn.RMSNorm(32))
+    nn.init.constant_(model[0].weight, weight)
+    assert load("existing_model").adopt(model) == 0
+    assert not any("forward" in vars(module) for module in model)
+    *_, sentence = capsys.readouterr().out.splitlines()
+    assert sentence == f"0: left alone, {kind.__name__} does not compute what rms_norm does"

@@ -1,0 +1,550 @@
+"""From a variant to machine code: what is in the source, what the compiler says, what is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import active_children, get_context
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from generator.kernels.compile_pool import CompilePool
+from generator.kernels.cubin_cache import STALE_SECONDS, CubinCache, compile_variant
+from generator.kernels.nvrtc import Compiled, compile_source
+from generator.kernels.ptxas import Resources, read_resources
+from generator.kernels.render import render
+from generator.kernels.resource_gate import refuse, resource_fault
+from generator.kernels.variant import Variant
+from generator.paths import REPOSITORY, TEMPLATES
+from generator.problem import Problem
+from generator.runtime.spec import MAIN_KERNEL, SUM_KERNEL, plan_launch
+from generator.target import Target, find_target
+from tests.support.planted import BAD, WRONG, broken
+from tests.support.samples import DTYPES, FLAVOURS, SPACE, cases, opcodes, plain_variant, sm_of
+
+SHAPE = "4096x1024:bf16"
+TINY = 'extern "C" __global__ void rmsnorm_backward(int* p) { p[0] = 1; }'
+GPUS = ("h200", "gb200", "rtx-5090", "a100")
+ARCHS = {"h200": "sm_90a", "gb200": "sm_100a", "rtx-5090": "sm_120a", "a100": "sm_80"}
+
+
+# ---- The source ----------------------------------------------------------------------------------
+
+
+def fragments(v: Variant) -> set[str]:
+    """The template fragments that a variant is made of."""
+    flavour = {"turns": "bulk_turns", "free": "bulk_free"}[str(v["order"])]
+    strategy = flavour if v["strategy"] == "bulk_reduce" else v["strategy"]
+    chosen = {"primitives", "elements", "row_sum", "row_blocks", "partial_dw", f"dw_{strategy}"}
+    chosen |= {f"rows_{v['pipeline']}", "row_sum_cta" if v["cluster"] == 1 else "row_sum_cluster"}
+    if strategy in ("separate", "last_cta", "column_slices", "mailbox"):
+        chosen.add("sum_slice")
+    if strategy in ("column_slices", "mailbox"):
+        chosen.add("last_arrived")
+    if strategy in ("semaphore", "bulk_turns"):
+        chosen.add("turns")
+    return chosen
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_source_has_the_code_of_its_own_choices_only(case: tuple[Problem, Target, Variant]) -> None:
+    _, _, v = case
+    source = render(v)
+    present = {
+        path.stem for path in TEMPLATES.glob("*.cuh") if path.read_text().rstrip("\n") in source
+    }
+    assert present == fragments(v)
+    assert not re.search(r"\{\{|\{% |\{#", source), "a template tag is left"
+    assert source.count('extern "C"') == (2 if v["strategy"] == "separate" else 1)
+    assert f"Determinism class: {v.determinism}." in source
+    assert v.id in source.splitlines()[0]
+
+
+@settings(max_examples=20)
+@given(cases())
+def test_source_names_every_constant_once(case: tuple[Problem, Target, Variant]) -> None:
+    names = re.findall(r"^constexpr \w+ (k\w+) =", render(case[2]), re.MULTILINE)
+    assert len(names) > 20
+    assert len(set(names)) == len(names)
+
+
+def test_every_fragment_is_used_by_some_variant() -> None:
+    used: set[str] = set()
+    for flavour in FLAVOURS.values():
+        for pipeline in ("bulk", "direct", "async"):
+            used |= fragments(
+                plain_variant(SHAPE, find_target("h200"), **flavour, pipeline=pipeline)
+            )
+    used |= fragments(clustered(find_target("h200")))
+    found = {path.stem for path in TEMPLATES.glob("*.cuh")}
+    assert used == {name for name in found if not name.startswith("forward_")}
+
+
+# ---- Every strategy compiles ---------------------------------------------------------------------
+
+
+def clustered(target: Target) -> Variant:
+    return plain_variant(
+        *("4096x16384:bf16", target),
+        **{"strategy": "separate", "cluster": 4, "threads_per_row": 256, "pipeline": "bulk"},
+    )
+
+
+def check_compiled(v: Variant, compiled: Compiled, target: Target) -> None:
+    assert compiled.error == "", compiled.error
+    assert compiled.spills == 0
+    assert sm_of(compiled.cubin) == int(re.sub(r"\D", "", target.arch))
+    assert set(compiled.kernels) == (
+        {MAIN_KERNEL, SUM_KERNEL} if v["strategy"] == "separate" else {MAIN_KERNEL}
+    )
+    launch = plan_launch(v.spec(target.sms), 4096)
+    assert resource_fault(v, compiled, launch, target) == ""
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_strategy_compiles_without_spills_in_every_dtype(gpu: str, flavour: str) -> None:
+    target = find_target(gpu)
+    assert target.arch == ARCHS[gpu]
+    for dtype in DTYPES:
+        problem = Problem.parse(f"4096x1024:{dtype}")
+        if gpu == "a100" and flavour.startswith("bulk"):
+            # The instructions do not exist there, and the rule says so.
+            config = SPACE.normalize(
+                {**plain_variant(problem, target).config, **FLAVOURS[flavour]}, problem, target
+            )
+            rejection = SPACE.reject(config, problem, target)
+            assert rejection is not None
+            assert rejection.rule == "bulk_instructions"
+            assert "need sm_90; a100 has none" in rejection.sentence
+            continue
+        v = plain_variant(problem, target, **FLAVOURS[flavour])
+        check_compiled(v, compile_source(render(v), target.arch), target)
+
+
+@pytest.mark.parametrize(
+    ("shape", "knobs"),
+    [
+        (SHAPE, {"pipeline": "bulk", "stages": 3}),
+        (SHAPE, {"pipeline": "bulk", "stages": 3, "reload": "smem", "rows_in_flight": 2}),
+        (SHAPE, {"pipeline": "async", "stages": 3, "weight_in": "smem"}),
+        ("9x256:bf16", {"pipeline": "async", "threads_per_row": 32, "rows_per_cta": 8}),
+        ("4096x1024:fp32", {"pipeline": "bulk", "stages": 2, "load_hint": "default"}),
+        ("4096x1024:bf16:fp32", {"weight_in": "smem", "store_hint": "streaming"}),
+        ("4096x1024:fp16:fp32", {"load_hint": "no_allocate"}),
+        ("64x1001:bf16:fp32", {"load_hint": "streaming"}),
+        ("64x1001:fp32", {"pipeline": "async", "strategy": "last_cta", "levels": 2}),
+        ("64x500:fp16", {"strategy": "semaphore", "levels": 1}),
+    ],
+)
+def test_row_pipelines_and_odd_widths_compile(shape: str, knobs: dict[str, int | str]) -> None:
+    target = find_target("h200")
+    v = plain_variant(shape, target, **knobs)
+    check_compiled(v, compile_source(render(v), target.arch), target)
+
+
+@pytest.mark.parametrize("gpu", ["h200", "gb200"])
+@pytest.mark.parametrize(
+    ("shape", "knobs"),
+    [
+        ("4096x64:bf16", {"threads_per_row": 8, "strategy": "semaphore", "rows_in_flight": 4}),
+        ("4096x128:fp16:fp32", {"threads_per_row": 16, "pipeline": "async", "stages": 3}),
+        ("4096x256:bf16", {"threads_per_row": 8, "strategy": "last_cta", "weight_in": "smem"}),
+        ("4096x128:fp32", {"threads_per_row": 16, "pipeline": "async", "reload": "smem"}),
+        ("4096x100:bf16+offset+residual", {"threads_per_row": 8, "strategy": "separate"}),
+    ],
+)
+def test_rows_of_less_than_a_warp_compile(
+    shape: str, knobs: dict[str, int | str], gpu: str
+) -> None:
+    target = find_target(gpu)
+    v = plain_variant(shape, target, rows_per_cta=8, **knobs)
+    check_compiled(v, compile_source(render(v), target.arch), target)
+
+
+def test_clusters_and_kernels_for_any_width_compile() -> None:
+    target = find_target("gb200")
+    v = clustered(target)
+    check_compiled(v, compile_source(render(v), target.arch), target)
+    wide = plain_variant(SHAPE, target, vector_bytes=32, threads_per_row=64, rows_per_cta=4)
+    check_compiled(wide, compile_source(render(wide), target.arch), target)
+    short = plain_variant(
+        "4096x128:bf16", target, vector_bytes=32, threads_per_row=8, rows_per_cta=8
+    )
+    check_compiled(short, compile_source(render(short), target.arch), target)
+    anything = replace(plain_variant(SHAPE, target, strategy="separate"), exact=False)
+    check_compiled(anything, compile_source(render(anything), target.arch), target)
+
+
+@pytest.mark.parametrize("reload", ["none", "smem"])
+def test_first_copies_of_a_priority_are_a_loop(reload: str) -> None:
+    """Unrolled, NVRTC 13.0 makes some of them illegal instructions: x and dy are copied in two
+    places only, before the first row and in its loop."""
+    target = find_target("h200")
+    rows: dict[str, int | str] = {"pipeline": "async", "stages": 4, "load_hint": "evict_last"}
+    ctas: dict[str, int | str] = {"cluster": 8, "threads_per_row": 256, "rows_per_cta": 1}
+    v = plain_variant("4096x16384:bf16", target, **rows, **ctas, weight_in="smem", reload=reload)
+    assert v.vectors == 1
+    source = render(v)
+    start = source.split("DEVICE void start(")[1].split("DEVICE")[0]
+    assert re.search(r"#pragma unroll 1\n\s+for .* fetch\(", start)
+    assert opcodes(compile_source(source, target.arch).cubin)[0xFAE] == 2 * 2
+    unrolled = source.replace(start, start.replace("#pragma unroll 1", "#pragma unroll"))
+    ahead = 4 - (reload == "smem")
+    assert opcodes(compile_source(unrolled, target.arch).cubin)[0xFAE] == 2 * (ahead + 1)
+
+
+# ---- What the compiler reports -------------------------------------------------------------------
+
+LOG = """\
+ptxas info    : Overriding global maxrregcount 40 with entry-specific value 64
+ptxas info    : 101 bytes gmem, 208 bytes cmem[4]
+ptxas info    : Compiling entry function 'sum_partials' for 'sm_90a'
+ptxas info    : Function properties for sum_partials
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 32 registers, used 1 barriers, 8192 bytes smem, 376 bytes cmem[0]
+ptxas info    : Compile time = 21.3 ms
+ptxas info    : Compiling entry function 'rmsnorm_backward' for 'sm_90a'
+ptxas info    : Function properties for rmsnorm_backward
+ptxas         .     448 bytes stack frame, 1132 bytes spill stores, 1296 bytes spill loads
+ptxas info    : Used 64 registers, used 16 barriers, 448 bytes cumulative stack size
+ptxas info    : Compile time = 75.787 ms"""
+
+
+def test_report_of_ptxas_is_read_kernel_by_kernel() -> None:
+    assert read_resources(LOG) == {
+        "sum_partials": Resources(32, 0, 0, 8192, 1),
+        "rmsnorm_backward": Resources(64, 2428, 448, 0, 16),
+    }
+    assert read_resources("nothing of the kind") == {}
+
+
+def test_resources_are_what_ptxas_wrote() -> None:
+    target = find_target("h200")
+    compiled = compile_source(
+        render(plain_variant(SHAPE, target, strategy="separate")), target.arch
+    )
+    for name, resources in compiled.kernels.items():
+        block = compiled.log.split(f"'{name}'")[1].split("Compile time")[0]
+        assert f"Used {resources.registers} registers" in block
+        assert f"used {resources.barriers} barriers" in block
+        assert f"{resources.stack_bytes} bytes stack frame" in block
+    assert compiled.kernels[SUM_KERNEL].smem_bytes == 4 * 4 * 512
+    assert compiled.main.smem_bytes == 0, "the main kernel has dynamic shared memory only"
+
+
+def test_equal_sources_give_equal_machine_code() -> None:
+    target = find_target("h200")
+    source = render(plain_variant(SHAPE, target))
+    one, two = (compile_source(source, target.arch) for _ in range(2))
+    assert one.cubin == two.cubin
+    assert one.digest == two.digest
+    assert one.digest != compile_source(source, "sm_100a").digest
+
+
+def test_cap_that_launch_bounds_override_is_recorded_and_refused() -> None:
+    target = find_target("h200")
+    bounded = plain_variant(SHAPE, target, min_blocks=1)
+    compiled = compile_source(render(bounded), target.arch, register_cap=40)
+    assert "Overriding" in compiled.log
+    assert compiled.cap_ignored
+    capped = replace(bounded, config={**bounded.config, "register_cap": 40})
+    launch = plan_launch(capped.spec(target.sms), 4096)
+    assert "did not respect the register cap of 40" in resource_fault(
+        capped, compiled, launch, target
+    )
+
+
+def test_cap_that_holds_is_not_reported_as_ignored() -> None:
+    target = find_target("h200")
+    compiled = compile_source(render(plain_variant(SHAPE, target)), target.arch, register_cap=128)
+    assert not compiled.cap_ignored
+    assert compiled.main.registers <= 128
+
+
+@pytest.mark.parametrize("bug", [*WRONG, *BAD])
+def test_bug_that_the_gpu_tests_plant_still_has_its_line_and_compiles(
+    bug: str, target: Target
+) -> None:
+    knobs, old, new, _ = WRONG[bug] if bug in WRONG else ({}, *BAD[bug])
+    source = broken(plain_variant(SHAPE, target, **knobs), old, new)
+    assert compile_source(source, target.arch).error == ""
+
+
+def test_variant_that_spills_is_refused() -> None:
+    target, problem = find_target("h200"), Problem.parse(SHAPE)
+    v = plain_variant(problem, target)
+    compiled = compile_source(render(v), target.arch, register_cap=24)
+    assert compiled.spills > 0
+    launch = plan_launch(v.spec(target.sms), problem.M)
+    assert resource_fault(v, compiled, launch, target).startswith("spills or stack: ")
+    result = refuse(v, compiled, problem, target)
+    assert result is not None
+    assert result.outcome == "resource"
+    assert not result.may_win
+
+
+@pytest.mark.parametrize(
+    ("knobs", "resources", "says"),
+    [
+        ({"register_cap": 96}, Resources(97, 0, 0, 0), "uses 97 registers, the cap is 96"),
+        ({}, Resources(255, 0, 0, 0), ""),
+        ({"rows_per_cta": 8}, Resources(128, 0, 0, 0), "1024 threads with 128 registers"),
+        ({}, Resources(64, 0, 0, 230 * 1024), "no CTA fits an SM of h200"),
+        ({"ctas_per_sm": 4}, Resources(96, 0, 0, 0), "4 CTAs per SM wanted, 2 fit (96 registers"),
+        ({"ctas_per_sm": 6}, Resources(40, 0, 0, 0, 16), "6 CTAs per SM wanted, 4 fit (40 regis"),
+        ({"ctas_per_sm": 6}, Resources(40, 0, 0, 0, 1), ""),
+    ],
+)
+def test_kernel_that_does_not_fit_the_gpu_is_refused_with_the_numbers(
+    knobs: dict[str, int | str], resources: Resources, says: str
+) -> None:
+    target = find_target("h200")
+    v = plain_variant("65536x1024:bf16", target, strategy="separate")
+    v = replace(v, config={**v.config, **knobs})
+    compiled = Compiled(target.arch, "", b"cubin", {MAIN_KERNEL: resources}, "13.0", False, "")
+    fault = resource_fault(v, compiled, plan_launch(v.spec(target.sms), 65536), target)
+    assert fault.startswith(says) if says else fault == ""
+
+
+@pytest.mark.parametrize("strategy", ["column_slices", "mailbox", "separate"])
+def test_only_the_grid_of_the_problem_must_fit(strategy: str) -> None:
+    """A module may serve more rows with that kernel: its CTAs need not run all at once."""
+    target = find_target("h200")
+    resources = Resources(96, 0, 0, 0)
+    compiled = Compiled(target.arch, "", b"cubin", {MAIN_KERNEL: resources}, "13.0", False, "")
+    v = plain_variant("65536x1024:bf16", target, strategy=strategy)
+    v = replace(v, config={**v.config, "ctas_per_sm": 4})
+    for M, says in ((132, ""), (65536, "4 CTAs per SM wanted, 2 fit")):
+        fault = resource_fault(v, compiled, plan_launch(v.spec(target.sms), M), target)
+        assert fault.startswith(says) if says else fault == ""
+
+
+def test_source_that_does_not_compile_is_an_outcome() -> None:
+    target, problem = find_target("h200"), Problem.parse(SHAPE)
+    v = plain_variant(problem, target)
+    compiled = compile_source(render(v).replace("float sum[", "flaot sum[", 1), target.arch)
+    assert compiled.cubin == b""
+    assert "flaot" in compiled.error
+    result = refuse(v, compiled, problem, target)
+    assert result is not None
+    assert result.outcome == "compile_error"
+    assert "flaot" in result.note
+    assert "\n" not in result.note
+
+
+# ---- The cache -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def count_compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The architectures of the compilations that really happen."""
+    done: list[str] = []
+
+    def compile_and_count(source: str, arch: str, register_cap: int = 0) -> Compiled:
+        done.append(arch)
+        return compile_source(source, arch, register_cap)
+
+    monkeypatch.setattr("generator.kernels.cubin_cache.compile_source", compile_and_count)
+    return done
+
+
+def essence(compiled: Compiled) -> Compiled:
+    """Without the log, which has the time that the compiler took."""
+    return replace(compiled, log="")
+
+
+def entries(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_second_compilation_is_a_copy_of_the_first(
+    tmp_path: Path, count_compiles: list[str]
+) -> None:
+    first = CubinCache(tmp_path).compile(TINY, "sm_90a")
+    second = CubinCache(tmp_path).compile(TINY, "sm_90a")
+    assert first == second
+    assert len(count_compiles) == 1
+
+
+def test_errors_are_kept_too(tmp_path: Path, count_compiles: list[str]) -> None:
+    broken = TINY.replace("int*", "itn*")
+    assert CubinCache(tmp_path).compile(broken, "sm_90a").error
+    assert CubinCache(tmp_path).compile(broken, "sm_90a").error
+    assert len(count_compiles) == 1
+
+
+def test_source_architecture_and_cap_each_have_an_entry(
+    tmp_path: Path, count_compiles: list[str]
+) -> None:
+    cache = CubinCache(tmp_path)
+    for _ in range(2):
+        cache.compile(TINY, "sm_90a")
+        cache.compile(TINY + "\n", "sm_90a")
+        cache.compile(TINY, "sm_100a")
+        cache.compile(TINY, "sm_90a", 32)
+    assert len(count_compiles) == len(entries(tmp_path)) == 4
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "truncated": lambda content: content[: len(content) // 2],
+    "one byte changed": lambda content: content[:-200] + b"X" + content[-199:],
+    "first byte changed": lambda content: bytes([content[0] ^ 1]) + content[1:],
+    "garbage": lambda content: bytes(range(256)),
+    "another version": lambda content: json.dumps({"cubin": ""}).encode(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_entry_is_compiled_again_and_replaced(
+    tmp_path: Path, count_compiles: list[str], damage: str
+) -> None:
+    cache = CubinCache(tmp_path)
+    good = cache.compile(TINY, "sm_90a")
+    (path,) = entries(tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(DAMAGES[damage](content))
+    again = cache.compile(TINY, "sm_90a")
+    assert essence(again) == essence(good)
+    assert len(count_compiles) == 2
+    assert cache.compile(TINY, "sm_90a") == again
+    assert len(count_compiles) == 2
+
+
+def test_entry_that_is_a_folder_costs_a_compilation_and_no_more(tmp_path: Path) -> None:
+    cache = CubinCache(tmp_path)
+    cache.path(TINY, "sm_90a", 0).mkdir(parents=True)
+    assert cache.compile(TINY, "sm_90a").cubin
+    assert entries(tmp_path) == []
+
+
+def test_cache_that_cannot_be_written_costs_a_compilation_and_no_more(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    cache = CubinCache(tmp_path / "file" / "cache")
+    assert cache.compile(TINY, "sm_90a").cubin
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_half_written_entries_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
+    cache = CubinCache(tmp_path)
+    folder = cache.path(TINY, "sm_90a", 0).parent
+    folder.mkdir(parents=True)
+    dead, living, entry = (folder / name for name in ("dead.part", "living.part", "old.json"))
+    for path in (dead, living, entry):
+        path.write_text("half")
+    before = time.time() - STALE_SECONDS - 60
+    for path in (dead, entry):
+        os.utime(path, (before, before))
+    cache.compile(TINY, "sm_90a")
+    assert cache.find(TINY, "sm_90a")
+    assert [path for path in (dead, living, entry) if path.exists()] == [living, entry]
+
+
+def test_two_processes_at_once_get_the_same_code_and_leave_one_entry(tmp_path: Path) -> None:
+    target = find_target("h200")
+    v = plain_variant(SHAPE, target)
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        jobs = [pool.submit(compile_variant, v, target.arch, tmp_path) for _ in range(4)]
+        results = [job.result(60) for job in jobs]
+    assert all(essence(result) == essence(results[0]) for result in results)
+    (path,) = entries(tmp_path)
+    assert path.suffix == ".json"
+    assert CubinCache(tmp_path).compile(render(v), target.arch) in results
+
+
+# ---- The pool ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[CompilePool]:
+    with CompilePool("sm_90a", 1, tmp_path, compile=compile_variant) as pool:
+        yield pool
+
+
+def variants() -> list[Variant]:
+    return [plain_variant(SHAPE, find_target("h200"), strategy=s) for s in ("atomic", "last_cta")]
+
+
+def workers() -> list[int]:
+    return [process.pid for process in active_children() if process.pid is not None]
+
+
+def test_pool_survives_a_worker_that_is_killed_while_it_compiles(pool: CompilePool) -> None:
+    before = set(workers())
+    jobs = [(v, pool.submit(v)) for v in variants()]
+    (worker,) = set(workers()) - before
+    os.kill(worker, signal.SIGKILL)
+    for v, future in jobs:
+        assert pool.result(v, future).error == ""
+    again = variants()[0]
+    assert pool.result(again, pool.submit(again)).cubin
+
+
+def test_compilation_past_its_deadline_is_an_error_and_the_others_go_on(pool: CompilePool) -> None:
+    jobs = [(v, pool.submit(v)) for v in (*variants(), *variants())]
+    # A worker needs longer than this to start.
+    late = pool.result(*jobs[0], timeout=0.01)
+    assert "took more than" in late.error
+    assert late.cubin == b""
+    for v, future in jobs[1:]:
+        assert pool.result(v, future).error == ""
+
+
+def test_compilation_that_was_cancelled_is_made_when_it_is_asked_for(pool: CompilePool) -> None:
+    jobs = [(v, pool.submit(v)) for v in (*variants(), *variants())]
+    v, future = jobs[-1]
+    assert future.cancel()
+    assert pool.result(v, future).cubin
+
+
+ORPHAN = """
+import time
+from multiprocessing import active_children
+from pathlib import Path
+from generator.kernels.cubin_cache import compile_variant
+from generator.kernels.compile_pool import CompilePool
+from tests.test_render_compile import variants
+pool = CompilePool("sm_90a", 1, Path({folder!r}), compile=compile_variant)
+v = variants()[0]
+assert pool.result(v, pool.submit(v)).cubin
+print(active_children()[0].pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    root = REPOSITORY
+    code = ORPHAN.format(folder=str(tmp_path))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    until = time.monotonic() + 10
+    while alive(worker):
+        assert time.monotonic() < until, f"worker {worker} outlives its parent"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits to be reaped does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

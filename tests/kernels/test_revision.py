@@ -1,0 +1,195 @@
+"""Records follow the machine code: what a template's text says beside the code changes nothing."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.storages import InMemoryStorage
+
+from generator.kernels import render, revision
+from generator.kernels.forward import forward_variants
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.render import TEMPLATES, without_comments
+from generator.kernels.revision import code_digest
+from generator.kernels.variant import Variant, make_variant
+from generator.problem import Problem
+from generator.runtime.forward_table import ForwardTable
+from generator.search.search import Budget, search_problem
+from generator.space.load import load_space
+from generator.studies.records import Record, study_name
+from generator.studies.study_log import StudyLog
+from generator.target import find_target
+from generator.tuner.forward import space_code
+from tests.support.synthetic import PROBLEM, TARGET, FakeEvaluator, FakePool
+
+GENERATED = GENERATED
+SPACE = load_space()
+FORWARDS = forward_variants(PROBLEM, TARGET)
+REDUCTIONS = (
+    *("column_slices", "mailbox", "separate", "last_cta", "semaphore", "bulk_reduce", "atomic"),
+)
+
+
+def variants() -> list[Variant]:
+    """One of every strategy and pipeline."""
+    found = {}
+    for strategy in REDUCTIONS:
+        for pipeline in ("bulk", "direct", "async"):
+            fixed = {"strategy": strategy, "pipeline": pipeline}
+            for config in SPACE.legal(PROBLEM, TARGET, fixed=fixed):
+                found[strategy, pipeline] = make_variant(config, PROBLEM)
+                break
+    return list(found.values())
+
+
+def digests() -> list[str]:
+    """Of all variants, from the templates that are there now."""
+    render._file.cache_clear()
+    render.environment.cache_clear()
+    revision._known.clear()
+    return [code_digest(variant, TARGET.arch) for variant in [*variants(), *FORWARDS[:5]]]
+
+
+@pytest.fixture
+def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the templates, from which everything is rendered."""
+    folder = tmp_path / "templates"
+    shutil.copytree(TEMPLATES, folder)
+    monkeypatch.setattr(render, "TEMPLATES", folder)
+    yield folder
+    monkeypatch.undo()
+    digests()  # of the real ones, for the next test
+
+
+def test_comments_and_empty_lines_are_no_code(templates: Path) -> None:
+    before = digests()
+    for path in templates.iterdir():
+        text = path.read_text().replace("{\n", "{  /* more\n lines */\n\n  // and a remark\n")
+        path.write_text("// Another first line.\n\n" + text)
+    assert digests() == before
+
+
+def test_a_fragment_may_move_and_be_split(templates: Path) -> None:
+    before = digests()
+    (templates / "elements.cuh").rename(templates / "numbers.cuh")
+    head, found, rest = (templates / "rows_bulk.cuh").read_text().partition("struct ")
+    assert found
+    (templates / "rows_bulk.cuh").write_text(head)
+    (templates / "more_rows.cuh").write_text(found + rest)
+    for path in templates.glob("*.j2"):
+        text = path.read_text().replace('source("elements.cuh")', 'source("numbers.cuh")')
+        pasted = '{{ source("rows_" ~ pipeline ~ ".cuh") }}'
+        more = '{% if pipeline == "bulk" %}\n{{ source("more_rows.cuh") }}\n{% endif %}\n'
+        path.write_text(text.replace(pasted, f"{pasted}\n{more}"))
+    assert digests() == before
+
+
+def test_every_token_counts(templates: Path) -> None:
+    before = digests()
+    path = templates / "elements.cuh"
+    path.write_text(
+        path.read_text().replace("asm volatile", "asm", 1).replace("  return", "return")
+    )
+    path.write_text(path.read_text() + "\nconstexpr int kMore = 1;\n")
+    assert all(now != then for now, then in zip(digests(), before, strict=True))
+
+
+def test_literals_are_no_comments() -> None:
+    source = 'asm("// kept");  // gone\nchar a = \'"\';  /* gone */ int b;\n\n  int c;\n'
+    assert without_comments(source) == 'asm("// kept");\nchar a = \'"\';    int b;\nint c;'
+
+
+def search(pool: FakePool, storage: InMemoryStorage) -> tuple[FakeEvaluator, str]:
+    """The evaluator that was asked, and the winner."""
+    evaluator = FakeEvaluator()
+    winner = search_problem(
+        *(PROBLEM, TARGET, SPACE, pool, evaluator, storage, Budget(trials=40)), seed=3
+    )
+    assert winner is not None
+    return evaluator, winner.variant
+
+
+class Rewritten(FakePool):
+    """Other code, and for the strategies in `changed` other machine code."""
+
+    def __init__(self, changed: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.changed = changed
+
+    def code(self, variant: Variant) -> str:
+        return "rewritten " + super().code(variant)[:6]
+
+    def _compile(self, variant: Variant) -> Compiled:
+        self.version = "new" if variant["strategy"] in self.changed else ""
+        return super()._compile(variant)
+
+
+def test_other_code_with_the_same_machine_code_is_not_measured_again() -> None:
+    storage = InMemoryStorage()
+    _, winner = search(FakePool(), storage)
+    evaluator, again = search(Rewritten(), storage)
+    assert again == winner
+    assert evaluator.evaluated == []
+    assert evaluator.finalists == []
+
+
+def test_only_what_became_other_machine_code_is_measured_again() -> None:
+    storage = InMemoryStorage()
+    search(FakePool(), storage)
+    log = StudyLog(storage, study_name(PROBLEM, TARGET, "measured", SPACE))
+    before = [Record.from_trial(trial) for trial in log.trials()]
+    changed = [n for n, r in enumerate(before) if r.config["strategy"] == "separate"]
+    assert changed
+    evaluator, _ = search(Rewritten(("separate",)), storage)
+    assert log.outdated == frozenset(changed)
+    assert 0 < len(evaluator.evaluated) <= len(changed)
+    assert len(evaluator.finalists) == 1
+    assert len(log.trials()) == len(before) + len(changed)
+    evaluator, _ = search(Rewritten(("separate",)), storage)
+    assert evaluator.evaluated == []
+    assert evaluator.finalists == []
+
+
+@pytest.fixture(scope="module")
+def committed() -> list[dict[str, Any]]:
+    """The records of the journal that the repository keeps."""
+    with lzma.open(GENERATED / "h200" / "studies.journal.xz", "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+def test_committed_studies_are_of_todays_code(
+    committed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every hundredth trial and every winner: a change that this test does not pass measures
+    106 shapes again."""
+    monkeypatch.setattr(revision, "nvrtc_version", lambda: "13.0")  # that measured them
+    monkeypatch.setattr(revision, "_known", {})
+    names = [entry["study_name"] for entry in committed if entry["op_code"] == 0]
+    trials = [entry for entry in committed if entry["op_code"] == 4]
+    assert len(names) == 106
+    for entry in trials[::100]:
+        choices = {k: json.loads(d)["attributes"] for k, d in entry["distributions"].items()}
+        config = {k: choices[k]["choices"][int(i)] for k, i in entry["params"].items()}
+        problem = Problem.parse(names[entry["study_id"]].partition("@")[0])
+        assert names[entry["study_id"]] == study_name(problem, TARGET, "measured", SPACE)
+        variant = make_variant(config, problem)
+        assert code_digest(variant, TARGET.arch) == entry["user_attrs"]["code"]
+
+
+@pytest.mark.parametrize(("gpu", "nvrtc"), [("h200", "13.0"), ("gb200", "13.5")])
+def test_committed_forwards_are_of_todays_code(
+    gpu: str, nvrtc: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(revision, "nvrtc_version", lambda: nvrtc)
+    monkeypatch.setattr(revision, "_known", {})
+    table = ForwardTable.load(GENERATED / gpu / "rmsnorm_backward")
+    assert table is not None
+    for entry in table.tuned:
+        problem = Problem(entry.M, entry.N, entry.dtype, entry.weight_dtype)
+        assert entry.provenance["code"] == space_code(problem, find_target(gpu))

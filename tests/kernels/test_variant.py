@@ -1,0 +1,330 @@
+"""What follows from a config: shared memory, columns, launches, identity."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from generator.errors import NormforgeError
+from generator.kernels.nvrtc import compile_options
+from generator.kernels.render import render
+from generator.kernels.variant import Variant, make_variant
+from generator.problem import Problem
+from generator.runtime.spec import KernelSpec, Launch, ceil_div, plan_launch
+from generator.space.expressions import DERIVED
+from generator.target import Target, find_target
+from tests.support.samples import FLAVOURS, SPACE, cases, plain_variant, sample_variant
+
+Case = tuple[Problem, Target, Variant]
+
+
+def test_config_of_older_templates_is_one_sentence() -> None:
+    problem, target = Problem.parse("4096x1024:bf16"), find_target("h200")
+    config = dict(plain_variant(problem, target).config)
+    del config["spare_sms"]
+    said = "a config for N = 1024 has no 'spare_sms': it was made for other templates; tune"
+    with pytest.raises(NormforgeError, match=said):
+        make_variant(config, problem).spec(target.sms)
+
+
+# ---- Shared memory -------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(cases())
+def test_regions_of_shared_memory_follow_each_other_and_fit(case: Case) -> None:
+    _, target, v = case
+    stages = v["stages"] if v["pipeline"] == "bulk" else 0
+    exchange = 2 if v["cluster"] > 1 else 0
+    sums = v.teams * v.sums_per_team * 2 * 4
+    regions = [
+        ("barriers", 0, 8 * v.teams * (stages + exchange), 8),
+        ("row sums", v.sums_offset, sums, 4),
+        ("weight", v.weight_offset, v.weight_bytes, min(16, v["vector_bytes"])),
+        ("broadcast", v.broadcast_offset, 8, 4),
+        ("block sums", v.block_sums_offset, v.block_sums_bytes, 16),
+        ("tiles", v.tiles_offset, max(v.tile_bytes, v.fold_bytes, v.tail_bytes), 128),
+    ]
+    end = 0
+    for name, offset, size, alignment in regions:
+        assert offset >= end, f"{name} begins inside what comes before it"
+        assert offset % alignment == 0, f"{name} is not aligned"
+        end = offset + size
+    assert end == v.smem_bytes <= target.smem_per_cta
+
+
+@settings(max_examples=100)
+@given(cases())
+def test_resident_ctas_fit_an_sm_with_the_registers_that_the_rules_count_on(case: Case) -> None:
+    _, target, v = case
+    registers = min(v["register_cap"] or 255, v.register_estimate)
+    assert target.occupancy(v.threads, registers, v.smem_bytes) >= v["ctas_per_sm"]
+
+
+# ---- Columns -------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(cases())
+def test_every_column_is_owned_by_exactly_one_thread_of_a_team(case: Case) -> None:
+    """By the rule of `Rows::column` and `Rows::owns` in the kernel's source."""
+    problem, _, v = case
+    owners: Counter[int] = Counter()
+    for rank in range(v["cluster"]):
+        first = rank * v.columns
+        for vector in range(v.vectors):
+            for thread in range(v["threads_per_row"]):
+                column = first + (vector * v["threads_per_row"] + thread) * v.elements
+                if column < first + v.columns:
+                    owners.update(range(column, column + v.elements))
+    assert owners == Counter(range(problem.N))
+
+
+@settings(max_examples=100)
+@given(cases())
+def test_a_vector_never_crosses_the_end_of_a_row(case: Case) -> None:
+    problem, _, v = case
+    assert v.row_bytes * v["cluster"] == problem.N * problem.itemsize
+    assert v.row_bytes % v["vector_bytes"] == 0
+    assert v["vector_bytes"] == v.elements * problem.itemsize
+    assert v.partial_stride >= v.columns
+    assert v.partial_stride % 4 == 0
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50)
+@given(cases())
+def test_every_row_of_a_batch_has_one_thread_for_each_place_in_it(case: Case) -> None:
+    """By the rule of `row_of` and `row_thread` in the kernel's source."""
+    _, _, v = case
+    per_row = v["threads_per_row"]
+    owners = Counter(
+        (u * v.rows_abreast + thread // per_row, thread % per_row)
+        for u in range(v["rows_in_flight"])
+        for thread in range(v.team_threads)
+    )
+    places = {(row, place) for row in range(v.batch_rows) for place in range(per_row)}
+    assert owners == Counter(places)
+
+
+def test_rows_of_less_than_a_warp_lie_side_by_side_in_warps_and_batches() -> None:
+    target = find_target("h200")
+    knobs = {"threads_per_row": 8, "rows_per_cta": 4, "rows_in_flight": 2, "ctas_per_sm": 2}
+    v = plain_variant("65536x64:bf16", target, **knobs)
+    assert (v.vectors, v.rows_abreast, v.batch_rows, v.threads) == (1, 4, 8, 128)
+    # 4 warps with 8 rows each: 33 rows are work for two CTAs.
+    assert plan_launch(v.spec(target.sms), 32).grid == 1
+    assert plan_launch(v.spec(target.sms), 33).grid == 2
+
+
+# ---- Launches ------------------------------------------------------------------------------------
+
+
+def visits(spec: KernelSpec, launch: Launch, M: int) -> Counter[int]:
+    """How often each batch is visited, by the loop of the kernel's source."""
+    seen: Counter[int] = Counter()
+    batches = ceil_div(M, spec.rows_in_flight)
+    step = launch.participants * spec.rows_per_cta
+    for participant in range(launch.participants):
+        for team in range(spec.rows_per_cta):
+            seen.update(range(participant * spec.rows_per_cta + team, batches, step))
+    return seen
+
+
+def check_launch(spec: KernelSpec, launch: Launch, M: int) -> None:
+    assert launch.grid == launch.participants * spec.cluster
+    assert launch.grid <= spec.sms * spec.ctas_per_sm
+    assert launch.participants >= 1
+    # Nobody idles: every participant has a batch.
+    assert (launch.participants - 1) * spec.rows_per_cta < ceil_div(M, spec.rows_in_flight)
+    assert 1 <= launch.group <= launch.participants
+    if spec.levels == 1:
+        assert launch.group == launch.participants
+    # Counters, then accumulators, then scratch, each from a 128-byte line on.
+    assert launch.zeroed_offset % 128 == launch.scratch_offset % 128 == 0
+    assert launch.zeroed_offset >= 4 * launch.counters
+    assert launch.scratch_offset >= launch.zeroed_offset + 4 * launch.zeroed
+    assert launch.workspace_bytes == launch.scratch_offset + 4 * launch.scratch
+    assert (launch.sum_grid > 0) == (spec.strategy == "separate")
+    if spec.strategy == "separate":
+        slices = ceil_div(spec.columns, spec.slice_columns)
+        assert launch.sum_grid == slices * spec.cluster
+
+
+@settings(max_examples=100)
+@given(cases())
+def test_launch_is_resident_and_its_workspace_is_aligned(case: Case) -> None:
+    problem, target, v = case
+    spec = v.spec(target.sms)
+    check_launch(spec, plan_launch(spec, problem.M), problem.M)
+
+
+@settings(max_examples=50)
+@given(cases(), st.integers(1, 5000))
+def test_every_row_is_visited_once_at_any_number_of_rows(case: Case, M: int) -> None:
+    """Also at those that the variant was not tuned for: M is an argument of the kernel."""
+    _, target, v = case
+    spec = v.spec(target.sms)
+    launch = plan_launch(spec, M)
+    check_launch(spec, launch, M)
+    assert visits(spec, launch, M) == Counter(range(ceil_div(M, spec.rows_in_flight)))
+
+
+@settings(max_examples=50)
+@given(cases())
+def test_even_grid_needs_no_more_rounds_than_a_full_one(case: Case) -> None:
+    problem, target, v = case
+    spec = v.spec(target.sms)
+    needed = ceil_div(ceil_div(problem.M, spec.rows_in_flight), spec.rows_per_cta)
+    full = plan_launch(replace(spec, even_grid=False), problem.M)
+    even = plan_launch(replace(spec, even_grid=True), problem.M)
+    assert even.participants <= full.participants
+    assert ceil_div(needed, even.participants) == ceil_div(needed, full.participants)
+    if even.participants > 1:
+        assert ceil_div(needed, even.participants - 1) > ceil_div(needed, full.participants)
+
+
+@pytest.mark.parametrize(("spare", "clusters"), [(12, 15), (20, 14), (28, 13)])
+def test_grid_of_clusters_does_not_count_on_spare_sms(spare: int, clusters: int) -> None:
+    target = find_target("h200")
+    knobs: dict[str, int | str] = {"cluster": 8, "threads_per_row": 256, "grid": "full"}
+    v = plain_variant("65536x16384:bf16", target, **knobs, spare_sms=spare)
+    spec = v.spec(target.sms)
+    assert (target.sms, spec.sms) == (132, 132 - spare)
+    launch = plan_launch(spec, 65536)
+    assert (launch.participants, launch.grid) == (clusters, 8 * clusters)
+    assert plan_launch(spec, 9).participants == 5, "two rows at once in each"
+
+
+@settings(max_examples=50)
+@given(
+    cases(),
+    st.sampled_from([1, 2, 4, 8, 16]),
+    st.integers(0, 300),
+    st.integers(1, 300),
+    st.integers(1, 1 << 18),
+)
+def test_grid_fits_the_sms_that_it_counts_on(
+    case: Case, cluster: int, spare: int, sms: int, M: int
+) -> None:
+    """As many whole clusters as fit there, and one at least."""
+    _, _, v = case
+    v = replace(v, config={**v.config, "cluster": cluster, "spare_sms": spare})
+    spec = v.spec(sms)
+    ctas = max(cluster, (sms - spare) * v["ctas_per_sm"])
+    launch = plan_launch(spec, M)
+    assert launch.grid == cluster * launch.participants <= ctas
+    assert visits(spec, launch, M) == Counter(range(ceil_div(M, spec.rows_in_flight)))
+    full = plan_launch(replace(spec, even_grid=False), 1 << 30)
+    assert full.grid > ctas - cluster
+
+
+@settings(max_examples=50)
+@given(cases(), st.sampled_from([12, 20, 28]))
+def test_only_clusters_of_more_than_two_spare_sms(case: Case, spare: int) -> None:
+    problem, target, v = case
+    config = SPACE.normalize({**v.config, "spare_sms": spare}, problem, target)
+    assert config["spare_sms"] == (spare if v["cluster"] > 2 else 0)
+    other = make_variant(config, problem)
+    assert other.spec(target.sms).sms == target.sms - config["spare_sms"]
+    assert (other.id, render(other)) == (v.id, render(v)), "it acts through the launch alone"
+    # The rules count on the same clusters.
+    full = plan_launch(replace(other.spec(target.sms), even_grid=False), 1 << 30)
+    _, participants = DERIVED["participants"]
+    assert participants(other, problem, target) == full.participants
+
+
+def test_groups_of_two_levels_are_about_the_root_of_the_participants() -> None:
+    v = sample_variant("65536x1024:bf16", find_target("h200"), strategy="semaphore", levels=2)
+    spec = replace(v.spec(132), ctas_per_sm=1, even_grid=False)
+    launch = plan_launch(spec, 1 << 20)
+    assert launch.participants == 132
+    assert launch.group == 12
+    assert launch.scratch == 11 * 1024
+    assert launch.counters == 1 + 11 + 1
+
+
+@pytest.mark.parametrize("strategy", ["column_slices", "mailbox"])
+@pytest.mark.parametrize(
+    ("slice_columns", "cluster", "words"),
+    [(16, 1, 96), (32, 1, 64), (64, 1, 32), (128, 1, 32), (32, 2, 32), (16, 2, 64)],
+)
+def test_every_rank_has_a_ledger_of_two_words_and_one_for_each_slice_in_whole_lines(
+    strategy: str, slice_columns: int, cluster: int, words: int
+) -> None:
+    v = plain_variant("4096x1024:bf16", find_target("h200"), strategy=strategy)
+    v = replace(v, config={**v.config, "slice_columns": slice_columns, "cluster": cluster})
+    spec = v.spec(132)
+    assert spec.ledger_words == words >= 2 + 1024 // cluster // slice_columns
+    for M in (1, 4096):
+        launch = plan_launch(spec, M)
+        assert launch.counters == cluster * words
+        assert launch.zeroed + launch.scratch == launch.participants * 1024
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+def test_class_of_determinism_is_that_of_the_strategy(name: str) -> None:
+    v = plain_variant("4096x1024:bf16", find_target("h200"), **FLAVOURS[name])
+    assert v.determinism == ("none" if name in ("atomic", "bulk_free") else "gpu_to_gpu")
+    # The sums of those that add in any order start from zero, and so do the places of a mailbox.
+    launch = plan_launch(v.spec(132), 4096)
+    assert (launch.zeroed > 0) == (v.determinism == "none" or name == "mailbox")
+
+
+# ---- Identity ------------------------------------------------------------------------------------
+
+
+def compiled_from(v: Variant) -> tuple[str, tuple[str, ...]]:
+    """Everything that the compiler gets, but for the variant's name in a comment."""
+    text = render(v).replace(v.id, "")
+    return text, tuple(compile_options("sm_90a", int(v["register_cap"])))
+
+
+@settings(max_examples=50)
+@given(cases(), st.data())
+def test_variants_with_one_identity_are_one_source_and_others_are_not(
+    case: Case, data: st.DataObject
+) -> None:
+    problem, target, v = case
+    knob = data.draw(st.sampled_from(SPACE.knobs))
+    value = data.draw(st.sampled_from(knob.choices))
+    config = SPACE.normalize({**v.config, knob.name: value}, problem, target)
+    other = make_variant(config, problem)
+    same_source = compiled_from(v) == compiled_from(other)
+    assert (v.source_config == other.source_config) == (v.id == other.id)
+    if v.source_config == other.source_config:
+        assert render(v) == render(other)
+        assert same_source
+    elif knob.name != "min_blocks":
+        # No knob is part of the identity without a part in the source.
+        assert not same_source
+
+
+@settings(max_examples=30)
+@given(cases(), st.integers(1, 1 << 20))
+def test_rows_are_no_part_of_the_identity(case: Case, M: int) -> None:
+    """One cubin serves every M."""
+    problem, target, v = case
+    other = make_variant(v.config, replace(problem, M=M))
+    assert (other.id, render(other)) == (v.id, render(v))
+    assert other.spec(target.sms) == v.spec(target.sms)
+
+
+def test_identity_covers_the_row_length_the_dtypes_and_exactness() -> None:
+    target = find_target("h200")
+    v = plain_variant("4096x1024:bf16", target)
+    ids = {
+        v.id,
+        *(make_variant(v.config, Problem.parse(p)).id for p in ("1x2048:bf16", "1x1024:fp16")),
+        make_variant(v.config, Problem.parse("1x1024:bf16:fp32")).id,
+        make_variant(v.config, Problem.parse("1x1024:bf16"), exact=False).id,
+    }
+    assert len(ids) == 5
+    assert str(v) == v.id
+    assert v.id.startswith("column_slices_direct_n1024_bf16_128x2_")

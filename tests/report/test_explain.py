@@ -1,0 +1,284 @@
+"""Why this kernel, and why not that one: every kind of answer, on a space that was tried whole."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import tune
+from generator.errors import NormforgeError
+from generator.kernels.geometry import Config, determinism_class
+from generator.kernels.variant import Variant
+from generator.paths import REPOSITORY
+from generator.problem import Problem
+from generator.report.answer import ask_package
+from generator.report.explain import Explanation, Verdict, parse_config
+from generator.result import Result
+from generator.search.budget import Budget
+from generator.search.search import search_problem
+from generator.space.load import load_space
+from generator.space.space import Space
+from generator.studies.reader import read_studies
+from generator.studies.storage import JOURNAL_NAME, open_storage
+from tests.support.synthetic import PROBLEM, TARGET, FakeEvaluator, FakePool, shrink, timed
+
+ROOT = REPOSITORY
+SPACE = load_space()
+KEEP: Config = SPACE.normalize(
+    {
+        "strategy": "separate",
+        "pipeline": "async",
+        "stages": 3,
+        "threads_per_row": 128,
+        "rows_per_cta": 2,
+        "vector_bytes": 16,
+    },
+    PROBLEM,
+    TARGET,
+)
+RATIOS = {
+    "separate": 1.10,
+    "atomic": 1.08,
+    "last_cta": 1.30,
+}
+"""By strategy; every stage less than 3 costs 5 %, the streaming store 0.4 %."""
+
+
+def cost(variant: Variant) -> float:
+    ratio = RATIOS[str(variant["strategy"])] * 1.05 ** (3 - int(variant["stages"]))
+    return ratio * (1.004 if variant["store_hint"] == "streaming" else 1.0)
+
+
+def final(variant: Variant) -> Result:
+    return timed(cost(variant) * 1.01)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run over a space of three strategies, three stages and two stores, tried whole. Two stages
+    of `separate` spill."""
+    folder = tmp_path_factory.mktemp("run")
+    space = tiny(folder)
+
+    def spilling(config: Config) -> bool:
+        return config["strategy"] == "separate" and config["stages"] == 2
+
+    winner = search_problem(
+        *(PROBLEM, TARGET, space, FakePool(spilling=spilling)),
+        *(FakeEvaluator(cost, final=final), open_storage(folder / JOURNAL_NAME)),
+        Budget(trials=100),
+    )
+    assert winner is not None
+    assert winner.config["store_hint"] == "default"
+    return folder
+
+
+def tiny(folder: Path) -> Space:
+    return shrink(
+        folder,
+        KEEP,
+        strategy=["separate", "last_cta", "atomic"],
+        stages=[3, 2, 4],
+        store_hint=["default", "streaming"],
+        levels=[2],
+    )
+
+
+@pytest.fixture(scope="module")
+def why(folder: Path) -> Explanation:
+    [study] = read_studies(folder)
+    # Asked with the whole space, so that much was never tried.
+    return Explanation(study, SPACE, TARGET)
+
+
+def ask(why: Explanation, text: str) -> Verdict:
+    return why.why_not(parse_config(text, SPACE))
+
+
+def test_runners_up_are_the_fastest_of_each_strategy(why: Explanation) -> None:
+    found = {name: (barred, timed) for name, barred, timed in why.runners_up}
+    assert list(found) == ["atomic", "separate", "last_cta"]
+    assert found["atomic"][0]
+    assert not found["last_cta"][0]
+    behind = found["last_cta"][1].behind
+    assert behind is not None
+    fastest = why.study.ranked[0]
+    assert found["last_cta"][1].ratio == pytest.approx(
+        min(r.ratio for r in why.study.records if r.config["strategy"] == "last_cta")
+    )
+    assert fastest.config["strategy"] == "separate"
+
+
+def test_a_knob_costs_what_its_trials_say(why: Explanation) -> None:
+    costs = {(cost.knob, cost.value): cost for cost in why.costs}
+    store = costs["store_hint", "streaming"]
+    assert store.alone is not None
+    assert store.alone.behind == pytest.approx(0.004)
+    last = costs["strategy", "last_cta"]
+    assert last.best is not None
+    assert last.best.behind == pytest.approx(RATIOS["last_cta"] / RATIOS["separate"] - 1)
+    assert costs["strategy", "atomic"].best is None, "what may not win costs nothing"
+    assert ("pipeline", "bulk") not in costs, "nothing is said about what was never tried"
+
+
+def test_the_winner_itself(why: Explanation) -> None:
+    verdict = ask(why, "strategy=separate")
+    assert verdict.kind == "winner"
+    assert why.study.winner is not None
+    assert verdict.sentences == (why.study.winner.reason,)
+
+
+def test_a_winner_whose_trial_was_not_kept(why: Explanation) -> None:
+    others = tuple(r for r in why.study.records if r.config != why.winner)
+    assert len(others) < len(why.study.records)
+    asked = replace(why, study=replace(why.study, records=others))
+    verdict = ask(asked, "strategy=separate")
+    assert verdict.kind == "winner"
+    assert verdict.sentences == ask(why, "strategy=separate").sentences
+    assert verdict.record is not None
+    assert verdict.record.outcome == "ok"
+
+
+def test_a_finalist_that_is_faster_but_needs_a_launch_more(why: Explanation) -> None:
+    winner = why.study.winner
+    assert winner is not None
+    assert winner.result.ratio is not None
+    slowed = replace(winner.result, ratio=winner.result.ratio * 1.02)
+    asked = replace(why, study=replace(why.study, winner=replace(winner, result=slowed, tied=())))
+    verdict = ask(asked, "store_hint=streaming")
+    assert verdict.kind == "tied"
+    assert verdict.sentences[0].startswith("-1.6% to the winner")
+    assert "the launch that the winner saves" in verdict.sentences[0]
+
+
+def test_a_tie(why: Explanation) -> None:
+    verdict = ask(why, "store_hint=streaming")
+    assert verdict.kind == "tied"
+    assert "+0.4%" in verdict.sentences[0]
+
+
+def test_measured_and_slower(why: Explanation) -> None:
+    verdict = ask(why, "strategy=last_cta,levels=2")
+    assert verdict.kind == "slower"
+    assert f"{RATIOS['last_cta'] / RATIOS['separate'] - 1:+.1%}" in verdict.sentences[0]
+
+
+def test_refused_for_its_resources(why: Explanation) -> None:
+    verdict = ask(why, "stages=2")
+    assert verdict.kind == "failed"
+    assert "resource: spills or stack: 8 bytes" in verdict.sentences[0]
+
+
+def test_not_deterministic(why: Explanation) -> None:
+    verdict = ask(why, "strategy=atomic")
+    assert verdict.kind == "not_deterministic"
+    assert f"{RATIOS['atomic'] / RATIOS['separate']:.3f} times" in verdict.sentences[0]
+
+
+def test_illegal_with_the_rule_its_numbers_and_a_way_out(why: Explanation) -> None:
+    verdict = ask(why, "rows_per_cta=16")
+    assert verdict.kind == "illegal"
+    config = SPACE.normalize({**why.winner, "rows_per_cta": 16}, PROBLEM, TARGET)
+    rejection = SPACE.reject(config, PROBLEM, TARGET)
+    assert str(rejection) in verdict.sentences
+    assert "2048 threads" in " ".join(verdict.sentences)
+    assert verdict.sentences[-1].startswith(("legal would be", "no legal config"))
+
+
+def test_the_way_out_is_legal_and_keeps_what_was_given(why: Explanation) -> None:
+    verdict = ask(why, "rows_per_cta=16")
+    assert verdict.kind == "illegal"
+    changes = verdict.sentences[-1].removeprefix("legal would be the winner with ").replace(" ", "")
+    near = {**why.winner, **parse_config(changes, SPACE)}
+    assert near["rows_per_cta"] == 16
+    assert SPACE.reject(near, PROBLEM, TARGET) is None
+
+
+def test_meaningless_where_the_knob_does_nothing(why: Explanation) -> None:
+    verdict = ask(why, "pipeline=direct,stages=3")
+    assert verdict.kind == "meaningless"
+    assert "pipeline != 'direct'" in verdict.sentences[0]
+
+
+def test_never_tried_names_the_nearest(why: Explanation) -> None:
+    verdict = ask(why, "slice_columns=64")
+    assert verdict.kind == "never_tried"
+    assert verdict.record is None
+    assert verdict.nearest is not None
+    assert verdict.nearest.config == why.winner
+    assert "slice_columns=32" in verdict.sentences[-1]
+    untried = ask(why, "strategy=bulk_reduce,order=free")
+    assert untried.kind == "never_tried"
+    assert determinism_class(untried.config) == "none"
+    assert "could not win" in untried.sentences[1]
+
+
+def test_every_config_of_the_swept_space_has_an_answer_from_its_own_trial(
+    why: Explanation,
+) -> None:
+    for record in why.study.records:
+        verdict = why.why_not(record.config)
+        assert verdict.record is not None
+        assert verdict.record.variant == record.variant
+        assert verdict.kind not in ("never_tried", "illegal", "meaningless")
+
+
+def test_before_the_finals_the_fastest_trial_stands_for_the_winner(why: Explanation) -> None:
+    running = replace(why, study=replace(why.study, winner=None, finals=()))
+    assert running.winner == why.study.ranked[0].config
+    assert ask(running, "strategy=separate").sentences == ("the fastest trial so far",)
+    records = (replace(why.study.records[0], result=Result("crashed")),)
+    hopeless = replace(why, study=replace(why.study, winner=None, records=records))
+    with pytest.raises(NormforgeError, match="no trial that may win"):
+        _ = hopeless.winner
+
+
+def test_trials_of_a_space_without_todays_knobs_are_still_found(why: Explanation) -> None:
+    older = tuple(
+        replace(r, config={k: v for k, v in r.config.items() if k != "load_hint"})
+        for r in why.study.records
+    )
+    asked = replace(why, study=replace(why.study, records=older))
+    assert ask(asked, "strategy=last_cta,levels=2").kind == "slower"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("colour=red", "unknown knob 'colour'"),
+        ("stages=77", "stages is one of 3, 2"),
+        ("stages", "stages is one of"),
+        (" , ", "names no knob"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(text: str, message: str) -> None:
+    with pytest.raises(NormforgeError, match=message):
+        parse_config(text, SPACE)
+
+
+def test_the_package_answers_for_itself() -> None:
+    package = ROOT / "generated" / "h200" / "rmsnorm_backward"
+    served = ask_package(package, Problem.parse("4096x4096:bf16"))
+    assert served is not None
+    assert served["how"] == "tuned"
+    assert served["kernel"] in {entry["variant"] for entry in served["provenance"]["tie"]}
+    assert ask_package(ROOT / "nowhere", Problem.parse("4096x4096:bf16")) is None
+
+
+def test_the_command_in_text_and_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["explain", "--out", str(folder), "--shape", str(PROBLEM)]
+    assert tune.main(line) == 0
+    text = capsys.readouterr().out
+    assert tune.main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["winner"]["variant"] in text
+    assert {row["strategy"] for row in found["strategies"]} == set(RATIOS)
+    assert tune.main([*line, "--config", "stages=2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["why_not"]["kind"] == "failed"
+    assert tune.main([*line, "--config", "stages=2"]) == 0
+    assert "spills" in capsys.readouterr().out
+    assert tune.main([*line[:-1], "4096x1025:bf16"]) == 2
+    assert f"near it are {PROBLEM}" in capsys.readouterr().err

@@ -1,0 +1,400 @@
+"""The report: what it says, that it says the same twice, and that it opens in a real browser."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import geometric_mean
+
+import pytest
+
+import tune
+from generator.errors import NormforgeError
+from generator.kernels.knobs import KNOWN_KNOBS
+from generator.kernels.variant import Variant
+from generator.paths import REPOSITORY
+from generator.problem import Problem
+from generator.report.page import anchor, render_page, shade
+from generator.report.summary import Summary, summaries
+from generator.report.text import render_text
+from generator.result import OUTCOMES, Result
+from generator.search.budget import Budget
+from generator.search.search import search_problem
+from generator.space.load import load_space
+from generator.studies.reader import Study, read_studies, shown
+from generator.studies.storage import JOURNAL_NAME, open_storage
+from tests.support.synthetic import TARGET, FakeEvaluator, FakePool, cost
+
+ROOT = REPOSITORY
+SHAPES = ("4096x1024:bf16", "8192x1024:bf16", "4096x4096:bf16", "4096x1024:fp32")
+NASTY = '<script>alert("7")</script> & more'
+
+
+class Unlucky(FakeEvaluator):
+    """Every fifth variant is wrong, with a note that would be a script in a careless page."""
+
+    def _result(self, variant: Variant) -> Result:
+        if int(variant.id[-1], 16) % 5 == 0:
+            return Result("wrong", note=NASTY)
+        return super()._result(variant)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a run over four shapes, one of them tuned by prediction as well."""
+    folder = tmp_path_factory.mktemp("run")
+    storage, space = open_storage(folder / JOURNAL_NAME), load_space()
+    for evidence, shapes in (("predicted", SHAPES[:1]), ("measured", SHAPES)):
+        for shape in shapes:
+            search_problem(
+                *(Problem.parse(shape), TARGET, space, FakePool()),
+                *(Unlucky(cost, evidence=evidence), storage, Budget(trials=40)),
+            )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def studies(folder: Path) -> list[Study]:
+    return read_studies(folder, importance=True)
+
+
+@pytest.fixture(scope="module")
+def summary(studies: list[Study]) -> Summary:
+    [summary] = summaries(studies, "somewhere/studies.journal")
+    return summary
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of the committed studies."""
+    studies = read_studies(ROOT / "generated" / "h200", importance=True)
+    [summary] = summaries(studies, "generated/h200/studies.journal.xz")
+    page = tmp_path_factory.mktemp("page") / "report_h200.html"
+    page.write_text(render_page(summary), encoding="utf-8")
+    return page
+
+
+class Page(HTMLParser):
+    """Tags that are open, identifiers, links and what the browser would load."""
+
+    VOID = ("meta", "link", "input")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            elif name == "href" and tag == "a":
+                self.links.append(value or "")
+            elif name in ("src", "href", "srcset", "action", "data", "xlink:href", "poster"):
+                self.loads.append(value or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_numbers_are_those_of_the_studies(summary: Summary) -> None:
+    ratios = [study.winner.result.ratio for study in summary.studies if study.winner]
+    assert len(ratios) == len(SHAPES)
+    assert summary.ratio == pytest.approx(geometric_mean([ratio for ratio in ratios if ratio]))
+    prices = [study.winner.price_of_determinism for study in summary.studies if study.winner]
+    assert summary.price == pytest.approx(geometric_mean([price for price in prices if price]))
+    assert summary.trials == sum(summary.outcomes.values()) == 40 * len(SHAPES)
+    assert list(summary.outcomes) == [o for o in OUTCOMES if o in summary.outcomes]
+    wrong = sum(r.result.outcome == "wrong" for s in summary.studies for r in s.records)
+    reason = NASTY.replace("7", "…")
+    assert ("wrong", reason, wrong) in summary.reasons, "reasons that differ in numbers are one"
+    best = min(summary.standings, key=lambda standing: standing.typical)
+    assert summary.standings[0] == best
+    for standing in summary.standings:
+        assert standing.barred == (standing.flavour in ("atomic", "bulk_reduce (free)"))
+        assert standing.barred or all(ratio >= 1 for _, ratio in standing.behind)
+
+
+def test_of_several_studies_of_a_problem_the_measured_one_counts(
+    studies: list[Study], summary: Summary
+) -> None:
+    assert len(studies) == len(SHAPES) + 1
+    assert {str(study.problem) for study in summary.studies} == set(SHAPES)
+    assert {study.evidence for study in summary.studies} == {"measured"}
+    assert summary.left_out == 1
+    predicted = next(study for study in studies if study.evidence == "predicted")
+    [alone] = summaries([predicted], "x")
+    assert "Predicted times are computed" in render_page(alone)
+    assert "Predicted times are computed" not in render_page(summary)
+
+
+def test_gpus_have_summaries_of_their_own(studies: list[Study]) -> None:
+    other = replace(studies[1], gpu="h100")
+    assert [s.gpu for s in summaries([*studies, other], "x")] == ["h100", "h200"]
+
+
+def test_a_study_without_finals_is_shown_as_such(studies: list[Study]) -> None:
+    [running] = summaries([replace(studies[1], winner=None, finals=(), importance={})], "x")
+    assert "no winner yet" in render_page(running)
+    assert "none yet" in render_text(running)
+    [hopeless] = summaries(
+        [
+            replace(
+                studies[1],
+                winner=None,
+                records=(replace(studies[1].records[0], result=Result("crashed", note="gone")),),
+                importance={},
+            )
+        ],
+        "x",
+    )
+    assert "crashed" in render_page(hopeless)
+    assert "crashed" in render_text(hopeless)
+
+
+def test_the_page_is_well_formed_and_every_link_inside_it_leads_somewhere(
+    summary: Summary,
+) -> None:
+    page = Page(render_page(summary))
+    assert page.open == []
+    assert len(set(page.ids)) == len(page.ids)
+    inside = [link[1:] for link in page.links if link.startswith("#")]
+    assert set(inside) <= set(page.ids)
+    assert {anchor(study) for study in summary.studies} <= set(inside)
+    assert page.tags["svg"] == len(SHAPES) + 1
+    assert page.tags["script"] == 1, "what a note says stays text"
+
+
+def test_every_strategy_has_its_colours_in_light_and_dark(summary: Summary) -> None:
+    page = render_page(summary)
+    for name in KNOWN_KNOBS["strategy"]:
+        assert page.count(f"--s-{name}: #") == page.count(f"--d-{name}: #") == 2
+        assert f"td.s-{name}, b.s-{name} {{" in page and f"circle.s-{name} {{" in page
+
+
+def test_the_page_loads_nothing(summary: Summary) -> None:
+    text = render_page(summary)
+    assert "default-src 'none'" in text
+    assert [load for load in Page(text).loads if not load.startswith("data:")] == []
+    assert re.search(r"url\(|@import|fetch\(|XMLHttp|import\(", text) is None
+
+
+def test_text_and_page_say_the_same(summary: Summary) -> None:
+    page, text = render_page(summary), render_text(summary)
+    for study in summary.studies:
+        assert study.winner is not None
+        assert study.winner.result.ratio is not None
+        for said in (str(study.problem), f"{study.winner.result.ratio:.3f}"):
+            assert said in page
+            assert said in text
+    for knob in summary.knobs:
+        assert f"{100 * knob.share:.1f} %" in page
+        assert f"{knob.share:.1%}" in text
+    for outcome in summary.outcomes:
+        assert outcome in page
+        assert outcome in text
+
+
+def test_a_single_trial_says_nothing_about_knobs_and_warns_of_nothing(tmp_path: Path) -> None:
+    problem, storage = Problem.parse(SHAPES[0]), open_storage(tmp_path / JOURNAL_NAME)
+    search_problem(
+        problem, TARGET, load_space(), FakePool(), FakeEvaluator(), storage, Budget(trials=1)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        [study] = read_studies(tmp_path, importance=True)
+    assert (len(study.records), study.importance) == (1, {})
+
+
+def test_importance_is_a_share_of_one_over_the_knobs_of_the_space(studies: list[Study]) -> None:
+    for study in studies:
+        assert sum(study.importance.values()) == pytest.approx(1)
+        assert study.importance.keys() <= {knob.name for knob in load_space().knobs}
+
+
+@pytest.mark.parametrize(("value", "index"), [(0.9, 0), (1.0, 0), (1.01, 1), (9.0, 2)])
+def test_a_value_on_the_edge_of_a_shade_belongs_to_it(value: float, index: int) -> None:
+    assert shade(value, (1.0, 2.0)) == index
+
+
+def test_reading_packed_studies_leaves_nothing_behind(folder: Path, tmp_path: Path) -> None:
+    import lzma
+
+    packed = tmp_path / f"{JOURNAL_NAME}.xz"
+    packed.write_bytes(lzma.compress((folder / JOURNAL_NAME).read_bytes(), preset=0))
+    assert len(read_studies(tmp_path)) == len(SHAPES) + 1
+    assert list(tmp_path.iterdir()) == [packed]
+
+
+def test_a_place_without_studies_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NormforgeError, match="no studies in"):
+        read_studies(tmp_path)
+    open_storage(tmp_path / JOURNAL_NAME)
+    (tmp_path / JOURNAL_NAME).touch()
+    with pytest.raises(NormforgeError, match="no study with finished trials"):
+        read_studies(tmp_path)
+
+
+def test_a_password_is_never_shown() -> None:
+    url = "postgresql+psycopg://me:secret@db.example:5432/runs?sslmode=require"
+    assert shown(url) == "postgresql+psycopg://db.example:5432/runs"
+
+
+def test_the_command_writes_the_page_and_prints_the_text(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune.main(["report", "--out", str(folder), "--html", str(tmp_path)]) == 0
+    page = tmp_path / f"report_{TARGET.name}.html"
+    said = capsys.readouterr().out
+    assert str(page) in said
+    assert SHAPES[0] in said
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert tune.main(["report", "--out", str(folder), "--gpu", "a100"]) == 2
+    assert "no studies of a100" in capsys.readouterr().err
+    assert tune.main(["report"]) == 2
+    assert "--gpu" in capsys.readouterr().err
+
+
+def test_the_page_of_all_studies_is_small(committed: Path) -> None:
+    assert committed.stat().st_size < 2_000_000
+    assert committed.read_text(encoding="utf-8").count("<article") == 106
+
+
+# ---- In a browser -----------------------------------------------------------------------------
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+in_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs Chromium: apt-get install chromium (or chromium-browser)"
+)
+
+
+@contextmanager
+def recording_proxy() -> Iterator[tuple[int, list[str]]]:
+    """A port that browsers take for their proxy, and the requests that arrive there."""
+    requests: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def listen() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.settimeout(2)
+                    try:
+                        requests.append(connection.recv(4096).decode(errors="replace"))
+                    except OSError:
+                        requests.append("")
+
+        thread = threading.Thread(target=listen, daemon=True)
+        thread.start()
+        yield server.getsockname()[1], requests
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join(timeout=10)
+
+
+def browse(
+    url: str, tmp_path: Path, *options: str, width: int = 1280
+) -> tuple[str, str, list[str]]:
+    """The page's DOM after its scripts have run, what the console said, and the requests of the
+    page. Every host, this one too, is behind the proxy."""
+    assert CHROMIUM is not None
+    with recording_proxy() as (port, requests):
+        done = subprocess.run(
+            [
+                *(CHROMIUM, "--headless=new", "--disable-gpu", "--no-first-run"),
+                *(["--no-sandbox"] if os.geteuid() == 0 else []),
+                *("--disable-background-networking", "--disable-component-update"),
+                *("--disable-sync", "--disable-default-apps", "--disable-dev-shm-usage"),
+                *(f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},900"),
+                *(f"--proxy-server=http://127.0.0.1:{port}", "--proxy-bypass-list=<-loopback>"),
+                *("--enable-logging=stderr", "--virtual-time-budget=3000", *options),
+                *("--dump-dom", url),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 0, done.stderr
+    said = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+    return done.stdout, said, requests
+
+
+def asked_for(requests: list[str], host: str) -> bool:
+    return any(host in request for request in requests)
+
+
+@in_browser
+def test_the_page_opens_and_no_request_leaves_it(committed: Path, tmp_path: Path) -> None:
+    text = committed.read_text(encoding="utf-8")
+    # Not because its policy forbids it: there is nothing to ask for.
+    lax = tmp_path / "lax.html"
+    lax.write_text(re.sub(r"<meta http-equiv[^>]*>", "", text), encoding="utf-8")
+    dom, said, requests = browse(f"{lax.as_uri()}#study-4096x4096-bf16", tmp_path)
+    assert "http-equiv" not in dom
+    assert said == ""
+    details = re.search(r"<details[^>]*>", dom[dom.index('id="study-4096x4096-bf16"') :])
+    assert details is not None
+    assert details.group() == '<details open="">', "the script of the page did not run"
+    # Chromium itself asks its maker for the time and the like; the page does not know that name.
+    assert "google" not in text
+    first_lines = [request.split("\r\n")[0] for request in requests]
+    assert [line for line in first_lines if "google" not in line] == []
+
+
+@in_browser
+def test_a_request_would_have_been_seen(tmp_path: Path) -> None:
+    careless = tmp_path / "careless.html"
+    careless.write_text('<img src="http://tracker.invalid/pixel.png">')
+    _, _, requests = browse(careless.as_uri(), tmp_path)
+    assert asked_for(requests, "tracker.invalid")
+
+
+@in_browser
+def test_the_policy_of_the_page_stops_what_it_should_not_load(
+    committed: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.html"
+    text = committed.read_text(encoding="utf-8")
+    broken.write_text(text.replace("<h1>", '<img src="http://tracker.invalid/pixel.png"><h1>'))
+    _, said, requests = browse(broken.as_uri(), tmp_path)
+    assert "Content Security Policy" in said
+    assert not asked_for(requests, "tracker.invalid")
+
+
+@in_browser
+def test_the_page_fits_a_narrow_window(committed: Path, tmp_path: Path) -> None:
+    narrow = tmp_path / "narrow.html"
+    script = (
+        "<script>document.title = `${document.documentElement.scrollWidth}/${innerWidth}`</script>"
+    )
+    narrow.write_text(committed.read_text(encoding="utf-8") + script)
+    dom, _, _ = browse(narrow.as_uri(), tmp_path, width=500)
+    content, window = map(int, re.search(r"<title>(\d+)/(\d+)", dom).groups())  # type: ignore[union-attr]
+    assert content <= window <= 500

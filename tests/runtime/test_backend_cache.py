@@ -1,0 +1,109 @@
+"""What Inductor's caches keep of `inductor_backend`: served again to the same package, in another
+process, and to no other package."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from generator.package.files import write_code
+from generator.paths import REPOSITORY
+from generator.runtime.frontends.graph_pass import code_digest
+from generator.runtime.table import TABLE, Table
+
+CHILD = """
+import importlib.util, json, sys
+sys.path.insert(0, {root!r})
+import torch
+from torch._dynamo.utils import counters
+from torch.nn.functional import rms_norm
+from tests.support.entry_points import aten_on_cpu
+
+def load(folder):
+    # As somebody may who looks into several packages: nothing stays in sys.modules.
+    spec = importlib.util.spec_from_file_location("looked_at", folder + "/__init__.py")
+    module = sys.modules["looked_at"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in [name for name in sys.modules if name.split(".")[0] == "looked_at"]:
+        del sys.modules[name]
+    return module
+
+def step(x, w):
+    return rms_norm(x, (16,), w, 1e-5)
+
+with aten_on_cpu():
+    for folder in sys.argv[1:]:
+        package, ran = load(folder), []
+        ops = package._package.ops
+        for name in ("_forward", "_backward"):
+            kept = getattr(ops, name)
+            setattr(ops, name, lambda *a, n=name, k=kept: ran.append(n) or k(*a))
+        torch._dynamo.reset()
+        counters.clear()
+        x, w = torch.randn(4, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+        compiled = torch.compile(step, backend=package.inductor_backend(), fullgraph=True)
+        found = torch.autograd.grad(compiled(x, w).square().sum(), (x, w))
+        assert ran == ["_forward", "_backward"], ran
+        wanted = torch.autograd.grad(step(x, w).square().sum(), (x, w))
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted))
+        graph, joint = counters["inductor"], counters["aot_autograd"]
+        print(json.dumps({{
+            "graphs": [graph["fxgraph_cache_" + way] for way in ("hit", "miss", "bypass")],
+            "joint": [joint["autograd_cache_" + way] for way in ("hit", "miss", "bypass")],
+        }}))
+"""
+
+
+def emit(folder: Path, title: str) -> Path:
+    """A package without kernels that is imported from its own folder."""
+    folder.mkdir()
+    table = Table({"name": "none", "title": title, "arch": "sm_90a", "sms": 1}, (), ())
+    write_code(folder, table)
+    (folder / TABLE).write_text(json.dumps(table.to_json()))
+    return folder
+
+
+def compile_with(cache: Path, *packages: Path) -> list[dict[str, list[int]]]:
+    """Hits, misses and bypasses of every package's compilation, all in one fresh process."""
+    script = CHILD.format(root=str(REPOSITORY))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, *map(str, packages)],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_compiled_code_is_kept_for_its_package_alone(tmp_path: Path) -> None:
+    one, other = emit(tmp_path / "one", "one GPU"), emit(tmp_path / "other", "another GPU")
+    newer = emit(tmp_path / "newer", "one GPU")  # the tables of `one`, and later code
+    with (newer / "runtime" / "reference.py").open("a") as file:
+        file.write("\n# Another formula.\n")
+    cache = tmp_path / "cache"
+    # Forward and backward are two graphs.
+    miss = {"graphs": [0, 2, 0], "joint": [0, 1, 0]}
+    hit = {"graphs": [2, 0, 0], "joint": [1, 0, 0]}
+    assert compile_with(cache, one, other) == [miss, miss]
+    assert compile_with(cache, newer, other) == [miss, hit]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.py", "2"), ("b.py", "1"), ("c.py", ""), ("note.txt", "")]
+)
+def test_code_digest_changes_with_python_files_only(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "a.py").write_text("1")
+    (new / name).write_text(content)
+    assert (code_digest(old) == code_digest(new)) == (name == "note.txt")

@@ -1,0 +1,186 @@
+"""runtime/serve/call_cache.py: calls that come back are recognised, of however many kinds.
+
+The doors' own use of it is tested in runtime/test_recognised.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from generator.runtime.serve.call_cache import _MISSES_TO_FORGET, _MOST, Known
+from generator.runtime.serve.options import PLAIN, Arguments, Options
+from generator.runtime.serve.server import _key, _present, _quick
+
+
+class Call:
+    """What serves a signature; `quick` marks it as one of the most frequent kind."""
+
+    def __init__(self, quick: bool = True) -> None:
+        self.quick = object() if quick else None
+
+
+def given(M: int, N: int = 64, weight: bool = True) -> Arguments:
+    x = torch.zeros(M, N)
+    return Arguments(torch.zeros(M, N), x, torch.zeros(M), torch.zeros(N) if weight else None)
+
+
+class Backward(Known):
+    """Known as the doors of the backward ask it."""
+
+    def learn(self, call: Any, given: Arguments, options: Options = PLAIN) -> None:
+        tensors = _present(tuple(vars(given).values()))
+        self.add(_key(given, options), tensors, call, _quick(call, options))
+
+    def first(self, call: Arguments) -> Any:
+        """What the doors do first."""
+        for same, quick in self.recent:
+            if same(call.dy, call.x, call.rstd, call.weight):
+                return quick
+        return None
+
+    def then(self, given: Arguments, options: Options = PLAIN) -> Any:
+        """What they do next."""
+        return self.find(_key(given, options), _present(tuple(vars(given).values())))
+
+
+@pytest.fixture
+def known() -> Backward:
+    return Backward()
+
+
+def test_frequent_calls_are_found_in_turn(known: Backward) -> None:
+    calls = [Call() for _ in range(_MOST)]
+    for M, call in enumerate(calls, 1):
+        known.learn(call, given(M))
+    assert [known.first(given(M)) for M in range(1, _MOST + 1)] == [c.quick for c in calls]
+    assert known.first(given(99)) is None
+
+
+def test_more_kinds_than_the_list_holds_are_found_by_shape(known: Backward) -> None:
+    calls = [Call() for _ in range(3 * _MOST)]
+    for M, call in enumerate(calls, 1):
+        known.learn(call, given(M))
+    assert len(known) == len(known.recent) == _MOST
+    for M, call in enumerate(calls, 1):
+        assert (known.first(given(M)) or call.quick) is call.quick, M
+        assert known.then(given(M)) is call, M
+    assert known.then(given(99)) is None
+
+
+def test_list_is_renewed_by_calls_that_come_back(known: Backward) -> None:
+    early = [Call() for _ in range(_MOST)]
+    for M, call in enumerate(early, 1):
+        known.learn(call, given(M))
+    late = Call()
+    known.learn(late, given(99))
+    for _ in range(_MISSES_TO_FORGET):
+        assert known.first(given(99)) in (None, late.quick)
+        assert known.then(given(99)) is late
+    assert known.first(given(99)) is late.quick
+    assert len(known.recent) < _MOST
+    for M, call in enumerate(early, 1):  # none of them has to be learned again
+        assert known.then(given(M)) is call
+
+
+def test_options_and_missing_tensors_keep_calls_apart(known: Backward) -> None:
+    wishes = Options(weight_offset=1.0)
+    first, second = Call(), Call(quick=False)
+    known.learn(first, given(4), wishes)
+    known.learn(second, given(4, weight=False))
+    assert not known.recent
+    assert known.then(given(4), wishes) is first
+    assert known.then(given(4, weight=False)) is second
+    assert known.then(given(4)) is None
+
+
+def test_calls_are_those_of_the_same_kind_only(known: Backward) -> None:
+    call, options = Call(), Options(need_dx=False)
+    known.learn(call, base := replace(given(4), dw_out=torch.zeros(64)), options)
+    assert known.then(base, options) is call
+    assert known.then(replace(base, dy=base.dy.clone()), options) is call
+    assert known.then(base, Options(need_dx=False, accumulate=True)) is None
+    assert known.then(replace(base, dw_out=None), options) is None
+    weight, x = torch.zeros(64), torch.zeros(4, 64)
+    for name, other in (
+        ("x", torch.zeros(3, 64)),
+        ("x", torch.zeros(64, 4).T),
+        ("x", torch.zeros(4, 65)[:, :64]),
+        ("x", torch.zeros(4 * 64 + 1)[1:].view(4, 64)),
+        ("x", x.clone().requires_grad_()),
+        ("x", x.to("meta")),
+        ("dy", x.double()),
+        ("weight", torch.nn.Parameter(weight)),
+        ("weight", torch.nn.Parameter(weight, requires_grad=False)),
+        ("dw_out", weight.bfloat16()),
+    ):
+        assert known.then(replace(base, **{name: other}), options) is None, (name, other)
+
+
+def test_calls_with_more_tensors_are_added_beside_plain_ones(known: Backward) -> None:
+    known.learn(Call(), given(4))
+    with_residual = replace(given(4), dresidual=torch.zeros(4, 64))
+    summed = Call(quick=False)
+    known.learn(summed, with_residual)
+    assert known.then(with_residual) is summed
+
+
+def test_misaligned_call_is_not_learned(known: Backward) -> None:
+    shifted = replace(given(4), x=torch.zeros(4 * 64 + 1)[1:].view(4, 64))
+    known.learn(Call(), shifted)
+    assert not known.recent and known.then(shifted) is None
+
+
+def test_other_devices_are_not_kept() -> None:
+    known = Backward("cuda")
+    known.learn(Call(), given(4))
+    assert not known.recent and known.then(given(4)) is None
+
+
+def test_memory_is_bounded(known: Backward, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("generator.runtime.serve.call_cache._MOST_KEYS", 16)
+    for M in range(1, 100):
+        known.learn(Call(quick=M % 2 == 0), given(M))
+        assert len(known._by_key) <= 16
+    for start in range(1, 4 * _MOST):  # kinds of one shape
+        strided = torch.zeros(4, 64 + 4 * start)[:, :64]
+        known.learn(Call(), replace(given(4), x=strided))
+    assert max(map(len, known._by_key.values())) == _MOST
+    assert len(known.recent) == _MOST
+
+
+def test_list_holds_a_call_once_however_it_is_asked_for(known: Backward) -> None:
+    """Compositions ask `find` without a look at the list."""
+    for M in range(1, _MOST + 1):
+        known.learn(Call(), given(M))
+    late = Call()
+    known.learn(late, given(99))
+    for _ in range(3 * _MISSES_TO_FORGET):
+        assert known.then(given(99)) is late
+    assert [quick for _, quick in known.recent] == [late.quick]
+
+
+def test_call_that_only_the_list_kept_is_not_listed_twice(
+    known: Backward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("generator.runtime.serve.call_cache._MOST_KEYS", 1)
+    call = Call()
+    for _ in range(3):
+        known.learn(call, given(4))
+        assert known.then(given(4)) is call
+        known.learn(Call(quick=False), given(5))  # takes the place of the other key
+        assert known.then(given(4)) is None
+    assert [quick for _, quick in known.recent] == [call.quick]
+
+
+def test_kinds_that_one_call_serves_are_all_in_the_list(known: Backward) -> None:
+    """Whether a tensor requires a gradient is part of the check, but not of what serves it."""
+    call, other = Call(), given(4)
+    assert other.weight is not None
+    trained = replace(other, weight=torch.nn.Parameter(other.weight))
+    known.learn(call, other)
+    known.learn(call, trained)
+    assert known.first(other) is known.first(trained) is call.quick

@@ -1,0 +1,359 @@
+"""The pass over FX graphs of training steps: what it marks or replaces, what it leaves alone."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+from generator.runtime.api import Package
+from generator.runtime.frontends.graph_pass import (
+    find_norms,
+    getitems,
+    make_backend,
+    make_pass,
+    norm_operators,
+    route,
+    tag,
+)
+from tests.support.entry_points import aten_on_cpu, randn, write_package
+
+ATEN = torch.ops.aten
+Step = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return write_package(tmp_path_factory.mktemp("graph"))
+
+
+@pytest.fixture(autouse=True)
+def aten() -> Iterator[None]:
+    with aten_on_cpu():
+        yield
+
+
+def forward_only(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return functional.rms_norm(x.sin(), (16,), w, 1e-5).cos()
+
+
+def backward_only(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return masked(x, w, [True, True])
+
+
+def masked(x: torch.Tensor, w: torch.Tensor, mask: list[bool]) -> Any:
+    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True))
+    return ATEN._fused_rms_norm_backward(x.cos(), x, [16], rstd, w, mask)
+
+
+def several(x: torch.Tensor, w: torch.Tensor) -> Any:
+    """A training step: two norms with a weight, one without, and their backward."""
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    y = functional.rms_norm(x, (16,), w, 1e-5)
+    y = functional.rms_norm(torch.tanh(y), (16,))
+    y = functional.rms_norm(y + x, (16,), w)
+    return torch.autograd.grad(y.square().sum(), (x, w))
+
+
+def none(x: torch.Tensor, w: torch.Tensor) -> Any:
+    return (x * w).tanh()
+
+
+STEPS: dict[Step, int] = {forward_only: 1, backward_only: 1, several: 6, none: 0}
+
+
+def trace(step: Step, mode: str = "fake") -> torch.fx.GraphModule:
+    return make_fx(step, tracing_mode=mode)(randn(4, 16), randn(16, seed=1))
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """Skips where Inductor has no C++ compiler for the CPU."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:
+        pytest.skip(f"needs a C++ compiler: {error}")
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's caches are empty and nobody else's."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+def spying() -> tuple[list[tuple[bool, list[str]]], Any]:
+    """A custom pass for Inductor, and what it saw: config.epilogue_fusion, and what every graph
+    calls. With it nothing is cached."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    seen = []
+
+    class Spy(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            calls = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+            seen.append((config.epilogue_fusion, calls))
+
+        def uuid(self) -> None:
+            return None
+
+    return seen, Spy()
+
+
+def untouched(module: torch.fx.GraphModule) -> list[tuple[str, str]]:
+    """Every node that is neither a norm nor takes its results."""
+    norms = find_norms(module.graph)
+    skip = {*norms, *(item for norm in norms for item in getitems(norm))}
+    return [(node.op, str(node.target)) for node in module.graph.nodes if node not in skip]
+
+
+@pytest.mark.parametrize("mode", ["fake", "symbolic", "real"])
+@pytest.mark.parametrize("step", STEPS)
+def test_every_norm_is_routed_and_the_numbers_stay(package: Package, step: Step, mode: str) -> None:
+    module = trace(step, mode)
+    assert len(find_norms(module.graph)) == STEPS[step]
+    inputs = (randn(4, 16, seed=2), randn(16, seed=3))
+    wanted, others = module(*inputs), untouched(module)
+    assert route(module, package.ops) is module
+    assert find_norms(module.graph) == []
+    mine = [n for n in module.graph.nodes if package.ops.namespace in str(n.target)]
+    assert len(mine) == STEPS[step]
+    takers = {user for node in mine for user in node.users}
+    assert all(user.target is operator.getitem for user in takers)
+    rest = [(n.op, str(n.target)) for n in module.graph.nodes if n not in {*mine, *takers}]
+    assert rest == others
+    got = module(*inputs)
+    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, wanted)), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_routed_nodes_keep_what_tracing_knew(package: Package) -> None:
+    module = route(trace(several), package.ops)
+    for node in module.graph.nodes:
+        if package.ops.namespace in str(node.target):
+            values = node.meta["val"]
+            for user in node.users:
+                # Of what the mask leaves out, tracing knows nothing.
+                value, mine = user.meta.get("val"), values[user.args[1]]
+                assert value is None or (value.shape, value.dtype) == (mine.shape, mine.dtype)
+
+
+@pytest.mark.parametrize("mask", [[True, False], [False, True]])
+def test_gradients_that_the_mask_leaves_out_are_not_computed(
+    package: Package, monkeypatch: pytest.MonkeyPatch, mask: list[bool]
+) -> None:
+    module = trace(lambda x, w: masked(x, w, mask))
+    inputs = (randn(4, 16, seed=2), randn(16, seed=3))
+    wanted, asked = module(*inputs), []
+    ran = package.ops._backward
+
+    def watch(given: Any, options: Any) -> Any:
+        asked.append([options.need_dx, options.need_dw])
+        return ran(given, options)
+
+    monkeypatch.setattr(package.ops, "_backward", watch)
+    found = route(module, package.ops)(*inputs)
+    assert asked == [mask]
+    assert [result is not None for result in wanted] == mask
+    for a, b in zip(found, wanted, strict=True):
+        assert a is b is None or torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["_fused_rms_norm", "_fused_rms_norm_backward"])
+@pytest.mark.parametrize(
+    ("weight", "served"),
+    [
+        (torch.bfloat16, True),
+        (torch.float32, True),
+        (torch.float16, False),
+        (torch.float64, False),
+    ],
+)
+def test_weights_of_other_dtypes_stay_with_pytorch(
+    package: Package, name: str, weight: torch.dtype, served: bool
+) -> None:
+    def step(x: torch.Tensor, w: torch.Tensor) -> Any:
+        if name == "_fused_rms_norm":
+            return ATEN._fused_rms_norm(x, [16], w, 1e-5)
+        return ATEN._fused_rms_norm_backward(x, x, [16], x[:, :1].float(), w, [True, True])
+
+    inputs = randn(4, 16).to(torch.bfloat16), randn(16, seed=1).to(weight)
+    module = route(make_fx(step, tracing_mode="fake")(*inputs), package.ops)
+    assert (find_norms(module.graph) == []) == served
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_tags_go_to_norms_and_their_getitems_only(step: Step) -> None:
+    module = trace(step)
+    before = str(module.graph)
+    configs = {"max_autotune": True}
+    assert tag(module, configs) is module
+    configs["max_autotune"] = False  # the mark has a copy
+    norms = find_norms(module.graph)
+    wanted = {*norms, *(item for norm in norms for item in getitems(norm))}
+    tagged = {n for n in module.graph.nodes if "compile_with_inductor" in n.meta.get("custom", {})}
+    assert tagged == wanted
+    assert len(wanted) >= 2 * STEPS[step]
+    for node in tagged:
+        mark = node.meta["custom"]["compile_with_inductor"]
+        assert mark == {"inductor_configs": {"max_autotune": True}}
+    assert str(module.graph) == before
+
+
+def test_marks_of_others_are_kept() -> None:
+    module = trace(forward_only)
+    (norm,) = find_norms(module.graph)
+    norm.meta["custom"] = {"compile_with_inductor": 1, "mine": 2}
+    tag(module, {"max_autotune": True})
+    assert norm.meta["custom"] == {"compile_with_inductor": 1, "mine": 2}
+
+
+def test_tagged_regions_are_what_regional_inductor_compiles() -> None:
+    from torch.fx.passes.regional_inductor import _RegionScooper
+
+    module = _RegionScooper.scoop_regions(tag(trace(several)))
+    regions = [n for n in module.graph.nodes if n.op == "call_module"]
+    inside = [
+        node.target
+        for region in regions
+        for node in getattr(module, region.target).graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem
+    ]
+    aten = {ATEN._fused_rms_norm.default, ATEN._fused_rms_norm_backward.default}
+    assert len(inside) == STEPS[several]
+    assert set(inside) == aten
+    assert find_norms(module.graph) == []
+
+
+@pytest.mark.parametrize("step", [forward_only, backward_only])
+def test_regional_inductor_compiles_what_is_tagged_as_the_tag_says(
+    compiler: None, step: Step
+) -> None:
+    from torch._guards import TracingContext, tracing
+    from torch.fx.passes.regional_inductor import regional_inductor
+
+    module = trace(step)
+    inputs = [randn(4, 16, seed=2), randn(16, seed=3)]
+    wanted, others = module(*inputs), untouched(module)
+    (mode,) = {n.meta["val"].fake_mode for n in module.graph.nodes if n.op == "placeholder"}
+    seen, spy = spying()
+    configs = {"epilogue_fusion": False, "post_grad_custom_post_pass": spy}
+    with tracing(TracingContext(mode)):
+        done = regional_inductor(tag(module, configs))
+    assert find_norms(done.graph) == []
+    assert {(node.op, str(node.target)) for node in done.graph.nodes} >= set(others)
+    ((fusion, calls),) = seen  # one region
+    assert fusion is False
+    # Inductor took the norm apart, and saw none of its neighbours.
+    assert calls
+    assert not {"aten.sin.default", "aten.cos.default", *map(str, norm_operators())} & set(calls)
+    found = done(inputs)  # boxed: it takes a list
+    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (found, wanted)), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_norms_over_two_dimensions_stay_with_pytorch(package: Package) -> None:
+    def step(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return ATEN._fused_rms_norm(x, [4, 16], None, 1e-5)[0]
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_fused_rms_norm", lambda x, *_: (x + 0, x[:1, :1]), "CPU")
+        module = trace(step)
+    assert len(find_norms(route(module, package.ops).graph)) == 1
+
+
+def test_pass_is_switchable(package: Package) -> None:
+    routed = make_pass(package.ops)(trace(several))
+    assert find_norms(routed.graph) == []
+    tagged = make_pass(package.ops, "tag", {"max_autotune": True})(trace(several))
+    assert all("custom" in node.meta for node in find_norms(tagged.graph))
+    with pytest.raises(ValueError, match="'route' or 'tag', got 'both'"):
+        make_pass(package.ops, "both")
+
+
+def norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Nothing but a norm, so that there is no code to compile."""
+    return functional.rms_norm(x, (16,), w, 1e-5)
+
+
+def test_backend_keeps_the_norm_whole_and_routes_it(
+    package: Package, monkeypatch: pytest.MonkeyPatch, own_cache: None
+) -> None:
+    from torch._inductor import config
+
+    seen = []
+
+    def watch(name: str) -> None:
+        ran = getattr(package.ops, name)
+        monkeypatch.setattr(package.ops, name, lambda *given: seen.append(name) or ran(*given))
+
+    watch("_forward")
+    watch("_backward")
+    compiled = torch.compile(norm, backend=make_backend(package.ops), fullgraph=True)
+    x, w = randn(4, 16).requires_grad_(), randn(16, seed=1).requires_grad_()
+    y, dy = compiled(x, w), randn(4, 16, seed=2)
+    found = torch.autograd.grad(y, (x, w), dy)
+    assert seen == ["_forward", "_backward"]
+    wanted = torch.autograd.grad(norm(x, w), (x, w), dy)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
+    assert config.post_grad_custom_pre_pass is None
+
+
+def test_settings_of_the_backend_are_those_of_inductor(package: Package, own_cache: None) -> None:
+    from torch._inductor import config
+
+    seen, spy = spying()
+    assert config.epilogue_fusion
+    backend = make_backend(package.ops, epilogue_fusion=False, post_grad_custom_post_pass=spy)
+    x, w = randn(4, 16).requires_grad_(), randn(16, seed=1).requires_grad_()
+    torch.compile(norm, backend=backend, fullgraph=True)(x, w).sum().backward()
+    assert [fusion for fusion, _ in seen] == [False, False]
+    for (_, calls), name in zip(seen, ("rms_norm", "rms_norm_backward"), strict=True):
+        assert f"{package.ops.namespace}.{name}.default" in calls
+    assert config.epilogue_fusion
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+def test_backend_decomposes_as_its_settings_say_all_but_norms(
+    package: Package, monkeypatch: pytest.MonkeyPatch, fallback: bool
+) -> None:
+    from torch._inductor import compile_fx, config
+    from torch._inductor.decomposition import select_decomp_table
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda *_, **options: given.update(options))
+    make_backend(package.ops, fallback_random=fallback)(None, [])
+    with config.patch(fallback_random=fallback):
+        wanted = set(select_decomp_table())
+    with config.patch(fallback_random=not fallback):
+        assert wanted != set(select_decomp_table())
+    assert wanted > set(norm_operators()) > set()
+    assert set(given["decompositions"]) == wanted - set(norm_operators())
+
+
+def test_backend_refuses_another_pass_in_the_place_of_its_own(
+    package: Package, own_cache: None
+) -> None:
+    from torch._inductor import config
+
+    _, spy = spying()
+    told = "routes its norms in torch._inductor.config.post_grad_custom_pre_pass, where there is a"
+    with pytest.raises(ValueError, match=told):
+        make_backend(package.ops, post_grad_custom_pre_pass=spy)
+    backend = make_backend(package.ops, post_grad_custom_pre_pass=None)
+    compiled = torch.compile(norm, backend=backend, fullgraph=True)
+    inputs = randn(4, 16), randn(16, seed=1)
+    with config.patch(post_grad_custom_pre_pass=spy):
+        compiled(*inputs)  # None: without that one
+        backend = make_backend(package.ops)
+        compiled = torch.compile(norm, backend=backend, fullgraph=True)
+        with pytest.raises(Exception, match=told):
+            compiled(*inputs)

@@ -1,0 +1,462 @@
+"""Calls that the doors recognise, forward and backward, are served as those that they do not.
+
+On CPU tensors: what serves a signature is a stand-in that refuses every other signature, and the
+look-ups by a whole signature are counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from generator.runtime.api import Package
+from generator.runtime.serve import server as serve_module
+from generator.runtime.serve.call import formula
+from generator.runtime.serve.call_cache import _MOST, Known
+from generator.runtime.serve.forward import Forward
+from generator.runtime.serve.options import Arguments, Options
+from generator.runtime.table import MAX_ALIGNMENT
+from tests.support.entry_points import aten_on_cpu, routing_on_cpu, write_package
+
+Tensors = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+
+def facts(tensor: torch.Tensor | None) -> Any:
+    """What a kernel is chosen by. The runtime leaves addresses out of a signature on the CPU."""
+    if tensor is None:
+        return None
+    address = tensor.data_ptr() % MAX_ALIGNMENT
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address
+
+
+class Own:
+    """Serves one signature: tensors with the facts of those that it was made for."""
+
+    def __init__(self, options: Options, *tensors: Any) -> None:
+        self.options, self.facts = options, tuple(map(facts, tensors))
+        whole = all(t is not None for t in tensors[:4]) and tensors[4:] == (None, None)
+        self.quick = self._quick if whole else None
+
+    def __call__(self, *tensors: Any) -> Tensors:
+        assert tuple(map(facts, tensors)) == self.facts
+        return tensors[1], tensors[3]
+
+    def _quick(self, *tensors: Any) -> Tensors | None:
+        if any(tensors[i].data_ptr() % MAX_ALIGNMENT for i in (0, 1, 3)):
+            return None
+        return self(*tensors, None, None)
+
+
+class Signatures(dict[Any, Any]):
+    """Remembered signatures, of which the look-ups are counted."""
+
+    reads = 0
+
+    def get(self, *arguments: Any) -> Any:
+        self.reads += 1
+        return super().get(*arguments)
+
+
+class Door:
+    """A way to make a call. arguments of a call: its tensors, None where there is none; keywords.
+
+    names: of the tensors. wishes: whether the call takes options.
+    """
+
+    names: tuple[str, ...] = ("dy", "x", "rstd", "weight", "dresidual", "dw_out")
+    wishes = False
+    signatures: Signatures
+
+    def call(self, *tensors: Any, **options: Any) -> None:
+        raise NotImplementedError
+
+    def around(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def known_after(self, *tensors: Any, **options: Any) -> bool:
+        """Make the call, and say whether it was recognised."""
+        before = self.signatures.reads
+        self.call(*tensors, **options)
+        return self.signatures.reads == before
+
+
+class ForwardDoor(Door):
+    names = ("x", "weight", "residual")
+
+    def __init__(self, package: Package) -> None:
+        self.forward = Forward(package.folder)
+        self.forward._calls = self.signatures = Signatures()
+        self.forward._prepare = self._prepare  # type: ignore[method-assign]
+
+    @staticmethod
+    def _prepare(*tensors: Any) -> Any:
+        def told(x: Any, weight: Any, residual: Any) -> Any:
+            *_, at = facts(x)
+            shapes = [tensor is not None and facts(tensor)[:-1] for tensor in (x, weight, residual)]
+            # One kernel reads x and residual by vectors of one size.
+            return shapes, at | (facts(residual) or [0])[-1], (facts(weight) or [0])[-1]
+
+        wanted = told(*tensors)
+
+        def serve(x: Any, weight: Any, eps: Any, offset: Any, residual: Any) -> Any:
+            assert told(x, weight, residual) == wanted
+            assert (eps, offset) == (1e-6, 0.5)  # no part of a signature
+            return x, None
+
+        return serve
+
+    def call(self, *tensors: Any, **options: Any) -> None:
+        x, weight, residual = tensors
+        self.forward(x, weight, 1e-6, 0.5, residual)
+
+
+class Backward(Door):
+    wishes = True
+
+    def __init__(self, package: Package) -> None:
+        self.package = package
+        package._calls = self.signatures = Signatures()
+
+    def call(self, *tensors: Any, **options: Any) -> None:
+        dy, x, rstd, weight, dresidual, dw_out = tensors
+        self.package.rmsnorm_backward(
+            dy, x, rstd, weight, dresidual=dresidual, dw_out=dw_out, **options
+        )
+
+
+class Composed(Backward):
+    """Door 1 as compositions call it, past the list of recent calls."""
+
+    def call(self, *tensors: Any, **options: Any) -> None:
+        self.package._run(Arguments(*tensors), Options(**options))
+
+
+class Installed(Door):
+    names = ("dy", "x", "rstd", "weight")
+
+    def __init__(self, package: Package) -> None:
+        self.package = package
+        package._routed = self.signatures = Signatures()
+
+    def call(self, *tensors: Any, **options: Any) -> None:
+        dy, x, rstd, weight = tensors
+        with torch.no_grad():
+            torch.ops.aten._fused_rms_norm_backward(dy, x, x.shape[-1:], rstd, weight, [True, True])
+
+    def around(self) -> AbstractContextManager[Any]:
+        return routing_on_cpu(self.package).installed()
+
+
+DOORS: tuple[Callable[[Package], Door], ...] = (ForwardDoor, Backward, Composed, Installed)
+
+
+def a_package(folder: Path) -> Package:
+    """A package whose calls are recognised and served by an `Own` each, on the CPU."""
+    package = write_package(folder)
+    package._known._device = ""
+    package._find = lambda given, options: Own(  # type: ignore[method-assign]
+        options, *vars(given).values()
+    )
+    return package
+
+
+@pytest.fixture(autouse=True)
+def addresses_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_module, "_facts", facts)
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Package:
+    return a_package(tmp_path)
+
+
+@pytest.fixture(params=DOORS)
+def door(request: pytest.FixtureRequest, package: Package) -> Iterator[Door]:
+    made: Door = request.param(package)
+    with aten_on_cpu(), made.around():
+        yield made
+
+
+def tensors_of(door: Door, M: int = 6, **changes: Any) -> Tensors:
+    plain = {
+        **{"dy": torch.zeros(M, 64), "x": torch.zeros(M, 64), "rstd": torch.zeros(M, 1)},
+        "weight": torch.zeros(64),
+    } | changes
+    return tuple(plain.get(name) for name in door.names)
+
+
+def shifted(*shape: int) -> torch.Tensor:
+    """Zeros at an odd address."""
+    return torch.zeros(torch.Size(shape).numel() + 1)[1:].view(shape)
+
+
+# Every attribute of every tensor, one at a time. (Some of these calls the real checks would refuse:
+# a call that is wrong must not be recognised either.)
+ROWS: dict[str, Callable[[], torch.Tensor]] = {
+    "rows": lambda: torch.zeros(7, 64),
+    "columns": lambda: torch.zeros(6, 128),
+    "dimensions": lambda: torch.zeros(2, 3, 64),
+    "row stride": lambda: torch.zeros(6, 72)[:, :64],
+    "one row repeated": lambda: torch.zeros(64).expand(6, 64),
+    "columns apart": lambda: torch.zeros(64, 6).T,
+    "dtype": lambda: torch.zeros(6, 64).bfloat16(),
+    "device": lambda: torch.zeros(6, 64, device="meta"),
+    "alignment": lambda: shifted(6, 64),
+    "requires_grad": lambda: torch.zeros(6, 64).requires_grad_(),
+    "type": lambda: torch.nn.Parameter(torch.zeros(6, 64), requires_grad=False),
+    "dispatch keys": lambda: torch._neg_view(torch.zeros(6, 64)),
+}
+OTHERS: dict[str, Callable[[], torch.Tensor]] = {
+    "length": lambda: torch.zeros(65),
+    "dimensions": lambda: torch.zeros(1, 64),
+    "stride": lambda: torch.zeros(128)[::2],
+    "dtype": lambda: torch.zeros(64).half(),
+    "device": lambda: torch.zeros(64, device="meta"),
+    "alignment": lambda: shifted(64),
+    "requires_grad": lambda: torch.zeros(64).requires_grad_(),
+    "type": lambda: torch.nn.Parameter(torch.zeros(64)),
+}
+RSTD: dict[str, Callable[[], torch.Tensor]] = {
+    "shape": lambda: torch.zeros(6),
+    "stride": lambda: torch.zeros(6, 2)[:, :1],
+    "dtype": lambda: torch.zeros(6, 1).double(),
+    "device": lambda: torch.zeros(6, 1, device="meta"),
+    "requires_grad": lambda: torch.zeros(6, 1).requires_grad_(),
+}
+CHANGES: dict[str, dict[str, Callable[[], Any]]] = {
+    "x": ROWS,
+    "dy": ROWS,
+    "rstd": RSTD,
+    "weight": OTHERS | {"none": lambda: None},
+    "residual": {"given": lambda: torch.zeros(6, 64)},
+    "dresidual": {"given": lambda: torch.zeros(6, 64)},
+    "dw_out": {"given": lambda: torch.zeros(64)},
+}
+WISHES: tuple[Keywords, ...] = (
+    {"weight_offset": 1.0},
+    {"need_dx": False},
+    {"need_dw": False},
+    {"accumulate": True},
+    {"dw_dtype": torch.float32},
+)
+
+
+def changes_of(door: Door, base: Tensors) -> Iterator[tuple[str, Tensors, Keywords]]:
+    """`base` with one thing changed, by name."""
+    for i, name in enumerate(door.names):
+        # Tensors that `base` has and a plain call has not change as rows and weights do.
+        plain = ("residual", "dresidual", "dw_out")
+        kinds = CHANGES[name]
+        if name in plain and base[i] is not None:
+            kinds = {"none": lambda: None, **(OTHERS if name == "dw_out" else ROWS)}
+        for what, make in kinds.items():
+            if isinstance(door, Installed) and what in ("device", "dispatch keys", "none"):
+                continue  # the dispatcher refuses or resolves these, or wants no gradient of it
+            yield f"{name}: {what}", (*base[:i], make(), *base[i + 1 :]), {}
+    for wish in WISHES if door.wishes else ():
+        yield str(wish), base, wish
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["plain", "all tensors"])
+@pytest.mark.parametrize("late", [False, True], ids=["recent", "late"])
+def test_call_that_differs_in_one_thing_is_not_recognised(
+    door: Door, late: bool, whole: bool
+) -> None:
+    """Neither by the checks that are tried in turn, nor where a shape's calls are looked for."""
+    more = {"residual": torch.zeros(6, 64), "dresidual": torch.zeros(6, 64)}
+    base = tensors_of(door, **({**more, "dw_out": torch.zeros(64)} if whole else {}))
+    if late:
+        for M, _ in itertools.product(range(10, 10 + _MOST), range(3)):
+            door.call(*tensors_of(door, M, **(change_rows(M, more) if whole else {})))
+    for _ in range(2):
+        door.call(*base)
+    assert door.known_after(*base)
+    seen = 0
+    for what, tensors, wishes in changes_of(door, base):
+        assert not door.known_after(*tensors, **wishes), what
+        door.call(*base)  # a key keeps the last few kinds only
+        assert door.known_after(*base), what
+        seen += 1
+    assert seen > 20
+
+
+def change_rows(M: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    rows = {name: torch.zeros(M, 64) for name in tensors}
+    return {**rows, "dw_out": torch.zeros(64)}
+
+
+def test_calls_of_many_kinds_are_recognised_in_turn(door: Door) -> None:
+    kinds = [tensors_of(door, M) for M in range(1, 3 * _MOST)]
+    kinds += [tensors_of(door, M, weight=torch.nn.Parameter(torch.zeros(64))) for M in range(1, 6)]
+    for wishes in [{}, {"weight_offset": 1.0}] if door.wishes else [{}]:
+        for _, tensors in itertools.product(range(2), kinds):
+            door.call(*tensors, **wishes)
+        for _, tensors in itertools.product(range(40), kinds):  # the list is renewed on the way
+            assert door.known_after(*tensors, **wishes)
+
+
+@pytest.mark.parametrize("make", DOORS)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(picks=st.lists(st.integers(0, 10**6), min_size=30, max_size=150))
+def test_every_call_is_served_as_its_own_in_any_order(
+    make: Callable[[Package], Door],
+    picks: list[int],
+    tmp_path: Path,
+) -> None:
+    """While lists are renewed and tables cleared all the time. An `Own` refuses other calls."""
+    package = a_package(tmp_path)
+    door = make(package)
+    with pytest.MonkeyPatch.context() as patch, aten_on_cpu(), door.around():
+        patch.setattr("generator.runtime.serve.call_cache._MOST_KEYS", 5)
+        patch.setattr("generator.runtime.serve.call_cache._MISSES_TO_FORGET", 3)
+        patch.setattr("generator.runtime.serve.forward._MOST_CALLS", 20)
+        patch.setattr("generator.runtime.serve.server._MOST_CALLS", 20)
+        kinds: list[tuple[Tensors, Keywords]] = [(tensors_of(door, M), {}) for M in range(1, 15)]
+        kinds += [(tensors, wishes) for _, tensors, wishes in changes_of(door, tensors_of(door))]
+        for pick in picks:
+            tensors, wishes = kinds[pick % len(kinds)]
+            for _ in range(1 + pick % 3):
+                door.call(*tensors, **wishes)
+
+
+@pytest.mark.parametrize("door", [ForwardDoor, Backward, Installed], indirect=True)
+def test_recent_calls_are_found_by_the_first_checks_alone(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = [tensors_of(door, M) for M in range(1, 1 + _MOST)]
+    for _, tensors in itertools.product(range(2), kinds):
+        door.call(*tensors)
+    monkeypatch.delattr(Known, "find")
+    for tensors in kinds:
+        assert door.known_after(*tensors)
+
+
+def test_calls_of_the_formula_off_the_gpu_are_not_kept(tmp_path: Path) -> None:
+    package = write_package(tmp_path)
+    door = Backward(package)
+    for _ in range(3):
+        assert not door.known_after(*tensors_of(door))
+
+
+def test_threads_are_served_each_with_its_own(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("generator.runtime.serve.call_cache._MOST_KEYS", 30)
+    monkeypatch.setattr("generator.runtime.serve.call_cache._MISSES_TO_FORGET", 3)
+    errors: list[BaseException] = []
+
+    def work(first: int) -> None:
+        try:
+            for _, M in itertools.product(range(20), range(first, first + 2 * _MOST)):
+                door.call(*tensors_of(door, M))
+        except BaseException as error:  # shown below, in the test's own thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(1 + 5 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_autograd_gets_the_gradients_of_the_formula_for_many_kinds(tmp_path: Path) -> None:
+    package = write_package(tmp_path)
+    package._known._device = ""
+    signatures = package._calls = Signatures()
+    for step in range(4):
+        before = signatures.reads
+        for M in range(1, 2 * _MOST):
+            x = torch.randn(M, 32, requires_grad=True)
+            weight = torch.randn(32, requires_grad=True)
+            dy = torch.randn(M, 32)
+            found = torch.autograd.grad(package.rms_norm(x, weight, 1e-6), (x, weight), dy)
+            y = torch.nn.functional.rms_norm(x, (32,), weight, 1e-6)
+            for got, wanted in zip(found, torch.autograd.grad(y, (x, weight), dy), strict=True):
+                torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+        assert (signatures.reads == before) is (step >= 2)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_call_that_pytorch_serves_at_door_1_stays_pytorchs_at_door_3(
+    package: Package, mode: Any
+) -> None:
+    """Taken for one that the package serves, it would be routed to itself without end. (In
+    inference mode the checks of both doors see the same dispatch keys.)"""
+    package._find = lambda given, options: "nothing was tuned"  # type: ignore[method-assign]
+    calls: list[str] = []
+    door = Installed(package)
+    with aten_on_cpu(calls), mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensors = tensors_of(door)
+        for _ in range(4):
+            package.rmsnorm_backward(*tensors)
+        with door.around():
+            for _ in range(4):
+                door.call(*tensors)
+                package.rmsnorm_backward(*tensors)
+    assert calls == ["backward"] * 12
+
+
+@pytest.mark.parametrize("asks", ["x", "dy"])
+def test_known_call_whose_gradient_is_wanted_refuses_it(package: Package, asks: str) -> None:
+    """The checks see that a tensor requires a gradient, and not whether that counts."""
+
+    def find(given: Arguments, options: Options) -> Any:
+        found: Any = formula(options)
+        found.quick = found
+        return found
+
+    package._find = find  # type: ignore[method-assign]
+    tensors = {"dy": torch.randn(6, 64), "x": torch.randn(6, 64), "rstd": torch.ones(6, 1)}
+    given = (*tensors.values(), torch.ones(64))
+    tensors[asks].requires_grad_()
+    with torch.no_grad():
+        for _ in range(4):
+            wanted = package.rmsnorm_backward(*given)
+    assert any(same(*given) for same, _ in package._known.recent)
+    for _ in range(3):
+        dx, dw = package.rmsnorm_backward(*given)
+        assert torch.equal(dx, wanted[0]) and torch.equal(dw, wanted[1])
+        with pytest.raises(RuntimeError, match="differentiate rms_norm"):
+            (dx.sum() + dw.sum()).backward()
+    with torch.no_grad():
+        assert not any(result.requires_grad for result in package.rmsnorm_backward(*given))
+
+
+@pytest.mark.parametrize("door", [ForwardDoor, Backward, Composed], indirect=True)
+def test_what_is_no_tensor_is_named_though_others_are_known(door: Door) -> None:
+    for M in range(1, 2 * _MOST):
+        for _ in range(3):
+            door.call(*tensors_of(door, M))
+    for name in ("x", "weight"):
+        for wrong in ([1.0], 1.0):
+            with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got"):
+                door.call(*tensors_of(door, **{name: wrong}))
+
+
+def test_fake_tensors_of_symbolic_shape_are_served_beside_known_calls(package: Package) -> None:
+    """No table can hold their shape."""
+    forward = Forward(package.folder)
+    for M in range(1, 2 * _MOST):
+        for _ in range(3):
+            forward(torch.zeros(M, 64))
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    sizes = [DimDynamic.DYNAMIC, DimDynamic.STATIC]
+    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    x = mode.from_tensor(torch.zeros(6, 64), symbolic_context=context)
+    with mode:
+        y, rstd = forward(x)
+    assert isinstance(x.shape[0], torch.SymInt)
+    assert (y.shape, rstd.shape) == (x.shape, (*x.shape[:-1], 1))

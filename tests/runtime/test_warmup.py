@@ -1,0 +1,314 @@
+"""After a warmup no call loads a kernel or takes device memory. On tensors of the CPU that say they
+are on a GPU, before a driver that counts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cuda.bindings import driver as cuda
+
+from generator.runtime import api
+from generator.runtime.api import Package
+from generator.runtime.forward_table import (
+    FORWARD_TABLE,
+    ForwardKernel,
+    ForwardSpec,
+    ForwardTable,
+    ForwardTuned,
+)
+from generator.runtime.launch import binding, driver, forward_call, launch, workspace
+from generator.runtime.serve import call
+from generator.runtime.serve.options import Arguments, Options
+from generator.runtime.spec import KernelSpec
+from generator.runtime.table import TABLE, Kernel, Table, Tuned
+from tests.support.accuracy import DTYPES
+from tests.test_runtime import SPEC, FakeDriver
+
+STREAM = 7
+TARGET = {"name": "h200", "title": "H200", "arch": "sm_90a", "sms": 132}
+NARROW = replace(SPEC, N=512, columns=512, partial_stride=512)
+KERNELS = (
+    SPEC,
+    replace(SPEC, name="wide weight", weight_dtype="fp32", strategy="separate", cluster=2),
+    replace(SPEC, name="offset", offset=True),
+    replace(SPEC, name="residual", residual="bf16"),
+    replace(SPEC, name="wide weight and residual", weight_dtype="fp32", residual="fp32"),
+    replace(NARROW, name="512 columns"),
+    replace(NARROW, name="512 columns, wide weight", weight_dtype="fp32"),
+    replace(NARROW, name="512 columns, both", weight_dtype="fp32", residual="fp32"),
+    replace(NARROW, name="256 columns", N=256, columns=256, partial_stride=256, residual="bf16"),
+)
+"""Of the backward. Rows of 256 columns have no kernel without a residual."""
+
+
+class Device(FakeDriver):
+    """Counts what is loaded, by the text of the cubins, and what memory is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.launched: list[str] = []
+        self.taken: list[int] = []
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[Any, ...]:  # noqa: N802
+        self.loaded.append(image.decode())
+        return super().cuModuleLoadData(image)
+
+    def cuModuleGetFunction(self, module: bytes, name: bytes) -> tuple[Any, ...]:  # noqa: N802
+        return cuda.CUresult.CUDA_SUCCESS, module.decode()
+
+    def cuLaunchKernelEx(  # noqa: N802
+        self, config: Any, function: str, parameters: int, extra: int
+    ) -> tuple[Any, ...]:
+        assert int(config.hStream) == STREAM
+        self.launched.append(function)
+        return (self.status,)
+
+    def cuMemAlloc(self, size: int) -> tuple[Any, ...]:  # noqa: N802
+        self.taken.append(size)
+        return super().cuMemAlloc(size)
+
+    @property
+    def costs(self) -> tuple[int, int]:
+        return len(self.loaded), len(self.taken)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says it is on the GPU."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+    is_cuda = True
+
+    def get_device(self) -> int:
+        return 0
+
+
+def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype).as_subclass(OnGpu)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made, on_cpu = Device(), torch.empty
+    for user in (driver, launch, workspace, binding, forward_call):
+        monkeypatch.setattr(user, "cuda_driver", lambda: made)
+    for user in (workspace, call, forward_call):
+        monkeypatch.setattr(user, "is_capturing", lambda: False)
+    for user in (api, call, forward_call):
+        monkeypatch.setattr(user, "raw_stream", lambda device: STREAM)
+    for user in (call, forward_call):
+        monkeypatch.setattr(user, "current_device", lambda: 0)
+        monkeypatch.setattr(user, "empty_strided", empty)
+    monkeypatch.setattr(torch, "empty", lambda size, device: on_cpu(size))
+    here = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H200")
+    for name, answer in (
+        *(("is_available", True), ("current_device", 0), ("device", nullcontext())),
+        ("get_device_properties", here),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    return made
+
+
+def stored(folder: Path, spec: Any) -> tuple[str, str]:
+    """Write a cubin that is its own name; its file and digest."""
+    path = folder / "kernels" / f"{spec.name}.cubin"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(spec.name)
+    return spec.name, hashlib.sha256(spec.name.encode()).hexdigest()[:16]
+
+
+def backward_entry(folder: Path, spec: KernelSpec) -> Tuned:
+    kernel = Kernel(*stored(folder, spec), spec)
+    return Tuned(4096, spec.N, spec.dtype, spec.weight_dtype, "measured", kernel, {})
+
+
+def forward_entry(folder: Path, N: int, dtype: str, weight_dtype: str) -> ForwardTuned:
+    name = f"forward {N} {dtype} {weight_dtype}"
+    spec = ForwardSpec(name, N, True, dtype, weight_dtype, 128, 0, 16, 1, 1, 1, 0, 132)
+    kernel = ForwardKernel(*stored(folder, spec), spec)
+    return ForwardTuned(4096, N, dtype, weight_dtype, "measured", kernel, {})
+
+
+@pytest.fixture
+def package(device: Device, tmp_path: Path) -> Package:
+    tuned = tuple(backward_entry(tmp_path, spec) for spec in KERNELS)
+    (tmp_path / TABLE).write_text(json.dumps(Table(TARGET, tuned, ()).to_json()))
+    forwards = tuple(
+        forward_entry(tmp_path, N, *dtypes)
+        for N in (1024, 512, 256)
+        for dtypes in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"))
+    )
+    (tmp_path / FORWARD_TABLE).write_text(json.dumps(ForwardTable(TARGET, forwards).to_json()))
+    return Package(tmp_path)
+
+
+def tensor(*shape: int, dtype: str = "bf16") -> torch.Tensor:
+    """Zeros at an address that suits every kernel."""
+    memory = torch.zeros(torch.Size(shape).numel() + 16, dtype=DTYPES[dtype])
+    skip = -memory.data_ptr() % 32 // memory.element_size()
+    return memory[skip : skip + torch.Size(shape).numel()].view(shape).as_subclass(OnGpu)
+
+
+def step(
+    package: Package,
+    M: int,
+    N: int,
+    dtype: str = "bf16",
+    weight_dtype: str = "bf16",
+    *,
+    offset: bool = False,
+    residual: str | None = None,
+) -> None:
+    """One forward and one backward."""
+    x, dy = (tensor(M, N, dtype=dtype) for _ in range(2))
+    stream = None if residual is None else tensor(M, N, dtype=residual)
+    weight = tensor(N, dtype=weight_dtype)
+    package._norms(x, weight, 1e-6, float(offset), stream)
+    rstd = tensor(M, 1, dtype="fp32")
+    options = Options(weight_offset=float(offset))
+    package._run(Arguments(dy, x, rstd, weight, stream), options)
+
+
+SHAPES = ((4096, 1024, "bf16", "bf16"), (33, 1024, "bf16", "fp32"), (700, 512, "bf16", "bf16"))
+WISHES: tuple[dict[str, Any], ...] = (
+    {},
+    {"offset": True},
+    {"residual": "bf16"},
+    {"residual": "fp32"},
+    {"offset": True, "residual": "bf16"},
+    {"offset": True, "residual": "fp32"},
+)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("wishes", WISHES, ids=str)
+def test_after_a_warmup_a_call_loads_nothing_and_takes_no_memory(
+    package: Package, device: Device, shape: tuple[Any, ...], wishes: dict[str, Any]
+) -> None:
+    package.warmup([shape], **wishes)
+    ready = device.costs
+    assert device.launched == []
+    step(package, *shape, **wishes)
+    assert device.costs == ready
+    assert sorted(set(device.launched)) == sorted(device.loaded), "and nothing else was loaded"
+
+
+@pytest.mark.parametrize("wishes", WISHES, ids=str)
+def test_calls_that_were_not_warmed_up_pay(
+    package: Package, device: Device, wishes: dict[str, Any]
+) -> None:
+    """Else the test above would hold for anything."""
+    step(package, 4096, 1024, **wishes)
+    assert len(device.loaded) == 2
+    assert len(device.taken) >= 1
+    ready = device.costs
+    package.warmup([(4096, 1024, "bf16")], **wishes)
+    assert device.costs == ready, "what is there is kept"
+
+
+def test_another_shape_loads_its_own(package: Package, device: Device) -> None:
+    package.warmup([SHAPES[0]])
+    assert device.loaded == ["forward 1024 bf16 bf16", "example"]
+    step(package, *SHAPES[2])
+    assert device.loaded[2:] == ["forward 512 bf16 bf16", "512 columns"]
+    step(package, *SHAPES[1])
+    assert device.loaded[4:] == ["forward 1024 bf16 fp32", "wide weight"]
+
+
+def test_more_rows_take_more_memory(package: Package, device: Device) -> None:
+    package.warmup([(4, 1024, "bf16")])
+    before = len(device.taken)
+    package.warmup([(4, 1024, "bf16")])
+    assert len(device.taken) == before
+    package.warmup([(4096, 1024, "bf16")])
+    assert len(device.taken) > before
+    assert len(device.loaded) == 2
+
+
+def test_kernels_with_options_are_those_of_explain(package: Package, device: Device) -> None:
+    shape = (4096, 1024, torch.bfloat16)
+    for wishes in ({"offset": True}, {"residual": torch.bfloat16}):
+        package.warmup([shape], **wishes)
+        assert device.loaded[-1] == package.explain(*shape, **wishes)["kernel"]
+    assert device.loaded == ["forward 1024 bf16 bf16", "offset", "residual"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "wishes", "loaded"),
+    [
+        ((9, 1024, "bf16"), {"residual": "fp32"}, ["forward 1024 fp32 fp32", "example"]),
+        (
+            (9, 1024, "bf16"),
+            {"residual": "bf16", "offset": True},
+            ["forward 1024 bf16 bf16", "offset"],
+        ),
+        (
+            (9, 1024, "bf16", "fp32"),
+            {"residual": "fp32", "offset": True},
+            ["forward 1024 fp32 fp32", "wide weight and residual"],
+        ),
+        ((9, 256, "bf16"), {"residual": "bf16"}, ["forward 256 bf16 bf16", "256 columns"]),
+        ((9, 256, "bf16"), {}, ["forward 256 bf16 bf16"]),
+        (
+            (9, 512, "bf16"),
+            {"residual": "fp32", "offset": True},
+            ["forward 512 fp32 fp32", "512 columns, wide weight"],
+        ),
+        ((9, 300, "bf16"), {}, []),
+    ],
+)
+def test_options_without_a_kernel_get_what_they_are_composed_of(
+    package: Package, device: Device, shape: Any, wishes: dict[str, Any], loaded: list[str]
+) -> None:
+    package.warmup([shape], **wishes)
+    assert device.loaded == loaded
+
+
+@pytest.mark.parametrize("N", [1024, 300])
+def test_no_rows_need_nothing(package: Package, device: Device, N: int) -> None:
+    for wishes in WISHES:
+        package.warmup([(0, N, "bf16")], **wishes)
+    assert device.costs == (0, 0)
+    package.warmup([(0, N, "bf16"), SHAPES[0]])
+    assert device.costs[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("shapes", "wishes", "sentence"),
+    [
+        ([(-1, 1024, "bf16")], {}, "M must be at least 0 and N at least 1, got M=-1 and N=1024"),
+        ([(0, 0, "bf16")], {}, "got M=0 and N=0"),
+        ([(1, 1024, "int8")], {}, "dtype must be one of bf16, fp16, fp32, got int8"),
+        ([(1, 1024, "bf16", torch.int8)], {}, "got torch.int8"),
+        ([], {"residual": "fp64"}, "got fp64"),
+    ],
+)
+def test_shapes_that_there_cannot_be_are_refused_before_anything_is_loaded(
+    package: Package, device: Device, shapes: Any, wishes: Any, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        package.warmup([SHAPES[0], *shapes], **wishes)
+    assert device.costs == (0, 0)
+
+
+def test_machine_without_cuda_is_told_in_one_sentence(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"^warmup needs a CUDA device, and PyTorch finds none$"):
+        package.warmup([SHAPES[0]])
+
+
+def test_gpu_of_another_kind_loads_nothing(package: Package, device: Device) -> None:
+    package.table.target["arch"] = "sm_80"
+    package._norms.table.target["arch"] = "sm_80"  # type: ignore[union-attr]
+    package.warmup(SHAPES, offset=True)
+    assert device.costs == (0, 0)

@@ -1,0 +1,209 @@
+"""What a launch counts: where the host takes longer for a call than the GPU, and where not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from generator.kernels.geometry import Config, determinism_class, launches
+from generator.kernels.resource_gate import refuse
+from generator.kernels.variant import Variant, make_variant
+from generator.result import Result
+from generator.search.choose_winner import HOST_US, LAUNCH_US, TIE, Choice, choose, slack
+from generator.search.finals import SEATS, hold_finals
+from generator.space.legal_configs import LegalConfigs
+from generator.space.load import load_space
+from generator.studies.records import Record
+from tests.support.synthetic import FLOOR_US, PROBLEM, TARGET, FakeEvaluator, FakePool, timed
+
+LEGAL = LegalConfigs(load_space(), PROBLEM, TARGET)
+DETERMINISTIC = [config for config in LEGAL.flavours if determinism_class(config) != "none"]
+TWO = next(config for config in DETERMINISTIC if launches(config) == 2)
+ONE, OTHER = [config for config in DETERMINISTIC if launches(config) == 1][:2]
+SHORT_US, LONG_US = HOST_US / 2, HOST_US * 2
+
+
+def drawn(count: int) -> dict[int, list[Config]]:
+    """`count` different configs of one launch, and as many of two, each a cubin of its own that may
+    run."""
+    rng, found, pool = random.Random(7), dict[int, dict[str, Config]]({1: {}, 2: {}}), FakePool()
+    while any(len(configs) < count for configs in found.values()):
+        config = LEGAL.draw(rng, (), deterministic=True)
+        assert config is not None
+        configs, variant = found[launches(config)], make_variant(config, PROBLEM)
+        compiled = pool.result(variant, pool.submit(variant))
+        if len(configs) < count and refuse(variant, compiled, PROBLEM, TARGET) is None:
+            configs[variant.id] = config
+    return {number: list(configs.values()) for number, configs in found.items()}
+
+
+DRAWN = drawn(10)
+
+
+def took(us: float) -> Result:
+    return timed(us / FLOOR_US)
+
+
+def chosen(
+    times: Sequence[tuple[Config, float]], incumbent: Config | None = None
+) -> tuple[Config, Choice]:
+    choice = choose([(config, took(us)) for config, us in times], LEGAL.rank, incumbent)
+    assert choice is not None
+    assert choice.winner in choice.tied
+    return times[choice.winner][0], choice
+
+
+# ---- The winner ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("us", "slower", "wins"),
+    [
+        (2.0, LAUNCH_US - 0.001, True),
+        (2.0, LAUNCH_US + 0.001, False),
+        (HOST_US - 0.01, LAUNCH_US - 0.001, True),
+        (HOST_US - 0.01, LAUNCH_US + 0.001, False),
+        (HOST_US, TIE * HOST_US - 0.001, True),
+        (HOST_US, TIE * HOST_US + 0.001, False),
+        (100.0, TIE * 100 - 0.001, True),
+        (100.0, TIE * 100 + 0.001, False),
+    ],
+)
+def test_a_launch_less_makes_up_for_a_part_of_a_microsecond_where_the_host_is_slower(
+    us: float, slower: float, wins: bool
+) -> None:
+    times = [(TWO, us), (ONE, us + slower)]
+    for order in (times, times[::-1]):
+        winner, choice = chosen(order)
+        assert winner == (ONE if wins else TWO)
+        assert len(choice.tied) == 1 + wins
+    # Nobody is forgiven a launch more, or as many.
+    for config in (TWO, OTHER):
+        winner, choice = chosen([(ONE, us), (config, us + max(slower, us * TIE + 0.001))])
+        assert winner == ONE
+        assert len(choice.tied) == 1
+
+
+@pytest.mark.parametrize("us", [SHORT_US, LONG_US])
+def test_an_incumbent_of_one_launch_stays_within_the_slack(us: float) -> None:
+    allowed = max(TIE * us, LAUNCH_US * (us < HOST_US))
+    winner, choice = chosen([(TWO, us), (ONE, us + allowed - 0.001)], ONE)
+    assert winner == ONE
+    assert choice.reason.startswith("the incumbent: ")
+    winner, choice = chosen([(TWO, us), (ONE, us + allowed + 0.001)], ONE)
+    assert winner == TWO
+    assert choice.reason.startswith("beat the incumbent by ")
+
+
+@pytest.mark.parametrize("us", [SHORT_US, LONG_US])
+def test_an_incumbent_of_two_launches_gives_way_within_the_slack(us: float) -> None:
+    allowed = max(TIE * us, LAUNCH_US * (us < HOST_US))
+    winner, choice = chosen([(TWO, us), (ONE, us + allowed - 0.001)], TWO)
+    assert winner == ONE
+    assert "in one launch instead of two" in choice.reason
+    winner, choice = chosen([(TWO, us), (ONE, us + allowed + 0.001)], TWO)
+    assert winner == TWO
+    assert choice.reason.startswith("the incumbent: ")
+
+
+def test_of_an_unknown_time_only_ratios_count() -> None:
+    assert slack(Result("ok", ratio=1.1), ONE, TWO) == TIE
+
+
+@settings(max_examples=300)
+@given(
+    st.floats(1.0, 2 * HOST_US),
+    st.lists(st.tuples(st.sampled_from([1, 2]), st.floats(0.0, 0.5)), min_size=1, max_size=8),
+    st.none() | st.integers(0, 7),
+)
+def test_winner_is_as_fast_as_the_best_or_saves_what_makes_up_for_it(
+    us: float, entries: list[tuple[int, float]], place: int | None
+) -> None:
+    """And nobody who would do so with fewer launches has been passed over."""
+    times = [(DRAWN[number][index], us + slower) for index, (number, slower) in enumerate(entries)]
+    incumbent = times[place][0] if place is not None and place < len(times) else None
+    winner, choice = chosen(times, incumbent)
+    first = min(range(len(times)), key=lambda index: times[index][1])
+    best, least = times[first]
+
+    def behind(index: int) -> float:
+        """Microseconds by which it is too slow to be equal."""
+        saves = launches(times[index][0]) < launches(best) and least < HOST_US
+        return times[index][1] - least - max(TIE * least, LAUNCH_US * saves)
+
+    assert all(behind(index) < 1e-9 for index in choice.tied)
+    equal = [config for index, (config, _) in enumerate(times) if behind(index) < -1e-9]
+    assert all(launches(config) >= launches(winner) for config in equal)
+    if incumbent and incumbent != winner:
+        assert place not in choice.tied or launches(incumbent) > launches(winner)
+
+
+# ---- Who is in the finals ------------------------------------------------------------------------
+
+
+def tried(configs: Sequence[Config], us: float) -> list[Record]:
+    """Records in an order that says nothing: the first config takes `us`, each 1 % more."""
+    records = [
+        Record(config, "v", took(us * (1 + place / 100)), "tpe", 0.0, identity=str(place))
+        for place, config in enumerate(configs)
+    ]
+    return random.Random(len(records)).sample(records, len(records))
+
+
+def rounds(configs: Sequence[Config], us: float, size: int) -> list[list[dict[str, int | str]]]:
+    """Who is called up where nobody passes."""
+    evaluator = FakeEvaluator(final=lambda variant: Result("crashed", note="planted"))
+    hold_finals(LEGAL, FakePool(), evaluator, tried(configs, us), None, size)
+    return evaluator.finalists
+
+
+@settings(max_examples=100)
+@given(st.lists(st.sampled_from([1, 2]), min_size=1, max_size=len(DRAWN[1])), st.integers(1, 6))
+def test_the_best_of_one_launch_have_seats_in_the_finals_of_a_short_operation(
+    numbers: list[int], size: int
+) -> None:
+    configs = [DRAWN[number][place] for place, number in enumerate(numbers)]
+    seated = [config for config in configs if launches(config) == 1][: min(SEATS, size - 1)]
+    others = [config for config in configs if config not in seated]
+    first, *later = rounds(configs, HOST_US - 0.01, size)
+    everyone = [config for entries in (first, *later) for config in entries]
+    assert len(everyone) == len(configs), "none is lost or doubled"
+    assert len(first) == min(size, len(configs))
+    assert [config for config in everyone if config in seated] == seated
+    assert [config for config in everyone if config not in seated] == others
+    assert all(config in first for config in (seated + others)[:size])
+    # Where the operation takes long, only the times count.
+    assert rounds(configs, HOST_US, size) == [
+        configs[start : start + size] for start in range(0, len(configs), size)
+    ]
+
+
+@pytest.mark.parametrize(("floor_us", "number"), [(HOST_US / 2, 1), (HOST_US * 2, 2)])
+def test_one_launch_wins_a_short_operation_although_many_of_two_are_faster(
+    floor_us: float, number: int
+) -> None:
+    def ladder(variant: Variant) -> Result:
+        return timed(1.02 if launches(variant.config) == 1 else 1.0, floor_us=floor_us)
+
+    records = tried([*DRAWN[2], *DRAWN[1]], floor_us)
+    finals = hold_finals(LEGAL, FakePool(), FakeEvaluator(final=ladder), records, None, 6)
+    found = [(final.variant.config, final.result) for final in finals]
+    choice = choose(found, LEGAL.rank, None)
+    assert choice is not None
+    assert launches(found[choice.winner][0]) == number
+
+
+def test_reasons_say_who_was_how_far_behind() -> None:
+    us = SHORT_US
+    behind = f"{LAUNCH_US / us - 0.01 / us:.1%} behind the fastest, in one launch instead of two"
+    slow = us + LAUNCH_US - 0.01
+    assert chosen([(TWO, us), (ONE, slow)])[1].reason == behind
+    assert chosen([(TWO, us), (ONE, slow)], ONE)[1].reason == f"the incumbent: {behind}"
+    # An incumbent that is faster than the winner was not beaten by it.
+    between = us * (1 + 2 * TIE)
+    reason = chosen([(TWO, us), (OTHER, between), (ONE, between + 0.05)], OTHER)[1].reason
+    assert not reason.startswith("beat the incumbent")

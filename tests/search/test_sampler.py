@@ -1,0 +1,260 @@
+"""Legal configs only, none twice, and as near to a proposal as can be."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from generator.kernels.geometry import determinism_class
+from generator.kernels.variant import make_variant
+from generator.paths import REPOSITORY
+from generator.problem import Problem
+from generator.search.sampler import LegalSampler, NothingLeftError, distributions
+from generator.space.legal_configs import FLAVOUR, LegalConfigs
+from generator.space.load import load_space
+from generator.target import find_target
+from tests.support.synthetic import PROBLEM, TARGET, cost, shrink
+
+SPACE = load_space()
+LEGAL = LegalConfigs(SPACE, PROBLEM, TARGET)
+PLACES = [
+    ("4096x1024:bf16", "h200"),
+    ("64x1001:bf16:fp32", "h200"),
+    ("4096x16384:fp32", "gb200"),
+    ("8192x3072:fp16", "a100"),
+]
+
+
+def place(problem: str, gpu: str) -> LegalConfigs:
+    return LegalConfigs(SPACE, Problem.parse(problem), find_target(gpu))
+
+
+def is_legal(legal: LegalConfigs, config: Mapping[str, int | str]) -> bool:
+    return legal.space.reject(config, legal.problem, legal.target) is None
+
+
+def new_study(sampler: LegalSampler) -> optuna.Study:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna.create_study(sampler=sampler)
+
+
+@pytest.mark.parametrize(("problem", "gpu"), PLACES)
+def test_any_proposal_leads_to_a_legal_config_or_none(problem: str, gpu: str) -> None:
+    legal = place(problem, gpu)
+    rng = random.Random(1)
+    found = 0
+    for _ in range(40):
+        wanted = {knob.name: rng.choice(knob.choices) for knob in SPACE.knobs}
+        config = legal.nearest(wanted, rng)
+        if config is not None:
+            found += 1
+            assert is_legal(legal, config)
+    assert found >= 10
+
+
+def test_a_legal_config_is_its_own_nearest() -> None:
+    rng = random.Random(2)
+    for _ in range(20):
+        config = SPACE.sample(PROBLEM, TARGET, rng)
+        assert LEGAL.nearest(config, rng) == config
+
+
+def test_one_wrong_knob_is_mended_by_one_change() -> None:
+    rng = random.Random(3)
+    mended = 0
+    while mended < 40:
+        config = SPACE.sample(PROBLEM, TARGET, rng)
+        knob = rng.choice(SPACE.knobs)
+        wanted = SPACE.normalize({**config, knob.name: rng.choice(knob.values)}, PROBLEM, TARGET)
+        back = SPACE.normalize({**wanted, knob.name: config[knob.name]}, PROBLEM, TARGET)
+        if is_legal(LEGAL, wanted) or back != config:
+            continue
+        near = LEGAL.nearest(wanted, rng)
+        assert near is not None
+        one_change = [
+            SPACE.normalize({**wanted, name: value}, PROBLEM, TARGET)
+            for name, value in near.items()
+            if value != wanted[name]
+        ]
+        assert near in one_change
+        mended += 1
+
+
+def test_held_knobs_stay_and_taken_configs_do_not_count() -> None:
+    rng = random.Random(4)
+    config = SPACE.sample(PROBLEM, TARGET, rng, {"strategy": "separate"})
+    near = LEGAL.nearest(
+        {**config, "strategy": "semaphore"}, rng, held=FLAVOUR, taken={LEGAL.key(config)}
+    )
+    assert near is not None
+    assert near["strategy"] == "semaphore"
+    other = LEGAL.nearest(near, rng, held=FLAVOUR, taken={LEGAL.key(near)})
+    assert other is not None
+    assert other != near
+    assert other["strategy"] == "semaphore"
+
+
+def test_nondeterministic_proposals_become_deterministic_ones() -> None:
+    rng = random.Random(5)
+    for fixed in ({"strategy": "atomic"}, {"strategy": "bulk_reduce", "order": "free"}):
+        config = SPACE.sample(PROBLEM, TARGET, rng, fixed)
+        assert determinism_class(config) == "none"
+        near = LEGAL.nearest(config, rng, deterministic=True)
+        assert near is not None
+        assert determinism_class(near) != "none"
+
+
+def test_flavours_are_the_legal_ones() -> None:
+    flavours = [tuple(config[name] for name in FLAVOUR) for config in LEGAL.flavours]
+    assert len(set(flavours)) == len(flavours) == 8
+    on_a100 = place("8192x3072:fp16", "a100").flavours
+    assert "bulk_reduce" not in {config["strategy"] for config in on_a100}
+
+
+@pytest.mark.parametrize(("problem", "gpu"), PLACES)
+def test_neighbours_are_legal_and_deterministic(problem: str, gpu: str) -> None:
+    legal = place(problem, gpu)
+    rng = random.Random(6)
+    config = legal.draw(rng, (), deterministic=True)
+    assert config is not None
+    neighbours = list(legal.around(config, rng))
+    assert len({legal.key(neighbour) for neighbour in neighbours}) >= 10
+    for neighbour in neighbours:
+        assert neighbour != config
+        assert is_legal(legal, neighbour)
+        assert determinism_class(neighbour) != "none"
+
+
+def test_neighbours_one_change_away_come_first_and_completely() -> None:
+    rng = random.Random(7)
+    config = LEGAL.draw(rng, (), deterministic=True)
+    assert config is not None
+    near = set()
+    for knob in SPACE.knobs:
+        for value in knob.values:
+            moved = SPACE.normalize({**config, knob.name: value}, PROBLEM, TARGET)
+            deterministic = determinism_class(moved) != "none"
+            if moved != config and moved[knob.name] == value and deterministic:
+                near |= {LEGAL.key(moved)} if is_legal(LEGAL, moved) else set()
+    walk = [LEGAL.key(neighbour) for neighbour in LEGAL.around(config, rng)]
+    assert set(walk[: len(near)]) == near
+
+
+def test_a_config_of_another_space_is_adapted() -> None:
+    rng = random.Random(8)
+    config = LEGAL.draw(rng, (), deterministic=True)
+    assert config is not None
+    foreign = {**config, "swizzle": 3, "stages": 99}
+    assert not LEGAL.allows(foreign)
+    adapted = LEGAL.adapt(foreign, rng)
+    assert adapted is not None
+    assert LEGAL.allows(adapted)
+    assert adapted["strategy"] == config["strategy"]
+
+
+def test_drawing_ends_when_nothing_is_left(tmp_path: Path) -> None:
+    keep = LEGAL.first(1)[0]
+    space = shrink(tmp_path, keep, store_hint=["default", "streaming"], grid=["full", "even"])
+    legal = LegalConfigs(space, PROBLEM, TARGET)
+    rng = random.Random(9)
+    taken = set()
+    for _ in range(4):
+        config = legal.draw(rng, taken, deterministic=True)
+        assert config is not None
+        assert legal.key(config) not in taken
+        taken.add(legal.key(config))
+    assert legal.draw(rng, taken, deterministic=True) is None
+
+
+def run(sampler: LegalSampler, trials: int) -> list[dict[str, int | str]]:
+    """Ask and tell with every fifth trial failing, as in a real study."""
+    study = new_study(sampler)
+    configs = []
+    for number in range(trials):
+        trial = study.ask(distributions(SPACE))
+        configs.append(dict(trial.params))
+        failed = number % 5 == 4
+        trial.set_constraint("infeasible", float(failed))
+        if failed:
+            study.tell(trial, state=TrialState.PRUNED)
+        else:
+            study.tell(trial, cost(make_variant(trial.params, PROBLEM)))
+    return configs
+
+
+def test_every_proposal_is_legal_deterministic_and_new() -> None:
+    configs = run(LegalSampler(LEGAL, seed=1), 120)
+    assert all(is_legal(LEGAL, config) for config in configs)
+    assert all(determinism_class(config) != "none" for config in configs)
+    assert len({LEGAL.key(config) for config in configs}) == 120
+
+
+def test_equal_seeds_propose_alike() -> None:
+    first, again = (run(LegalSampler(LEGAL, seed=2), 40) for _ in range(2))
+    assert first == again
+    assert first != run(LegalSampler(LEGAL, seed=3), 40)
+
+
+def test_equal_seeds_propose_alike_in_every_process() -> None:
+    program = (
+        "from tests.test_sampler import LEGAL, LegalSampler, run\n"
+        "print([LEGAL.key(config) for config in run(LegalSampler(LEGAL, seed=2), 25)])"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            check=True,
+            capture_output=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+
+
+def test_tpe_learns_from_the_trials() -> None:
+    def mean_of_last(configs: list[dict[str, int | str]]) -> float:
+        ratios = [cost(make_variant(config, PROBLEM)) for config in configs[-30:]]
+        return sum(ratios) / len(ratios)
+
+    rng = random.Random(10)
+    drawn = [SPACE.sample(PROBLEM, TARGET, rng, {"strategy": "column_slices"}) for _ in range(30)]
+    assert mean_of_last(run(LegalSampler(LEGAL, seed=4), 120)) < mean_of_last(drawn) - 0.05
+
+
+def test_planned_configs_go_first_as_they_are() -> None:
+    rng = random.Random(11)
+    planned = [SPACE.sample(PROBLEM, TARGET, rng, {"strategy": "atomic"}) for _ in range(2)]
+    sampler = LegalSampler(LEGAL, seed=5)
+    sampler.planned.extend(planned)
+    configs = run(sampler, 3)
+    assert configs[:2] == planned
+    assert configs[2]["strategy"] != "atomic"
+
+
+def test_taken_configs_are_never_proposed(tmp_path: Path) -> None:
+    space = shrink(tmp_path, LEGAL.first(1)[0], store_hint=["default", "streaming"])
+    legal = LegalConfigs(space, PROBLEM, TARGET)
+    sampler = LegalSampler(legal, seed=6)
+    first, second = legal.first(2)
+    sampler.taken.add(legal.key(first))
+    study = new_study(sampler)
+    assert study.ask(distributions(space)).params == second
+    with pytest.raises(NothingLeftError):
+        study.ask(distributions(space))
+
+
+def test_choices_follow_from_the_space_alone() -> None:
+    parameters = distributions(SPACE)
+    assert list(parameters) == [knob.name for knob in SPACE.knobs]
+    for knob in SPACE.knobs:
+        assert parameters[knob.name].choices == knob.choices

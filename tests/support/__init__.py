@@ -1,0 +1,1 @@
+"""What several tests share. No test imports a test."""

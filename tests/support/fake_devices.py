@@ -1,0 +1,114 @@
+"""Devices without a GPU, and one of several runs on a database: for tuner/test_devices.py and
+studies/test_postgres.py."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from generator.evaluate.evaluator import Evaluator, Pool
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.variant import Variant
+from generator.problem import Problem
+from generator.result import Result
+from generator.search.budget import Progress
+from generator.space.load import SPACE_FILE
+from generator.studies.records import Winner
+from generator.studies.storage import open_storage
+from generator.studies.work_queue import open_queue
+from generator.target import Target
+from generator.tuner.ledger import Ledger
+from generator.tuner.lifecycle import Stop
+from generator.tuner.plan import Plan
+from generator.tuner.task_runner import Driver, search_here
+from tests.support.synthetic import TARGET, FakeEvaluator, FakePool, digest
+
+FACTS = {"name": "NVIDIA H200", "sms": TARGET.sms, "driver": "1.0"}
+PROBLEMS = tuple(
+    Problem.parse(f"{M}x{N}:bf16") for M in (1024, 4096, 16384) for N in (1024, 2048, 4096, 8192)
+)
+
+
+class Quiet:
+    """A watcher that remembers."""
+
+    def __init__(self) -> None:
+        self.winners: dict[Problem, Winner | None] = {}
+        self.waits: list[Mapping[Problem, str]] = []
+
+    def progress(self, index: int, event: Progress) -> None:
+        pass
+
+    def winner(self, index: int, problem: Problem, winner: Winner | None) -> None:
+        assert problem not in self.winners, "concluded twice in one run"
+        self.winners[problem] = winner
+
+    def waiting(self, holders: Mapping[Problem, str]) -> None:
+        self.waits.append(holders)
+
+
+class LoggingEvaluator(FakeEvaluator):
+    """Writes every evaluation and every finals to a file of its process in `folder`."""
+
+    def __init__(self, folder: Path, delay: float) -> None:
+        super().__init__(delay=delay)
+        self.log = folder / f"{os.getpid()}.log"
+
+    def _write(self, *words: object) -> None:
+        with self.log.open("a") as file:
+            file.write(" ".join(map(str, words)) + "\n")
+
+    def evaluate(
+        self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
+    ) -> Result:
+        result = super().evaluate(problem, variant, compiled, best_us)
+        self._write("trial", problem, digest(sorted(variant.config.items())))
+        return result
+
+    def finals(self, problem: Problem, entries: list[tuple[Variant, Compiled]]) -> list[Result]:
+        self._write("finals", problem)
+        return super().finals(problem, entries)
+
+
+class FakeDevice:
+    """What `generator.tuner.device_process.Gpu` is, without one."""
+
+    facts: Mapping[str, Any] = FACTS
+
+    def __init__(self, folder: Path, delay: float = 0.0) -> None:
+        self.folder, self.delay = folder, delay
+
+    def evaluator(self, target: Target) -> Evaluator:
+        return LoggingEvaluator(self.folder, self.delay)
+
+    def pool(self, arch: str, processes: int) -> AbstractContextManager[Pool]:
+        return nullcontext(FakePool())
+
+    def close(self) -> None:
+        pass
+
+
+def lines(folder: Path) -> list[list[str]]:
+    """What all processes have logged."""
+    return [line.split() for path in folder.glob("*.log") for line in path.open()]
+
+
+def make_plan(out: Path, trials: int, **options: Any) -> Plan:
+    options = {"problems": PROBLEMS, "space_file": SPACE_FILE, "devices": (0,), **options}
+    return Plan(target=TARGET, out=out, trials=trials, **options)
+
+
+def search_plan(plan: Plan, lease_seconds: float, delay: float) -> None:
+    """One of several runs of the same plan; leaves its winners in a file of its process."""
+    assert plan.storage is not None
+    storage, queue = open_storage(plan.storage), open_queue(plan.storage, lease_seconds)
+    watcher = Quiet()
+    driver = Driver(plan, FakePool(), LoggingEvaluator(plan.out, delay), FACTS, storage)
+    search_here(driver, Ledger(plan, queue), Stop(), watcher)
+    queue.close()
+    found = {str(p): w and w.to_json() for p, w in sorted(watcher.winners.items())}
+    (plan.out / f"{os.getpid()}.json").write_text(json.dumps(found))

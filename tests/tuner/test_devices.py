@@ -1,0 +1,341 @@
+"""Several GPUs of one machine: who gets which problem, and what a process that dies costs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from generator.errors import NormforgeError
+from generator.evaluate.gpu.protocol import NoGpuError
+from generator.problem import Problem, load_problems
+from generator.studies.records import Record, Winner
+from generator.studies.storage import open_storage
+from generator.studies.study_log import StudyLog
+from generator.studies.work_queue import PrivateQueue
+from generator.tuner import choose_device, device_process
+from generator.tuner import device_pool as crew
+from generator.tuner.choose_device import choose_crew, choose_target
+from generator.tuner.ledger import Ledger
+from generator.tuner.lifecycle import Stop
+from generator.tuner.plan import Plan, expected_seconds, longest_first
+from generator.tuner.task_runner import Driver, search_here
+from tests.support.fake_devices import (
+    FACTS,
+    PROBLEMS,
+    FakeDevice,
+    LoggingEvaluator,
+    Quiet,
+    lines,
+    make_plan,
+)
+from tests.support.synthetic import FakePool, shrink
+from tests.test_search import LEGAL
+
+TRIALS = 20
+Crew = partial(crew.Crew, method="fork")  # a tenth of the time of fresh processes
+
+
+def open_fake(folder: Path, delay: float, index: int) -> FakeDevice:
+    return FakeDevice(folder, delay)
+
+
+def open_mixed(folder: Path, index: int) -> FakeDevice:
+    device = FakeDevice(folder)
+    device.facts = FACTS if index == 0 else {**FACTS, "name": "NVIDIA H100 80GB HBM3"}
+    return device
+
+
+def open_absent(folder: Path, index: int) -> FakeDevice:
+    if index == 1:
+        raise NormforgeError("the GPU worker cannot start: planted")
+    return FakeDevice(folder)
+
+
+class Frail(FakeDevice):
+    """The first evaluation of one problem that finds a flag does what is planted, once."""
+
+    def evaluator(self, target: Any) -> Any:
+        device = self
+
+        class Evaluator(LoggingEvaluator):
+            def evaluate(self, problem: Any, *rest: Any) -> Any:
+                flag = device.folder / f"flag {problem}"
+                if flag.exists() and len(self.evaluated) >= 5:
+                    planted = flag.read_text()
+                    flag.unlink()
+                    if planted == "kill":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    raise NormforgeError("the GPU has fallen off the bus")
+                return super().evaluate(problem, *rest)
+
+        return Evaluator(self.folder, self.delay)
+
+
+def open_frail(folder: Path, index: int) -> Frail:
+    return Frail(folder, 0.005)
+
+
+def search(own: crew.Crew, plan: Plan, stop: Stop | None = None) -> Quiet:
+    watcher = Quiet()
+    own.search(plan, Ledger(plan, PrivateQueue()), stop or Stop(), watcher)
+    return watcher
+
+
+def records(plan: Plan) -> dict[str, list[Record]]:
+    storage = open_storage(plan.where)
+    return {
+        str(problem): [
+            Record.from_trial(trial) for trial in StudyLog(storage, plan.study(problem)).trials()
+        ]
+        for problem in plan.problems
+    }
+
+
+def check_complete(plan: Plan, watcher: Quiet) -> None:
+    """Every problem has its trials, none twice, and a winner."""
+    assert watcher.winners.keys() == set(plan.problems)
+    assert all(watcher.winners.values())
+    for problem, done in records(plan).items():
+        assert len(done) == TRIALS, problem
+        assert len({LEGAL.key(record.config) for record in done}) == TRIALS, problem
+
+
+def test_four_devices_search_every_problem_once(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, TRIALS, devices=(0, 1, 2, 3))
+    with Crew(plan.devices, partial(open_fake, tmp_path, 0.002)) as own:
+        watcher = search(own, plan)
+    check_complete(plan, watcher)
+    finals = Counter(words[1] for words in lines(tmp_path) if words[0] == "finals")
+    assert finals == {str(problem): 1 for problem in PROBLEMS}
+    assert len(list(tmp_path.glob("*.log"))) == 4, "a device had nothing to do"
+
+
+def test_devices_find_what_one_device_finds(tmp_path: Path) -> None:
+    """In a space that is swept whole nothing depends on who searches what first."""
+    space = shrink(tmp_path, LEGAL.first(1)[0], strategy=["column_slices", "separate", "atomic"])
+    problems = tuple(Problem.parse(f"{M}x1024:bf16") for M in (2048, 4096, 8192, 16384))
+    options = {"problems": problems, "space_file": space.path}
+    one = make_plan(tmp_path / "one", 50, **options)
+    alone = Quiet()
+    driver = Driver(
+        one, FakePool(), LoggingEvaluator(tmp_path, 0.0), FACTS, open_storage(one.where)
+    )
+    search_here(driver, Ledger(one, PrivateQueue()), Stop(), alone)
+
+    two = make_plan(tmp_path / "two", 50, devices=(0, 1), **options)
+    with Crew(two.devices, partial(open_fake, tmp_path, 0.0)) as own:
+        together = search(own, two)
+
+    def told(winner: Winner | None) -> dict[str, Any]:
+        assert winner is not None
+        return winner.to_json() | {"date": ""}
+
+    assert {p: told(w) for p, w in alone.winners.items()} == {
+        p: told(w) for p, w in together.winners.items()
+    }
+
+
+def test_killed_process_is_replaced_and_its_problem_continued(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, TRIALS, devices=(0, 1), problems=PROBLEMS[:4])
+    for problem in PROBLEMS[:2]:
+        (tmp_path / f"flag {problem}").write_text("kill")
+    with Crew(plan.devices, partial(open_frail, tmp_path)) as own:
+        watcher = search(own, plan)
+    assert not list(tmp_path.glob("flag*")), "nobody was killed"
+    check_complete(plan, watcher)
+    trials = Counter(tuple(words[1:]) for words in lines(tmp_path) if words[0] == "trial")
+    again = sum(trials.values()) - len(trials)
+    assert again <= 2, "only the trial under way at a kill may be measured again"
+
+
+def test_problem_that_kills_every_process_ends_the_run(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, TRIALS, devices=(0, 1), problems=PROBLEMS[:1])
+    with (
+        Crew(plan.devices, partial(open_deadly, tmp_path)) as own,
+        pytest.raises(NormforgeError, match=f"{PROBLEMS[0]}, which has happened 3 times"),
+    ):
+        search(own, plan)
+
+
+def open_deadly(folder: Path, index: int) -> FakeDevice:
+    class Deadly(LoggingEvaluator):
+        def evaluate(self, *arguments: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    device = FakeDevice(folder)
+    device.evaluator = lambda target: Deadly(folder, 0.0)  # type: ignore[method-assign]
+    return device
+
+
+def test_run_goes_on_without_a_gpu_that_failed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan(tmp_path, TRIALS, devices=(0, 1), problems=PROBLEMS[:4])
+    (tmp_path / f"flag {PROBLEMS[0]}").write_text("fail")
+    with Crew(plan.devices, partial(open_frail, tmp_path)) as own:
+        watcher = search(own, plan)
+    check_complete(plan, watcher)
+    assert f"fallen off the bus while it searched {PROBLEMS[0]}" in capfd.readouterr().err
+
+
+def test_last_gpu_that_fails_ends_the_run(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, TRIALS, problems=PROBLEMS[:1])
+    (tmp_path / f"flag {PROBLEMS[0]}").write_text("fail")
+    with (
+        Crew(plan.devices, partial(open_frail, tmp_path)) as own,
+        pytest.raises(NormforgeError, match=r"off the bus .*; no other GPU is left to this run"),
+    ):
+        search(own, plan)
+
+
+def test_request_to_end_is_obeyed_after_the_trials_under_way(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, 200, devices=(0, 1), problems=PROBLEMS[:4])
+
+    class Impatient(Quiet):
+        seen = 0
+
+        def progress(self, index: int, event: Any) -> None:
+            self.seen += 1
+            if self.seen == 10:
+                stop.signal = signal.SIGINT
+
+    stop, watcher = Stop(), Impatient()
+    ledger = Ledger(plan, PrivateQueue())
+    with (
+        Crew(plan.devices, partial(open_fake, tmp_path, 0.005)) as own,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        own.search(plan, ledger, stop, watcher)
+    measured = [words for words in lines(tmp_path) if words[0] == "trial"]
+    written = sum(map(len, records(plan).values()))
+    assert 10 <= len(measured) == written < 100, "a measured trial was not stored"
+    assert watcher.winners == {}
+
+
+def test_devices_of_two_models_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        NormforgeError, match=r"device 1 is a NVIDIA H100 80GB HBM3 .* for one model"
+    ):
+        Crew((0, 1), partial(open_mixed, tmp_path))
+
+
+def test_device_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NormforgeError, match="device 1: the GPU worker cannot start: planted"):
+        Crew((0, 1), partial(open_absent, tmp_path))
+
+
+def test_longest_problems_go_first_and_four_devices_end_together() -> None:
+    problems = load_problems("default")
+    order = longest_first(problems)
+    assert sorted(order) == sorted(problems)
+    times = [expected_seconds(problem) for problem in order]
+    assert times == sorted(times, reverse=True)
+    ends = [0.0] * 4
+    for seconds in times:
+        ends[ends.index(min(ends))] += seconds
+    assert max(ends) < 0.27 * sum(times)
+
+
+def test_one_device_alone_keeps_the_order_of_the_shapes(tmp_path: Path) -> None:
+    ledger = Ledger(make_plan(tmp_path, 1), PrivateQueue())
+    claimed = []
+    while task := ledger.claim():
+        claimed.append(task.problem)
+        ledger.conclude(task, None)
+    assert claimed == list(PROBLEMS)
+
+
+def test_equal_shares_of_the_seconds_count_the_devices(tmp_path: Path) -> None:
+    for devices, each in (((0,), 10.0), ((0, 1, 2, 3), 40.0)):
+        plan = make_plan(tmp_path, 1, seconds=10.0 * len(PROBLEMS), devices=devices)
+        assert plan.budget.seconds == each
+
+
+# Which GPU is here
+
+
+class FakeSupply:
+    """The workers of one GPU; counts those that were started."""
+
+    name = "NVIDIA H200"
+    started: ClassVar[list[FakeSupply]] = []
+    pids: ClassVar[list[int]] = []
+
+    def __init__(self, device: int) -> None:
+        if not self.name:
+            raise NoGpuError("PyTorch sees no CUDA device")
+        self.facts = {**FACTS, "name": self.name}
+        self.closed = False
+        self.started.append(self)
+
+    def spare(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def supply(monkeypatch: pytest.MonkeyPatch) -> type[FakeSupply]:
+    monkeypatch.setattr(device_process, "Supply", FakeSupply)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(FakeSupply, "started", [])
+    return FakeSupply
+
+
+@pytest.mark.parametrize("name", ["auto", "h200"])
+def test_worker_that_tells_the_name_goes_on_to_measure(supply: type[FakeSupply], name: str) -> None:
+    target, evaluator, sentence = choose_target(name, 3)
+    assert (target.name, target.sms) == ("h200", 132)
+    assert evaluator is not None
+    assert len(supply.started) == 1
+    assert sentence == "Measuring on device 3: NVIDIA H200."
+    evaluator.close()
+    assert supply.started[0].closed
+
+
+def test_worker_of_another_gpu_is_ended_and_nothing_is_measured(supply: type[FakeSupply]) -> None:
+    target, evaluator, sentence = choose_target("gb200", 0)
+    assert (target.name, evaluator) == ("gb200", None)
+    assert sentence.startswith("No gb200 here (this machine has a NVIDIA H200): nothing is")
+    assert [one.closed for one in supply.started] == [True]
+
+
+def test_unknown_gpu_is_named_and_its_worker_ended(
+    supply: type[FakeSupply], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeSupply, "name", "NVIDIA T1000")
+    with pytest.raises(NormforgeError, match=r"found a NVIDIA T1000, which .* does not know"):
+        choose_target("auto", 0)
+    assert [one.closed for one in supply.started] == [True]
+
+
+def test_machine_without_a_gpu_predicts_also_for_several_devices(
+    supply: type[FakeSupply], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeSupply, "name", "")
+    assert choose_target("gb200", 0)[1] is None
+    with pytest.raises(NormforgeError, match="found no CUDA GPU"):
+        choose_target("auto", 0)
+    monkeypatch.setattr(choose_device, "Crew", Crew)
+    target, workforce, sentence = choose_crew("gb200", (0, 1))
+    assert (target.name, workforce) == ("gb200", None)
+    assert "this machine has no CUDA GPU" in sentence
+
+
+def test_crew_of_the_gpu_that_is_here_measures(
+    supply: type[FakeSupply], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose_device, "Crew", Crew)
+    target, workforce, sentence = choose_crew("auto", (0, 2))
+    assert workforce is not None
+    workforce.close()
+    assert target.name == "h200"
+    assert sentence == "Measuring on devices 0, 2: NVIDIA H200."

@@ -1,0 +1,252 @@
+"""Kernels that are compiled while a search runs: found later, and never in its way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import active_children
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from generator.errors import NormforgeError
+from generator.kernels import cubin_cache
+from generator.kernels import precompile as ahead
+from generator.kernels.cubin_cache import CubinCache, compile_variant
+from generator.kernels.forward import compile_forward, generic_forwards, render_forward
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.precompile import MOST_PROCESSES, NICE, cached, compiling_ahead
+from generator.package.fallback_kernels import DTYPES, first_choices, generic_variants
+from generator.paths import REPOSITORY
+from generator.problem import Problem
+from generator.target import find_target
+from generator.tuner import emission, run
+from generator.tuner.forward import MOST_VARIANTS, forward_variants, forwards_to_compile, space_code
+from generator.tuner.plan import longest_first
+from generator.tuner.run import foreseen, tune
+from tests.support.fake_devices import FACTS, Quiet, make_plan
+from tests.support.fake_gpu import born
+
+H200 = find_target("h200")
+BACKWARD = generic_variants(H200)[0]
+FORWARDS = generic_forwards(DTYPES)
+SHORT, LONG, WIDE = map(Problem.parse, ("64x1024:bf16", "65536x1024:bf16", "4096x2048:fp16"))
+
+
+def workers() -> set[int]:
+    return {process.pid for process in active_children() if process.pid is not None}
+
+
+def await_(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextmanager
+def all_gone() -> Iterator[None]:
+    """What is started inside has ended soon after."""
+    before = workers()
+    yield
+    await_(lambda: workers() <= before)
+
+
+def refuse(*arguments: object, **named: object) -> Any:
+    raise AssertionError("compiled again")
+
+
+# ---- The cache -----------------------------------------------------------------------------------
+
+
+def test_what_was_compiled_ahead_is_found_by_who_compiles_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, before = FORWARDS[0], workers()
+    assert cached(BACKWARD, H200.arch, tmp_path) is None
+    with all_gone(), compiling_ahead([BACKWARD, forward], H200.arch, tmp_path):
+        await_(lambda: cached(forward, H200.arch, tmp_path))
+        nice = [os.getpriority(os.PRIO_PROCESS, worker) for worker in workers() - before]
+        assert nice and set(nice) == {NICE}
+    monkeypatch.setattr(cubin_cache, "compile_source", refuse)
+    found = compile_variant(BACKWARD, H200.arch, tmp_path)
+    assert found.cubin
+    assert found == cached(BACKWARD, H200.arch, tmp_path)
+    assert compile_forward(forward, H200.arch, tmp_path).cubin
+
+    pool: Any = SimpleNamespace(arch=H200.arch, cache_folder=tmp_path, submit=refuse)
+    assert emission._compile([BACKWARD], pool) == [found]
+
+
+def test_what_the_cache_lacks_is_compiled_by_the_pool(tmp_path: Path) -> None:
+    made = Compiled(H200.arch, "", b"cubin", {}, "", False, "")
+    pool: Any = SimpleNamespace(arch=H200.arch, cache_folder=tmp_path, submit=lambda v: "promise")
+    pool.result = lambda variant, future: made if future == "promise" else refuse()
+    assert emission._compile([BACKWARD], pool) == [made]
+
+
+def test_damaged_entry_of_the_cache_counts_as_none(tmp_path: Path) -> None:
+    compile_forward(FORWARDS[0], H200.arch, tmp_path)
+    assert cached(FORWARDS[0], H200.arch, tmp_path)
+    path = CubinCache(tmp_path).path(render_forward(FORWARDS[0]), H200.arch, 0)
+    path.write_bytes(path.read_bytes()[:-10])
+    assert cached(FORWARDS[0], H200.arch, tmp_path) is None
+
+
+# ---- Nothing that goes wrong is the search's concern ---------------------------------------------
+
+
+def test_death_of_a_process_is_harmless(tmp_path: Path) -> None:
+    before = workers()
+    with all_gone(), compiling_ahead(FORWARDS, H200.arch, tmp_path):
+        for worker in workers() - before:
+            os.kill(worker, signal.SIGKILL)
+        await_(lambda: workers() <= before)
+
+
+@pytest.mark.parametrize("error", [BrokenProcessPool("dead"), OSError(errno.EAGAIN, "no process")])
+def test_processes_that_cannot_be_started_are_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def submit(*arguments: object) -> None:
+        raise error
+
+    def start(*arguments: object) -> Any:
+        return SimpleNamespace(submit=submit, shutdown=lambda **named: None, _processes={})
+
+    monkeypatch.setattr(ahead, "ProcessPoolExecutor", start)
+    searched = False
+    with compiling_ahead(FORWARDS, H200.arch, tmp_path):
+        searched = True
+    assert searched
+
+
+def test_full_disk_costs_the_entry_only(tmp_path: Path) -> None:
+    (tmp_path / "full").write_text("a file stops even root")
+    ahead._fill(FORWARDS[0], H200.arch, tmp_path / "full")
+    assert cached(FORWARDS[0], H200.arch, tmp_path / "full") is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, NormforgeError])
+def test_search_that_ends_early_ends_the_processes(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    with all_gone(), pytest.raises(error), compiling_ahead(FORWARDS, H200.arch, tmp_path):
+        raise error("planted")
+
+
+PARENT = """
+import signal, sys, time
+from multiprocessing import active_children
+from pathlib import Path
+from generator.kernels.precompile import compiling_ahead
+from tests.test_ahead import FORWARDS, H200
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+with compiling_ahead(FORWARDS, H200.arch, Path(sys.argv[1])):
+    print(*(process.pid for process in active_children()), flush=True)
+    for _ in range(1000):  # a signal that comes just before a sleep is noticed after it
+        time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_outlives_a_parent_that_is_killed(tmp_path: Path, number: int) -> None:
+    """SIGINT goes to all of them, as a terminal sends it."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path)],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert parent.stdout is not None
+    started = {pid: born(pid) for pid in map(int, parent.stdout.readline().split())}
+    assert started and None not in started.values()
+    if number == signal.SIGINT:
+        os.killpg(parent.pid, number)
+    else:
+        parent.send_signal(number)
+    _, said = parent.communicate(timeout=60)
+    assert said.count("Traceback") == (number == signal.SIGINT), said
+    await_(lambda: not any(born(pid) == time for pid, time in started.items()))
+
+
+@pytest.mark.parametrize(("cores", "processes"), [(2, 1), (16, 2), (64, MOST_PROCESSES), (256, 8)])
+def test_most_cores_are_left_to_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, processes: int
+) -> None:
+    started: list[int] = []
+
+    def start(processes: int, *rest: object) -> Any:
+        started.append(processes)
+        return SimpleNamespace(shutdown=lambda **named: None, _processes={})
+
+    monkeypatch.setattr(ahead, "ProcessPoolExecutor", start)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    with compiling_ahead([], H200.arch, tmp_path):
+        pass
+    assert started == [processes]
+
+
+# ---- In a run ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [(), (0,)])
+def test_measured_run_compiles_ahead_while_it_searches_and_a_predicted_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: tuple[int, ...]
+) -> None:
+    before, seen = workers(), []
+    monkeypatch.setattr(run, "search_here", lambda *arguments: seen.append(workers() - before))
+    workforce: Any = SimpleNamespace(facts=FACTS) if devices else None
+    plan = make_plan(tmp_path, 1, devices=devices)
+    with all_gone():
+        outcome = tune(plan, workforce, Quiet())
+    assert outcome.emission is None
+    assert [bool(started) for started in seen] == [bool(devices)]
+
+
+def test_foreseen_are_generic_kernels_and_the_forwards_to_be_measured_in_the_order_of_need(
+    tmp_path: Path,
+) -> None:
+    options = Problem.parse("64x1024:bf16+offset+residual")
+    plan = make_plan(tmp_path, 1, problems=(SHORT, options, WIDE, LONG))
+    generics = first_choices(generic_variants(H200))
+    found = foreseen(plan)
+    assert found[: len(generics)] == generics
+    names = [variant.id for variant in found[len(generics) :]]
+    assert len(set(names)) == len(names), "compiled twice"
+    wanted = [v.id for v in FORWARDS]
+    for shape in longest_first([SHORT, WIDE, LONG]):
+        wanted += [v.id for v in forward_variants(shape, H200)[:MOST_VARIANTS]]
+    assert names == list(dict.fromkeys(wanted))
+    assert foreseen(make_plan(tmp_path, 1, devices=())) == []
+
+
+def test_forwards_that_the_package_keeps_are_not_compiled_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tuned(problem: Problem, evidence: str, code: str) -> Any:
+        return SimpleNamespace(
+            **{"M": problem.M, "N": problem.N, "dtype": problem.dtype},
+            **{"weight_dtype": problem.weight_dtype, "evidence": evidence},
+            provenance={"code": code},
+        )
+
+    third = Problem.parse("4096x4096:fp32")
+    table = [tuned(SHORT, "measured", space_code(SHORT, H200))]
+    table.append(tuned(WIDE, "predicted", space_code(WIDE, H200)))
+    table.append(tuned(third, "measured", "old"))
+    monkeypatch.setattr(run, "read_forward_table", lambda package: SimpleNamespace(tuned=table))
+    found = foreseen(make_plan(tmp_path, 1, problems=(SHORT, WIDE, third)))
+    wanted = forwards_to_compile(longest_first([WIDE, third]), H200)
+    assert found == [*first_choices(generic_variants(H200)), *wanted]
