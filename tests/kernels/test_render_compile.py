@@ -515,7 +515,7 @@ from multiprocessing import active_children
 from pathlib import Path
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.compile_pool import CompilePool
-from tests.test_render_compile import variants
+from tests.kernels.test_render_compile import variants
 pool = CompilePool("sm_90a", 1, Path({folder!r}), compile=compile_variant)
 v = variants()[0]
 assert pool.result(v, pool.submit(v)).cubin

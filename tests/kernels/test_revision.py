@@ -18,6 +18,7 @@ from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import TEMPLATES, without_comments
 from generator.kernels.revision import code_digest
 from generator.kernels.variant import Variant, make_variant
+from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.runtime.forward_table import ForwardTable
 from generator.search.search import Budget, search_problem
@@ -28,7 +29,6 @@ from generator.target import find_target
 from generator.tuner.forward import space_code
 from tests.support.synthetic import PROBLEM, TARGET, FakeEvaluator, FakePool
 
-GENERATED = GENERATED
 SPACE = load_space()
 FORWARDS = forward_variants(PROBLEM, TARGET)
 REDUCTIONS = (

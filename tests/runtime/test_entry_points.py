@@ -96,7 +96,7 @@ def test_dw_goes_where_it_is_told(package: Package) -> None:
 def spec(offset: bool = False, residual: str = "") -> KernelSpec:
     from dataclasses import replace
 
-    from tests.test_runtime import SPEC
+    from tests.runtime.test_runtime import SPEC
 
     return replace(SPEC, offset=offset, residual=residual)
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from generator.paths import REPOSITORY
 from generator.runtime.api import Package
 from generator.target import Target
-from tests import doors
+from tests.support import entry_points as doors
 from tests.support.entry_points import (
     Training,
     door_1_norm,

@@ -47,10 +47,10 @@ from generator.runtime.serve.reference import reference_backward
 from generator.runtime.spec import KernelSpec
 from generator.runtime.table import TABLE, Table
 from generator.target import Target
+from tests.runtime.test_recognised import facts
+from tests.runtime.test_runtime import SEPARATE, SPEC, FakeDriver, entry, generic, read_arguments
 from tests.support.entry_points import Training, equal_bits, leaf, make_door, write_package
 from tests.support.samples import compiled_generics, planted_entry
-from tests.test_recognised import facts
-from tests.test_runtime import SEPARATE, SPEC, FakeDriver, entry, generic, read_arguments
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -29,8 +29,8 @@ from generator.runtime.serve import call
 from generator.runtime.serve.options import Arguments, Options
 from generator.runtime.spec import KernelSpec
 from generator.runtime.table import TABLE, Kernel, Table, Tuned
+from tests.runtime.test_runtime import SPEC, FakeDriver
 from tests.support.accuracy import DTYPES
-from tests.test_runtime import SPEC, FakeDriver
 
 STREAM = 7
 TARGET = {"name": "h200", "title": "H200", "arch": "sm_90a", "sms": 132}

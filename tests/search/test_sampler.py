@@ -205,7 +205,7 @@ def test_equal_seeds_propose_alike() -> None:
 
 def test_equal_seeds_propose_alike_in_every_process() -> None:
     program = (
-        "from tests.test_sampler import LEGAL, LegalSampler, run\n"
+        "from tests.search.test_sampler import LEGAL, LegalSampler, run\n"
         "print([LEGAL.key(config) for config in run(LegalSampler(LEGAL, seed=2), 25)])"
     )
     outputs = {

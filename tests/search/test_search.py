@@ -34,24 +34,24 @@ from generator.search.finals import SIFTED, SIFTED_US
 from generator.search.proposals import warm_starts
 from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs
-from generator.space.load import load_space
 from generator.studies.records import Record, Winner, keep_measured, study_name
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog, stored_winners
 from tests.support.synthetic import (
     FLOOR_US,
+    LEGAL,
     PROBLEM,
+    SPACE,
     TARGET,
     FakeEvaluator,
     FakePool,
     cost,
+    make_winner,
     shrink,
     timed,
 )
 
 ROOT = REPOSITORY
-SPACE = load_space()
-LEGAL = LegalConfigs(SPACE, PROBLEM, TARGET)
 NAME = study_name(PROBLEM, TARGET, "measured", SPACE)
 DETERMINISTIC = [config for config in LEGAL.flavours if determinism_class(config) != "none"]
 
@@ -566,28 +566,6 @@ def test_a_writer_killed_with_the_lock_in_hand_does_not_block(tmp_path: Path) ->
 
 
 # Who wins
-
-
-def make_winner(config: Config, ratio: float = 1.2, **changes: Any) -> Winner:
-    variant = make_variant(config, PROBLEM)
-    winner = Winner(
-        problem=PROBLEM,
-        target=TARGET.name,
-        config=dict(config),
-        variant=variant.id,
-        cubin="0" * 16,
-        result=timed(ratio),
-        evidence="measured",
-        tied=(),
-        fastest_nondeterministic=None,
-        trials=1,
-        counts={"ok": 1},
-        study="elsewhere",
-        space_hash=SPACE.hash,
-        reason="",
-        date="2026-01-01T00:00:00+00:00",
-    )
-    return replace(winner, **changes)
 
 
 def test_the_winner_is_the_best_of_the_finals(storage: BaseStorage) -> None:

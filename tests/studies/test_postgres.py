@@ -44,16 +44,17 @@ from generator.tuner.task_runner import Driver, search_here
 from tests.support.fake_devices import (
     FACTS,
     PROBLEMS,
+    TRIALS,
+    Crew,
     LoggingEvaluator,
     Quiet,
     lines,
     make_plan,
+    open_frail,
     search_plan,
 )
 from tests.support.runs import command
-from tests.support.synthetic import FakeEvaluator, FakePool
-from tests.test_devices import TRIALS, Crew, open_frail
-from tests.test_search import LEGAL, make_winner
+from tests.support.synthetic import LEGAL, FakeEvaluator, FakePool, make_winner
 
 LEASE_SECONDS = 2.0
 

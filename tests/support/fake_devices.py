@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from generator.errors import NormforgeError
 from generator.evaluate.evaluator import Evaluator, Pool
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
@@ -21,6 +24,7 @@ from generator.studies.records import Winner
 from generator.studies.storage import open_storage
 from generator.studies.work_queue import open_queue
 from generator.target import Target
+from generator.tuner import device_pool as crew
 from generator.tuner.ledger import Ledger
 from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import Plan
@@ -112,3 +116,31 @@ def search_plan(plan: Plan, lease_seconds: float, delay: float) -> None:
     queue.close()
     found = {str(p): w and w.to_json() for p, w in sorted(watcher.winners.items())}
     (plan.out / f"{os.getpid()}.json").write_text(json.dumps(found))
+
+
+TRIALS = 20
+Crew = partial(crew.Crew, method="fork")  # a tenth of the time of fresh processes
+
+
+class Frail(FakeDevice):
+    """The first evaluation of one problem that finds a flag does what is planted, once."""
+
+    def evaluator(self, target: Any) -> Any:
+        device = self
+
+        class Evaluator(LoggingEvaluator):
+            def evaluate(self, problem: Any, *rest: Any) -> Any:
+                flag = device.folder / f"flag {problem}"
+                if flag.exists() and len(self.evaluated) >= 5:
+                    planted = flag.read_text()
+                    flag.unlink()
+                    if planted == "kill":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    raise NormforgeError("the GPU has fallen off the bus")
+                return super().evaluate(problem, *rest)
+
+        return Evaluator(self.folder, self.delay)
+
+
+def open_frail(folder: Path, index: int) -> Frail:
+    return Frail(folder, 0.005)

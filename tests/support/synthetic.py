@@ -10,25 +10,31 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
-from generator.kernels.variant import Variant
+from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.spec import MAIN_KERNEL
 from generator.search.search import Budget, search_problem
+from generator.space.legal_configs import LegalConfigs
 from generator.space.load import SPACE_FILE, load_space
 from generator.space.space import Space
+from generator.studies.records import Winner
 from generator.studies.storage import open_storage
 from generator.target import find_target
 
 PROBLEM = Problem.parse("4096x1024:bf16")
 TARGET = find_target("h200")
+SPACE = load_space()
+LEGAL = LegalConfigs(SPACE, PROBLEM, TARGET)
 FLOOR_US = 20.0
 """Long enough that the host, and so a launch less, does not count."""
 TAILS = {
@@ -152,6 +158,28 @@ def timed(
     floor_us: float = FLOOR_US,
 ) -> Result:
     return Result(outcome, ratio * floor_us, floor_us, ratio, determinism, checks=("accuracy",))
+
+
+def make_winner(config: Config, ratio: float = 1.2, **changes: Any) -> Winner:
+    variant = make_variant(config, PROBLEM)
+    winner = Winner(
+        problem=PROBLEM,
+        target=TARGET.name,
+        config=dict(config),
+        variant=variant.id,
+        cubin="0" * 16,
+        result=timed(ratio),
+        evidence="measured",
+        tied=(),
+        fastest_nondeterministic=None,
+        trials=1,
+        counts={"ok": 1},
+        study="elsewhere",
+        space_hash=SPACE.hash,
+        reason="",
+        date="2026-01-01T00:00:00+00:00",
+    )
+    return replace(winner, **changes)
 
 
 def shrink(folder: Path, keep: Config, **open_knobs: list[int | str]) -> Space:

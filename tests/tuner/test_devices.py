@@ -29,17 +29,16 @@ from generator.tuner.task_runner import Driver, search_here
 from tests.support.fake_devices import (
     FACTS,
     PROBLEMS,
+    TRIALS,
+    Crew,
     FakeDevice,
     LoggingEvaluator,
     Quiet,
     lines,
     make_plan,
+    open_frail,
 )
-from tests.support.synthetic import FakePool, shrink
-from tests.test_search import LEGAL
-
-TRIALS = 20
-Crew = partial(crew.Crew, method="fork")  # a tenth of the time of fresh processes
+from tests.support.synthetic import LEGAL, FakePool, shrink
 
 
 def open_fake(folder: Path, delay: float, index: int) -> FakeDevice:
@@ -56,30 +55,6 @@ def open_absent(folder: Path, index: int) -> FakeDevice:
     if index == 1:
         raise NormforgeError("the GPU worker cannot start: planted")
     return FakeDevice(folder)
-
-
-class Frail(FakeDevice):
-    """The first evaluation of one problem that finds a flag does what is planted, once."""
-
-    def evaluator(self, target: Any) -> Any:
-        device = self
-
-        class Evaluator(LoggingEvaluator):
-            def evaluate(self, problem: Any, *rest: Any) -> Any:
-                flag = device.folder / f"flag {problem}"
-                if flag.exists() and len(self.evaluated) >= 5:
-                    planted = flag.read_text()
-                    flag.unlink()
-                    if planted == "kill":
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    raise NormforgeError("the GPU has fallen off the bus")
-                return super().evaluate(problem, *rest)
-
-        return Evaluator(self.folder, self.delay)
-
-
-def open_frail(folder: Path, index: int) -> Frail:
-    return Frail(folder, 0.005)
 
 
 def search(own: crew.Crew, plan: Plan, stop: Stop | None = None) -> Quiet:

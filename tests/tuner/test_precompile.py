@@ -149,7 +149,7 @@ import signal, sys, time
 from multiprocessing import active_children
 from pathlib import Path
 from generator.kernels.precompile import compiling_ahead
-from tests.test_ahead import FORWARDS, H200
+from tests.tuner.test_precompile import FORWARDS, H200
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 with compiling_ahead(FORWARDS, H200.arch, Path(sys.argv[1])):
     print(*(process.pid for process in active_children()), flush=True)
