@@ -50,7 +50,7 @@ from generator.runtime.spec import KernelSpec, Launch  # noqa: E402
 from generator.space.load import load_space  # noqa: E402
 from generator.target import Target, match_device  # noqa: E402
 
-FLAVOURS: tuple[Config | None, ...] = (
+REDUCTION: tuple[Config | None, ...] = (
     *({"strategy": name} for name in ("column_slices", "separate", "last_cta", "semaphore")),
     *({"strategy": "bulk_reduce", "order": order} for order in ("turns", "free")),
     *({"strategy": name} for name in ("atomic", "mailbox")),
@@ -81,18 +81,18 @@ class Case:
 
 
 def draw_case(index: int, seed: int, target: Target) -> Case:
-    """Case `index`: flavours and dtypes in turn, the rest at random."""
+    """Case `index`: reduction kinds and dtypes in turn, the rest at random."""
     rng = random.Random(f"{seed} {index}")
-    flavour = FLAVOURS[index % len(FLAVOURS)]
-    dtype, weight_dtype = DTYPES[index // len(FLAVOURS) % len(DTYPES)]
+    reduction = REDUCTION[index % len(REDUCTION)]
+    dtype, weight_dtype = DTYPES[index // len(REDUCTION) % len(DTYPES)]
     while True:
         N = rng.choice(WIDTHS)
         M = rng.randint(1, max(1, min(700, MOST_ELEMENTS // N)))
         problem = Problem(M, N, dtype, weight_dtype)
-        if flavour is None:
+        if reduction is None:
             variant = draw_generic(problem, target, rng)
         else:
-            variant = draw_variant(problem, flavour, target, rng)
+            variant = draw_variant(problem, reduction, target, rng)
         if variant is not None:
             participants = 2 if variant.determinism == "none" else rng.randint(1, 20)
             return Case(index, problem, variant, participants, draw_layout(variant, rng))
@@ -112,25 +112,25 @@ def generics_of(dtype: str, weight_dtype: str, target: Target) -> list[Variant]:
 
 
 def draw_variant(
-    problem: Problem, flavour: Config, target: Target, rng: random.Random
+    problem: Problem, reduction: Config, target: Target, rng: random.Random
 ) -> Variant | None:
-    """A variant of the flavour. Wishes that the rules of the space do not grant are dropped, last
+    """A variant of the reduction kind. call options that the rules of the space do not grant are dropped, last
     one first."""
     # Configs are legal for many rows; that they also serve few is part of the test.
     tuned = replace(problem, M=65536)
-    free = determinism_class({"order": "turns", **flavour}) == "none"
-    wishes: list[Config] = [
+    free = determinism_class({"order": "turns", **reduction}) == "none"
+    call_options: list[Config] = [
         {"pipeline": rng.choice(("bulk", "direct", "async"))},
         {"cluster": rng.choice((1, 2, 8) if free else (1, 2, 4, 8))},
         {"reload": rng.choice(("smem", "none"))},
     ]
     if problem.N * problem.itemsize <= 1024:
-        wishes.append({"threads_per_row": rng.choice((8, 16, 32))})
+        call_options.append({"threads_per_row": rng.choice((8, 16, 32))})
     space = load_space()
-    for count in range(len(wishes), -1, -1):
-        fixed = dict(flavour)
-        for wish in wishes[:count]:
-            fixed |= wish
+    for count in range(len(call_options), -1, -1):
+        fixed = dict(reduction)
+        for option in call_options[:count]:
+            fixed |= option
         try:
             config = space.sample(tuned, target, rng, fixed)
         except NormforgeError:

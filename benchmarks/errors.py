@@ -37,7 +37,7 @@ from benchmarks.peers import EPS, Bind, Gradients, aten, decomposed_backward  # 
 from benchmarks.results import OURS, machine, write_json  # noqa: E402
 from benchmarks.untuned import log_uniform  # noqa: E402
 from generator.emulate import Schedule, find_compiler, run_schedules  # noqa: E402
-from generator.emulate.run import Wishes  # noqa: E402
+from generator.emulate.run import CallOptions  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
 from generator.evaluate.gpu.session import Session  # noqa: E402
 from generator.operations.rmsnorm_backward import TORCH_DTYPE, Inputs, make_reference  # noqa: E402
@@ -126,11 +126,11 @@ def in_executor(folder: Path, table: Table, dw_in_fp32: bool) -> Bind:
 
 def executed(source: str, spec: KernelSpec, launch: Launch, dw_in_fp32: bool = False) -> Bind:
     """One kernel on the CPU. A call raises NormforgeError where the executor finds a fault."""
-    wishes = Wishes(dw_mode=DW_IN_FP32 if dw_in_fp32 else DW_IN_WEIGHT_DTYPE)
+    call_options = CallOptions(dw_mode=DW_IN_FP32 if dw_in_fp32 else DW_IN_WEIGHT_DTYPE)
 
     def run(inputs: Inputs) -> Gradients:
         schedules = [Schedule(0, launch.grid)]
-        runs = run_schedules(source, spec, launch, inputs, schedules, wishes=wishes)
+        runs = run_schedules(source, spec, launch, inputs, schedules, call_options=call_options)
         if runs.faults:
             raise NormforgeError(f"{spec.name} at {len(inputs.x)} rows: {runs.faults[0]}")
         return runs.dx[0], runs.dw[0]

@@ -31,7 +31,7 @@ from benchmarks.results import machine, write_json  # noqa: E402
 from generator.errors import NormforgeError, ProblemError  # noqa: E402
 from generator.evaluate.evaluator import Pool  # noqa: E402
 from generator.evaluate.gpu.protocol import Candidate, Job, WorkerLostError  # noqa: E402
-from generator.evaluate.gpu.supervisor import Supply  # noqa: E402
+from generator.evaluate.gpu.supervisor import Supervisor  # noqa: E402
 from generator.kernels.compile_pool import CompilePool  # noqa: E402
 from generator.kernels.cubin_cache import compile_variant  # noqa: E402
 from generator.kernels.geometry import Config  # noqa: E402
@@ -90,7 +90,7 @@ def families(
 
 
 def measure(
-    gpu: Supply, pool: Pool, problem: Problem, target: Target, knob: str, family: Family
+    gpu: Supervisor, pool: Pool, problem: Problem, target: Target, knob: str, family: Family
 ) -> list[dict[str, Any]]:
     """Rows of one config: `value` of the knob with µs, the floor's in the same block and the ratio
     (medians over the rounds, of the ratio within a round), or why there are none."""
@@ -139,7 +139,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
 def run(
     args: argparse.Namespace,
     problems: list[Problem],
-    gpu: Supply,
+    gpu: Supervisor,
     target: Target,
     pool: Pool,
     space: Space,
@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.knob not in (*names, BLOCKS):
             raise NormforgeError(f"the space has no knob '{args.knob}', but {', '.join(names)}")
         problems = load_problems(args.shapes)
-        with closing(Supply(0)) as gpu:
+        with closing(Supervisor(0)) as gpu:
             target = match_device(gpu.facts["name"], gpu.facts["sms"])
             if target is None or args.gpu not in ("auto", target.name):
                 raise NormforgeError(f"no --gpu {args.gpu}: this machine has a {gpu.facts['name']}")

@@ -40,7 +40,7 @@ from generator.errors import NormforgeError, ProblemError  # noqa: E402
 from generator.evaluate.evaluator import Pool  # noqa: E402
 from generator.evaluate.gpu.protocol import Answer, Candidate, Job, WorkerLostError  # noqa: E402
 from generator.evaluate.gpu.session import Session, Workload  # noqa: E402
-from generator.evaluate.gpu.supervisor import Supply  # noqa: E402
+from generator.evaluate.gpu.supervisor import Supervisor  # noqa: E402
 from generator.evaluate.gpu.timer import Operation  # noqa: E402
 from generator.evaluate.predict.evaluator import predict_us  # noqa: E402
 from generator.evaluate.verify.accuracy import check_accuracy  # noqa: E402
@@ -163,8 +163,8 @@ def draw(group: Group, target: Target, count: int, seed: int) -> list[Variant]:
             continue
         registers = DERIVED["register_budget"][1](variant, problem, target)
         if fits(variant, registers) and variant.id not in found:
-            guess = Resources(registers, 0, 0, 0, 0)
-            times = [predict_us(variant, guess, p, target).us for p in group.problems()]
+            surrogate = Resources(registers, 0, 0, 0, 0)
+            times = [predict_us(variant, surrogate, p, target).us for p in group.problems()]
             found[variant.id] = (geometric_mean(times), variant)
         if len(found) == 4 * count:
             break
@@ -173,7 +173,7 @@ def draw(group: Group, target: Target, count: int, seed: int) -> list[Variant]:
 
 
 def fits(variant: Variant, registers: int) -> bool:
-    """A guess whether it compiles without spills, and no thread idles much: what 300 compiles for
+    """A surrogate whether it compiles without spills, and no thread idles much: what 300 compiles for
     sm_90a needed beside the estimate of the rules."""
     rows = variant["rows_in_flight"] if variant["reload"] == "none" else 0
     more = 2 * (variant["vector_bytes"] // 4 + rows) * variant.vectors
@@ -186,7 +186,7 @@ def layout_of(variant: Variant) -> _Layout:
     return _Layout(variant.N, *(variant[field.name] for field in fields(_Layout)[1:]))
 
 
-class Hands(Session):
+class Handler(Session):
     """A worker's session that checks accuracy alone, and times ATen behind the candidates where it
     has a kernel: where the weight has x's dtype."""
 
@@ -205,7 +205,7 @@ class Hands(Session):
         return Answer(block=self.timer.block(operations, ROUNDS))
 
 
-def refusals(gpu: Supply, group: Group, made: Made, target: Target) -> dict[str, str]:
+def refusals(gpu: Supervisor, group: Group, made: Made, target: Target) -> dict[str, str]:
     """Why candidates cannot be timed, by id: what the compiler and what the GPU says."""
     found: dict[str, str] = {}
     for name, (variant, compiled) in made.items():
@@ -225,7 +225,7 @@ def refusals(gpu: Supply, group: Group, made: Made, target: Target) -> dict[str,
     return found
 
 
-def measure(gpu: Supply, group: Group, made: Made, target: Target) -> dict[str, Any]:
+def measure(gpu: Supervisor, group: Group, made: Made, target: Target) -> dict[str, Any]:
     """What the file says of a group. Raises WorkerLostError or ProblemError without times."""
     refused = refusals(gpu, group, made, target)
     usable = [pair for name, pair in made.items() if name not in refused]
@@ -282,7 +282,9 @@ def summary(
     }
 
 
-def run(args: argparse.Namespace, gpu: Supply, target: Target, pool: Pool, until: float) -> None:
+def run(
+    args: argparse.Namespace, gpu: Supervisor, target: Target, pool: Pool, until: float
+) -> None:
     """Measure all groups, narrow vectors and large brackets first. Raises NormforgeError when there
     is no working GPU any more."""
     sizes = [size for size in sorted(set(args.sizes)) if size >= ITEMSIZE[args.dtype]]
@@ -346,7 +348,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not torch.cuda.is_available():
             raise NormforgeError("layouts are timed on a CUDA GPU, and PyTorch sees none")
-        with closing(Supply(0, open_hands=Hands)) as gpu:
+        with closing(Supervisor(0, open_handler=Handler)) as gpu:
             target = match_device(gpu.facts["name"], gpu.facts["sms"])
             if target is None or args.gpu not in ("auto", target.name):
                 raise NormforgeError(f"no --gpu {args.gpu}: this machine has a {gpu.facts['name']}")

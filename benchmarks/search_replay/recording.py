@@ -29,7 +29,7 @@ from generator.problem import Problem
 from generator.result import Result
 from generator.search.budget import Budget, Progress
 from generator.search.search import search_problem
-from generator.space.legal_configs import FLAVOUR, Key, LegalConfigs
+from generator.space.legal_configs import REDUCTION, Key, LegalConfigs
 from generator.space.load import load_space, read_rules
 from generator.space.space import Space
 from generator.studies.records import Record, may_win, study_name
@@ -246,7 +246,7 @@ def record(
     records = [Record.from_trial(trial) for trial in StudyLog(storage, name).trials()]
     results = {record.identity: record.result for record in records if record.identity}
     results |= _measured_again(problem, records, pool, evaluator)
-    values = {k.name: k.values for k in space.knobs if len(k.values) > 1 or k.name in FLAVOUR}
+    values = {k.name: k.values for k in space.knobs if len(k.values) > 1 or k.name in REDUCTION}
     cubins: dict[str, int] = {}
     entries = {}
     for entry in sorted(records, key=lambda record: legal.rank(record.config)):

@@ -26,8 +26,8 @@ from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.paths import GENERATED
 from generator.problem import load_problems
 from generator.space.load import SPACE_FILE, load_space
-from generator.tuner.choose_device import choose_crew, choose_target
-from generator.tuner.device_pool import Crew
+from generator.tuner.choose_device import choose_devices, choose_target
+from generator.tuner.device_pool import DevicePool
 from generator.tuner.display import Status, document, table
 from generator.tuner.plan import TRIALS, Plan
 from generator.tuner.run import tune
@@ -117,14 +117,14 @@ def main(argv: list[str] | None = None) -> int:
             return 2
     args = parser().parse_args(argv)
     started = time.monotonic()
-    workforce: MeasuredEvaluator | Crew | None = None
+    workforce: MeasuredEvaluator | DevicePool | None = None
     try:
         problems = load_problems(args.shapes)
         load_space(args.space)  # a damaged one is told at once, not after a worker has started
         if len(args.devices) == 1:
             target, workforce, sentence = choose_target(args.gpu, args.devices[0])
         else:
-            target, workforce, sentence = choose_crew(args.gpu, args.devices)
+            target, workforce, sentence = choose_devices(args.gpu, args.devices)
         evidence = "measured" if workforce else "predicted"
         print(sentence, file=sys.stderr)
         _tell_noise(workforce)
@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if missing else 0
 
 
-def _tell_noise(workforce: MeasuredEvaluator | Crew | None) -> None:
-    """Those of a crew tell it themselves."""
+def _tell_noise(workforce: MeasuredEvaluator | DevicePool | None) -> None:
+    """Those of a device pool tell it themselves."""
     if isinstance(workforce, MeasuredEvaluator) and (noise := workforce.disturbances()):
         print(noise, file=sys.stderr)

@@ -15,7 +15,7 @@ SCHEDULES = 12
 
 
 @dataclass(frozen=True)
-class RehearsingPredictor(Predictor):
+class EmulatingPredictor(Predictor):
     """The evaluator where the target is absent: times are predicted, and what is to win is executed
     by `generator.emulate` on reduced M and real N. One that fails there is out, and what is to win
     then is executed.

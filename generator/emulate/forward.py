@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from generator.emulate.run import Layout, Schedule, Wishes, run_schedules
+from generator.emulate.run import CallOptions, Layout, Schedule, run_schedules
 from generator.kernels.forward import ForwardVariant, render_forward
 from generator.operations.rmsnorm_backward import TORCH_DTYPE, Inputs
 from generator.operations.rmsnorm_forward import EPS, forward_inputs, output_fault
@@ -49,7 +49,7 @@ class _Launch(SimpleNamespace):
         return 0
 
 
-REHEARSAL = (Schedule(1, 1), Schedule(2, 1000), Schedule(3, 1000))
+FORWARD_SCHEDULES = (Schedule(1, 1), Schedule(2, 1000), Schedule(3, 1000))
 
 
 @dataclass
@@ -110,7 +110,7 @@ def run_forward(
         inputs,
         schedules,
         layout=layout,
-        wishes=Wishes(dw_mode=DW_IN_FP32, inner=inner),
+        call_options=CallOptions(dw_mode=DW_IN_FP32, inner=inner),
     )
     found = dict.fromkeys((o.dx, o.dw, o.residual) for o in runs.outcomes if not o.fault)
     results: list[tuple[torch.Tensor, ...]] = []
@@ -121,14 +121,16 @@ def run_forward(
     return ForwardRuns(results, runs.faults)
 
 
-def rehearse_forward(variant: ForwardVariant, problem: Problem) -> str:
+def emulate_forward(variant: ForwardVariant, problem: Problem) -> str:
     """What a few schedules on a few rows of a problem find, without and (for two-byte rows) with a
     residual: one sentence, "" for nothing. Raises NormforgeError without a C++ compiler."""
     rows = 2 * variant.rows_per_cta * variant.rows_in_flight + 1
     few = replace(problem, M=min(problem.M, problem.N, rows))
     inputs = forward_inputs(few, torch.device("cpu"))
     for residual in (None, inputs.residual) if problem.itemsize == 2 else (None,):
-        runs = run_forward(variant, inputs.x, inputs.weight, REHEARSAL, residual=residual, sms=1)
+        runs = run_forward(
+            variant, inputs.x, inputs.weight, FORWARD_SCHEDULES, residual=residual, sms=1
+        )
         if runs.faults:
             return runs.faults[0]
         if len(runs.results) != 1:

@@ -45,7 +45,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class CallOptions:
     """What a call may ask of any kernel: no weight (ones), no dx, no dw, dw as fp32 (DW_IN_FP32)
     or added to `added_to`, (N,) fp32 (DW_ADDED); inner > 0: x and dy lie as `inner` rows and then a
     gap."""
@@ -98,7 +98,7 @@ def run_schedules(
     schedules: Sequence[Schedule],
     *,
     layout: Layout | None = None,
-    wishes: Wishes | None = None,
+    call_options: CallOptions | None = None,
     deadline: float = DEADLINE_SECONDS,
     cache_folder: Path = DEFAULT_CACHE,
 ) -> Runs:
@@ -110,8 +110,8 @@ def run_schedules(
     Raises NormforgeError when there is no C++ compiler and when it refuses the source.
     """
     program = build(source, cache_folder)
-    wishes = wishes or Wishes()
-    request = _request(spec, launch, inputs, schedules, layout or Layout(), wishes)
+    call_options = call_options or CallOptions()
+    request = _request(spec, launch, inputs, schedules, layout or Layout(), call_options)
     with subprocess.Popen(
         [str(program), str(ceil(deadline) + _GRACE_SECONDS)],
         stdin=subprocess.PIPE,
@@ -125,7 +125,7 @@ def run_schedules(
             process.kill()
             output, errors = process.communicate()
             end = f"no end within {deadline:g} s: a thread runs without ever waiting"
-    runs = _read(output, spec, inputs, schedules, wishes)
+    runs = _read(output, spec, inputs, schedules, call_options)
     if len(runs.outcomes) < len(schedules):
         runs.outcomes.append(Outcome(schedules[len(runs.outcomes)], fault=end))
     return runs
@@ -137,7 +137,7 @@ def _request(
     inputs: Inputs,
     schedules: Sequence[Schedule],
     layout: Layout,
-    wishes: Wishes,
+    call_options: CallOptions,
 ) -> bytes:
     """What the program reads; main.cpp has the format."""
     M, N = inputs.x.shape
@@ -150,7 +150,7 @@ def _request(
         "cluster": spec.cluster,
         "shared_bytes": spec.smem_bytes,
         "team_threads": spec.threads // spec.rows_per_cta,
-        "sum_grid": launch.sum_grid if wishes.dw else 0,
+        "sum_grid": launch.sum_grid if call_options.dw else 0,
         "sum_threads": spec.sum_threads,
         "dependent": int(spec.dependent),
         "ordered_adds": int(spec.determinism != "none"),
@@ -171,22 +171,22 @@ def _request(
         "partial_stride": spec.partial_stride,
         "group": launch.group,
         "partials": launch.participants,
-        "no_weight": int(not wishes.weight),
-        "no_dx": int(not wishes.dx),
-        "no_dw": int(not wishes.dw),
-        "dw_mode": wishes.dw_mode,
-        "dw_item": weight_item if wishes.dw_mode == DW_IN_WEIGHT_DTYPE else 4,
+        "no_weight": int(not call_options.weight),
+        "no_dx": int(not call_options.dx),
+        "no_dw": int(not call_options.dw),
+        "dw_mode": call_options.dw_mode,
+        "dw_item": weight_item if call_options.dw_mode == DW_IN_WEIGHT_DTYPE else 4,
         "weight_offset": struct.unpack("I", struct.pack("f", inputs.offset))[0],
         "residual_item": residual_item,
         "residual_out": int(spec.residual not in ("", spec.dtype)),
-        "inner": wishes.inner,
-        "gaps": gap_factor(M, wishes.inner),
+        "inner": call_options.inner,
+        "gaps": gap_factor(M, call_options.inner),
     }
     lines = [f"{name} {value}" for name, value in fields.items()]
     lines += [f"run {schedule.seed} {schedule.residency}" for schedule in schedules]
     tensors = [inputs.x, inputs.dy, inputs.rstd, inputs.weight]
     tensors += [] if inputs.residual is None else [inputs.residual]
-    tensors += [] if wishes.added_to is None else [wishes.added_to]
+    tensors += [] if call_options.added_to is None else [call_options.added_to]
     data = b"".join(_bytes(tensor) for tensor in tensors)
     return ("\n".join(lines) + "\ndata\n").encode() + data
 
@@ -200,11 +200,11 @@ def _read(
     spec: KernelSpec,
     inputs: Inputs,
     schedules: Sequence[Schedule],
-    wishes: Wishes,
+    call_options: CallOptions,
 ) -> Runs:
     runs = Runs()
     rows = tuple(inputs.x.shape)
-    dw_dtype = spec.weight_dtype if wishes.dw_mode == DW_IN_WEIGHT_DTYPE else "fp32"
+    dw_dtype = spec.weight_dtype if call_options.dw_mode == DW_IN_WEIGHT_DTYPE else "fp32"
     results = {
         "dx": (runs.dx, TORCH_DTYPE[spec.dtype], rows),
         "dw": (runs.dw, TORCH_DTYPE[dw_dtype], tuple(inputs.weight.shape)),

@@ -48,11 +48,13 @@ class Evaluator(Protocol):
 
 
 @runtime_checkable
-class Sifting(Evaluator, Protocol):
+class Shortlisting(Evaluator, Protocol):
     """An evaluator that can time many candidates side by side: that tells more than their trials,
     each of which had its own moment."""
 
-    def sift(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[float]:
+    def shortlist(
+        self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]
+    ) -> list[float]:
         """Ratios to the floor, without any check; nothing where no clean times can be had."""
         ...
 

@@ -42,7 +42,7 @@ def _source(variant: Variant | ForwardVariant) -> tuple[str, int]:
 
 
 @contextmanager
-def compiling_ahead(
+def precompiling(
     variants: Sequence[Variant | ForwardVariant], arch: str, cache_folder: Path = DEFAULT_CACHE
 ) -> Iterator[None]:
     """While the body runs, compile the variants into the cache, in this order, on cores that nobody

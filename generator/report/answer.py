@@ -63,8 +63,8 @@ def render_answer(why: Explanation, verdict: Verdict | None, served: dict[str, A
         tied = [(f.variant, number(f.us), number(f.ratio, 3)) for f in winner.tied]
         parts.append(columns([("in the tie (finals, side by side)", "us", "x floor"), *tied]))
     strategies = [
-        (name + (" *" if barred else ""), *_cells(timed), timed.variant)
-        for name, barred, timed in why.runners_up
+        (name + (" *" if ineligible else ""), *_cells(timed), timed.variant)
+        for name, ineligible, timed in why.runners_up
     ]
     parts.append(
         "Runners-up by strategy, from single trials of the search (* may not win)\n"
@@ -148,8 +148,8 @@ def document(
         "config": dict(why.winner),
         "package": served,
         "strategies": [
-            {"strategy": name, "barred": barred, **asdict(timed)}
-            for name, barred, timed in why.runners_up
+            {"strategy": name, "ineligible": ineligible, **asdict(timed)}
+            for name, ineligible, timed in why.runners_up
         ],
         "knobs": [asdict(cost) for cost in why.costs],
     }

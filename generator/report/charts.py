@@ -34,15 +34,17 @@ def history(study: Study) -> Markup:
         share = math.log(min(ratio / best, _SPREAD)) / math.log(_SPREAD)
         return _TOP + inside_y * (1 - share)
 
-    dots: dict[str, list[str]] = {"may": [], "barred": [], "failed": []}
+    dots: dict[str, list[str]] = {"may": [], "ineligible": [], "failed": []}
     line: list[str] = []
     lowest = math.inf
     for number, record in enumerate(study.records):
         if record.result.ratio is None:
             dots["failed"].append(f"M{x(number):.1f} {_HEIGHT - _BOTTOM + 4}v4")
             continue
-        barred = record.result.outcome == "nondeterministic"
-        dots["barred" if barred else "may"].append(f"M{x(number):.1f} {y(record.ratio):.1f}h0")
+        ineligible = record.result.outcome == "nondeterministic"
+        dots["ineligible" if ineligible else "may"].append(
+            f"M{x(number):.1f} {y(record.ratio):.1f}h0"
+        )
         if record.feasible and record.ratio < lowest:
             lowest = record.ratio
             start = "M" if not line else "H"
@@ -81,16 +83,18 @@ def strategies(standings: Iterable[Standing]) -> Markup:
         parts.append(f'<text x="{at}" y="{height - 8}" class="middle">{text}</text>')
     for place, standing in enumerate(standings):
         y = top + row * (place + 0.5)
-        parts.append(f'<text x="0" y="{y + 4:.0f}" class="name">{escape(standing.flavour)}</text>')
-        kind = f"s-{standing.flavour.split()[0]}"
+        parts.append(
+            f'<text x="0" y="{y + 4:.0f}" class="name">{escape(standing.reduction)}</text>'
+        )
+        kind = f"s-{standing.reduction.split()[0]}"
         for study, ratio in standing.behind:
-            title = f"{study.problem}: {standing.flavour} takes {ratio:.3f} times the best"
+            title = f"{study.problem}: {standing.reduction} takes {ratio:.3f} times the best"
             parts.append(
                 f'<circle class="{kind}" cx="{x(ratio):.1f}" cy="{y:.0f}" r="4.5">'
                 f"<title>{escape(title)}</title></circle>"
             )
         typical = x(standing.typical)
-        title = f"{standing.flavour}: {standing.typical:.3f} in the geometric mean"
+        title = f"{standing.reduction}: {standing.typical:.3f} in the geometric mean"
         parts.append(
             f'<path class="typical" d="M{typical:.1f} {y - 10:.0f}v20">'
             f"<title>{escape(title)}</title></path>"

@@ -9,8 +9,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from generator.kernels.knobs import KNOWN_KNOBS
 from generator.report import charts
-from generator.report.summary import MEANING, Summary, price_of, ratio_of
-from generator.studies.reader import Study, flavour
+from generator.report.summary import MEANING, Summary, overhead_of, ratio_of
+from generator.studies.reader import Study, reduction
 
 FOLDER = Path(__file__).resolve().parent
 RATIO_STEPS = (1.02, 1.05, 1.10, 1.15, 1.20, 1.30, 1.50)
@@ -34,13 +34,13 @@ def render_page(summary: Summary) -> str:
         charts=charts,
         meaning=MEANING,
         ratio_of=ratio_of,
-        price_of=price_of,
-        flavour=flavour,
+        overhead_of=overhead_of,
+        reduction=reduction,
         anchor=anchor,
         shade=shade,
         strategies=KNOWN_KNOBS["strategy"],
         ratio_steps=RATIO_STEPS,
-        price_steps=PRICE_STEPS,
+        overhead_steps=PRICE_STEPS,
         dashboard=DASHBOARD,
         made=datetime.now(timezone.utc).isoformat(timespec="minutes").replace("+00:00", " UTC"),
     )

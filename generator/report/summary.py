@@ -12,7 +12,7 @@ from statistics import geometric_mean, mean
 from generator.kernels.geometry import determinism_class
 from generator.problem import Problem
 from generator.result import OUTCOMES
-from generator.studies.reader import Study, flavour
+from generator.studies.reader import Study, reduction
 
 MEANING = {
     "ok": "accurate, the same bits in every run",
@@ -45,10 +45,10 @@ class Knob:
 @dataclass(frozen=True)
 class Standing:
     """A way to sum dw and, by study, the time of its fastest variant over that of the fastest that
-    may win. barred: its bits change, so it cannot win."""
+    may win. ineligible: its bits change, so it cannot win."""
 
-    flavour: str
-    barred: bool
+    reduction: str
+    ineligible: bool
     behind: tuple[tuple[Study, float], ...]
 
     @property
@@ -113,29 +113,29 @@ class Summary:
         return _mean(ratio_of(study) for study in self.studies)
 
     @cached_property
-    def price(self) -> float | None:
-        """Geometric mean of the price of determinism where it is known."""
-        return _mean(price_of(study) for study in self.studies)
+    def overhead(self) -> float | None:
+        """Geometric mean of the overhead of determinism where it is known."""
+        return _mean(overhead_of(study) for study in self.studies)
 
     @cached_property
     def strategies(self) -> list[tuple[str, int]]:
         """Strategies of the winners with the number of shapes, commonest first."""
-        won = Counter(flavour(study.winner.config) for study in self.studies if study.winner)
+        won = Counter(reduction(study.winner.config) for study in self.studies if study.winner)
         return won.most_common()
 
     @cached_property
     def standings(self) -> list[Standing]:
         """Every way to sum dw that was timed, the fastest first."""
         behind: dict[str, list[tuple[Study, float]]] = defaultdict(list)
-        barred: dict[str, bool] = {}
+        ineligible: dict[str, bool] = {}
         for study in self.studies:
             if not study.ranked:
                 continue
             best = study.ranked[0].ratio
-            for name, record in study.best_by(flavour).items():
+            for name, record in study.best_by(reduction).items():
                 behind[name].append((study, record.ratio / best))
-                barred[name] = determinism_class(record.config) == "none"
-        standings = [Standing(name, barred[name], tuple(behind[name])) for name in behind]
+                ineligible[name] = determinism_class(record.config) == "none"
+        standings = [Standing(name, ineligible[name], tuple(behind[name])) for name in behind]
         return sorted(standings, key=lambda standing: standing.typical)
 
     @cached_property
@@ -195,8 +195,8 @@ def ratio_of(study: Study) -> float | None:
     return study.ranked[0].ratio if study.ranked else None
 
 
-def price_of(study: Study) -> float | None:
-    return study.winner.price_of_determinism if study.winner else None
+def overhead_of(study: Study) -> float | None:
+    return study.winner.overhead_of_determinism if study.winner else None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

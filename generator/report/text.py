@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from generator.report.summary import MEANING, Grid, Summary, price_of, ratio_of
-from generator.studies.reader import Study, flavour
+from generator.report.summary import MEANING, Grid, Summary, overhead_of, ratio_of
+from generator.studies.reader import Study, reduction
 
 
 def render_text(summary: Summary) -> str:
@@ -17,18 +17,18 @@ def render_text(summary: Summary) -> str:
         f"Normforge on {summary.gpu}: {len(summary.studies)} shapes, {summary.trials} trials, "
         f"{summary.evidence}{when}\n"
         f"Time over the floor, geometric mean: {number(summary.ratio, 3)}\n"
-        f"Price of determinism, geometric mean: {number(summary.price, 3)} "
+        f"Overhead of determinism, geometric mean: {number(summary.overhead, 3)} "
         "(winner over the fastest variant found whose bits change)",
     ]
     for title, cell in (
         ("Winning strategy", _strategy),
         ("Ratio to the floor", lambda study: number(ratio_of(study))),
-        ("Price of determinism", lambda study: number(price_of(study))),
+        ("Overhead of determinism", lambda study: number(overhead_of(study))),
     ):
         parts += [_map(title, grid, cell) for grid in summary.grids]
     rows = [
         (
-            standing.flavour + (" *" if standing.barred else ""),
+            standing.reduction + (" *" if standing.ineligible else ""),
             number(standing.typical, 3),
             number(min(ratio for _, ratio in standing.behind)),
             number(max(ratio for _, ratio in standing.behind)),
@@ -87,7 +87,7 @@ def _study(study: Study) -> tuple[Any, ...]:
 
 
 def _strategy(study: Study) -> str:
-    return flavour(study.winner.config) if study.winner else "-"
+    return reduction(study.winner.config) if study.winner else "-"
 
 
 def _map(title: str, grid: Grid, cell: Callable[[Study], str]) -> str:

@@ -172,8 +172,8 @@ class Package(Server):
         weight_name = name if weight_dtype is None else dtype_name(weight_dtype)
         if M < 1 or N < 1:
             raise ValueError(f"M and N must be at least 1, got M={M} and N={N}")
-        wish = "" if residual is None else dtype_name(residual)
-        choice = self.table.choose(M, N, name, weight_name, offset=offset, residual=wish)
+        option = "" if residual is None else dtype_name(residual)
+        choice = self.table.choose(M, N, name, weight_name, offset=offset, residual=option)
         facts: dict[str, Any] = {
             "shape": {"M": M, "N": N, "dtype": name, "weight_dtype": weight_name},
             "gpu": self.table.target["title"],
@@ -255,17 +255,17 @@ class Package(Server):
         device, LaunchError.
         """
         named = [_named(*shape) for shape in shapes]
-        wish = "" if residual is None else dtype_name(residual)
+        option = "" if residual is None else dtype_name(residual)
         if not torch.cuda.is_available():
             raise RuntimeError("warmup needs a CUDA device, and PyTorch finds none")
         named = [shape for shape in named if shape[0] > 0]
         with torch.cuda.device(device):
-            self._norms.warmup(named, wish)
+            self._norms.warmup(named, option)
             index = torch.cuda.current_device()
             stream = raw_stream(index)
             workspace = self._workspaces.of_stream(index, stream)
             for shape in named:
-                kernel = self._kernel_for(index, shape, offset, wish)
+                kernel = self._kernel_for(index, shape, offset, option)
                 if kernel is None:
                     continue
                 self._kernel(kernel).load(index)

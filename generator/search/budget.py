@@ -35,7 +35,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a search stands. phase: origin of the latest trial (seed, tpe, guess, price, sweep)
+    """Where a search stands. phase: origin of the latest trial (seed, tpe, surrogate, overhead, sweep)
     or "finals"; total: trials in the budget, None when only seconds count; elapsed: seconds of
     search; counts: finished trials by outcome."""
 

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from math import inf
 from operator import itemgetter
 
-from generator.evaluate.evaluator import Confirming, Evaluator, Pool, Sifting
+from generator.evaluate.evaluator import Confirming, Evaluator, Pool, Shortlisting
 from generator.evaluate.gpu.noise import drifted
 from generator.kernels.geometry import Config, launches
 from generator.kernels.nvrtc import Compiled
@@ -25,13 +25,13 @@ REMEASURED = 10
 good one far behind, and each costs no more than a trial."""
 
 
-SIFTED = 48
+SHORTLIST = 48
 """Contenders that are timed side by side for the places in the finals. On one H200, 20 to 190 of
 312 trials of a shape were within 2 % of the best one, and a trial's ratio scatters by 0.2 % where
 it takes long and by 2 % where it takes 10 us."""
-SIFTED_US = 12_000.0
+SHORTLIST_US = 12_000.0
 """Most time that they may take together in one round, and so fewer where they take long."""
-SEATS = 2
+ONE_LAUNCH_PLACES = 2
 """Places in the finals for kernels of one launch where that may decide."""
 
 
@@ -71,14 +71,14 @@ def hold_finals(
 
     Raises NoisyError when no clean times can be had."""
     records = _cleared(legal, pool, evaluator, records, REMEASURED * size)
-    barred = [record for record in records if record.result.timed and not record.feasible]
+    ineligible = [record for record in records if record.result.timed and not record.feasible]
     called = [incumbent] if incumbent is not None else []
-    called += [record.config for record in sorted(barred, key=lambda r: r.ratio)[:1]]
+    called += [record.config for record in sorted(ineligible, key=lambda r: r.ratio)[:1]]
     ranked = [record for record in contenders(legal, records) if record.config not in called]
     us = _fastest_us(records)
-    waiting = _sifted(legal, pool, evaluator, ranked, us, size)
+    waiting = _shortlisted(legal, pool, evaluator, ranked, us, size)
     if us < HOST_US:
-        waiting = _seated(waiting, size)
+        waiting = _with_one_launch(waiting, size)
     finals: list[Final] = []
     while (called or waiting) and not any(final.may_win for final in finals):
         entries = _compile(legal, pool, called + waiting[:size])
@@ -152,7 +152,7 @@ def _cleared(
     return [replace(r, result=again.get(r.identity, r.result)) for r in records]
 
 
-def _sifted(
+def _shortlisted(
     legal: LegalConfigs,
     pool: Pool,
     evaluator: Evaluator,
@@ -163,11 +163,11 @@ def _sifted(
     """The records' configs, the first of them in a better order where the evaluator can find one.
     us: about what one takes."""
     configs = [record.config for record in ranked]
-    count = min(SIFTED, int(SIFTED_US / us))
-    if not isinstance(evaluator, Sifting) or min(count, len(ranked)) <= size:
+    count = min(SHORTLIST, int(SHORTLIST_US / us))
+    if not isinstance(evaluator, Shortlisting) or min(count, len(ranked)) <= size:
         return configs
     entries = _compile(legal, pool, [record.config for record in of_every_gpu(ranked)[:count]])
-    ratios = evaluator.sift(legal.problem, entries)
+    ratios = evaluator.shortlist(legal.problem, entries)
     first = [variant.config for variant, _ in entries]
     order = sorted(zip(ratios, map(legal.rank, first), first, strict=False), key=itemgetter(0, 1))
     best = [config for _, _, config in order]
@@ -185,11 +185,13 @@ def of_every_gpu(ranked: Iterable[Record]) -> list[Record]:
     return [record for turn in turns for record in turn if record is not None]
 
 
-def _seated(ranked: list[Config], size: int) -> list[Config]:
+def _with_one_launch(ranked: list[Config], size: int) -> list[Config]:
     """The configs, the best of one launch among the first `size`."""
-    seated = [config for config in ranked if launches(config) == 1][: min(SEATS, size - 1)]
-    free = [config for config in ranked if config not in seated]
-    return free[: size - len(seated)] + seated + free[size - len(seated) :]
+    chosen = [config for config in ranked if launches(config) == 1][
+        : min(ONE_LAUNCH_PLACES, size - 1)
+    ]
+    free = [config for config in ranked if config not in chosen]
+    return free[: size - len(chosen)] + chosen + free[size - len(chosen) :]
 
 
 def _fastest_us(records: Sequence[Record]) -> float:
@@ -210,7 +212,7 @@ def contenders(legal: LegalConfigs, records: Iterable[Record]) -> list[Record]:
     return [record for _, _, record in sorted(ranked, key=itemgetter(0, 1))]
 
 
-def fastest_barred(finals: Sequence[Final]) -> Finalist | None:
+def fastest_ineligible(finals: Sequence[Final]) -> Finalist | None:
     """The fastest variant of the finals that may not win because its bits change."""
     times = [final.finalist for final in finals if final.result.timed and not final.may_win]
     return min(times, key=lambda finalist: finalist.ratio, default=None)

@@ -13,31 +13,31 @@ from operator import attrgetter
 from generator.kernels.geometry import Config, determinism_class
 from generator.kernels.knobs import KNOWN_KNOBS
 from generator.problem import Problem
-from generator.search.surrogate import Guesser
-from generator.space.legal_configs import FLAVOUR, Key, LegalConfigs, Values
+from generator.search.surrogate import Surrogate
+from generator.space.legal_configs import REDUCTION, Key, LegalConfigs, Values
 from generator.studies.records import Record, Winner
 from generator.target import Target
 
 FIRST = 12
-"""Trials, seeds among them, before guesses begin; the others are drawn at random."""
+"""Trials, seeds among them, before the surrogate is asked; the others are drawn at random."""
 TPE_EVERY = 4
-"""One proposal in so many is TPE's: guesses stay near what is known to be good. In the sweep of an
-H200 (benchmarks/search_replay) 94 % of 200 searches were within 2 % of the optimum after 50 trials
-and all after 100; with TPE for 80 trials, then neighbours of the best in any order, 67 % and 93 %
-of 30."""
+"""One proposal in so many is TPE's, because the surrogate's stay near what is known to be good. In
+the sweep of an H200 (benchmarks/search_replay) 94 % of 200 searches were within 2 % of the optimum
+after 50 trials and all after 100; with TPE for 80 trials, then neighbours of the best in any order,
+67 % and 93 % of 30."""
 _STEP = (8, 2, 2, 2, 2)
-"""Neighbours of the best, second best, ... that become candidates with every guess: to find all of
-them at once takes longer than a trial."""
+"""Neighbours of the best, second best, ... that become candidates at every turn: to find all
+of them at once takes longer than a trial."""
 _DRAWN = 200
 """Random legal configs that are candidates all along."""
-PRICE_SHARE = 0.05
-"""Share of the budget for flavours that are not deterministic, beside their seeds."""
-_MAX_PRICE_SHARE = 0.1  # of a budget too small for one trial per flavour otherwise
+OVERHEAD_SHARE = 0.05
+"""Share of the budget for reduction kinds that are not deterministic, beside their seeds."""
+_MAX_OVERHEAD_SHARE = 0.1  # of a budget too small for one trial per reduction kind otherwise
 
 
 @dataclass
-class Agenda:
-    """The order of a search. `starts` are configs known to be good elsewhere, best guess first;
+class Proposals:
+    """The order of a search. `starts` are configs known to be good elsewhere, most promising first;
     `records`, `taken` and `used` (fraction of the budget) are those of the running search and are
     read whenever the next config is asked for."""
 
@@ -54,8 +54,8 @@ class Agenda:
     _drawn: bool = False
 
     @cached_property
-    def _guesser(self) -> Guesser:
-        return Guesser(self.legal.space)
+    def _model(self) -> Surrogate:
+        return Surrogate(self.legal.space)
 
     def plan(self) -> Iterator[tuple[str, Values | None]]:
         """Endless pairs of origin and config, or of "tpe" and None where the sampler is to choose;
@@ -71,14 +71,14 @@ class Agenda:
             yield from (("sweep", config) for config in first if self._new(config))
             return
         yield from (("seed", config) for config in self._seeds() if self._new(config))
-        price_from = 1 - self._price_share()
+        overhead_from = 1 - self._overhead_share()
         for turn in count(1):
-            if self.used() >= price_from:
+            if self.used() >= overhead_from:
                 break
-            guessing = len(self.taken) >= FIRST and turn % TPE_EVERY
-            guess = self._guess() if guessing else None
-            yield ("tpe", None) if guess is None else ("guess", guess)
-        yield from (("price", config) for config in self._barred_variants())
+            asks_surrogate = len(self.taken) >= FIRST and turn % TPE_EVERY
+            promising = self._most_promising() if asks_surrogate else None
+            yield ("tpe", None) if promising is None else ("surrogate", promising)
+        yield from (("overhead", config) for config in self._ineligible_variants())
         while True:
             yield "tpe", None
 
@@ -86,19 +86,19 @@ class Agenda:
         return self.legal.key(config) not in self.taken
 
     def _seeds(self) -> Iterator[Values]:
-        """The starts, then every flavour that has no trial yet, in the shape of the best config."""
+        """The starts, then every reduction kind without a trial, in the shape of the best config."""
         adapted = [self.legal.adapt(config, self.rng) for config in self.starts]
         starts = [config for config in adapted if config is not None]
         yield from starts
-        tried = {self._flavour(record.config) for record in self.records}
-        for flavour in sorted(self.legal.flavours, key=_barred):
-            if self._flavour(flavour) in tried:
+        tried = {self._reduction(record.config) for record in self.records}
+        for reduction in sorted(self.legal.reductions, key=_ineligible):
+            if self._reduction(reduction) in tried:
                 continue
             known = [*self._ranked(), *starts]
-            seed = self._in_flavour(known[0], flavour) if known else None
-            yield seed or flavour
+            seed = self._in_reduction(known[0], reduction) if known else None
+            yield seed or reduction
 
-    def _guess(self) -> Values | None:
+    def _most_promising(self) -> Values | None:
         """The most promising of the neighbours of the best and of some random configs."""
         for config, step in zip(self._ranked(), _STEP, strict=False):
             key = self.legal.key(config)
@@ -116,29 +116,29 @@ class Agenda:
             del self._candidates[key]
         tried = [self.legal.key(record.config) for record in self.records]
         pending = sorted(set(self.taken).difference(tried), key=repr)
-        guess = self._guesser.best(self.records, tried, pending, list(self._candidates))
-        return None if guess is None else self._candidates[guess]
+        best = self._model.best(self.records, tried, pending, list(self._candidates))
+        return None if best is None else self._candidates[best]
 
-    def _barred_variants(self) -> Iterator[Values]:
-        """The best configs in the flavours that may not win."""
+    def _ineligible_variants(self) -> Iterator[Values]:
+        """The best configs in the reduction kinds that may not win."""
         for config in self._ranked():
-            for flavour in filter(_barred, self.legal.flavours):
-                variant = self._in_flavour(config, flavour, self.taken)
+            for reduction in filter(_ineligible, self.legal.reductions):
+                variant = self._in_reduction(config, reduction, self.taken)
                 if variant is not None:
                     yield variant
 
-    def _price_share(self) -> float:
-        flavours = sum(map(_barred, self.legal.flavours))
-        if not flavours:
+    def _overhead_share(self) -> float:
+        reductions = sum(map(_ineligible, self.legal.reductions))
+        if not reductions:
             return 0.0
-        each = flavours / self.trials if self.trials else 0.0
-        return min(_MAX_PRICE_SHARE, max(PRICE_SHARE, each))
+        each = reductions / self.trials if self.trials else 0.0
+        return min(_MAX_OVERHEAD_SHARE, max(OVERHEAD_SHARE, each))
 
-    def _in_flavour(
-        self, config: Config, flavour: Config, taken: Collection[Key] = ()
+    def _in_reduction(
+        self, config: Config, reduction: Config, taken: Collection[Key] = ()
     ) -> Values | None:
-        swapped = {**config, **{name: flavour[name] for name in FLAVOUR}}
-        return self.legal.nearest(swapped, self.rng, held=FLAVOUR, taken=taken)
+        swapped = {**config, **{name: reduction[name] for name in REDUCTION}}
+        return self.legal.nearest(swapped, self.rng, held=REDUCTION, taken=taken)
 
     def _ranked(self) -> Iterator[Config]:
         """Configs that may win, best first."""
@@ -148,12 +148,12 @@ class Agenda:
             yield from sorted((record.config for record in equals), key=self.legal.rank)
 
     @staticmethod
-    def _flavour(config: Config) -> tuple[int | str, ...]:
-        return tuple(config[name] for name in FLAVOUR)
+    def _reduction(config: Config) -> tuple[int | str, ...]:
+        return tuple(config[name] for name in REDUCTION)
 
 
-def _barred(config: Config) -> bool:
-    """Whether the config can only be measured to know the price of determinism."""
+def _ineligible(config: Config) -> bool:
+    """Whether the config can only be measured to know the overhead of determinism."""
     return determinism_class(config) == "none"
 
 

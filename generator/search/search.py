@@ -30,8 +30,8 @@ from generator.problem import Problem
 from generator.result import Result
 from generator.search.budget import Budget, Progress
 from generator.search.choose_winner import choose
-from generator.search.finals import fastest_barred, hold_finals
-from generator.search.proposals import Agenda, warm_starts
+from generator.search.finals import fastest_ineligible, hold_finals
+from generator.search.proposals import Proposals, warm_starts
 from generator.search.resume import Known, still_made, up_to_date
 from generator.search.sampler import LegalSampler, NothingLeftError, distributions
 from generator.space.legal_configs import LegalConfigs, Values
@@ -136,12 +136,12 @@ class _Search:
         self.study.add_trials([trial for _, trial in known.values()])
 
         place = (legal.problem, legal.target.name, evaluator.evidence)
-        reigning = [w for w in winners if (w.problem, w.target, w.evidence) == place]
-        others = [w for w in winners if w not in reigning]
-        incumbent = dict(reigning[-1].config) if reigning else None
+        incumbents = [w for w in winners if (w.problem, w.target, w.evidence) == place]
+        others = [w for w in winners if w not in incumbents]
+        incumbent = dict(incumbents[-1].config) if incumbents else None
         self.incumbent = incumbent if incumbent and legal.allows(incumbent) else None
         starts = warm_starts(legal.problem, legal.target, others)[:WARM_STARTS]
-        self.agenda = Agenda(
+        self.proposals = Proposals(
             legal=legal,
             rng=rng,
             starts=[incumbent, *starts] if incumbent else starts,
@@ -155,7 +155,7 @@ class _Search:
     def run(self) -> None:
         """Trials until the budget or the space ends. While one is measured, the pool compiles the
         next ones; results are taken in the order of the proposals."""
-        plan = self.agenda.plan()
+        plan = self.proposals.plan()
         more = True
         while not self._late():
             while more and len(self.pending) <= self.pool.processes and self._used() < 1:
@@ -198,7 +198,7 @@ class _Search:
                 result=final.result,
                 evidence=self.evaluator.evidence,
                 tied=tuple(finals[place].finalist for place in choice.tied),
-                fastest_nondeterministic=fastest_barred(finals),
+                fastest_nondeterministic=fastest_ineligible(finals),
                 trials=len(self.records),
                 counts=self._counts(),
                 study=self.log.name,

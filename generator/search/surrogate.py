@@ -5,8 +5,8 @@ the sum of the weights of the knobs in which they differ. Candidates are compare
 improvement (Jones, Schonlau and Welch, "Efficient Global Optimization of Expensive Black-Box
 Functions", 1998).
 
-A trial can be over in 15 ms, and a guess has to take less than that. So what stays true from one
-guess to the next is kept, and the variance, which costs far more than the mean, is computed only
+A trial can be over in 15 ms, and a surrogate proposal has to take less than that. So what stays true from one
+surrogate to the next is kept, and the variance, which costs far more than the mean, is computed only
 for candidates that may still win.
 """
 
@@ -51,7 +51,7 @@ WEIGHTS: Mapping[str, int] = {
 """How much it says that two configs differ in a knob: the most likely weights for each of 67 shapes
 on one H200 (17,000 trials), averaged over the shapes where the knob varies, and 4 more for each
 knob, since shapes differ. Whole numbers, which together stay below 256. Picking from the trials of
-34 of these shapes, 16 random ones first, it took 52 guesses to be within 0.5 % of the best in half
+34 of these shapes, 16 random ones first, it took 52 surrogate proposals to be within 0.5 % of the best in half
 of the searches; with equal weights half were not there after 84, with those weights alone 66."""
 OTHER_WEIGHT = 10
 """Of a knob that is not among these."""
@@ -65,7 +65,7 @@ WORST = math.log(1.5)
 """Times beyond 1.5 times the best count as that, and so do trials without one: how bad they are
 says nothing about the best."""
 FEWEST = 5
-"""Timed trials below which nothing is guessed."""
+"""Timed trials below which nothing is proposed by the surrogate."""
 _AT_ONCE = 64
 """Candidates whose variance is computed before it is asked whether others may still win."""
 
@@ -76,8 +76,8 @@ Counts = NDArray[np.uint8]
 """Weights of the knobs in which the config of a row and that of a column agree."""
 
 
-class Guesser:
-    """Guesses for one space. They are cheap where records and candidates only grow."""
+class Surrogate:
+    """Surrogate proposals for one space. They are cheap where records and candidates only grow."""
 
     def __init__(self, space: Space) -> None:
         self._names = [knob.name for knob in space.knobs]

@@ -59,7 +59,7 @@ class Winner:
     date: str
 
     @property
-    def price_of_determinism(self) -> float | None:
+    def overhead_of_determinism(self) -> float | None:
         """Time of the winner over that of the fastest non-deterministic variant."""
         if self.fastest_nondeterministic is None or self.result.ratio is None:
             return None

@@ -12,10 +12,10 @@ from generator.errors import NormforgeError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.protocol import NoGpuError
 from generator.target import Target, find_target, match_device
-from generator.tuner.device_pool import Crew
+from generator.tuner.device_pool import DevicePool
 from generator.tuner.device_process import Gpu
 
-_Opened = TypeVar("_Opened", Gpu, Crew)
+_Opened = TypeVar("_Opened", Gpu, DevicePool)
 
 
 def choose_target(name: str, device: int) -> tuple[Target, MeasuredEvaluator | None, str]:
@@ -25,9 +25,9 @@ def choose_target(name: str, device: int) -> tuple[Target, MeasuredEvaluator | N
     return target, gpu.evaluator(target) if gpu else None, sentence
 
 
-def choose_crew(name: str, devices: Sequence[int]) -> tuple[Target, Crew | None, str]:
+def choose_devices(name: str, devices: Sequence[int]) -> tuple[Target, DevicePool | None, str]:
     """The same for several GPUs of this machine, which are of one model."""
-    return _choose(name, lambda: Crew(devices), f"devices {', '.join(map(str, devices))}")
+    return _choose(name, lambda: DevicePool(devices), f"devices {', '.join(map(str, devices))}")
 
 
 def _choose(

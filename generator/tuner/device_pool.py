@@ -89,7 +89,7 @@ class _Lane:
         self.connection.close()
 
 
-class Crew:
+class DevicePool:
     """Processes that have started, one for each of `devices`.
 
     open_device: called with the index in the process of each; method: how multiprocessing starts
@@ -121,7 +121,7 @@ class Crew:
         for lane in self._lanes:
             lane.close(seconds)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> DevicePool:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -14,7 +14,7 @@ from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.evaluator import Evaluator, Pool
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.protocol import NoGpuError
-from generator.evaluate.gpu.supervisor import Supply
+from generator.evaluate.gpu.supervisor import Supervisor
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.cubin_cache import compile_variant
 from generator.processes import end_with_parent
@@ -43,17 +43,17 @@ class Gpu:
     """The real one. The worker that tells its name goes on to measure."""
 
     def __init__(self, index: int) -> None:
-        self._supply = Supply(index)
-        self.facts: Mapping[str, Any] = self._supply.facts
+        self._supervisor = Supervisor(index)
+        self.facts: Mapping[str, Any] = self._supervisor.facts
 
     def evaluator(self, target: Target) -> MeasuredEvaluator:
-        return MeasuredEvaluator(target, supply=self._supply)
+        return MeasuredEvaluator(target, supervisor=self._supervisor)
 
     def pool(self, arch: str, processes: int) -> AbstractContextManager[Pool]:
         return CompilePool(arch, processes, compile=compile_variant)
 
     def close(self) -> None:
-        self._supply.close()
+        self._supervisor.close()
 
 
 def _drive(connection: Connection, index: int, open_device: Callable[[int], Device]) -> None:

@@ -101,13 +101,15 @@ def describe(problem: Problem, winner: Winner | None) -> str:
 
 
 def table(winners: Sequence[tuple[Problem, Winner | None]]) -> str:
-    """The final table. `price`: the winner's time over the fastest non-deterministic variant's."""
-    rows = [("shape", "winner", "us", "x floor", "fastest non-deterministic", "price", "evidence")]
+    """The final table. `overhead`: the winner's time over the fastest non-deterministic variant's."""
+    rows = [
+        ("shape", "winner", "us", "x floor", "fastest non-deterministic", "overhead", "evidence")
+    ]
     for problem, winner in winners:
         if winner is None:
             rows.append((str(problem), "none", "-", "-", "-", "-", "-"))
             continue
-        fastest, price = winner.fastest_nondeterministic, winner.price_of_determinism
+        fastest, overhead = winner.fastest_nondeterministic, winner.overhead_of_determinism
         rows.append(
             (
                 str(problem),
@@ -115,7 +117,7 @@ def table(winners: Sequence[tuple[Problem, Winner | None]]) -> str:
                 f"{winner.result.us:.2f}",
                 f"{winner.result.ratio:.3f}",
                 f"{fastest.variant} {fastest.us:.2f}" if fastest else "-",
-                f"{price:.3f}" if price else "-",
+                f"{overhead:.3f}" if overhead else "-",
                 f"{winner.evidence}, {winner.result.determinism}",
             )
         )
@@ -163,7 +165,7 @@ def _row(problem: Problem, winner: Winner | None) -> dict[str, Any]:
         "determinism": winner.result.determinism,
         "checks": list(winner.result.checks),
         "fastest_nondeterministic": fastest.variant if fastest else None,
-        "price_of_determinism": winner.price_of_determinism,
+        "overhead_of_determinism": winner.overhead_of_determinism,
         "trials": winner.trials,
         "outcomes": dict(winner.counts),
         "reason": winner.reason,

@@ -90,6 +90,6 @@ def provenance(winner: Winner, storage: BaseStorage) -> dict[str, Any]:
             if fastest
             else None
         ),
-        "price_of_determinism": winner.price_of_determinism,
+        "overhead_of_determinism": winner.overhead_of_determinism,
         "reason": winner.reason,
     }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from generator.emulate.build import find_compiler
-from generator.emulate.forward import REHEARSAL, rehearse_forward
+from generator.emulate.forward import FORWARD_SCHEDULES, emulate_forward
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.forward import ForwardGpu
 from generator.kernels.compile_pool import CompilePool
@@ -161,7 +161,7 @@ class _Compiler:
         # What waits, waits here: a process that dies takes along all that its pool has been given.
         self._threads = ThreadPoolExecutor(pool.processes)
         self._jobs: dict[str, Compiled | Future[Compiled]] = {}
-        self._rehearsed: dict[ForwardVariant, str] = {}
+        self._emulated: dict[ForwardVariant, str] = {}
 
     def start(self, variants: Sequence[ForwardVariant]) -> list[Compiled | Future[Compiled]]:
         """The kernels, or the promise of those that the cache lacks, compiled in this order."""
@@ -184,11 +184,11 @@ class _Compiler:
         made = [(v, job.result() if isinstance(job, Future) else job) for v, job in jobs]
         return [(v, c) for v, c in made if not forward_fault(v, c, self.target)]
 
-    def rehearse(self, variant: ForwardVariant, problem: Problem) -> str:
+    def emulate(self, variant: ForwardVariant, problem: Problem) -> str:
         """What executing a variant on the CPU found, once for all M; "" for nothing."""
-        if variant not in self._rehearsed:
-            self._rehearsed[variant] = rehearse_forward(variant, problem)
-        return self._rehearsed[variant]
+        if variant not in self._emulated:
+            self._emulated[variant] = emulate_forward(variant, problem)
+        return self._emulated[variant]
 
     def close(self) -> None:
         """Waits for what is being compiled, and drops what waits."""
@@ -200,8 +200,8 @@ def _predict(problem: Problem, target: Target, compiler: _Compiler) -> ForwardEn
     for variant in forward_variants(problem, target):
         for usable, compiled in compiler.usable([variant]):
             if find_compiler() is not None:
-                fault = compiler.rehearse(usable, problem)
-                checks = [f"{len(REHEARSAL)} schedules on the CPU"]
+                fault = compiler.emulate(usable, problem)
+                checks = [f"{len(FORWARD_SCHEDULES)} schedules on the CPU"]
             if not fault:
                 facts = _facts(reason, problem, target) | {"checks": checks}
                 return ForwardEntry(problem, usable, compiled, "predicted", facts)

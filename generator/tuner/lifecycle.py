@@ -23,8 +23,8 @@ from generator.errors import NormforgeError
 
 LOCK_NAME = ".running"
 """In the output folder while a run writes there; says which process of which host it is."""
-ONE_WISH_SECONDS = 1.0
-"""Signals that come this soon after the first are the same wish: `timeout` signals a process and
+SAME_SIGNAL_SECONDS = 1.0
+"""Signals that come this soon after the first are the same call option: `timeout` signals a process and
 then its group, to which it belongs."""
 GRACE_SECONDS = 2.0
 """How long a run waits for the folder: one that was just killed may have it for a moment."""
@@ -41,7 +41,7 @@ _STORAGE_ERRORS = {
 
 
 class Stop:
-    """A wish to end the run, expressed by SIGINT or SIGTERM."""
+    """A request to end the run, expressed by SIGINT or SIGTERM."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -88,7 +88,7 @@ def _signals(stop: Stop) -> Iterator[None]:
         nonlocal since
         now = time.monotonic()
         if stop.signal is not None:
-            if now - since >= ONE_WISH_SECONDS:
+            if now - since >= SAME_SIGNAL_SECONDS:
                 os._exit(128 + number)  # workers end with their parent
             return
         since, stop.signal = now, number  # the next signal may come between two lines

@@ -6,12 +6,12 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from generator.emulate.evaluator import RehearsingPredictor
+from generator.emulate.evaluator import EmulatingPredictor
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.forward import ForwardVariant
-from generator.kernels.precompile import compiling_ahead
+from generator.kernels.precompile import precompiling
 from generator.kernels.variant import Variant
 from generator.package.emit import check_package, read_forward_table
 from generator.package.entries import Emission
@@ -20,7 +20,7 @@ from generator.problem import Problem
 from generator.studies.records import Winner
 from generator.studies.storage import open_storage
 from generator.studies.work_queue import open_queue
-from generator.tuner.device_pool import Crew
+from generator.tuner.device_pool import DevicePool
 from generator.tuner.emission import PACKAGE_NAME, emit
 from generator.tuner.forward import forwards_to_compile, unsettled
 from generator.tuner.ledger import Ledger
@@ -47,7 +47,7 @@ def check_problems(plan: Plan) -> None:
         plan.space.sample(problem, plan.target, random.Random(0))
 
 
-def tune(plan: Plan, workforce: MeasuredEvaluator | Crew | None, watcher: Watcher) -> Outcome:
+def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: Watcher) -> Outcome:
     """Search every problem of the plan and emit the winners.
 
     workforce: who measures, None to predict. Finished problems of an earlier run with the same
@@ -66,11 +66,11 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | Crew | None, watcher: Watche
         queue = open_queue(plan.storage)
         ledger = Ledger(plan, queue)
         try:
-            with compiling_ahead(foreseen(plan), plan.target.arch):
-                if isinstance(workforce, Crew):
+            with precompiling(foreseen(plan), plan.target.arch):
+                if isinstance(workforce, DevicePool):
                     workforce.search(plan, ledger, stop, watcher)
                 else:
-                    evaluator = workforce or RehearsingPredictor(plan.target)
+                    evaluator = workforce or EmulatingPredictor(plan.target)
                     facts = workforce.facts if workforce else {}
                     driver = Driver(plan, pool, evaluator, facts, storage)
                     search_here(driver, ledger, stop, watcher)

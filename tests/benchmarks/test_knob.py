@@ -11,7 +11,7 @@ import pytest
 from benchmarks import knob
 from benchmarks.knob import families, measure
 from generator.evaluate.gpu.protocol import Answer, Job, WorkerLostError
-from generator.evaluate.gpu.supervisor import Supply
+from generator.evaluate.gpu.supervisor import Supervisor
 from generator.problem import Problem
 from generator.result import Result
 from generator.space.space import Space
@@ -117,7 +117,7 @@ def test_blocks_are_set_beside_rows_one_after_another(space: Space, target: Targ
 
 def rows_of(space: Space, target: Target, gpu: FakeGpu, **pool: Any) -> list[dict[str, Any]]:
     (family,) = found(space, target, "stages", study(space, target, MAILBOX))
-    return measure(cast(Supply, gpu), FakePool(**pool), PROBLEM, target, "stages", family)
+    return measure(cast(Supervisor, gpu), FakePool(**pool), PROBLEM, target, "stages", family)
 
 
 def test_values_of_a_config_share_a_block(space: Space, target: Target) -> None:
@@ -145,7 +145,7 @@ def test_what_may_not_run_says_why_and_the_others_are_timed(space: Space, target
 def machine(space: Space, target: Target, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     gpu = FakeGpu()
     own = [study(space, target, MAILBOX)]
-    monkeypatch.setattr(knob, "Supply", lambda device: gpu)
+    monkeypatch.setattr(knob, "Supervisor", lambda device: gpu)
     monkeypatch.setattr(knob, "read_studies", lambda where: own)
 
     class Pool(FakePool):

@@ -12,54 +12,56 @@ from hypothesis import strategies as st
 
 from generator.emulate import check_variant, find_compiler
 from generator.emulate.check import CPU, check_source, plan
-from generator.emulate.run import Runs, Schedule, Wishes, run_schedules
+from generator.emulate.run import CallOptions, Runs, Schedule, run_schedules
 from generator.kernels.render import render
 from generator.kernels.variant import Variant
 from generator.operations.rmsnorm_backward import Inputs, make_inputs
 from generator.problem import Problem
 from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32, gap_factor
 from generator.target import Target
-from tests.support.samples import DETERMINISTIC, FLAVOURS, plain_variant, sample_variant
+from tests.support.samples import DETERMINISTIC, REDUCTION, plain_variant, sample_variant
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
 SHAPE = "42x1024:bf16"
 
 
-def small(flavour: str, target: Target) -> Variant:
-    knobs = {**FLAVOURS[flavour]}
-    if flavour == "separate":  # a small second kernel, for speed
+def small(reduction: str, target: Target) -> Variant:
+    knobs = {**REDUCTION[reduction]}
+    if reduction == "separate":  # a small second kernel, for speed
         knobs |= {"slice_columns": 128, "sum_threads": 128}
     return plain_variant(SHAPE, target, **knobs)
 
 
-def call(variant: Variant, inputs: Inputs, wishes: Wishes | None = None) -> Runs:
+def call(variant: Variant, inputs: Inputs, call_options: CallOptions | None = None) -> Runs:
     spec, launch = plan(variant, len(inputs.x))
     schedules = [Schedule(seed, launch.grid) for seed in range(4)]
-    runs = run_schedules(render(variant), spec, launch, inputs, schedules, wishes=wishes)
+    runs = run_schedules(
+        render(variant), spec, launch, inputs, schedules, call_options=call_options
+    )
     assert runs.faults == []
     assert runs.distinct_results == 1
     return runs
 
 
-@pytest.mark.parametrize("flavour", DETERMINISTIC)
-def test_what_a_call_asks_for_has_the_bits_of_a_plain_call(flavour: str, target: Target) -> None:
-    variant = small(flavour, target)
+@pytest.mark.parametrize("reduction", DETERMINISTIC)
+def test_what_a_call_asks_for_has_the_bits_of_a_plain_call(reduction: str, target: Target) -> None:
+    variant = small(reduction, target)
     inputs = make_inputs(Problem.parse(SHAPE), CPU)
     plain = call(variant, inputs)
-    assert torch.equal(call(variant, inputs, Wishes(dw=False)).dx[0], plain.dx[0])
-    assert torch.equal(call(variant, inputs, Wishes(dx=False)).dw[0], plain.dw[0])
+    assert torch.equal(call(variant, inputs, CallOptions(dw=False)).dx[0], plain.dx[0])
+    assert torch.equal(call(variant, inputs, CallOptions(dx=False)).dw[0], plain.dw[0])
 
-    wide = call(variant, inputs, Wishes(dw_mode=DW_IN_FP32)).dw[0]
+    wide = call(variant, inputs, CallOptions(dw_mode=DW_IN_FP32)).dw[0]
     assert wide.dtype == torch.float32
     assert torch.equal(wide.to(torch.bfloat16), plain.dw[0])
     start = torch.linspace(-3, 5, 1024)
-    added = call(variant, inputs, Wishes(dw_mode=DW_ADDED, added_to=start)).dw[0]
+    added = call(variant, inputs, CallOptions(dw_mode=DW_ADDED, added_to=start)).dw[0]
     assert torch.equal(added, start + wide)
     assert not torch.equal(added, start)
 
     for inner in (3, 7, 42):
-        packed = call(variant, inputs, Wishes(inner=inner))
+        packed = call(variant, inputs, CallOptions(inner=inner))
         assert torch.equal(packed.dx[0], plain.dx[0])
         assert torch.equal(packed.dw[0], plain.dw[0])
 
@@ -72,7 +74,7 @@ def test_no_weight_means_ones(weight: str, weight_in: str, target: Target) -> No
     variant = plain_variant(problem, target, weight_in=weight_in, slice_columns=128)
     inputs = make_inputs(problem, CPU)
     ones = replace(inputs, weight=torch.ones_like(inputs.weight))
-    expected, found = call(variant, ones), call(variant, inputs, Wishes(weight=False))
+    expected, found = call(variant, ones), call(variant, inputs, CallOptions(weight=False))
     assert torch.equal(found.dx[0], expected.dx[0])
     assert not torch.equal(found.dx[0], call(variant, inputs).dx[0])
 
@@ -145,6 +147,11 @@ def test_weight_that_is_not_there_is_not_read(target: Target) -> None:
     spec, launch = plan(variant, 42)
     source = render(variant).replace("if (weight == nullptr)", "if (false)")
     runs = run_schedules(
-        source, spec, launch, inputs, [Schedule(0, launch.grid)], wishes=Wishes(weight=False)
+        source,
+        spec,
+        launch,
+        inputs,
+        [Schedule(0, launch.grid)],
+        call_options=CallOptions(weight=False),
     )
     assert runs.faults and "out of bounds" in runs.faults[0]

@@ -21,7 +21,7 @@ from generator.emulate import build as host_build
 from generator.emulate.__main__ import main
 from generator.emulate.build import build
 from generator.emulate.check import CPU, PARTICIPANTS, check_source, plan, reduced
-from generator.emulate.run import Layout, Wishes
+from generator.emulate.run import CallOptions, Layout
 from generator.errors import NormforgeError
 from generator.kernels.render import render
 from generator.kernels.variant import Variant, make_variant
@@ -30,7 +30,7 @@ from generator.package.fallback_kernels import generic_variants, takes_rows
 from generator.paths import REPOSITORY
 from generator.problem import Problem
 from generator.target import Target, find_target
-from tests.support.samples import DETERMINISTIC, FLAVOURS, plain_variant, sample_variant
+from tests.support.samples import DETERMINISTIC, REDUCTION, plain_variant, sample_variant
 
 SEED = int(os.environ.get("NORMFORGE_EMULATE_SEED", "2026"))
 """Of the sampled variants; every test id shows it."""
@@ -44,14 +44,14 @@ pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize("pipeline", ["direct", "bulk"])
-@pytest.mark.parametrize("flavour", DETERMINISTIC)
-def test_deterministic_flavour_gives_one_set_of_bits(
-    flavour: str, pipeline: str, target: Target
+@pytest.mark.parametrize("reduction", DETERMINISTIC)
+def test_deterministic_reduction_gives_one_set_of_bits(
+    reduction: str, pipeline: str, target: Target
 ) -> None:
-    knobs = {"pipeline": pipeline, **FLAVOURS[flavour]}
+    knobs = {"pipeline": pipeline, **REDUCTION[reduction]}
     if pipeline == "bulk":
         knobs["stages"] = 2
-    if flavour == "separate":
+    if reduction == "separate":
         knobs["sum_threads"] = 128
     variant = plain_variant("43x1024:bf16", target, **knobs)
     problem = Problem.parse("43x1024:bf16")
@@ -64,9 +64,9 @@ def test_deterministic_flavour_gives_one_set_of_bits(
     assert (check.schedules, check.distinct_results) == (200, 1)
 
 
-@pytest.mark.parametrize("flavour", ["atomic", "bulk_free"])
-def test_free_running_flavour_is_told_apart(flavour: str, target: Target) -> None:
-    variant = plain_variant("43x1024:bf16", target, **FLAVOURS[flavour])
+@pytest.mark.parametrize("reduction", ["atomic", "bulk_free"])
+def test_free_running_reduction_is_told_apart(reduction: str, target: Target) -> None:
+    variant = plain_variant("43x1024:bf16", target, **REDUCTION[reduction])
     problem = Problem.parse("43x1024:bf16")
     check = check_variant(variant, problem, schedules=100, seed=SEED, all_rows=True)
     assert check.problems == ()
@@ -82,7 +82,7 @@ def test_free_running_flavour_is_told_apart(flavour: str, target: Target) -> Non
 
 
 def test_same_seed_gives_the_same_schedule(target: Target) -> None:
-    variant = plain_variant("43x1024:bf16", target, **FLAVOURS["atomic"])
+    variant = plain_variant("43x1024:bf16", target, **REDUCTION["atomic"])
     problem = Problem.parse("43x1024:bf16")
     inputs = make_cancelling(problem, make_inputs(problem, CPU))
     results = [emulate(variant, problem, inputs, seed=seed) for seed in (7, 7, *range(20))]
@@ -108,7 +108,7 @@ def test_mailbox_has_the_bits_of_column_slices(shape: str, teams: int, target: T
     problem = Problem.parse(shape)
     tuned = replace(problem, M=1 << 16)
     sampled = sample_variant(
-        *(tuned, target, SEED), **FLAVOURS["mailbox"], pipeline="direct", rows_per_cta=teams
+        *(tuned, target, SEED), **REDUCTION["mailbox"], pipeline="direct", rows_per_cta=teams
     )
     plain = make_inputs(problem, CPU)
     zeros, wild = plain.dy.clone(), plain.dy.clone()
@@ -126,19 +126,19 @@ def test_mailbox_has_the_bits_of_column_slices(shape: str, teams: int, target: T
     }
     for name, inputs in cases.items():
         found = {}
-        for flavour in ("mailbox", "column_slices"):
-            variant = make_variant({**sampled.config, **FLAVOURS[flavour]}, tuned)
+        for reduction in ("mailbox", "column_slices"):
+            variant = make_variant({**sampled.config, **REDUCTION[reduction]}, tuned)
             spec, launch = plan(variant, problem.M)
             schedules = [Schedule(SEED + seed, launch.grid) for seed in range(20)]
             runs = run_schedules(render(variant), spec, launch, inputs, schedules)
-            assert runs.faults == [], (flavour, name)
+            assert runs.faults == [], (reduction, name)
             assert (len(runs.outcomes), runs.distinct_results) == (20, 1)
             # Which NaN an addition gives depends here on how the compiler orders its operands.
             dw = torch.where(runs.dw[0].isnan(), torch.nan, runs.dw[0])
-            found[flavour] = dw.view(torch.int32 if dw.dtype == torch.float32 else torch.int16)
+            found[reduction] = dw.view(torch.int32 if dw.dtype == torch.float32 else torch.int16)
             assert dw.isnan().any() == (name == "wild")
             if "zeros" in name:  # a sum that starts at +0 does not become -0
-                assert (found[flavour][::3] == 0).all()
+                assert (found[reduction][::3] == 0).all()
         assert torch.equal(found["mailbox"], found["column_slices"]), name
 
 
@@ -166,7 +166,7 @@ def test_early_arrival_changes_no_bits(
     """Whether or not all CTAs are there at once, and whatever the call asks for."""
     problem = Problem.parse(shape)
     inputs = make_cancelling(problem, make_inputs(problem, CPU))
-    knobs = {**FLAVOURS["mailbox"], **knobs, "pipeline": pipeline}
+    knobs = {**REDUCTION["mailbox"], **knobs, "pipeline": pipeline}
     if pipeline != "direct":
         knobs["stages"] = 3
     found = []
@@ -181,12 +181,12 @@ def test_early_arrival_changes_no_bits(
             Schedule(SEED + seed, resident[seed % len(resident)])
             for seed in range(40 if arrival == "early" else 1)
         ]
-        for wishes in (Wishes(), Wishes(dx=False), Wishes(dw=False)):
-            some = schedules if wishes.dx and wishes.dw else schedules[-2:]
-            runs = run_schedules(source, spec, launch, inputs, some, wishes=wishes)
-            assert runs.faults == [], wishes
+        for call_options in (CallOptions(), CallOptions(dx=False), CallOptions(dw=False)):
+            some = schedules if call_options.dx and call_options.dw else schedules[-2:]
+            runs = run_schedules(source, spec, launch, inputs, some, call_options=call_options)
+            assert runs.faults == [], call_options
             assert (len(runs.outcomes), runs.distinct_results) == (len(some), 1)
-            if wishes.dw:
+            if call_options.dw:
                 found.append(runs.dw[0])
     assert all(torch.equal(dw, found[0]) for dw in found)
 
@@ -202,23 +202,25 @@ SHAPES = (
 
 
 def sampled(index: int) -> tuple[Problem, Variant, Layout]:
-    """Case `index` of SEED: flavours, shapes and pipelines in turn, the rest at random."""
+    """Case `index` of SEED: reduction kinds, shapes and pipelines in turn, the rest at random."""
     rng = random.Random(f"{SEED} {index}")
-    flavour = list(FLAVOURS.values())[index % len(FLAVOURS)]
+    reduction = list(REDUCTION.values())[index % len(REDUCTION)]
     problem = Problem.parse(SHAPES[index % len(SHAPES)])
     gpu = find_target(rng.choice(("h200", "gb200", "a100")))
-    wishes: list[dict[str, int | str]] = [
+    call_options: list[dict[str, int | str]] = [
         {"pipeline": ("bulk", "direct", "async")[index % 3]},
         {"cluster": rng.choice((1, 2, 4, 8))},
         {"reload": rng.choice(("smem", "none"))},
         {"rows_in_flight": rng.choice((1, 2))},
     ]
     variant = None
-    for count in range(len(wishes), -1, -1):
-        fixed = {name: value for wish in wishes[:count] for name, value in wish.items()}
+    for count in range(len(call_options), -1, -1):
+        fixed = {name: value for option in call_options[:count] for name, value in option.items()}
         for where in (gpu, find_target("h200")):
             try:
-                variant = sample_variant(problem, where, rng.randrange(1 << 32), **flavour, **fixed)
+                variant = sample_variant(
+                    problem, where, rng.randrange(1 << 32), **reduction, **fixed
+                )
                 break
             except NormforgeError:
                 continue
@@ -245,7 +247,7 @@ def test_sampled_variant_is_right_under_every_schedule(index: int) -> None:
 
 def test_the_samples_cover_the_space() -> None:
     variants = [sampled(index)[1] for index in range(51)]
-    assert {v["strategy"] for v in variants} == {v["strategy"] for v in FLAVOURS.values()}
+    assert {v["strategy"] for v in variants} == {v["strategy"] for v in REDUCTION.values()}
     assert {v.dtype for v in variants} == {"bf16", "fp16", "fp32"}
     assert {v["pipeline"] for v in variants} == {"bulk", "direct", "async"}
     assert {v["reload"] for v in variants} == {"none", "smem"}
@@ -318,25 +320,25 @@ ONE_TEAM: list[tuple[str, dict[str, int | str], tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(
-    ("shape", "knobs", "straight", "flavour"),
+    ("shape", "knobs", "straight", "reduction"),
     [
-        (*case, flavour)
+        (*case, reduction)
         for case in ONE_TEAM
-        for flavour in FLAVOURS
-        if not case[1] or flavour in ("separate", "column_slices", "mailbox", "atomic")
+        for reduction in REDUCTION
+        if not case[1] or reduction in ("separate", "column_slices", "mailbox", "atomic")
     ],
 )
 def test_single_team_stores_from_its_registers(
     shape: str,
     knobs: dict[str, int | str],
     straight: tuple[str, ...],
-    flavour: str,
+    reduction: str,
     target: Target,
 ) -> None:
     """Whole float4s of it need no shared memory on their way, but where CTAs add to one row: then
     as much as its columns. An access outside is found."""
     variant = plain_variant(
-        shape, target, **FLAVOURS[flavour], **knobs, pipeline="direct", rows_per_cta=1
+        shape, target, **REDUCTION[reduction], **knobs, pipeline="direct", rows_per_cta=1
     )
     columns = -(-variant.columns // 4) * 4
     assert variant.fold_bytes == (0 if variant["strategy"] in straight else 4 * columns)
@@ -344,21 +346,23 @@ def test_single_team_stores_from_its_registers(
 
 
 @pytest.mark.parametrize("shape", ["1x1:fp32", "1x8:bf16", "2x1024:fp16:fp32"])
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_few_rows(flavour: str, shape: str, target: Target) -> None:
+@pytest.mark.parametrize("reduction", REDUCTION)
+def test_few_rows(reduction: str, shape: str, target: Target) -> None:
     served = Problem.parse(shape)
     tuned = Problem(4096, served.N, served.dtype, served.weight_dtype)
-    variant = sample_variant(tuned, target, SEED, **FLAVOURS[flavour], pipeline="direct", cluster=1)
+    variant = sample_variant(
+        tuned, target, SEED, **REDUCTION[reduction], pipeline="direct", cluster=1
+    )
     check = check_variant(variant, served, schedules=6, seed=SEED)
     assert check.problems == ()
 
 
-@pytest.mark.parametrize("flavour", DETERMINISTIC)
-def test_many_partial_rows(flavour: str, target: Target) -> None:
+@pytest.mark.parametrize("reduction", DETERMINISTIC)
+def test_many_partial_rows(reduction: str, target: Target) -> None:
     """More partial rows than a tail's lanes read at once, and groups of more than two."""
     variant = plain_variant(
         *("333x256:fp32", target),
-        **{**FLAVOURS[flavour], "threads_per_row": 64, "rows_per_cta": 2, "ctas_per_sm": 2},
+        **{**REDUCTION[reduction], "threads_per_row": 64, "rows_per_cta": 2, "ctas_per_sm": 2},
     )
     problem = Problem.parse("333x256:fp32")
     assert plan(variant, problem.M, 150)[1].grid == 150
@@ -376,7 +380,7 @@ SHORT = (
 """Numbers of rows that are no multiple of a batch; widths with and without idle threads."""
 
 
-def short_variant(shape: str, flavour: str, pipeline: str, per_row: int, index: int) -> Variant:
+def short_variant(shape: str, reduction: str, pipeline: str, per_row: int, index: int) -> Variant:
     """A variant with `per_row` threads per row, or with 8 where those would be mostly idle."""
     problem = replace(Problem.parse(shape), M=1 << 16)
     target = find_target("gb200" if index % 2 and pipeline == "direct" else "h200")
@@ -384,7 +388,7 @@ def short_variant(shape: str, flavour: str, pipeline: str, per_row: int, index: 
         try:
             return sample_variant(
                 *(problem, target, SEED + index),
-                **{**FLAVOURS[flavour], "pipeline": pipeline, "threads_per_row": threads},
+                **{**REDUCTION[reduction], "pipeline": pipeline, "threads_per_row": threads},
             )
         except NormforgeError:
             continue
@@ -392,12 +396,12 @@ def short_variant(shape: str, flavour: str, pipeline: str, per_row: int, index: 
 
 
 @pytest.mark.parametrize("pipeline", ["direct", "async"])
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_rows_of_less_than_a_warp(flavour: str, pipeline: str) -> None:
-    first = list(FLAVOURS).index(flavour) + 4 * (pipeline == "async")
+@pytest.mark.parametrize("reduction", REDUCTION)
+def test_rows_of_less_than_a_warp(reduction: str, pipeline: str) -> None:
+    first = list(REDUCTION).index(reduction) + 4 * (pipeline == "async")
     for index in range(first, first + 4):
         shape = SHORT[index % len(SHORT)]
-        variant = short_variant(shape, flavour, pipeline, (8, 16)[index // 2 % 2], index)
+        variant = short_variant(shape, reduction, pipeline, (8, 16)[index // 2 % 2], index)
         for rows in (None, 1, variant.batch_rows - 1):
             problem = Problem.parse(shape)
             problem = replace(problem, M=rows or problem.M)
@@ -407,10 +411,10 @@ def test_rows_of_less_than_a_warp(flavour: str, pipeline: str) -> None:
                 assert check.distinct_results == 1
 
 
-@pytest.mark.parametrize("flavour", DETERMINISTIC)
-def test_rows_of_less_than_a_warp_give_one_set_of_bits(flavour: str, target: Target) -> None:
-    knobs = {**FLAVOURS[flavour], "threads_per_row": 8, "rows_per_cta": 2, "rows_in_flight": 2}
-    if flavour == "separate":
+@pytest.mark.parametrize("reduction", DETERMINISTIC)
+def test_rows_of_less_than_a_warp_give_one_set_of_bits(reduction: str, target: Target) -> None:
+    knobs = {**REDUCTION[reduction], "threads_per_row": 8, "rows_per_cta": 2, "rows_in_flight": 2}
+    if reduction == "separate":
         knobs["sum_threads"] = 128
     variant = plain_variant("65536x64:bf16", target, **knobs, ctas_per_sm=4)
     problem = Problem.parse("131x64:bf16")
@@ -429,26 +433,30 @@ def test_rows_of_less_than_a_warp_of_packed_heads(target: Target) -> None:
     spec, launch = plan(variant, problem.M)
     inputs = make_inputs(problem, CPU)
 
-    def call(wishes: Wishes) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def call(call_options: CallOptions) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         schedules = [Schedule(seed, launch.grid) for seed in range(3)]
-        runs = run_schedules(render(variant), spec, launch, inputs, schedules, wishes=wishes)
+        runs = run_schedules(
+            render(variant), spec, launch, inputs, schedules, call_options=call_options
+        )
         assert runs.faults == []
         assert runs.distinct_results == 1
         return runs.dx, runs.dw
 
-    dx, dw = call(Wishes())
+    dx, dw = call(CallOptions())
     for inner in (3, 7, 21):
-        packed = call(Wishes(inner=inner))
+        packed = call(CallOptions(inner=inner))
         assert torch.equal(packed[0][0], dx[0])
         assert torch.equal(packed[1][0], dw[0])
-    assert torch.equal(call(Wishes(dw=False))[0][0], dx[0])
-    assert torch.equal(call(Wishes(dx=False))[1][0], dw[0])
+    assert torch.equal(call(CallOptions(dw=False))[0][0], dx[0])
+    assert torch.equal(call(CallOptions(dx=False))[1][0], dw[0])
 
 
 def test_short_samples_cover_their_knobs() -> None:
     variants = [
-        short_variant(SHORT[index % len(SHORT)], flavour, pipeline, (8, 16)[index // 2 % 2], index)
-        for number, flavour in enumerate(FLAVOURS)
+        short_variant(
+            SHORT[index % len(SHORT)], reduction, pipeline, (8, 16)[index // 2 % 2], index
+        )
+        for number, reduction in enumerate(REDUCTION)
         for pipeline in ("direct", "async")
         for first in (number + 4 * (pipeline == "async"),)
         for index in range(first, first + 4)
@@ -463,7 +471,7 @@ def test_short_samples_cover_their_knobs() -> None:
 
 def test_reduced_rows_refill_every_stage(target: Target) -> None:
     variant = plain_variant(
-        "65536x1024:bf16", target, **FLAVOURS["semaphore"], pipeline="bulk", stages=4
+        "65536x1024:bf16", target, **REDUCTION["semaphore"], pipeline="bulk", stages=4
     )
     small = reduced(variant, Problem.parse("65536x1024:bf16"))
     assert small.N == 1024
@@ -478,7 +486,7 @@ def test_reduced_rows_end_in_a_batch_that_is_not_full(
     target: Target, teams: int, in_flight: int
 ) -> None:
     shape = "65536x1024:bf16"
-    knobs = FLAVOURS["separate"] | {"rows_per_cta": teams, "ctas_per_sm": 2}
+    knobs = REDUCTION["separate"] | {"rows_per_cta": teams, "ctas_per_sm": 2}
     variant = plain_variant(shape, target, **knobs, rows_in_flight=in_flight)
     small = reduced(variant, Problem.parse(shape))
     assert in_flight == 1 or small.M % in_flight
@@ -533,7 +541,7 @@ def test_conversions_round_as_the_gpu_does(tmp_path: Path) -> None:
 def test_portable_fibers_give_the_same_bits(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variant = plain_variant("13x1024:bf16", target, **FLAVOURS["atomic"])
+    variant = plain_variant("13x1024:bf16", target, **REDUCTION["atomic"])
     problem = Problem.parse("13x1024:bf16")
     spec, launch = plan(variant, problem.M)
     fast = check_source(render(variant), spec, launch, problem, schedules=9)
@@ -610,7 +618,7 @@ def test_without_a_compiler_the_checks_are_reported_as_not_run(
     assert done.returncode == 2
     assert "no C++ compiler found" in done.stderr
     monkeypatch.setattr("generator.emulate.check.find_compiler", lambda: None)
-    variant = plain_variant("64x1024:bf16", target, **FLAVOURS["semaphore"])
+    variant = plain_variant("64x1024:bf16", target, **REDUCTION["semaphore"])
     check = check_variant(variant, Problem.parse("64x1024:bf16"))
     assert not check.passed
     assert (check.schedules, check.problems) == (0, ())

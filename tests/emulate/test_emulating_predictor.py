@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from generator.emulate import Check
-from generator.emulate import evaluator as rehearse
-from generator.emulate.evaluator import RehearsingPredictor
+from generator.emulate import evaluator as emulate
+from generator.emulate.evaluator import EmulatingPredictor
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
@@ -56,7 +56,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], Check
             asked.append(variant.id)
             return answer(variant.id)
 
-        monkeypatch.setattr(rehearse, "check_variant", check)
+        monkeypatch.setattr(emulate, "check_variant", check)
         return asked
 
     return install
@@ -67,7 +67,7 @@ def held(
 ) -> tuple[list[Result], Choice | None]:
     """The results of finals, and who wins."""
     rank = LegalConfigs(SPACE, PROBLEM, TARGET).rank
-    results = hold_round(RehearsingPredictor(TARGET), PROBLEM, entries, rank, incumbent)
+    results = hold_round(EmulatingPredictor(TARGET), PROBLEM, entries, rank, incumbent)
     pairs = [(v.config, result) for (v, _), result in zip(entries, results, strict=True)]
     return results, choose(pairs, rank, incumbent)
 
@@ -126,7 +126,7 @@ def test_without_a_compiler_the_check_is_reported_as_not_run(executor) -> None: 
 
 def test_a_variant_is_executed_once_for_all_numbers_of_rows(executor) -> None:  # type: ignore[no-untyped-def]
     asked = executor(lambda name: Check(name, 12, 1, 1e-3, 1e-3))
-    predictor = RehearsingPredictor(TARGET)
+    predictor = EmulatingPredictor(TARGET)
     ((variant, compiled),) = finalists(1)
     for M in (4096, 8192, 16384):
         problem = Problem(M, 1024, "bf16", "bf16")
@@ -139,7 +139,7 @@ def test_real_variant_passes_the_real_executor() -> None:
     rng = random.Random(0)
     variant = make_variant(SPACE.sample(PROBLEM, TARGET, rng, {"strategy": "last_cta"}), PROBLEM)
     compiled = compile_variant(variant, TARGET.arch)
-    predictor = RehearsingPredictor(TARGET, schedules=3)
+    predictor = EmulatingPredictor(TARGET, schedules=3)
     (predicted,) = predictor.finals(PROBLEM, [(variant, compiled)])
     result = predictor.confirm(PROBLEM, variant, predicted)
     assert result.outcome == "ok", result.note

@@ -14,7 +14,7 @@ from generator.kernels.render import render
 from generator.kernels.variant import Variant
 from generator.problem import Problem
 from generator.target import Target
-from tests.support.samples import DETERMINISTIC, FLAVOURS, plain_variant
+from tests.support.samples import DETERMINISTIC, REDUCTION, plain_variant
 
 SCALAR = {"threads_per_row": 32, "rows_per_cta": 8}
 PART_OF_A_WARP = {"threads_per_row": 8}
@@ -84,24 +84,24 @@ def test_many_rows_of_a_team_cost_little(
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("flavour", DETERMINISTIC)
+@pytest.mark.parametrize("reduction", DETERMINISTIC)
 @pytest.mark.parametrize("shape", ["701x256:fp32", "701x250:bf16:fp32", "701x256:bf16"])
-def test_blocks_lose_nothing(flavour: str, shape: str, target: Target) -> None:
+def test_blocks_lose_nothing(reduction: str, shape: str, target: Target) -> None:
     """Closed blocks, one under way, and teams that have none."""
-    variant = plain_variant(shape, target, **FLAVOURS[flavour], **SCALAR)
+    variant = plain_variant(shape, target, **REDUCTION[reduction], **SCALAR)
     for M in (1, 16 * 40, 16 * 40 + 1, 701):  # 40 teams
         check_rows(variant, M)
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("flavour", ["separate", "column_slices", "mailbox"])
+@pytest.mark.parametrize("reduction", ["separate", "column_slices", "mailbox"])
 @pytest.mark.parametrize("pipeline", ["direct", "async", "bulk"])
-def test_blocks_of_clusters_lose_nothing(flavour: str, pipeline: str, target: Target) -> None:
+def test_blocks_of_clusters_lose_nothing(reduction: str, pipeline: str, target: Target) -> None:
     """They end while the sums of the next rows travel; batches of four rows, blocks of four
     batches, five clusters."""
     stages = 1 if pipeline == "direct" else 2
     variant = plain_variant(
-        "181x4096:bf16", target, **FLAVOURS[flavour], **CLUSTER, pipeline=pipeline, stages=stages
+        "181x4096:bf16", target, **REDUCTION[reduction], **CLUSTER, pipeline=pipeline, stages=stages
     )
     for batches in (0, 1, 3, 4, 5, 8, 9):
         check_rows(variant, 20 * batches + 1)

@@ -14,7 +14,7 @@ from generator.kernels.render import render
 from generator.kernels.variant import Variant
 from generator.problem import Problem
 from generator.target import Target
-from tests.support.samples import FLAVOURS, plain_variant
+from tests.support.samples import REDUCTION, plain_variant
 
 SCHEDULES = 200
 
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ com
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old` becomes `new` in so many places of the source of the flavour with the knobs; a problem
+    """`old` becomes `new` in so many places of the source of the reduction kind with the knobs; a problem
     that matches `found` has to be reported. residency: None lets it vary."""
 
-    flavour: str
+    reduction: str
     old: str
     new: str
     found: str
@@ -688,8 +688,8 @@ PLANTED = {
 
 
 def make(mutation: Mutation, target: Target) -> Variant:
-    knobs = {**FLAVOURS[mutation.flavour], **mutation.knobs}
-    if mutation.flavour == "separate":  # a small second kernel, for speed
+    knobs = {**REDUCTION[mutation.reduction], **mutation.knobs}
+    if mutation.reduction == "separate":  # a small second kernel, for speed
         knobs = {"slice_columns": 128, "sum_threads": 128, **knobs}
     return plain_variant(mutation.shape, target, **knobs)
 
@@ -728,7 +728,7 @@ def untouched() -> dict[str, Mutation]:
     """One mutation for every different source above."""
     first: dict[tuple[object, ...], str] = {}
     for name, m in PLANTED.items():
-        first.setdefault((m.flavour, tuple(sorted(m.knobs.items())), m.shape, m.residency), name)
+        first.setdefault((m.reduction, tuple(sorted(m.knobs.items())), m.shape, m.residency), name)
     return {name: PLANTED[name] for name in first.values()}
 
 
@@ -773,14 +773,14 @@ def test_words_behind_a_release_and_an_acquire_have_arrived(target: Target) -> N
     assert run(mutation, source, variant).problems == ()
 
 
-@pytest.mark.parametrize("flavour", ["mailbox", "column_slices"])
+@pytest.mark.parametrize("reduction", ["mailbox", "column_slices"])
 @pytest.mark.parametrize("shape", ["43x1024:bf16", "43x1001:bf16", "86x512:bf16"])
-def test_any_number_of_resident_ctas_is_enough(flavour: str, shape: str, target: Target) -> None:
+def test_any_number_of_resident_ctas_is_enough(reduction: str, shape: str, target: Target) -> None:
     """One, two, three, four or all five CTAs at once: with fewer, slices are handed over, with more
     than five slices and with fewer; always with the same bits."""
     for slice_columns in (16, 128):
         mutation = Mutation(
-            flavour, "", "", "", {"slice_columns": slice_columns, "threads_per_row": 64}, shape
+            reduction, "", "", "", {"slice_columns": slice_columns, "threads_per_row": 64}, shape
         )
         variant = make(mutation, target)
         problem = Problem.parse(shape)
@@ -799,14 +799,14 @@ def test_any_number_of_resident_ctas_is_enough(flavour: str, shape: str, target:
 
 
 @pytest.mark.parametrize(
-    ("flavour", "knobs"), [("mailbox", {}), ("mailbox", EARLY), ("column_slices", {})]
+    ("reduction", "knobs"), [("mailbox", {}), ("mailbox", EARLY), ("column_slices", {})]
 )
 def test_slices_may_be_handed_over_at_any_time(
-    flavour: str, knobs: dict[str, int | str], target: Target
+    reduction: str, knobs: dict[str, int | str], target: Target
 ) -> None:
     """Also when all have started, and at the moment of the last arrival."""
     for slice_columns in (16, 128):
-        mutation = Mutation(flavour, "", "", "", {"slice_columns": slice_columns, **knobs})
+        mutation = Mutation(reduction, "", "", "", {"slice_columns": slice_columns, **knobs})
         variant = make(mutation, target)
         source = render(variant)
         assert PATIENT in source
@@ -815,10 +815,10 @@ def test_slices_may_be_handed_over_at_any_time(
         assert (check.schedules, check.distinct_results) == (SCHEDULES, 1)
 
 
-@pytest.mark.parametrize("flavour", ["mailbox", "column_slices"])
-def test_clusters_may_wait_for_others_of_their_rank(flavour: str, target: Target) -> None:
+@pytest.mark.parametrize("reduction", ["mailbox", "column_slices"])
+def test_clusters_may_wait_for_others_of_their_rank(reduction: str, target: Target) -> None:
     knobs = {"cluster": 2, "pipeline": "direct", "threads_per_row": 128}
-    mutation = Mutation(flavour, "", "", "", knobs, "9x4096:bf16")
+    mutation = Mutation(reduction, "", "", "", knobs, "9x4096:bf16")
     variant = make(mutation, target)
     check = run(mutation, render(variant), variant)
     assert check.problems == ()

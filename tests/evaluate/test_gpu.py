@@ -21,7 +21,7 @@ from generator.evaluate.gpu.session import Workload
 from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.verify.accuracy import check_accuracy, compare
 from generator.evaluate.verify.bench import Bench
-from generator.evaluate.verify.determinism import check_repeats, check_wishes, digest
+from generator.evaluate.verify.determinism import check_call_options, check_repeats, digest
 from generator.evaluate.verify.guarded import Guarded
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.nvrtc import Compiled, compile_source
@@ -42,7 +42,7 @@ from tests.support.runs import command, kill_and_resume
 from tests.support.samples import (
     DETERMINISTIC,
     DTYPES,
-    FLAVOURS,
+    REDUCTION,
     SPACE,
     compiled_generics,
     plain_variant,
@@ -52,7 +52,7 @@ from tests.support.samples import (
 
 pytestmark = pytest.mark.gpu
 
-BARRED = [name for name in FLAVOURS if name not in DETERMINISTIC]
+BARRED = [name for name in REDUCTION if name not in DETERMINISTIC]
 SECONDS = 15.0
 """Deadline of a job in these tests. A fresh worker needs a few seconds for its first one."""
 
@@ -76,8 +76,8 @@ def workload(device: torch.device) -> Callable[[str], Workload]:
     return of
 
 
-def flavours_of(target: Target) -> list[str]:
-    return [name for name in FLAVOURS if target.has_bulk_copy or "bulk" not in name]
+def reductions_of(target: Target) -> list[str]:
+    return [name for name in REDUCTION if target.has_bulk_copy or "bulk" not in name]
 
 
 def runnable(
@@ -103,21 +103,21 @@ def bench_of(workload: Workload, v: Variant, target: Target, old: str = "", new:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("reduction", REDUCTION)
 @pytest.mark.parametrize(("M", "N"), [(1000, 1024), (777, 3072), (300, 1001), (257, 8192)])
 def test_random_variants_are_accurate_and_repeat_their_bits_exactly_if_they_claim_to(
     here: Target,
     workload: Callable[[str], Workload],
-    flavour: str,
+    reduction: str,
     dtype: str,
     M: int,
     N: int,
 ) -> None:
-    if flavour not in flavours_of(here):
+    if reduction not in reductions_of(here):
         pytest.skip(f"{here} has no bulk copies")
     for seed, weight in ((0, dtype), (1, "fp32")):
         shape = f"{M}x{N}:{dtype}:{weight}"
-        v, compiled = runnable(shape, here, seed, **FLAVOURS[flavour])
+        v, compiled = runnable(shape, here, seed, **REDUCTION[reduction])
         work = workload(shape)
         bench = work.bench(Candidate(compiled.cubin, v.spec(here.sms)))
         accuracy = check_accuracy(bench, work.inputs, work.reference)
@@ -129,7 +129,7 @@ def test_random_variants_are_accurate_and_repeat_their_bits_exactly_if_they_clai
         assert check_repeats(bench, work.cancelling) == "", v
 
 
-@pytest.mark.parametrize("flavour", DETERMINISTIC)
+@pytest.mark.parametrize("reduction", DETERMINISTIC)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -137,41 +137,41 @@ def test_random_variants_are_accurate_and_repeat_their_bits_exactly_if_they_clai
         *("999x1024:bf16+offset+residual", "300x4096:bf16:fp32+residual_fp32"),
     ],
 )
-def test_options_and_wishes_are_right(
-    here: Target, workload: Callable[[str], Workload], flavour: str, shape: str
+def test_options_and_call_options_are_right(
+    here: Target, workload: Callable[[str], Workload], reduction: str, shape: str
 ) -> None:
-    if flavour not in flavours_of(here):
+    if reduction not in reductions_of(here):
         pytest.skip(f"{here} has no bulk copies")
-    v, compiled = runnable(shape, here, 2, **FLAVOURS[flavour])
+    v, compiled = runnable(shape, here, 2, **REDUCTION[reduction])
     work = workload(shape)
     bench = work.bench(Candidate(compiled.cubin, v.spec(here.sms)))
     assert check_accuracy(bench, work.inputs, work.reference).fault == ""
     assert check_repeats(bench, work.cancelling) == ""
-    assert check_wishes(bench, work.inputs) == ""
+    assert check_call_options(bench, work.inputs) == ""
 
 
-@pytest.mark.parametrize("flavour", BARRED)
+@pytest.mark.parametrize("reduction", BARRED)
 def test_order_of_arrival_is_refuted(
-    here: Target, workload: Callable[[str], Workload], flavour: str
+    here: Target, workload: Callable[[str], Workload], reduction: str
 ) -> None:
     """Else the harness would not see what it is there for."""
-    if flavour not in flavours_of(here):
+    if reduction not in reductions_of(here):
         pytest.skip(f"{here} has no bulk copies")
     work = workload("4096x1024:bf16")
-    v = plain_variant("4096x1024:bf16", here, **FLAVOURS[flavour])
+    v = plain_variant("4096x1024:bf16", here, **REDUCTION[reduction])
     bench = bench_of(work, v, here)
     assert check_accuracy(bench, work.inputs, work.reference).fault == ""
     assert check_repeats(bench, work.cancelling).startswith("dw of run ")
 
 
-@pytest.mark.parametrize("flavour", DETERMINISTIC)
+@pytest.mark.parametrize("reduction", DETERMINISTIC)
 @pytest.mark.parametrize("N", [1024, 1001])
 def test_one_cubin_serves_every_number_of_rows(
-    here: Target, workload: Callable[[str], Workload], flavour: str, N: int
+    here: Target, workload: Callable[[str], Workload], reduction: str, N: int
 ) -> None:
-    if flavour not in flavours_of(here):
+    if reduction not in reductions_of(here):
         pytest.skip(f"{here} has no bulk copies")
-    v, compiled = runnable(f"4096x{N}:bf16", here, 3, **FLAVOURS[flavour])
+    v, compiled = runnable(f"4096x{N}:bf16", here, 3, **REDUCTION[reduction])
     for M in (1, 2, 3, 131, 133, 777, 10007):
         work = workload(f"{M}x{N}:bf16")
         bench = work.bench(Candidate(compiled.cubin, v.spec(here.sms)))
@@ -326,14 +326,14 @@ def test_slow_variant_is_timed_and_given_up(evaluator: MeasuredEvaluator) -> Non
 
 def test_finals_verify_the_ordered_and_refute_the_unordered(evaluator: MeasuredEvaluator) -> None:
     target = evaluator.target
-    variants = [plain_variant(PROBLEM, target, **FLAVOURS[f]) for f in ("column_slices", "atomic")]
+    variants = [plain_variant(PROBLEM, target, **REDUCTION[f]) for f in ("column_slices", "atomic")]
     entries = [(v, compile_variant(v, target.arch)) for v in variants]
     ordered, unordered = evaluator.finals(PROBLEM, entries)
     assert ordered.outcome == "ok", ordered
     assert ordered.determinism == "verified"
     assert set(ordered.checks) == {
         *("accuracy", "20 runs", "cancelling magnitudes", "busy GPU and thrashed L2"),
-        *("wishes", "fresh process"),
+        *("call_options", "fresh process"),
     }
     assert unordered.outcome == "nondeterministic", unordered
     assert unordered.determinism == "refuted"
@@ -387,10 +387,10 @@ def package(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Package:
     """One "tuned" shape for every deterministic strategy, told apart by M, and the generics."""
     folder = tmp_path_factory.mktemp("gpu") / "rmsnorm_backward"
     entries = []
-    for i, flavour in enumerate(DETERMINISTIC):
-        if flavour in flavours_of(here):
+    for i, reduction in enumerate(DETERMINISTIC):
+        if reduction in reductions_of(here):
             problem = Problem(FIRST_M + i, 1024, "bf16", "bf16")
-            entries.append(planted_entry(problem, here, **FLAVOURS[flavour]))
+            entries.append(planted_entry(problem, here, **REDUCTION[reduction]))
     emit_package(entries, compiled_generics(here), here, folder)
     return Package(folder)
 
@@ -398,7 +398,7 @@ def package(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Package:
 @pytest.fixture(params=DETERMINISTIC)
 def rows(request: pytest.FixtureRequest, here: Target) -> int:
     """The M that selects one strategy of the package."""
-    if request.param not in flavours_of(here):
+    if request.param not in reductions_of(here):
         pytest.skip(f"{here} has no bulk copies")
     return FIRST_M + DETERMINISTIC.index(request.param)
 

@@ -190,7 +190,7 @@ class World:
 
 
 class Desk:
-    """A supply whose worker sits in this process."""
+    """A supervisor whose worker sits in this process."""
 
     def __init__(self, world: World, landscape: Landscape) -> None:
         self.facts = {"name": "fake", "sms": TARGET.sms}
@@ -217,7 +217,7 @@ class Desk:
 
 def evaluator(world: World, landscape: Landscape | None = None) -> MeasuredEvaluator:
     desk: Any = Desk(world, landscape or Landscape())
-    return MeasuredEvaluator(TARGET, supply=desk, sleep=world.clock.sleep)
+    return MeasuredEvaluator(TARGET, supervisor=desk, sleep=world.clock.sleep)
 
 
 def entry(config: Config) -> tuple[Variant, Compiled]:
@@ -255,20 +255,20 @@ def test_a_quiet_run_says_nothing() -> None:
     assert measuring.disturbances() == ""
 
 
-def test_sifting_orders_by_what_is_seen_side_by_side() -> None:
+def test_shortlisting_orders_by_what_is_seen_side_by_side() -> None:
     measuring = evaluator(World())
     configs = SOUND[:6]
-    ratios = measuring.sift(PROBLEM, [entry(config) for config in configs])
+    ratios = measuring.shortlist(PROBLEM, [entry(config) for config in configs])
     landscape = Landscape()
     truth = [landscape.ratio(make_variant(config, PROBLEM)) for config in configs]
     assert ratios == pytest.approx(truth, rel=0.01)
 
 
-def test_sifting_in_a_storm_says_nothing_and_does_not_wait_for_its_end() -> None:
+def test_shortlisting_in_a_storm_says_nothing_and_does_not_wait_for_its_end() -> None:
     world = World(storm=lambda seconds: True)
     measuring = evaluator(world)
     measuring._learn(PROBLEM, 40.0)
-    assert measuring.sift(PROBLEM, [entry(config) for config in SOUND[:4]]) == []
+    assert measuring.shortlist(PROBLEM, [entry(config) for config in SOUND[:4]]) == []
     assert measuring.discarded > 0
     assert world.clock.seconds < 5
 
@@ -317,7 +317,7 @@ def test_endless_noise_ends_without_a_winner_and_calm_continues_from_there(tmp_p
     winner = search(calm, tmp_path)
     assert key(winner.config) == key(SOUND[-1])
     assert records(tmp_path) == known, "finished trials stay as they are"
-    desk: Any = calm._supply
+    desk: Any = calm._supervisor
     assert set(desk.keys) <= flagged
     assert len(desk.keys) == len(set(desk.keys)) > 0
 

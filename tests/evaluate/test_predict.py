@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from generator.errors import NormforgeError
-from generator.evaluate.predict.dw_reduction import TAILS
+from generator.evaluate.predict.dw_reduction import DW_REDUCTIONS
 from generator.evaluate.predict.evaluator import Predictor, predict_us
 from generator.evaluate.predict.model import MODEL, floor_us
 from generator.kernels.nvrtc import Compiled
@@ -34,7 +34,7 @@ WARP_ROWS: dict[str, Any] = {
 }
 BULK: dict[str, Any] = {"pipeline": "bulk", "stages": 3, "threads_per_row": 256, "rows_per_cta": 2}
 ANY_TARGET = st.sampled_from(sorted(load_targets()))
-ANY_STRATEGY = st.sampled_from(sorted(TAILS))
+ANY_STRATEGY = st.sampled_from(sorted(DW_REDUCTIONS))
 
 
 def variant_of(problem: Problem, target: Any = H200, **knobs: Any) -> Variant:

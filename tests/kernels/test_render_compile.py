@@ -30,7 +30,7 @@ from generator.problem import Problem
 from generator.runtime.spec import MAIN_KERNEL, SUM_KERNEL, plan_launch
 from generator.target import Target, find_target
 from tests.support.planted import BAD, WRONG, broken
-from tests.support.samples import DTYPES, FLAVOURS, SPACE, cases, opcodes, plain_variant, sm_of
+from tests.support.samples import DTYPES, REDUCTION, SPACE, cases, opcodes, plain_variant, sm_of
 
 SHAPE = "4096x1024:bf16"
 TINY = 'extern "C" __global__ void rmsnorm_backward(int* p) { p[0] = 1; }'
@@ -43,8 +43,8 @@ ARCHS = {"h200": "sm_90a", "gb200": "sm_100a", "rtx-5090": "sm_120a", "a100": "s
 
 def fragments(v: Variant) -> set[str]:
     """The template fragments that a variant is made of."""
-    flavour = {"turns": "bulk_turns", "free": "bulk_free"}[str(v["order"])]
-    strategy = flavour if v["strategy"] == "bulk_reduce" else v["strategy"]
+    reduction = {"turns": "bulk_turns", "free": "bulk_free"}[str(v["order"])]
+    strategy = reduction if v["strategy"] == "bulk_reduce" else v["strategy"]
     chosen = {"primitives", "elements", "row_sum", "row_blocks", "partial_dw", f"dw_{strategy}"}
     chosen |= {f"rows_{v['pipeline']}", "row_sum_cta" if v["cluster"] == 1 else "row_sum_cluster"}
     if strategy in ("separate", "last_cta", "column_slices", "mailbox"):
@@ -81,10 +81,10 @@ def test_source_names_every_constant_once(case: tuple[Problem, Target, Variant])
 
 def test_every_fragment_is_used_by_some_variant() -> None:
     used: set[str] = set()
-    for flavour in FLAVOURS.values():
+    for reduction in REDUCTION.values():
         for pipeline in ("bulk", "direct", "async"):
             used |= fragments(
-                plain_variant(SHAPE, find_target("h200"), **flavour, pipeline=pipeline)
+                plain_variant(SHAPE, find_target("h200"), **reduction, pipeline=pipeline)
             )
     used |= fragments(clustered(find_target("h200")))
     found = {path.stem for path in TEMPLATES.glob("*.cuh")}
@@ -112,24 +112,24 @@ def check_compiled(v: Variant, compiled: Compiled, target: Target) -> None:
     assert resource_fault(v, compiled, launch, target) == ""
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("reduction", REDUCTION)
 @pytest.mark.parametrize("gpu", GPUS)
-def test_every_strategy_compiles_without_spills_in_every_dtype(gpu: str, flavour: str) -> None:
+def test_every_strategy_compiles_without_spills_in_every_dtype(gpu: str, reduction: str) -> None:
     target = find_target(gpu)
     assert target.arch == ARCHS[gpu]
     for dtype in DTYPES:
         problem = Problem.parse(f"4096x1024:{dtype}")
-        if gpu == "a100" and flavour.startswith("bulk"):
+        if gpu == "a100" and reduction.startswith("bulk"):
             # The instructions do not exist there, and the rule says so.
             config = SPACE.normalize(
-                {**plain_variant(problem, target).config, **FLAVOURS[flavour]}, problem, target
+                {**plain_variant(problem, target).config, **REDUCTION[reduction]}, problem, target
             )
             rejection = SPACE.reject(config, problem, target)
             assert rejection is not None
             assert rejection.rule == "bulk_instructions"
             assert "need sm_90; a100 has none" in rejection.sentence
             continue
-        v = plain_variant(problem, target, **FLAVOURS[flavour])
+        v = plain_variant(problem, target, **REDUCTION[reduction])
         check_compiled(v, compile_source(render(v), target.arch), target)
 
 

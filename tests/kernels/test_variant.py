@@ -17,7 +17,7 @@ from generator.problem import Problem
 from generator.runtime.spec import KernelSpec, Launch, ceil_div, plan_launch
 from generator.space.expressions import DERIVED
 from generator.target import Target, find_target
-from tests.support.samples import FLAVOURS, SPACE, cases, plain_variant, sample_variant
+from tests.support.samples import REDUCTION, SPACE, cases, plain_variant, sample_variant
 
 Case = tuple[Problem, Target, Variant]
 
@@ -268,9 +268,9 @@ def test_every_rank_has_a_ledger_of_two_words_and_one_for_each_slice_in_whole_li
         assert launch.zeroed + launch.scratch == launch.participants * 1024
 
 
-@pytest.mark.parametrize("name", FLAVOURS)
+@pytest.mark.parametrize("name", REDUCTION)
 def test_class_of_determinism_is_that_of_the_strategy(name: str) -> None:
-    v = plain_variant("4096x1024:bf16", find_target("h200"), **FLAVOURS[name])
+    v = plain_variant("4096x1024:bf16", find_target("h200"), **REDUCTION[name])
     assert v.determinism == ("none" if name in ("atomic", "bulk_free") else "gpu_to_gpu")
     # The sums of those that add in any order start from zero, and so do the places of a mailbox.
     launch = plan_launch(v.spec(132), 4096)

@@ -777,7 +777,7 @@ def test_a_kernel_that_the_executor_refutes_is_not_predicted(
     first, second = forward_variants(problem, H200)[:2]
     monkeypatch.setattr(forward_tune, "find_compiler", lambda: "c++")
     monkeypatch.setattr(
-        forward_tune, "rehearse_forward", lambda v, p: "y[0, 0] is 1" if v == first else ""
+        forward_tune, "emulate_forward", lambda v, p: "y[0, 0] is 1" if v == first else ""
     )
     (entry,) = tune_forwards([problem], H200).tuned
     assert entry.variant == second

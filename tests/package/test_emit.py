@@ -220,13 +220,13 @@ def test_entries_that_must_not_be_emitted(package: Path) -> None:
     )
     broken = Compiled(H200.arch, "", b"", {}, "13", False, "", "error: expected a ;")
     failed = Entry(good.problem, good.variant, broken, "measured", good.provenance)
-    guessed = Entry(good.problem, good.variant, good.compiled, "guessed", good.provenance)
+    proposed = Entry(good.problem, good.variant, good.compiled, "proposed", good.provenance)
     for bad, sentence in (
         (loose, "not deterministic"),
         (bare, "does not state its"),
         (other, "is for sm_100a and h200 is sm_90a"),
         (failed, "error: expected a ;"),
-        (guessed, "evidence 'guessed'"),
+        (proposed, "evidence 'proposed by the surrogate'"),
     ):
         with pytest.raises(NormforgeError, match=sentence):
             put(package, good, bad)

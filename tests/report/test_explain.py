@@ -99,7 +99,7 @@ def ask(why: Explanation, text: str) -> Verdict:
 
 
 def test_runners_up_are_the_fastest_of_each_strategy(why: Explanation) -> None:
-    found = {name: (barred, timed) for name, barred, timed in why.runners_up}
+    found = {name: (ineligible, timed) for name, ineligible, timed in why.runners_up}
     assert list(found) == ["atomic", "separate", "last_cta"]
     assert found["atomic"][0]
     assert not found["last_cta"][0]

@@ -1,6 +1,6 @@
 """runtime/serve/call_cache.py: calls that come back are recognised, of however many kinds.
 
-The doors' own use of it is tested in runtime/test_recognised.py.
+The entry points' own use of it is tested in runtime/test_recognised.py.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def given(M: int, N: int = 64, weight: bool = True) -> Arguments:
 
 
 class Backward(Known):
-    """Known as the doors of the backward ask it."""
+    """Known as the entry points of the backward ask it."""
 
     def learn(self, call: Any, given: Arguments, options: Options = PLAIN) -> None:
         tensors = _present(tuple(vars(given).values()))
         self.add(_key(given, options), tensors, call, _quick(call, options))
 
     def first(self, call: Arguments) -> Any:
-        """What the doors do first."""
+        """What the entry points do first."""
         for same, quick in self.recent:
             if same(call.dy, call.x, call.rstd, call.weight):
                 return quick
@@ -87,12 +87,12 @@ def test_list_is_renewed_by_calls_that_come_back(known: Backward) -> None:
 
 
 def test_options_and_missing_tensors_keep_calls_apart(known: Backward) -> None:
-    wishes = Options(weight_offset=1.0)
+    call_options = Options(weight_offset=1.0)
     first, second = Call(), Call(quick=False)
-    known.learn(first, given(4), wishes)
+    known.learn(first, given(4), call_options)
     known.learn(second, given(4, weight=False))
     assert not known.recent
-    assert known.then(given(4), wishes) is first
+    assert known.then(given(4), call_options) is first
     assert known.then(given(4, weight=False)) is second
     assert known.then(given(4)) is None
 

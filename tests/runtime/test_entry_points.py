@@ -1,4 +1,4 @@
-"""The three doors on the CPU: autograd, torch.compile, checkpointing, DTensor, operators, routing.
+"""The three entry points on the CPU: autograd, torch.compile, checkpointing, DTensor, operators, routing.
 
 The formula serves every call here, so what is tested is all that lies around the kernels.
 """
@@ -27,7 +27,7 @@ from generator.runtime.serve.reference import reference_backward
 from generator.runtime.spec import KernelSpec
 from tests.support.entry_points import (
     aten_on_cpu,
-    door_1_norm,
+    entry_point_1_norm,
     leaf,
     randn,
     routing_on_cpu,
@@ -37,7 +37,7 @@ from tests.support.entry_points import (
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return write_package(tmp_path_factory.mktemp("doors"))
+    return write_package(tmp_path_factory.mktemp("entry_points"))
 
 
 def grads(result: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
@@ -49,7 +49,7 @@ def same(one: Any, two: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-# ---- Door 1: options and their compositions ------------------------------------------------------
+# ---- `rmsnorm_backward`: options and their compositions ------------------------------------------------------
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -163,11 +163,11 @@ def test_composition_around_a_plain_kernel_gives_what_the_formula_says(case: str
         nonlocal depth
         depth += 1
         assert depth < 20, "a composition has to take something away"
-        inner, wishes = Arguments(dy, x, rstd, weight, dresidual, dw_out), Options(**rest)
-        compose = composition(inner, wishes, spec())
+        inner, call_options = Arguments(dy, x, rstd, weight, dresidual, dw_out), Options(**rest)
+        compose = composition(inner, call_options, spec())
         if compose is not None:
-            return compose(backward, inner, wishes)
-        assert dresidual is None and not wishes.weight_offset
+            return compose(backward, inner, call_options)
+        assert dresidual is None and not call_options.weight_offset
         return reference_backward(dy, x, rstd, weight, dw_out=dw_out, **rest)
 
     wanted_out = None if given.dw_out is None else given.dw_out.clone()
@@ -220,7 +220,7 @@ def test_wrong_type_is_named(package: Package) -> None:
         package.rmsnorm_backward(x, None, x[:, 0])  # type: ignore[arg-type]
 
 
-def test_door_1_traces_into_one_operator(package: Package) -> None:
+def test_entry_point_1_traces_into_one_operator(package: Package) -> None:
     dy, x, weight = randn(4, 8, seed=1), randn(4, 8), randn(8, seed=2)
     rstd, main_grad = torch.ones(4, 1), torch.zeros(8)
 
@@ -237,9 +237,9 @@ def test_door_1_traces_into_one_operator(package: Package) -> None:
     assert torch.equal(main_grad, wanted_grad)
 
 
-def test_gradient_of_door_1_is_refused(package: Package) -> None:
+def test_gradient_of_entry_point_1_is_refused(package: Package) -> None:
     """And not left out, neither as a gradient penalty finds it nor called with leaves."""
-    norm = door_1_norm(package)(8)
+    norm = entry_point_1_norm(package)(8)
     x, weight = leaf(4, 8), norm.weight
     for loss in (norm(x).square().sum(), norm(x).sum()):
         (dx,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -270,7 +270,7 @@ def test_call_of_which_nobody_wants_a_gradient_has_none(package: Package) -> Non
     assert not any(r.requires_grad for r in results)
 
 
-# ---- Door 2: autograd ----------------------------------------------------------------------------
+# ---- `rms_norm`: autograd ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("eps", [None, 1e-5])
@@ -404,7 +404,7 @@ def test_missing_eps_is_pytorchs(package: Package, dtype: torch.dtype) -> None:
     assert torch.equal(package.rms_norm(x), functional.rms_norm(x, (64,)))
 
 
-# ---- Door 2: the module --------------------------------------------------------------------------
+# ---- `rms_norm`: the module --------------------------------------------------------------------------
 
 
 def test_module_takes_the_place_of_pytorchs(package: Package) -> None:
@@ -443,7 +443,7 @@ def test_module_with_an_offset_starts_as_the_identity(package: Package) -> None:
     assert "weight_offset=1.0" in repr(gemma)
 
 
-# ---- Door 2: what watches operators --------------------------------------------------------------
+# ---- `rms_norm`: what watches operators --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -686,7 +686,7 @@ def test_dtensor_may_be_imported_after_the_package(tmp_path: Path) -> None:
     runs_to_its_end(DTENSOR_LATE, tmp_path)
 
 
-# ---- Door 3 --------------------------------------------------------------------------------------
+# ---- `install()` --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -703,49 +703,49 @@ def train_once(norm: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def test_existing_model_is_routed_while_installed_only(package: Package, aten: list[str]) -> None:
-    norm, door = torch.nn.RMSNorm(16), routing_on_cpu(package)
+    norm, entry_point = torch.nn.RMSNorm(16), routing_on_cpu(package)
     wanted = train_once(norm)
     assert aten == ["forward", "backward"]
-    door.install()
-    door.install()  # idempotent
+    entry_point.install()
+    entry_point.install()  # idempotent
     assert same(train_once(norm), wanted)
     assert aten == ["forward", "backward", "forward"]
-    door.uninstall()
+    entry_point.uninstall()
     train_once(norm)
     assert aten[-1] == "backward"
-    door.uninstall()
+    entry_point.uninstall()
 
 
 def test_blocks_nest_and_restore_what_was(package: Package, aten: list[str]) -> None:
-    norm, door = torch.nn.RMSNorm(16), routing_on_cpu(package)
+    norm, entry_point = torch.nn.RMSNorm(16), routing_on_cpu(package)
 
     def routed() -> bool:
         before = aten.count("backward")
         train_once(norm)
         return aten.count("backward") == before
 
-    with door.installed():
-        with door.installed():
+    with entry_point.installed():
+        with entry_point.installed():
             assert routed()
         assert routed()
-        door.uninstall()  # takes effect when the block ends
+        entry_point.uninstall()  # takes effect when the block ends
         assert routed()
     assert not routed()
-    door.install()
-    with pytest.raises(ZeroDivisionError), door.installed():
+    entry_point.install()
+    with pytest.raises(ZeroDivisionError), entry_point.installed():
         raise ZeroDivisionError
     assert routed()
-    door.uninstall()
+    entry_point.uninstall()
     assert not routed()
 
 
 def test_threads_may_install_and_uninstall(package: Package, aten: list[str]) -> None:
-    door, norm, errors = routing_on_cpu(package), torch.nn.RMSNorm(16), []
+    entry_point, norm, errors = routing_on_cpu(package), torch.nn.RMSNorm(16), []
 
     def work() -> None:
         try:
             for _ in range(10):
-                with door.installed():
+                with entry_point.installed():
                     train_once(norm)
         except Exception as error:  # shown below, in the test's own thread
             errors.append(error)
@@ -774,11 +774,11 @@ def test_second_package_is_refused_while_one_is_installed(
 def test_what_was_not_tuned_goes_to_the_kernel_that_was_there(
     package: Package, aten: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    norm, door = torch.nn.RMSNorm(16), routing_on_cpu(package)
+    norm, entry_point = torch.nn.RMSNorm(16), routing_on_cpu(package)
     monkeypatch.setattr(package, "_routed", {})
     monkeypatch.setattr(package, "_warned", set())
     monkeypatch.setattr(package, "_find", lambda given, options: "nothing was tuned")
-    with door.installed():
+    with entry_point.installed():
         with pytest.warns(UserWarning, match="nothing was tuned; using PyTorch's own kernel"):
             train_once(norm)
         with warnings.catch_warnings():

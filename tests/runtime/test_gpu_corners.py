@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from generator.paths import REPOSITORY
 from generator.runtime.api import Package
 from generator.target import Target
-from tests.support import entry_points as doors
+from tests.support import entry_points as entry_points
 from tests.support.entry_points import (
     Training,
-    door_1_norm,
+    entry_point_1_norm,
     equal_bits,
-    make_door,
+    make_entry_point,
     routed_and_served,
 )
 from tests.support.samples import training_package
@@ -40,12 +40,14 @@ def package(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Package:
     return training_package(here, tmp_path_factory.mktemp("corners"))
 
 
-randn = partial(doors.randn, dtype=torch.bfloat16, device="cuda")
+randn = partial(entry_points.randn, dtype=torch.bfloat16, device="cuda")
 
 
-def normed(package: Package, door: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Rows through door 2, or by PyTorch's function, which door 3 routes."""
-    if door == "3":
+def normed(
+    package: Package, entry_point: str, x: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """Rows through `rms_norm`, or by PyTorch's function, which `install()` routes."""
+    if entry_point == "3":
         return functional.rms_norm(x, weight.shape, weight, 1e-6)
     return package.rms_norm(x, weight, 1e-6)
 
@@ -75,14 +77,14 @@ def test_weight_per_head_gives_the_bits_of_a_call_per_head(package: Package, pac
     torch.testing.assert_close(main_grad - 1, dw.float(), rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.parametrize("door", ["1", "2", "3"])
+@pytest.mark.parametrize("entry_point", ["1", "2", "3"])
 @pytest.mark.parametrize("N", [1024, 1000])
 def test_no_rows_give_zeros_for_dw_and_leave_what_accumulates(
-    package: Package, door: str, N: int
+    package: Package, entry_point: str, N: int
 ) -> None:
     x = torch.empty(0, N, device="cuda", dtype=torch.bfloat16)
     weight = randn(N, seed=1)
-    if door == "1":
+    if entry_point == "1":
         rstd = torch.empty(0, 1, device="cuda")
         dx, dw = package.rmsnorm_backward(x, x, rstd, weight)
         main_grad = torch.ones(N, device="cuda")
@@ -90,17 +92,17 @@ def test_no_rows_give_zeros_for_dw_and_leave_what_accumulates(
         assert torch.equal(main_grad, torch.ones_like(main_grad))
     else:
         x.requires_grad_(), weight.requires_grad_()
-        with package.installed() if door == "3" else nullcontext():
-            y = normed(package, door, x, weight)
+        with package.installed() if entry_point == "3" else nullcontext():
+            y = normed(package, entry_point, x, weight)
             dx, dw = torch.autograd.grad(y.sum(), (x, weight))
     assert dx.shape == (0, N)
     assert torch.equal(dw, torch.zeros_like(weight))
 
 
-@pytest.mark.parametrize("door", ["1", "2", "2 with residual"])
-def test_training_under_autocast_repeats_its_bits(package: Package, door: str) -> None:
+@pytest.mark.parametrize("entry_point", ["1", "2", "2 with residual"])
+def test_training_under_autocast_repeats_its_bits(package: Package, entry_point: str) -> None:
     """Layers in fp32 whose products autocast makes bf16: rows of both dtypes, weights in fp32."""
-    norm, fused = make_door(package, door)
+    norm, fused = make_entry_point(package, entry_point)
 
     def run() -> list[torch.Tensor]:
         one = Training(norm, fused, "cuda", torch.float32, width=1024, heads=8, tokens=32)
@@ -133,39 +135,39 @@ def penalty(y: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(torch.autograd.grad(dx.float().square().sum(), leaves))
 
 
-@pytest.mark.parametrize("door", ["2", "3"])
-def test_second_derivatives_are_those_of_the_formula(package: Package, door: str) -> None:
-    """Through door 3 by PyTorch alone: with create_graph its backward is another operator."""
+@pytest.mark.parametrize("entry_point", ["2", "3"])
+def test_second_derivatives_are_those_of_the_formula(package: Package, entry_point: str) -> None:
+    """Through `install()` by PyTorch alone: with create_graph its backward is another operator."""
     x = randn(33, 1024, dtype=torch.float32).requires_grad_()
     weight = randn(1024, seed=1, dtype=torch.float32).requires_grad_()
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
     rstd = torch.rsqrt(wide[0].square().mean(-1, keepdim=True) + 1e-6)
     wanted = penalty(wide[0] * rstd * wide[1], wide)
-    with package.installed() if door == "3" else nullcontext():
-        found = penalty(normed(package, door, x, weight), [x, weight])
+    with package.installed() if entry_point == "3" else nullcontext():
+        found = penalty(normed(package, entry_point, x, weight), [x, weight])
     for one, two in zip(found, wanted, strict=True):
         assert float((one - two).norm() / two.norm()) < 1e-5
 
 
-def test_second_derivative_of_door_1_is_refused(package: Package) -> None:
+def test_second_derivative_of_entry_point_1_is_refused(package: Package) -> None:
     x = randn(33, 1024).requires_grad_()
-    norm = door_1_norm(package)(1024).to("cuda", torch.bfloat16)
+    norm = entry_point_1_norm(package)(1024).to("cuda", torch.bfloat16)
     (dx,) = torch.autograd.grad(norm(x).float().square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="of its own: differentiate rms_norm"):
         dx.float().square().sum().backward()
 
 
-@pytest.mark.parametrize("door", ["2", "3"])
+@pytest.mark.parametrize("entry_point", ["2", "3"])
 @pytest.mark.parametrize("frozen", ["x", "weight"])
 def test_frozen_tensor_gets_no_gradient_and_the_other_keeps_its_bits(
-    package: Package, door: str, frozen: str
+    package: Package, entry_point: str, frozen: str
 ) -> None:
     leaves = {"x": randn(99, 1024), "weight": randn(1024, seed=1)}
 
     def run(*wanted: str) -> list[torch.Tensor]:
         given = {k: t.detach().requires_grad_(k in wanted) for k, t in leaves.items()}
-        with routed_and_served(package) if door == "3" else nullcontext():
-            normed(package, door, **given).backward(randn(99, 1024, seed=2))
+        with routed_and_served(package) if entry_point == "3" else nullcontext():
+            normed(package, entry_point, **given).backward(randn(99, 1024, seed=2))
         assert all((given[k].grad is not None) is (k in wanted) for k in given)
         return [t.grad for t in given.values() if t.grad is not None]
 

@@ -1,4 +1,4 @@
-"""Training through each door on a GPU: equal bits run to run, on two streams, under graph replay;
+"""Training through each entry point on a GPU: equal bits run to run, on two streams, under graph replay;
 errors at most PyTorch's; what may go wrong between threads, streams, devices and captures."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from generator.runtime.api import Package
 from generator.runtime.frontends.graph_pass import make_backend
 from generator.target import Target
 from tests.support.accuracy import Case, cases, check
-from tests.support.entry_points import Training, equal_bits, make_door
+from tests.support.entry_points import Training, equal_bits, make_entry_point
 from tests.support.samples import training_package
 
 pytestmark = [
@@ -33,9 +33,9 @@ def package(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Package:
     return training_package(here, tmp_path_factory.mktemp("training"))
 
 
-def training(package: Package, door: str, how: str = "eager", seed: int = 0) -> Training:
-    norm, fused = make_door(package, door)
-    backend = make_backend(package.ops) if door == "3" else "inductor"
+def training(package: Package, entry_point: str, how: str = "eager", seed: int = 0) -> Training:
+    norm, fused = make_entry_point(package, entry_point)
+    backend = make_backend(package.ops) if entry_point == "3" else "inductor"
 
     def wrap(model: Any) -> Any:
         return torch.compile(model, backend=backend) if how == "compiled" else model
@@ -43,28 +43,30 @@ def training(package: Package, door: str, how: str = "eager", seed: int = 0) -> 
     return Training(norm, fused, "cuda", torch.bfloat16, wrap, seed, **SIZES)
 
 
-def routed(package: Package, door: str) -> Any:
-    return package.installed() if door == "3" else nullcontext()
+def routed(package: Package, entry_point: str) -> Any:
+    return package.installed() if entry_point == "3" else nullcontext()
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry_point", DOORS)
 @pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_two_trainings_have_the_same_bits(package: Package, door: str, how: str) -> None:
-    with routed(package, door):
-        runs = [training(package, door, how).train() for _ in range(2)]
-        other = training(package, door, how, seed=1).train(2)
+def test_two_trainings_have_the_same_bits(package: Package, entry_point: str, how: str) -> None:
+    with routed(package, entry_point):
+        runs = [training(package, entry_point, how).train() for _ in range(2)]
+        other = training(package, entry_point, how, seed=1).train(2)
     assert equal_bits(*runs)
     assert torch.isfinite(runs[0][19])
     assert float(runs[0][19]) < float(runs[0][0])
     assert not torch.equal(other[0], runs[0][0]), "the comparison would see a difference"
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_concurrent_trainings_have_the_bits_of_lonely_ones(package: Package, door: str) -> None:
+@pytest.mark.parametrize("entry_point", DOORS)
+def test_concurrent_trainings_have_the_bits_of_lonely_ones(
+    package: Package, entry_point: str
+) -> None:
     """Two threads, a stream each; the backward runs in autograd's thread, on those streams."""
-    with routed(package, door):
-        alone = [training(package, door, seed=seed).train() for seed in range(2)]
-        both = [training(package, door, seed=seed) for seed in range(2)]
+    with routed(package, entry_point):
+        alone = [training(package, entry_point, seed=seed).train() for seed in range(2)]
+        both = [training(package, entry_point, seed=seed) for seed in range(2)]
         torch.cuda.synchronize()
         found: dict[int, list[torch.Tensor]] = {}
 
@@ -97,22 +99,24 @@ def captured(one: Training) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_replayed_steps_have_the_bits_of_eager_ones(package: Package, door: str) -> None:
-    with routed(package, door):
-        eager = training(package, door)
+@pytest.mark.parametrize("entry_point", DOORS)
+def test_replayed_steps_have_the_bits_of_eager_ones(package: Package, entry_point: str) -> None:
+    with routed(package, entry_point):
+        eager = training(package, entry_point)
         eager.train(3 + 10)
-        one = training(package, door)
+        one = training(package, entry_point)
         graph = captured(one)
         for _ in range(10):
             graph.replay()
     assert equal_bits(one.state(), eager.state())
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_two_graphs_may_replay_at_once(package: Package, door: str) -> None:
-    with routed(package, door):
-        alone, both = ([training(package, door, seed=seed) for seed in range(2)] for _ in range(2))
+@pytest.mark.parametrize("entry_point", DOORS)
+def test_two_graphs_may_replay_at_once(package: Package, entry_point: str) -> None:
+    with routed(package, entry_point):
+        alone, both = (
+            [training(package, entry_point, seed=seed) for seed in range(2)] for _ in range(2)
+        )
         for one in alone:
             one.train(3 + 20)
         graphs = [captured(one) for one in both]

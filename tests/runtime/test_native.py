@@ -49,7 +49,7 @@ from generator.runtime.table import TABLE, Table
 from generator.target import Target
 from tests.runtime.test_recognised import facts
 from tests.runtime.test_runtime import SEPARATE, SPEC, FakeDriver, entry, generic, read_arguments
-from tests.support.entry_points import Training, equal_bits, leaf, make_door, write_package
+from tests.support.entry_points import Training, equal_bits, leaf, make_entry_point, write_package
 from tests.support.samples import compiled_generics, planted_entry
 
 Tensors = tuple[torch.Tensor, ...]
@@ -245,7 +245,7 @@ def test_checkpointed(package: Package, reentrant: bool) -> None:
 
 
 def test_trainings_have_the_same_bits(both: Any) -> None:
-    runs = [Training(*make_door(package, "2")).train(4) for package in both]
+    runs = [Training(*make_entry_point(package, "2")).train(4) for package in both]
     assert equal_bits(*runs)
 
 
@@ -587,24 +587,24 @@ def inputs(M: int = 6, **change: Any) -> dict[str, Any]:
     return given | change
 
 
-def door_1(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
+def entry_point_1(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
     return package.rmsnorm_backward(dy, x, rstd, weight)
 
 
-def door_2(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
+def entry_point_2(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
     """rstd is computed by the forward."""
     x, weight = (t if t.requires_grad else t.detach().requires_grad_() for t in (x, weight))
     return torch.autograd.grad(package.rms_norm(x, weight, 1e-6), (x, weight), dy)
 
 
-Door = Callable[..., Any]
-doors = pytest.mark.parametrize("door", [door_1, door_2])
+EntryPoint = Callable[..., Any]
+entry_points = pytest.mark.parametrize("entry_point", [entry_point_1, entry_point_2])
 
 
-def learned(package: Package, door: Door = door_2, M: int = 6) -> None:
+def learned(package: Package, entry_point: EntryPoint = entry_point_2, M: int = 6) -> None:
     """Calls enough that the next one like them is native."""
     for _ in range(4):
-        door(package, **inputs(M))
+        entry_point(package, **inputs(M))
 
 
 def who_served(machine: Machine, call: Callable[[], Any]) -> tuple[int, int, Any]:
@@ -614,18 +614,18 @@ def who_served(machine: Machine, call: Callable[[], Any]) -> tuple[int, int, Any
     return len(machine.native) - before[0], len(machine.launches) - before[1], results
 
 
-@doors
+@entry_points
 @pytest.mark.parametrize("spec", [SPEC, SEPARATE], ids=["one kernel", "two kernels"])
 def test_native_launch_is_that_of_python_in_memory_of_its_own(
-    machine: Machine, make: Any, door: Door, spec: KernelSpec
+    machine: Machine, make: Any, entry_point: EntryPoint, spec: KernelSpec
 ) -> None:
     package, reference = make(spec), make(spec, on=False)
-    learned(package, door)
+    learned(package, entry_point)
     given, kernels = inputs(), 1 + (spec is SEPARATE)
-    native_kernels, by_python, results = who_served(machine, lambda: door(package, **given))
+    native_kernels, by_python, results = who_served(machine, lambda: entry_point(package, **given))
     assert (native_kernels, by_python) == (kernels, 0)
-    learned(reference, door)
-    none, by_python, wanted = who_served(machine, lambda: door(reference, **given))
+    learned(reference, entry_point)
+    none, by_python, wanted = who_served(machine, lambda: entry_point(reference, **given))
     assert (none, by_python) == (0, kernels)
     assert equal_bits(list(results), list(wanted))
     check_launches(machine, machine.native[-kernels:], machine.launches[-kernels:])
@@ -669,8 +669,8 @@ def test_planted_scratch_of_somebody_else_is_noticed(machine: Machine, make: Any
     theirs = reference._workspaces.of_stream(0, 7).scratch
     for wrong, message in ((theirs, "memory of a call"), (12345, "nobody allocated")):
         plans._store.set_scratch(0, 7, wrong)
-        door_2(package, **inputs())
-        door_2(reference, **inputs())
+        entry_point_2(package, **inputs())
+        entry_point_2(reference, **inputs())
         with pytest.raises(AssertionError, match=message):
             check_launches(machine, machine.native[-2:], machine.launches[-2:])
 
@@ -733,15 +733,15 @@ def test_call_that_differs_in_one_thing_is_left_to_python(
     machine: Machine, make: Any, name: str
 ) -> None:
     package, never = make(), make(on=False)
-    learned(package, door_1)
-    learned(package, door_1, 1)
-    assert who_served(machine, lambda: door_1(package, **inputs()))[:2] == (1, 0)
+    learned(package, entry_point_1)
+    learned(package, entry_point_1, 1)
+    assert who_served(machine, lambda: entry_point_1(package, **inputs()))[:2] == (1, 0)
     outcomes = []
     for one in (package, never):
         given = OTHERS[name]()
         try:
             by_cpp, _, results = who_served(
-                machine, lambda one=one, given=given: door_1(one, **given)
+                machine, lambda one=one, given=given: entry_point_1(one, **given)
             )
             assert by_cpp == 0
             outcomes.append([getattr(t, "a", t) for t in results if t is not None])
@@ -751,12 +751,12 @@ def test_call_that_differs_in_one_thing_is_left_to_python(
         assert outcomes[0] == outcomes[1].replace(never.ops.namespace, package.ops.namespace)
     else:
         assert equal_bits(*outcomes)
-    assert who_served(machine, lambda: door_1(package, **inputs()))[:2] == (1, 0)
+    assert who_served(machine, lambda: entry_point_1(package, **inputs()))[:2] == (1, 0)
 
 
 @pytest.mark.filterwarnings("ignore:nothing like")
 @pytest.mark.parametrize(
-    "wishes",
+    "call_options",
     [
         {"weight_offset": 1.0},
         {"need_dx": False},
@@ -765,12 +765,14 @@ def test_call_that_differs_in_one_thing_is_left_to_python(
         {"dw_out": torch.zeros(1024)},
         {"dresidual": rows()},
     ],
-    ids=lambda wishes: next(iter(wishes)),
+    ids=lambda call_options: next(iter(call_options)),
 )
-def test_options_are_left_to_python(machine: Machine, make: Any, wishes: dict[str, Any]) -> None:
+def test_options_are_left_to_python(
+    machine: Machine, make: Any, call_options: dict[str, Any]
+) -> None:
     package = make()
-    learned(package, door_1)
-    call = lambda: package.rmsnorm_backward(**inputs(), **wishes)  # noqa: E731
+    learned(package, entry_point_1)
+    call = lambda: package.rmsnorm_backward(**inputs(), **call_options)  # noqa: E731
     assert who_served(machine, call)[0] == 0
 
 
@@ -803,11 +805,11 @@ def offset(package: Package) -> Any:
     [lambda p: partly(p, "x"), lambda p: partly(p, "weight"), twice, offset],
     ids=["only dx", "only dw", "create_graph", "offset"],
 )
-def test_node_leaves_other_wishes_to_python(machine: Machine, make: Any, call: Any) -> None:
+def test_node_leaves_other_call_options_to_python(machine: Machine, make: Any, call: Any) -> None:
     package = make()
     learned(package)
     assert who_served(machine, lambda: call(package))[0] == 0
-    assert who_served(machine, lambda: door_2(package, **inputs()))[:2] == (1, 0)
+    assert who_served(machine, lambda: entry_point_2(package, **inputs()))[:2] == (1, 0)
 
 
 def state(machine: Machine, name: str) -> Any:
@@ -829,18 +831,20 @@ STATES = (
 )
 
 
-@doors
+@entry_points
 @pytest.mark.parametrize("name", STATES)
-def test_state_of_the_machine_is_asked(machine: Machine, make: Any, door: Door, name: str) -> None:
+def test_state_of_the_machine_is_asked(
+    machine: Machine, make: Any, entry_point: EntryPoint, name: str
+) -> None:
     package = make()
-    learned(package, door)
-    _, _, wanted = who_served(machine, lambda: door(package, **inputs()))
+    learned(package, entry_point)
+    _, _, wanted = who_served(machine, lambda: entry_point(package, **inputs()))
     with state(machine, name):
-        by_cpp, by_python, results = who_served(machine, lambda: door(package, **inputs()))
+        by_cpp, by_python, results = who_served(machine, lambda: entry_point(package, **inputs()))
     assert (by_cpp, by_python) == (0, 1)
     assert equal_bits(list(results), list(wanted))
     machine.capturing, machine.device, machine.stream, machine.errors = False, 0, 7, set()
-    assert who_served(machine, lambda: door(package, **inputs()))[:2] == (1, 0)
+    assert who_served(machine, lambda: entry_point(package, **inputs()))[:2] == (1, 0)
 
 
 def test_mode_that_watches_the_backward_alone_sees_it(machine: Machine, make: Any) -> None:
@@ -871,14 +875,14 @@ def test_nothing_is_learned_during_a_capture_or_on_the_per_thread_stream(
 
 def test_shapes_of_the_same_rows_share_a_plan(machine: Machine, make: Any) -> None:
     package = make()
-    learned(package, door_1)
+    learned(package, entry_point_1)
     given = inputs()
     cube = {name: given[name].view(2, 3, -1) for name in ("dy", "x", "rstd")}
     by_cpp, by_python, (dx, dw) = who_served(
-        machine, lambda: door_1(package, **cube, weight=given["weight"])
+        machine, lambda: entry_point_1(package, **cube, weight=given["weight"])
     )
     assert (by_cpp, by_python) == (1, 0)
-    wanted = door_1(package, **given)
+    wanted = entry_point_1(package, **given)
     assert dx.shape == (2, 3, 1024) and equal_bits([dx.view(6, 1024), dw], list(wanted))
 
 
@@ -887,11 +891,11 @@ def test_scratch_that_grew_is_that_of_every_plan(machine: Machine, make: Any) ->
     learned(package)
     small = machine.native[-2].arguments[10]
     learned(package, M=4096)
-    by_cpp, _, _ = who_served(machine, lambda: door_2(package, **inputs(4096)))
+    by_cpp, _, _ = who_served(machine, lambda: entry_point_2(package, **inputs(4096)))
     assert by_cpp == 2
     large = machine.native[-2].arguments[10]
     assert (small, 7) in machine.freed and large != small
-    by_cpp, _, _ = who_served(machine, lambda: door_2(package, **inputs()))
+    by_cpp, _, _ = who_served(machine, lambda: entry_point_2(package, **inputs()))
     assert by_cpp == 2
     assert machine.native[-2].arguments[10] == machine.native[-1].arguments[0] == large
     needed = machine.allocated[large][0]
@@ -911,15 +915,15 @@ def test_scratch_that_was_lost_leaves_calls_to_python_until_there_is_new(
         machine.full = False
 
     learned(package)
-    assert who_served(machine, lambda: door_2(package, **inputs()))[:2] == (2, 0)
+    assert who_served(machine, lambda: entry_point_2(package, **inputs()))[:2] == (2, 0)
     package._native.learn = learn_without_memory
     learned(package, M=4096)  # the block of before was freed for a larger one, which there is not
     for M in (6, 4096):
-        assert who_served(machine, lambda M=M: door_2(package, **inputs(M)))[:2] == (0, 2)
+        assert who_served(machine, lambda M=M: entry_point_2(package, **inputs(M)))[:2] == (0, 2)
     package._native.learn = learn
     learned(package, M=7)
     for M, by_cpp in ((6, 2), (7, 2), (4096, 0)):
-        assert who_served(machine, lambda M=M: door_2(package, **inputs(M)))[0] == by_cpp
+        assert who_served(machine, lambda M=M: entry_point_2(package, **inputs(M)))[0] == by_cpp
 
 
 @pytest.mark.parametrize("failures", [1, 2])
@@ -941,10 +945,10 @@ def test_scratch_that_comes_back_has_room_for_the_largest_plan(
     package._native.learn = learn_without_memory
     for M in (4096, 2048)[:failures]:
         learned(package, M=M)
-    assert who_served(machine, lambda: door_2(package, **inputs(16)))[:2] == (0, 2)
+    assert who_served(machine, lambda: entry_point_2(package, **inputs(16)))[:2] == (0, 2)
     package._native.learn = learn
     learned(package, M=2)
-    assert who_served(machine, lambda: door_2(package, **inputs(16)))[:2] == (2, 0)
+    assert who_served(machine, lambda: entry_point_2(package, **inputs(16)))[:2] == (2, 0)
     assert machine.allocated[machine.native[-2].arguments[10]][0] >= needed
 
 
@@ -966,10 +970,10 @@ def test_warmup_takes_the_memory_that_native_launches_need(machine: Machine, mak
     for package, takes in ((warm, False), (cold, True)):
         before = len(machine.allocated), len(machine.zeroed)
         learned(package, M=4096)
-        assert who_served(machine, lambda p=package: door_2(p, **inputs(4096)))[:2] == (2, 0)
+        assert who_served(machine, lambda p=package: entry_point_2(p, **inputs(4096)))[:2] == (2, 0)
         assert ((len(machine.allocated), len(machine.zeroed)) != before) is takes
     warm.warmup([(6, 1024, "bf16")])
-    assert who_served(machine, lambda: door_2(warm, **inputs(4096)))[:2] == (2, 0)
+    assert who_served(machine, lambda: entry_point_2(warm, **inputs(4096)))[:2] == (2, 0)
 
 
 @pytest.mark.usefixtures("warming")
@@ -992,13 +996,13 @@ def test_warmup_without_memory_for_native_launches_leaves_them_what_they_had(
     machine.cuMemAllocAsync = little  # type: ignore[method-assign]
     package.warmup([(4096, 1024, "bf16"), (6, 1024, "bf16")])
     assert max(map(asked.count, asked)) > 1, "some memory was refused"
-    assert who_served(machine, lambda: door_2(package, **inputs()))[:2] == (2, 0)
+    assert who_served(machine, lambda: entry_point_2(package, **inputs()))[:2] == (2, 0)
     learned(package, M=4096)
-    assert who_served(machine, lambda: door_2(package, **inputs(4096)))[:2] == (0, 2)
+    assert who_served(machine, lambda: entry_point_2(package, **inputs(4096)))[:2] == (0, 2)
     machine.cuMemAllocAsync = allocate  # type: ignore[method-assign]
     package.warmup([(4096, 1024, "bf16")])
     learned(package, M=4095)
-    assert who_served(machine, lambda: door_2(package, **inputs(4095)))[:2] == (2, 0)
+    assert who_served(machine, lambda: entry_point_2(package, **inputs(4095)))[:2] == (2, 0)
 
 
 def test_learning_that_fails_does_not_fail_the_call(
@@ -1009,10 +1013,10 @@ def test_learning_that_fails_does_not_fail_the_call(
 
     package = make(SEPARATE)
     monkeypatch.setattr(torch.cuda, "empty_cache", fail)
-    door_2(package, **inputs())
+    entry_point_2(package, **inputs())
     machine.full = True  # for the workspace of the native path: Python's is there
     learned(package)
-    assert who_served(machine, lambda: door_2(package, **inputs()))[:2] == (0, 2)
+    assert who_served(machine, lambda: entry_point_2(package, **inputs()))[:2] == (0, 2)
 
 
 def test_other_threads_run_while_a_launch_waits_for_the_driver(module: Any) -> None:
@@ -1065,25 +1069,27 @@ def test_refused_launch_is_done_by_python_and_is_its_error(machine: Machine, mak
     package = make()
     learned(package)
     machine.refuse_native = 1
-    by_cpp, by_python, _ = who_served(machine, lambda: door_2(package, **inputs()))
+    by_cpp, by_python, _ = who_served(machine, lambda: entry_point_2(package, **inputs()))
     assert (by_cpp, by_python) == (0, 1)
     machine.refuse_native = 1
     machine.status = cuda.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
     with pytest.raises(LaunchError, match="launching example"):
-        door_2(package, **inputs())
+        entry_point_2(package, **inputs())
 
 
-@doors
-def test_threads_on_one_stream_do_not_mix(machine: Machine, make: Any, door: Door) -> None:
+@entry_points
+def test_threads_on_one_stream_do_not_mix(
+    machine: Machine, make: Any, entry_point: EntryPoint
+) -> None:
     """Both kernels of a call follow each other (`compute` looks), with the call's own tensors."""
     package = make(SEPARATE)
-    learned(package, door)
+    learned(package, entry_point)
     machine.between = lambda: threading.Event().wait(0.001) and None  # lets other threads run
-    wanted = list(door(package, **inputs()))
+    wanted = list(entry_point(package, **inputs()))
 
     def work() -> None:
         for _ in range(10):
-            assert equal_bits(list(door(package, **inputs())), wanted)
+            assert equal_bits(list(entry_point(package, **inputs())), wanted)
 
     before = len(machine.native)
     in_threads([work] * 3)
@@ -1094,17 +1100,17 @@ def test_threads_on_one_stream_do_not_mix(machine: Machine, make: Any, door: Doo
         assert main.thread == second.thread and main.arguments[5] == second.arguments[1]
 
 
-@doors
+@entry_points
 def test_threads_on_streams_of_their_own_share_nothing(
-    machine: Machine, make: Any, door: Door
+    machine: Machine, make: Any, entry_point: EntryPoint
 ) -> None:
     package = make()
 
     def work(stream: int) -> None:
         machine.local.stream = stream
-        learned(package, door)
+        learned(package, entry_point)
         for M in (6, 4096, 6):
-            learned(package, door, M)
+            learned(package, entry_point, M)
 
     in_threads([lambda stream=stream: work(stream) for stream in (11, 12, 13)])  # type: ignore[misc]
     mains = [one for one in machine.native if one.function == NAMES[0]]
@@ -1144,7 +1150,7 @@ def test_growing_while_other_threads_launch(machine: Machine, make: Any) -> None
 
     def launch() -> None:
         for _ in range(150):
-            door_2(package, **inputs())
+            entry_point_2(package, **inputs())
 
     def grow() -> None:
         for M in (64, 128, 256, 512, 1024, 2048, 4096):
@@ -1169,18 +1175,20 @@ def test_number_of_plans_is_bounded(
     package = make()
     for M in range(1, 9):
         learned(package, M=M)
-    served = [who_served(machine, lambda M=M: door_2(package, **inputs(M)))[0] for M in range(1, 9)]
+    served = [
+        who_served(machine, lambda M=M: entry_point_2(package, **inputs(M)))[0] for M in range(1, 9)
+    ]
     assert served == [1] * 3 + [0] * 5
 
 
 def test_packages_have_plans_of_their_own(machine: Machine, make: Any) -> None:
     one, two = make(), make(replace(SPEC, threads=128))
     learned(one)
-    assert who_served(machine, lambda: door_2(two, **inputs()))[0] == 0
+    assert who_served(machine, lambda: entry_point_2(two, **inputs()))[0] == 0
     learned(two)
     blocks = []
     for package in (one, two):
-        door_2(package, **inputs())
+        entry_point_2(package, **inputs())
         blocks.append(machine.native[-1].block)
     assert blocks == [256, 128]
 
@@ -1190,26 +1198,28 @@ def test_strided_calls_teach_nothing(machine: Machine, make: Any, name: str) -> 
     """Their strides would be taken for those of dense calls."""
     package, never = make(), make(on=False)
     for _ in range(4):
-        door_1(package, **OTHERS[name]())
+        entry_point_1(package, **OTHERS[name]())
     for _ in range(5):
-        found = door_1(package, **inputs())
+        found = entry_point_1(package, **inputs())
     assert len(machine.native) > 0
-    assert equal_bits(list(found), list(door_1(never, **inputs())))
+    assert equal_bits(list(found), list(entry_point_1(never, **inputs())))
 
 
-def test_more_kinds_than_the_doors_try_in_turn_are_learned(machine: Machine, make: Any) -> None:
+def test_more_kinds_than_the_entry_points_try_in_turn_are_learned(
+    machine: Machine, make: Any
+) -> None:
     package = make()
     shapes = range(1, 3 * _MOST)
     for _, M in itertools.product(range(4), shapes):
-        door_2(package, **inputs(M))
+        entry_point_2(package, **inputs(M))
     for M in shapes:
-        assert who_served(machine, lambda M=M: door_2(package, **inputs(M)))[:2] == (1, 0)
+        assert who_served(machine, lambda M=M: entry_point_2(package, **inputs(M)))[:2] == (1, 0)
 
 
-def test_doors_teach_each_other(machine: Machine, make: Any) -> None:
+def test_entry_points_teach_each_other(machine: Machine, make: Any) -> None:
     package = make()
-    learned(package, door_1)
-    assert who_served(machine, lambda: door_2(package, **inputs()))[:2] == (1, 0)
+    learned(package, entry_point_1)
+    assert who_served(machine, lambda: entry_point_2(package, **inputs()))[:2] == (1, 0)
 
 
 def test_results_in_deterministic_mode_are_not_filled(machine: Machine, make: Any) -> None:
@@ -1219,7 +1229,7 @@ def test_results_in_deterministic_mode_are_not_filled(machine: Machine, make: An
     machine.idle = True
     torch.use_deterministic_algorithms(True)
     try:
-        by_cpp, _, results = who_served(machine, lambda: door_1(package, **inputs()))
+        by_cpp, _, results = who_served(machine, lambda: entry_point_1(package, **inputs()))
     finally:
         torch.use_deterministic_algorithms(False)
     assert by_cpp == 1
@@ -1228,7 +1238,7 @@ def test_results_in_deterministic_mode_are_not_filled(machine: Machine, make: An
 
 def test_native_launch_in_a_graph_of_compiled_autograd(machine: Machine, make: Any) -> None:
     package = make()
-    wanted = [door_2(package, **inputs()) for _ in range(4)][-1]
+    wanted = [entry_point_2(package, **inputs()) for _ in range(4)][-1]
     for _ in range(2):
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
             given = leaves()
@@ -1258,7 +1268,7 @@ def test_hooks_replays_and_threads_of_a_native_backward(machine: Machine, make: 
     with pytest.raises(RuntimeError, match="a second time"):
         again()
     with torch.autograd.graph.save_on_cpu():
-        by_cpp, _, found = who_served(machine, lambda: list(door_2(package, **inputs())))
+        by_cpp, _, found = who_served(machine, lambda: list(entry_point_2(package, **inputs())))
     assert equal_bits(found, wanted)
 
 
@@ -1519,7 +1529,7 @@ def test_gpu_two_devices_in_turn(pair: Pair, shape: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", ["68x1024:bf16", "777x1024:bf16"])
 def test_gpu_native_and_python_calls_mix_on_one_stream(pair: Pair, shape: str) -> None:
-    """Door 1 with an option goes through Python in between, on the same stream."""
+    """`rmsnorm_backward` with an option goes through Python in between, on the same stream."""
     x, weight, dy = gpu_inputs(shape)
     rstd = torch.rsqrt(x.detach().float().square().mean(-1, keepdim=True) + 1e-6)
     wanted = steps(pair.python, shape, 1)
@@ -1585,7 +1595,7 @@ def test_gpu_trainings_have_the_same_bits(
     torch.use_deterministic_algorithms(deterministic)
     try:
         runs = [
-            Training(*make_door(package, "2"), "cuda", torch.bfloat16, **sizes).train(8)
+            Training(*make_entry_point(package, "2"), "cuda", torch.bfloat16, **sizes).train(8)
             for package in (pair.python, pair.native)
         ]
     finally:

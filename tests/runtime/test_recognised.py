@@ -1,4 +1,4 @@
-"""Calls that the doors recognise, forward and backward, are served as those that they do not.
+"""Calls that the entry points recognise, forward and backward, are served as those that they do not.
 
 On CPU tensors: what serves a signature is a stand-in that refuses every other signature, and the
 look-ups by a whole signature are counted.
@@ -70,14 +70,14 @@ class Signatures(dict[Any, Any]):
         return super().get(*arguments)
 
 
-class Door:
+class EntryPoint:
     """A way to make a call. arguments of a call: its tensors, None where there is none; keywords.
 
-    names: of the tensors. wishes: whether the call takes options.
+    names: of the tensors. call options: whether the call takes options.
     """
 
     names: tuple[str, ...] = ("dy", "x", "rstd", "weight", "dresidual", "dw_out")
-    wishes = False
+    call_options = False
     signatures: Signatures
 
     def call(self, *tensors: Any, **options: Any) -> None:
@@ -93,7 +93,7 @@ class Door:
         return self.signatures.reads == before
 
 
-class ForwardDoor(Door):
+class ForwardEntryPoint(EntryPoint):
     names = ("x", "weight", "residual")
 
     def __init__(self, package: Package) -> None:
@@ -123,8 +123,8 @@ class ForwardDoor(Door):
         self.forward(x, weight, 1e-6, 0.5, residual)
 
 
-class Backward(Door):
-    wishes = True
+class Backward(EntryPoint):
+    call_options = True
 
     def __init__(self, package: Package) -> None:
         self.package = package
@@ -138,13 +138,13 @@ class Backward(Door):
 
 
 class Composed(Backward):
-    """Door 1 as compositions call it, past the list of recent calls."""
+    """`rmsnorm_backward` as compositions call it, past the list of recent calls."""
 
     def call(self, *tensors: Any, **options: Any) -> None:
         self.package._run(Arguments(*tensors), Options(**options))
 
 
-class Installed(Door):
+class Installed(EntryPoint):
     names = ("dy", "x", "rstd", "weight")
 
     def __init__(self, package: Package) -> None:
@@ -160,7 +160,12 @@ class Installed(Door):
         return routing_on_cpu(self.package).installed()
 
 
-DOORS: tuple[Callable[[Package], Door], ...] = (ForwardDoor, Backward, Composed, Installed)
+DOORS: tuple[Callable[[Package], EntryPoint], ...] = (
+    ForwardEntryPoint,
+    Backward,
+    Composed,
+    Installed,
+)
 
 
 def a_package(folder: Path) -> Package:
@@ -184,18 +189,18 @@ def package(tmp_path: Path) -> Package:
 
 
 @pytest.fixture(params=DOORS)
-def door(request: pytest.FixtureRequest, package: Package) -> Iterator[Door]:
-    made: Door = request.param(package)
+def entry_point(request: pytest.FixtureRequest, package: Package) -> Iterator[EntryPoint]:
+    made: EntryPoint = request.param(package)
     with aten_on_cpu(), made.around():
         yield made
 
 
-def tensors_of(door: Door, M: int = 6, **changes: Any) -> Tensors:
+def tensors_of(entry_point: EntryPoint, M: int = 6, **changes: Any) -> Tensors:
     plain = {
         **{"dy": torch.zeros(M, 64), "x": torch.zeros(M, 64), "rstd": torch.zeros(M, 1)},
         "weight": torch.zeros(64),
     } | changes
-    return tuple(plain.get(name) for name in door.names)
+    return tuple(plain.get(name) for name in entry_point.names)
 
 
 def shifted(*shape: int) -> torch.Tensor:
@@ -254,41 +259,41 @@ WISHES: tuple[Keywords, ...] = (
 )
 
 
-def changes_of(door: Door, base: Tensors) -> Iterator[tuple[str, Tensors, Keywords]]:
+def changes_of(entry_point: EntryPoint, base: Tensors) -> Iterator[tuple[str, Tensors, Keywords]]:
     """`base` with one thing changed, by name."""
-    for i, name in enumerate(door.names):
+    for i, name in enumerate(entry_point.names):
         # Tensors that `base` has and a plain call has not change as rows and weights do.
         plain = ("residual", "dresidual", "dw_out")
         kinds = CHANGES[name]
         if name in plain and base[i] is not None:
             kinds = {"none": lambda: None, **(OTHERS if name == "dw_out" else ROWS)}
         for what, make in kinds.items():
-            if isinstance(door, Installed) and what in ("device", "dispatch keys", "none"):
+            if isinstance(entry_point, Installed) and what in ("device", "dispatch keys", "none"):
                 continue  # the dispatcher refuses or resolves these, or wants no gradient of it
             yield f"{name}: {what}", (*base[:i], make(), *base[i + 1 :]), {}
-    for wish in WISHES if door.wishes else ():
-        yield str(wish), base, wish
+    for option in WISHES if entry_point.call_options else ():
+        yield str(option), base, option
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["plain", "all tensors"])
 @pytest.mark.parametrize("late", [False, True], ids=["recent", "late"])
 def test_call_that_differs_in_one_thing_is_not_recognised(
-    door: Door, late: bool, whole: bool
+    entry_point: EntryPoint, late: bool, whole: bool
 ) -> None:
     """Neither by the checks that are tried in turn, nor where a shape's calls are looked for."""
     more = {"residual": torch.zeros(6, 64), "dresidual": torch.zeros(6, 64)}
-    base = tensors_of(door, **({**more, "dw_out": torch.zeros(64)} if whole else {}))
+    base = tensors_of(entry_point, **({**more, "dw_out": torch.zeros(64)} if whole else {}))
     if late:
         for M, _ in itertools.product(range(10, 10 + _MOST), range(3)):
-            door.call(*tensors_of(door, M, **(change_rows(M, more) if whole else {})))
+            entry_point.call(*tensors_of(entry_point, M, **(change_rows(M, more) if whole else {})))
     for _ in range(2):
-        door.call(*base)
-    assert door.known_after(*base)
+        entry_point.call(*base)
+    assert entry_point.known_after(*base)
     seen = 0
-    for what, tensors, wishes in changes_of(door, base):
-        assert not door.known_after(*tensors, **wishes), what
-        door.call(*base)  # a key keeps the last few kinds only
-        assert door.known_after(*base), what
+    for what, tensors, call_options in changes_of(entry_point, base):
+        assert not entry_point.known_after(*tensors, **call_options), what
+        entry_point.call(*base)  # a key keeps the last few kinds only
+        assert entry_point.known_after(*base), what
         seen += 1
     assert seen > 20
 
@@ -298,60 +303,69 @@ def change_rows(M: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     return {**rows, "dw_out": torch.zeros(64)}
 
 
-def test_calls_of_many_kinds_are_recognised_in_turn(door: Door) -> None:
-    kinds = [tensors_of(door, M) for M in range(1, 3 * _MOST)]
-    kinds += [tensors_of(door, M, weight=torch.nn.Parameter(torch.zeros(64))) for M in range(1, 6)]
-    for wishes in [{}, {"weight_offset": 1.0}] if door.wishes else [{}]:
+def test_calls_of_many_kinds_are_recognised_in_turn(entry_point: EntryPoint) -> None:
+    kinds = [tensors_of(entry_point, M) for M in range(1, 3 * _MOST)]
+    kinds += [
+        tensors_of(entry_point, M, weight=torch.nn.Parameter(torch.zeros(64))) for M in range(1, 6)
+    ]
+    for call_options in [{}, {"weight_offset": 1.0}] if entry_point.call_options else [{}]:
         for _, tensors in itertools.product(range(2), kinds):
-            door.call(*tensors, **wishes)
+            entry_point.call(*tensors, **call_options)
         for _, tensors in itertools.product(range(40), kinds):  # the list is renewed on the way
-            assert door.known_after(*tensors, **wishes)
+            assert entry_point.known_after(*tensors, **call_options)
 
 
 @pytest.mark.parametrize("make", DOORS)
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(picks=st.lists(st.integers(0, 10**6), min_size=30, max_size=150))
 def test_every_call_is_served_as_its_own_in_any_order(
-    make: Callable[[Package], Door],
+    make: Callable[[Package], EntryPoint],
     picks: list[int],
     tmp_path: Path,
 ) -> None:
     """While lists are renewed and tables cleared all the time. An `Own` refuses other calls."""
     package = a_package(tmp_path)
-    door = make(package)
-    with pytest.MonkeyPatch.context() as patch, aten_on_cpu(), door.around():
+    entry_point = make(package)
+    with pytest.MonkeyPatch.context() as patch, aten_on_cpu(), entry_point.around():
         patch.setattr("generator.runtime.serve.call_cache._MOST_KEYS", 5)
         patch.setattr("generator.runtime.serve.call_cache._MISSES_TO_FORGET", 3)
         patch.setattr("generator.runtime.serve.forward._MOST_CALLS", 20)
         patch.setattr("generator.runtime.serve.server._MOST_CALLS", 20)
-        kinds: list[tuple[Tensors, Keywords]] = [(tensors_of(door, M), {}) for M in range(1, 15)]
-        kinds += [(tensors, wishes) for _, tensors, wishes in changes_of(door, tensors_of(door))]
+        kinds: list[tuple[Tensors, Keywords]] = [
+            (tensors_of(entry_point, M), {}) for M in range(1, 15)
+        ]
+        kinds += [
+            (tensors, call_options)
+            for _, tensors, call_options in changes_of(entry_point, tensors_of(entry_point))
+        ]
         for pick in picks:
-            tensors, wishes = kinds[pick % len(kinds)]
+            tensors, call_options = kinds[pick % len(kinds)]
             for _ in range(1 + pick % 3):
-                door.call(*tensors, **wishes)
+                entry_point.call(*tensors, **call_options)
 
 
-@pytest.mark.parametrize("door", [ForwardDoor, Backward, Installed], indirect=True)
+@pytest.mark.parametrize("entry_point", [ForwardEntryPoint, Backward, Installed], indirect=True)
 def test_recent_calls_are_found_by_the_first_checks_alone(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = [tensors_of(door, M) for M in range(1, 1 + _MOST)]
+    kinds = [tensors_of(entry_point, M) for M in range(1, 1 + _MOST)]
     for _, tensors in itertools.product(range(2), kinds):
-        door.call(*tensors)
+        entry_point.call(*tensors)
     monkeypatch.delattr(Known, "find")
     for tensors in kinds:
-        assert door.known_after(*tensors)
+        assert entry_point.known_after(*tensors)
 
 
 def test_calls_of_the_formula_off_the_gpu_are_not_kept(tmp_path: Path) -> None:
     package = write_package(tmp_path)
-    door = Backward(package)
+    entry_point = Backward(package)
     for _ in range(3):
-        assert not door.known_after(*tensors_of(door))
+        assert not entry_point.known_after(*tensors_of(entry_point))
 
 
-def test_threads_are_served_each_with_its_own(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_served_each_with_its_own(
+    entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("generator.runtime.serve.call_cache._MOST_KEYS", 30)
     monkeypatch.setattr("generator.runtime.serve.call_cache._MISSES_TO_FORGET", 3)
     errors: list[BaseException] = []
@@ -359,7 +373,7 @@ def test_threads_are_served_each_with_its_own(door: Door, monkeypatch: pytest.Mo
     def work(first: int) -> None:
         try:
             for _, M in itertools.product(range(20), range(first, first + 2 * _MOST)):
-                door.call(*tensors_of(door, M))
+                entry_point.call(*tensors_of(entry_point, M))
         except BaseException as error:  # shown below, in the test's own thread
             errors.append(error)
 
@@ -389,22 +403,22 @@ def test_autograd_gets_the_gradients_of_the_formula_for_many_kinds(tmp_path: Pat
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_call_that_pytorch_serves_at_door_1_stays_pytorchs_at_door_3(
+def test_call_that_pytorch_serves_at_entry_point_1_stays_pytorchs_at_entry_point_3(
     package: Package, mode: Any
 ) -> None:
     """Taken for one that the package serves, it would be routed to itself without end. (In
-    inference mode the checks of both doors see the same dispatch keys.)"""
+    inference mode the checks of both entry points see the same dispatch keys.)"""
     package._find = lambda given, options: "nothing was tuned"  # type: ignore[method-assign]
     calls: list[str] = []
-    door = Installed(package)
+    entry_point = Installed(package)
     with aten_on_cpu(calls), mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tensors = tensors_of(door)
+        tensors = tensors_of(entry_point)
         for _ in range(4):
             package.rmsnorm_backward(*tensors)
-        with door.around():
+        with entry_point.around():
             for _ in range(4):
-                door.call(*tensors)
+                entry_point.call(*tensors)
                 package.rmsnorm_backward(*tensors)
     assert calls == ["backward"] * 12
 
@@ -435,15 +449,15 @@ def test_known_call_whose_gradient_is_wanted_refuses_it(package: Package, asks: 
         assert not any(result.requires_grad for result in package.rmsnorm_backward(*given))
 
 
-@pytest.mark.parametrize("door", [ForwardDoor, Backward, Composed], indirect=True)
-def test_what_is_no_tensor_is_named_though_others_are_known(door: Door) -> None:
+@pytest.mark.parametrize("entry_point", [ForwardEntryPoint, Backward, Composed], indirect=True)
+def test_what_is_no_tensor_is_named_though_others_are_known(entry_point: EntryPoint) -> None:
     for M in range(1, 2 * _MOST):
         for _ in range(3):
-            door.call(*tensors_of(door, M))
+            entry_point.call(*tensors_of(entry_point, M))
     for name in ("x", "weight"):
         for wrong in ([1.0], 1.0):
             with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got"):
-                door.call(*tensors_of(door, **{name: wrong}))
+                entry_point.call(*tensors_of(entry_point, **{name: wrong}))
 
 
 def test_fake_tensors_of_symbolic_shape_are_served_beside_known_calls(package: Package) -> None:

@@ -1,4 +1,4 @@
-"""Training through each door on the CPU: the same bits twice, and as accurate as PyTorch.
+"""Training through each entry point on the CPU: the same bits twice, and as accurate as PyTorch.
 
 tests/runtime/test_gpu_training.py has the same on a GPU.
 """
@@ -20,7 +20,7 @@ from tests.support.entry_points import (
     Training,
     aten_on_cpu,
     equal_bits,
-    make_door,
+    make_entry_point,
     routing_on_cpu,
     write_package,
 )
@@ -48,12 +48,12 @@ def compiled(model: Any) -> Any:
     return torch.compile(model, backend="aot_eager", fullgraph=True)
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("entry_point", DOORS)
 @pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_two_trainings_have_the_same_bits(package: Package, door: str, how: str) -> None:
-    norm, fused = make_door(package, door)
+def test_two_trainings_have_the_same_bits(package: Package, entry_point: str, how: str) -> None:
+    norm, fused = make_entry_point(package, entry_point)
     wrap = compiled if how == "compiled" else (lambda model: model)
-    routed = routing_on_cpu(package).installed() if door == "3" else nullcontext()
+    routed = routing_on_cpu(package).installed() if entry_point == "3" else nullcontext()
     with aten_on_cpu(), routed:
         runs = [Training(norm, fused, wrap=wrap).train() for _ in range(2)]
         other = Training(norm, fused, wrap=wrap, seed=1).train(2)
@@ -62,13 +62,13 @@ def test_two_trainings_have_the_same_bits(package: Package, door: str, how: str)
     assert not torch.equal(other[0], runs[0][0]), "the comparison would see a difference"
 
 
-def test_doors_agree_with_pytorch(package: Package) -> None:
+def test_entry_points_agree_with_pytorch(package: Package) -> None:
     wanted = Training(lambda width: torch.nn.RMSNorm(width, eps=1e-6), False).train()
-    for door in DOORS:
-        norm, fused = make_door(package, door)
+    for entry_point in DOORS:
+        norm, fused = make_entry_point(package, entry_point)
         found = Training(norm, fused).train()
         for a, b in zip(found, wanted, strict=True):
-            assert torch.allclose(a, b, rtol=1e-4, atol=1e-5), door
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-5), entry_point
 
 
 @settings(max_examples=60)

@@ -189,28 +189,28 @@ WISHES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("wishes", WISHES, ids=str)
+@pytest.mark.parametrize("call_options", WISHES, ids=str)
 def test_after_a_warmup_a_call_loads_nothing_and_takes_no_memory(
-    package: Package, device: Device, shape: tuple[Any, ...], wishes: dict[str, Any]
+    package: Package, device: Device, shape: tuple[Any, ...], call_options: dict[str, Any]
 ) -> None:
-    package.warmup([shape], **wishes)
+    package.warmup([shape], **call_options)
     ready = device.costs
     assert device.launched == []
-    step(package, *shape, **wishes)
+    step(package, *shape, **call_options)
     assert device.costs == ready
     assert sorted(set(device.launched)) == sorted(device.loaded), "and nothing else was loaded"
 
 
-@pytest.mark.parametrize("wishes", WISHES, ids=str)
+@pytest.mark.parametrize("call_options", WISHES, ids=str)
 def test_calls_that_were_not_warmed_up_pay(
-    package: Package, device: Device, wishes: dict[str, Any]
+    package: Package, device: Device, call_options: dict[str, Any]
 ) -> None:
     """Else the test above would hold for anything."""
-    step(package, 4096, 1024, **wishes)
+    step(package, 4096, 1024, **call_options)
     assert len(device.loaded) == 2
     assert len(device.taken) >= 1
     ready = device.costs
-    package.warmup([(4096, 1024, "bf16")], **wishes)
+    package.warmup([(4096, 1024, "bf16")], **call_options)
     assert device.costs == ready, "what is there is kept"
 
 
@@ -235,14 +235,14 @@ def test_more_rows_take_more_memory(package: Package, device: Device) -> None:
 
 def test_kernels_with_options_are_those_of_explain(package: Package, device: Device) -> None:
     shape = (4096, 1024, torch.bfloat16)
-    for wishes in ({"offset": True}, {"residual": torch.bfloat16}):
-        package.warmup([shape], **wishes)
-        assert device.loaded[-1] == package.explain(*shape, **wishes)["kernel"]
+    for call_options in ({"offset": True}, {"residual": torch.bfloat16}):
+        package.warmup([shape], **call_options)
+        assert device.loaded[-1] == package.explain(*shape, **call_options)["kernel"]
     assert device.loaded == ["forward 1024 bf16 bf16", "offset", "residual"]
 
 
 @pytest.mark.parametrize(
-    ("shape", "wishes", "loaded"),
+    ("shape", "call_options", "loaded"),
     [
         ((9, 1024, "bf16"), {"residual": "fp32"}, ["forward 1024 fp32 fp32", "example"]),
         (
@@ -266,23 +266,23 @@ def test_kernels_with_options_are_those_of_explain(package: Package, device: Dev
     ],
 )
 def test_options_without_a_kernel_get_what_they_are_composed_of(
-    package: Package, device: Device, shape: Any, wishes: dict[str, Any], loaded: list[str]
+    package: Package, device: Device, shape: Any, call_options: dict[str, Any], loaded: list[str]
 ) -> None:
-    package.warmup([shape], **wishes)
+    package.warmup([shape], **call_options)
     assert device.loaded == loaded
 
 
 @pytest.mark.parametrize("N", [1024, 300])
 def test_no_rows_need_nothing(package: Package, device: Device, N: int) -> None:
-    for wishes in WISHES:
-        package.warmup([(0, N, "bf16")], **wishes)
+    for call_options in WISHES:
+        package.warmup([(0, N, "bf16")], **call_options)
     assert device.costs == (0, 0)
     package.warmup([(0, N, "bf16"), SHAPES[0]])
     assert device.costs[0] == 2
 
 
 @pytest.mark.parametrize(
-    ("shapes", "wishes", "sentence"),
+    ("shapes", "call_options", "sentence"),
     [
         ([(-1, 1024, "bf16")], {}, "M must be at least 0 and N at least 1, got M=-1 and N=1024"),
         ([(0, 0, "bf16")], {}, "got M=0 and N=0"),
@@ -292,10 +292,10 @@ def test_no_rows_need_nothing(package: Package, device: Device, N: int) -> None:
     ],
 )
 def test_shapes_that_there_cannot_be_are_refused_before_anything_is_loaded(
-    package: Package, device: Device, shapes: Any, wishes: Any, sentence: str
+    package: Package, device: Device, shapes: Any, call_options: Any, sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
-        package.warmup([SHAPES[0], *shapes], **wishes)
+        package.warmup([SHAPES[0], *shapes], **call_options)
     assert device.costs == (0, 0)
 
 

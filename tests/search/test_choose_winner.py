@@ -14,14 +14,14 @@ from generator.kernels.resource_gate import refuse
 from generator.kernels.variant import Variant, make_variant
 from generator.result import Result
 from generator.search.choose_winner import HOST_US, LAUNCH_US, TIE, Choice, choose, slack
-from generator.search.finals import SEATS, hold_finals
+from generator.search.finals import ONE_LAUNCH_PLACES, hold_finals
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
 from generator.studies.records import Record
 from tests.support.synthetic import FLOOR_US, PROBLEM, TARGET, FakeEvaluator, FakePool, timed
 
 LEGAL = LegalConfigs(load_space(), PROBLEM, TARGET)
-DETERMINISTIC = [config for config in LEGAL.flavours if determinism_class(config) != "none"]
+DETERMINISTIC = [config for config in LEGAL.reductions if determinism_class(config) != "none"]
 TWO = next(config for config in DETERMINISTIC if launches(config) == 2)
 ONE, OTHER = [config for config in DETERMINISTIC if launches(config) == 1][:2]
 SHORT_US, LONG_US = HOST_US / 2, HOST_US * 2
@@ -167,15 +167,17 @@ def test_the_best_of_one_launch_have_seats_in_the_finals_of_a_short_operation(
     numbers: list[int], size: int
 ) -> None:
     configs = [DRAWN[number][place] for place, number in enumerate(numbers)]
-    seated = [config for config in configs if launches(config) == 1][: min(SEATS, size - 1)]
-    others = [config for config in configs if config not in seated]
+    chosen = [config for config in configs if launches(config) == 1][
+        : min(ONE_LAUNCH_PLACES, size - 1)
+    ]
+    others = [config for config in configs if config not in chosen]
     first, *later = rounds(configs, HOST_US - 0.01, size)
     everyone = [config for entries in (first, *later) for config in entries]
     assert len(everyone) == len(configs), "none is lost or doubled"
     assert len(first) == min(size, len(configs))
-    assert [config for config in everyone if config in seated] == seated
-    assert [config for config in everyone if config not in seated] == others
-    assert all(config in first for config in (seated + others)[:size])
+    assert [config for config in everyone if config in chosen] == chosen
+    assert [config for config in everyone if config not in chosen] == others
+    assert all(config in first for config in (chosen + others)[:size])
     # Where the operation takes long, only the times count.
     assert rounds(configs, HOST_US, size) == [
         configs[start : start + size] for start in range(0, len(configs), size)

@@ -30,7 +30,7 @@ from generator.problem import Problem
 from generator.result import Result
 from generator.search.budget import Budget, Progress
 from generator.search.choose_winner import choose
-from generator.search.finals import SIFTED, SIFTED_US
+from generator.search.finals import SHORTLIST, SHORTLIST_US
 from generator.search.proposals import warm_starts
 from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs
@@ -53,7 +53,7 @@ from tests.support.synthetic import (
 
 ROOT = REPOSITORY
 NAME = study_name(PROBLEM, TARGET, "measured", SPACE)
-DETERMINISTIC = [config for config in LEGAL.flavours if determinism_class(config) != "none"]
+DETERMINISTIC = [config for config in LEGAL.reductions if determinism_class(config) != "none"]
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_only_legal_configs_and_none_twice(storage: BaseStorage) -> None:
     assert len({LEGAL.key(config) for config in evaluator.evaluated}) == len(evaluator.evaluated)
 
 
-def test_every_flavour_has_a_seed_in_the_shape_of_the_best(storage: BaseStorage) -> None:
+def test_every_reduction_has_a_seed_in_the_shape_of_the_best(storage: BaseStorage) -> None:
     known = LEGAL.draw(random.Random(1), (), deterministic=True)
     assert known is not None
     start = replace(make_winner(known), problem=Problem.parse("8192x1024:bf16"))
@@ -122,7 +122,7 @@ def test_every_flavour_has_a_seed_in_the_shape_of_the_best(storage: BaseStorage)
     seeds = [record.config for record in records(storage) if record.origin == "seed"]
     assert seeds[0] == known
     assert {(c["strategy"], c["order"]) for c in seeds} == {
-        (c["strategy"], c["order"]) for c in LEGAL.flavours
+        (c["strategy"], c["order"]) for c in LEGAL.reductions
     }
     shape = ("threads_per_row", "rows_per_cta", "rows_in_flight", "ctas_per_sm")
     kept = [all(seed[knob] == known[knob] for knob in shape) for seed in seeds]
@@ -133,20 +133,20 @@ def test_the_phases_follow_each_other(storage: BaseStorage) -> None:
     search(storage, trials=100)
     origins = [record.origin for record in records(storage)]
     order = list(dict.fromkeys(origins))
-    assert order == ["seed", "tpe", "guess", "price"]
+    assert order == ["seed", "tpe", "surrogate", "overhead"]
     counts = Counter(origins)
     assert 20 <= counts["tpe"] <= 40
-    assert counts["guess"] >= 45
+    assert counts["surrogate"] >= 45
 
 
-def test_flavours_that_cannot_win_get_a_small_share(storage: BaseStorage) -> None:
+def test_reductions_that_cannot_win_get_a_small_share(storage: BaseStorage) -> None:
     search(storage, FakeEvaluator(lambda v: cost(v) - (v.determinism == "none")), trials=100)
-    barred = [r for r in records(storage) if determinism_class(r.config) == "none"]
-    assert {r.origin for r in barred} == {"seed", "price"}
-    assert 4 <= len(barred) <= 10
+    ineligible = [r for r in records(storage) if determinism_class(r.config) == "none"]
+    assert {r.origin for r in ineligible} == {"seed", "overhead"}
+    assert 4 <= len(ineligible) <= 10
 
 
-def test_most_guesses_are_near_the_best(storage: BaseStorage) -> None:
+def test_most_surrogate_proposals_are_near_the_best(storage: BaseStorage) -> None:
     search(storage, trials=100)
     done = records(storage)
 
@@ -156,7 +156,7 @@ def test_most_guesses_are_near_the_best(storage: BaseStorage) -> None:
         config = done[number].config
         return min(sum(r.config[knob] != config[knob] for knob in config) for r in best)
 
-    changes = [change(n) for n, record in enumerate(done) if record.origin == "guess"]
+    changes = [change(n) for n, record in enumerate(done) if record.origin == "surrogate"]
     assert sum(changed <= 4 for changed in changes) > len(changes) / 2
     assert min(changes) == 1
 
@@ -583,47 +583,49 @@ def test_the_winner_is_the_best_of_the_finals(storage: BaseStorage) -> None:
     assert winner.variant in {entry.variant for entry in winner.tied}
 
 
-class Sifter(FakeEvaluator):
+class Shortlister(FakeEvaluator):
     """Trials scatter by several per cent, and only side by side the truth is seen."""
 
     def __init__(self, clean: bool = True) -> None:
         super().__init__(final=lambda variant: timed(cost(variant)))
         self.clean = clean
-        self.sifted: list[list[Config]] = []
+        self.shortlisted: list[list[Config]] = []
         noise = random.Random(3)
         self.cost = lambda variant: cost(variant) * (1 + abs(noise.gauss(0, 0.03)))
 
-    def sift(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[float]:
-        self.sifted.append([variant.config for variant, _ in entries])
+    def shortlist(
+        self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]
+    ) -> list[float]:
+        self.shortlisted.append([variant.config for variant, _ in entries])
         return [cost(variant) for variant, _ in entries] if self.clean else []
 
 
 def test_who_is_among_the_best_is_found_side_by_side(storage: BaseStorage) -> None:
-    evaluator = Sifter()
+    evaluator = Shortlister()
     search(storage, evaluator, trials=120)
-    [sifted], [finalists] = evaluator.sifted, evaluator.finalists
-    assert 6 < len(sifted) <= SIFTED
-    assert all(determinism_class(config) != "none" for config in sifted)
-    best = sorted(sifted, key=ratio_of)[:6]
+    [shortlisted], [finalists] = evaluator.shortlisted, evaluator.finalists
+    assert 6 < len(shortlisted) <= SHORTLIST
+    assert all(determinism_class(config) != "none" for config in shortlisted)
+    best = sorted(shortlisted, key=ratio_of)[:6]
     called = [LEGAL.key(c) for c in finalists if determinism_class(c) != "none"]
     assert called == [LEGAL.key(config) for config in best]
-    by_trial = [LEGAL.key(config) for config in sifted[:6]]
+    by_trial = [LEGAL.key(config) for config in shortlisted[:6]]
     assert called != by_trial, "the trials alone would have called up others"
 
 
 def test_without_clean_times_side_by_side_the_trials_decide(storage: BaseStorage) -> None:
-    evaluator = Sifter(clean=False)
+    evaluator = Shortlister(clean=False)
     search(storage, evaluator, trials=120)
-    [sifted], [finalists] = evaluator.sifted, evaluator.finalists
+    [shortlisted], [finalists] = evaluator.shortlisted, evaluator.finalists
     called = [LEGAL.key(c) for c in finalists if determinism_class(c) != "none"]
-    assert called == [LEGAL.key(config) for config in sifted[:6]]
+    assert called == [LEGAL.key(config) for config in shortlisted[:6]]
 
 
 def test_a_gpu_where_all_ratios_are_small_does_not_fill_the_places(storage: BaseStorage) -> None:
     """A study goes on with another GPU, whose floor takes 10 % longer: what was best on the first
     one is timed beside what the second one thinks best."""
 
-    class Elsewhere(Sifter):
+    class Elsewhere(Shortlister):
         gpu, factor = "first", 1.0
 
         def _result(self, variant: Variant) -> Result:
@@ -643,16 +645,16 @@ def test_a_gpu_where_all_ratios_are_small_does_not_fill_the_places(storage: Base
         for gpu in ("first", "second")
     )
     best = min(r.ratio for r in here if r.config in first)
-    assert sum(r.ratio < best for r in there) > SIFTED, "these could fill all places"
-    assert sum(r.config in evaluator.sifted[-1] for r in here) == SIFTED // 2
+    assert sum(r.ratio < best for r in there) > SHORTLIST, "these could fill all places"
+    assert sum(r.config in evaluator.shortlisted[-1] for r in here) == SHORTLIST // 2
 
 
-def test_few_that_take_long_are_not_sifted(storage: BaseStorage) -> None:
-    evaluator = Sifter()
-    slow = Result("ok", SIFTED_US / 6, SIFTED_US / 8, 1.3, "verified")
+def test_few_that_take_long_are_not_shortlisted(storage: BaseStorage) -> None:
+    evaluator = Shortlister()
+    slow = Result("ok", SHORTLIST_US / 6, SHORTLIST_US / 8, 1.3, "verified")
     evaluator._result = lambda variant: slow  # type: ignore[method-assign]
     search(storage, evaluator, trials=40)
-    assert evaluator.sifted == []
+    assert evaluator.shortlisted == []
 
 
 @pytest.mark.parametrize("lucky", [False, True], ids=["caught", "bits that happen to repeat"])
@@ -669,7 +671,7 @@ def test_a_nondeterministic_variant_planted_fastest_never_wins(
     assert fastest is not None
     assert determinism_class(fastest.config) == "none"
     assert fastest.ratio == 1.0
-    assert winner.price_of_determinism == winner.result.ratio
+    assert winner.overhead_of_determinism == winner.result.ratio
 
 
 def test_who_fails_in_the_finals_does_not_win(storage: BaseStorage) -> None:

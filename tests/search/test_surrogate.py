@@ -1,4 +1,4 @@
-"""Guesses: alike is expected to be alike, what is on its way is not tried twice over, and what is
+"""Surrogate proposals: alike is expected to be alike, what is on its way is not tried twice over, and what is
 kept to make them cheap does not change them."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from generator.kernels.geometry import Config
 from generator.result import Result
-from generator.search import surrogate as guess
+from generator.search import surrogate as surrogate
 from generator.search.surrogate import (
     FEWEST,
     LENGTHS,
@@ -21,7 +21,7 @@ from generator.search.surrogate import (
     WEIGHTS,
     WORST,
     Floats,
-    Guesser,
+    Surrogate,
 )
 from generator.space.legal_configs import Key, LegalConfigs
 from generator.space.load import load_space
@@ -55,30 +55,30 @@ def keys(configs: Iterable[Config]) -> list[Key]:
     return [LEGAL.key(config) for config in configs]
 
 
-def guessed(
+def proposed(
     records: Sequence[Record], pending: Sequence[Config], candidates: Sequence[Config]
 ) -> Config | None:
-    key = Guesser(SPACE).best(
+    key = Surrogate(SPACE).best(
         records, keys(r.config for r in records), keys(pending), keys(candidates)
     )
     return None if key is None else LEGAL.config(key)
 
 
-def test_the_candidate_that_is_like_the_fast_ones_is_guessed() -> None:
+def test_the_candidate_that_is_like_the_fast_ones_is_proposed() -> None:
     best = min(RECORDS, key=lambda record: record.ratio).config
     worst = max(RECORDS, key=lambda record: record.ratio).config
     near = {**best, "store_hint": "streaming" if best["store_hint"] == "default" else "default"}
     far = {**worst, "store_hint": "streaming" if worst["store_hint"] == "default" else "default"}
-    assert guessed(RECORDS, [], [far, near]) == near
-    assert guessed(RECORDS, [], [near, far]) == near
+    assert proposed(RECORDS, [], [far, near]) == near
+    assert proposed(RECORDS, [], [near, far]) == near
 
 
-def test_guesses_find_the_fastest_of_many_with_few_trials() -> None:
-    guesser, records = Guesser(SPACE), list(RECORDS[:8])
+def test_surrogate_proposals_find_the_fastest_of_many_with_few_trials() -> None:
+    surrogateer, records = Surrogate(SPACE), list(RECORDS[:8])
     known = [record.config for record in records]
     candidates = [c for c in LEGAL.first(400) + DRAWN[8:] if c not in known]
     for _ in range(25):
-        key = guesser.best(records, keys(r.config for r in records), [], keys(candidates))
+        key = surrogateer.best(records, keys(r.config for r in records), [], keys(candidates))
         assert key is not None
         candidates.remove(LEGAL.config(key))
         records.append(tried(LEGAL.config(key), timed(by_stages(LEGAL.config(key)))))
@@ -92,7 +92,7 @@ def test_a_trial_without_a_time_counts_against_its_like() -> None:
     failed = [
         tried({**one, "slice_columns": columns}, Result("resource")) for columns in (64, 128, 16)
     ]
-    assert guessed([*RECORDS, *failed], [], [one, other]) == other
+    assert proposed([*RECORDS, *failed], [], [one, other]) == other
 
 
 def test_what_is_on_its_way_is_expected_and_not_asked_for_again() -> None:
@@ -101,18 +101,18 @@ def test_what_is_on_its_way_is_expected_and_not_asked_for_again() -> None:
     candidates = [
         {**fast, "rows_per_cta": rows, "ctas_per_sm": ctas} for rows in (1, 2, 4) for ctas in (1, 2)
     ]
-    first = guessed(records, [], candidates)
+    first = proposed(records, [], candidates)
     assert first is not None
     near = [{**first, "grid": "full"}, {**first, "grid": "even"}]
-    second = guessed(records, near, candidates)
+    second = proposed(records, near, candidates)
     assert second != first
 
 
 @pytest.mark.parametrize("count", [0, FEWEST - 1])
-def test_nothing_is_guessed_from_too_little(count: int) -> None:
+def test_nothing_is_proposed_from_too_little(count: int) -> None:
     untimed = [tried(config, Result("resource")) for config in DRAWN]
-    assert guessed(RECORDS[:count] + untimed, [], DRAWN) is None
-    assert guessed(RECORDS, [], []) is None
+    assert proposed(RECORDS[:count] + untimed, [], DRAWN) is None
+    assert proposed(RECORDS, [], []) is None
 
 
 def log_times(records: Sequence[Record]) -> Floats:
@@ -169,13 +169,13 @@ def improvements(
 
 
 @pytest.mark.parametrize("growth", [1.0, math.inf])
-def test_what_is_kept_between_guesses_does_not_change_them(
+def test_what_is_kept_between_surrogate_proposals_does_not_change_them(
     growth: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """growth: estimated anew with every guess, or only with the first."""
-    monkeypatch.setattr(guess, "GROWTH", growth)
-    monkeypatch.setattr(guess, "_AT_ONCE", 1)
-    guesser = Guesser(SPACE)
+    """growth: estimated anew with every surrogate, or only with the first."""
+    monkeypatch.setattr(surrogate, "GROWTH", growth)
+    monkeypatch.setattr(surrogate, "_AT_ONCE", 1)
+    surrogateer = Surrogate(SPACE)
     records = [tried(config, timed(by_many(config))) for config in DRAWN[:12]]
     tried_keys = keys([record.config for record in records])
     candidates = [key for key in keys(LEGAL.first(300) + DRAWN[12:]) if key not in tried_keys]
@@ -185,7 +185,7 @@ def test_what_is_kept_between_guesses_does_not_change_them(
         if growth == 1.0:
             length, variance = estimated(records)
         offered = candidates[: 150 + 8 * turn]
-        chosen = guesser.best(records, keys(r.config for r in records), waiting, offered)
+        chosen = surrogateer.best(records, keys(r.config for r in records), waiting, offered)
         assert chosen is not None
         expected = improvements(records, waiting, offered, length, variance)
         assert expected[offered.index(chosen)] >= 0.999 * expected.max(), turn
@@ -197,7 +197,7 @@ def test_what_is_kept_between_guesses_does_not_change_them(
 
 def test_what_is_on_its_way_may_be_expected_to_be_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of four changes helps, and all four together are on their way."""
-    monkeypatch.setattr(guess, "LENGTHS", (32.0,))
+    monkeypatch.setattr(surrogate, "LENGTHS", (32.0,))
     base = dict(DRAWN[0])
     changes = [
         {knob.name: next(value for value in knob.choices if value != base[knob.name])}
@@ -212,7 +212,7 @@ def test_what_is_on_its_way_may_be_expected_to_be_the_best(monkeypatch: pytest.M
     candidates = [
         k for k in keys([*LEGAL.around(base, random.Random(1)), *DRAWN]) if k not in known
     ]
-    chosen = Guesser(SPACE).best(records, keys(r.config for r in records), known[:1], candidates)
+    chosen = Surrogate(SPACE).best(records, keys(r.config for r in records), known[:1], candidates)
     assert chosen is not None
     expected = improvements(records, known[:1], candidates, 32.0, estimated(records)[1])
     assert expected[candidates.index(chosen)] >= 0.999 * expected.max()
@@ -220,11 +220,11 @@ def test_what_is_on_its_way_may_be_expected_to_be_the_best(monkeypatch: pytest.M
 
 def test_other_records_are_learned_from_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """These leave more uncertain, so that what was computed before bounds nothing."""
-    monkeypatch.setattr(guess, "_AT_ONCE", 1)
-    guesser, candidates = Guesser(SPACE), keys(LEGAL.first(300))
+    monkeypatch.setattr(surrogate, "_AT_ONCE", 1)
+    surrogateer, candidates = Surrogate(SPACE), keys(LEGAL.first(300))
     alike = [tried(r.config, timed(2.5 - 0.01 * r.ratio)) for r in reversed(RECORDS)]
-    guesser.best(alike, keys(r.config for r in alike), [], candidates)
-    chosen = guesser.best(RECORDS, keys(r.config for r in RECORDS), [], candidates)
+    surrogateer.best(alike, keys(r.config for r in alike), [], candidates)
+    chosen = surrogateer.best(RECORDS, keys(r.config for r in RECORDS), [], candidates)
     assert chosen is not None
     expected = improvements(RECORDS, [], candidates, *estimated(RECORDS))
     assert expected[candidates.index(chosen)] >= 0.999 * expected.max()
@@ -234,28 +234,28 @@ def test_few_variances_are_computed_once_most_candidates_are_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     computed = 0
-    original = guess._Process.spread
+    original = surrogate._Process.spread
 
-    def spread(self: guess._Process, agree: guess.Counts) -> Floats:
+    def spread(self: surrogate._Process, agree: surrogate.Counts) -> Floats:
         nonlocal computed
         computed += len(agree)
         return original(self, agree)
 
-    guesser, candidates = Guesser(SPACE), keys(LEGAL.first(2000))
-    guesser.best(RECORDS[:38], keys(r.config for r in RECORDS[:38]), [], candidates)
-    monkeypatch.setattr(guess._Process, "spread", spread)
-    guesser.best(RECORDS[:39], keys(r.config for r in RECORDS[:39]), [], candidates)
+    surrogateer, candidates = Surrogate(SPACE), keys(LEGAL.first(2000))
+    surrogateer.best(RECORDS[:38], keys(r.config for r in RECORDS[:38]), [], candidates)
+    monkeypatch.setattr(surrogate._Process, "spread", spread)
+    surrogateer.best(RECORDS[:39], keys(r.config for r in RECORDS[:39]), [], candidates)
     assert 0 < computed <= len(candidates) / 4
 
 
 def test_weights_that_are_too_many_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     given = [WEIGHTS.get(knob.name, OTHER_WEIGHT) for knob in SPACE.knobs]
-    assert Guesser(SPACE)._weights == given
-    monkeypatch.setattr(guess, "OTHER_WEIGHT", 40)
+    assert Surrogate(SPACE)._weights == given
+    monkeypatch.setattr(surrogate, "OTHER_WEIGHT", 40)
     large = [WEIGHTS.get(knob.name, 40) for knob in SPACE.knobs]
-    kept = Guesser(SPACE)._weights
+    kept = Surrogate(SPACE)._weights
     assert sum(large) > 255 >= sum(kept) > 200
     assert all(weight > 0 for weight in kept)
     for a, b in zip(sorted(range(len(large)), key=large.__getitem__), sorted(kept), strict=True):
         assert kept[a] == b
-    assert guessed(RECORDS, [], DRAWN[:3]) in DRAWN[:3]
+    assert proposed(RECORDS, [], DRAWN[:3]) in DRAWN[:3]

@@ -22,7 +22,7 @@ from generator.space.expressions import Names
 from generator.space.load import SPACE_FILE, load_space
 from generator.space.space import Rule, Space
 from generator.target import Target, find_target, load_targets
-from tests.support.samples import FLAVOURS, SPACE, problems, targets
+from tests.support.samples import REDUCTION, SPACE, problems, targets
 
 CONTENT = yaml.safe_load(SPACE_FILE.read_text())
 PROBLEM = Problem.parse("4096x1024:bf16")
@@ -88,11 +88,11 @@ def test_enumeration_yields_legal_configs_and_none_twice(
 
 
 @settings(max_examples=40)
-@given(problems(), targets(), st.sampled_from(sorted(FLAVOURS)), st.integers(0, 999))
+@given(problems(), targets(), st.sampled_from(sorted(REDUCTION)), st.integers(0, 999))
 def test_sample_is_legal_has_what_is_fixed_and_follows_from_the_seed(
-    problem: Problem, target: Target, flavour: str, seed: int
+    problem: Problem, target: Target, reduction: str, seed: int
 ) -> None:
-    fixed = FLAVOURS[flavour]
+    fixed = REDUCTION[reduction]
     try:
         config = SPACE.sample(problem, target, random.Random(seed), fixed)
     except NormforgeError as error:
@@ -133,11 +133,11 @@ def test_every_default_shape_can_be_tuned_on_every_gpu(gpu: str, space: Space) -
         assert space.sample(problem, find_target(gpu), random.Random(0))
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_every_strategy_can_serve_every_shape_of_the_project(flavour: str, space: Space) -> None:
+@pytest.mark.parametrize("reduction", REDUCTION)
+def test_every_strategy_can_serve_every_shape_of_the_project(reduction: str, space: Space) -> None:
     for problem in load_problems("default,tilegym,smoke"):
         for gpu in ("h200", "gb200"):
-            assert space.sample(problem, find_target(gpu), random.Random(0), FLAVOURS[flavour])
+            assert space.sample(problem, find_target(gpu), random.Random(0), REDUCTION[reduction])
 
 
 def violation(rule: Rule) -> tuple[str, Names]:

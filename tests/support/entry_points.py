@@ -1,4 +1,4 @@
-"""What the tests of the doors share: a package, CPU kernels of PyTorch's operators, a model."""
+"""What the tests of the entry points share: a package, CPU kernels of PyTorch's operators, a model."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def aten_on_cpu(calls: list[str] | None = None) -> Iterator[None]:
 
 
 def routing_on_cpu(package: Package) -> Installation:
-    """Door 3 of a package for CPU tensors."""
+    """`install()` of a package for CPU tensors."""
     return Installation(package._route, package._known, "CPU")
 
 
 @contextmanager
 def routed_and_served(package: Package, device: str = "CUDA") -> Iterator[None]:
-    """Door 3, and proof of it: some backward of PyTorch's norm comes inside the block, and the
+    """`install()`, and proof of it: some backward of PyTorch's norm comes inside the block, and the
     package serves every one. Without it PyTorch's own kernel would pass most tests."""
     served: list[bool] = []
 
@@ -144,17 +144,17 @@ def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     )
 
 
-def make_door(package: Package, door: str) -> tuple[Any, bool]:
-    """A norm for `Llama`, and whether the residual stream goes through it. door: `1` (a Function of
+def make_entry_point(package: Package, entry_point: str) -> tuple[Any, bool]:
+    """A norm for `Llama`, and whether the residual stream goes through it. entry point: `1` (a Function of
     the reader's own around rmsnorm_backward), `2`, `2 with residual`, `3` (torch.nn.RMSNorm)."""
-    if door == "1":
-        return door_1_norm(package), False
-    if door == "3":
+    if entry_point == "1":
+        return entry_point_1_norm(package), False
+    if entry_point == "3":
         return lambda width: torch.nn.RMSNorm(width, eps=1e-6), False
-    return lambda width: package.RMSNorm(width, eps=1e-6), door == "2 with residual"
+    return lambda width: package.RMSNorm(width, eps=1e-6), entry_point == "2 with residual"
 
 
-def door_1_norm(package: Package) -> Any:
+def entry_point_1_norm(package: Package) -> Any:
     """A norm as somebody writes it who has only rmsnorm_backward."""
 
     class Function(torch.autograd.Function):

@@ -122,7 +122,7 @@ def drive(run: Run) -> None:
             running(run.folder) as stop,
             CompilePool("sm_90a", 2, run.folder, compile=compiler, method="fork") as pool,
             MeasuredEvaluator(
-                TARGET, 0, SECONDS, open_hands=gpu, method="fork", sleep=nap
+                TARGET, 0, SECONDS, open_handler=gpu, method="fork", sleep=nap
             ) as evaluator,
         ):
             winner = search_problem(

@@ -32,7 +32,7 @@ from generator.tuner.forward import tune_forwards
 
 SPACE = load_space()
 
-FLAVOURS: dict[str, dict[str, int | str]] = {
+REDUCTION: dict[str, dict[str, int | str]] = {
     "mailbox": {"strategy": "mailbox"},
     "column_slices": {"strategy": "column_slices"},
     "separate": {"strategy": "separate"},
@@ -44,7 +44,7 @@ FLAVOURS: dict[str, dict[str, int | str]] = {
 }
 """Every way from partial dw to dw, by the name of its template."""
 
-DETERMINISTIC = tuple(name for name in FLAVOURS if name not in ("atomic", "bulk_free"))
+DETERMINISTIC = tuple(name for name in REDUCTION if name not in ("atomic", "bulk_free"))
 DTYPES = tuple(ITEMSIZE)
 
 PLAIN: dict[str, int | str] = {
@@ -134,24 +134,24 @@ def targets() -> st.SearchStrategy[Target]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Problem, Target, Variant]:
-    """A problem, a target, and a legal variant. The flavour and the pipeline, the cluster or a part
+    """A problem, a target, and a legal variant. The reduction kind and the pipeline, the cluster or a part
     of a warp for each row are drawn first, so that the rare ones show up."""
     problem, target = draw(problems()), draw(targets())
     bulk = target.has_bulk_copy
-    flavours = [name for name in FLAVOURS if bulk or "bulk" not in name]
-    flavour = FLAVOURS[draw(st.sampled_from(flavours))]
-    wishes: list[dict[str, int | str]] = [{}, {"pipeline": "async"}]
+    reductions = [name for name in REDUCTION if bulk or "bulk" not in name]
+    reduction = REDUCTION[draw(st.sampled_from(reductions))]
+    call_options: list[dict[str, int | str]] = [{}, {"pipeline": "async"}]
     if bulk and problem.N * problem.itemsize % 16 == 0:
-        wishes.append({"pipeline": "bulk"})
-    if flavour["strategy"] not in ("semaphore", "bulk_reduce"):
+        call_options.append({"pipeline": "bulk"})
+    if reduction["strategy"] not in ("semaphore", "bulk_reduce"):
         for cluster in (2, 4, 8):
             whole = problem.N % cluster == 0 and problem.N * problem.itemsize >= 4096 * cluster
-            wishes += [{"cluster": cluster}] if bulk and whole else []
+            call_options += [{"cluster": cluster}] if bulk and whole else []
     if problem.N * problem.itemsize % 16 == 0 and problem.N * problem.itemsize <= 512:
-        wishes.append({"threads_per_row": 8})
-    wish = draw(st.sampled_from(wishes))
+        call_options.append({"threads_per_row": 8})
+    option = draw(st.sampled_from(call_options))
     seed = draw(st.integers(0, 99))
-    return problem, target, _sampled(problem, target, seed, tuple({**flavour, **wish}.items()))
+    return problem, target, _sampled(problem, target, seed, tuple({**reduction, **option}.items()))
 
 
 @cache
@@ -188,7 +188,7 @@ def planted_entry(problem: Problem | str, target: Target, **knobs: int | str) ->
 
 
 def training_package(target: Target, folder: Path) -> Package:
-    """For `doors.Training` on a GPU: hidden norms by a strategy whose CTAs wait for each other, the
+    """For `entry points.Training` on a GPU: hidden norms by a strategy whose CTAs wait for each other, the
     rest by generic kernels."""
     shapes = ("68x1024:bf16", "68x1024:fp32")
     entries = [planted_entry(shape, target, strategy="column_slices") for shape in shapes]

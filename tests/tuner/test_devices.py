@@ -20,8 +20,8 @@ from generator.studies.storage import open_storage
 from generator.studies.study_log import StudyLog
 from generator.studies.work_queue import PrivateQueue
 from generator.tuner import choose_device, device_process
-from generator.tuner import device_pool as crew
-from generator.tuner.choose_device import choose_crew, choose_target
+from generator.tuner import device_pool as device_pool
+from generator.tuner.choose_device import choose_devices, choose_target
 from generator.tuner.ledger import Ledger
 from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import Plan, expected_seconds, longest_first
@@ -30,7 +30,7 @@ from tests.support.fake_devices import (
     FACTS,
     PROBLEMS,
     TRIALS,
-    Crew,
+    DevicePool,
     FakeDevice,
     LoggingEvaluator,
     Quiet,
@@ -57,7 +57,7 @@ def open_absent(folder: Path, index: int) -> FakeDevice:
     return FakeDevice(folder)
 
 
-def search(own: crew.Crew, plan: Plan, stop: Stop | None = None) -> Quiet:
+def search(own: device_pool.DevicePool, plan: Plan, stop: Stop | None = None) -> Quiet:
     watcher = Quiet()
     own.search(plan, Ledger(plan, PrivateQueue()), stop or Stop(), watcher)
     return watcher
@@ -84,7 +84,7 @@ def check_complete(plan: Plan, watcher: Quiet) -> None:
 
 def test_four_devices_search_every_problem_once(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, TRIALS, devices=(0, 1, 2, 3))
-    with Crew(plan.devices, partial(open_fake, tmp_path, 0.002)) as own:
+    with DevicePool(plan.devices, partial(open_fake, tmp_path, 0.002)) as own:
         watcher = search(own, plan)
     check_complete(plan, watcher)
     finals = Counter(words[1] for words in lines(tmp_path) if words[0] == "finals")
@@ -105,7 +105,7 @@ def test_devices_find_what_one_device_finds(tmp_path: Path) -> None:
     search_here(driver, Ledger(one, PrivateQueue()), Stop(), alone)
 
     two = make_plan(tmp_path / "two", 50, devices=(0, 1), **options)
-    with Crew(two.devices, partial(open_fake, tmp_path, 0.0)) as own:
+    with DevicePool(two.devices, partial(open_fake, tmp_path, 0.0)) as own:
         together = search(own, two)
 
     def told(winner: Winner | None) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def test_killed_process_is_replaced_and_its_problem_continued(tmp_path: Path) ->
     plan = make_plan(tmp_path, TRIALS, devices=(0, 1), problems=PROBLEMS[:4])
     for problem in PROBLEMS[:2]:
         (tmp_path / f"flag {problem}").write_text("kill")
-    with Crew(plan.devices, partial(open_frail, tmp_path)) as own:
+    with DevicePool(plan.devices, partial(open_frail, tmp_path)) as own:
         watcher = search(own, plan)
     assert not list(tmp_path.glob("flag*")), "nobody was killed"
     check_complete(plan, watcher)
@@ -133,7 +133,7 @@ def test_killed_process_is_replaced_and_its_problem_continued(tmp_path: Path) ->
 def test_problem_that_kills_every_process_ends_the_run(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, TRIALS, devices=(0, 1), problems=PROBLEMS[:1])
     with (
-        Crew(plan.devices, partial(open_deadly, tmp_path)) as own,
+        DevicePool(plan.devices, partial(open_deadly, tmp_path)) as own,
         pytest.raises(NormforgeError, match=f"{PROBLEMS[0]}, which has happened 3 times"),
     ):
         search(own, plan)
@@ -154,7 +154,7 @@ def test_run_goes_on_without_a_gpu_that_failed(
 ) -> None:
     plan = make_plan(tmp_path, TRIALS, devices=(0, 1), problems=PROBLEMS[:4])
     (tmp_path / f"flag {PROBLEMS[0]}").write_text("fail")
-    with Crew(plan.devices, partial(open_frail, tmp_path)) as own:
+    with DevicePool(plan.devices, partial(open_frail, tmp_path)) as own:
         watcher = search(own, plan)
     check_complete(plan, watcher)
     assert f"fallen off the bus while it searched {PROBLEMS[0]}" in capfd.readouterr().err
@@ -164,7 +164,7 @@ def test_last_gpu_that_fails_ends_the_run(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, TRIALS, problems=PROBLEMS[:1])
     (tmp_path / f"flag {PROBLEMS[0]}").write_text("fail")
     with (
-        Crew(plan.devices, partial(open_frail, tmp_path)) as own,
+        DevicePool(plan.devices, partial(open_frail, tmp_path)) as own,
         pytest.raises(NormforgeError, match=r"off the bus .*; no other GPU is left to this run"),
     ):
         search(own, plan)
@@ -184,7 +184,7 @@ def test_request_to_end_is_obeyed_after_the_trials_under_way(tmp_path: Path) -> 
     stop, watcher = Stop(), Impatient()
     ledger = Ledger(plan, PrivateQueue())
     with (
-        Crew(plan.devices, partial(open_fake, tmp_path, 0.005)) as own,
+        DevicePool(plan.devices, partial(open_fake, tmp_path, 0.005)) as own,
         pytest.raises(KeyboardInterrupt),
     ):
         own.search(plan, ledger, stop, watcher)
@@ -198,12 +198,12 @@ def test_devices_of_two_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         NormforgeError, match=r"device 1 is a NVIDIA H100 80GB HBM3 .* for one model"
     ):
-        Crew((0, 1), partial(open_mixed, tmp_path))
+        DevicePool((0, 1), partial(open_mixed, tmp_path))
 
 
 def test_device_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(NormforgeError, match="device 1: the GPU worker cannot start: planted"):
-        Crew((0, 1), partial(open_absent, tmp_path))
+        DevicePool((0, 1), partial(open_absent, tmp_path))
 
 
 def test_longest_problems_go_first_and_four_devices_end_together() -> None:
@@ -236,11 +236,11 @@ def test_equal_shares_of_the_seconds_count_the_devices(tmp_path: Path) -> None:
 # Which GPU is here
 
 
-class FakeSupply:
+class FakeSupervisor:
     """The workers of one GPU; counts those that were started."""
 
     name = "NVIDIA H200"
-    started: ClassVar[list[FakeSupply]] = []
+    started: ClassVar[list[FakeSupervisor]] = []
     pids: ClassVar[list[int]] = []
 
     def __init__(self, device: int) -> None:
@@ -258,58 +258,62 @@ class FakeSupply:
 
 
 @pytest.fixture
-def supply(monkeypatch: pytest.MonkeyPatch) -> type[FakeSupply]:
-    monkeypatch.setattr(device_process, "Supply", FakeSupply)
+def supervisor(monkeypatch: pytest.MonkeyPatch) -> type[FakeSupervisor]:
+    monkeypatch.setattr(device_process, "Supervisor", FakeSupervisor)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(FakeSupply, "started", [])
-    return FakeSupply
+    monkeypatch.setattr(FakeSupervisor, "started", [])
+    return FakeSupervisor
 
 
 @pytest.mark.parametrize("name", ["auto", "h200"])
-def test_worker_that_tells_the_name_goes_on_to_measure(supply: type[FakeSupply], name: str) -> None:
+def test_worker_that_tells_the_name_goes_on_to_measure(
+    supervisor: type[FakeSupervisor], name: str
+) -> None:
     target, evaluator, sentence = choose_target(name, 3)
     assert (target.name, target.sms) == ("h200", 132)
     assert evaluator is not None
-    assert len(supply.started) == 1
+    assert len(supervisor.started) == 1
     assert sentence == "Measuring on device 3: NVIDIA H200."
     evaluator.close()
-    assert supply.started[0].closed
+    assert supervisor.started[0].closed
 
 
-def test_worker_of_another_gpu_is_ended_and_nothing_is_measured(supply: type[FakeSupply]) -> None:
+def test_worker_of_another_gpu_is_ended_and_nothing_is_measured(
+    supervisor: type[FakeSupervisor],
+) -> None:
     target, evaluator, sentence = choose_target("gb200", 0)
     assert (target.name, evaluator) == ("gb200", None)
     assert sentence.startswith("No gb200 here (this machine has a NVIDIA H200): nothing is")
-    assert [one.closed for one in supply.started] == [True]
+    assert [one.closed for one in supervisor.started] == [True]
 
 
 def test_unknown_gpu_is_named_and_its_worker_ended(
-    supply: type[FakeSupply], monkeypatch: pytest.MonkeyPatch
+    supervisor: type[FakeSupervisor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FakeSupply, "name", "NVIDIA T1000")
+    monkeypatch.setattr(FakeSupervisor, "name", "NVIDIA T1000")
     with pytest.raises(NormforgeError, match=r"found a NVIDIA T1000, which .* does not know"):
         choose_target("auto", 0)
-    assert [one.closed for one in supply.started] == [True]
+    assert [one.closed for one in supervisor.started] == [True]
 
 
 def test_machine_without_a_gpu_predicts_also_for_several_devices(
-    supply: type[FakeSupply], monkeypatch: pytest.MonkeyPatch
+    supervisor: type[FakeSupervisor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FakeSupply, "name", "")
+    monkeypatch.setattr(FakeSupervisor, "name", "")
     assert choose_target("gb200", 0)[1] is None
     with pytest.raises(NormforgeError, match="found no CUDA GPU"):
         choose_target("auto", 0)
-    monkeypatch.setattr(choose_device, "Crew", Crew)
-    target, workforce, sentence = choose_crew("gb200", (0, 1))
+    monkeypatch.setattr(choose_device, "DevicePool", DevicePool)
+    target, workforce, sentence = choose_devices("gb200", (0, 1))
     assert (target.name, workforce) == ("gb200", None)
     assert "this machine has no CUDA GPU" in sentence
 
 
-def test_crew_of_the_gpu_that_is_here_measures(
-    supply: type[FakeSupply], monkeypatch: pytest.MonkeyPatch
+def test_device_pool_of_the_gpu_that_is_here_measures(
+    supervisor: type[FakeSupervisor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose_device, "Crew", Crew)
-    target, workforce, sentence = choose_crew("auto", (0, 2))
+    monkeypatch.setattr(choose_device, "DevicePool", DevicePool)
+    target, workforce, sentence = choose_devices("auto", (0, 2))
     assert workforce is not None
     workforce.close()
     assert target.name == "h200"

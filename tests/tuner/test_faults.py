@@ -58,7 +58,7 @@ class Bench:
             TARGET,
             0,
             seconds,
-            open_hands=self.gpu,
+            open_handler=self.gpu,
             method="forkserver",
             sleep=self.pauses.append,
         ) as evaluator:
@@ -105,7 +105,7 @@ def test_memory_that_comes_back_costs_a_worker_and_no_candidate(tmp_path: Path) 
     with bench.evaluator() as evaluator:
         assert bench.evaluate(evaluator, 0).outcome == "ok"
         assert evaluator.lost == 1
-        assert len(evaluator._supply.pids) == 1, "a reserve would hold memory, too"
+        assert len(evaluator._supervisor.pids) == 1, "a reserve would hold memory, too"
 
 
 def test_candidate_that_never_has_the_memory_is_a_launch_error(tmp_path: Path) -> None:
@@ -141,13 +141,13 @@ def test_finalist_that_breaks_the_worker_is_found_and_the_others_are_timed(
     assert "fresh process" in results[0].checks
 
 
-def test_sifting_that_breaks_the_worker_leaves_it_to_the_finals(tmp_path: Path) -> None:
+def test_shortlisting_that_breaks_the_worker_leaves_it_to_the_finals(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "", "late_sticky")
     with bench.evaluator() as evaluator:
         entries = [bench.entry(place) for place in range(4)]
-        assert evaluator.sift(PROBLEM, entries) == []
+        assert evaluator.shortlist(PROBLEM, entries) == []
         assert evaluator.lost == 1
-        assert len(evaluator.sift(PROBLEM, [entries[0], *entries[2:]])) == 3
+        assert len(evaluator.shortlist(PROBLEM, [entries[0], *entries[2:]])) == 3
         results = evaluator.finals(PROBLEM, entries)
     assert [r.outcome for r in results] == ["ok", "crashed", "ok", "ok"]
 
@@ -181,7 +181,7 @@ def test_worker_killed_from_outside_is_replaced_and_the_trial_repeated(tmp_path:
     with bench.evaluator() as evaluator, ThreadPoolExecutor(1) as thread:
         trial = thread.submit(bench.evaluate, evaluator, 0)
         await_(lambda: bench.times_measured(0) == 1)
-        os.kill(evaluator._supply.pids[0], signal.SIGKILL)
+        os.kill(evaluator._supervisor.pids[0], signal.SIGKILL)
         assert trial.result().outcome == "ok"
         assert evaluator.lost == 1
     assert bench.times_measured(0) == 2
@@ -203,7 +203,7 @@ def test_worker_that_cannot_be_replaced_ends_the_run_and_blames_no_candidate(
     bench = Bench(tmp_path, "segfault", "", "segfault")
     with bench.evaluator() as evaluator:
         assert bench.evaluate(evaluator, 1).outcome == "ok"
-        reserve = evaluator._supply._reserve
+        reserve = evaluator._supervisor._reserve
         assert reserve is not None
         reserve.ready()
         bench.broken.write_text(how)
@@ -240,7 +240,7 @@ def test_finals_that_break_for_no_known_reason_are_given_up_with_a_sentence(tmp_
     with bench.evaluator() as evaluator:
         entries = [bench.entry(place) for place in range(2)]
         together: list[int] = []
-        call = evaluator._supply.call
+        call = evaluator._supervisor.call
 
         def breaking(job: Any) -> Any:
             if job.kind == "interleave" and len(job.candidates) == 2:
@@ -248,7 +248,7 @@ def test_finals_that_break_for_no_known_reason_are_given_up_with_a_sentence(tmp_
                 raise WorkerLostError("crashed", "planted")
             return call(job)
 
-        evaluator._supply.call = breaking  # type: ignore[method-assign]
+        evaluator._supervisor.call = breaking  # type: ignore[method-assign]
         with pytest.raises(ProblemError, match="timing the finalists failed: planted"):
             evaluator.finals(PROBLEM, entries)
     assert len(together) == INTERLEAVINGS
@@ -311,7 +311,7 @@ def test_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     while driver.is_alive():
         os.kill(driver.pid, signal.SIGTERM)
         time.sleep(0.05)
-    assert guard.ONE_WISH_SECONDS <= time.monotonic() - start < 3, "a trial takes 30 s"
+    assert guard.SAME_SIGNAL_SECONDS <= time.monotonic() - start < 3, "a trial takes 30 s"
     driver.join(60)
     assert driver.exitcode == 128 + signal.SIGTERM
     workers = [entry for entry in run.log.read() if entry.get("role") == "worker"]

@@ -79,7 +79,7 @@ def test_busy_neighbour_is_noticed_or_does_no_harm(evaluator: MeasuredEvaluator)
     quiet = evaluate(evaluator, LARGE)
     with neighbour(BUSY):
         loud = evaluate(evaluator, LARGE)
-        seen = evaluator.monitor.causes(evaluator._supply.pids)
+        seen = evaluator.monitor.causes(evaluator._supervisor.pids)
     assert quiet.ratio is not None
     assert loud.noisy or loud.ratio == pytest.approx(quiet.ratio, rel=0.03), loud
     if not evaluator.monitor.reason:
@@ -90,7 +90,7 @@ def test_busy_neighbour_is_noticed_or_does_no_harm(evaluator: MeasuredEvaluator)
 def test_worker_killed_from_outside_costs_no_trial(evaluator: MeasuredEvaluator) -> None:
     assert evaluate(evaluator).outcome == "ok"
     lost = evaluator.lost
-    os.kill(evaluator._supply.pids[0], signal.SIGKILL)
+    os.kill(evaluator._supervisor.pids[0], signal.SIGKILL)
     assert evaluate(evaluator).outcome == "ok"
     assert evaluator.lost == lost + 1
 

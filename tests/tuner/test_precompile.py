@@ -24,7 +24,7 @@ from generator.kernels import precompile as ahead
 from generator.kernels.cubin_cache import CubinCache, compile_variant
 from generator.kernels.forward import compile_forward, generic_forwards, render_forward
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.precompile import MOST_PROCESSES, NICE, cached, compiling_ahead
+from generator.kernels.precompile import MOST_PROCESSES, NICE, cached, precompiling
 from generator.package.fallback_kernels import DTYPES, first_choices, generic_variants
 from generator.paths import REPOSITORY
 from generator.problem import Problem
@@ -68,12 +68,12 @@ def refuse(*arguments: object, **named: object) -> Any:
 # ---- The cache -----------------------------------------------------------------------------------
 
 
-def test_what_was_compiled_ahead_is_found_by_who_compiles_it_later(
+def test_what_was_precompiled_is_found_by_who_compiles_it_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward, before = FORWARDS[0], workers()
     assert cached(BACKWARD, H200.arch, tmp_path) is None
-    with all_gone(), compiling_ahead([BACKWARD, forward], H200.arch, tmp_path):
+    with all_gone(), precompiling([BACKWARD, forward], H200.arch, tmp_path):
         await_(lambda: cached(forward, H200.arch, tmp_path))
         nice = [os.getpriority(os.PRIO_PROCESS, worker) for worker in workers() - before]
         assert nice and set(nice) == {NICE}
@@ -107,7 +107,7 @@ def test_damaged_entry_of_the_cache_counts_as_none(tmp_path: Path) -> None:
 
 def test_death_of_a_process_is_harmless(tmp_path: Path) -> None:
     before = workers()
-    with all_gone(), compiling_ahead(FORWARDS, H200.arch, tmp_path):
+    with all_gone(), precompiling(FORWARDS, H200.arch, tmp_path):
         for worker in workers() - before:
             os.kill(worker, signal.SIGKILL)
         await_(lambda: workers() <= before)
@@ -125,7 +125,7 @@ def test_processes_that_cannot_be_started_are_done_without(
 
     monkeypatch.setattr(ahead, "ProcessPoolExecutor", start)
     searched = False
-    with compiling_ahead(FORWARDS, H200.arch, tmp_path):
+    with precompiling(FORWARDS, H200.arch, tmp_path):
         searched = True
     assert searched
 
@@ -140,7 +140,7 @@ def test_full_disk_costs_the_entry_only(tmp_path: Path) -> None:
 def test_search_that_ends_early_ends_the_processes(
     tmp_path: Path, error: type[BaseException]
 ) -> None:
-    with all_gone(), pytest.raises(error), compiling_ahead(FORWARDS, H200.arch, tmp_path):
+    with all_gone(), pytest.raises(error), precompiling(FORWARDS, H200.arch, tmp_path):
         raise error("planted")
 
 
@@ -193,7 +193,7 @@ def test_most_cores_are_left_to_the_search(
 
     monkeypatch.setattr(ahead, "ProcessPoolExecutor", start)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    with compiling_ahead([], H200.arch, tmp_path):
+    with precompiling([], H200.arch, tmp_path):
         pass
     assert started == [processes]
 
@@ -232,7 +232,7 @@ def test_foreseen_are_generic_kernels_and_the_forwards_to_be_measured_in_the_ord
     assert foreseen(make_plan(tmp_path, 1, devices=())) == []
 
 
-def test_forwards_that_the_package_keeps_are_not_compiled_ahead(
+def test_forwards_that_the_package_keeps_are_not_precompiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tuned(problem: Problem, evidence: str, code: str) -> Any:

@@ -10,8 +10,8 @@ from statistics import median
 from generator.errors import ProblemError
 from generator.evaluate.gpu.noise import SEARCH_PAUSES, Block, NoisyError, Timing, collect, noise_in
 from generator.evaluate.gpu.nvml import DeviceMonitor
-from generator.evaluate.gpu.protocol import Candidate, Hands, Job, WorkerLostError
-from generator.evaluate.gpu.supervisor import JOB_SECONDS, KEPT, Supply
+from generator.evaluate.gpu.protocol import Candidate, Handler, Job, WorkerLostError
+from generator.evaluate.gpu.supervisor import JOB_SECONDS, KEPT, Supervisor
 from generator.evaluate.gpu.worker import open_session
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
@@ -41,31 +41,31 @@ class MeasuredEvaluator:
         device: int = 0,
         seconds: float = JOB_SECONDS,
         *,
-        open_hands: Callable[[int], Hands] = open_session,
+        open_handler: Callable[[int], Handler] = open_session,
         method: str = "spawn",
         sleep: Callable[[float], None] = time.sleep,
-        supply: Supply | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self.target = target
         self._sleep = sleep
-        self._supply = supply or Supply(
-            device, seconds, open_hands=open_hands, method=method, sleep=sleep
+        self._supervisor = supervisor or Supervisor(
+            device, seconds, open_handler=open_handler, method=method, sleep=sleep
         )
-        self.facts = self._supply.facts
+        self.facts = self._supervisor.facts
         self._floors: dict[Problem, float] = {}
         self.discarded = self.noisy = 0
         self.noise: set[str] = set()
         self.monitor = DeviceMonitor(self.facts.get("bus_id"))
-        self.neighbours = self.monitor.causes(self._supply.pids)
-        self._supply.spare()
+        self.neighbours = self.monitor.causes(self._supervisor.pids)
+        self._supervisor.spare()
 
     @property
     def lost(self) -> int:
         """GPU workers that were lost so far."""
-        return self._supply.lost
+        return self._supervisor.lost
 
     def close(self) -> None:
-        self._supply.close()
+        self._supervisor.close()
 
     def __enter__(self) -> MeasuredEvaluator:
         return self
@@ -82,7 +82,7 @@ class MeasuredEvaluator:
         candidate = self._candidate(variant, compiled)
         job = Job("evaluate", problem, (candidate,), best_us, self._floors.get(problem))
         result = self._result(job)
-        self._supply.spare()
+        self._supervisor.spare()
         self.discarded += result.extra.get("discarded_blocks", 0)
         if result.noisy:
             self.noisy += 1
@@ -94,7 +94,9 @@ class MeasuredEvaluator:
             result = replace(result, extra={**result.extra, "gpu": self.facts.get("uuid", "")})
         return result
 
-    def sift(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[float]:
+    def shortlist(
+        self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]
+    ) -> list[float]:
         """Ratios from one block in which all take turns; nothing when it stays noisy or costs the
         worker its life. Whoever did that is found in the finals."""
         job = Job("interleave", problem, tuple(self._candidate(*entry) for entry in entries))
@@ -115,12 +117,12 @@ class MeasuredEvaluator:
         self._probe(problem)
         candidates = [self._candidate(*entry) for entry in entries]
         results = [self._result(Job("ladder", problem, (one,))) for one in candidates]
-        self._supply.renew(problem)  # by the fresh process in which the same bits must appear
+        self._supervisor.renew(problem)  # by the fresh process in which the same bits must appear
         for i, candidate in enumerate(candidates):
             if results[i].outcome == "ok":
                 results[i] = self._once_more(problem, candidate, results[i])
         results = self._timed(problem, candidates, results)
-        self._supply.spare()  # starts while the next problem is searched
+        self._supervisor.spare()  # starts while the next problem is searched
         return results
 
     def disturbances(self) -> str:
@@ -136,12 +138,12 @@ class MeasuredEvaluator:
             said.append(f"seen then and in the finals: {', '.join(sorted(self.noise))}")
         elif said and self.monitor.reason:
             said.append(f"NVML was not asked for causes ({self.monitor.reason})")
-        return f"Noise on device {self._supply.device}: {'; '.join(said)}." if said else ""
+        return f"Noise on device {self._supervisor.device}: {'; '.join(said)}." if said else ""
 
     def _probe(self, problem: Problem) -> None:
         """Set a problem up and time its reference, so that no candidate pays for that."""
         try:
-            answer = self._supply.call(Job("probe", problem))
+            answer = self._supervisor.call(Job("probe", problem))
         except WorkerLostError:
             return  # replaced, and the new one has done it
         floor_us = median(answer.block[0]) if answer.block else None
@@ -158,7 +160,7 @@ class MeasuredEvaluator:
 
     def _look(self) -> tuple[str, ...]:
         """What NVML sees right now that may disturb."""
-        causes = self.monitor.causes(self._supply.pids)
+        causes = self.monitor.causes(self._supervisor.pids)
         self.noise.update(causes)
         return causes
 
@@ -217,14 +219,14 @@ class MeasuredEvaluator:
         return timing
 
     def _block(self, job: Job) -> Block:
-        answer = self._supply.call(job).block
+        answer = self._supervisor.call(job).block
         assert answer is not None
         return answer
 
     def _alone(self, problem: Problem, candidate: Candidate) -> Result | None:
         """The outcome of a candidate that breaks the worker by itself, else None."""
         try:
-            self._supply.call(Job("interleave", problem, (candidate,)))
+            self._supervisor.call(Job("interleave", problem, (candidate,)))
         except WorkerLostError as lost:
             return Result(lost.outcome, note=lost.note)
         return None
@@ -232,7 +234,7 @@ class MeasuredEvaluator:
     def _result(self, job: Job) -> Result:
         """The worker's Result for a job on one candidate, or the Result that its loss is."""
         try:
-            answer = self._supply.call(job)
+            answer = self._supervisor.call(job)
         except WorkerLostError as lost:
             return Result(lost.outcome, note=lost.note)
         assert answer.result is not None

@@ -53,7 +53,7 @@ class Answer:
     short_of_memory: bool = False
 
 
-class Hands(Protocol):
+class Handler(Protocol):
     """What does the work inside the worker; `Session` is the real one."""
 
     facts: dict[str, Any]

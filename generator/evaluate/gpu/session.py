@@ -14,7 +14,12 @@ from generator.evaluate.gpu.protocol import Answer, Candidate, Job, NoGpuError
 from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.verify.accuracy import Accuracy, check_accuracy
 from generator.evaluate.verify.bench import Bench
-from generator.evaluate.verify.determinism import Disturbance, check_repeats, check_wishes, digest
+from generator.evaluate.verify.determinism import (
+    Disturbance,
+    check_call_options,
+    check_repeats,
+    digest,
+)
 from generator.evaluate.verify.guarded import Guarded
 from generator.operations.rmsnorm_backward import (
     TORCH_DTYPE,
@@ -146,8 +151,8 @@ class Session:
         fault = fault or check_repeats(bench, workload.cancelling)
         fault = fault or check_repeats(bench, workload.cancelling, around=self.disturbance)
         if candidate.spec.determinism != "none":
-            fault = fault or check_wishes(bench, workload.inputs)
-        checks = ("20 runs", "cancelling magnitudes", "busy GPU and thrashed L2", "wishes")
+            fault = fault or check_call_options(bench, workload.inputs)
+        checks = ("20 runs", "cancelling magnitudes", "busy GPU and thrashed L2", "call options")
         known = _accurate(accuracy) | {"extra": {"digest": bits}}
         return Answer(Result(**known | _determinism(candidate, fault, checks)))
 

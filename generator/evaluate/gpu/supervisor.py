@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from generator.errors import NormforgeError, ProblemError
-from generator.evaluate.gpu.protocol import Answer, Hands, Job, WorkerLostError
+from generator.evaluate.gpu.protocol import Answer, Handler, Job, WorkerLostError
 from generator.evaluate.gpu.worker import GpuWorker, open_session
 from generator.problem import Problem
 
@@ -37,7 +37,7 @@ def _first(start: Callable[[], GpuWorker]) -> tuple[GpuWorker, dict[str, Any]]:
     raise NormforgeError(f"the GPU worker cannot start: {reason}")
 
 
-class Supply:
+class Supervisor:
     """One worker at work and one in reserve, which takes over when the first is lost.
 
     seconds: deadline of one job; open_hands and method: see GpuWorker. facts: about the GPU; lost:
@@ -49,13 +49,13 @@ class Supply:
         device: int,
         seconds: float = JOB_SECONDS,
         *,
-        open_hands: Callable[[int], Hands] = open_session,
+        open_handler: Callable[[int], Handler] = open_session,
         method: str = "spawn",
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.device, self.seconds = device, seconds
         self.lost = 0
-        self._open = lambda: GpuWorker(device, open_hands, method)
+        self._open = lambda: GpuWorker(device, open_handler, method)
         self._sleep = sleep
         self._roomy = True
         self._starved = 0

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from generator.errors import NormforgeError
-from generator.evaluate.gpu.protocol import Answer, Hands, Job, NoGpuError, WorkerLostError
+from generator.evaluate.gpu.protocol import Answer, Handler, Job, NoGpuError, WorkerLostError
 from generator.processes import end_with_parent, shielded
 
 START_SECONDS = 120.0
@@ -24,7 +24,7 @@ _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGIN
 """Exit codes that no kernel causes: the system, a person or a batch system ended the worker."""
 
 
-def open_session(device: int) -> Hands:
+def open_session(device: int) -> Handler:
     """The real session, imported in the worker alone."""
     from generator.evaluate.gpu.session import Session
 
@@ -37,13 +37,13 @@ class GpuWorker:
     def __init__(
         self,
         device: int,
-        open_hands: Callable[[int], Hands] = open_session,
+        open_handler: Callable[[int], Handler] = open_session,
         method: str = "spawn",
     ) -> None:
         context: Any = multiprocessing.get_context(method)
         self._connection, child = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(child, device, open_hands), daemon=True
+            target=_serve, args=(child, device, open_handler), daemon=True
         )
         with shielded():
             self._process.start()
@@ -107,13 +107,13 @@ class GpuWorker:
         self._connection.close()
 
 
-def _serve(connection: Connection, device: int, open_hands: Callable[[int], Hands]) -> None:
+def _serve(connection: Connection, device: int, open_handler: Callable[[int], Handler]) -> None:
     end_with_parent()
     # A batch system sends it to every process of a job; the parent decides what ends when.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        hands = open_hands(device)
-        connection.send(hands.facts)
+        handler = open_handler(device)
+        connection.send(handler.facts)
     except Exception as error:
         kind = type(error).__name__
         connection.send((kind, " ".join(str(error).split()) or kind))
@@ -124,7 +124,7 @@ def _serve(connection: Connection, device: int, open_hands: Callable[[int], Hand
         except (EOFError, OSError):
             return  # the driver is gone, and this process goes as well
         try:
-            answer = hands.handle(job)
+            answer = handler.handle(job)
         except Exception:
             # Nothing a candidate does arrives here; this is the setting-up of a problem.
             answer = Answer(error=traceback.format_exc(limit=3), last=True)

@@ -87,7 +87,7 @@ def _bulk_reduce(case: Case) -> dict[str, float]:
     return _free_adds(case, case.model.bulk_add_bytes_per_clock)
 
 
-TAILS: dict[str, Callable[[Case], dict[str, float]]] = {
+DW_REDUCTIONS: dict[str, Callable[[Case], dict[str, float]]] = {
     "mailbox": _mailbox,
     "column_slices": _column_slices,
     "separate": _separate,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from generator.errors import NormforgeError
-from generator.evaluate.predict.dw_reduction import TAILS
+from generator.evaluate.predict.dw_reduction import DW_REDUCTIONS
 from generator.evaluate.predict.model import MODEL, Case, Model, Rates, floor_us
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
@@ -110,7 +110,7 @@ def predict_us(
         )
     launch = plan_launch(variant.spec(target.sms), problem.M)
     case = Case(variant, problem, Rates(target, model), launch, fit)
-    parts = _main_loop(case) | _partials(case) | TAILS[variant["strategy"]](case)
+    parts = _main_loop(case) | _partials(case) | DW_REDUCTIONS[variant["strategy"]](case)
     if variant["cluster"] > 1:
         parts["cluster"] = model.cluster_us
     return Prediction(parts)

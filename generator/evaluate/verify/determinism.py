@@ -51,7 +51,7 @@ def check_repeats(
     return bench.fault()
 
 
-def check_wishes(bench: Bench, inputs: Inputs) -> str:
+def check_call_options(bench: Bench, inputs: Inputs) -> str:
     """What a call may ask of any kernel at run time, each compared bit by bit with plain calls: no
     dx, no dw, no weight, dw as fp32, dw added to an fp32 buffer, x and dy as the heads of packed
     tensors. Returns "" or what differed."""
@@ -60,10 +60,10 @@ def check_wishes(bench: Bench, inputs: Inputs) -> str:
     bench.run(inputs)
     plain = {name: guarded.inside.clone() for name, guarded in bench.outputs.items()}
 
-    def differs(wish: str, *names: str) -> str:
+    def differs(option: str, *names: str) -> str:
         for name in names:
             if not same_bits(bench.outputs[name], plain[name]):
-                return f"{name} of a call {wish} is not that of a plain call"
+                return f"{name} of a call {option} is not that of a plain call"
         return bench.fault()
 
     rows = tuple(name for name in plain if name != "dw")

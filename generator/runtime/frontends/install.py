@@ -1,4 +1,4 @@
-"""Door 3: existing models, without a change to their code.
+"""`install()`: existing models, without a change to their code.
 
 While installed, `aten::_fused_rms_norm_backward` on CUDA (what torch.nn.RMSNorm and
 torch.nn.functional.rms_norm call in their backward) is served by a package. What the package has no

@@ -35,7 +35,7 @@ class Operators:
     process.
 
     forward(x, weight, eps, weight_offset, residual) gives (y, rstd[, residual_out]);
-    backward(arguments, options) is door 1; neither may call an operator again.
+    backward(arguments, options) is `rmsnorm_backward`; neither may call an operator again.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Operators:
             )
 
     def backward(self, given: Arguments, options: Options) -> Results:
-        """Door 1 through the operator. `dw_out` is written by operators of PyTorch, which a tracer
+        """`rmsnorm_backward` through the operator. `dw_out` is written by operators of PyTorch, which a tracer
         understands."""
         dw_out, dw_dtype = given.dw_out, options.dw_dtype
         if dw_out is not None:

@@ -1,4 +1,4 @@
-"""Door 2: RMSNorm with autograd, as a function and as a module."""
+"""`rms_norm`: RMSNorm with autograd, as a function and as a module."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Every kernel takes as arguments of its launch: no weight, no dx, no dw, dw as fp32, dw added into an
 fp32 buffer. A weight offset and a residual gradient are compiled into kernels that were tuned for
 them. What the kernel of a call has not got is composed around one that has less: each function
-below takes one option away and calls `backward` (door 1) with the rest.
+below takes one option away and calls `backward` (`rmsnorm_backward`) with the rest.
 """
 
 from __future__ import annotations

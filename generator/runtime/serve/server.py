@@ -81,11 +81,11 @@ class Server:
         need_dx: bool,
         need_dw: bool,
     ) -> Results | None:
-        """Door 3: like door 1, but None for what there is no kernel for."""
+        """`install()`: like `rmsnorm_backward`, but None for what there is no kernel for."""
         given = Arguments(dy, x, rstd, weight)
         options = Options(need_dx=need_dx, need_dw=need_dw)
         tensors = tuple(vars(given).values())
-        # Door 1 may know the same call as one of PyTorch's own kernel.
+        # `rmsnorm_backward` may know the same call as one of PyTorch's own kernel.
         key = (_ROUTED, *_key(given, options))
         if (call := self._known.find(key, _present(tensors))) is not None:
             return call(*tensors)
@@ -120,7 +120,7 @@ class Server:
         dw_out: torch.Tensor | None = None,
         **options: Any,
     ) -> Results:
-        """Door 1 as compositions call it."""
+        """`rmsnorm_backward` as compositions call it."""
         return self._run(Arguments(dy, x, rstd, weight, dresidual, dw_out), Options(**options))
 
     def _prepare(self, given: Arguments, options: Options) -> Call:
@@ -179,14 +179,14 @@ class Server:
         return call
 
     def _choose(
-        self, device: int, M: int, N: int, dtype: str, weight_dtype: str, **wishes: Any
+        self, device: int, M: int, N: int, dtype: str, weight_dtype: str, **call_options: Any
     ) -> Choice:
         properties = torch.cuda.get_device_properties(device)
         target = self.table.target
         if not runs_on(target["arch"], (properties.major, properties.minor)):
             made_for = f"these kernels are for {target['title']} ({target['arch']})"
             return Choice("none", f"{made_for} and do not run on {properties.name}")
-        return self.table.choose(M, N, dtype, weight_dtype, **wishes)
+        return self.table.choose(M, N, dtype, weight_dtype, **call_options)
 
     def _best(
         self,
@@ -198,8 +198,8 @@ class Server:
     ) -> Choice:
         """A kernel with as many of the options compiled into it as there are; what it lacks is
         composed. shape: M, N and both dtypes."""
-        wishes = ((offset, residual), (offset, ""), (False, residual), (False, ""))
-        for with_offset, reads in dict.fromkeys(wishes):
+        call_options = ((offset, residual), (offset, ""), (False, residual), (False, ""))
+        for with_offset, reads in dict.fromkeys(call_options):
             choice = self._choose(device, *shape, offset=with_offset, residual=reads, **alignments)
             if choice.kernel is not None:
                 break
@@ -265,7 +265,7 @@ def _present(tensors: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor]:
 
 
 def _quick(call: Call, options: Options) -> Any:
-    """What the doors try first: a kernel's quick call, which takes dy, x, rstd and weight."""
+    """What the entry points try first: a kernel's quick call, which takes dy, x, rstd and weight."""
     return getattr(call, "quick", None) if options == PLAIN else None
 
 

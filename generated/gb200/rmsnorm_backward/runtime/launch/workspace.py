@@ -9,7 +9,7 @@ are ordered, and no two captures and no two branches of one share an owner (two 
 from one capture share their outputs as well, and must not run at the same time for that reason
 already). Memory from the graph's own pool would not do: the pool may have lent the same bytes to
 another node of the graph, which dirties them at every replay, so each captured call would need a
-memset. The price is a few 128-byte lines per captured call for the life of the process: one for
+memset. The overhead is a few 128-byte lines per captured call for the life of the process: one for
 most, nine for a ledger of 256 slices of dw. A mailbox needs the partial dw of all CTAs: its owner,
 and that of whatever takes as much, is one stream of one capture, whose calls become nodes that
 depend on each other in that order. (Nobody may replace that stream's dependencies by
