@@ -38,9 +38,10 @@ from generator.emulate import Layout, Schedule, find_compiler, run_schedules  # 
 from generator.emulate.check import CPU, plan  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
 from generator.kernels.cubin_cache import compile_variant  # noqa: E402
-from generator.kernels.geometry import Config, determinism_class  # noqa: E402
+from generator.kernels.geometry import Config  # noqa: E402
 from generator.kernels.nvrtc import nvrtc_version  # noqa: E402
 from generator.kernels.render import render  # noqa: E402
+from generator.kernels.strategies import STRATEGIES, determinism_class  # noqa: E402
 from generator.kernels.variant import Variant, make_variant  # noqa: E402
 from generator.operations.rmsnorm_backward import Inputs, make_cancelling, make_inputs  # noqa: E402
 from generator.package.fallback_kernels import first_choices, generic_variants, takes_rows  # noqa: E402
@@ -50,10 +51,8 @@ from generator.runtime.spec import KernelSpec, Launch  # noqa: E402
 from generator.space.load import load_space  # noqa: E402
 from generator.target import Target, match_device  # noqa: E402
 
-REDUCTION: tuple[Config | None, ...] = (
-    *({"strategy": name} for name in ("column_slices", "separate", "last_cta", "semaphore")),
-    *({"strategy": "bulk_reduce", "order": order} for order in ("turns", "free")),
-    *({"strategy": name} for name in ("atomic", "mailbox")),
+REDUCTIONS: tuple[Config | None, ...] = (
+    *({"strategy": strategy.name, "order": strategy.order} for strategy in STRATEGIES),
     None,
 )
 """None: a kernel for any N."""
@@ -83,8 +82,8 @@ class Case:
 def draw_case(index: int, seed: int, target: Target) -> Case:
     """Case `index`: reduction kinds and dtypes in turn, the rest at random."""
     rng = random.Random(f"{seed} {index}")
-    reduction = REDUCTION[index % len(REDUCTION)]
-    dtype, weight_dtype = DTYPES[index // len(REDUCTION) % len(DTYPES)]
+    reduction = REDUCTIONS[index % len(REDUCTIONS)]
+    dtype, weight_dtype = DTYPES[index // len(REDUCTIONS) % len(DTYPES)]
     while True:
         N = rng.choice(WIDTHS)
         M = rng.randint(1, max(1, min(700, MOST_ELEMENTS // N)))
@@ -118,7 +117,7 @@ def draw_variant(
     one first."""
     # Configs are legal for many rows; that they also serve few is part of the test.
     tuned = replace(problem, M=65536)
-    free = determinism_class({"order": "turns", **reduction}) == "none"
+    free = determinism_class(reduction) == "none"
     call_options: list[Config] = [
         {"pipeline": rng.choice(("bulk", "direct", "async"))},
         {"cluster": rng.choice((1, 2, 8) if free else (1, 2, 4, 8))},

@@ -23,7 +23,12 @@ _SMEM_UNIT = 128
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU. Sizes are bytes, bandwidth bytes per second, clock hertz."""
+    """A GPU. Sizes are bytes, bandwidth bytes per second, clock hertz.
+
+    has_bulk_copy: cp.async.bulk, mbarrier transaction counts, clusters and st.async;
+    max_vector_bytes: widest global load or store of one thread; barriers_per_sm: CTA barriers that
+    one SM has for all its CTAs.
+    """
 
     name: str
     title: str
@@ -36,30 +41,15 @@ class Target:
     max_ctas_per_sm: int
     smem_per_sm: int
     smem_per_cta: int
+    barriers_per_sm: int
+    has_bulk_copy: bool
+    max_vector_bytes: int
     l2_bytes: int
     bandwidth: float
     clock_hz: float
 
     def __str__(self) -> str:
         return self.name
-
-    @property
-    def has_bulk_copy(self) -> bool:
-        """cp.async.bulk, mbarrier transaction counts, clusters and st.async (PTX ISA: sm_90)."""
-        return self.compute_capability >= (9, 0)
-
-    @property
-    def max_vector_bytes(self) -> int:
-        """Widest global load or store of one thread: 32 on sm_100 and later
-        (PTX ISA, ld/st: `.v8.b32` requires sm_100), else 16."""
-        return 32 if self.compute_capability >= (10, 0) else 16
-
-    @property
-    def barriers_per_sm(self) -> int:
-        """CTA barriers that one SM has for all its CTAs (CUDA occupancy calculator,
-        cudaOccMaxBlocksPerSMBlockBarrierLimit): before sm_90 enough for any kernel."""
-        major = self.compute_capability[0]
-        return self.max_ctas_per_sm * (16 if major < 9 else 2 if major < 11 else 1)
 
     def occupancy(self, threads: int, registers: int, smem_bytes: int, barriers: int = 1) -> int:
         """CTAs of `threads` threads that fit on one SM, by the rules of the CUDA occupancy
@@ -83,31 +73,38 @@ class Target:
         )
 
 
+def _target(name: str, entry: dict[str, Any]) -> Target:
+    """The target of an entry that holds its architecture's numbers as well."""
+    major, minor = entry["compute_capability"]
+    return Target(
+        name=name,
+        title=str(entry["title"]),
+        device_names=tuple(entry["device_names"]),
+        arch=str(entry["arch"]),
+        compute_capability=(int(major), int(minor)),
+        sms=int(entry["sms"]),
+        registers_per_sm=int(entry["registers_per_sm"]),
+        max_threads_per_sm=int(entry["max_threads_per_sm"]),
+        max_ctas_per_sm=int(entry["max_ctas_per_sm"]),
+        smem_per_sm=int(entry["smem_per_sm_kib"]) * 1024,
+        smem_per_cta=int(entry["smem_per_cta_kib"]) * 1024,
+        barriers_per_sm=int(entry["barriers_per_sm"]),
+        has_bulk_copy=bool(entry["has_bulk_copy"]),
+        max_vector_bytes=int(entry["max_vector_bytes"]),
+        l2_bytes=int(entry["l2_mib"]) * 1024 * 1024,
+        bandwidth=float(entry["bandwidth_gbs"]) * 1e9,
+        clock_hz=float(entry["clock_mhz"]) * 1e6,
+    )
+
+
 @cache
 def load_targets(path: Path = GPUS_FILE) -> dict[str, Target]:
     """Every GPU of the table by its name. Raises NormforgeError for a table that is damaged."""
     try:
-        entries: dict[str, dict[str, Any]] = dict(yaml.safe_load(path.read_text())["gpus"])
+        content = yaml.safe_load(path.read_text())
+        entries: dict[str, dict[str, Any]] = dict(content["gpus"])
         return {
-            name: Target(
-                name=name,
-                title=str(entry["title"]),
-                device_names=tuple(entry["device_names"]),
-                arch=str(entry["arch"]),
-                compute_capability=(
-                    int(entry["compute_capability"][0]),
-                    int(entry["compute_capability"][1]),
-                ),
-                sms=int(entry["sms"]),
-                registers_per_sm=int(entry["registers_per_sm"]),
-                max_threads_per_sm=int(entry["max_threads_per_sm"]),
-                max_ctas_per_sm=int(entry["max_ctas_per_sm"]),
-                smem_per_sm=int(entry["smem_per_sm_kib"]) * 1024,
-                smem_per_cta=int(entry["smem_per_cta_kib"]) * 1024,
-                l2_bytes=int(entry["l2_mib"]) * 1024 * 1024,
-                bandwidth=float(entry["bandwidth_gbs"]) * 1e9,
-                clock_hz=float(entry["clock_mhz"]) * 1e6,
-            )
+            name: _target(name, {**content["architectures"][entry["arch"]], **entry})
             for name, entry in entries.items()
         }
     except (OSError, yaml.YAMLError, KeyError, IndexError, TypeError, ValueError) as error:

@@ -24,10 +24,12 @@ from generator.target import (
 from tests.support.samples import targets
 
 NUMBERS = ("sms", "l2_mib", "bandwidth_gbs", "clock_mhz")
-LIMITS = (
+OCCUPANCY = (
     *("registers_per_sm", "max_threads_per_sm", "max_ctas_per_sm"),
     *("smem_per_sm_kib", "smem_per_cta_kib"),
 )
+FEATURES = ("barriers_per_sm", "has_bulk_copy", "max_vector_bytes")
+TABLE = yaml.safe_load(GPUS_FILE.read_text())
 
 
 # ---- The table -----------------------------------------------------------------------------------
@@ -40,15 +42,29 @@ def test_table_has_the_gpus_that_the_project_promises() -> None:
 
 @pytest.mark.parametrize("name", load_targets())
 def test_every_number_of_a_gpu_has_a_source(name: str) -> None:
-    entry = yaml.safe_load(GPUS_FILE.read_text())["gpus"][name]
-    assert set(entry) == {
-        *("title", "device_names", "arch", "compute_capability", "sources"),
-        *NUMBERS,
-        *LIMITS,
-    }
-    assert set(entry["sources"]) == {"device_names", "occupancy limits", *NUMBERS}
+    entry = TABLE["gpus"][name]
+    assert set(entry) == {"title", "device_names", "arch", "sources", *NUMBERS}
+    assert set(entry["sources"]) == {"device_names", *NUMBERS}
     for what, source in entry["sources"].items():
         assert len(source.split()) >= 3, f"{what} of {name} has no source"
+
+
+@pytest.mark.parametrize("arch", TABLE["architectures"])
+def test_every_number_of_an_architecture_has_a_source(arch: str) -> None:
+    entry = TABLE["architectures"][arch]
+    assert set(entry) == {"compute_capability", "sources", *OCCUPANCY, *FEATURES}
+    assert set(entry["sources"]) == {"occupancy limits", *FEATURES}
+    assert arch in {gpu["arch"] for gpu in TABLE["gpus"].values()}
+
+
+def test_a_gpu_is_one_entry(tmp_path: Path) -> None:
+    """Nothing but the table knows it."""
+    content = yaml.safe_load(GPUS_FILE.read_text())
+    content["gpus"]["x1"] = {**content["gpus"]["h200"], "title": "X1", "sms": 77}
+    path = tmp_path / "gpus.yaml"
+    path.write_text(yaml.safe_dump(content))
+    added, known = load_targets(path)["x1"], find_target("h200")
+    assert added == replace(known, name="x1", title="X1", sms=77)
 
 
 @pytest.mark.parametrize("name", load_targets())
@@ -63,8 +79,12 @@ def test_numbers_of_a_gpu_are_in_their_units(name: str) -> None:
     assert 32e6 < gpu.l2_bytes < 200e6
     assert 0.5e12 < gpu.bandwidth < 10e12
     assert 1e9 < gpu.clock_hz < 3.5e9
-    assert gpu.has_bulk_copy == (gpu.compute_capability[0] >= 9)
-    assert gpu.max_vector_bytes == (32 if gpu.compute_capability[0] >= 10 else 16)
+    major = gpu.compute_capability[0]
+    assert gpu.has_bulk_copy == (major >= 9)
+    assert gpu.max_vector_bytes == (32 if major >= 10 else 16)
+    assert gpu.barriers_per_sm == gpu.max_ctas_per_sm * (
+        16 if major < 9 else 2 if major < 11 else 1
+    )
 
 
 def test_unknown_gpu_is_refused_with_the_known_ones() -> None:
@@ -95,10 +115,11 @@ def test_damaged_table_is_one_sentence(tmp_path: Path, damage: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("field", [*NUMBERS, *LIMITS, "arch", "compute_capability"])
+@pytest.mark.parametrize("field", [*NUMBERS, "arch", *OCCUPANCY, *FEATURES, "compute_capability"])
 def test_entry_without_a_field_is_refused_by_its_name(tmp_path: Path, field: str) -> None:
     content = yaml.safe_load(GPUS_FILE.read_text())
-    del content["gpus"]["h200"][field]
+    gpu = content["gpus"]["h200"]
+    (gpu if field in gpu else content["architectures"][gpu["arch"]]).pop(field)
     path = tmp_path / "gpus.yaml"
     path.write_text(yaml.safe_dump(content))
     with pytest.raises(NormforgeError, match=field):

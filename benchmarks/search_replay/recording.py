@@ -24,12 +24,13 @@ from generator.errors import NormforgeError
 from generator.evaluate.evaluator import Evaluator, Pool
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
+from generator.kernels.strategies import REDUCTION
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
 from generator.search.budget import Budget, Progress
 from generator.search.search import search_problem
-from generator.space.legal_configs import REDUCTION, Key, LegalConfigs
+from generator.space.legal_configs import Key, LegalConfigs
 from generator.space.load import load_space, read_rules
 from generator.space.space import Space
 from generator.studies.records import Record, may_win, study_name

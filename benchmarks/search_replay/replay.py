@@ -23,9 +23,10 @@ from optuna.trial import TrialState
 from benchmarks.search_replay.recording import Recording
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.session import SLOW
-from generator.kernels.geometry import Config, determinism_class
+from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
+from generator.kernels.strategies import determinism_class
 from generator.kernels.variant import Variant
 from generator.problem import Problem
 from generator.result import Result

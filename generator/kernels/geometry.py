@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from generator.errors import NormforgeError
+from generator.kernels.strategies import Strategy, strategy_of
 from generator.problem import ItemSizes
 from generator.runtime.spec import ceil_div, round_up
 from generator.target import WARP
@@ -23,18 +24,6 @@ BLOCK_ROWS = 16
 """Rows that a thread adds up at once. With blocks of b rows the error of a sum of n grows like that
 of b + n / b additions, not of n (Higham, "Accuracy and Stability of Numerical Algorithms", 4.2),
 least for b = sqrt(n); teams on an H200 have 31 to 500 rows."""
-
-
-def determinism_class(config: Config) -> str:
-    """`none` where partial sums are added in the order in which CTAs happen to finish, else
-    `gpu_to_gpu`: every sum has one order, fixed by the config and the grid stored with it."""
-    free = config["strategy"] == "atomic" or config["order"] == "free"
-    return "none" if free else "gpu_to_gpu"
-
-
-def launches(config: Config) -> int:
-    """Kernels of one call: only `separate` sums dw in a second one."""
-    return 2 if config["strategy"] == "separate" else 1
 
 
 @dataclass(frozen=True)
@@ -60,6 +49,11 @@ class Geometry(ItemSizes):
         except KeyError:
             why = f"a config for N = {self.N} has no '{knob}': it was made for other templates"
             raise NormforgeError(f"{why}; tune its shape again") from None
+
+    @property
+    def strategy(self) -> Strategy:
+        """How the partial dw of all CTAs becomes dw."""
+        return strategy_of(self.config)
 
     @property
     def team_threads(self) -> int:
@@ -226,7 +220,7 @@ class Geometry(ItemSizes):
     def stores_rows(self) -> bool:
         """Whether every CTA leaves its partial dw in a row of its own and a tail sums slices of all
         rows; else CTAs add theirs to what others have left."""
-        return self["strategy"] in ("separate", "last_cta", "column_slices", "mailbox")
+        return self.strategy.adds == "by_index"
 
     @property
     def fold_bytes(self) -> int:
@@ -241,7 +235,7 @@ class Geometry(ItemSizes):
         """Columns that a CTA of the tail sums at once."""
         if self["slice_columns"]:
             return int(self["slice_columns"])
-        if self["strategy"] == "last_cta":
+        if self.strategy.tail == "last_cta":
             return min(self.partial_stride, 4 * self.threads)
         return 0
 
@@ -251,7 +245,7 @@ class Geometry(ItemSizes):
 
     @property
     def tail_bytes(self) -> int:
-        if self["strategy"] == "separate":
+        if self.strategy.launches > 1:  # the second kernel has shared memory of its own
             return 0
         return self.lanes(self.threads) * self.tail_columns * 4
 

@@ -1,38 +1,60 @@
-"""The knobs that the templates have."""
+"""The knobs that the templates and the launch have: the one table of knobs.
+
+A knob is added by its row here, its values in the YAML of the search space, and its use in a
+template, where every knob is at hand as `knobs.<name>`. docs/extending.md walks through it.
+"""
 
 from __future__ import annotations
 
-KNOWN_KNOBS: dict[str, tuple[int | str, ...] | range] = {
-    "strategy": (
-        "column_slices",
-        "mailbox",
-        "separate",
-        "last_cta",
-        "semaphore",
-        "bulk_reduce",
-        "atomic",
+from dataclasses import dataclass
+
+from generator.kernels.strategies import NAMES
+
+Value = int | str
+
+
+@dataclass(frozen=True)
+class KnobFacts:
+    """What is fixed about a knob; the values that are searched are in the YAML.
+
+    domain: values for which the templates make a kernel. meaning: one line. launch_only: it changes
+    the launch and not the source, so that variants which differ in it share their cubin. neutral:
+    the value of a knob that was added later under which a variant keeps the id that it had before.
+    """
+
+    meaning: str
+    domain: tuple[Value, ...] | range
+    launch_only: bool = False
+    neutral: Value | None = None
+
+
+KNOBS: dict[str, KnobFacts] = {
+    "strategy": KnobFacts("how the partial dw of all CTAs becomes dw", NAMES),
+    "order": KnobFacts("whether bulk reduce-adds take turns or run free", ("turns", "free")),
+    "levels": KnobFacts("chains of a strategy in turns: one, or groups and then one", range(1, 3)),
+    "overlap": KnobFacts(
+        "programmatic dependent launch of the second kernel", ("dependent", "none"), True
     ),
-    "order": ("turns", "free"),
-    "levels": range(1, 3),
-    "overlap": ("dependent", "none"),
-    "arrival": ("late", "early"),
-    "sum_threads": range(0, 1025, 32),
-    "slice_columns": range(0, 1025, 4),
-    "cluster": (1, 2, 4, 8, 16),
-    "pipeline": ("bulk", "direct", "async"),
-    "stages": range(1, 17),
-    "threads_per_row": (8, 16, *range(32, 1025, 32)),
-    "rows_per_cta": range(1, 33),
-    "rows_in_flight": range(1, 17),
-    "vector_bytes": (2, 4, 8, 16, 32),
-    "reload": ("none", "smem"),
-    "weight_in": ("registers", "smem"),
-    "ctas_per_sm": range(1, 33),
-    "spare_sms": range(1024),
-    "grid": ("full", "even"),
-    "min_blocks": range(33),
-    "register_cap": range(256),
-    "load_hint": ("default", "no_allocate", "streaming", "evict_last"),
-    "store_hint": ("default", "streaming"),
+    "arrival": KnobFacts("when a CTA of `mailbox` arrives", ("late", "early"), neutral="late"),
+    "sum_threads": KnobFacts("threads of a CTA of the second kernel", range(0, 1025, 32)),
+    "slice_columns": KnobFacts("columns of dw that a CTA of the tail sums", range(0, 1025, 4)),
+    "cluster": KnobFacts("CTAs that share a row", (1, 2, 4, 8, 16)),
+    "pipeline": KnobFacts("how rows reach the threads", ("bulk", "direct", "async")),
+    "stages": KnobFacts("batches of rows under way in shared memory", range(1, 17)),
+    "threads_per_row": KnobFacts("threads that share a row", (8, 16, *range(32, 1025, 32))),
+    "rows_per_cta": KnobFacts("teams of a CTA, each with rows of its own", range(1, 33)),
+    "rows_in_flight": KnobFacts("rows that a thread works on at once", range(1, 17)),
+    "vector_bytes": KnobFacts("bytes of x in one load", (2, 4, 8, 16, 32)),
+    "reload": KnobFacts("where dx takes x and dy from", ("none", "smem")),
+    "weight_in": KnobFacts("where the weight is kept", ("registers", "smem")),
+    "ctas_per_sm": KnobFacts("CTAs that run on one SM at once", range(1, 33), True),
+    "spare_sms": KnobFacts("SMs that the grid leaves free", range(1024), True),
+    "grid": KnobFacts("as many CTAs as fit, or as divide the rows evenly", ("full", "even"), True),
+    "min_blocks": KnobFacts("CTAs per SM promised to the compiler", range(33), neutral=0),
+    "register_cap": KnobFacts("registers of a thread, 0 for no cap", range(256)),
+    "load_hint": KnobFacts(
+        "cache hint of the loads of x and dy",
+        ("default", "no_allocate", "streaming", "evict_last"),
+    ),
+    "store_hint": KnobFacts("cache hint of the stores of dx", ("default", "streaming")),
 }
-"""The knobs that the templates know, with the values for which they make a kernel."""

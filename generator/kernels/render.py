@@ -69,10 +69,6 @@ def constant_lines(rows: Sequence[tuple[str, int, str]], comments: bool) -> list
 def render(variant: Variant, *, comments: bool = True) -> str:
     """The CUDA C++ source of a variant: its knobs as constants, then the code they choose.
     comments: False leaves out what the compiler does not see."""
-    strategy = variant["strategy"]
-    fragment = strategy
-    if strategy == "bulk_reduce":
-        fragment = "bulk_free" if variant["order"] == "free" else "bulk_turns"
     launch_bounds = ""
     if variant["min_blocks"]:
         launch_bounds = f"__launch_bounds__({variant.threads}, {variant['min_blocks']})"
@@ -81,7 +77,8 @@ def render(variant: Variant, *, comments: bool = True) -> str:
         .get_template("rmsnorm_backward.cu.j2")
         .render(
             name=variant.id,
-            strategy=strategy,
+            knobs=variant.config,
+            strategy=variant.strategy,
             determinism=variant.determinism,
             constants=_constants(variant, comments),
             row_load=_LOAD_HINT[variant["load_hint"]],
@@ -91,16 +88,8 @@ def render(variant: Variant, *, comments: bool = True) -> str:
             weight=_ELEMENT[variant.weight_dtype],
             residual=_ELEMENT[variant.residual] if variant.residual else "",
             offset=variant.offset,
-            cluster=variant["cluster"],
-            pipeline=variant["pipeline"],
-            weight_in=variant["weight_in"],
             in_blocks=bool(variant.block_batches),
             least_columns=variant.least_columns,
-            arrives_early=strategy == "mailbox" and variant["arrival"] == "early",
-            uses_slices=variant.stores_rows,
-            uses_ledger=strategy in ("column_slices", "mailbox"),
-            uses_turns=strategy == "semaphore" or fragment == "bulk_turns",
-            dw_fragment=fragment,
             launch_bounds=launch_bounds,
         )
     )
@@ -145,8 +134,5 @@ def _constants(v: Variant, comments: bool) -> list[str]:
     if v.block_batches:
         rows.append(("kBlockBatches", v.block_batches, "batches that are added up at once"))
         rows.append(("kBlockSumsOffset", v.block_sums_offset, ""))
-    if v["strategy"] == "mailbox":
-        early = int(v["arrival"] == "early")
-        rows.append(("kArrivesEarly", early, "a CTA, when it begins its last rows"))
     exact = f"constexpr bool kExact = {str(v.exact).lower()};"
     return [exact + "  // N is a constant" * comments, *constant_lines(rows, comments)]

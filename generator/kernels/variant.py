@@ -6,7 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
-from generator.kernels.geometry import Config, Geometry, determinism_class
+from generator.kernels.geometry import Config, Geometry
+from generator.kernels.knobs import KNOBS
 from generator.problem import Problem
 from generator.runtime.spec import KernelSpec
 
@@ -25,8 +26,7 @@ class Variant(Geometry):
         return {
             knob: value
             for knob, value in self.config.items()
-            if knob not in ("ctas_per_sm", "grid", "overlap", "spare_sms")
-            and (knob, value) not in (("min_blocks", 0), ("arrival", "late"))
+            if not KNOBS[knob].launch_only and value != KNOBS[knob].neutral
         }
 
     @cached_property
@@ -49,11 +49,10 @@ class Variant(Geometry):
 
     @property
     def determinism(self) -> str:
-        return determinism_class(self.config)
+        return self.strategy.determinism
 
     def spec(self, sms: int) -> KernelSpec:
         """The facts that a launch on a GPU of `sms` multiprocessors needs."""
-        free = self.determinism == "none"
         return KernelSpec(
             name=self.id,
             N=self.N,
@@ -73,8 +72,8 @@ class Variant(Geometry):
             rows_per_cta=self["rows_per_cta"],
             cluster=self["cluster"],
             dependent=self["overlap"] == "dependent",
-            accumulates=free,
-            turns=self["strategy"] in ("semaphore", "bulk_reduce") and not free,
+            accumulates=self.strategy.adds == "on_arrival",
+            turns=self.strategy.adds == "in_turns",
             levels=self["levels"],
             ctas_per_sm=self["ctas_per_sm"],
             even_grid=self["grid"] == "even",

@@ -7,7 +7,8 @@ from functools import cached_property
 from random import Random
 
 from generator.errors import NormforgeError
-from generator.kernels.geometry import Config, determinism_class
+from generator.kernels.geometry import Config
+from generator.kernels.strategies import determinism_class
 from generator.kernels.variant import make_variant
 from generator.space.expressions import Names
 from generator.space.legal_configs import LegalConfigs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from generator.kernels.knobs import KNOWN_KNOBS
+from generator.kernels.knobs import KNOBS
 from generator.report import charts
 from generator.report.summary import MEANING, Summary, overhead_of, ratio_of
 from generator.studies.reader import Study, reduction
@@ -38,7 +38,7 @@ def render_page(summary: Summary) -> str:
         reduction=reduction,
         anchor=anchor,
         shade=shade,
-        strategies=KNOWN_KNOBS["strategy"],
+        strategies=KNOBS["strategy"].domain,
         ratio_steps=RATIO_STEPS,
         overhead_steps=PRICE_STEPS,
         dashboard=DASHBOARD,

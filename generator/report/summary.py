@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import geometric_mean, mean
 
-from generator.kernels.geometry import determinism_class
+from generator.kernels.strategies import determinism_class
 from generator.problem import Problem
 from generator.result import OUTCOMES
 from generator.studies.reader import Study, reduction

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from generator.kernels.geometry import Config, launches
+from generator.kernels.geometry import Config
+from generator.kernels.strategies import launches
 from generator.result import Result
 from generator.studies.records import may_win
 

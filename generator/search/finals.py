@@ -10,9 +10,10 @@ from operator import itemgetter
 
 from generator.evaluate.evaluator import Confirming, Evaluator, Pool, Shortlisting
 from generator.evaluate.gpu.noise import drifted
-from generator.kernels.geometry import Config, launches
+from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.resource_gate import refuse
+from generator.kernels.strategies import launches
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result

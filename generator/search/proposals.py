@@ -10,11 +10,12 @@ from functools import cached_property
 from itertools import count, groupby, islice
 from operator import attrgetter
 
-from generator.kernels.geometry import Config, determinism_class
-from generator.kernels.knobs import KNOWN_KNOBS
+from generator.kernels.geometry import Config
+from generator.kernels.knobs import KNOBS
+from generator.kernels.strategies import REDUCTION, determinism_class
 from generator.problem import Problem
 from generator.search.surrogate import Surrogate
-from generator.space.legal_configs import REDUCTION, Key, LegalConfigs, Values
+from generator.space.legal_configs import Key, LegalConfigs, Values
 from generator.studies.records import Record, Winner
 from generator.target import Target
 
@@ -187,7 +188,7 @@ def _with_as_many_columns(winner: Winner, problem: Problem) -> Config | None:
     leaves out is not said: it depends on their size."""
     width = winner.problem.N // int(winner.config["cluster"])
     cluster = problem.N // width
-    exists = cluster in KNOWN_KNOBS["cluster"] and cluster * width == problem.N
+    exists = cluster in KNOBS["cluster"].domain and cluster * width == problem.N
     if not exists or problem.N == winner.problem.N:
         return None
     return {k: v for k, v in winner.config.items() if k != "spare_sms"} | {"cluster": cluster}

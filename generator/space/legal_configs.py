@@ -13,7 +13,8 @@ from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count, islice
 
-from generator.kernels.geometry import Config, determinism_class
+from generator.kernels.geometry import Config
+from generator.kernels.strategies import REDUCTION, determinism_class
 from generator.problem import Problem
 from generator.space.expressions import DERIVED
 from generator.space.space import Space
@@ -24,8 +25,6 @@ Values = dict[str, int | str]
 Key = tuple[int | str, ...]
 """The values of a config in the order of the knobs: its identity within one space."""
 
-REDUCTION = ("strategy", "order")
-"""The knobs that decide how partial dw becomes dw, and with it the determinism class."""
 _REPAIRS = 400  # configs looked at before a repair is given up: about 30 ms
 _DRAWS = 30
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from generator.errors import NormforgeError
-from generator.kernels.knobs import KNOWN_KNOBS
+from generator.kernels.knobs import KNOBS
 from generator.paths import SEARCH_SPACES
 from generator.space.expressions import DERIVED, PROBLEM_NAMES, TARGET_NAMES, Expression
 from generator.space.space import Knob, Rule, Space
@@ -32,7 +32,7 @@ def load_space(path: Path = SPACE_FILE) -> Space:
     knobs: list[Knob] = []
     for name, entry in content["knobs"].items():
         knobs.append(_read_knob(path, name, entry, known, {knob.name for knob in knobs}))
-    missing = sorted(KNOWN_KNOBS.keys() - {knob.name for knob in knobs})
+    missing = sorted(KNOBS.keys() - {knob.name for knob in knobs})
     if missing:
         raise NormforgeError(f"{path}: knob '{missing[0]}' is missing; one value is enough")
     return Space(path, tuple(knobs), read_rules(path, content["rules"]))
@@ -40,7 +40,7 @@ def load_space(path: Path = SPACE_FILE) -> Space:
 
 def read_rules(path: Path | str, entries: Sequence[Any]) -> tuple[Rule, ...]:
     """Rules as a space's file has them. path: of the file, for the sentence of a NormforgeError."""
-    known = {*PROBLEM_NAMES, *TARGET_NAMES, *DERIVED, *KNOWN_KNOBS}
+    known = {*PROBLEM_NAMES, *TARGET_NAMES, *DERIVED, *KNOBS}
     rules: list[Rule] = []
     for entry in entries:
         rule = _read_rule(path, entry, known)
@@ -52,10 +52,8 @@ def read_rules(path: Path | str, entries: Sequence[Any]) -> tuple[Rule, ...]:
 
 def _read_knob(path: Path, name: Any, entry: Any, known: set[str], above: set[str]) -> Knob:
     where = f"{path}: knob '{name}'"
-    if name not in KNOWN_KNOBS:
-        raise NormforgeError(
-            f"{where} is unknown: the templates have {', '.join(sorted(KNOWN_KNOBS))}"
-        )
+    if name not in KNOBS:
+        raise NormforgeError(f"{where} is unknown: the templates have {', '.join(sorted(KNOBS))}")
     if not isinstance(entry, dict) or not {"values", "why"} <= set(entry):
         raise NormforgeError(f"{where} needs 'values' and 'why'")
     extra = sorted(set(entry) - {"values", "why", "when", "otherwise"})
@@ -69,15 +67,15 @@ def _read_knob(path: Path, name: Any, entry: Any, known: set[str], above: set[st
         shown = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise NormforgeError(f"{where}: values are all integers or all text, got {shown}")
     for value in [*values, entry.get("otherwise", values[0])]:
-        if value not in KNOWN_KNOBS[name]:
+        if value not in KNOBS[name].domain:
             raise NormforgeError(f"{where} cannot be {value!r}: the templates know {_shown(name)}")
     if len(set(values)) != len(values):
         raise NormforgeError(f"{where} lists a value twice")
     when = entry.get("when")
     expression = None
     if when is not None:
-        expression = Expression.parse(when, known | KNOWN_KNOBS.keys(), where)
-        later = sorted(expression.names & (KNOWN_KNOBS.keys() - above))
+        expression = Expression.parse(when, known | KNOBS.keys(), where)
+        later = sorted(expression.names & (KNOBS.keys() - above))
         if later:
             raise NormforgeError(f"{where}: 'when' looks at '{later[0]}', which comes later")
         # Derived names are resolved at the knob's place; those that need a later knob are refused.
@@ -92,7 +90,7 @@ def _read_knob(path: Path, name: Any, entry: Any, known: set[str], above: set[st
 
 
 def _shown(knob: str) -> str:
-    known = KNOWN_KNOBS[knob]
+    known = KNOBS[knob].domain
     if isinstance(known, range):
         steps = f" in steps of {known.step}" if known.step > 1 else ""
         return f"{known[0]} to {known[-1]}{steps}"

@@ -19,7 +19,8 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 from generator.errors import NormforgeError
-from generator.kernels.geometry import Config, determinism_class
+from generator.kernels.geometry import Config
+from generator.kernels.strategies import strategy_of
 from generator.problem import Problem
 from generator.result import Result
 from generator.studies import postgres as database
@@ -81,8 +82,7 @@ class Study:
 
 def reduction(config: Config) -> str:
     """The strategy, and `(free)` behind one that runs in no order."""
-    free = config["strategy"] == "bulk_reduce" and determinism_class(config) == "none"
-    return f"{config['strategy']} (free)" if free else str(config["strategy"])
+    return str(strategy_of(config))
 
 
 def read_studies(where: str | Path, *, importance: bool = False) -> list[Study]:

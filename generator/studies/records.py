@@ -8,7 +8,8 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
-from generator.kernels.geometry import Config, determinism_class
+from generator.kernels.geometry import Config
+from generator.kernels.strategies import determinism_class
 from generator.problem import Problem
 from generator.result import Result
 from generator.space.space import Space

@@ -35,8 +35,9 @@ from benchmarks.search_replay.replay import (
     table,
 )
 from generator.errors import NormforgeError
-from generator.kernels.geometry import Config, determinism_class
+from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
+from generator.kernels.strategies import determinism_class
 from generator.kernels.variant import Variant
 from generator.problem import Problem
 from generator.result import Result

@@ -16,6 +16,7 @@ from generator.evaluate.predict.evaluator import Predictor, predict_us
 from generator.evaluate.predict.model import MODEL, floor_us
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
+from generator.kernels.strategies import NAMES, STRATEGIES
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.runtime.spec import MAIN_KERNEL, plan_launch
@@ -34,7 +35,7 @@ WARP_ROWS: dict[str, Any] = {
 }
 BULK: dict[str, Any] = {"pipeline": "bulk", "stages": 3, "threads_per_row": 256, "rows_per_cta": 2}
 ANY_TARGET = st.sampled_from(sorted(load_targets()))
-ANY_STRATEGY = st.sampled_from(sorted(DW_REDUCTIONS))
+ANY_STRATEGY = st.sampled_from(sorted(NAMES))
 
 
 def variant_of(problem: Problem, target: Any = H200, **knobs: Any) -> Variant:
@@ -335,3 +336,7 @@ def test_a_cta_that_fits_no_sm_is_refused() -> None:
     variant = variant_of(problem, **BULK | {"threads_per_row": 512})
     with pytest.raises(NormforgeError, match="does not fit an SM of h200"):
         predict_us(variant, replace(LEAN, registers=200), problem, H200)
+
+
+def test_every_strategy_has_a_cost() -> None:
+    assert {str(strategy) for strategy in STRATEGIES} == DW_REDUCTIONS.keys()

@@ -84,8 +84,8 @@ def test_a_fragment_may_move_and_be_split(templates: Path) -> None:
     (templates / "more_rows.cuh").write_text(found + rest)
     for path in templates.glob("*.j2"):
         text = path.read_text().replace('source("elements.cuh")', 'source("numbers.cuh")')
-        pasted = '{{ source("rows_" ~ pipeline ~ ".cuh") }}'
-        more = '{% if pipeline == "bulk" %}\n{{ source("more_rows.cuh") }}\n{% endif %}\n'
+        pasted = '{{ source("rows_" ~ knobs.pipeline ~ ".cuh") }}'
+        more = '{% if knobs.pipeline == "bulk" %}\n{{ source("more_rows.cuh") }}\n{% endif %}\n'
         path.write_text(text.replace(pasted, f"{pasted}\n{more}"))
     assert digests() == before
 

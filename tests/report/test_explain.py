@@ -10,7 +10,8 @@ import pytest
 
 import tune
 from generator.errors import NormforgeError
-from generator.kernels.geometry import Config, determinism_class
+from generator.kernels.geometry import Config
+from generator.kernels.strategies import determinism_class
 from generator.kernels.variant import Variant
 from generator.paths import REPOSITORY
 from generator.problem import Problem

@@ -21,7 +21,7 @@ import pytest
 
 import tune
 from generator.errors import NormforgeError
-from generator.kernels.knobs import KNOWN_KNOBS
+from generator.kernels.knobs import KNOBS
 from generator.kernels.variant import Variant
 from generator.paths import REPOSITORY
 from generator.problem import Problem
@@ -192,9 +192,10 @@ def test_the_page_is_well_formed_and_every_link_inside_it_leads_somewhere(
 
 def test_every_strategy_has_its_colours_in_light_and_dark(summary: Summary) -> None:
     page = render_page(summary)
-    for name in KNOWN_KNOBS["strategy"]:
-        assert page.count(f"--s-{name}: #") == page.count(f"--d-{name}: #") == 2
-        assert f"td.s-{name}, b.s-{name} {{" in page and f"circle.s-{name} {{" in page
+    for place, name in enumerate(KNOBS["strategy"].domain):
+        assert page.count(f"--s-{place}: #") == page.count(f"--d-{place}: #") == 2
+        assert f"td.s-{name}, b.s-{name} {{ background: var(--s-{place})" in page
+        assert f"circle.s-{name} {{ fill: var(--d-{place})" in page
 
 
 def test_the_page_loads_nothing(summary: Summary) -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generator.kernels.geometry import Config, determinism_class, launches
+from generator.kernels.geometry import Config
 from generator.kernels.resource_gate import refuse
+from generator.kernels.strategies import determinism_class, launches
 from generator.kernels.variant import Variant, make_variant
 from generator.result import Result
 from generator.search.choose_winner import HOST_US, LAUNCH_US, TIE, Choice, choose, slack

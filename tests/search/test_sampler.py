@@ -13,7 +13,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from generator.kernels.geometry import determinism_class
+from generator.kernels.strategies import determinism_class
 from generator.kernels.variant import make_variant
 from generator.paths import REPOSITORY
 from generator.problem import Problem

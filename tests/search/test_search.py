@@ -22,8 +22,9 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from generator.errors import NormforgeError
-from generator.kernels.geometry import Config, determinism_class, launches
+from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
+from generator.kernels.strategies import determinism_class, launches
 from generator.kernels.variant import Variant, make_variant
 from generator.paths import REPOSITORY
 from generator.problem import Problem

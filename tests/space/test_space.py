@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from generator.errors import NormforgeError
-from generator.kernels.knobs import KNOWN_KNOBS
+from generator.kernels.knobs import KNOBS
 from generator.problem import Problem, load_problems
 from generator.space import space as space_module
 from generator.space.expressions import Names
@@ -70,7 +70,7 @@ def refusal(path: Path) -> str:
 
 
 def test_file_has_the_knobs_that_the_templates_know(space: Space) -> None:
-    assert {knob.name for knob in space.knobs} == set(KNOWN_KNOBS)
+    assert {knob.name for knob in space.knobs} == set(KNOBS)
     assert all(len(knob.why.split()) >= 5 for knob in space.knobs)
 
 
@@ -152,8 +152,8 @@ def violation(rule: Rule) -> tuple[str, Names]:
         names = Names(problem, target, rng.random() < 0.9)
         names.update(SPACE.normalize(drawn, problem, target))
         if rng.random() < 0.1:
-            name = rng.choice(sorted(KNOWN_KNOBS))
-            names[name] = rng.choice(KNOWN_KNOBS[name])
+            name = rng.choice(sorted(KNOBS))
+            names[name] = rng.choice(KNOBS[name].domain)
         if not rule.require(names):
             return rule.sentence(names), names
     raise AssertionError(f"no config breaks the rule {rule.id}: it can go")
@@ -341,7 +341,7 @@ def test_knob_without_values_or_reason_is_refused(
     assert "knob 'stages' needs 'values' and 'why'" in refusal(write(content))
 
 
-@pytest.mark.parametrize("knob", sorted(KNOWN_KNOBS))
+@pytest.mark.parametrize("knob", sorted(KNOBS))
 def test_knob_that_is_missing_is_named(write: Callable[[Any], Path], knob: str) -> None:
     content = changed()
     del content["knobs"][knob]

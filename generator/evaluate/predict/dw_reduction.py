@@ -81,9 +81,7 @@ def _atomic(case: Case) -> dict[str, float]:
     return _free_adds(case, case.model.add_bytes_per_clock)
 
 
-def _bulk_reduce(case: Case) -> dict[str, float]:
-    if case.variant["order"] == "turns":
-        return _turns(case)
+def _bulk_free(case: Case) -> dict[str, float]:
     return _free_adds(case, case.model.bulk_add_bytes_per_clock)
 
 
@@ -93,6 +91,8 @@ DW_REDUCTIONS: dict[str, Callable[[Case], dict[str, float]]] = {
     "separate": _separate,
     "last_cta": _last_cta,
     "semaphore": _turns,
-    "bulk_reduce": _bulk_reduce,
+    "bulk_reduce": _turns,
+    "bulk_reduce (free)": _bulk_free,
     "atomic": _atomic,
 }
+"""By the rows of `generator.kernels.strategies.STRATEGIES`."""

@@ -110,7 +110,7 @@ def predict_us(
         )
     launch = plan_launch(variant.spec(target.sms), problem.M)
     case = Case(variant, problem, Rates(target, model), launch, fit)
-    parts = _main_loop(case) | _partials(case) | DW_REDUCTIONS[variant["strategy"]](case)
+    parts = _main_loop(case) | _partials(case) | DW_REDUCTIONS[str(variant.strategy)](case)
     if variant["cluster"] > 1:
         parts["cluster"] = model.cluster_us
     return Prediction(parts)

@@ -1,0 +1,80 @@
+"""The ways to turn the partial dw of all CTAs into dw: the one table of strategies.
+
+A strategy is added by its row here, its fragment `templates/dw_<fragment>.cuh`, its memory in
+`runtime/spec.py`, its cost in `evaluate/predict/dw_reduction.py` and its value in the YAML of the
+search space. docs/extending.md walks through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+REDUCTION = ("strategy", "order")
+"""The knobs that choose a row of the table."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to sum dw.
+
+    name, order: values of the knobs in REDUCTION. adds: when a CTA's partial dw is added to others:
+    `by_index`, `in_turns`, or `on_arrival`, where the order differs from run to run. tail: who
+    sums the rows of partial dw, one from each CTA, that a strategy of `by_index` leaves behind:
+    `slices` (CTAs that each have some columns), `last_cta` or `second_kernel`; "" without rows.
+    fragments: files of templates/, without their suffix, in the order in which they are pasted.
+    """
+
+    name: str
+    fragments: tuple[str, ...]
+    adds: str = "by_index"
+    tail: str = ""
+    order: str = "turns"
+
+    def __str__(self) -> str:
+        return f"{self.name} (free)" if self.order == "free" else self.name
+
+    @property
+    def determinism(self) -> str:
+        """`none` where partial sums are added in the order in which CTAs happen to finish, else
+        `gpu_to_gpu`: every sum has one order, fixed by the config and the grid stored with it."""
+        return "none" if self.adds == "on_arrival" else "gpu_to_gpu"
+
+    @property
+    def launches(self) -> int:
+        """Kernels of one call."""
+        return 2 if self.tail == "second_kernel" else 1
+
+
+STRATEGIES = (
+    Strategy("column_slices", ("sum_slice", "last_arrived", "dw_column_slices"), tail="slices"),
+    Strategy("mailbox", ("sum_slice", "last_arrived", "dw_mailbox"), tail="slices"),
+    Strategy("separate", ("sum_slice", "dw_separate"), tail="second_kernel"),
+    Strategy("last_cta", ("sum_slice", "dw_last_cta"), tail="last_cta"),
+    Strategy("semaphore", ("turns", "dw_semaphore"), adds="in_turns"),
+    Strategy("bulk_reduce", ("turns", "dw_bulk_turns"), adds="in_turns"),
+    Strategy("bulk_reduce", ("dw_bulk_free",), adds="on_arrival", order="free"),
+    Strategy("atomic", ("dw_atomic",), adds="on_arrival"),
+)
+"""In the order of the search space's file, which also breaks ties."""
+
+NAMES = tuple(dict.fromkeys(strategy.name for strategy in STRATEGIES))
+_BY_KNOBS = {(strategy.name, strategy.order): strategy for strategy in STRATEGIES}
+
+
+def strategy_of(config: Mapping[str, Any]) -> Strategy:
+    """The row of the table that a config chooses. Where a strategy has one row, the order does not
+    count. Raises KeyError for an unknown strategy."""
+    found = _BY_KNOBS.get((config["strategy"], config.get("order", "turns")))
+    return found or _BY_KNOBS[config["strategy"], "turns"]
+
+
+def determinism_class(config: Mapping[str, Any]) -> str:
+    """The determinism class of a config: see `Strategy.determinism`."""
+    return strategy_of(config).determinism
+
+
+def launches(config: Mapping[str, Any]) -> int:
+    """Kernels of one call of a config."""
+    return strategy_of(config).launches
