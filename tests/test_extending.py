@@ -1,0 +1,92 @@
+"""docs/extending.md is true: its changes, made in a copy of the repository, work as it says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from generator.emulate import find_compiler
+from generator.paths import REPOSITORY
+from generator.target import load_targets
+
+PAGE = (REPOSITORY / "docs" / "extending.md").read_text()
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+
+
+def section(title: str) -> str:
+    """The text under a heading."""
+    return re.split(r"^## ", PAGE.split(f"## {title}\n", 1)[1], flags=re.M)[0]
+
+
+def blocks(title: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", section(title), flags=re.S)
+
+
+def files_said(title: str) -> int:
+    found = re.search(r"^Files: (\d+)", section(title), flags=re.M)
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """What a change may touch."""
+    for name in ("generator", "templates", "search_spaces"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=ignored)
+    return tmp_path
+
+
+def apply(title: str, folder: Path) -> set[str]:
+    """Make the diffs of a section; the files that they change."""
+    changed = set()
+    for diff in blocks(title, "diff"):
+        subprocess.run(
+            ["git", "apply", "--unidiff-zero", "-"], input=diff, text=True, cwd=folder, check=True
+        )
+        changed |= set(re.findall(r"^\+\+\+ b/(\S+)", diff, flags=re.M))
+    return changed
+
+
+def emulate(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, "-m", "generator.emulate", *arguments, "--schedules", "10"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs_compiler
+def test_a_strategy(copy: Path) -> None:
+    changed = apply("A strategy", copy)
+    (fragment,) = blocks("A strategy", "cuda")
+    (copy / "templates" / "dw_relay.cuh").write_text(fragment)
+    said = emulate(copy, "--strategy", "relay", "--shape", "64x1024:bf16")
+    assert "1 different results" in said
+    assert "no problem found" in said
+    assert len(changed) + 1 == files_said("A strategy")
+
+
+@needs_compiler
+def test_a_knob(copy: Path) -> None:
+    changed = apply("A knob", copy)
+    options = ("--strategy", "separate", "--set", "pipeline=direct", "--set", "row_unroll=2")
+    said = emulate(copy, *options, "--shape", "64x1024:bf16")
+    assert "no problem found" in said
+    assert len(changed) == files_said("A knob")
+
+
+def test_a_gpu(tmp_path: Path) -> None:
+    (entry,) = blocks("A GPU", "yaml")
+    path = tmp_path / "gpus.yaml"
+    path.write_text((REPOSITORY / "search_spaces" / "gpus.yaml").read_text() + "\n" + entry)
+    added = load_targets(path)["x100"]
+    said = yaml.safe_load(entry)["x100"]
+    assert (added.title, added.sms, added.arch) == (said["title"], said["sms"], said["arch"])
+    assert added.has_bulk_copy
+    assert files_said("A GPU") == 1
