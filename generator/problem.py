@@ -21,6 +21,7 @@ _PROBLEM = re.compile(
     r"(?P<M>-?\d{1,12})x(?P<N>-?\d{1,12}):(?P<dtype>\w+?)(?::(?P<weight>\w+?))?"
     r"(?P<options>(\+\w+)*)"
 )
+_LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 _FORM = "MxN:dtype[:weight dtype][+offset][+residual[_dtype]]"
 
 
@@ -69,9 +70,9 @@ class Problem(ItemSizes):
     def __post_init__(self) -> None:
         for name, dtype in (("dtype", self.dtype), ("weight dtype", self.weight_dtype)):
             if dtype not in ITEMSIZE:
-                raise NormforgeError(
-                    f"unknown {name} '{dtype}' in shape {self}: use one of {', '.join(ITEMSIZE)}"
-                )
+                meant = _LONG_NAMES.get(dtype)
+                hint = f"write {meant}" if meant else f"use one of {', '.join(ITEMSIZE)}"
+                raise NormforgeError(f"unknown {name} '{dtype}' in shape {self}: {hint}")
         if self.weight_dtype not in (self.dtype, "fp32"):
             raise NormforgeError(
                 f"shape {self}: the weight is either of x's dtype ({self.dtype}) or fp32"
@@ -108,6 +109,10 @@ class Problem(ItemSizes):
         Raises NormforgeError with the expected form when the text does not fit it.
         """
         match = _PROBLEM.fullmatch(text.strip())
+        if match is None and re.fullmatch(r"\d+x\d+", text.strip()):
+            raise NormforgeError(
+                f"shape '{text.strip()}' has no dtype: write for example {text.strip()}:bf16"
+            )
         if match is None:
             raise NormforgeError(
                 f"malformed shape '{text.strip()}': expected {_FORM}, "
@@ -144,7 +149,7 @@ def load_problems(shapes: str) -> list[Problem]:
             found = _load_file(lists[entry])
         elif entry.endswith((".yaml", ".yml")):
             found = _load_file(Path(entry))
-        elif re.fullmatch(r"[\w-]+", entry):
+        elif re.fullmatch(r"(?!\d+x\d+$)[\w-]+", entry):
             raise NormforgeError(
                 f"unknown shape list '{entry}': known lists are {', '.join(lists)}; "
                 "a single shape is written MxN:dtype, for example 4096x1024:bf16"
@@ -163,6 +168,8 @@ def _load_file(path: Path) -> list[Problem]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise NormforgeError(f"cannot read the shape file {path}: {reason}") from error
+    if isinstance(content, dict) and (other := sorted(map(str, content.keys() - {"shapes"}))):
+        raise NormforgeError(f"{path}: unknown key '{other[0]}': expected 'shapes' and no other")
     blocks = content.get("shapes") if isinstance(content, dict) else None
     if not isinstance(blocks, list) or not blocks:
         raise NormforgeError(f"{path}: expected a list under 'shapes'")

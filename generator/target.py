@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,9 @@ def find_target(name: str) -> Target:
     """The target called `name` on the command line."""
     targets = load_targets()
     if name not in targets:
-        raise NormforgeError(f"unknown GPU '{name}': known are {', '.join(targets)} and auto")
+        near = get_close_matches(name.lower(), targets, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise NormforgeError(f"unknown GPU '{name}': {hint}known are {', '.join(targets)} and auto")
     return targets[name]
 
 

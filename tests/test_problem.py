@@ -160,7 +160,10 @@ def test_file_of_blocks_and_texts_is_read_in_order(tmp_path: Path) -> None:
         ("shapes: [{M: [true], N: [1], dtype: [bf16]}]", "malformed shape 'Truex1:bf16'"),
         ("shapes: [{M: [0], N: [1], dtype: [bf16]}]", "at least 1"),
         ("shapes: [{M: [1], N: [1], dtype: [f64]}]", "unknown dtype 'f64'"),
-        ("shapes: ['4096x1024']", "malformed shape '4096x1024'"),
+        (
+            "shapes: ['4096x1024']",
+            "shape '4096x1024' has no dtype: write for example 4096x1024:bf16",
+        ),
     ],
 )
 def test_file_that_is_ill_formed_is_refused_by_name(

@@ -14,23 +14,18 @@ Looking at what a run left behind (each has a --help of its own):
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
-import time
-from contextlib import suppress
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from generator.errors import NormforgeError
-from generator.evaluate.gpu.evaluator import MeasuredEvaluator
-from generator.paths import GENERATED
+from generator.paths import REPOSITORY
 from generator.problem import load_problems
+from generator.search.budget import TRIALS
 from generator.space.load import SPACE_FILE, load_space
-from generator.tuner.choose_device import choose_devices, choose_target
-from generator.tuner.device_pool import DevicePool
-from generator.tuner.display import Status, document, table
-from generator.tuner.plan import TRIALS, Plan
-from generator.tuner.run import tune
+from generator.target import find_target
 
 LOOKING = ("explain", "report")
 """First words of the commands that look at finished runs; see their --help."""
@@ -53,6 +48,15 @@ def _devices(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", text):
         raise argparse.ArgumentTypeError(f"'{text}' is no list of indices like 0,1,2,3")
     return tuple(dict.fromkeys(map(int, text.split(","))))
+
+
+def _version() -> str:
+    try:
+        return version("normforge")
+    except PackageNotFoundError:  # a checkout that was not installed
+        project = (REPOSITORY / "pyproject.toml").read_text()
+        found = re.search(r'^version = "(.+)"$', project, re.MULTILINE)
+        return found[1] if found else "unknown"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -100,78 +104,42 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--seed", type=int, default=0, help="of the search")
     found.add_argument("--json", action="store_true", help="print one JSON document at the end")
+    found.add_argument("--version", action="version", version=f"normforge {_version()}")
     return found
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; the exit code is 0 when every shape has a winner, 1 when one has none
-    or the run was interrupted, 2 for bad input."""
+    or the run was interrupted, 2 for bad input.
+
+    PyTorch and Optuna are imported when the arguments are known to be right, so that a typo is told
+    at once.
+    """
     argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] in LOOKING:
-        from generator.cli.look import COMMANDS
-
-        try:
-            return COMMANDS[argv[0]](argv[1:])
-        except NormforgeError as error:
-            print(f"tune.py {argv[0]}: {error}", file=sys.stderr)
-            return 2
-    args = parser().parse_args(argv)
-    started = time.monotonic()
-    workforce: MeasuredEvaluator | DevicePool | None = None
-    try:
-        problems = load_problems(args.shapes)
-        load_space(args.space)  # a damaged one is told at once, not after a worker has started
-        if len(args.devices) == 1:
-            target, workforce, sentence = choose_target(args.gpu, args.devices[0])
-        else:
-            target, workforce, sentence = choose_devices(args.gpu, args.devices)
-        evidence = "measured" if workforce else "predicted"
-        print(sentence, file=sys.stderr)
-        _tell_noise(workforce)
-        plan = Plan(
-            target=target,
-            problems=tuple(problems),
-            space_file=args.space,
-            out=args.out or GENERATED / target.name,
-            trials=int(args.trials or TRIALS[evidence]),
-            seconds=args.seconds,
-            storage=args.storage,
-            seed=args.seed,
-            devices=args.devices if workforce else (),
-        )
-        status = Status(len(problems))
-        outcome = tune(plan, workforce, status)
-        _tell_noise(workforce)
-    except NormforgeError as error:
-        print(f"tune.py: {error}", file=sys.stderr)
+    command = argv[0] if argv else ""
+    if command and not command.startswith("-") and command not in LOOKING:
+        near = get_close_matches(command, LOOKING, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "a run starts with --gpu"
+        print(f"tune.py: there is no command '{command}': {hint}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("tune.py: interrupted; finished trials are kept", file=sys.stderr)
-        return 1
-    finally:
-        if workforce is not None:
-            with suppress(KeyboardInterrupt):  # its processes end with this one
-                workforce.close()
-    if args.json:
-        seconds = time.monotonic() - started
-        print(json.dumps(document(plan, outcome, evidence, seconds), indent=1))
-    else:
-        print(table(outcome.winners))
-        if outcome.emission is not None:
-            print(f"\nModule: {outcome.emission.package}")
-            for problem in outcome.emission.refused:
-                print(f"{problem}: the measured winner in the module stays (this run predicted).")
-    for problem, reason in outcome.failures.items():
-        print(f"{problem} has no answer from this run: {reason}", file=sys.stderr)
-    if outcome.interrupted:
-        print("Interrupted: the same command resumes where this run stopped.", file=sys.stderr)
-    missing = len(plan.problems) - sum(winner is not None for _, winner in outcome.winners)
-    if missing and not outcome.interrupted:
-        print(f"{missing} shapes have no winner.", file=sys.stderr)
-    return 1 if missing else 0
+    try:
+        if command in LOOKING:
+            from generator.cli.look import COMMANDS
 
+            return COMMANDS[command](argv[1:])
+        args = parser().parse_args(argv)
+        problems = load_problems(args.shapes)
+        load_space(args.space)
+        if args.gpu != "auto":
+            find_target(args.gpu)
+        if args.storage and "://" not in args.storage and not args.storage.startswith("postgresql"):
+            raise NormforgeError(
+                f"--storage takes the URL of a database, got '{args.storage}': write for example "
+                "postgresql+psycopg://user@host/normforge, or choose a folder with --out"
+            )
+        from generator.cli.tune import run
 
-def _tell_noise(workforce: MeasuredEvaluator | DevicePool | None) -> None:
-    """Those of a device pool tell it themselves."""
-    if isinstance(workforce, MeasuredEvaluator) and (noise := workforce.disturbances()):
-        print(noise, file=sys.stderr)
+        return run(args, problems)
+    except NormforgeError as error:
+        print(f"tune.py{' ' + command if command in LOOKING else ''}: {error}", file=sys.stderr)
+        return 2

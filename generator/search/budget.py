@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from generator.errors import NormforgeError
 from generator.problem import Problem
 
+TRIALS = {"measured": 400, "predicted": 64}
+"""Trials of one problem unless the caller says otherwise."""
+
 
 @dataclass(frozen=True)
 class Budget:

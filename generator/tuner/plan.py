@@ -15,10 +15,6 @@ from generator.studies.records import study_name
 from generator.studies.storage import JOURNAL_NAME, is_shared
 from generator.target import Target
 
-TRIALS = {"measured": 400, "predicted": 64}
-"""Trials of one problem unless the caller says otherwise."""
-
-
 FINALISTS = 8
 
 

@@ -16,12 +16,13 @@ import torch
 import yaml
 
 import tune
-from generator.cli import main as cli
+from generator.cli import tune as cli_tune
 from generator.kernels.cubin_cache import CubinCache, compile_variant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import render
 from generator.kernels.variant import Variant, make_variant
 from generator.package.fallback_kernels import compile_generics
+from generator.paths import REPOSITORY
 from generator.problem import Problem, load_problems
 from generator.runtime.forward_table import ForwardTable
 from generator.runtime.table import Table
@@ -245,9 +246,14 @@ def check_refused(said: tuple[int, str, str], says: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--gpu gb20", "unknown GPU 'gb20': known are gb200"),
+        ("--gpu gb20", "unknown GPU 'gb20': did you mean 'gb200'?"),
         ("--gpu gb200 --shapes 4096", "unknown shape list '4096'"),
-        ("--gpu gb200 --shapes 4096x1024", "4096x1024"),
+        ("--gpu H200", "did you mean 'h200'?"),
+        ("--gpu gb200 --shapes 4096x1024", "has no dtype: write for example 4096x1024:bf16"),
+        ("--gpu gb200 --shapes 4096x1024:bfloat16", "unknown dtype 'bfloat16'"),
+        ("--gpu gb200 --shapes 12345678901234x64:bf16", "malformed shape"),
+        ("--gpu gb200 --storage foo", "--storage takes the URL of a database, got 'foo'"),
+        ("reprot --gpu gb200", "did you mean 'report'?"),
         ("--gpu gb200 --shapes 4096x1024:bf16,oops:bf16", "malformed shape 'oops:bf16'"),
         ("--gpu gb200 --shapes 0x1024:bf16", "at least 1"),
         ("--gpu gb200 --shapes 4096x0:bf16", "at least 1"),
@@ -397,7 +403,7 @@ def test_interrupt_before_the_search_is_one_sentence(
     def starts(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "choose_target", starts)
+    monkeypatch.setattr(cli_tune, "choose_target", starts)
     assert tune.main([*SMOKE, "--out", str(tmp_path / "out")]) == 1
     said = capsys.readouterr()
     assert said.out == ""
@@ -419,8 +425,8 @@ def test_interrupt_while_workers_end_costs_no_results(
         return run.tune(plan, None, status)
 
     chosen = (GB200, Workers(), "Measuring.")
-    monkeypatch.setattr(cli, "choose_target", lambda *arguments: chosen)
-    monkeypatch.setattr(cli, "tune", predicting)
+    monkeypatch.setattr(cli_tune, "choose_target", lambda *arguments: chosen)
+    monkeypatch.setattr(cli_tune, "tune", predicting)
     shutil.copytree(first_run[0], tmp_path / "gb200")
     assert tune.main([*SMOKE, "--out", str(tmp_path / "gb200")]) == 0
     assert json.loads(capsys.readouterr().out)["shapes"] == first_run[1]["shapes"]
@@ -443,3 +449,23 @@ def optuna_keeps_its_settings() -> Any:
     level = optuna.logging.get_verbosity()
     yield
     optuna.logging.set_verbosity(level)
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--help", "--version", "reprot", "--gpu H200", "--gpu h200 --shapes 4096x4096"]
+)
+def test_what_is_said_at_once_needs_no_pytorch(arguments: str) -> None:
+    """PyTorch and Optuna take seconds to import."""
+    code = (
+        "import sys, tune\n"
+        "try:\n    tune.main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'optuna', 'cuda'} & sys.modules.keys()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments.split()],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

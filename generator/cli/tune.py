@@ -1,0 +1,77 @@
+"""`tune.py --gpu ...`: one tuning run, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from contextlib import suppress
+
+from generator.evaluate.gpu.evaluator import MeasuredEvaluator
+from generator.paths import GENERATED
+from generator.problem import Problem
+from generator.search.budget import TRIALS
+from generator.tuner.choose_device import choose_devices, choose_target
+from generator.tuner.device_pool import DevicePool
+from generator.tuner.display import Status, document, table
+from generator.tuner.plan import Plan
+from generator.tuner.run import tune
+
+
+def run(args: argparse.Namespace, problems: list[Problem]) -> int:
+    """Do what the parsed command line asks for; returns the exit code. Raises NormforgeError."""
+    started = time.monotonic()
+    workforce: MeasuredEvaluator | DevicePool | None = None
+    try:
+        if len(args.devices) == 1:
+            target, workforce, sentence = choose_target(args.gpu, args.devices[0])
+        else:
+            target, workforce, sentence = choose_devices(args.gpu, args.devices)
+        evidence = "measured" if workforce else "predicted"
+        print(sentence, file=sys.stderr)
+        _tell_noise(workforce)
+        plan = Plan(
+            target=target,
+            problems=tuple(problems),
+            space_file=args.space,
+            out=args.out or GENERATED / target.name,
+            trials=int(args.trials or TRIALS[evidence]),
+            seconds=args.seconds,
+            storage=args.storage,
+            seed=args.seed,
+            devices=args.devices if workforce else (),
+        )
+        status = Status(len(problems))
+        outcome = tune(plan, workforce, status)
+        _tell_noise(workforce)
+    except KeyboardInterrupt:
+        print("tune.py: interrupted; finished trials are kept", file=sys.stderr)
+        return 1
+    finally:
+        if workforce is not None:
+            with suppress(KeyboardInterrupt):  # its processes end with this one
+                workforce.close()
+    if args.json:
+        seconds = time.monotonic() - started
+        print(json.dumps(document(plan, outcome, evidence, seconds), indent=1))
+    else:
+        print(table(outcome.winners))
+        if outcome.emission is not None:
+            print(f"\nModule: {outcome.emission.package}")
+            for problem in outcome.emission.refused:
+                print(f"{problem}: the measured winner in the module stays (this run predicted).")
+    for problem, reason in outcome.failures.items():
+        print(f"{problem} has no answer from this run: {reason}", file=sys.stderr)
+    if outcome.interrupted:
+        print("Interrupted: the same command resumes where this run stopped.", file=sys.stderr)
+    missing = len(plan.problems) - sum(winner is not None for _, winner in outcome.winners)
+    if missing and not outcome.interrupted:
+        print(f"{missing} shapes have no winner.", file=sys.stderr)
+    return 1 if missing else 0
+
+
+def _tell_noise(workforce: MeasuredEvaluator | DevicePool | None) -> None:
+    """Those of a device pool tell it themselves."""
+    if isinstance(workforce, MeasuredEvaluator) and (noise := workforce.disturbances()):
+        print(noise, file=sys.stderr)
