@@ -50,7 +50,7 @@ from generator.runtime.spec import KernelSpec, Launch  # noqa: E402
 from generator.space.load import load_space  # noqa: E402
 from generator.target import Target, match_device  # noqa: E402
 
-REDUCTION: tuple[Config | None, ...] = (
+REDUCTIONS: tuple[Config | None, ...] = (
     *({"strategy": name} for name in ("column_slices", "separate", "last_cta", "semaphore")),
     *({"strategy": "bulk_reduce", "order": order} for order in ("turns", "free")),
     *({"strategy": name} for name in ("atomic", "mailbox")),
@@ -83,8 +83,8 @@ class Case:
 def draw_case(index: int, seed: int, target: Target) -> Case:
     """Case `index`: reduction kinds and dtypes in turn, the rest at random."""
     rng = random.Random(f"{seed} {index}")
-    reduction = REDUCTION[index % len(REDUCTION)]
-    dtype, weight_dtype = DTYPES[index // len(REDUCTION) % len(DTYPES)]
+    reduction = REDUCTIONS[index % len(REDUCTIONS)]
+    dtype, weight_dtype = DTYPES[index // len(REDUCTIONS) % len(DTYPES)]
     while True:
         N = rng.choice(WIDTHS)
         M = rng.randint(1, max(1, min(700, MOST_ELEMENTS // N)))
@@ -114,23 +114,23 @@ def generics_of(dtype: str, weight_dtype: str, target: Target) -> list[Variant]:
 def draw_variant(
     problem: Problem, reduction: Config, target: Target, rng: random.Random
 ) -> Variant | None:
-    """A variant of the reduction kind. call options that the rules of the space do not grant are dropped, last
-    one first."""
+    """A variant that reduces dw as `reduction` says. Further knobs are fixed at random; those that
+    the rules of the space reject are dropped, the last one first."""
     # Configs are legal for many rows; that they also serve few is part of the test.
     tuned = replace(problem, M=65536)
     free = determinism_class({"order": "turns", **reduction}) == "none"
-    call_options: list[Config] = [
+    extras: list[Config] = [
         {"pipeline": rng.choice(("bulk", "direct", "async"))},
         {"cluster": rng.choice((1, 2, 8) if free else (1, 2, 4, 8))},
         {"reload": rng.choice(("smem", "none"))},
     ]
     if problem.N * problem.itemsize <= 1024:
-        call_options.append({"threads_per_row": rng.choice((8, 16, 32))})
+        extras.append({"threads_per_row": rng.choice((8, 16, 32))})
     space = load_space()
-    for count in range(len(call_options), -1, -1):
+    for count in range(len(extras), -1, -1):
         fixed = dict(reduction)
-        for option in call_options[:count]:
-            fixed |= option
+        for extra in extras[:count]:
+            fixed |= extra
         try:
             config = space.sample(tuned, target, rng, fixed)
         except NormforgeError:

@@ -29,7 +29,7 @@ from generator.problem import Problem
 from generator.result import Result
 from generator.search.budget import Budget, Progress
 from generator.search.search import search_problem
-from generator.space.legal_configs import REDUCTION, Key, LegalConfigs
+from generator.space.legal_configs import REDUCTION_KNOBS, Key, LegalConfigs
 from generator.space.load import load_space, read_rules
 from generator.space.space import Space
 from generator.studies.records import Record, may_win, study_name
@@ -106,10 +106,10 @@ def narrow(
 class Recording:
     """What a sweep found.
 
-    values: the swept knobs and FLAVOUR with their values; facts: where, when and with what it was
-    measured; entries: of every legal config the result and a number that equal machine code has in
-    common, by the values of those knobs in the order of `values`. Knobs that were not swept, and
-    those that the space gets later, had and have their first value. rules: as in Narrow.
+    values: the swept knobs and REDUCTION_KNOBS with their values; facts: where, when and with what
+    it was measured; entries: of every legal config the result and a number that equal machine code
+    has in common, by the values of those knobs in the order of `values`. Knobs that were not swept,
+    and those that the space gets later, had and have their first value. rules: as in Narrow.
     """
 
     problem: Problem
@@ -246,7 +246,9 @@ def record(
     records = [Record.from_trial(trial) for trial in StudyLog(storage, name).trials()]
     results = {record.identity: record.result for record in records if record.identity}
     results |= _measured_again(problem, records, pool, evaluator)
-    values = {k.name: k.values for k in space.knobs if len(k.values) > 1 or k.name in REDUCTION}
+    values = {
+        k.name: k.values for k in space.knobs if len(k.values) > 1 or k.name in REDUCTION_KNOBS
+    }
     cubins: dict[str, int] = {}
     entries = {}
     for entry in sorted(records, key=lambda record: legal.rank(record.config)):

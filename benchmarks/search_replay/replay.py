@@ -118,7 +118,7 @@ def at_random(replayed: Replayed, trials: int, seed: int) -> list[float]:
 
 
 def by_tpe(replayed: Replayed, trials: int, seed: int) -> list[float]:
-    """The sampler alone: TPE with its proposals made legal and new; no seeds and no surrogate proposals. It
+    """The sampler alone: TPE with its proposals made legal and new; no seeds and no surrogate. It
     hears of every trial before it proposes the next."""
     study = optuna.create_study(sampler=LegalSampler(replayed.legal, seed))
     ratios: list[float] = []

@@ -172,6 +172,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _tell_noise(workforce: MeasuredEvaluator | DevicePool | None) -> None:
-    """Those of a device pool tell it themselves."""
+    """Say what disturbed the times; the processes of a device pool say it themselves."""
     if isinstance(workforce, MeasuredEvaluator) and (noise := workforce.disturbances()):
         print(noise, file=sys.stderr)

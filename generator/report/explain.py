@@ -12,7 +12,7 @@ from generator.kernels.variant import make_variant
 from generator.space.expressions import Names
 from generator.space.legal_configs import LegalConfigs
 from generator.space.space import Space
-from generator.studies.reader import Study, reduction
+from generator.studies.reader import Study, reduction_kind
 from generator.studies.records import Record
 from generator.target import Target
 
@@ -81,7 +81,7 @@ class Explanation:
     @cached_property
     def runners_up(self) -> list[tuple[str, bool, Timed]]:
         """The fastest trial of every way to sum dw, whether it may not win, fastest first."""
-        best = self.study.best_by(reduction)
+        best = self.study.best_by(reduction_kind)
         return [
             (name, determinism_class(record.config) == "none", self._timed(record))
             for name, record in best.items()

@@ -79,7 +79,7 @@ class Study:
         return best
 
 
-def reduction(config: Config) -> str:
+def reduction_kind(config: Config) -> str:
     """The strategy, and `(free)` behind one that runs in no order."""
     free = config["strategy"] == "bulk_reduce" and determinism_class(config) == "none"
     return f"{config['strategy']} (free)" if free else str(config["strategy"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import layouts
-from benchmarks.layouts import BRACKETS, ROUNDS, Group, Handler, draw, refusals, run
+from benchmarks.layouts import BRACKETS, ROUNDS, Group, LayoutSession, draw, refusals, run
 from generator.evaluate.gpu.protocol import Answer, Job, WorkerLostError
 from generator.evaluate.verify.accuracy import Accuracy
 from generator.kernels.geometry import Config
@@ -125,8 +125,8 @@ def test_refused_candidates_carry_their_reason(target: Target) -> None:
 def test_accuracy_is_checked_and_aten_timed_last(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks: list[Any] = []
     problem, mixed = Problem.parse("2x8:fp32"), Problem.parse("2x8:bf16:fp32")
-    handler: Any = Handler.__new__(Handler)
-    handler.timer = SimpleNamespace(block=lambda *given: blocks.append(given))
+    session: Any = LayoutSession.__new__(LayoutSession)
+    session.timer = SimpleNamespace(block=lambda *given: blocks.append(given))
     inputs = SimpleNamespace(x=torch.ones(2, 8), rstd=torch.ones(2))
     workload: Any = SimpleNamespace(
         floor=lambda: "floor",
@@ -134,8 +134,8 @@ def test_accuracy_is_checked_and_aten_timed_last(monkeypatch: pytest.MonkeyPatch
         reference=None,
         bench=lambda candidate: SimpleNamespace(run=lambda inputs: candidate),
     )
-    handler._interleave(workload, SimpleNamespace(problem=problem, candidates=("one", "two")))
-    handler._interleave(workload, SimpleNamespace(problem=mixed, candidates=("one", "two")))
+    session._interleave(workload, SimpleNamespace(problem=problem, candidates=("one", "two")))
+    session._interleave(workload, SimpleNamespace(problem=mixed, candidates=("one", "two")))
     (operations, rounds), (without, _) = blocks
     assert [operation() for operation in without] == ["floor", "one", "two"]
     assert [operation() for operation in operations[:-1]] == ["floor", "one", "two"]
@@ -143,7 +143,7 @@ def test_accuracy_is_checked_and_aten_timed_last(monkeypatch: pytest.MonkeyPatch
     for fault, outcome in (("", "ok"), ("dw is off", "wrong")):
         found = Accuracy(0.0, 0.0, fault)
         monkeypatch.setattr(layouts, "check_accuracy", lambda *given, found=found: found)
-        result = handler._evaluate(workload, SimpleNamespace(candidates=("one",))).result
+        result = session._evaluate(workload, SimpleNamespace(candidates=("one",))).result
         assert (result.outcome, result.note) == (outcome, fault)
 
 

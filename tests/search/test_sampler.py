@@ -18,7 +18,7 @@ from generator.kernels.variant import make_variant
 from generator.paths import REPOSITORY
 from generator.problem import Problem
 from generator.search.sampler import LegalSampler, NothingLeftError, distributions
-from generator.space.legal_configs import REDUCTION, LegalConfigs
+from generator.space.legal_configs import REDUCTION_KNOBS, LegalConfigs
 from generator.space.load import load_space
 from generator.target import find_target
 from tests.support.synthetic import PROBLEM, TARGET, cost, shrink
@@ -92,11 +92,11 @@ def test_held_knobs_stay_and_taken_configs_do_not_count() -> None:
     rng = random.Random(4)
     config = SPACE.sample(PROBLEM, TARGET, rng, {"strategy": "separate"})
     near = LEGAL.nearest(
-        {**config, "strategy": "semaphore"}, rng, held=REDUCTION, taken={LEGAL.key(config)}
+        {**config, "strategy": "semaphore"}, rng, held=REDUCTION_KNOBS, taken={LEGAL.key(config)}
     )
     assert near is not None
     assert near["strategy"] == "semaphore"
-    other = LEGAL.nearest(near, rng, held=REDUCTION, taken={LEGAL.key(near)})
+    other = LEGAL.nearest(near, rng, held=REDUCTION_KNOBS, taken={LEGAL.key(near)})
     assert other is not None
     assert other != near
     assert other["strategy"] == "semaphore"
@@ -112,10 +112,10 @@ def test_nondeterministic_proposals_become_deterministic_ones() -> None:
         assert determinism_class(near) != "none"
 
 
-def test_reductions_are_the_legal_ones() -> None:
-    reductions = [tuple(config[name] for name in REDUCTION) for config in LEGAL.reductions]
-    assert len(set(reductions)) == len(reductions) == 8
-    on_a100 = place("8192x3072:fp16", "a100").reductions
+def test_reduction_kinds_are_the_legal_ones() -> None:
+    kinds = [tuple(config[name] for name in REDUCTION_KNOBS) for config in LEGAL.reduction_kinds]
+    assert len(set(kinds)) == len(kinds) == 8
+    on_a100 = place("8192x3072:fp16", "a100").reduction_kinds
     assert "bulk_reduce" not in {config["strategy"] for config in on_a100}
 
 

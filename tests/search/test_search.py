@@ -53,7 +53,7 @@ from tests.support.synthetic import (
 
 ROOT = REPOSITORY
 NAME = study_name(PROBLEM, TARGET, "measured", SPACE)
-DETERMINISTIC = [config for config in LEGAL.reductions if determinism_class(config) != "none"]
+DETERMINISTIC = [config for config in LEGAL.reduction_kinds if determinism_class(config) != "none"]
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_only_legal_configs_and_none_twice(storage: BaseStorage) -> None:
     assert len({LEGAL.key(config) for config in evaluator.evaluated}) == len(evaluator.evaluated)
 
 
-def test_every_reduction_has_a_seed_in_the_shape_of_the_best(storage: BaseStorage) -> None:
+def test_every_reduction_kind_has_a_seed_in_the_shape_of_the_best(storage: BaseStorage) -> None:
     known = LEGAL.draw(random.Random(1), (), deterministic=True)
     assert known is not None
     start = replace(make_winner(known), problem=Problem.parse("8192x1024:bf16"))
@@ -122,7 +122,7 @@ def test_every_reduction_has_a_seed_in_the_shape_of_the_best(storage: BaseStorag
     seeds = [record.config for record in records(storage) if record.origin == "seed"]
     assert seeds[0] == known
     assert {(c["strategy"], c["order"]) for c in seeds} == {
-        (c["strategy"], c["order"]) for c in LEGAL.reductions
+        (c["strategy"], c["order"]) for c in LEGAL.reduction_kinds
     }
     shape = ("threads_per_row", "rows_per_cta", "rows_in_flight", "ctas_per_sm")
     kept = [all(seed[knob] == known[knob] for knob in shape) for seed in seeds]
@@ -139,7 +139,7 @@ def test_the_phases_follow_each_other(storage: BaseStorage) -> None:
     assert counts["surrogate"] >= 45
 
 
-def test_reductions_that_cannot_win_get_a_small_share(storage: BaseStorage) -> None:
+def test_reduction_kinds_that_cannot_win_get_a_small_share(storage: BaseStorage) -> None:
     search(storage, FakeEvaluator(lambda v: cost(v) - (v.determinism == "none")), trials=100)
     ineligible = [r for r in records(storage) if determinism_class(r.config) == "none"]
     assert {r.origin for r in ineligible} == {"seed", "overhead"}

@@ -240,15 +240,15 @@ def test_two_machines_with_two_gpus_each_share_a_run(url: str, tmp_path: Path) -
     (tmp_path / f"flag {problems[0]}").write_text("kill")
     told: dict[int, Quiet] = {}
 
-    def machine(number: int, device_pool: Any) -> None:
+    def machine(number: int, pool: Any) -> None:
         queue, watcher = SharedQueue(url, 60), Quiet()
-        with device_pool:
-            device_pool.search(plan, Ledger(plan, queue), Stop(), watcher)
+        with pool:
+            pool.search(plan, Ledger(plan, queue), Stop(), watcher)
         queue.close()
         told[number] = watcher
 
-    device_pool = [DevicePool(plan.devices, partial(open_frail, tmp_path)) for _ in range(2)]
-    machines = [threading.Thread(target=machine, args=pair) for pair in enumerate(device_pool)]
+    pools = [DevicePool(plan.devices, partial(open_frail, tmp_path)) for _ in range(2)]
+    machines = [threading.Thread(target=machine, args=pair) for pair in enumerate(pools)]
     for thread in machines:
         thread.start()
     for thread in machines:

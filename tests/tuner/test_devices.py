@@ -19,8 +19,7 @@ from generator.studies.records import Record, Winner
 from generator.studies.storage import open_storage
 from generator.studies.study_log import StudyLog
 from generator.studies.work_queue import PrivateQueue
-from generator.tuner import choose_device, device_process
-from generator.tuner import device_pool as device_pool
+from generator.tuner import choose_device, device_pool, device_process
 from generator.tuner.choose_device import choose_devices, choose_target
 from generator.tuner.ledger import Ledger
 from generator.tuner.lifecycle import Stop

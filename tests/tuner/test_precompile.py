@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from generator.errors import NormforgeError
-from generator.kernels import cubin_cache
-from generator.kernels import precompile as ahead
+from generator.kernels import cubin_cache, precompile
 from generator.kernels.cubin_cache import CubinCache, compile_variant
 from generator.kernels.forward import compile_forward, generic_forwards, render_forward
 from generator.kernels.nvrtc import Compiled
@@ -123,7 +122,7 @@ def test_processes_that_cannot_be_started_are_done_without(
     def start(*arguments: object) -> Any:
         return SimpleNamespace(submit=submit, shutdown=lambda **named: None, _processes={})
 
-    monkeypatch.setattr(ahead, "ProcessPoolExecutor", start)
+    monkeypatch.setattr(precompile, "ProcessPoolExecutor", start)
     searched = False
     with precompiling(FORWARDS, H200.arch, tmp_path):
         searched = True
@@ -132,7 +131,7 @@ def test_processes_that_cannot_be_started_are_done_without(
 
 def test_full_disk_costs_the_entry_only(tmp_path: Path) -> None:
     (tmp_path / "full").write_text("a file stops even root")
-    ahead._fill(FORWARDS[0], H200.arch, tmp_path / "full")
+    precompile._fill(FORWARDS[0], H200.arch, tmp_path / "full")
     assert cached(FORWARDS[0], H200.arch, tmp_path / "full") is None
 
 
@@ -191,7 +190,7 @@ def test_most_cores_are_left_to_the_search(
         started.append(processes)
         return SimpleNamespace(shutdown=lambda **named: None, _processes={})
 
-    monkeypatch.setattr(ahead, "ProcessPoolExecutor", start)
+    monkeypatch.setattr(precompile, "ProcessPoolExecutor", start)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     with precompiling([], H200.arch, tmp_path):
         pass
