@@ -6,7 +6,7 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -16,6 +16,7 @@ from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.runtime.api import Package
 from generator.target import find_target
+from tests.support.fake_supervisor import FakeSupervisor
 
 COMMITTED = GENERATED / "h200" / "rmsnorm_backward"
 TARGET = find_target("h200")
@@ -62,15 +63,6 @@ def test_row_names_the_kernel_of_the_module_and_the_found_one(
         assert (COMMITTED / "kernels" / f"{row['ours_kernel']}.cubin").exists()
 
 
-class FakeGpu:
-    """What the command needs of a measuring evaluator."""
-
-    facts: ClassVar[dict[str, str]] = {"name": "a GPU"}
-
-    def close(self) -> None:
-        pass
-
-
 def run(
     monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str, fail_at: int = 99
 ) -> tuple[int, list[str]]:
@@ -89,7 +81,9 @@ def run(
             **{"ours_over_tuned": 1.0, "ours_over_aten": 0.5},
         }
 
-    monkeypatch.setattr(untuned, "choose_target", lambda *_: (TARGET, FakeGpu(), "Measuring."))
+    monkeypatch.setattr(
+        untuned, "choose_target", lambda *_: (TARGET, FakeSupervisor(), "Measuring.")
+    )
     monkeypatch.setattr(untuned, "CompilePool", lambda *_, **__: nullcontext())
     monkeypatch.setattr(untuned, "Session", lambda *_: None)
     monkeypatch.setattr(untuned, "search_problem", search)
