@@ -515,9 +515,10 @@ from multiprocessing import active_children
 from pathlib import Path
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.compile_pool import CompilePool
-from tests.kernels.test_render_compile import variants
+from generator.target import find_target
+from tests.support.samples import plain_variant
 pool = CompilePool("sm_90a", 1, Path({folder!r}), compile=compile_variant)
-v = variants()[0]
+v = plain_variant("4096x1024:bf16", find_target("h200"), strategy="atomic")
 assert pool.result(v, pool.submit(v)).cubin
 print(active_children()[0].pid, flush=True)
 time.sleep(60)

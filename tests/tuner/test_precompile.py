@@ -147,10 +147,12 @@ PARENT = """
 import signal, sys, time
 from multiprocessing import active_children
 from pathlib import Path
-from generator.kernels.precompile import compiling_ahead
-from tests.tuner.test_precompile import FORWARDS, H200
+from generator.kernels.forward import generic_forwards
+from generator.kernels.precompile import precompiling
+from generator.package.fallback_kernels import DTYPES
+from generator.target import find_target
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-with compiling_ahead(FORWARDS, H200.arch, Path(sys.argv[1])):
+with precompiling(generic_forwards(DTYPES), find_target("h200").arch, Path(sys.argv[1])):
     print(*(process.pid for process in active_children()), flush=True)
     for _ in range(1000):  # a signal that comes just before a sleep is noticed after it
         time.sleep(0.1)
