@@ -193,17 +193,14 @@ def alternatives(package: Package, inputs: Inputs) -> Calls:
         ),
     }
     if binding.second is not None:
-        second_config, second, second_at = (
-            binding.sum_config,
-            binding.second,
-            binding.sum_arguments,
-        )
+        second, second_at = binding.second, binding.sum_arguments
+        second_config = binding.sum_config
+        blocks, block_threads = second_config.gridDimX, second_config.blockDimX
         found["sum kernel alone, as emitted"] = lambda: driver.cuLaunchKernelEx(
             second_config, second, second_at, 0
         )
         found["sum kernel alone, cuLaunchKernel"] = lambda: driver.cuLaunchKernel(
-            *(second, second_config.gridDimX, 1, 1, second_config.blockDimX, 1, 1),
-            *(0, second_config.hStream, second_at, 0),
+            second, blocks, 1, 1, block_threads, 1, 1, 0, second_config.hStream, second_at, 0
         )
     for name, kind in (("CDLL", ctypes.CDLL), ("PyDLL", ctypes.PyDLL)):
         try:

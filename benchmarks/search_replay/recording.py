@@ -238,10 +238,7 @@ def record(
     if count > MOST:
         raise NormforgeError(f"more than {MOST} legal configs: narrow {space.path.name} further")
     budget = Budget(trials=max(count, 1), sweep_limit=MOST)
-    search_problem(
-        *(problem, target, space, pool, _Thorough(evaluator), storage, budget),
-        on_progress=on_progress,
-    )
+    search_problem(legal, pool, _Thorough(evaluator), storage, budget, on_progress=on_progress)
     name = study_name(problem, target, evaluator.evidence, space)
     records = [Record.from_trial(trial) for trial in StudyLog(storage, name).trials()]
     results = {record.identity: record.result for record in records if record.identity}

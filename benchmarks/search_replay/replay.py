@@ -136,11 +136,7 @@ def by_tpe(replayed: Replayed, trials: int, seed: int) -> list[float]:
 def by_tuner(replayed: Replayed, trials: int, seed: int) -> list[float]:
     """The search of this tuner, as for the first shape of a run: no winner of another is known."""
     storage, legal = InMemoryStorage(), replayed.legal
-    search_problem(
-        *(legal.problem, legal.target, legal.space, replayed, replayed, storage),
-        Budget(trials=trials),
-        seed=seed,
-    )
+    search_problem(legal, replayed, replayed, storage, Budget(trials=trials), seed=seed)
     name = study_name(legal.problem, legal.target, replayed.evidence, legal.space)
     records = [Record.from_trial(trial) for trial in StudyLog(storage, name).trials()]
     return [record.ratio if record.feasible else inf for record in records]

@@ -239,9 +239,13 @@ class Explanation:
 
     def _timed(self, record: Record) -> Timed:
         result = record.result
-        behind = self._behind(record)
         return Timed(
-            *(record.variant, result.us, result.ratio, behind, result.outcome, result.note),
+            variant=record.variant,
+            us=result.us,
+            ratio=result.ratio,
+            behind=self._behind(record),
+            outcome=result.outcome,
+            note=result.note,
             config=record.config,
         )
 

@@ -42,8 +42,11 @@ def fake_gpu(wrong: str = "", lost: str = "") -> FakeSupervisor:
 def study(space: Space, target: Target, *configs: dict[str, Any], **fields: Any) -> Study:
     records = tuple(
         Record(
-            space.normalize({**config}, PROBLEM, target),
-            *(str(place), Result("ok", 10.0 + place, 10.0, 1.0 + place / 10), "random", 0.0),
+            config=space.normalize({**config}, PROBLEM, target),
+            variant=str(place),
+            result=Result("ok", 10.0 + place, 10.0, 1.0 + place / 10),
+            origin="random",
+            elapsed=0.0,
         )
         for place, config in enumerate(configs)
     )

@@ -219,7 +219,10 @@ def test_a_knob_that_is_not_named_keeps_its_first_value() -> None:
 def test_replayed_and_live_searches_are_the_same_search(recording: Recording) -> None:
     storage = InMemoryStorage()
     search_problem(
-        *(PROBLEM, TARGET, SWEPT.space, FakePool(), FakeEvaluator(cost), storage),
+        LegalConfigs(SWEPT.space, PROBLEM, TARGET),
+        FakePool(),
+        FakeEvaluator(cost),
+        storage,
         Budget(trials=60, sweep_limit=50),
         seed=3,
     )

@@ -15,6 +15,7 @@ from benchmarks.untuned import draw, kernels, named
 from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.runtime.api import Package
+from generator.space.legal_configs import LegalConfigs
 from generator.target import find_target
 from tests.support.fake_supervisor import FakeSupervisor
 
@@ -69,10 +70,10 @@ def run(
     """The exit code and the shapes that were searched; the search of number `fail_at` is killed."""
     searched: list[str] = []
 
-    def search(problem: Problem, *_: object, **__: object) -> object:
+    def search(legal: LegalConfigs, *_: object, **__: object) -> object:
         if len(searched) == fail_at:
             raise KeyboardInterrupt
-        searched.append(str(problem))
+        searched.append(str(legal.problem))
         return SimpleNamespace(variant="v", config={})
 
     def timed(problem: Problem, *_: object) -> dict[str, object]:

@@ -272,9 +272,8 @@ def test_finals_wait_for_a_storm_to_pass() -> None:
 
 def search(measuring: MeasuredEvaluator, folder: Path) -> Any:
     storage = open_storage(folder / "studies.journal")
-    return search_problem(
-        PROBLEM, TARGET, little_space(), Pool(), measuring, storage, Budget(trials=200)
-    )
+    legal = LegalConfigs(little_space(), PROBLEM, TARGET)
+    return search_problem(legal, Pool(), measuring, storage, Budget(trials=200))
 
 
 def records(folder: Path) -> list[Record]:

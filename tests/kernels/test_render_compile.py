@@ -95,10 +95,8 @@ def test_every_fragment_is_used_by_some_variant() -> None:
 
 
 def clustered(target: Target) -> Variant:
-    return plain_variant(
-        *("4096x16384:bf16", target),
-        **{"strategy": "separate", "cluster": 4, "threads_per_row": 256, "pipeline": "bulk"},
-    )
+    knobs = {"strategy": "separate", "cluster": 4, "threads_per_row": 256, "pipeline": "bulk"}
+    return plain_variant("4096x16384:bf16", target, **knobs)
 
 
 def check_compiled(v: Variant, compiled: Compiled, target: Target) -> None:

@@ -28,6 +28,7 @@ from optuna.storages import RDBStorage
 
 from generator.errors import NormforgeError
 from generator.search.search import search_problem
+from generator.space.legal_configs import LegalConfigs
 from generator.studies import leases
 from generator.studies import postgres as database
 from generator.studies.leases import Lease, LeaseLostError
@@ -389,8 +390,9 @@ def test_runs_for_two_gpu_models_have_nothing_to_do_with_each_other(
 
 def test_trial_is_stored_as_optuna_itself_stores_it(url: str, server: Server) -> None:
     storage = optuna.storages.InMemoryStorage()
-    place = (PROBLEMS[0], LEGAL.target, LEGAL.space, FakePool(broken=lambda c: c["stages"] == 3))
-    winner = search_problem(*place, FakeEvaluator(), storage, plan_budget(25))
+    legal = LegalConfigs(LEGAL.space, PROBLEMS[0], LEGAL.target)
+    pool = FakePool(broken=lambda config: config["stages"] == 3)
+    winner = search_problem(legal, pool, FakeEvaluator(), storage, plan_budget(25))
     assert winner is not None
     source = StudyLog(storage, winner.study).trials()
     logs = StudyLog(SharedStorage(url), "quick"), StudyLog(RDBStorage(server.url()), "theirs")

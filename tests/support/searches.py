@@ -14,6 +14,7 @@ from generator.problem import Problem
 from generator.search.budget import Budget
 from generator.search.sampler import LegalSampler, distributions
 from generator.search.search import search_problem
+from generator.space.legal_configs import LegalConfigs
 from generator.space.space import Space
 from generator.studies.records import Record, Winner, study_name
 from generator.studies.study_log import StudyLog
@@ -35,9 +36,7 @@ def search(
 ) -> Winner | None:
     """`search_problem` with what most tests have in common."""
     return search_problem(
-        problem,
-        TARGET,
-        space,
+        LegalConfigs(space, problem, TARGET),
         pool or FakePool(),
         evaluator or FakeEvaluator(),
         storage,

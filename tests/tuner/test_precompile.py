@@ -238,8 +238,11 @@ def test_forwards_that_the_package_keeps_are_not_precompiled(
 ) -> None:
     def tuned(problem: Problem, evidence: str, code: str) -> Any:
         return SimpleNamespace(
-            **{"M": problem.M, "N": problem.N, "dtype": problem.dtype},
-            **{"weight_dtype": problem.weight_dtype, "evidence": evidence},
+            M=problem.M,
+            N=problem.N,
+            dtype=problem.dtype,
+            weight_dtype=problem.weight_dtype,
+            evidence=evidence,
             provenance={"code": code},
         )
 
