@@ -16,7 +16,6 @@ from generator.studies.reader import Study, reduction_kind
 
 MEANING = {
     "ok": "accurate, the same bits in every run",
-    "illegal": "a rule of the space rejects it",
     "compile_error": "NVRTC refused the source",
     "resource": "spills, or does not fit the SM",
     "launch_error": "the driver refused the launch",

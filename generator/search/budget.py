@@ -45,5 +45,4 @@ class Progress:
     total: int | None
     elapsed: float
     best_us: float | None
-    best_ratio: float | None
     counts: Mapping[str, int]

@@ -280,12 +280,9 @@ class _Search:
     def _late(self) -> bool:
         return self.budget.seconds is not None and self._elapsed() >= self.budget.seconds
 
-    def _best(self) -> Record | None:
-        feasible = (record for record in self.records if record.feasible)
-        return min(feasible, key=lambda record: record.ratio, default=None)
-
     def _best_us(self) -> float | None:
-        best = self._best()
+        feasible = (record for record in self.records if record.feasible)
+        best = min(feasible, key=lambda record: record.ratio, default=None)
         return best.result.us if best else None
 
     def _counts(self) -> dict[str, int]:
@@ -294,7 +291,6 @@ class _Search:
     def _report(self, phase: str) -> None:
         if self.on_progress is None:
             return
-        best = self._best()
         self.on_progress(
             Progress(
                 problem=self.legal.problem,
@@ -302,8 +298,7 @@ class _Search:
                 done=len(self.records),
                 total=self.budget.trials,
                 elapsed=self._elapsed(),
-                best_us=best.result.us if best else None,
-                best_ratio=best.result.ratio if best else None,
+                best_us=self._best_us(),
                 counts=self._counts(),
             )
         )

@@ -17,7 +17,6 @@ from generator.problem import Problem
 from generator.result import Result
 from generator.search.choose_winner import choose
 from generator.search.finals import SHORTLIST, SHORTLIST_US
-from generator.studies.records import keep_measured
 from generator.studies.study_log import stored_winners
 from tests.support.searches import DETERMINISTIC, ratio_of, records, search, won
 from tests.support.synthetic import (
@@ -278,14 +277,3 @@ def test_an_illegal_incumbent_is_a_start_and_no_finalist(storage: BaseStorage) -
     search(storage, evaluator, trials=30, incumbent=make_winner(stale))
     assert stale not in evaluator.finalists[0]
     assert evaluator.evaluated[0]["strategy"] == stale["strategy"]
-
-
-def test_a_predicted_winner_never_replaces_a_measured_one() -> None:
-    measured = make_winner(DETERMINISTIC[0])
-    predicted = make_winner(DETERMINISTIC[1], ratio=1.0, evidence="predicted")
-    newer = make_winner(DETERMINISTIC[2])
-    assert keep_measured(measured, predicted) is measured
-    assert keep_measured(predicted, measured) is measured
-    assert keep_measured(measured, newer) is newer
-    assert keep_measured(None, predicted) is predicted
-    assert keep_measured(measured, None) is measured

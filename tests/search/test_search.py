@@ -89,7 +89,7 @@ def test_progress_tells_how_far_and_how_good(storage: BaseStorage) -> None:
     assert [event.done for event in events] == [*range(1, 26), 25]
     assert events[-1].phase == "finals"
     assert all(event.total == 25 and event.problem == PROBLEM for event in events)
-    bests = [event.best_ratio for event in events if event.best_ratio is not None]
+    bests = [event.best_us for event in events if event.best_us is not None]
     assert bests == sorted(bests, reverse=True)
     assert sum(events[-1].counts.values()) == 25
     assert events[-1].counts == winner.counts
