@@ -190,8 +190,10 @@ def test_every_follower_runs_behind_floor_and_kernel(
     assert followed == [(name, us) for name in FOLLOWERS for us in pairs]
     assert [row["follower"] for row in rows] == list(FOLLOWERS)
     assert rows[0] == {
-        **{"follower": "nothing", "floor_us": [2.0, 5.0]},
-        **{"default_us": 4.0, "evict_last_us": 7.0},
+        "follower": "nothing",
+        "floor_us": [2.0, 5.0],
+        "default_us": 4.0,
+        "evict_last_us": 7.0,
     }
 
 

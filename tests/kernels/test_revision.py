@@ -31,15 +31,21 @@ from tests.support.synthetic import LEGAL, PROBLEM, TARGET, FakeEvaluator, FakeP
 
 SPACE = load_space()
 FORWARDS = forward_variants(PROBLEM, TARGET)
-REDUCTIONS = (
-    *("column_slices", "mailbox", "separate", "last_cta", "semaphore", "bulk_reduce", "atomic"),
-)
+STRATEGIES = [
+    "column_slices",
+    "mailbox",
+    "separate",
+    "last_cta",
+    "semaphore",
+    "bulk_reduce",
+    "atomic",
+]
 
 
 def variants() -> list[Variant]:
     """One of every strategy and pipeline."""
     found = {}
-    for strategy in REDUCTIONS:
+    for strategy in STRATEGIES:
         for pipeline in ("bulk", "direct", "async"):
             fixed = {"strategy": strategy, "pipeline": pipeline}
             for config in SPACE.legal(PROBLEM, TARGET, fixed=fixed):
