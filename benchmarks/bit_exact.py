@@ -113,23 +113,23 @@ def generics_of(dtype: str, weight_dtype: str, target: Target) -> list[Variant]:
 def draw_variant(
     problem: Problem, reduction: Config, target: Target, rng: random.Random
 ) -> Variant | None:
-    """A variant of the reduction kind. call options that the rules of the space do not grant are dropped, last
-    one first."""
+    """A variant that reduces dw as `reduction` says. Further knobs are fixed at random; those that
+    the rules of the space reject are dropped, the last one first."""
     # Configs are legal for many rows; that they also serve few is part of the test.
     tuned = replace(problem, M=65536)
     free = determinism_class(reduction) == "none"
-    call_options: list[Config] = [
+    extras: list[Config] = [
         {"pipeline": rng.choice(("bulk", "direct", "async"))},
         {"cluster": rng.choice((1, 2, 8) if free else (1, 2, 4, 8))},
         {"reload": rng.choice(("smem", "none"))},
     ]
     if problem.N * problem.itemsize <= 1024:
-        call_options.append({"threads_per_row": rng.choice((8, 16, 32))})
+        extras.append({"threads_per_row": rng.choice((8, 16, 32))})
     space = load_space()
-    for count in range(len(call_options), -1, -1):
+    for count in range(len(extras), -1, -1):
         fixed = dict(reduction)
-        for option in call_options[:count]:
-            fixed |= option
+        for extra in extras[:count]:
+            fixed |= extra
         try:
             config = space.sample(tuned, target, rng, fixed)
         except NormforgeError:

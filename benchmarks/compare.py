@@ -50,7 +50,7 @@ TUNED = (
 """The default of --tuned: few widths, because a tuner compiles for each of them anew."""
 
 PREPARE_SHARE = 0.4
-"""Of the seconds: what compiling ahead may take."""
+"""Of the seconds: what compiling in advance may take."""
 
 
 def parser() -> argparse.ArgumentParser:

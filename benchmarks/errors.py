@@ -98,12 +98,13 @@ def of_module(module: Any, dw_in_fp32: bool) -> Bind:
     """A package's kernels, called as a training framework does."""
 
     def bind(inputs: Inputs) -> Callable[[], Gradients]:
-        given = inputs.dy, inputs.x, inputs.rstd, inputs.weight
-        if not dw_in_fp32:
-            return partial(module.rmsnorm_backward, *given)
-        return lambda: module.rmsnorm_backward(
-            *given, dw_out=torch.empty_like(inputs.weight, dtype=torch.float32)
-        )
+        def run() -> Gradients:
+            dw_out = torch.empty_like(inputs.weight, dtype=torch.float32) if dw_in_fp32 else None
+            return module.rmsnorm_backward(
+                inputs.dy, inputs.x, inputs.rstd, inputs.weight, dw_out=dw_out
+            )
+
+        return run
 
     return bind
 
@@ -114,8 +115,7 @@ def in_executor(folder: Path, table: Table, dw_in_fp32: bool) -> Bind:
     def bind(inputs: Inputs) -> Callable[[], Gradients]:
         names = {dtype: name for name, dtype in TORCH_DTYPE.items()}
         M, N = inputs.x.shape
-        dtypes = (names[inputs.x.dtype], names[inputs.weight.dtype])
-        kernel = table.choose(M, N, *dtypes).kernel
+        kernel = table.choose(M, N, names[inputs.x.dtype], names[inputs.weight.dtype]).kernel
         if kernel is None:
             raise RuntimeError("no kernel of the package serves this")
         source = (folder / "kernels" / f"{kernel.file}.cu").read_text()

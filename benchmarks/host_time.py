@@ -6,8 +6,8 @@ Every number is microseconds of one call on the host: the median over many short
 which starts with an idle GPU and stays far below the length of the launch queue, so that nothing
 waits for the GPU. What is compared takes turns for several passes, because a host's times drift,
 those of autograd's thread by a fifth and more: a ratio is the median of those of the passes, which
-are in the document as well. Prints one JSON document: what ran, then the pieces of `rmsnorm_backward`, whole
-calls, and alternatives that were considered.
+are in the document as well. Prints one JSON document: what ran, then the pieces of
+`rmsnorm_backward`, whole calls, and alternatives that were considered.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ PACKAGE = ROOT / "generated" / "h200" / "rmsnorm_backward"
 
 Calls = dict[str, Callable[[], Any]]
 COMPARED = (
-    ("`rmsnorm_backward`", "aten op"),
-    ("`install()` op", "aten op"),
-    ("`rms_norm` backward", "aten autograd backward"),
-    ("`rmsnorm_backward`, native", "aten op"),
-    ("`rms_norm` backward, native", "aten autograd backward"),
-    ("`rms_norm` forward, native", "aten autograd forward"),
+    ("rmsnorm_backward", "aten op"),
+    ("install() op", "aten op"),
+    ("rms_norm backward", "aten autograd backward"),
+    ("rmsnorm_backward, native", "aten op"),
+    ("rms_norm backward, native", "aten autograd backward"),
+    ("rms_norm forward, native", "aten autograd forward"),
 )
 
 
 def host_us(calls: Calls, package: Package) -> dict[str, list[float]]:
-    """Microseconds of each call in every pass, the cost of an empty one taken off. `install()` is open
-    for its own lines only."""
+    """Microseconds of each call in every pass, the cost of an empty one taken off. The package is
+    installed for the lines of `install()` only."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for turn in range(PASSES):
@@ -193,17 +193,14 @@ def alternatives(package: Package, inputs: Inputs) -> Calls:
         ),
     }
     if binding.second is not None:
-        second_config, second, second_at = (
-            binding.sum_config,
-            binding.second,
-            binding.sum_arguments,
-        )
+        second, second_at = binding.second, binding.sum_arguments
+        second_config = binding.sum_config
+        blocks, block_threads = second_config.gridDimX, second_config.blockDimX
         found["sum kernel alone, as emitted"] = lambda: driver.cuLaunchKernelEx(
             second_config, second, second_at, 0
         )
         found["sum kernel alone, cuLaunchKernel"] = lambda: driver.cuLaunchKernel(
-            *(second, second_config.gridDimX, 1, 1, second_config.blockDimX, 1, 1),
-            *(0, second_config.hStream, second_at, 0),
+            second, blocks, 1, 1, block_threads, 1, 1, 0, second_config.hStream, second_at, 0
         )
     for name, kind in (("CDLL", ctypes.CDLL), ("PyDLL", ctypes.PyDLL)):
         try:
@@ -263,30 +260,30 @@ def whole_calls(package: Package, inputs: Inputs) -> Calls:
         return run
 
     return {
-        "`rmsnorm_backward`": lambda: eager(dy, x, rstd, weight),
-        "`rmsnorm_backward`, dw only": lambda: eager(dy, x, rstd, weight, need_dx=False),
-        "`rmsnorm_backward`, main_grad": lambda: eager(
+        "rmsnorm_backward": lambda: eager(dy, x, rstd, weight),
+        "rmsnorm_backward, dw only": lambda: eager(dy, x, rstd, weight, need_dx=False),
+        "rmsnorm_backward, main_grad": lambda: eager(
             dy, x, rstd, weight, dw_out=main_grad, accumulate=True
         ),
-        "`rmsnorm_backward`, operator": lambda: package.ops.rms_norm_backward(
+        "rmsnorm_backward, operator": lambda: package.ops.rms_norm_backward(
             dy, x, rstd, weight, None, 0.0, True, True, None
         ),
         "aten op": lambda: aten(dy, x, [N], column, weight, mask),
         "aten op, overload": lambda: aten.default(dy, x, [N], column, weight, mask),
-        "`install()` op": routed(lambda: aten(dy, x, [N], column, weight, mask)),
-        "`rms_norm` backward": grad(mine),
+        "install() op": routed(lambda: aten(dy, x, [N], column, weight, mask)),
+        "rms_norm backward": grad(mine),
         "aten autograd backward": grad(y),
-        "`install()` autograd backward": routed(grad(y)),
-        "`rms_norm` forward": lambda: package.rms_norm(leaf, scale, 1e-6),
+        "install() autograd backward": routed(grad(y)),
+        "rms_norm forward": lambda: package.rms_norm(leaf, scale, 1e-6),
         "aten autograd forward": lambda: norm(leaf, (N,), scale, 1e-6),
-        "`rms_norm` without grad": lambda: package.rms_norm(x, weight, 1e-6),
+        "rms_norm without grad": lambda: package.rms_norm(x, weight, 1e-6),
         "aten without grad": lambda: norm(x, (N,), weight, 1e-6),
     }
 
 
 def native_calls(folder: Path, inputs: Inputs) -> Calls:
-    """The entry points of a second copy of the package, whose native path is on. Raises RuntimeError
-    where it cannot be built."""
+    """The entry points of a second copy of the package, whose native path is on. Raises
+    RuntimeError where it cannot be built."""
     package = Package(folder)
     package.use_native()
     dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
@@ -294,11 +291,11 @@ def native_calls(folder: Path, inputs: Inputs) -> Calls:
     scale = torch.nn.Parameter(weight.detach().clone())
     y = package.rms_norm(leaf, scale, 1e-6)
     return {
-        "`rmsnorm_backward`, native": lambda: package.rmsnorm_backward(dy, x, rstd, weight),
-        "`rms_norm` backward, native": lambda: torch.autograd.grad(
+        "rmsnorm_backward, native": lambda: package.rmsnorm_backward(dy, x, rstd, weight),
+        "rms_norm backward, native": lambda: torch.autograd.grad(
             y, (leaf, scale), dy, retain_graph=True
         ),
-        "`rms_norm` forward, native": lambda: package.rms_norm(leaf, scale, 1e-6),
+        "rms_norm forward, native": lambda: package.rms_norm(leaf, scale, 1e-6),
     }
 
 
@@ -312,7 +309,7 @@ def run(package: Package, problem: Problem) -> dict[str, Any]:
         native, refused = {}, str(error)
     groups = {
         "whole calls": whole_calls(package, inputs) | native,
-        "pieces of `rmsnorm_backward`": pieces(package, inputs),
+        "pieces of rmsnorm_backward": pieces(package, inputs),
         "alternatives": alternatives(package, inputs),
     }
     document: dict[str, Any] = {

@@ -163,8 +163,8 @@ def draw(group: Group, target: Target, count: int, seed: int) -> list[Variant]:
             continue
         registers = DERIVED["register_budget"][1](variant, problem, target)
         if fits(variant, registers) and variant.id not in found:
-            surrogate = Resources(registers, 0, 0, 0, 0)
-            times = [predict_us(variant, surrogate, p, target).us for p in group.problems()]
+            estimate = Resources(registers, 0, 0, 0, 0)
+            times = [predict_us(variant, estimate, p, target).us for p in group.problems()]
             found[variant.id] = (geometric_mean(times), variant)
         if len(found) == 4 * count:
             break
@@ -173,8 +173,8 @@ def draw(group: Group, target: Target, count: int, seed: int) -> list[Variant]:
 
 
 def fits(variant: Variant, registers: int) -> bool:
-    """A surrogate whether it compiles without spills, and no thread idles much: what 300 compiles for
-    sm_90a needed beside the estimate of the rules."""
+    """Whether it will probably compile without spills and no thread idles much. The registers
+    allowed are what 300 compiles for sm_90a needed beside the estimate of the rules."""
     rows = variant["rows_in_flight"] if variant["reload"] == "none" else 0
     more = 2 * (variant["vector_bytes"] // 4 + rows) * variant.vectors
     idle = variant["threads_per_row"] > 32 and variant.idle_columns * 3 > variant.columns
@@ -186,7 +186,7 @@ def layout_of(variant: Variant) -> _Layout:
     return _Layout(variant.N, *(variant[field.name] for field in fields(_Layout)[1:]))
 
 
-class Handler(Session):
+class LayoutSession(Session):
     """A worker's session that checks accuracy alone, and times ATen behind the candidates where it
     has a kernel: where the weight has x's dtype."""
 
@@ -348,7 +348,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not torch.cuda.is_available():
             raise NormforgeError("layouts are timed on a CUDA GPU, and PyTorch sees none")
-        with closing(Supervisor(0, open_handler=Handler)) as gpu:
+        with closing(Supervisor(0, open_handler=LayoutSession)) as gpu:
             target = match_device(gpu.facts["name"], gpu.facts["sms"])
             if target is None or args.gpu not in ("auto", target.name):
                 raise NormforgeError(f"no --gpu {args.gpu}: this machine has a {gpu.facts['name']}")

@@ -47,11 +47,11 @@ def prepare(
     try:
         for done, future in enumerate(as_completed(futures, until - time.monotonic()), start=1):
             if reason := future.result():
-                say(f"{' '.join(futures[future])} cannot be compiled ahead: {reason}")
+                say(f"{' '.join(futures[future])} cannot be compiled in advance: {reason}")
             if done == len(futures):
-                say(f"Compiled {done} peer kernels ahead in {time.monotonic() - began:.0f} s")
+                say(f"Compiled {done} peer kernels in advance in {time.monotonic() - began:.0f} s")
     except (TimeoutError, BrokenProcessPool) as error:
-        say(f"Not all peer kernels were compiled ahead ({type(error).__name__})")
+        say(f"Not all peer kernels were compiled in advance ({type(error).__name__})")
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         # A compiler may hang, and must not run beside a measurement.

@@ -39,6 +39,7 @@ from generator.problem import Problem, load_problems  # noqa: E402
 from generator.runtime.api import Package  # noqa: E402
 from generator.search.budget import Budget  # noqa: E402
 from generator.search.search import search_problem  # noqa: E402
+from generator.space.legal_configs import LegalConfigs  # noqa: E402
 from generator.space.load import load_space  # noqa: E402
 from generator.studies.records import Winner  # noqa: E402
 from generator.studies.storage import open_storage  # noqa: E402
@@ -162,8 +163,11 @@ def main(argv: list[str] | None = None) -> int:
             if time.monotonic() - started >= args.seconds:
                 break
             winner = search_problem(
-                *(problem, target, space, pool, measured, storage),
-                Budget(args.trials, None, FINALISTS),
+                LegalConfigs(space, problem, target),
+                pool,
+                measured,
+                storage,
+                Budget(args.trials, n_finalists=FINALISTS),
             )
             found.append((kind, problem, winner))
     facts = measured.facts

@@ -87,9 +87,7 @@ class Problem(ItemSizes):
             raise NormforgeError(f"shape {self}: N may be at most {MAX_COLUMNS}")
 
     def __str__(self) -> str:
-        return shape_name(
-            *(self.M, self.N, self.dtype, self.weight_dtype), *(self.offset, self.residual)
-        )
+        return shape_name(self.M, self.N, self.dtype, self.weight_dtype, self.offset, self.residual)
 
     @property
     def traffic_bytes(self) -> int:

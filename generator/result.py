@@ -7,7 +7,6 @@ from typing import Any
 
 OUTCOMES = (
     "ok",
-    "illegal",
     "compile_error",
     "resource",
     "launch_error",
@@ -20,15 +19,13 @@ OUTCOMES = (
 """How a trial can end.
 
 ok: accurate, and its determinism verified (or, predicted, claimed by construction);
-illegal: a rule of the space rejects it; compile_error: NVRTC refused the source;
-resource: spills, a register cap that was not respected, or a grid that cannot be resident;
+compile_error: NVRTC refused the source; resource: spills, a register cap that was not respected,
+or a grid that cannot be resident;
 launch_error: the driver refused the launch, or memory ran out in a fresh process, too;
 timeout: past its deadline; crashed: the GPU worker died or its context was lost; wrong: dx or dw
 outside the error bound, or workspace not restored;
 nondeterministic: bits changed between runs; slow: far behind the best, further checks skipped.
 """
-
-DETERMINISM = ("verified", "refuted", "unverified")
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Result:
 
     us: time of the whole operation in microseconds (cold L2, CUDA graph; or predicted).
     floor_us: `torch.add(x, dy, out=dx)` in the same block (or predicted). ratio: us / floor_us,
-    the median of paired ratios when measured. determinism: one of DETERMINISM.
+    the median of paired ratios when measured. determinism: `verified`, `refuted` or `unverified`.
     checks: names of the checks passed. note: one sentence about what went wrong, else "".
     noisy: the times are from a GPU that was disturbed, and serve as a hint only.
     """

@@ -5,13 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+from optuna.storages import BaseStorage
 
 from generator.space.load import load_space
 from generator.space.space import Space
+from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.target import Target, find_target, match_device
 
 # The same examples in every run, on machines of any speed; `--hypothesis-profile=explore` draws
@@ -45,6 +48,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def space() -> Space:
     """The search space of the project."""
     return load_space()
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> BaseStorage:
+    """An empty file of studies."""
+    return open_storage(tmp_path / JOURNAL_NAME)
 
 
 @pytest.fixture(scope="session")

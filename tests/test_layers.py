@@ -1,8 +1,9 @@
-"""Packages import in one direction only, and no two modules import each other."""
+"""Packages import in one direction only, modules not each other, and tests no tests."""
 
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -18,6 +19,23 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.spl
 MOST_LINES = 320
 LONG = {"generator/package/fallback_kernels.py": 360}
 """Modules that may be longer. Shorten one, and lower its number."""
+MOST_TEST_LINES = 600
+LONG_TESTS = {
+    "tests/emulate/test_emulate.py": 630,
+    "tests/emulate/test_mutations.py": 830,
+    "tests/operations/test_forward.py": 930,
+    "tests/package/test_emit.py": 820,
+    "tests/runtime/test_entry_points.py": 910,
+    "tests/runtime/test_native.py": 1610,
+    "tests/runtime/test_runtime.py": 985,
+}
+"""Tests that may be longer until they are split."""
+SHARING_TESTS = {
+    "tests/runtime/test_entry_points.py",
+    "tests/runtime/test_native.py",
+    "tests/runtime/test_warmup.py",
+}
+"""Tests that may import tests until what they share lies in tests/support."""
 
 
 def modules(folder: Path = REPOSITORY / "generator") -> dict[str, Path]:
@@ -115,10 +133,66 @@ def test_the_command_line_stays_in_its_module() -> None:
     assert said == ["generator/emulate/__main__.py"]  # a command of its own
 
 
-def test_a_module_is_read_in_one_sitting() -> None:
-    long = {}
-    for path in modules().values():
-        lines, name = len(path.read_text().splitlines()), str(path.relative_to(REPOSITORY))
-        if lines > LONG.get(name, MOST_LINES):
-            long[name] = lines
-    assert long == {}
+def files_of_tests(folder: Path = REPOSITORY / "tests") -> dict[str, Path]:
+    """Every file of the tests by its name in the repository."""
+    return {str(path.relative_to(folder.parent)): path for path in sorted(folder.rglob("*.py"))}
+
+
+def imported_tests(path: Path) -> list[tuple[int, str]]:
+    """Test modules that a file imports, also in the programs that it runs: line and module."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = re.findall(r"^ *(?:from|import) +(tests[\w.]*)", node.value, re.MULTILINE)
+        else:
+            continue
+        modules = (re.match(r"(?:\.|tests\.)[\w.]*?\btest_\w+", name) for name in names)
+        found += [(node.lineno, match.group()) for match in modules if match]
+    return sorted(set(found))
+
+
+def imports_of_tests(folder: Path = REPOSITORY / "tests") -> list[str]:
+    return [
+        f"{name}:{line} imports {module}; what tests share belongs in tests/support"
+        for name, path in files_of_tests(folder).items()
+        for line, module in imported_tests(path)
+        if name not in SHARING_TESTS
+    ]
+
+
+def test_no_test_imports_a_test() -> None:
+    assert imports_of_tests() == []
+
+
+def test_an_import_of_a_test_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "tests"
+    (folder / "space").mkdir(parents=True)
+    here = "tests"  # spelled out, these lines would be found in this file
+    shared = f"from {here}.space.test_rules import SPACE"
+    sharing = [shared, f"import {here}.test_target", "from .test_x import y"]
+    program = f'P = """\nimport time\n{shared}\n"""'
+    fine = ["from tests.support.samples import SPACE", "from tests import support"]
+    (folder / "space" / "test_space.py").write_text("\n".join([*sharing, program, *fine]))
+    found = [line.split(";")[0] for line in imports_of_tests(folder)]
+    assert found == [
+        "tests/space/test_space.py:1 imports tests.space.test_rules",
+        "tests/space/test_space.py:2 imports tests.test_target",
+        "tests/space/test_space.py:3 imports .test_x",
+        "tests/space/test_space.py:4 imports tests.space.test_rules",
+    ]
+
+
+def too_long(files: dict[str, Path], most: int, longer: dict[str, int]) -> dict[str, int]:
+    lines = {name: len(path.read_text().splitlines()) for name, path in files.items()}
+    return {name: count for name, count in lines.items() if count > longer.get(name, most)}
+
+
+def test_a_file_is_read_in_one_sitting() -> None:
+    sources = {str(path.relative_to(REPOSITORY)): path for path in modules().values()}
+    assert too_long(sources, MOST_LINES, LONG) == {}
+    assert too_long(files_of_tests(), MOST_TEST_LINES, LONG_TESTS) == {}

@@ -84,8 +84,7 @@ def _record(args: argparse.Namespace) -> int:
         facts = {"gpu": measured.facts["name"], "driver": measured.facts["driver"]}
         facts["nvrtc"] = nvrtc_version()
         recording = record(
-            *(swept, target, pool, measured, open_storage(journal), facts),
-            on_progress=tell,
+            swept, target, pool, measured, open_storage(journal), facts, on_progress=tell
         )
     recording.save(args.record)
     print(

@@ -24,7 +24,7 @@ from generator.errors import NormforgeError
 from generator.evaluate.evaluator import Evaluator, Pool
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.strategies import REDUCTION
+from generator.kernels.strategies import REDUCTION_KNOBS
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
@@ -107,10 +107,10 @@ def narrow(
 class Recording:
     """What a sweep found.
 
-    values: the swept knobs and FLAVOUR with their values; facts: where, when and with what it was
-    measured; entries: of every legal config the result and a number that equal machine code has in
-    common, by the values of those knobs in the order of `values`. Knobs that were not swept, and
-    those that the space gets later, had and have their first value. rules: as in Narrow.
+    values: the swept knobs and REDUCTION_KNOBS with their values; facts: where, when and with what
+    it was measured; entries: of every legal config the result and a number that equal machine code
+    has in common, by the values of those knobs in the order of `values`. Knobs that were not swept,
+    and those that the space gets later, had and have their first value. rules: as in Narrow.
     """
 
     problem: Problem
@@ -239,15 +239,14 @@ def record(
     if count > MOST:
         raise NormforgeError(f"more than {MOST} legal configs: narrow {space.path.name} further")
     budget = Budget(trials=max(count, 1), sweep_limit=MOST)
-    search_problem(
-        *(problem, target, space, pool, _Thorough(evaluator), storage, budget),
-        on_progress=on_progress,
-    )
+    search_problem(legal, pool, _Thorough(evaluator), storage, budget, on_progress=on_progress)
     name = study_name(problem, target, evaluator.evidence, space)
     records = [Record.from_trial(trial) for trial in StudyLog(storage, name).trials()]
     results = {record.identity: record.result for record in records if record.identity}
     results |= _measured_again(problem, records, pool, evaluator)
-    values = {k.name: k.values for k in space.knobs if len(k.values) > 1 or k.name in REDUCTION}
+    values = {
+        k.name: k.values for k in space.knobs if len(k.values) > 1 or k.name in REDUCTION_KNOBS
+    }
     cubins: dict[str, int] = {}
     entries = {}
     for entry in sorted(records, key=lambda record: legal.rank(record.config)):

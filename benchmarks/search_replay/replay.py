@@ -119,7 +119,7 @@ def at_random(replayed: Replayed, trials: int, seed: int) -> list[float]:
 
 
 def by_tpe(replayed: Replayed, trials: int, seed: int) -> list[float]:
-    """The sampler alone: TPE with its proposals made legal and new; no seeds and no surrogate proposals. It
+    """The sampler alone: TPE with its proposals made legal and new; no seeds and no surrogate. It
     hears of every trial before it proposes the next."""
     study = optuna.create_study(sampler=LegalSampler(replayed.legal, seed))
     ratios: list[float] = []
@@ -137,11 +137,7 @@ def by_tpe(replayed: Replayed, trials: int, seed: int) -> list[float]:
 def by_tuner(replayed: Replayed, trials: int, seed: int) -> list[float]:
     """The search of this tuner, as for the first shape of a run: no winner of another is known."""
     storage, legal = InMemoryStorage(), replayed.legal
-    search_problem(
-        *(legal.problem, legal.target, legal.space, replayed, replayed, storage),
-        Budget(trials=trials),
-        seed=seed,
-    )
+    search_problem(legal, replayed, replayed, storage, Budget(trials=trials), seed=seed)
     name = study_name(legal.problem, legal.target, replayed.evidence, legal.space)
     records = [Record.from_trial(trial) for trial in StudyLog(storage, name).trials()]
     return [record.ratio if record.feasible else inf for record in records]

@@ -72,6 +72,6 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
 
 
 def _tell_noise(workforce: MeasuredEvaluator | DevicePool | None) -> None:
-    """Those of a device pool tell it themselves."""
+    """Say what disturbed the times; the processes of a device pool say it themselves."""
     if isinstance(workforce, MeasuredEvaluator) and (noise := workforce.disturbances()):
         print(noise, file=sys.stderr)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-REDUCTION = ("strategy", "order")
+REDUCTION_KNOBS = ("strategy", "order")
 """The knobs that choose a row of the table."""
 
 
@@ -19,7 +19,7 @@ REDUCTION = ("strategy", "order")
 class Strategy:
     """One way to sum dw.
 
-    name, order: values of the knobs in REDUCTION. adds: when a CTA's partial dw is added to others:
+    name, order: values of REDUCTION_KNOBS. adds: when a CTA's partial dw is added to others:
     `by_index`, `in_turns`, or `on_arrival`, where the order differs from run to run. tail: who
     sums the rows of partial dw, one from each CTA, that a strategy of `by_index` leaves behind:
     `slices` (CTAs that each have some columns), `last_cta` or `second_kernel`; "" without rows.

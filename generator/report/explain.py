@@ -13,7 +13,7 @@ from generator.kernels.variant import make_variant
 from generator.space.expressions import Names
 from generator.space.legal_configs import LegalConfigs
 from generator.space.space import Space
-from generator.studies.reader import Study, reduction
+from generator.studies.reader import Study, reduction_kind
 from generator.studies.records import Record
 from generator.target import Target
 
@@ -82,7 +82,7 @@ class Explanation:
     @cached_property
     def runners_up(self) -> list[tuple[str, bool, Timed]]:
         """The fastest trial of every way to sum dw, whether it may not win, fastest first."""
-        best = self.study.best_by(reduction)
+        best = self.study.best_by(reduction_kind)
         return [
             (name, determinism_class(record.config) == "none", self._timed(record))
             for name, record in best.items()
@@ -240,9 +240,13 @@ class Explanation:
 
     def _timed(self, record: Record) -> Timed:
         result = record.result
-        behind = self._behind(record)
         return Timed(
-            *(record.variant, result.us, result.ratio, behind, result.outcome, result.note),
+            variant=record.variant,
+            us=result.us,
+            ratio=result.ratio,
+            behind=self._behind(record),
+            outcome=result.outcome,
+            note=result.note,
             config=record.config,
         )
 

@@ -10,12 +10,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from generator.kernels.knobs import KNOBS
 from generator.report import charts
 from generator.report.summary import MEANING, Summary, overhead_of, ratio_of
-from generator.studies.reader import Study, reduction
+from generator.studies.reader import Study, reduction_kind
 
 FOLDER = Path(__file__).resolve().parent
 RATIO_STEPS = (1.02, 1.05, 1.10, 1.15, 1.20, 1.30, 1.50)
 """Upper ends of the shades of the map of ratios; the last shade has none."""
-PRICE_STEPS = (0.97, 0.99, 1.01, 1.03, 1.06)
+OVERHEAD_STEPS = (0.97, 0.99, 1.01, 1.03, 1.06)
 DASHBOARD = "http://127.0.0.1:8080/dashboard/studies"
 
 
@@ -35,12 +35,12 @@ def render_page(summary: Summary) -> str:
         meaning=MEANING,
         ratio_of=ratio_of,
         overhead_of=overhead_of,
-        reduction=reduction,
+        reduction_kind=reduction_kind,
         anchor=anchor,
         shade=shade,
         strategies=KNOBS["strategy"].domain,
         ratio_steps=RATIO_STEPS,
-        overhead_steps=PRICE_STEPS,
+        overhead_steps=OVERHEAD_STEPS,
         dashboard=DASHBOARD,
         made=datetime.now(timezone.utc).isoformat(timespec="minutes").replace("+00:00", " UTC"),
     )

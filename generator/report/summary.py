@@ -12,11 +12,10 @@ from statistics import geometric_mean, mean
 from generator.kernels.strategies import determinism_class
 from generator.problem import Problem
 from generator.result import OUTCOMES
-from generator.studies.reader import Study, reduction
+from generator.studies.reader import Study, reduction_kind
 
 MEANING = {
     "ok": "accurate, the same bits in every run",
-    "illegal": "a rule of the space rejects it",
     "compile_error": "NVRTC refused the source",
     "resource": "spills, or does not fit the SM",
     "launch_error": "the driver refused the launch",
@@ -47,7 +46,7 @@ class Standing:
     """A way to sum dw and, by study, the time of its fastest variant over that of the fastest that
     may win. ineligible: its bits change, so it cannot win."""
 
-    reduction: str
+    reduction_kind: str
     ineligible: bool
     behind: tuple[tuple[Study, float], ...]
 
@@ -120,7 +119,7 @@ class Summary:
     @cached_property
     def strategies(self) -> list[tuple[str, int]]:
         """Strategies of the winners with the number of shapes, commonest first."""
-        won = Counter(reduction(study.winner.config) for study in self.studies if study.winner)
+        won = Counter(reduction_kind(study.winner.config) for study in self.studies if study.winner)
         return won.most_common()
 
     @cached_property
@@ -132,7 +131,7 @@ class Summary:
             if not study.ranked:
                 continue
             best = study.ranked[0].ratio
-            for name, record in study.best_by(reduction).items():
+            for name, record in study.best_by(reduction_kind).items():
                 behind[name].append((study, record.ratio / best))
                 ineligible[name] = determinism_class(record.config) == "none"
         standings = [Standing(name, ineligible[name], tuple(behind[name])) for name in behind]

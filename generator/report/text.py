@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from generator.report.summary import MEANING, Grid, Summary, overhead_of, ratio_of
-from generator.studies.reader import Study, reduction
+from generator.studies.reader import Study, reduction_kind
 
 
 def render_text(summary: Summary) -> str:
@@ -28,7 +28,7 @@ def render_text(summary: Summary) -> str:
         parts += [_map(title, grid, cell) for grid in summary.grids]
     rows = [
         (
-            standing.reduction + (" *" if standing.ineligible else ""),
+            standing.reduction_kind + (" *" if standing.ineligible else ""),
             number(standing.typical, 3),
             number(min(ratio for _, ratio in standing.behind)),
             number(max(ratio for _, ratio in standing.behind)),
@@ -87,7 +87,7 @@ def _study(study: Study) -> tuple[Any, ...]:
 
 
 def _strategy(study: Study) -> str:
-    return reduction(study.winner.config) if study.winner else "-"
+    return reduction_kind(study.winner.config) if study.winner else "-"
 
 
 def _map(title: str, grid: Grid, cell: Callable[[Study], str]) -> str:

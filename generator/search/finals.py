@@ -188,11 +188,10 @@ def of_every_gpu(ranked: Iterable[Record]) -> list[Record]:
 
 def _with_one_launch(ranked: list[Config], size: int) -> list[Config]:
     """The configs, the best of one launch among the first `size`."""
-    chosen = [config for config in ranked if launches(config) == 1][
-        : min(ONE_LAUNCH_PLACES, size - 1)
-    ]
-    free = [config for config in ranked if config not in chosen]
-    return free[: size - len(chosen)] + chosen + free[size - len(chosen) :]
+    places = min(ONE_LAUNCH_PLACES, size - 1)
+    chosen = [config for config in ranked if launches(config) == 1][:places]
+    others = [config for config in ranked if config not in chosen]
+    return others[: size - len(chosen)] + chosen + others[size - len(chosen) :]
 
 
 def _fastest_us(records: Sequence[Record]) -> float:

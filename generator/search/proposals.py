@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from generator.kernels.geometry import Config
 from generator.kernels.knobs import KNOBS
-from generator.kernels.strategies import REDUCTION, determinism_class
+from generator.kernels.strategies import REDUCTION_KNOBS, determinism_class
 from generator.problem import Problem
 from generator.search.surrogate import Surrogate
 from generator.space.legal_configs import Key, LegalConfigs, Values
@@ -27,13 +27,13 @@ the sweep of an H200 (benchmarks/search_replay) 94 % of 200 searches were within
 after 50 trials and all after 100; with TPE for 80 trials, then neighbours of the best in any order,
 67 % and 93 % of 30."""
 _STEP = (8, 2, 2, 2, 2)
-"""Neighbours of the best, second best, ... that become candidates at every turn: to find all
-of them at once takes longer than a trial."""
+"""Neighbours of the best, second best, ... that become candidates at every turn: finding all of
+them at once takes longer than a trial."""
 _DRAWN = 200
 """Random legal configs that are candidates all along."""
 OVERHEAD_SHARE = 0.05
 """Share of the budget for reduction kinds that are not deterministic, beside their seeds."""
-_MAX_OVERHEAD_SHARE = 0.1  # of a budget too small for one trial per reduction kind otherwise
+_MAX_OVERHEAD_SHARE = 0.1  # of a budget that is small for one trial of each such kind
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Proposals:
     _drawn: bool = False
 
     @cached_property
-    def _model(self) -> Surrogate:
+    def _surrogate(self) -> Surrogate:
         return Surrogate(self.legal.space)
 
     def plan(self) -> Iterator[tuple[str, Values | None]]:
@@ -87,17 +87,17 @@ class Proposals:
         return self.legal.key(config) not in self.taken
 
     def _seeds(self) -> Iterator[Values]:
-        """The starts, then every reduction kind without a trial, in the shape of the best config."""
+        """The starts, then the reduction kinds without a trial, in the shape of the best config."""
         adapted = [self.legal.adapt(config, self.rng) for config in self.starts]
         starts = [config for config in adapted if config is not None]
         yield from starts
-        tried = {self._reduction(record.config) for record in self.records}
-        for reduction in sorted(self.legal.reductions, key=_ineligible):
-            if self._reduction(reduction) in tried:
+        tried = {_reduction_kind(record.config) for record in self.records}
+        for kind in sorted(self.legal.reduction_kinds, key=_ineligible):
+            if _reduction_kind(kind) in tried:
                 continue
             known = [*self._ranked(), *starts]
-            seed = self._in_reduction(known[0], reduction) if known else None
-            yield seed or reduction
+            seed = self._with_kind(known[0], kind) if known else None
+            yield seed or kind
 
     def _most_promising(self) -> Values | None:
         """The most promising of the neighbours of the best and of some random configs."""
@@ -117,29 +117,30 @@ class Proposals:
             del self._candidates[key]
         tried = [self.legal.key(record.config) for record in self.records]
         pending = sorted(set(self.taken).difference(tried), key=repr)
-        best = self._model.best(self.records, tried, pending, list(self._candidates))
+        best = self._surrogate.best(self.records, tried, pending, list(self._candidates))
         return None if best is None else self._candidates[best]
 
     def _ineligible_variants(self) -> Iterator[Values]:
-        """The best configs in the reduction kinds that may not win."""
+        """The best configs, each with every reduction kind that may not win."""
         for config in self._ranked():
-            for reduction in filter(_ineligible, self.legal.reductions):
-                variant = self._in_reduction(config, reduction, self.taken)
+            for kind in filter(_ineligible, self.legal.reduction_kinds):
+                variant = self._with_kind(config, kind, self.taken)
                 if variant is not None:
                     yield variant
 
     def _overhead_share(self) -> float:
-        reductions = sum(map(_ineligible, self.legal.reductions))
-        if not reductions:
+        kinds = sum(map(_ineligible, self.legal.reduction_kinds))
+        if not kinds:
             return 0.0
-        each = reductions / self.trials if self.trials else 0.0
+        each = kinds / self.trials if self.trials else 0.0
         return min(_MAX_OVERHEAD_SHARE, max(OVERHEAD_SHARE, each))
 
-    def _in_reduction(
-        self, config: Config, reduction: Config, taken: Collection[Key] = ()
+    def _with_kind(
+        self, config: Config, kind: Config, taken: Collection[Key] = ()
     ) -> Values | None:
-        swapped = {**config, **{name: reduction[name] for name in REDUCTION}}
-        return self.legal.nearest(swapped, self.rng, held=REDUCTION, taken=taken)
+        """The legal config nearest to `config` that reduces dw as `kind` does."""
+        swapped = {**config, **{name: kind[name] for name in REDUCTION_KNOBS}}
+        return self.legal.nearest(swapped, self.rng, held=REDUCTION_KNOBS, taken=taken)
 
     def _ranked(self) -> Iterator[Config]:
         """Configs that may win, best first."""
@@ -148,13 +149,13 @@ class Proposals:
         for _, equals in groupby(by_ratio, key=attrgetter("ratio")):
             yield from sorted((record.config for record in equals), key=self.legal.rank)
 
-    @staticmethod
-    def _reduction(config: Config) -> tuple[int | str, ...]:
-        return tuple(config[name] for name in REDUCTION)
+
+def _reduction_kind(config: Config) -> tuple[int | str, ...]:
+    return tuple(config[name] for name in REDUCTION_KNOBS)
 
 
 def _ineligible(config: Config) -> bool:
-    """Whether the config can only be measured to know the overhead of determinism."""
+    """Whether the config cannot win and is measured only for the overhead of determinism."""
     return determinism_class(config) == "none"
 
 

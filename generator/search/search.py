@@ -26,7 +26,6 @@ from generator.evaluate.evaluator import Evaluator, Pool
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.resource_gate import identity, refuse
 from generator.kernels.variant import Variant, make_variant
-from generator.problem import Problem
 from generator.result import Result
 from generator.search.budget import Budget, Progress
 from generator.search.choose_winner import choose
@@ -35,10 +34,8 @@ from generator.search.proposals import Proposals, warm_starts
 from generator.search.resume import Known, still_made, up_to_date
 from generator.search.sampler import LegalSampler, NothingLeftError, distributions
 from generator.space.legal_configs import LegalConfigs, Values
-from generator.space.space import Space
 from generator.studies.records import Record, Winner, study_name
 from generator.studies.study_log import StudyLog, stored_winners
-from generator.target import Target
 
 WARM_STARTS = 6
 """Configs from the winners of other problems that a search starts from, beside the incumbent: a
@@ -46,9 +43,7 @@ winner with another N gives two."""
 
 
 def search_problem(
-    problem: Problem,
-    target: Target,
-    space: Space,
+    legal: LegalConfigs,
     pool: Pool,
     evaluator: Evaluator,
     storage: BaseStorage,
@@ -61,23 +56,31 @@ def search_problem(
 ) -> Winner | None:
     """Run or resume the study of one problem and return its winner, None when no variant may win.
 
-    incumbent: the winner in use so far; by default the latest in the storage for the same problem,
-    target and evidence. machine: facts to store with the finals, about the machine that holds them.
+    legal: the configs to choose from, of one space for one problem and target. incumbent: the
+    winner in use so far; by default the latest in the storage for the same problem, target and
+    evidence. machine: facts to store with the finals, about the machine that holds them.
     Stored trials count whose configs still give the machine code that was measured. A study that
     has used up its budget and held its finals answers with the winner it has, and nothing is
     measured. Raises NormforgeError when no config is legal for the problem or the storage fails.
     """
-    log = StudyLog(storage, study_name(problem, target, evaluator.evidence, space))
-    known, outdated = up_to_date(log.trials(), problem, pool)
+    name = study_name(legal.problem, legal.target, evaluator.evidence, legal.space)
+    log = StudyLog(storage, name)
+    known, outdated = up_to_date(log.trials(), legal.problem, pool)
     stored = log.winner
     enough = stored and budget.trials and stored.trials >= budget.trials and not outdated
     if stored and enough and still_made(stored, pool):
         return stored
     log.mark_outdated(outdated)
     winners = stored_winners(storage) + ([incumbent] if incumbent else [])
-    legal = LegalConfigs(space, problem, target)
     search = _Search(
-        *(legal, pool, evaluator, log, budget, winners, seed, on_progress),
+        legal=legal,
+        pool=pool,
+        evaluator=evaluator,
+        log=log,
+        budget=budget,
+        winners=winners,
+        seed=seed,
+        on_progress=on_progress,
         known=known,
         stored=len(known) + len(outdated),
     )
@@ -103,6 +106,7 @@ class _Search:
 
     def __init__(
         self,
+        *,
         legal: LegalConfigs,
         pool: Pool,
         evaluator: Evaluator,
@@ -111,7 +115,6 @@ class _Search:
         winners: list[Winner],
         seed: int,
         on_progress: Callable[[Progress], None] | None,
-        *,
         known: Mapping[int, Known],
         stored: int,
     ) -> None:
@@ -277,12 +280,9 @@ class _Search:
     def _late(self) -> bool:
         return self.budget.seconds is not None and self._elapsed() >= self.budget.seconds
 
-    def _best(self) -> Record | None:
-        feasible = (record for record in self.records if record.feasible)
-        return min(feasible, key=lambda record: record.ratio, default=None)
-
     def _best_us(self) -> float | None:
-        best = self._best()
+        feasible = (record for record in self.records if record.feasible)
+        best = min(feasible, key=lambda record: record.ratio, default=None)
         return best.result.us if best else None
 
     def _counts(self) -> dict[str, int]:
@@ -291,7 +291,6 @@ class _Search:
     def _report(self, phase: str) -> None:
         if self.on_progress is None:
             return
-        best = self._best()
         self.on_progress(
             Progress(
                 problem=self.legal.problem,
@@ -299,8 +298,7 @@ class _Search:
                 done=len(self.records),
                 total=self.budget.trials,
                 elapsed=self._elapsed(),
-                best_us=best.result.us if best else None,
-                best_ratio=best.result.ratio if best else None,
+                best_us=self._best_us(),
                 counts=self._counts(),
             )
         )

@@ -5,8 +5,8 @@ the sum of the weights of the knobs in which they differ. Candidates are compare
 improvement (Jones, Schonlau and Welch, "Efficient Global Optimization of Expensive Black-Box
 Functions", 1998).
 
-A trial can be over in 15 ms, and a surrogate proposal has to take less than that. So what stays true from one
-surrogate to the next is kept, and the variance, which costs far more than the mean, is computed only
+A trial can be over in 15 ms, and a proposal has to take less than that. So what stays true from one
+proposal to the next is kept, and the variance, which costs far more than the mean, is computed only
 for candidates that may still win.
 """
 
@@ -51,8 +51,9 @@ WEIGHTS: Mapping[str, int] = {
 """How much it says that two configs differ in a knob: the most likely weights for each of 67 shapes
 on one H200 (17,000 trials), averaged over the shapes where the knob varies, and 4 more for each
 knob, since shapes differ. Whole numbers, which together stay below 256. Picking from the trials of
-34 of these shapes, 16 random ones first, it took 52 surrogate proposals to be within 0.5 % of the best in half
-of the searches; with equal weights half were not there after 84, with those weights alone 66."""
+34 of these shapes, 16 random ones first, it took 52 proposals to be within 0.5 % of the best in
+half of the searches. With equal weights half were not there after 84, with the most likely weights
+alone after 66."""
 OTHER_WEIGHT = 10
 """Of a knob that is not among these."""
 LENGTHS = (8.0, 16.0, 32.0, 64.0, 128.0)
@@ -65,7 +66,7 @@ WORST = math.log(1.5)
 """Times beyond 1.5 times the best count as that, and so do trials without one: how bad they are
 says nothing about the best."""
 FEWEST = 5
-"""Timed trials below which nothing is proposed by the surrogate."""
+"""Timed trials below which the surrogate proposes nothing."""
 _AT_ONCE = 64
 """Candidates whose variance is computed before it is asked whether others may still win."""
 
@@ -77,7 +78,7 @@ Counts = NDArray[np.uint8]
 
 
 class Surrogate:
-    """Surrogate proposals for one space. They are cheap where records and candidates only grow."""
+    """The surrogate of one space. It is cheap to ask where records and candidates only grow."""
 
     def __init__(self, space: Space) -> None:
         self._names = [knob.name for knob in space.knobs]

@@ -157,9 +157,13 @@ class Names(dict[str, Any]):
         self["exact"] = exact
         self.problem, self.target = problem, target
         self.geometry = Geometry(
-            self,
-            *(problem.N, problem.dtype, problem.weight_dtype),
-            *(exact, problem.offset, problem.residual),
+            config=self,
+            N=problem.N,
+            dtype=problem.dtype,
+            weight_dtype=problem.weight_dtype,
+            exact=exact,
+            offset=problem.offset,
+            residual=problem.residual,
             in_blocks=in_blocks,
         )
 

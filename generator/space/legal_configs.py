@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from itertools import count, islice
 
 from generator.kernels.geometry import Config
-from generator.kernels.strategies import REDUCTION, determinism_class
+from generator.kernels.strategies import REDUCTION_KNOBS, determinism_class
 from generator.problem import Problem
 from generator.space.expressions import DERIVED
 from generator.space.space import Space
@@ -62,15 +62,15 @@ class LegalConfigs:
         return list(islice(self.space.legal(self.problem, self.target), limit))
 
     @cached_property
-    def reductions(self) -> tuple[Values, ...]:
-        """The first config in the order of the file of every reduction kind that has one."""
+    def reduction_kinds(self) -> tuple[Values, ...]:
+        """For every reduction kind that is legal, its first config in the order of the file."""
         values = {knob.name: knob.values for knob in self.space.knobs}
         found: dict[tuple[int | str, ...], Values] = {}
         for strategy in values["strategy"]:
             for order in values["order"]:
                 fixed = {"strategy": strategy, "order": order}
                 for config in islice(self.space.legal(self.problem, self.target, fixed=fixed), 1):
-                    found.setdefault(tuple(config[name] for name in REDUCTION), config)
+                    found.setdefault(tuple(config[name] for name in REDUCTION_KNOBS), config)
         return tuple(found.values())
 
     def adapt(self, config: Config, rng: random.Random) -> Values | None:
@@ -124,16 +124,16 @@ class LegalConfigs:
         self, rng: random.Random, taken: Collection[Key], *, deterministic: bool
     ) -> Values | None:
         """A random config that is not taken, or None when none is left."""
-        reductions = [
+        kinds = [
             config
-            for config in self.reductions
+            for config in self.reduction_kinds
             if not deterministic or determinism_class(config) != "none"
         ]
-        if not reductions:
+        if not kinds:
             return None
         for _ in range(_DRAWS):
-            reduction = rng.choice(reductions)
-            fixed = {name: reduction[name] for name in REDUCTION}
+            kind = rng.choice(kinds)
+            fixed = {name: kind[name] for name in REDUCTION_KNOBS}
             config = self.space.sample(self.problem, self.target, rng, fixed)
             if self.key(config) not in taken:
                 return config
@@ -179,7 +179,7 @@ class LegalConfigs:
     ) -> frozenset[str]:
         """The knobs of which at least one has to change; empty for a config that will do."""
         if deterministic and determinism_class(config) == "none":
-            return frozenset(REDUCTION)
+            return frozenset(REDUCTION_KNOBS)
         rejection = self.space.reject(config, self.problem, self.target)
         if rejection is not None:
             return self._knobs_of_rule[rejection.rule]

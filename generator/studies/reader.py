@@ -80,7 +80,7 @@ class Study:
         return best
 
 
-def reduction(config: Config) -> str:
+def reduction_kind(config: Config) -> str:
     """The strategy, and `(free)` behind one that runs in no order."""
     return str(strategy_of(config))
 

@@ -81,16 +81,6 @@ class Winner:
         return cls(**{**data, **known})
 
 
-def keep_measured(previous: Winner | None, new: Winner | None) -> Winner | None:
-    """Which of two winners of the same problem and target stands: the new one, unless there is none
-    or it is only predicted where the previous one was measured."""
-    if new is None or previous is None:
-        return new or previous
-    if previous.evidence == "measured" and new.evidence == "predicted":
-        return previous
-    return new
-
-
 def study_name(problem: Problem, target: Target, evidence: str, space: Space) -> str:
     """Names the study of a problem: results that must not mix have different names. The number of
     SMs takes part because a slice of a GPU keeps its name. Templates and compiler take no part:

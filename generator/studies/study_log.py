@@ -57,7 +57,7 @@ class StudyLog:
         counted = attributes.get("trials_at_finals")
         if counted is None:  # written before finals were counted
             winner = _winner(attributes)
-            return winner.trials if winner else int(attributes.get("barren", 0))
+            return winner.trials if winner else 0
         return int(counted)
 
     @property

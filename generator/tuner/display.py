@@ -101,7 +101,7 @@ def describe(problem: Problem, winner: Winner | None) -> str:
 
 
 def table(winners: Sequence[tuple[Problem, Winner | None]]) -> str:
-    """The final table. `overhead`: the winner's time over the fastest non-deterministic variant's."""
+    """The final table. `overhead`: that of determinism, see Winner.overhead_of_determinism."""
     rows = [
         ("shape", "winner", "us", "x floor", "fastest non-deterministic", "overhead", "evidence")
     ]

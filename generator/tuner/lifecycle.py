@@ -24,8 +24,8 @@ from generator.errors import NormforgeError
 LOCK_NAME = ".running"
 """In the output folder while a run writes there; says which process of which host it is."""
 SAME_SIGNAL_SECONDS = 1.0
-"""Signals that come this soon after the first are the same call option: `timeout` signals a process and
-then its group, to which it belongs."""
+"""Signals that come this soon after the first are the same request: `timeout` signals a process
+and then its group, to which it belongs."""
 GRACE_SECONDS = 2.0
 """How long a run waits for the folder: one that was just killed may have it for a moment."""
 _STORAGE_ERRORS = {

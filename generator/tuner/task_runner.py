@@ -16,6 +16,7 @@ from generator.kernels.nvrtc import nvrtc_version
 from generator.problem import Problem
 from generator.search.budget import Progress
 from generator.search.search import search_problem
+from generator.space.legal_configs import LegalConfigs
 from generator.studies.leases import LeaseLostError
 from generator.studies.postgres import SharedStorage
 from generator.studies.records import Winner
@@ -84,9 +85,7 @@ class Driver:
             self.storage.lease = task.lease
         try:
             return search_problem(
-                task.problem,
-                plan.target,
-                plan.space,
+                LegalConfigs(plan.space, task.problem, plan.target),
                 self.pool,
                 self.evaluator,
                 self.storage,

@@ -40,8 +40,19 @@ def record(ratio: float, outcome: str = "ok", **config: int | str) -> Record:
 def study(
     *records: Record, problem: Problem = PROBLEM, gpu: str = "h200", evidence: str = "measured"
 ) -> Study:
-    where = (problem, gpu, 132, evidence, "")
-    return Study("a study", 0, *where, records, winner=None, finals=(), importance={})
+    return Study(
+        name="a study",
+        number=0,
+        problem=problem,
+        gpu=gpu,
+        sms=132,
+        evidence=evidence,
+        space="",
+        records=records,
+        winner=None,
+        finals=(),
+        importance={},
+    )
 
 
 def test_winner_or_else_the_fastest_that_may_win_is_chosen_whatever_its_hint() -> None:
@@ -179,8 +190,10 @@ def test_every_follower_runs_behind_floor_and_kernel(
     assert followed == [(name, us) for name in FOLLOWERS for us in pairs]
     assert [row["follower"] for row in rows] == list(FOLLOWERS)
     assert rows[0] == {
-        **{"follower": "nothing", "floor_us": [2.0, 5.0]},
-        **{"default_us": 4.0, "evict_last_us": 7.0},
+        "follower": "nothing",
+        "floor_us": [2.0, 5.0],
+        "default_us": 4.0,
+        "evict_last_us": 7.0,
     }
 
 

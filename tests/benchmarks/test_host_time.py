@@ -23,7 +23,7 @@ class FakePackage:
         self.open = False
 
 
-def test_lines_take_turns_and_entry_point_3_is_open_for_its_own_only(
+def test_lines_take_turns_and_the_package_is_installed_for_its_own_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -37,23 +37,23 @@ def test_lines_take_turns_and_entry_point_3_is_open_for_its_own_only(
 
         return call
 
-    calls = {name: line(name) for name in ("`rmsnorm_backward`", "`install()` op", "aten op")}
-    calls["`install()` op"].routed = True
+    calls = {name: line(name) for name in ("rmsnorm_backward", "install() op", "aten op")}
+    calls["install() op"].routed = True
     times = host_time.host_us(calls, package)
     assert set(seen) == {
-        ("`rmsnorm_backward`", False),
-        ("`install()` op", True),
+        ("rmsnorm_backward", False),
+        ("install() op", True),
         ("aten op", False),
     }
     turns = [name for name, before in zip(seen, [None, *seen], strict=False) if name != before]
     assert [name for name, _ in turns] == [
-        *("`rmsnorm_backward`", "`install()` op", "aten op"),
-        *("`install()` op", "aten op", "`rmsnorm_backward`"),
-        *("aten op", "`rmsnorm_backward`", "`install()` op"),
+        *("rmsnorm_backward", "install() op", "aten op"),
+        *("install() op", "aten op", "rmsnorm_backward"),
+        *("aten op", "rmsnorm_backward", "install() op"),
     ]
     assert {len(each) for each in times.values()} == {3}
 
 
 def test_ratios_are_of_one_pass() -> None:
-    times = {"`rmsnorm_backward`": [1.0, 4.0], "aten op": [2.0, 16.0], "other": [0.0, 0.0]}
-    assert host_time.ratios(times) == {"`rmsnorm_backward` / aten op": [0.5, 0.25]}
+    times = {"rmsnorm_backward": [1.0, 4.0], "aten op": [2.0, 16.0], "other": [0.0, 0.0]}
+    assert host_time.ratios(times) == {"rmsnorm_backward / aten op": [0.5, 0.25]}

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import knob
 from benchmarks.knob import families, measure
-from generator.evaluate.gpu.protocol import Answer, Job, WorkerLostError
+from generator.evaluate.gpu.protocol import Job, WorkerLostError
 from generator.evaluate.gpu.supervisor import Supervisor
 from generator.problem import Problem
 from generator.result import Result
@@ -18,6 +18,7 @@ from generator.space.space import Space
 from generator.studies.reader import Study
 from generator.studies.records import Record
 from generator.target import Target
+from tests.support.fake_supervisor import FakeSupervisor, timing_supervisor
 from tests.support.samples import PLAIN
 from tests.support.synthetic import PROBLEM, FakePool
 
@@ -25,35 +26,27 @@ MAILBOX = {**PLAIN, "strategy": "mailbox", "slice_columns": 32, "overlap": "none
 MAILBOX |= {"pipeline": "async", "stages": 2}
 
 
-class FakeGpu:
-    """Takes 10 us for the floor and 1 us more for each candidate of a block."""
+def fake_gpu(wrong: str = "", lost: str = "") -> FakeSupervisor:
+    """Takes 10 us for the floor and 1 us more for each candidate of a block. wrong, lost: part of
+    the name of a kernel that is wrong or costs the worker its life."""
 
-    def __init__(self, wrong: str = "", lost: str = "") -> None:
-        self.facts = {"name": "NVIDIA H200", "sms": 132, "driver": "1", "cuda_driver": "2"}
-        self.facts |= {"torch": "3"}
-        self.wrong, self.lost = wrong, lost
-        self.blocks: list[int] = []
-
-    def call(self, job: Job) -> Answer:
+    def fault(job: Job) -> Result | Exception | None:
         names = [candidate.spec.name for candidate in job.candidates]
-        if self.lost and any(self.lost in name for name in names):
-            raise WorkerLostError("crashed", "the GPU worker died")
-        if job.kind == "evaluate":
-            wrong = self.wrong and self.wrong in names[0]
-            return Answer(Result("wrong" if wrong else "ok", note="planted" if wrong else ""))
-        assert job.kind == "interleave"
-        self.blocks.append(len(names))
-        return Answer(block=[[10.0 + i] * 3 for i in range(len(names) + 1)])
+        if lost and any(lost in name for name in names):
+            return WorkerLostError("crashed", "the GPU worker died")
+        return Result("wrong", note="planted") if wrong and wrong in names[0] else None
 
-    def close(self) -> None:
-        pass
+    return timing_supervisor(lambda job: [10.0 + i for i in range(len(job.candidates) + 1)], fault)
 
 
 def study(space: Space, target: Target, *configs: dict[str, Any], **fields: Any) -> Study:
     records = tuple(
         Record(
-            space.normalize({**config}, PROBLEM, target),
-            *(str(place), Result("ok", 10.0 + place, 10.0, 1.0 + place / 10), "random", 0.0),
+            config=space.normalize({**config}, PROBLEM, target),
+            variant=str(place),
+            result=Result("ok", 10.0 + place, 10.0, 1.0 + place / 10),
+            origin="random",
+            elapsed=0.0,
         )
         for place, config in enumerate(configs)
     )
@@ -115,15 +108,16 @@ def test_blocks_are_set_beside_rows_one_after_another(space: Space, target: Targ
     assert blocked.config == plain.config and blocked.id != plain.id
 
 
-def rows_of(space: Space, target: Target, gpu: FakeGpu, **pool: Any) -> list[dict[str, Any]]:
+def rows_of(space: Space, target: Target, gpu: FakeSupervisor, **pool: Any) -> list[dict[str, Any]]:
     (family,) = found(space, target, "stages", study(space, target, MAILBOX))
     return measure(cast(Supervisor, gpu), FakePool(**pool), PROBLEM, target, "stages", family)
 
 
 def test_values_of_a_config_share_a_block(space: Space, target: Target) -> None:
-    gpu = FakeGpu()
+    gpu = fake_gpu()
     rows = rows_of(space, target, gpu)
-    assert gpu.blocks == [len(rows)]
+    blocks = [len(job.candidates) for job in gpu.jobs if job.kind == "interleave"]
+    assert blocks == [len(rows)]
     assert [row["us"] for row in rows] == [11.0 + i for i in range(len(rows))]
     assert [row["ratio"] for row in rows] == [round(1.1 + i / 10, 4) for i in range(len(rows))]
     assert all(row["floor_us"] == 10.0 and "stages" not in row["config"] for row in rows)
@@ -131,9 +125,9 @@ def test_values_of_a_config_share_a_block(space: Space, target: Target) -> None:
 
 
 def test_what_may_not_run_says_why_and_the_others_are_timed(space: Space, target: Target) -> None:
-    broken = rows_of(space, target, FakeGpu(), broken=lambda config: config["stages"] == 2)
-    wrong = rows_of(space, target, FakeGpu(wrong="async2"))
-    lost = rows_of(space, target, FakeGpu(lost="async2"))
+    broken = rows_of(space, target, fake_gpu(), broken=lambda config: config["stages"] == 2)
+    wrong = rows_of(space, target, fake_gpu(wrong="async2"))
+    lost = rows_of(space, target, fake_gpu(lost="async2"))
     for rows, why in ((broken, "error: planted"), (wrong, "wrong: planted"), (lost, "crashed: ")):
         faults = {row["value"]: row["fault"] for row in rows if "fault" in row}
         assert list(faults) == [2]
@@ -142,8 +136,8 @@ def test_what_may_not_run_says_why_and_the_others_are_timed(space: Space, target
 
 
 @pytest.fixture
-def machine(space: Space, target: Target, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    gpu = FakeGpu()
+def machine(space: Space, target: Target, monkeypatch: pytest.MonkeyPatch) -> FakeSupervisor:
+    gpu = fake_gpu()
     own = [study(space, target, MAILBOX)]
     monkeypatch.setattr(knob, "Supervisor", lambda device: gpu)
     monkeypatch.setattr(knob, "read_studies", lambda where: own)
@@ -159,7 +153,7 @@ def machine(space: Space, target: Target, monkeypatch: pytest.MonkeyPatch) -> Fa
     return gpu
 
 
-def test_document_and_exit_code(machine: FakeGpu, tmp_path: Path, capsys: Any) -> None:
+def test_document_and_exit_code(machine: FakeSupervisor, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "knob.json"
     arguments = ["arrival", "--out", str(out), "--shapes"]
     assert knob.main([*arguments, str(PROBLEM)]) == 0
@@ -172,7 +166,9 @@ def test_document_and_exit_code(machine: FakeGpu, tmp_path: Path, capsys: Any) -
     assert "8192x1024:bf16: no measured config" in capsys.readouterr().err
 
 
-def test_blocks_are_timed_like_the_values_of_a_knob(machine: FakeGpu, tmp_path: Path) -> None:
+def test_blocks_are_timed_like_the_values_of_a_knob(
+    machine: FakeSupervisor, tmp_path: Path
+) -> None:
     out = tmp_path / "blocks.json"
     assert knob.main(["in_blocks", "--out", str(out), "--shapes", str(PROBLEM)]) == 0
     document = json.loads(out.read_text())
@@ -189,7 +185,7 @@ def test_blocks_are_timed_like_the_values_of_a_knob(machine: FakeGpu, tmp_path: 
     ],
 )
 def test_bad_input(
-    machine: FakeGpu, tmp_path: Path, capsys: Any, arguments: list[str], sentence: str
+    machine: FakeSupervisor, tmp_path: Path, capsys: Any, arguments: list[str], sentence: str
 ) -> None:
     assert knob.main([*arguments, "--out", str(tmp_path / "out.json")]) == 2
     assert sentence in capsys.readouterr().err

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from benchmarks import layouts
-from benchmarks.layouts import BRACKETS, ROUNDS, Group, Handler, draw, refusals, run
-from generator.evaluate.gpu.protocol import Answer, Job, WorkerLostError
+from benchmarks.layouts import BRACKETS, ROUNDS, Group, LayoutSession, draw, refusals, run
+from generator.evaluate.gpu.protocol import Job, WorkerLostError
 from generator.evaluate.verify.accuracy import Accuracy
 from generator.kernels.geometry import Config
 from generator.package import fallback_kernels as generic
@@ -23,6 +23,7 @@ from generator.paths import REPOSITORY
 from generator.problem import ITEMSIZE, Problem
 from generator.space.space import Space
 from generator.target import Target
+from tests.support.fake_supervisor import FakeSupervisor, timing_supervisor
 from tests.support.synthetic import FakePool
 
 COMMITTED = REPOSITORY / "benchmarks/results/layouts_h200.json"
@@ -34,23 +35,13 @@ def committed() -> dict[str, Any]:
     return found
 
 
-class FakeGpu:
-    """Times that grow with the threads of a candidate; `fault` says what becomes of a job."""
+def fake_gpu(fault: Callable[[Job], Any] = lambda job: None) -> FakeSupervisor:
+    """Times that grow with the threads of a candidate, and ATen's behind them."""
 
-    def __init__(self, fault: Callable[[Job], Any] = lambda job: None) -> None:
-        self.facts = {"name": "NVIDIA H200", "sms": 132}
-        self.fault = fault
-        self.jobs: list[Job] = []
+    def times(job: Job) -> list[float]:
+        return [10.0, *(10 * (1 + c.spec.threads / 1024) for c in job.candidates), 40.0]
 
-    def call(self, job: Job) -> Answer:
-        self.jobs.append(job)
-        fault = self.fault(job)
-        if isinstance(fault, Exception):
-            raise fault
-        if job.kind == "evaluate":
-            return Answer(fault or layouts.Result("ok"))
-        ratios = [1.0, *(1 + c.spec.threads / 1024 for c in job.candidates), 4.0]
-        return Answer(block=[[10.0 * ratio] * ROUNDS for ratio in ratios])
+    return timing_supervisor(times, fault, ROUNDS)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +101,7 @@ def test_refused_candidates_carry_their_reason(target: Target) -> None:
     def of(variant: Any) -> Callable[[Config], bool]:
         return lambda config: config == variant.config
 
-    pool, gpu = FakePool(of(broken), of(spilling)), cast(Any, FakeGpu(fault))
+    pool, gpu = FakePool(of(broken), of(spilling)), cast(Any, fake_gpu(fault))
     made = {v.id: (v, pool.submit(v).result()) for v in drawn}
     assert refusals(gpu, group, made, target) == {
         broken.id: "rmsnorm_backward.cu(7): error: planted",
@@ -125,8 +116,8 @@ def test_refused_candidates_carry_their_reason(target: Target) -> None:
 def test_accuracy_is_checked_and_aten_timed_last(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks: list[Any] = []
     problem, mixed = Problem.parse("2x8:fp32"), Problem.parse("2x8:bf16:fp32")
-    handler: Any = Handler.__new__(Handler)
-    handler.timer = SimpleNamespace(block=lambda *given: blocks.append(given))
+    session: Any = LayoutSession.__new__(LayoutSession)
+    session.timer = SimpleNamespace(block=lambda *given: blocks.append(given))
     inputs = SimpleNamespace(x=torch.ones(2, 8), rstd=torch.ones(2))
     workload: Any = SimpleNamespace(
         floor=lambda: "floor",
@@ -134,8 +125,8 @@ def test_accuracy_is_checked_and_aten_timed_last(monkeypatch: pytest.MonkeyPatch
         reference=None,
         bench=lambda candidate: SimpleNamespace(run=lambda inputs: candidate),
     )
-    handler._interleave(workload, SimpleNamespace(problem=problem, candidates=("one", "two")))
-    handler._interleave(workload, SimpleNamespace(problem=mixed, candidates=("one", "two")))
+    session._interleave(workload, SimpleNamespace(problem=problem, candidates=("one", "two")))
+    session._interleave(workload, SimpleNamespace(problem=mixed, candidates=("one", "two")))
     (operations, rounds), (without, _) = blocks
     assert [operation() for operation in without] == ["floor", "one", "two"]
     assert [operation() for operation in operations[:-1]] == ["floor", "one", "two"]
@@ -143,7 +134,7 @@ def test_accuracy_is_checked_and_aten_timed_last(monkeypatch: pytest.MonkeyPatch
     for fault, outcome in (("", "ok"), ("dw is off", "wrong")):
         found = Accuracy(0.0, 0.0, fault)
         monkeypatch.setattr(layouts, "check_accuracy", lambda *given, found=found: found)
-        result = handler._evaluate(workload, SimpleNamespace(candidates=("one",))).result
+        result = session._evaluate(workload, SimpleNamespace(candidates=("one",))).result
         assert (result.outcome, result.note) == (outcome, fault)
 
 
@@ -181,7 +172,7 @@ def form(document: dict[str, Any]) -> list[set[tuple[str, ...]]]:
 
 
 def test_best_of_neighbours_are_timed_along(tmp_path: Path, target: Target) -> None:
-    found = measured(tmp_path, target, FakeGpu())
+    found = measured(tmp_path, target, fake_gpu())
     assert [(g["vector_bytes"], g["columns"]) for g in found["groups"]] == [
         (size, columns) for size in (4, 8) for columns in reversed(BRACKETS[size])
     ]
@@ -205,13 +196,13 @@ def test_group_without_times_is_left_and_the_others_go_on(tmp_path: Path, target
         lost = job.kind == "interleave" and 8192 < job.problem.N <= 12288
         return WorkerLostError("timeout", "no answer") if lost else None
 
-    found = measured(tmp_path, target, FakeGpu(fault), sizes=(4,))
+    found = measured(tmp_path, target, fake_gpu(fault), sizes=(4,))
     assert found["left"] == [{"vector_bytes": 4, "columns": 12288, "reason": "no answer"}]
     assert len(found["groups"]) == len(BRACKETS[4]) - 1
 
 
 def test_no_group_begins_after_the_time(tmp_path: Path, target: Target) -> None:
-    gpu = FakeGpu()
+    gpu = fake_gpu()
     found = measured(tmp_path, target, gpu, sizes=(4,), until=0.0)
     assert found["groups"] == [] and gpu.jobs == []
     assert {left["reason"] for left in found["left"]} == {"no time was left"}
@@ -229,7 +220,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_committed_result_is_what_the_benchmark_writes(
     tmp_path: Path, target: Target, committed: dict[str, Any]
 ) -> None:
-    assert form(committed) == form(measured(tmp_path, target, FakeGpu()))
+    assert form(committed) == form(measured(tmp_path, target, fake_gpu()))
     for group in committed["groups"]:
         problems = Group(group["vector_bytes"], group["columns"], committed["dtype"]).problems()
         assert group["shapes"] == [str(problem) for problem in problems]

@@ -67,9 +67,9 @@ SWEPT = Narrow(PROBLEM, narrow(SPACE, VALUES, "test"))
 def cost(variant: Variant) -> float:
     """Between 1.1 and 1.5: never so slow that a search would give it up early."""
     knobs = (variant["threads_per_row"] == 64, variant["rows_per_cta"] == 2, variant["stages"] == 3)
-    tail = {"separate": 0.1, "last_cta": 0.2, "atomic": 0.08}[variant["strategy"]]
+    dw_reduction = {"separate": 0.1, "last_cta": 0.2, "atomic": 0.08}[variant["strategy"]]
     rugged = int(digest(sorted(variant.config.items()))[:8], 16) / 2**32
-    return 1.0 + tail + 0.05 * (3 - sum(knobs)) + 0.05 * rugged
+    return 1.0 + dw_reduction + 0.05 * (3 - sum(knobs)) + 0.05 * rugged
 
 
 class Shaky(FakeEvaluator):
@@ -220,7 +220,10 @@ def test_a_knob_that_is_not_named_keeps_its_first_value() -> None:
 def test_replayed_and_live_searches_are_the_same_search(recording: Recording) -> None:
     storage = InMemoryStorage()
     search_problem(
-        *(PROBLEM, TARGET, SWEPT.space, FakePool(), FakeEvaluator(cost), storage),
+        LegalConfigs(SWEPT.space, PROBLEM, TARGET),
+        FakePool(),
+        FakeEvaluator(cost),
+        storage,
         Budget(trials=60, sweep_limit=50),
         seed=3,
     )

@@ -6,7 +6,7 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -15,7 +15,9 @@ from benchmarks.untuned import draw, kernels, named
 from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.runtime.api import Package
+from generator.space.legal_configs import LegalConfigs
 from generator.target import find_target
+from tests.support.fake_supervisor import FakeSupervisor
 
 COMMITTED = GENERATED / "h200" / "rmsnorm_backward"
 TARGET = find_target("h200")
@@ -62,34 +64,29 @@ def test_row_names_the_kernel_of_the_module_and_the_found_one(
         assert (COMMITTED / "kernels" / f"{row['ours_kernel']}.cubin").exists()
 
 
-class FakeGpu:
-    """What the command needs of a measuring evaluator."""
-
-    facts: ClassVar[dict[str, str]] = {"name": "a GPU"}
-
-    def close(self) -> None:
-        pass
-
-
 def run(
     monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str, fail_at: int = 99
 ) -> tuple[int, list[str]]:
     """The exit code and the shapes that were searched; the search of number `fail_at` is killed."""
     searched: list[str] = []
 
-    def search(problem: Problem, *_: object, **__: object) -> object:
+    def search(legal: LegalConfigs, *_: object, **__: object) -> object:
         if len(searched) == fail_at:
             raise KeyboardInterrupt
-        searched.append(str(problem))
+        searched.append(str(legal.problem))
         return SimpleNamespace(variant="v", config={})
 
     def timed(problem: Problem, *_: object) -> dict[str, object]:
         return {
-            **{"shape": str(problem), "how": "nearest"},
-            **{"ours_over_tuned": 1.0, "ours_over_aten": 0.5},
+            "shape": str(problem),
+            "how": "nearest",
+            "ours_over_tuned": 1.0,
+            "ours_over_aten": 0.5,
         }
 
-    monkeypatch.setattr(untuned, "choose_target", lambda *_: (TARGET, FakeGpu(), "Measuring."))
+    monkeypatch.setattr(
+        untuned, "choose_target", lambda *_: (TARGET, FakeSupervisor(), "Measuring.")
+    )
     monkeypatch.setattr(untuned, "CompilePool", lambda *_, **__: nullcontext())
     monkeypatch.setattr(untuned, "Session", lambda *_: None)
     monkeypatch.setattr(untuned, "search_problem", search)

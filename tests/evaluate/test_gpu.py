@@ -52,7 +52,7 @@ from tests.support.samples import (
 
 pytestmark = pytest.mark.gpu
 
-BARRED = [name for name in REDUCTION if name not in DETERMINISTIC]
+INELIGIBLE = [name for name in REDUCTION if name not in DETERMINISTIC]
 SECONDS = 15.0
 """Deadline of a job in these tests. A fresh worker needs a few seconds for its first one."""
 
@@ -137,7 +137,7 @@ def test_random_variants_are_accurate_and_repeat_their_bits_exactly_if_they_clai
         *("999x1024:bf16+offset+residual", "300x4096:bf16:fp32+residual_fp32"),
     ],
 )
-def test_options_and_call_options_are_right(
+def test_bits_and_call_options_are_right(
     here: Target, workload: Callable[[str], Workload], reduction: str, shape: str
 ) -> None:
     if reduction not in reductions_of(here):
@@ -150,7 +150,7 @@ def test_options_and_call_options_are_right(
     assert check_call_options(bench, work.inputs) == ""
 
 
-@pytest.mark.parametrize("reduction", BARRED)
+@pytest.mark.parametrize("reduction", INELIGIBLE)
 def test_order_of_arrival_is_refuted(
     here: Target, workload: Callable[[str], Workload], reduction: str
 ) -> None:
@@ -333,7 +333,7 @@ def test_finals_verify_the_ordered_and_refute_the_unordered(evaluator: MeasuredE
     assert ordered.determinism == "verified"
     assert set(ordered.checks) == {
         *("accuracy", "20 runs", "cancelling magnitudes", "busy GPU and thrashed L2"),
-        *("call_options", "fresh process"),
+        *("call options", "fresh process"),
     }
     assert unordered.outcome == "nondeterministic", unordered
     assert unordered.determinism == "refuted"

@@ -17,7 +17,6 @@ import pytest
 from generator.evaluate.gpu.evaluator import FINAL_PAUSES, MeasuredEvaluator
 from generator.evaluate.gpu.noise import SEARCH_PAUSES, Block, NoisyError, collect, noise_in
 from generator.evaluate.gpu.nvml import DeviceMonitor
-from generator.evaluate.gpu.protocol import Answer, Job
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant, make_variant
@@ -32,6 +31,7 @@ from generator.studies.storage import open_storage
 from generator.studies.study_log import StudyLog
 from tests.support.fake_gpu import FakeCompiler, FakeGpu, FakeSession, Landscape, Log, key
 from tests.support.fake_run import little_space
+from tests.support.fake_supervisor import FakeSupervisor
 from tests.support.synthetic import PROBLEM, TARGET, FakePool
 
 LEGAL = LegalConfigs(little_space(), PROBLEM, TARGET)
@@ -189,35 +189,18 @@ class World:
         return times
 
 
-class Desk:
-    """A supervisor whose worker sits in this process."""
-
-    def __init__(self, world: World, landscape: Landscape) -> None:
-        self.facts = {"name": "fake", "sms": TARGET.sms}
-        self.lost = self.device = 0
-        self.pids = [1]
-        self.jobs: Counter[str] = Counter()
-        self.keys: list[str] = []
-        gpu = FakeGpu(Log(), landscape, world, seconds=0)  # type: ignore[arg-type]
-        self.session = FakeSession(gpu)
-
-    def call(self, job: Job) -> Answer:
-        self.jobs[job.kind] += 1
-        if job.kind == "evaluate":
-            config = self.session._variant(job.candidates[0], job.problem).config
-            self.keys.append(key(config))
-        return self.session.handle(job)
-
-    def renew(self, problem: object) -> None: ...
-
-    def spare(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def evaluator(world: World, landscape: Landscape | None = None) -> MeasuredEvaluator:
-    desk: Any = Desk(world, landscape or Landscape())
-    return MeasuredEvaluator(TARGET, supervisor=desk, sleep=world.clock.sleep)
+    gpu = FakeGpu(Log(), landscape or Landscape(), world, seconds=0)  # type: ignore[arg-type]
+    session = FakeSession(gpu)
+    supervisor: Any = FakeSupervisor(session.handle, session.facts)
+    return MeasuredEvaluator(TARGET, supervisor=supervisor, sleep=world.clock.sleep)
+
+
+def evaluated(measuring: MeasuredEvaluator) -> list[str]:
+    """Keys of the configs of all trials so far."""
+    supervisor: Any = measuring._supervisor
+    trials = [job for job in supervisor.jobs if job.kind == "evaluate"]
+    return [key(FakeSession._variant(job.candidates[0], job.problem).config) for job in trials]
 
 
 def entry(config: Config) -> tuple[Variant, Compiled]:
@@ -289,9 +272,8 @@ def test_finals_wait_for_a_storm_to_pass() -> None:
 
 def search(measuring: MeasuredEvaluator, folder: Path) -> Any:
     storage = open_storage(folder / "studies.journal")
-    return search_problem(
-        PROBLEM, TARGET, little_space(), Pool(), measuring, storage, Budget(trials=200)
-    )
+    legal = LegalConfigs(little_space(), PROBLEM, TARGET)
+    return search_problem(legal, Pool(), measuring, storage, Budget(trials=200))
 
 
 def records(folder: Path) -> list[Record]:
@@ -317,9 +299,9 @@ def test_endless_noise_ends_without_a_winner_and_calm_continues_from_there(tmp_p
     winner = search(calm, tmp_path)
     assert key(winner.config) == key(SOUND[-1])
     assert records(tmp_path) == known, "finished trials stay as they are"
-    desk: Any = calm._supervisor
-    assert set(desk.keys) <= flagged
-    assert len(desk.keys) == len(set(desk.keys)) > 0
+    tried = evaluated(calm)
+    assert set(tried) <= flagged
+    assert len(tried) == len(set(tried)) > 0
 
 
 def test_records_with_a_slow_reference_count_as_noisy_best_ratio_first() -> None:

@@ -147,7 +147,7 @@ def test_more_rows_are_never_faster(
     variant = variant_of(
         Problem.parse("65536x1024:bf16"), threads_per_row=128, **knobs, rows_per_cta=2
     )
-    # From the second round on: before it a new row brings a new CTA, and with it a faster tail.
+    # From the second round on: before it a new row brings a new CTA, which speeds dw up.
     rows = H200.sms * rows_in_flight * 2 * (1 + rounds) + beyond
     few, many = (Problem(M, 1024, "bf16", "bf16") for M in (rows, rows + more))
     slower = predict_us(variant, LEAN, many, H200).us
@@ -237,19 +237,19 @@ def test_cluster_exchange_and_launch_are_counted() -> None:
     assert with_exchange.us > without.us
 
 
-# Tails.
+# dw reductions.
 
-TAIL = ("arrival", "sums", "turns", "adds", "second_launch")
+DW_REDUCTION = ("arrival", "sums", "turns", "adds", "second_launch")
 
 
-def tail_us(shape: str, **knobs: Any) -> float:
-    return sum(time for part, time in parts(shape, **BULK, **knobs).items() if part in TAIL)
+def dw_reduction_us(shape: str, **knobs: Any) -> float:
+    return sum(time for part, time in parts(shape, **BULK, **knobs).items() if part in DW_REDUCTION)
 
 
 def test_two_levels_shorten_a_chain_of_many_ctas() -> None:
     for strategy, factor in (("semaphore", 4), ("bulk_reduce", 4), ("last_cta", 2)):
         one, two = (
-            tail_us("4096x4096:bf16", strategy=strategy, levels=levels) for levels in (1, 2)
+            dw_reduction_us("4096x4096:bf16", strategy=strategy, levels=levels) for levels in (1, 2)
         )
         assert one > factor * two, strategy
 
@@ -264,9 +264,9 @@ def test_semaphore_takes_one_turn_per_cta() -> None:
 
 
 def test_dependent_launch_is_shorter_than_a_plain_second_launch() -> None:
-    plain = tail_us("4096x4096:bf16", strategy="separate", overlap="none")
-    assert tail_us("4096x4096:bf16", strategy="separate", overlap="dependent") < plain
-    assert tail_us("4096x4096:bf16", strategy="column_slices") < plain
+    plain = dw_reduction_us("4096x4096:bf16", strategy="separate", overlap="none")
+    assert dw_reduction_us("4096x4096:bf16", strategy="separate", overlap="dependent") < plain
+    assert dw_reduction_us("4096x4096:bf16", strategy="column_slices") < plain
 
 
 def test_bulk_adds_beat_atomics() -> None:

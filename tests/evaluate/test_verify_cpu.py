@@ -47,13 +47,9 @@ def rounded(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tenso
 def faults(problem: Problem, inputs: Inputs, dx: torch.Tensor, dw: torch.Tensor) -> str:
     """What the accuracy check says about outputs."""
     reference = make_reference(problem, inputs)
-    _, in_dx = compare(
-        *("dx", dx, reference.dx, HALF_UNIT[problem.dtype]), reference.row_scale * FP32_SLACK
-    )
-    _, in_dw = compare(
-        *("dw", dw, reference.dw, HALF_UNIT[problem.weight_dtype]),
-        reference.dw_scale * FP32_SLACK,
-    )
+    dx_slack, dw_slack = reference.row_scale * FP32_SLACK, reference.dw_scale * FP32_SLACK
+    _, in_dx = compare("dx", dx, reference.dx, HALF_UNIT[problem.dtype], dx_slack)
+    _, in_dw = compare("dw", dw, reference.dw, HALF_UNIT[problem.weight_dtype], dw_slack)
     return in_dx or in_dw
 
 

@@ -60,11 +60,11 @@ def counted(kind, function):
 
 
 Forward.__call__ = counted("forward", Forward.__call__)
-entry point = installed.__self__
-entry point._serve = counted("routed", entry point._serve)
+installation = installed.__self__
+installation._serve = counted("routed", installation._serve)
 if not int(gpu):
     warnings.simplefilter("error", UserWarning)
-    entry point._device = "CPU"
+    installation._device = "CPU"
     # PyTorch's fused operators, which only a GPU has.
     library = torch.library.Library("aten", "IMPL")
     library.impl("_fused_rms_norm", lambda x, shape, w, eps: reference_forward(x, w, eps), "CPU")
@@ -225,8 +225,8 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("loss", ["sum", "square"])
-@pytest.mark.parametrize("entry_point", ["grad", "backward"])
-def test_main_grad_cannot_be_differentiated_twice(load: Any, loss: str, entry_point: str) -> None:
+@pytest.mark.parametrize("call", ["grad", "backward"])
+def test_main_grad_cannot_be_differentiated_twice(load: Any, loss: str, call: str) -> None:
     """Neither where dy depends on x nor where it is a constant, which PyTorch's
     once_differentiable lets pass."""
     norm = load("main_grad").MainGradNorm
@@ -238,7 +238,7 @@ def test_main_grad_cannot_be_differentiated_twice(load: Any, loss: str, entry_po
             y.sum() if loss == "sum" else y.square().sum(), x, create_graph=True
         )
         penalty = (dx + x).square().sum()
-        penalty.backward() if entry_point == "backward" else torch.autograd.grad(penalty, x)
+        penalty.backward() if call == "backward" else torch.autograd.grad(penalty, x)
     assert not weight.main_grad.any()
 
 

@@ -95,10 +95,8 @@ def test_every_fragment_is_used_by_some_variant() -> None:
 
 
 def clustered(target: Target) -> Variant:
-    return plain_variant(
-        *("4096x16384:bf16", target),
-        **{"strategy": "separate", "cluster": 4, "threads_per_row": 256, "pipeline": "bulk"},
-    )
+    knobs = {"strategy": "separate", "cluster": 4, "threads_per_row": 256, "pipeline": "bulk"}
+    return plain_variant("4096x16384:bf16", target, **knobs)
 
 
 def check_compiled(v: Variant, compiled: Compiled, target: Target) -> None:
@@ -515,9 +513,10 @@ from multiprocessing import active_children
 from pathlib import Path
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.compile_pool import CompilePool
-from tests.kernels.test_render_compile import variants
+from generator.target import find_target
+from tests.support.samples import plain_variant
 pool = CompilePool("sm_90a", 1, Path({folder!r}), compile=compile_variant)
-v = variants()[0]
+v = plain_variant("4096x1024:bf16", find_target("h200"), strategy="atomic")
 assert pool.result(v, pool.submit(v)).cubin
 print(active_children()[0].pid, flush=True)
 time.sleep(60)

@@ -27,19 +27,25 @@ from generator.studies.records import Record, study_name
 from generator.studies.study_log import StudyLog
 from generator.target import find_target
 from generator.tuner.forward import space_code
-from tests.support.synthetic import PROBLEM, TARGET, FakeEvaluator, FakePool
+from tests.support.synthetic import LEGAL, PROBLEM, TARGET, FakeEvaluator, FakePool
 
 SPACE = load_space()
 FORWARDS = forward_variants(PROBLEM, TARGET)
-REDUCTIONS = (
-    *("column_slices", "mailbox", "separate", "last_cta", "semaphore", "bulk_reduce", "atomic"),
-)
+STRATEGIES = [
+    "column_slices",
+    "mailbox",
+    "separate",
+    "last_cta",
+    "semaphore",
+    "bulk_reduce",
+    "atomic",
+]
 
 
 def variants() -> list[Variant]:
     """One of every strategy and pipeline."""
     found = {}
-    for strategy in REDUCTIONS:
+    for strategy in STRATEGIES:
         for pipeline in ("bulk", "direct", "async"):
             fixed = {"strategy": strategy, "pipeline": pipeline}
             for config in SPACE.legal(PROBLEM, TARGET, fixed=fixed):
@@ -108,9 +114,7 @@ def test_literals_are_no_comments() -> None:
 def search(pool: FakePool, storage: InMemoryStorage) -> tuple[FakeEvaluator, str]:
     """The evaluator that was asked, and the winner."""
     evaluator = FakeEvaluator()
-    winner = search_problem(
-        *(PROBLEM, TARGET, SPACE, pool, evaluator, storage, Budget(trials=40)), seed=3
-    )
+    winner = search_problem(LEGAL, pool, evaluator, storage, Budget(trials=40), seed=3)
     assert winner is not None
     return evaluator, winner.variant
 

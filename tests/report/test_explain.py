@@ -20,6 +20,7 @@ from generator.report.explain import Explanation, Verdict, parse_config
 from generator.result import Result
 from generator.search.budget import Budget
 from generator.search.search import search_problem
+from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
 from generator.space.space import Space
 from generator.studies.reader import read_studies
@@ -68,8 +69,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return config["strategy"] == "separate" and config["stages"] == 2
 
     winner = search_problem(
-        *(PROBLEM, TARGET, space, FakePool(spilling=spilling)),
-        *(FakeEvaluator(cost, final=final), open_storage(folder / JOURNAL_NAME)),
+        LegalConfigs(space, PROBLEM, TARGET),
+        FakePool(spilling=spilling),
+        FakeEvaluator(cost, final=final),
+        open_storage(folder / JOURNAL_NAME),
         Budget(trials=100),
     )
     assert winner is not None

@@ -22,7 +22,7 @@ from generator.studies.records import Record
 from tests.support.synthetic import FLOOR_US, PROBLEM, TARGET, FakeEvaluator, FakePool, timed
 
 LEGAL = LegalConfigs(load_space(), PROBLEM, TARGET)
-DETERMINISTIC = [config for config in LEGAL.reductions if determinism_class(config) != "none"]
+DETERMINISTIC = [config for config in LEGAL.reduction_kinds if determinism_class(config) != "none"]
 TWO = next(config for config in DETERMINISTIC if launches(config) == 2)
 ONE, OTHER = [config for config in DETERMINISTIC if launches(config) == 1][:2]
 SHORT_US, LONG_US = HOST_US / 2, HOST_US * 2
@@ -164,13 +164,12 @@ def rounds(configs: Sequence[Config], us: float, size: int) -> list[list[dict[st
 
 @settings(max_examples=100)
 @given(st.lists(st.sampled_from([1, 2]), min_size=1, max_size=len(DRAWN[1])), st.integers(1, 6))
-def test_the_best_of_one_launch_have_seats_in_the_finals_of_a_short_operation(
+def test_the_best_of_one_launch_have_places_in_the_finals_of_a_short_operation(
     numbers: list[int], size: int
 ) -> None:
     configs = [DRAWN[number][place] for place, number in enumerate(numbers)]
-    chosen = [config for config in configs if launches(config) == 1][
-        : min(ONE_LAUNCH_PLACES, size - 1)
-    ]
+    places = min(ONE_LAUNCH_PLACES, size - 1)
+    chosen = [config for config in configs if launches(config) == 1][:places]
     others = [config for config in configs if config not in chosen]
     first, *later = rounds(configs, HOST_US - 0.01, size)
     everyone = [config for entries in (first, *later) for config in entries]

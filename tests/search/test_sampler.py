@@ -9,22 +9,18 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import optuna
 import pytest
-from optuna.trial import TrialState
 
 from generator.kernels.strategies import determinism_class
 from generator.kernels.variant import make_variant
 from generator.paths import REPOSITORY
 from generator.problem import Problem
 from generator.search.sampler import LegalSampler, NothingLeftError, distributions
-from generator.space.legal_configs import REDUCTION, LegalConfigs
-from generator.space.load import load_space
+from generator.space.legal_configs import REDUCTION_KNOBS, LegalConfigs
 from generator.target import find_target
-from tests.support.synthetic import PROBLEM, TARGET, cost, shrink
+from tests.support.searches import ask_and_tell, new_study
+from tests.support.synthetic import LEGAL, PROBLEM, SPACE, TARGET, cost, shrink
 
-SPACE = load_space()
-LEGAL = LegalConfigs(SPACE, PROBLEM, TARGET)
 PLACES = [
     ("4096x1024:bf16", "h200"),
     ("64x1001:bf16:fp32", "h200"),
@@ -39,11 +35,6 @@ def place(problem: str, gpu: str) -> LegalConfigs:
 
 def is_legal(legal: LegalConfigs, config: Mapping[str, int | str]) -> bool:
     return legal.space.reject(config, legal.problem, legal.target) is None
-
-
-def new_study(sampler: LegalSampler) -> optuna.Study:
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna.create_study(sampler=sampler)
 
 
 @pytest.mark.parametrize(("problem", "gpu"), PLACES)
@@ -92,11 +83,11 @@ def test_held_knobs_stay_and_taken_configs_do_not_count() -> None:
     rng = random.Random(4)
     config = SPACE.sample(PROBLEM, TARGET, rng, {"strategy": "separate"})
     near = LEGAL.nearest(
-        {**config, "strategy": "semaphore"}, rng, held=REDUCTION, taken={LEGAL.key(config)}
+        {**config, "strategy": "semaphore"}, rng, held=REDUCTION_KNOBS, taken={LEGAL.key(config)}
     )
     assert near is not None
     assert near["strategy"] == "semaphore"
-    other = LEGAL.nearest(near, rng, held=REDUCTION, taken={LEGAL.key(near)})
+    other = LEGAL.nearest(near, rng, held=REDUCTION_KNOBS, taken={LEGAL.key(near)})
     assert other is not None
     assert other != near
     assert other["strategy"] == "semaphore"
@@ -112,10 +103,10 @@ def test_nondeterministic_proposals_become_deterministic_ones() -> None:
         assert determinism_class(near) != "none"
 
 
-def test_reductions_are_the_legal_ones() -> None:
-    reductions = [tuple(config[name] for name in REDUCTION) for config in LEGAL.reductions]
-    assert len(set(reductions)) == len(reductions) == 8
-    on_a100 = place("8192x3072:fp16", "a100").reductions
+def test_reduction_kinds_are_the_legal_ones() -> None:
+    kinds = [tuple(config[name] for name in REDUCTION_KNOBS) for config in LEGAL.reduction_kinds]
+    assert len(set(kinds)) == len(kinds) == 8
+    on_a100 = place("8192x3072:fp16", "a100").reduction_kinds
     assert "bulk_reduce" not in {config["strategy"] for config in on_a100}
 
 
@@ -174,39 +165,24 @@ def test_drawing_ends_when_nothing_is_left(tmp_path: Path) -> None:
     assert legal.draw(rng, taken, deterministic=True) is None
 
 
-def run(sampler: LegalSampler, trials: int) -> list[dict[str, int | str]]:
-    """Ask and tell with every fifth trial failing, as in a real study."""
-    study = new_study(sampler)
-    configs = []
-    for number in range(trials):
-        trial = study.ask(distributions(SPACE))
-        configs.append(dict(trial.params))
-        failed = number % 5 == 4
-        trial.set_constraint("infeasible", float(failed))
-        if failed:
-            study.tell(trial, state=TrialState.PRUNED)
-        else:
-            study.tell(trial, cost(make_variant(trial.params, PROBLEM)))
-    return configs
-
-
 def test_every_proposal_is_legal_deterministic_and_new() -> None:
-    configs = run(LegalSampler(LEGAL, seed=1), 120)
+    configs = ask_and_tell(LegalSampler(LEGAL, seed=1), 120)
     assert all(is_legal(LEGAL, config) for config in configs)
     assert all(determinism_class(config) != "none" for config in configs)
     assert len({LEGAL.key(config) for config in configs}) == 120
 
 
 def test_equal_seeds_propose_alike() -> None:
-    first, again = (run(LegalSampler(LEGAL, seed=2), 40) for _ in range(2))
+    first, again = (ask_and_tell(LegalSampler(LEGAL, seed=2), 40) for _ in range(2))
     assert first == again
-    assert first != run(LegalSampler(LEGAL, seed=3), 40)
+    assert first != ask_and_tell(LegalSampler(LEGAL, seed=3), 40)
 
 
 def test_equal_seeds_propose_alike_in_every_process() -> None:
     program = (
-        "from tests.search.test_sampler import LEGAL, LegalSampler, run\n"
-        "print([LEGAL.key(config) for config in run(LegalSampler(LEGAL, seed=2), 25)])"
+        "from generator.search.sampler import LegalSampler\n"
+        "from tests.support.searches import LEGAL, ask_and_tell\n"
+        "print([LEGAL.key(config) for config in ask_and_tell(LegalSampler(LEGAL, seed=2), 25)])"
     )
     outputs = {
         subprocess.run(
@@ -228,7 +204,7 @@ def test_tpe_learns_from_the_trials() -> None:
 
     rng = random.Random(10)
     drawn = [SPACE.sample(PROBLEM, TARGET, rng, {"strategy": "column_slices"}) for _ in range(30)]
-    assert mean_of_last(run(LegalSampler(LEGAL, seed=4), 120)) < mean_of_last(drawn) - 0.05
+    assert mean_of_last(ask_and_tell(LegalSampler(LEGAL, seed=4), 120)) < mean_of_last(drawn) - 0.05
 
 
 def test_planned_configs_go_first_as_they_are() -> None:
@@ -236,7 +212,7 @@ def test_planned_configs_go_first_as_they_are() -> None:
     planned = [SPACE.sample(PROBLEM, TARGET, rng, {"strategy": "atomic"}) for _ in range(2)]
     sampler = LegalSampler(LEGAL, seed=5)
     sampler.planned.extend(planned)
-    configs = run(sampler, 3)
+    configs = ask_and_tell(sampler, 3)
     assert configs[:2] == planned
     assert configs[2]["strategy"] != "atomic"
 

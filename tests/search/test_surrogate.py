@@ -1,5 +1,5 @@
-"""Surrogate proposals: alike is expected to be alike, what is on its way is not tried twice over, and what is
-kept to make them cheap does not change them."""
+"""The surrogate: alike is expected to be alike, what is on its way is not tried twice over, and
+what is kept to make proposals cheap does not change them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from generator.kernels.geometry import Config
 from generator.result import Result
-from generator.search import surrogate as surrogate
+from generator.search import surrogate
 from generator.search.surrogate import (
     FEWEST,
     LENGTHS,
@@ -74,11 +74,11 @@ def test_the_candidate_that_is_like_the_fast_ones_is_proposed() -> None:
 
 
 def test_surrogate_proposals_find_the_fastest_of_many_with_few_trials() -> None:
-    surrogateer, records = Surrogate(SPACE), list(RECORDS[:8])
+    model, records = Surrogate(SPACE), list(RECORDS[:8])
     known = [record.config for record in records]
     candidates = [c for c in LEGAL.first(400) + DRAWN[8:] if c not in known]
     for _ in range(25):
-        key = surrogateer.best(records, keys(r.config for r in records), [], keys(candidates))
+        key = model.best(records, keys(r.config for r in records), [], keys(candidates))
         assert key is not None
         candidates.remove(LEGAL.config(key))
         records.append(tried(LEGAL.config(key), timed(by_stages(LEGAL.config(key)))))
@@ -172,10 +172,10 @@ def improvements(
 def test_what_is_kept_between_surrogate_proposals_does_not_change_them(
     growth: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """growth: estimated anew with every surrogate, or only with the first."""
+    """growth: estimated anew with every proposal, or only with the first."""
     monkeypatch.setattr(surrogate, "GROWTH", growth)
     monkeypatch.setattr(surrogate, "_AT_ONCE", 1)
-    surrogateer = Surrogate(SPACE)
+    model = Surrogate(SPACE)
     records = [tried(config, timed(by_many(config))) for config in DRAWN[:12]]
     tried_keys = keys([record.config for record in records])
     candidates = [key for key in keys(LEGAL.first(300) + DRAWN[12:]) if key not in tried_keys]
@@ -185,7 +185,7 @@ def test_what_is_kept_between_surrogate_proposals_does_not_change_them(
         if growth == 1.0:
             length, variance = estimated(records)
         offered = candidates[: 150 + 8 * turn]
-        chosen = surrogateer.best(records, keys(r.config for r in records), waiting, offered)
+        chosen = model.best(records, keys(r.config for r in records), waiting, offered)
         assert chosen is not None
         expected = improvements(records, waiting, offered, length, variance)
         assert expected[offered.index(chosen)] >= 0.999 * expected.max(), turn
@@ -221,10 +221,10 @@ def test_what_is_on_its_way_may_be_expected_to_be_the_best(monkeypatch: pytest.M
 def test_other_records_are_learned_from_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     """These leave more uncertain, so that what was computed before bounds nothing."""
     monkeypatch.setattr(surrogate, "_AT_ONCE", 1)
-    surrogateer, candidates = Surrogate(SPACE), keys(LEGAL.first(300))
+    model, candidates = Surrogate(SPACE), keys(LEGAL.first(300))
     alike = [tried(r.config, timed(2.5 - 0.01 * r.ratio)) for r in reversed(RECORDS)]
-    surrogateer.best(alike, keys(r.config for r in alike), [], candidates)
-    chosen = surrogateer.best(RECORDS, keys(r.config for r in RECORDS), [], candidates)
+    model.best(alike, keys(r.config for r in alike), [], candidates)
+    chosen = model.best(RECORDS, keys(r.config for r in RECORDS), [], candidates)
     assert chosen is not None
     expected = improvements(RECORDS, [], candidates, *estimated(RECORDS))
     assert expected[candidates.index(chosen)] >= 0.999 * expected.max()
@@ -241,10 +241,10 @@ def test_few_variances_are_computed_once_most_candidates_are_known(
         computed += len(agree)
         return original(self, agree)
 
-    surrogateer, candidates = Surrogate(SPACE), keys(LEGAL.first(2000))
-    surrogateer.best(RECORDS[:38], keys(r.config for r in RECORDS[:38]), [], candidates)
+    model, candidates = Surrogate(SPACE), keys(LEGAL.first(2000))
+    model.best(RECORDS[:38], keys(r.config for r in RECORDS[:38]), [], candidates)
     monkeypatch.setattr(surrogate._Process, "spread", spread)
-    surrogateer.best(RECORDS[:39], keys(r.config for r in RECORDS[:39]), [], candidates)
+    model.best(RECORDS[:39], keys(r.config for r in RECORDS[:39]), [], candidates)
     assert 0 < computed <= len(candidates) / 4
 
 

@@ -28,6 +28,7 @@ from optuna.storages import RDBStorage
 
 from generator.errors import NormforgeError
 from generator.search.search import search_problem
+from generator.space.legal_configs import LegalConfigs
 from generator.studies import leases
 from generator.studies import postgres as database
 from generator.studies.leases import Lease, LeaseLostError
@@ -240,15 +241,15 @@ def test_two_machines_with_two_gpus_each_share_a_run(url: str, tmp_path: Path) -
     (tmp_path / f"flag {problems[0]}").write_text("kill")
     told: dict[int, Quiet] = {}
 
-    def machine(number: int, device_pool: Any) -> None:
+    def machine(number: int, pool: Any) -> None:
         queue, watcher = SharedQueue(url, 60), Quiet()
-        with device_pool:
-            device_pool.search(plan, Ledger(plan, queue), Stop(), watcher)
+        with pool:
+            pool.search(plan, Ledger(plan, queue), Stop(), watcher)
         queue.close()
         told[number] = watcher
 
-    device_pool = [DevicePool(plan.devices, partial(open_frail, tmp_path)) for _ in range(2)]
-    machines = [threading.Thread(target=machine, args=pair) for pair in enumerate(device_pool)]
+    pools = [DevicePool(plan.devices, partial(open_frail, tmp_path)) for _ in range(2)]
+    machines = [threading.Thread(target=machine, args=pair) for pair in enumerate(pools)]
     for thread in machines:
         thread.start()
     for thread in machines:
@@ -389,8 +390,9 @@ def test_runs_for_two_gpu_models_have_nothing_to_do_with_each_other(
 
 def test_trial_is_stored_as_optuna_itself_stores_it(url: str, server: Server) -> None:
     storage = optuna.storages.InMemoryStorage()
-    place = (PROBLEMS[0], LEGAL.target, LEGAL.space, FakePool(broken=lambda c: c["stages"] == 3))
-    winner = search_problem(*place, FakeEvaluator(), storage, plan_budget(25))
+    legal = LegalConfigs(LEGAL.space, PROBLEMS[0], LEGAL.target)
+    pool = FakePool(broken=lambda config: config["stages"] == 3)
+    winner = search_problem(legal, pool, FakeEvaluator(), storage, plan_budget(25))
     assert winner is not None
     source = StudyLog(storage, winner.study).trials()
     logs = StudyLog(SharedStorage(url), "quick"), StudyLog(RDBStorage(server.url()), "theirs")

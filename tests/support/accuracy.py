@@ -135,7 +135,10 @@ def errors(
     for i in range(max(2, min(MOST, ceil(ENOUGH / case.N)))):
         t = replace(case, seed=case.seed + (i << 17)).tensors(device)
         results = backward(
-            *(t["dy"], t["x"], t["rstd"], t["weight"]),
+            t["dy"],
+            t["x"],
+            t["rstd"],
+            t["weight"],
             weight_offset=case.offset,
             dresidual=t["dresidual"],
         )

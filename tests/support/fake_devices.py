@@ -24,7 +24,7 @@ from generator.studies.records import Winner
 from generator.studies.storage import open_storage
 from generator.studies.work_queue import open_queue
 from generator.target import Target
-from generator.tuner import device_pool as device_pool
+from generator.tuner import device_pool
 from generator.tuner.ledger import Ledger
 from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import Plan
@@ -119,9 +119,8 @@ def search_plan(plan: Plan, lease_seconds: float, delay: float) -> None:
 
 
 TRIALS = 20
-DevicePool = partial(
-    device_pool.DevicePool, method="fork"
-)  # a tenth of the time of fresh processes
+# Forking takes a tenth of the time of fresh processes.
+DevicePool = partial(device_pool.DevicePool, method="fork")
 
 
 class Frail(FakeDevice):

@@ -126,9 +126,7 @@ def drive(run: Run) -> None:
             ) as evaluator,
         ):
             winner = search_problem(
-                PROBLEM,
-                TARGET,
-                little_space(),
+                LegalConfigs(little_space(), PROBLEM, TARGET),
                 pool,
                 evaluator,
                 open_storage(run.folder / JOURNAL_NAME),

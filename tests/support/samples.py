@@ -134,24 +134,24 @@ def targets() -> st.SearchStrategy[Target]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Problem, Target, Variant]:
-    """A problem, a target, and a legal variant. The reduction kind and the pipeline, the cluster or a part
-    of a warp for each row are drawn first, so that the rare ones show up."""
+    """A problem, a target, and a legal variant. The reduction kind and the pipeline, the cluster or
+    a part of a warp for each row are drawn first, so that the rare ones show up."""
     problem, target = draw(problems()), draw(targets())
     bulk = target.has_bulk_copy
     reductions = [name for name in REDUCTION if bulk or "bulk" not in name]
     reduction = REDUCTION[draw(st.sampled_from(reductions))]
-    call_options: list[dict[str, int | str]] = [{}, {"pipeline": "async"}]
+    extras: list[dict[str, int | str]] = [{}, {"pipeline": "async"}]
     if bulk and problem.N * problem.itemsize % 16 == 0:
-        call_options.append({"pipeline": "bulk"})
+        extras.append({"pipeline": "bulk"})
     if reduction["strategy"] not in ("semaphore", "bulk_reduce"):
         for cluster in (2, 4, 8):
             whole = problem.N % cluster == 0 and problem.N * problem.itemsize >= 4096 * cluster
-            call_options += [{"cluster": cluster}] if bulk and whole else []
+            extras += [{"cluster": cluster}] if bulk and whole else []
     if problem.N * problem.itemsize % 16 == 0 and problem.N * problem.itemsize <= 512:
-        call_options.append({"threads_per_row": 8})
-    option = draw(st.sampled_from(call_options))
+        extras.append({"threads_per_row": 8})
+    extra = draw(st.sampled_from(extras))
     seed = draw(st.integers(0, 99))
-    return problem, target, _sampled(problem, target, seed, tuple({**reduction, **option}.items()))
+    return problem, target, _sampled(problem, target, seed, tuple({**reduction, **extra}.items()))
 
 
 @cache
@@ -188,8 +188,8 @@ def planted_entry(problem: Problem | str, target: Target, **knobs: int | str) ->
 
 
 def training_package(target: Target, folder: Path) -> Package:
-    """For `entry points.Training` on a GPU: hidden norms by a strategy whose CTAs wait for each other, the
-    rest by generic kernels."""
+    """For `entry_points.Training` on a GPU: hidden norms by a strategy whose CTAs wait for each
+    other, the rest by generic kernels."""
     shapes = ("68x1024:bf16", "68x1024:fp32")
     entries = [planted_entry(shape, target, strategy="column_slices") for shape in shapes]
     folder = folder / "rmsnorm_backward"

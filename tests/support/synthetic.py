@@ -200,9 +200,7 @@ def shrink(folder: Path, keep: Config, **open_knobs: list[int | str]) -> Space:
 if __name__ == "__main__":
     journal, evaluations, trials = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     search_problem(
-        PROBLEM,
-        TARGET,
-        load_space(),
+        LEGAL,
         FakePool(),
         FakeEvaluator(delay=0.004, journal=evaluations),
         open_storage(journal),

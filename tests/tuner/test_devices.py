@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,7 @@ from generator.studies.records import Record, Winner
 from generator.studies.storage import open_storage
 from generator.studies.study_log import StudyLog
 from generator.studies.work_queue import PrivateQueue
-from generator.tuner import choose_device, device_process
-from generator.tuner import device_pool as device_pool
+from generator.tuner import choose_device, device_pool, device_process
 from generator.tuner.choose_device import choose_devices, choose_target
 from generator.tuner.ledger import Ledger
 from generator.tuner.lifecycle import Stop
@@ -38,6 +38,7 @@ from tests.support.fake_devices import (
     make_plan,
     open_frail,
 )
+from tests.support.fake_supervisor import FakeSupervisor
 from tests.support.synthetic import LEGAL, FakePool, shrink
 
 
@@ -236,70 +237,59 @@ def test_equal_shares_of_the_seconds_count_the_devices(tmp_path: Path) -> None:
 # Which GPU is here
 
 
-class FakeSupervisor:
-    """The workers of one GPU; counts those that were started."""
+@dataclass
+class Machine:
+    """gpu: the name of its GPUs, "" where it has none; started: the supervisors of those in use."""
 
-    name = "NVIDIA H200"
-    started: ClassVar[list[FakeSupervisor]] = []
-    pids: ClassVar[list[int]] = []
+    gpu: str = "NVIDIA H200"
+    started: list[FakeSupervisor] = field(default_factory=list)
 
-    def __init__(self, device: int) -> None:
-        if not self.name:
+    def open(self, device: int) -> FakeSupervisor:
+        if not self.gpu:
             raise NoGpuError("PyTorch sees no CUDA device")
-        self.facts = {**FACTS, "name": self.name}
-        self.closed = False
-        self.started.append(self)
-
-    def spare(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
+        self.started.append(FakeSupervisor(facts={**FACTS, "name": self.gpu}))
+        return self.started[-1]
 
 
 @pytest.fixture
-def supervisor(monkeypatch: pytest.MonkeyPatch) -> type[FakeSupervisor]:
-    monkeypatch.setattr(device_process, "Supervisor", FakeSupervisor)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    found = Machine()
+    monkeypatch.setattr(device_process, "Supervisor", found.open)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(FakeSupervisor, "started", [])
-    return FakeSupervisor
+    return found
 
 
 @pytest.mark.parametrize("name", ["auto", "h200"])
-def test_worker_that_tells_the_name_goes_on_to_measure(
-    supervisor: type[FakeSupervisor], name: str
-) -> None:
+def test_worker_that_tells_the_name_goes_on_to_measure(machine: Machine, name: str) -> None:
     target, evaluator, sentence = choose_target(name, 3)
     assert (target.name, target.sms) == ("h200", 132)
     assert evaluator is not None
-    assert len(supervisor.started) == 1
+    assert len(machine.started) == 1
     assert sentence == "Measuring on device 3: NVIDIA H200."
     evaluator.close()
-    assert supervisor.started[0].closed
+    assert machine.started[0].closed
 
 
 def test_worker_of_another_gpu_is_ended_and_nothing_is_measured(
-    supervisor: type[FakeSupervisor],
+    machine: Machine,
 ) -> None:
     target, evaluator, sentence = choose_target("gb200", 0)
     assert (target.name, evaluator) == ("gb200", None)
     assert sentence.startswith("No gb200 here (this machine has a NVIDIA H200): nothing is")
-    assert [one.closed for one in supervisor.started] == [True]
+    assert [one.closed for one in machine.started] == [True]
 
 
-def test_unknown_gpu_is_named_and_its_worker_ended(
-    supervisor: type[FakeSupervisor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FakeSupervisor, "name", "NVIDIA T1000")
+def test_unknown_gpu_is_named_and_its_worker_ended(machine: Machine) -> None:
+    machine.gpu = "NVIDIA T1000"
     with pytest.raises(NormforgeError, match=r"found a NVIDIA T1000, which .* does not know"):
         choose_target("auto", 0)
-    assert [one.closed for one in supervisor.started] == [True]
+    assert [one.closed for one in machine.started] == [True]
 
 
 def test_machine_without_a_gpu_predicts_also_for_several_devices(
-    supervisor: type[FakeSupervisor], monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FakeSupervisor, "name", "")
+    machine.gpu = ""
     assert choose_target("gb200", 0)[1] is None
     with pytest.raises(NormforgeError, match="found no CUDA GPU"):
         choose_target("auto", 0)
@@ -310,7 +300,7 @@ def test_machine_without_a_gpu_predicts_also_for_several_devices(
 
 
 def test_device_pool_of_the_gpu_that_is_here_measures(
-    supervisor: type[FakeSupervisor], monkeypatch: pytest.MonkeyPatch
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose_device, "DevicePool", DevicePool)
     target, workforce, sentence = choose_devices("auto", (0, 2))

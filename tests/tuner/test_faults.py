@@ -29,7 +29,7 @@ from generator.result import Result
 from generator.space.legal_configs import LegalConfigs
 from generator.studies.records import Record
 from generator.studies.storage import JOURNAL_NAME
-from generator.tuner import lifecycle as guard
+from generator.tuner import lifecycle
 from generator.tuner.lifecycle import LOCK_NAME, running
 from tests.support.fake_gpu import OUTCOME, FakeCompiler, FakeGpu, Landscape, Log, born, key
 from tests.support.fake_run import Killer, Run, forks, little_space
@@ -311,7 +311,7 @@ def test_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     while driver.is_alive():
         os.kill(driver.pid, signal.SIGTERM)
         time.sleep(0.05)
-    assert guard.SAME_SIGNAL_SECONDS <= time.monotonic() - start < 3, "a trial takes 30 s"
+    assert lifecycle.SAME_SIGNAL_SECONDS <= time.monotonic() - start < 3, "a trial takes 30 s"
     driver.join(60)
     assert driver.exitcode == 128 + signal.SIGTERM
     workers = [entry for entry in run.log.read() if entry.get("role") == "worker"]
@@ -365,7 +365,7 @@ def test_full_disk_refuses_the_lock_with_a_sentence(
 def test_second_run_on_a_folder_is_refused_and_told_who_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(lifecycle, "GRACE_SECONDS", 0.1)
     for shared in (False, True):
         refused = pytest.raises(NormforgeError, match=rf"process {os.getpid()} on .* --out")
         with running(tmp_path, shared), refused, running(tmp_path):

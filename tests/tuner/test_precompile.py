@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from generator.errors import NormforgeError
-from generator.kernels import cubin_cache
-from generator.kernels import precompile as ahead
+from generator.kernels import cubin_cache, precompile
 from generator.kernels.cubin_cache import CubinCache, compile_variant
 from generator.kernels.forward import compile_forward, generic_forwards, render_forward
 from generator.kernels.nvrtc import Compiled
@@ -123,7 +122,7 @@ def test_processes_that_cannot_be_started_are_done_without(
     def start(*arguments: object) -> Any:
         return SimpleNamespace(submit=submit, shutdown=lambda **named: None, _processes={})
 
-    monkeypatch.setattr(ahead, "ProcessPoolExecutor", start)
+    monkeypatch.setattr(precompile, "ProcessPoolExecutor", start)
     searched = False
     with precompiling(FORWARDS, H200.arch, tmp_path):
         searched = True
@@ -132,7 +131,7 @@ def test_processes_that_cannot_be_started_are_done_without(
 
 def test_full_disk_costs_the_entry_only(tmp_path: Path) -> None:
     (tmp_path / "full").write_text("a file stops even root")
-    ahead._fill(FORWARDS[0], H200.arch, tmp_path / "full")
+    precompile._fill(FORWARDS[0], H200.arch, tmp_path / "full")
     assert cached(FORWARDS[0], H200.arch, tmp_path / "full") is None
 
 
@@ -148,10 +147,12 @@ PARENT = """
 import signal, sys, time
 from multiprocessing import active_children
 from pathlib import Path
-from generator.kernels.precompile import compiling_ahead
-from tests.tuner.test_precompile import FORWARDS, H200
+from generator.kernels.forward import generic_forwards
+from generator.kernels.precompile import precompiling
+from generator.package.fallback_kernels import DTYPES
+from generator.target import find_target
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-with compiling_ahead(FORWARDS, H200.arch, Path(sys.argv[1])):
+with precompiling(generic_forwards(DTYPES), find_target("h200").arch, Path(sys.argv[1])):
     print(*(process.pid for process in active_children()), flush=True)
     for _ in range(1000):  # a signal that comes just before a sleep is noticed after it
         time.sleep(0.1)
@@ -191,7 +192,7 @@ def test_most_cores_are_left_to_the_search(
         started.append(processes)
         return SimpleNamespace(shutdown=lambda **named: None, _processes={})
 
-    monkeypatch.setattr(ahead, "ProcessPoolExecutor", start)
+    monkeypatch.setattr(precompile, "ProcessPoolExecutor", start)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     with precompiling([], H200.arch, tmp_path):
         pass
@@ -237,8 +238,11 @@ def test_forwards_that_the_package_keeps_are_not_precompiled(
 ) -> None:
     def tuned(problem: Problem, evidence: str, code: str) -> Any:
         return SimpleNamespace(
-            **{"M": problem.M, "N": problem.N, "dtype": problem.dtype},
-            **{"weight_dtype": problem.weight_dtype, "evidence": evidence},
+            M=problem.M,
+            N=problem.N,
+            dtype=problem.dtype,
+            weight_dtype=problem.weight_dtype,
+            evidence=evidence,
             provenance={"code": code},
         )
 

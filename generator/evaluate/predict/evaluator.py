@@ -1,8 +1,9 @@
 """How long a compiled variant takes on a target that is not here: an analytical model.
 
 The main loop is the smooth maximum of five bounds (memory traffic, bytes in flight, instruction
-issue, copy engine, the SM's memory port); launch, pipeline fill, drain and the strategy's tail are
-added to it. docs/prediction.md is the one-page account. Times are microseconds throughout.
+issue, copy engine, the SM's memory port); launch, pipeline fill, drain and the strategy's dw
+reduction are added to it. docs/prediction.md is the one-page account. Times are microseconds
+throughout.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Prediction:
     launch, fill (first row arrives), traffic, imbalance (last round of rows is not full), flight
     (too few bytes in flight, or batches that wait on their barriers), issue, copies and port (what
     those bounds add), drain (the last batch), fold (teams of a CTA), partials (rows of partial dw
-    written), then the tail's parts: arrival, sums, turns, adds, second_launch, cluster.
+    written), then those of the dw reduction: arrival, sums, turns, adds, second_launch, cluster.
     """
 
     parts: Mapping[str, float]

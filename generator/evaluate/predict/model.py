@@ -52,12 +52,12 @@ class Model:
     cluster_growth: float = 0.4  # its growth as a power of CTAs / 2, no unit; trials
     until_sum_fraction: float = 0.5  # of a batch's time, until its row sum is known; estimate
 
-    # Tails
+    # dw reductions
     smem_bytes_per_clock: float = 128.0  # bytes/clock of an SM's shared memory; sheet
     arrival_us: float = 1.5  # µs: publish, count, and be seen by a waiting CTA; estimate
     release_us: float = 0.3  # µs of it that a release waits for the partials; trials (mailbox)
     counter_clocks: float = 2.0  # clocks for every arrival at one counter; estimate
-    loads_in_flight: int = 4  # rows of partials that a thread of the tail has under way; estimate
+    loads_in_flight: int = 4  # rows of partials that a summing thread has under way; estimate
     slice_clocks: float = 400.0  # clocks per slice: sum across lanes, store dw; estimate
     second_launch_us: float = 2.6  # µs: a dependent kernel of the same graph; estimate
     overlapped_launch_us: float = 0.8  # µs: the same, launched programmatically; trials

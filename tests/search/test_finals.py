@@ -1,0 +1,279 @@
+"""Who takes part in the finals of a search on a made-up cost, and who wins."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+from optuna.storages import BaseStorage
+
+from generator.kernels.geometry import Config, determinism_class, launches
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.variant import Variant, make_variant
+from generator.problem import Problem
+from generator.result import Result
+from generator.search.choose_winner import choose
+from generator.search.finals import SHORTLIST, SHORTLIST_US
+from generator.studies.study_log import stored_winners
+from tests.support.searches import DETERMINISTIC, ratio_of, records, search, won
+from tests.support.synthetic import (
+    FLOOR_US,
+    LEGAL,
+    PROBLEM,
+    FakeEvaluator,
+    FakePool,
+    cost,
+    make_winner,
+    timed,
+)
+
+
+def test_who_fails_the_last_check_gives_way_until_somebody_passes(storage: BaseStorage) -> None:
+    class Strict(FakeEvaluator):
+        asked: ClassVar[list[Config]] = []
+
+        def confirm(self, problem: Problem, variant: Variant, result: Result) -> Result:
+            self.asked.append(variant.config)
+            if len(self.asked) <= 7:
+                return replace(result, outcome="wrong", note="planted")
+            return replace(result, checks=(*result.checks, "last"))
+
+    evaluator = Strict()
+    winner = won(search(storage, evaluator, trials=30))
+    assert winner.config == evaluator.asked[-1]
+    assert winner.result.checks[-1] == "last"
+    assert len(evaluator.asked) == len(set(map(repr, evaluator.asked))) == 8
+    assert len(evaluator.finalists) == 2  # all of the first six failed
+
+
+def test_the_winner_is_the_best_of_the_finals(storage: BaseStorage) -> None:
+    evaluator = FakeEvaluator()
+    winner = won(search(storage, evaluator, trials=60))
+    [finalists] = evaluator.finalists
+    deterministic = [c for c in finalists if determinism_class(c) != "none"]
+    best = sorted((r for r in records(storage) if r.feasible), key=lambda r: r.ratio)
+    assert len(deterministic) == 6
+    assert {LEGAL.key(best[0].config)} <= {LEGAL.key(config) for config in deterministic}
+    assert winner.result.ratio <= 1.01 * min(map(ratio_of, deterministic))
+    assert {entry.variant for entry in winner.tied} <= {
+        make_variant(config, PROBLEM).id for config in deterministic
+    }
+    assert winner.variant in {entry.variant for entry in winner.tied}
+
+
+class Shortlister(FakeEvaluator):
+    """Trials scatter by several per cent, and only side by side the truth is seen."""
+
+    def __init__(self, clean: bool = True) -> None:
+        super().__init__(final=lambda variant: timed(cost(variant)))
+        self.clean = clean
+        self.shortlisted: list[list[Config]] = []
+        noise = random.Random(3)
+        self.cost = lambda variant: cost(variant) * (1 + abs(noise.gauss(0, 0.03)))
+
+    def shortlist(
+        self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]
+    ) -> list[float]:
+        self.shortlisted.append([variant.config for variant, _ in entries])
+        return [cost(variant) for variant, _ in entries] if self.clean else []
+
+
+def test_who_is_among_the_best_is_found_side_by_side(storage: BaseStorage) -> None:
+    evaluator = Shortlister()
+    search(storage, evaluator, trials=120)
+    [shortlisted], [finalists] = evaluator.shortlisted, evaluator.finalists
+    assert 6 < len(shortlisted) <= SHORTLIST
+    assert all(determinism_class(config) != "none" for config in shortlisted)
+    best = sorted(shortlisted, key=ratio_of)[:6]
+    called = [LEGAL.key(c) for c in finalists if determinism_class(c) != "none"]
+    assert called == [LEGAL.key(config) for config in best]
+    by_trial = [LEGAL.key(config) for config in shortlisted[:6]]
+    assert called != by_trial, "the trials alone would have called up others"
+
+
+def test_without_clean_times_side_by_side_the_trials_decide(storage: BaseStorage) -> None:
+    evaluator = Shortlister(clean=False)
+    search(storage, evaluator, trials=120)
+    [shortlisted], [finalists] = evaluator.shortlisted, evaluator.finalists
+    called = [LEGAL.key(c) for c in finalists if determinism_class(c) != "none"]
+    assert called == [LEGAL.key(config) for config in shortlisted[:6]]
+
+
+def test_a_gpu_where_all_ratios_are_small_does_not_fill_the_places(storage: BaseStorage) -> None:
+    """A study goes on with another GPU, whose floor takes 10 % longer: what was best on the first
+    one is timed beside what the second one thinks best."""
+
+    class Elsewhere(Shortlister):
+        gpu, factor = "first", 1.0
+
+        def _result(self, variant: Variant) -> Result:
+            result = super()._result(variant)
+            assert result.us is not None
+            floor_us = FLOOR_US / self.factor
+            ratio = result.us / floor_us
+            return replace(result, floor_us=floor_us, ratio=ratio, extra={"gpu": self.gpu})
+
+    evaluator = Elsewhere()
+    search(storage, evaluator, trials=60)
+    [first] = evaluator.finalists
+    evaluator.gpu, evaluator.factor = "second", 0.9
+    search(storage, evaluator, trials=240)
+    here, there = (
+        [r for r in records(storage) if r.feasible and r.result.extra.get("gpu") == gpu]
+        for gpu in ("first", "second")
+    )
+    best = min(r.ratio for r in here if r.config in first)
+    assert sum(r.ratio < best for r in there) > SHORTLIST, "these could fill all places"
+    assert sum(r.config in evaluator.shortlisted[-1] for r in here) == SHORTLIST // 2
+
+
+def test_few_that_take_long_are_not_shortlisted(storage: BaseStorage) -> None:
+    evaluator = Shortlister()
+    slow = Result("ok", SHORTLIST_US / 6, SHORTLIST_US / 8, 1.3, "verified")
+    evaluator._result = lambda variant: slow  # type: ignore[method-assign]
+    search(storage, evaluator, trials=40)
+    assert evaluator.shortlisted == []
+
+
+@pytest.mark.parametrize("lucky", [False, True], ids=["caught", "bits that happen to repeat"])
+def test_a_nondeterministic_variant_planted_fastest_never_wins(
+    storage: BaseStorage, lucky: bool
+) -> None:
+    def planted(variant: Variant) -> float:
+        return 1.0 if variant.determinism == "none" else cost(variant)
+
+    winner = won(search(storage, FakeEvaluator(planted, lucky=lucky), trials=60))
+    assert determinism_class(winner.config) != "none"
+    assert all(determinism_class(entry.config) != "none" for entry in winner.tied)
+    fastest = winner.fastest_nondeterministic
+    assert fastest is not None
+    assert determinism_class(fastest.config) == "none"
+    assert fastest.ratio == 1.0
+    assert winner.overhead_of_determinism == winner.result.ratio
+
+
+def test_who_fails_in_the_finals_does_not_win(storage: BaseStorage) -> None:
+    def ladder(variant: Variant) -> Result | None:
+        bad = variant["strategy"] == "column_slices"
+        return timed(0.5, "nondeterministic", "refuted") if bad else None
+
+    evaluator = FakeEvaluator(final=ladder)
+    winner = won(search(storage, evaluator, trials=120))
+    assert winner.config["strategy"] != "column_slices"
+    assert len(evaluator.finalists) > 1, "the next best were to be called up"
+    again = FakeEvaluator(final=ladder)
+    assert search(storage, again, trials=60) == winner
+    assert again.finalists == []
+
+
+def test_no_winner_when_nobody_passes(storage: BaseStorage) -> None:
+    evaluator = FakeEvaluator(final=lambda variant: Result("crashed", note="planted"))
+    assert search(storage, evaluator, trials=30) is None
+    assert stored_winners(storage) == []
+
+
+def test_ties_go_to_the_first_in_the_order_of_the_space() -> None:
+    one, two, three = DETERMINISTIC[:3]
+    finals = [(three, timed(1.100)), (two, timed(1.109)), (one, timed(1.112))]
+    for order in (finals, finals[::-1], [finals[1], finals[2], finals[0]]):
+        choice = choose(order, LEGAL.rank, None)
+        assert choice is not None
+        assert order[choice.winner][0] == two, "the first knob with a difference is the strategy"
+        assert [order[place][0] for place in choice.tied] == [two, three]
+
+
+def test_rank_compares_knob_by_knob_in_file_order() -> None:
+    config = DETERMINISTIC[0]
+    later = {**config, "store_hint": "streaming"}
+    earlier_knob = {**config, "grid": "even"}
+    assert LEGAL.rank(config) < LEGAL.rank(later) < LEGAL.rank(earlier_knob)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "stays"),
+    [(1.1, True), (1.1 * 1.0099, True), (1.1 * 1.0101, False), (1.05, True)],
+)
+def test_the_incumbent_stays_unless_beaten_by_more_than_one_percent(
+    ratio: float, stays: bool
+) -> None:
+    challenger, incumbent = DETERMINISTIC[:2]
+    finals = [(challenger, timed(1.1)), (incumbent, timed(ratio))]
+    choice = choose(finals, LEGAL.rank, incumbent)
+    assert choice is not None
+    assert (finals[choice.winner][0] == incumbent) is stays
+    assert "incumbent" in choice.reason
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.095, 1.12])
+def test_an_incumbent_of_two_launches_gives_way_to_as_fast_a_kernel_of_one(ratio: float) -> None:
+    two = next(config for config in DETERMINISTIC if launches(config) == 2)
+    one = next(config for config in DETERMINISTIC if launches(config) == 1)
+    finals = [(two, timed(1.1)), (one, timed(ratio))]
+    choice = choose(finals, LEGAL.rank, two)
+    assert choice is not None
+    assert (finals[choice.winner][0] == one) is (ratio < 1.11)
+    # The other way round it stays: a second launch is never worth a tie.
+    choice = choose(finals, LEGAL.rank, one)
+    assert choice is not None
+    assert (finals[choice.winner][0] == one) is (ratio < 1.11)
+
+
+def test_ties_go_to_one_launch_before_the_order_of_the_space() -> None:
+    finals = [(config, timed(1.1)) for config in DETERMINISTIC]
+    rank = {repr(config): (launches(config) != 2,) for config, _ in finals}
+    choice = choose(finals, lambda config: rank[repr(config)], None)
+    assert choice is not None
+    assert launches(finals[choice.winner][0]) == 1
+    assert sorted(choice.tied) == list(range(len(finals)))
+
+
+def test_an_incumbent_that_fails_is_replaced() -> None:
+    challenger, incumbent = DETERMINISTIC[:2]
+    failed = timed(1.0, "nondeterministic", "refuted")
+    finals = [(incumbent, failed), (challenger, timed(1.5))]
+    choice = choose(finals, LEGAL.rank, incumbent)
+    assert choice is not None
+    assert choice.winner == 1
+    assert "incumbent failed in the finals (nondeterministic)" in choice.reason
+
+
+def test_the_stored_incumbent_takes_part_and_stays_on_a_tie(storage: BaseStorage) -> None:
+    def flat(variant: Variant) -> float:
+        return 1.2 + 0.001 * (cost(variant) - 1)
+
+    first = won(search(storage, FakeEvaluator(flat), trials=30))
+    evaluator, newer = FakeEvaluator(flat), FakePool(version="other machine code")
+    again = won(search(storage, evaluator, trials=30, pool=newer, seed=9))
+    assert again.date >= first.date
+    assert len(evaluator.evaluated) == 30
+    assert dict(first.config) in evaluator.finalists[0]
+    assert again.config == first.config
+    assert again.reason == "the incumbent: not beaten by more than 1 %"
+
+
+def test_an_incumbent_is_in_the_finals_however_slow(storage: BaseStorage) -> None:
+    slow = max(DETERMINISTIC, key=ratio_of)
+    evaluator = FakeEvaluator()
+    winner = won(search(storage, evaluator, trials=60, incumbent=make_winner(slow)))
+    assert slow in evaluator.finalists[0]
+    assert winner.reason.startswith("beat the incumbent by ")
+
+
+def test_a_predicted_incumbent_has_no_rights_among_measured_ones(storage: BaseStorage) -> None:
+    slow = max(DETERMINISTIC, key=ratio_of)
+    evaluator = FakeEvaluator(lambda variant: 1.2)
+    predicted = make_winner(slow, evidence="predicted")
+    winner = won(search(storage, evaluator, trials=30, incumbent=predicted))
+    assert "incumbent" not in winner.reason
+
+
+def test_an_illegal_incumbent_is_a_start_and_no_finalist(storage: BaseStorage) -> None:
+    stale = {**DETERMINISTIC[0], "register_cap": 40}  # would run, but a rule rejects it
+    assert not LEGAL.allows(stale)
+    evaluator = FakeEvaluator()
+    search(storage, evaluator, trials=30, incumbent=make_winner(stale))
+    assert stale not in evaluator.finalists[0]
+    assert evaluator.evaluated[0]["strategy"] == stale["strategy"]

@@ -1,0 +1,173 @@
+"""What a search tries, on a made-up cost: seeds, phases, shares, warm starts, sweeps."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from optuna.storages import BaseStorage
+
+from generator.kernels.geometry import determinism_class
+from generator.kernels.variant import make_variant
+from generator.problem import Problem
+from generator.search.proposals import warm_starts
+from generator.space.legal_configs import LegalConfigs
+from generator.studies.records import Winner
+from generator.studies.storage import open_storage
+from tests.support.searches import DETERMINISTIC, ratio_of, records, search, won
+from tests.support.synthetic import (
+    LEGAL,
+    PROBLEM,
+    SPACE,
+    TARGET,
+    FakeEvaluator,
+    cost,
+    make_winner,
+    shrink,
+)
+
+
+def test_it_finds_better_than_random_search(tmp_path: Path) -> None:
+    gains = []
+    for seed in range(4):
+        found = search(open_storage(tmp_path / f"{seed}"), trials=120, seed=seed)
+        rng = random.Random(seed)
+        drawn = [LEGAL.draw(rng, (), deterministic=True) for _ in range(120)]
+        gains.append(min(ratio_of(c) for c in drawn if c) - ratio_of(won(found).config))
+    assert min(gains) > 0, "a lucky draw is as good as the best at most"
+    assert sum(gains) / len(gains) > 0.01
+
+
+def test_only_legal_configs_and_none_twice(storage: BaseStorage) -> None:
+    evaluator = FakeEvaluator()
+    search(storage, evaluator, trials=100)
+    tried = [record.config for record in records(storage)]
+    assert len(tried) == 100
+    assert all(SPACE.reject(config, PROBLEM, TARGET) is None for config in tried)
+    assert len({LEGAL.key(config) for config in tried}) == 100
+    assert len({LEGAL.key(config) for config in evaluator.evaluated}) == len(evaluator.evaluated)
+
+
+def test_every_reduction_kind_has_a_seed_in_the_shape_of_the_best(storage: BaseStorage) -> None:
+    known = LEGAL.draw(random.Random(1), (), deterministic=True)
+    assert known is not None
+    start = replace(make_winner(known), problem=Problem.parse("8192x1024:bf16"))
+    search(storage, trials=20, incumbent=start)
+    seeds = [record.config for record in records(storage) if record.origin == "seed"]
+    assert seeds[0] == known
+    assert {(c["strategy"], c["order"]) for c in seeds} == {
+        (c["strategy"], c["order"]) for c in LEGAL.reduction_kinds
+    }
+    shape = ("threads_per_row", "rows_per_cta", "rows_in_flight", "ctas_per_sm")
+    kept = [all(seed[knob] == known[knob] for knob in shape) for seed in seeds]
+    assert sum(kept) > len(kept) / 2
+
+
+def test_the_phases_follow_each_other(storage: BaseStorage) -> None:
+    search(storage, trials=100)
+    origins = [record.origin for record in records(storage)]
+    order = list(dict.fromkeys(origins))
+    assert order == ["seed", "tpe", "surrogate", "overhead"]
+    counts = Counter(origins)
+    assert 20 <= counts["tpe"] <= 40
+    assert counts["surrogate"] >= 45
+
+
+def test_reduction_kinds_that_cannot_win_get_a_small_share(storage: BaseStorage) -> None:
+    search(storage, FakeEvaluator(lambda v: cost(v) - (v.determinism == "none")), trials=100)
+    ineligible = [r for r in records(storage) if determinism_class(r.config) == "none"]
+    assert {r.origin for r in ineligible} == {"seed", "overhead"}
+    assert 4 <= len(ineligible) <= 10
+
+
+def test_most_surrogate_proposals_are_near_the_best(storage: BaseStorage) -> None:
+    search(storage, trials=100)
+    done = records(storage)
+
+    def change(number: int) -> int:
+        """Knobs in which a trial differs from the closest of the five best before it."""
+        best = sorted((r for r in done[:number] if r.feasible), key=lambda r: r.ratio)[:5]
+        config = done[number].config
+        return min(sum(r.config[knob] != config[knob] for knob in config) for r in best)
+
+    changes = [change(n) for n, record in enumerate(done) if record.origin == "surrogate"]
+    assert sum(changed <= 4 for changed in changes) > len(changes) / 2
+    assert min(changes) == 1
+
+
+def test_a_small_space_is_swept_in_the_order_of_the_file(
+    storage: BaseStorage, tmp_path: Path
+) -> None:
+    space = shrink(
+        tmp_path,
+        LEGAL.first(1)[0],
+        strategy=["column_slices", "separate", "atomic"],
+        store_hint=["default", "streaming"],
+        grid=["full", "even"],
+    )
+    winner = won(search(storage, space=space, trials=50))
+    legal = LegalConfigs(space, PROBLEM, TARGET)
+    every = legal.first(1000)
+    tried = [record.config for record in records(storage, winner.study)]
+    assert 8 <= len(every) < 50
+    assert tried == every
+    assert winner.trials == len(every)
+    assert cost(make_variant(winner.config, PROBLEM)) <= 1.01 * min(
+        ratio_of(config) for config in every if determinism_class(config) != "none"
+    )
+
+
+def test_a_space_larger_than_the_budget_is_not_swept(storage: BaseStorage, tmp_path: Path) -> None:
+    space = shrink(tmp_path, LEGAL.first(1)[0], slice_columns=[32, 64, 128, 16])
+    winner = won(search(storage, space=space, trials=3))
+    assert winner.trials == 3
+    assert "sweep" not in {record.origin for record in records(storage, winner.study)}
+
+
+def test_winners_of_near_problems_are_tried_first(storage: BaseStorage) -> None:
+    neighbour = Problem.parse("8192x1024:bf16")
+    other = won(search(storage, trials=40, problem=neighbour))
+    evaluator = FakeEvaluator()
+    search(storage, evaluator, trials=30)
+    assert evaluator.evaluated[0] == other.config
+
+
+def test_warm_starts_come_nearest_first() -> None:
+    def at(problem: str, place: int, target: str = "h200") -> Winner:
+        where = Problem.parse(problem)
+        return make_winner(DETERMINISTIC[place], problem=where, target=target)
+
+    far = at("65536x1024:bf16", 0)
+    near = at("8192x1024:bf16", 1)
+    as_wide = at("4096x1024:fp16", 4)
+    other_weight = at("4096x1024:bf16:fp32", 5)
+    wider = at("4096x1024:fp32", 2)
+    other_gpu = at("4096x1024:bf16", 3, "h100")
+    same_config = at("16384x1024:bf16", 1)
+    winners = [other_gpu, wider, far, same_config, near, as_wide, other_weight]
+    found = warm_starts(PROBLEM, TARGET, winners)
+    nearest_first = (other_weight, as_wide, near, far, wider, other_gpu)
+    assert found == [w.config for w in nearest_first]
+
+
+def test_longer_rows_start_with_as_many_columns_in_each_cta() -> None:
+    problem = Problem.parse("8192x16384:bf16")
+    legal = LegalConfigs(SPACE, problem, TARGET)
+    one = next(c for c in DETERMINISTIC if c["cluster"] == 1)
+    for shape, cluster, expected in (
+        ("8192x4096:bf16", 1, [4, 1]),
+        ("8192x8192:bf16", 2, [4, 2]),
+        ("8192x32768:bf16", 8, [4, 8]),
+        ("4096x16384:bf16", 2, [2]),
+        ("8192x3072:bf16", 1, [1]),  # 16384 is no multiple of 3072
+        ("8192x512:bf16", 1, [1]),  # there are no clusters of 32
+    ):
+        config = {**one, "cluster": cluster}
+        winner = make_winner(config, problem=Problem.parse(shape))
+        found = warm_starts(problem, TARGET, [winner])
+        assert [c["cluster"] for c in found] == expected, shape
+        adapted = legal.adapt(found[0], random.Random(0))
+        assert adapted is not None
+        assert legal.allows(adapted)

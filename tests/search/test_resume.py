@@ -1,0 +1,111 @@
+"""A search that goes on where another one stopped, and what a kill costs."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.storages import BaseStorage
+
+from generator.paths import REPOSITORY
+from generator.result import Result
+from generator.studies.storage import open_storage
+from generator.studies.study_log import stored_winners
+from tests.support.searches import records, search, won
+from tests.support.synthetic import (
+    LEGAL,
+    FakeEvaluator,
+    FakePool,
+)
+
+
+def test_a_finished_study_answers_without_measuring(storage: BaseStorage, tmp_path: Path) -> None:
+    first = won(search(storage, trials=30))
+    evaluator = FakeEvaluator()
+    again = search(open_storage(tmp_path / "studies.journal"), evaluator, trials=30)
+    assert again == first
+    assert evaluator.evaluated == []
+    assert evaluator.finalists == []
+
+
+def test_finals_are_held_again_for_other_machine_code(storage: BaseStorage) -> None:
+    first = won(search(storage, trials=30))
+    pool = FakePool(version="another compiler")
+    evaluator = FakeEvaluator()
+    again = won(search(storage, evaluator, trials=30, pool=pool))
+    assert len(evaluator.finalists) == 1
+    assert again.cubin != first.cubin
+
+
+def test_a_larger_budget_continues_a_study(storage: BaseStorage) -> None:
+    search(storage, trials=30)
+    evaluator = FakeEvaluator()
+    winner = won(search(storage, evaluator, trials=50))
+    assert winner.trials == 50
+    assert len(evaluator.evaluated) <= 20
+    assert len({LEGAL.key(record.config) for record in records(storage)}) == 50
+
+
+def test_finals_lost_to_a_kill_are_held_on_resume(storage: BaseStorage) -> None:
+    class Killed(FakeEvaluator):
+        def finals(self, *arguments: Any) -> list[Result]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(storage, Killed(), trials=20)
+    evaluator = FakeEvaluator()
+    assert won(search(storage, evaluator, trials=20)).trials == 20
+    assert evaluator.evaluated == []
+    assert len(evaluator.finalists) == 1
+
+
+def test_kill_9_at_any_moment_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
+    journal, evaluations = tmp_path / "studies.journal", tmp_path / "evaluations"
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.synthetic",
+        str(journal),
+        str(evaluations),
+        "130",
+    ]
+    rng = random.Random(os.getpid())
+    known: list[dict[str, int | str]] = []
+    kills = 0
+
+    def finished() -> int:
+        return journal.read_bytes().count(b'"origin"') if journal.exists() else 0
+
+    for _ in range(3):
+        before = finished()
+        process = subprocess.Popen(command, cwd=REPOSITORY)
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline and finished() == before:
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        kills += process.wait() == -signal.SIGKILL
+        stored = [dict(r.config) for r in records(open_storage(journal))]
+        assert stored[: len(known)] == known, "a finished trial was lost"
+        assert len(stored) > len(known)
+        known = stored
+    assert kills >= 2
+    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=60)
+
+    done = records(open_storage(journal))
+    assert len(done) == 130
+    assert [dict(record.config) for record in done][: len(known)] == known
+    assert len({LEGAL.key(record.config) for record in done}) == 130
+    # Only a trial that was under way when the run was killed may have been measured again.
+    lines = Counter(evaluations.read_text().splitlines())
+    assert sum(lines.values()) - len(lines) <= kills
+    [winner] = stored_winners(open_storage(journal))
+    assert winner.trials == 130

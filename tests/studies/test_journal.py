@@ -1,0 +1,166 @@
+"""Where studies are kept: torn, corrupt, packed and locked journals, full disks, databases."""
+
+from __future__ import annotations
+
+import lzma
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.storages import BaseStorage
+from optuna.storages.journal import JournalFileBackend
+
+from generator.errors import NormforgeError
+from generator.studies.storage import JOURNAL_NAME, open_storage
+from generator.studies.study_log import StudyLog, stored_winners
+from tests.support.searches import NAME, search, won
+from tests.support.synthetic import (
+    FakeEvaluator,
+)
+
+
+def test_a_database_url_is_passed_through(tmp_path: Path) -> None:
+    storage = open_storage(f"sqlite:///{tmp_path}/studies.db")
+    winner = won(search(storage, trials=8))
+    again = open_storage(f"sqlite:///{tmp_path}/studies.db")
+    assert stored_winners(again) == [winner]
+
+
+def test_a_database_that_cannot_be_opened_is_named_without_its_password() -> None:
+    with pytest.raises(NormforgeError, match=r"nosuchdb://db\.local/studies") as caught:
+        open_storage("nosuchdb://user:secret@db.local/studies")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_full_disk_ends_the_search_with_a_sentence(
+    storage: BaseStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: JournalFileBackend, logs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    search(storage, trials=5)
+    monkeypatch.setattr(JournalFileBackend, "append_logs", full)
+    with pytest.raises(NormforgeError, match="No space left on device"):
+        search(storage, trials=10)
+
+
+def test_a_torn_last_record_costs_that_record_only(storage: BaseStorage, tmp_path: Path) -> None:
+    journal = tmp_path / "studies.journal"
+    search(storage, trials=6)
+    whole = journal.read_bytes()
+    start = whole.rstrip(b"\n").rfind(b"\n") + 1
+    for end in (start + 1, start + 9, start + 30, (start + len(whole)) // 2, len(whole) - 1):
+        journal.write_bytes(whole[:end])
+        study = StudyLog(open_storage(journal), NAME)
+        assert journal.read_bytes() == whole[:start]
+        assert len(study.trials()) == 6
+    evaluator = FakeEvaluator()
+    winner = won(search(open_storage(journal), evaluator, trials=6))
+    assert evaluator.evaluated == []
+    assert stored_winners(open_storage(journal)) == [winner]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"no journal at all",
+        b"{}\n",
+        b"[1, 2]\n",
+        b'{"op_code":0,"worker_id":"a"\n{"op_code":1}\n',
+        b'{"op_code":0,"worker_id":"a"}\n',
+        b'{"op_code":99,"worker_id":"a"}\n',
+        b"\x00\xff\xfe\x80" * 100,
+        b"SQLite format 3\x00" + bytes(100) + b"\n",
+    ],
+)
+def test_a_corrupt_journal_is_one_sentence_and_stays_as_it_is(
+    tmp_path: Path, content: bytes
+) -> None:
+    journal = tmp_path / "studies.journal"
+    journal.write_bytes(content)
+    before = journal.stat().st_mtime_ns
+    with pytest.raises(NormforgeError, match="corrupt") as caught:
+        open_storage(journal)
+    assert str(journal) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert journal.read_bytes() == content
+    assert journal.stat().st_mtime_ns == before
+    assert [path.name for path in tmp_path.iterdir()] == ["studies.journal"]
+
+
+def test_damage_in_the_middle_is_reported_with_its_line(
+    storage: BaseStorage, tmp_path: Path
+) -> None:
+    journal = tmp_path / "studies.journal"
+    search(storage, trials=4)
+    lines = journal.read_bytes().splitlines(keepends=True)
+    lines[2] = lines[2][:50] + b"\n"
+    journal.write_bytes(b"".join(lines))
+    with pytest.raises(NormforgeError, match="line 3 is no JSON"):
+        open_storage(journal)
+
+
+def test_an_unusable_folder_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NormforgeError, match="choose another output folder"):
+        open_storage(tmp_path / "file" / "studies.journal")
+
+
+@pytest.mark.parametrize("kind", ["symlink", "file"])
+def test_locks_left_behind_by_a_kill_do_not_stop_the_next_run(tmp_path: Path, kind: str) -> None:
+    journal = tmp_path / "studies.journal"
+    lock = Path(f"{journal}.lock")  # the name that Optuna's own locks have
+    if kind == "symlink":
+        lock.symlink_to(journal)
+    else:
+        lock.touch()
+    started = time.monotonic()
+    search(open_storage(journal), trials=5)
+    assert time.monotonic() - started < 3
+
+
+def test_a_writer_killed_with_the_lock_in_hand_does_not_block(tmp_path: Path) -> None:
+    journal = tmp_path / "studies.journal"
+    open_storage(journal)
+    hold = (
+        "import fcntl, os, sys, time\n"
+        f"handle = os.open({str(journal)!r}, os.O_RDWR)\n"
+        "fcntl.flock(handle, fcntl.LOCK_EX)\n"
+        "print('held', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        process.kill()
+    started = time.monotonic()
+    search(open_storage(journal), trials=5)
+    assert time.monotonic() - started < 3
+
+
+def test_packed_journal_is_unpacked_when_the_journal_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / JOURNAL_NAME
+    optuna.create_study(storage=open_storage(path), study_name="kept")
+    packed = path.with_name(path.name + ".xz")
+    packed.write_bytes(lzma.compress(path.read_bytes()))
+    path.unlink()
+
+    assert optuna.get_all_study_names(open_storage(path)) == ["kept"]
+
+    optuna.create_study(storage=open_storage(path), study_name="newer")
+    assert optuna.get_all_study_names(open_storage(path)) == ["kept", "newer"]
+
+
+def test_damaged_packed_journal_is_one_sentence_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / JOURNAL_NAME
+    packed = path.with_name(path.name + ".xz")
+    packed.write_bytes(b"no archive")
+
+    with pytest.raises(NormforgeError, match="corrupt"):
+        open_storage(path)
+
+    assert packed.read_bytes() == b"no archive"
+    assert not path.exists()

@@ -1,0 +1,79 @@
+"""A search on a made-up cost, with what most tests of searches have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optuna
+from optuna.storages import BaseStorage
+from optuna.trial import TrialState
+
+from generator.kernels.geometry import Config, determinism_class
+from generator.kernels.variant import make_variant
+from generator.problem import Problem
+from generator.search.budget import Budget
+from generator.search.sampler import LegalSampler, distributions
+from generator.search.search import search_problem
+from generator.space.legal_configs import LegalConfigs
+from generator.space.space import Space
+from generator.studies.records import Record, Winner, study_name
+from generator.studies.study_log import StudyLog
+from tests.support.synthetic import LEGAL, PROBLEM, SPACE, TARGET, FakeEvaluator, FakePool, cost
+
+NAME = study_name(PROBLEM, TARGET, "measured", SPACE)
+DETERMINISTIC = [config for config in LEGAL.reduction_kinds if determinism_class(config) != "none"]
+
+
+def search(
+    storage: BaseStorage,
+    evaluator: FakeEvaluator | None = None,
+    trials: int = 40,
+    pool: FakePool | None = None,
+    problem: Problem = PROBLEM,
+    space: Space = SPACE,
+    budget: Budget | None = None,
+    **options: Any,
+) -> Winner | None:
+    """`search_problem` with what most tests have in common."""
+    return search_problem(
+        LegalConfigs(space, problem, TARGET),
+        pool or FakePool(),
+        evaluator or FakeEvaluator(),
+        storage,
+        budget or Budget(trials=trials),
+        **options,
+    )
+
+
+def won(winner: Winner | None) -> Winner:
+    assert winner is not None
+    return winner
+
+
+def records(storage: BaseStorage, name: str = NAME) -> list[Record]:
+    return [Record.from_trial(trial) for trial in StudyLog(storage, name).trials()]
+
+
+def ratio_of(config: Config) -> float:
+    return cost(make_variant(config, PROBLEM))
+
+
+def new_study(sampler: LegalSampler) -> optuna.Study:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna.create_study(sampler=sampler)
+
+
+def ask_and_tell(sampler: LegalSampler, trials: int) -> list[dict[str, int | str]]:
+    """The configs that a sampler proposes when every fifth trial fails, as in a real study."""
+    study = new_study(sampler)
+    configs = []
+    for number in range(trials):
+        trial = study.ask(distributions(SPACE))
+        configs.append(dict(trial.params))
+        failed = number % 5 == 4
+        trial.set_constraint("infeasible", float(failed))
+        if failed:
+            study.tell(trial, state=TrialState.PRUNED)
+        else:
+            study.tell(trial, ratio_of(trial.params))
+    return configs
