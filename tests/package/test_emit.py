@@ -226,7 +226,7 @@ def test_entries_that_must_not_be_emitted(package: Path) -> None:
         (bare, "does not state its"),
         (other, "is for sm_100a and h200 is sm_90a"),
         (failed, "error: expected a ;"),
-        (proposed, "evidence 'guessed'"),
+        (proposed, "evidence 'proposed'"),
     ):
         with pytest.raises(NormforgeError, match=sentence):
             put(package, good, bad)

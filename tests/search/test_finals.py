@@ -10,8 +10,9 @@ from typing import ClassVar
 import pytest
 from optuna.storages import BaseStorage
 
-from generator.kernels.geometry import Config, determinism_class, launches
+from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
+from generator.kernels.strategies import determinism_class, launches
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from optuna.storages import BaseStorage
 
-from generator.kernels.geometry import determinism_class
+from generator.kernels.strategies import determinism_class
 from generator.kernels.variant import make_variant
 from generator.problem import Problem
 from generator.search.proposals import warm_starts

@@ -8,7 +8,8 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from generator.kernels.geometry import Config, determinism_class
+from generator.kernels.geometry import Config
+from generator.kernels.strategies import determinism_class
 from generator.kernels.variant import make_variant
 from generator.problem import Problem
 from generator.search.budget import Budget
