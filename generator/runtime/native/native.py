@@ -138,12 +138,12 @@ class _Plans:
         with self._paused(device, stream, launch) as workspace:
             main, second = kernel.load(device)
             block = argument_block(launch, call.extent, workspace.zeros, workspace.scratch)
-            configs = [kernel.configure_main(launch.grid, stream)]
+            configs = [kernel.main_config(launch.grid, stream)]
             kernels = [(int(configs[0].getPtr()), int(main), _words(block.main_at))]
             if second is None:
                 kernels.append((0, 0, b""))
             else:
-                configs.append(kernel.configure_sum(launch.sum_grid, stream))
+                configs.append(kernel.sum_config(launch.sum_grid, stream))
                 kernels.append((int(configs[1].getPtr()), int(second), _words(block.sum_at)))
             _kept.append((configs, main, second))
             self._store.add(
