@@ -149,7 +149,7 @@ ENTRY_POINTS = (BACKWARD, MODULE, MODULE_WITH_RESIDUAL, INSTALL)
 
 
 def norm_of(package: Package, entry_point: str) -> tuple[Any, bool]:
-    """A norm for `Llama` by one of ENTRY_POINTS, and whether the residual stream goes through it."""
+    """A norm for `Llama` by one of ENTRY_POINTS, and whether the residual goes through it."""
     if entry_point == BACKWARD:
         return function_norm(package), False
     if entry_point == INSTALL:

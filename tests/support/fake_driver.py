@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -193,18 +194,25 @@ class FakeDevice:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream, self.device, self.capturing = 7, 0, False
         self.local = threading.local()
-        for user in (api, call, forward_call, native):
-            monkeypatch.setattr(user, "raw_stream", lambda device: self.here())
-        for user in (call, forward_call, native):
-            monkeypatch.setattr(user, "current_device", lambda: self.device)
-            monkeypatch.setattr(user, "is_capturing", lambda: self.capturing)
-        for user in (call, forward_call):
-            monkeypatch.setattr(user, "empty_strided", empty_on_cpu)
-        here = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H200")
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
+        use_device(monkeypatch, self, current_device=lambda: self.device)
 
     def here(self) -> int:
         return getattr(self.local, "stream", self.stream)
+
+
+def use_device(
+    monkeypatch: pytest.MonkeyPatch, state: Any, current_device: Callable[[], int]
+) -> None:
+    """Let the runtime ask `state` (`here()` and `capturing`) what it asks PyTorch."""
+    for user in (api, call, forward_call, native):
+        monkeypatch.setattr(user, "raw_stream", lambda device: state.here())
+    for user in (call, forward_call, native):
+        monkeypatch.setattr(user, "current_device", current_device)
+        monkeypatch.setattr(user, "is_capturing", lambda: state.capturing)
+    for user in (call, forward_call):
+        monkeypatch.setattr(user, "empty_strided", empty_on_cpu)
+    here = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
 
 
 def empty_on_cpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
