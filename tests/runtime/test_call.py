@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import struct
 import threading
-from dataclasses import replace
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,7 @@ from cuda.bindings import driver as cuda
 
 from generator.runtime.launch.driver import LaunchError
 from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.launch.workspace import LINE, SLAB, Workspaces, Zeros
+from generator.runtime.launch.workspace import LINE, PER_THREAD, SLAB, Workspaces, Zeros
 from generator.runtime.serve.options import (
     Options,
 )
@@ -161,11 +161,43 @@ def test_residual_of_another_dtype_has_an_output_of_its_own(calls: Calls) -> Non
         assert (third is dx) is (dtype is torch.bfloat16)
 
 
-def test_without_dw_there_is_no_second_kernel(calls: Calls) -> None:
-    calls.kernel = LoadedKernel(b"cubin", replace(SEPARATE, cluster=1))
-    assert calls(options=Options(need_dw=False)).sum is None
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("change", [{"options": Options(need_dw=False)}, {"weight": None}])
+def test_without_dw_there_is_no_second_kernel(
+    calls: Calls, capturing: bool, change: dict[str, Any]
+) -> None:
+    """It would write to address 0."""
+    calls.kernel, calls.device.capturing = LoadedKernel(b"cubin", SEPARATE), capturing
+    assert calls(**change).sum is None
     call = calls()
     assert call.sum.arguments[1] == address(call.results[1])
+
+
+def in_another_thread(work: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_threads_have_workspaces_of_their_own_on_the_per_thread_stream(calls: Calls) -> None:
+    """The handle of the per-thread default stream names another stream in every thread, and calls
+    of different streams may run at the same time."""
+    for calls.device.stream, shared in ((PER_THREAD, False), (7, True)):
+        mine, again, other = calls(), calls(), in_another_thread(calls)
+        assert (mine.zeros, mine.scratch) == (again.zeros, again.scratch)
+        assert (mine.zeros == other.zeros) is (mine.scratch == other.scratch) is shared
+
+
+def test_binding_of_another_thread_is_not_taken(calls: Calls) -> None:
+    """Of one that made a call of the same signature before, with the arguments of its own."""
+    calls.device.stream = PER_THREAD
+    first = in_another_thread(calls)
+    second = calls()
+    assert first.zeros != second.zeros and first.scratch != second.scratch
+    (call,) = calls._made.values()
+    assert call.bindings == {}
 
 
 def test_quick_call_leaves_unaligned_addresses_to_others(calls: Calls) -> None:

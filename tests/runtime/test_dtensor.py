@@ -43,6 +43,20 @@ assert y.placements == stream.placements == (Shard(2),)
 y.sum().backward()
 assert per_head.grad.placements == (Shard(0),), per_head.grad.placements
 
+narrow = [DTensor.from_local(t.bfloat16(), mesh, [Shard(1)]) for t in (dy, local)]
+stream = DTensor.from_local(dy, mesh, [Shard(1)])  # wider than x: a result of its own
+scales = DTensor.from_local(rstd, mesh, [Shard(1)]), weight.detach().bfloat16()
+narrow_dx, _, third = package.rmsnorm_backward(*narrow, *scales, dresidual=stream)
+assert (narrow_dx.dtype, third.dtype) == (torch.bfloat16, torch.float32)
+assert narrow_dx.placements == third.placements == (Shard(1),), third.placements
+assert third.shape == x.shape and third.to_local().shape == local.shape
+again = package.rmsnorm_backward(
+    *(t.to_local() for t in (*narrow, *scales)), dresidual=stream.to_local()
+)
+assert torch.equal(third.to_local(), again[2])
+none = package.ops.rms_norm_backward(*narrow, *scales, None, 0.0, True, True, None)[2]
+assert none.placements == (Replicate(),), none.placements  # an empty tensor, which is nobody's rows
+
 split = DTensor.from_local(torch.randn(2, 8), mesh, [Shard(1)])  # columns: gathered first
 assert package.rms_norm(split).placements == (Replicate(),)
 

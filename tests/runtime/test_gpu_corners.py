@@ -153,7 +153,7 @@ def test_second_derivatives_are_those_of_the_formula(package: Package, entry_poi
         assert float((one - two).norm() / two.norm()) < 1e-5
 
 
-def test_second_derivative_of_by_backward_is_refused(package: Package) -> None:
+def test_second_derivative_of_the_backward_is_refused(package: Package) -> None:
     x = randn(33, 1024).requires_grad_()
     norm = function_norm(package)(1024).to("cuda", torch.bfloat16)
     (dx,) = torch.autograd.grad(norm(x).float().square().sum(), x, create_graph=True)

@@ -6,17 +6,20 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
 from generator.runtime.api import Package
+from generator.runtime.frontends.install import Installation
 from generator.runtime.serve.warn_once import WarnOnce
 from tests.support.entry_points import (
     aten_on_cpu,
     grads,
     leaf,
+    randn,
     routing_on_cpu,
     same,
     write_package,
@@ -125,6 +128,26 @@ def test_what_was_not_tuned_goes_to_the_kernel_that_was_there(
             train_once(norm)  # the same reason
             train_once(torch.nn.RMSNorm((4, 16)))  # what no package is asked for
     assert aten.count("backward") == 4
+
+
+@pytest.mark.parametrize("shape", [(16,), (1, 16), (4, 16)])
+def test_norms_over_two_dimensions_stay_with_pytorch(
+    shape: tuple[int, ...], aten: list[str]
+) -> None:
+    """Nobody is asked: their weight may look like one per head, and there may be a call whose
+    tensors are alike."""
+    asked: list[str] = []
+
+    def serve(who: str) -> Any:
+        return lambda dy, x, rstd, weight, *_: asked.append(who) or (x + 1, weight + 1)
+
+    x, weight, rstd = randn(3, 4, 16), randn(*shape), torch.ones(3, 4, 1)
+    with Installation(serve("quick"), serve("route"), "CPU").installed():
+        for mask in ([True, True], [True, False]):
+            torch.ops.aten._fused_rms_norm_backward(x, x, list(shape), rstd, weight, mask)
+    two = len(shape) > 1
+    assert asked == ([] if two else ["quick", "route"])
+    assert aten == (["backward", "backward"] if two else [])
 
 
 def test_import_and_construction_change_nothing(package: Package, aten: list[str]) -> None:

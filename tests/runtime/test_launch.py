@@ -72,6 +72,15 @@ def test_second_kernel_follows_with_early_start(driver: FakeDriver) -> None:
     assert early.programmaticStreamSerializationAllowed == 1
 
 
+def test_without_dw_the_second_kernel_is_not_launched(driver: FakeDriver) -> None:
+    kernel = LoadedKernel(b"cubin", SEPARATE)
+    dy, x, rstd, weight = tensors()
+    plan = plan_launch(SEPARATE, len(x))
+    tensors_of = {"x": x, "dy": dy, "rstd": rstd, "weight": weight, "dx": torch.empty_like(x)}
+    launch_backward(kernel, plan, 7, **tensors_of, dw=None, workspace=4096)
+    assert [seen.function for seen in driver.launches] == ["rmsnorm_backward"]
+
+
 def test_no_attribute_is_set_that_a_kernel_does_not_ask_for(driver: FakeDriver) -> None:
     plain = replace(SEPARATE, cluster=1, dependent=False, smem_bytes=0)
     launch(LoadedKernel(b"cubin", plain))

@@ -349,12 +349,15 @@ def test_packages_have_plans_of_their_own(machine: Machine, make: Any) -> None:
     assert blocks == [256, 128]
 
 
-@pytest.mark.parametrize("name", ["x spread", "dy spread", "dy repeated"])
-def test_strided_calls_teach_nothing(machine: Machine, make: Any, name: str) -> None:
-    """Their strides would be taken for those of dense calls."""
+@pytest.mark.parametrize(
+    "name", ["x spread", "dy spread", "dy repeated", "x shifted", "dy shifted", "weight shifted"]
+)
+def test_strided_and_misaligned_calls_teach_nothing(machine: Machine, make: Any, name: str) -> None:
+    """Their strides, and their kernels, would be taken for those of dense and aligned calls."""
     package, never = make(), make(on=False)
     for _ in range(4):
         by_backward(package, **OTHERS[name]())
+    assert who_served(machine, lambda: by_backward(package, **inputs()))[:2] == (0, 1)
     for _ in range(5):
         found = by_backward(package, **inputs())
     assert len(machine.native) > 0

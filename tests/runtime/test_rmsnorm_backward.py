@@ -199,7 +199,7 @@ def test_wrong_type_is_named(package: Package) -> None:
         package.rmsnorm_backward(x, None, x[:, 0])  # type: ignore[arg-type]
 
 
-def test_by_backward_traces_into_one_operator(package: Package) -> None:
+def test_backward_traces_into_one_operator(package: Package) -> None:
     dy, x, weight = randn(4, 8, seed=1), randn(4, 8), randn(8, seed=2)
     rstd, main_grad = torch.ones(4, 1), torch.zeros(8)
 
@@ -216,7 +216,7 @@ def test_by_backward_traces_into_one_operator(package: Package) -> None:
     assert torch.equal(main_grad, wanted_grad)
 
 
-def test_gradient_of_by_backward_is_refused(package: Package) -> None:
+def test_gradient_of_the_backward_is_refused(package: Package) -> None:
     """And not left out, neither as a gradient penalty finds it nor called with leaves."""
     norm = function_norm(package)(8)
     x, weight = leaf(4, 8), norm.weight
