@@ -46,7 +46,9 @@ from generator.kernels.variant import Variant, make_variant  # noqa: E402
 from generator.operations.rmsnorm_backward import Inputs, make_cancelling, make_inputs  # noqa: E402
 from generator.package.fallback_kernels import first_choices, generic_variants, takes_rows  # noqa: E402
 from generator.problem import Problem  # noqa: E402
-from generator.runtime.launch.launch import LaunchError, LoadedKernel  # noqa: E402
+from generator.runtime.launch.driver import LaunchError  # noqa: E402
+from generator.runtime.launch.launch import launch_backward  # noqa: E402
+from generator.runtime.launch.loaded_kernel import LoadedKernel  # noqa: E402
 from generator.runtime.spec import KernelSpec, Launch  # noqa: E402
 from generator.space.load import load_space  # noqa: E402
 from generator.target import Target, match_device  # noqa: E402
@@ -202,7 +204,18 @@ def run_on_gpu(
     workspace = torch.full((launch.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
     workspace[: launch.scratch_offset] = 0
     stream = torch.cuda.current_stream().cuda_stream
-    kernel.launch(x, dy, rstd, weight, dx, dw, workspace.data_ptr(), launch, stream)
+    launch_backward(
+        kernel,
+        launch,
+        stream,
+        x=x,
+        dy=dy,
+        rstd=rstd,
+        weight=weight,
+        dx=dx,
+        dw=dw,
+        workspace=workspace.data_ptr(),
+    )
     torch.cuda.synchronize()
     if bool(workspace[: launch.scratch_offset].any()):
         raise NormforgeError(f"{spec.name} left a counter or an accumulator changed on the GPU")

@@ -37,7 +37,8 @@ from generator.problem import Problem  # noqa: E402
 from generator.runtime import torch_internals as cuda  # noqa: E402
 from generator.runtime.api import Package  # noqa: E402
 from generator.runtime.launch.binding import Binding, bind, pack_addresses  # noqa: E402
-from generator.runtime.launch.launch import cuda_driver, plain_extent  # noqa: E402
+from generator.runtime.launch.driver import cuda_driver  # noqa: E402
+from generator.runtime.launch.launch import plain_extent  # noqa: E402
 from generator.runtime.spec import plan_launch  # noqa: E402
 
 BATCH = 50
@@ -106,7 +107,6 @@ def pieces(package: Package, inputs: Inputs) -> Calls:
     dx, dw = torch.empty_like(x), torch.empty_like(weight)
     device = x.device.index
     same = cuda.same_kind(dy, x, rstd, weight)
-    assert same is not None, "this PyTorch has no TensorGuards"
     dx_size = (tuple(x.shape), cuda.contiguous_strides(x.shape), x.dtype)
     dw_size = (tuple(weight.shape), cuda.contiguous_strides(weight.shape), weight.dtype)
     lock = threading.Lock()
@@ -231,8 +231,16 @@ def _binding(package: Package, inputs: Inputs) -> Binding:
     launch = plan_launch(choice.kernel.spec, M)
     stream = cuda.raw_stream(x.device.index)
     workspace = package._workspaces.of_stream(x.device.index, stream)
-    kernel, extent = package._kernel(choice.kernel), plain_extent(launch, M, N, N, N)
-    return bind(kernel, launch, extent, x.device.index, stream, workspace, True)
+    kernel, extent = package._kernels.get(choice.kernel), plain_extent(launch, M, N, N, N)
+    return bind(
+        kernel,
+        launch,
+        extent,
+        device=x.device.index,
+        stream=stream,
+        workspace=workspace,
+        wants_dw=True,
+    )
 
 
 def whole_calls(package: Package, inputs: Inputs) -> Calls:

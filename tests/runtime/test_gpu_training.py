@@ -1,5 +1,5 @@
-"""Training through each entry point on a GPU: equal bits run to run, on two streams, under graph replay;
-errors at most PyTorch's; what may go wrong between threads, streams, devices and captures."""
+"""Training through each entry point on a GPU: equal bits run to run, on two streams, under graph
+replay; errors at most PyTorch's; what may go wrong between threads, streams and captures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from generator.runtime.api import Package
 from generator.runtime.frontends.graph_pass import make_backend
 from generator.target import Target
 from tests.support.accuracy import Case, cases, check
-from tests.support.entry_points import Training, equal_bits, make_entry_point
+from tests.support.entry_points import ENTRY_POINTS, INSTALL, Training, equal_bits, norm_of
 from tests.support.samples import training_package
 
 pytestmark = [
@@ -23,7 +23,6 @@ pytestmark = [
     pytest.mark.usefixtures("deterministic", "served_by_kernels"),
 ]
 
-DOORS = ("1", "2", "2 with residual", "3")
 SIZES = {"width": 1024, "heads": 8, "tokens": 32}
 """Hidden norms of 1024 columns and QK-norms of 128, on slices of a packed QKV."""
 
@@ -34,8 +33,8 @@ def package(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 def training(package: Package, entry_point: str, how: str = "eager", seed: int = 0) -> Training:
-    norm, fused = make_entry_point(package, entry_point)
-    backend = make_backend(package.ops) if entry_point == "3" else "inductor"
+    norm, fused = norm_of(package, entry_point)
+    backend = make_backend(package.ops) if entry_point == INSTALL else "inductor"
 
     def wrap(model: Any) -> Any:
         return torch.compile(model, backend=backend) if how == "compiled" else model
@@ -44,10 +43,10 @@ def training(package: Package, entry_point: str, how: str = "eager", seed: int =
 
 
 def routed(package: Package, entry_point: str) -> Any:
-    return package.installed() if entry_point == "3" else nullcontext()
+    return package.installed() if entry_point == INSTALL else nullcontext()
 
 
-@pytest.mark.parametrize("entry_point", DOORS)
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_two_trainings_have_the_same_bits(package: Package, entry_point: str, how: str) -> None:
     with routed(package, entry_point):
@@ -59,7 +58,7 @@ def test_two_trainings_have_the_same_bits(package: Package, entry_point: str, ho
     assert not torch.equal(other[0], runs[0][0]), "the comparison would see a difference"
 
 
-@pytest.mark.parametrize("entry_point", DOORS)
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 def test_concurrent_trainings_have_the_bits_of_lonely_ones(
     package: Package, entry_point: str
 ) -> None:
@@ -99,7 +98,7 @@ def captured(one: Training) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@pytest.mark.parametrize("entry_point", DOORS)
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 def test_replayed_steps_have_the_bits_of_eager_ones(package: Package, entry_point: str) -> None:
     with routed(package, entry_point):
         eager = training(package, entry_point)
@@ -111,7 +110,7 @@ def test_replayed_steps_have_the_bits_of_eager_ones(package: Package, entry_poin
     assert equal_bits(one.state(), eager.state())
 
 
-@pytest.mark.parametrize("entry_point", DOORS)
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 def test_two_graphs_may_replay_at_once(package: Package, entry_point: str) -> None:
     with routed(package, entry_point):
         alone, both = (
@@ -249,7 +248,7 @@ def test_recognised_calls_have_the_bits_of_the_first(package: Package) -> None:
     first = package.rmsnorm_backward(*given)
     for _ in range(4):
         assert equal_bits(list(package.rmsnorm_backward(*given)), list(first))
-    assert package._known.recent
+    assert package._calls.recent
     half = package.rmsnorm_backward(*(tensor[:100] for tensor in given[:3]), t["weight"])
     assert half[0].shape == (100, 1024)
     unaligned = torch.empty(333 * 1024 + 1, device="cuda", dtype=torch.bfloat16)[1:]

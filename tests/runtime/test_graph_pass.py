@@ -260,6 +260,21 @@ def test_regional_inductor_compiles_what_is_tagged_as_the_tag_says(
         assert torch.allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize("step", [forward_only, backward_only])
+def test_routed_nodes_keep_their_meta(package: Package, step: Step) -> None:
+    """Where a node came from, and what other passes wrote; its values are those of the operator."""
+    module = trace(step)
+    (norm,) = find_norms(module.graph)
+    norm.meta |= {"custom": {"region": 3}, "stack_trace": "model.py, line 7"}
+    before = dict(norm.meta)
+    route(module, package.ops)
+    (routed,) = (n for n in module.graph.nodes if package.ops.namespace in str(n.target))
+    assert routed.meta.keys() == before.keys()
+    assert all(routed.meta[name] == before[name] for name in before if name != "val")
+    for mine, theirs in zip(routed.meta["val"], before["val"], strict=False):
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+
+
 def test_norms_over_two_dimensions_stay_with_pytorch(package: Package) -> None:
     def step(x: torch.Tensor, w: torch.Tensor) -> Any:
         return ATEN._fused_rms_norm(x, [4, 16], None, 1e-5)[0]

@@ -17,15 +17,16 @@ from generator.runtime.api import Package
 from generator.runtime.serve.reference import reference_backward
 from tests.support.accuracy import RESULTS, Case, cases, check, exact
 from tests.support.entry_points import (
+    ENTRY_POINTS,
+    INSTALL,
     Training,
     aten_on_cpu,
     equal_bits,
-    make_entry_point,
+    norm_of,
     routing_on_cpu,
     write_package,
 )
 
-DOORS = ("1", "2", "2 with residual", "3")
 STRICT: dict[str, Any] = {"fused": True, "chain": 1}
 """The formula rounds once, and leaves the order of additions to PyTorch."""
 
@@ -48,12 +49,12 @@ def compiled(model: Any) -> Any:
     return torch.compile(model, backend="aot_eager", fullgraph=True)
 
 
-@pytest.mark.parametrize("entry_point", DOORS)
+@pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_two_trainings_have_the_same_bits(package: Package, entry_point: str, how: str) -> None:
-    norm, fused = make_entry_point(package, entry_point)
+    norm, fused = norm_of(package, entry_point)
     wrap = compiled if how == "compiled" else (lambda model: model)
-    routed = routing_on_cpu(package).installed() if entry_point == "3" else nullcontext()
+    routed = routing_on_cpu(package).installed() if entry_point == INSTALL else nullcontext()
     with aten_on_cpu(), routed:
         runs = [Training(norm, fused, wrap=wrap).train() for _ in range(2)]
         other = Training(norm, fused, wrap=wrap, seed=1).train(2)
@@ -64,8 +65,8 @@ def test_two_trainings_have_the_same_bits(package: Package, entry_point: str, ho
 
 def test_entry_points_agree_with_pytorch(package: Package) -> None:
     wanted = Training(lambda width: torch.nn.RMSNorm(width, eps=1e-6), False).train()
-    for entry_point in DOORS:
-        norm, fused = make_entry_point(package, entry_point)
+    for entry_point in ENTRY_POINTS:
+        norm, fused = norm_of(package, entry_point)
         found = Training(norm, fused).train()
         for a, b in zip(found, wanted, strict=True):
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-5), entry_point

@@ -24,16 +24,15 @@ from generator.runtime.forward_table import (
     ForwardTable,
     ForwardTuned,
 )
-from generator.runtime.launch import binding, driver, forward_call, launch, workspace
+from generator.runtime.launch import forward_call
 from generator.runtime.serve import call
 from generator.runtime.serve.options import Arguments, Options
 from generator.runtime.spec import KernelSpec
 from generator.runtime.table import TABLE, Kernel, Table, Tuned
-from tests.runtime.test_runtime import SPEC, FakeDriver
 from tests.support.accuracy import DTYPES
+from tests.support.fake_driver import SPEC, TARGET, FakeDriver, stand_in
 
 STREAM = 7
-TARGET = {"name": "h200", "title": "H200", "arch": "sm_90a", "sms": 132}
 NARROW = replace(SPEC, N=512, columns=512, partial_stride=512)
 KERNELS = (
     SPEC,
@@ -98,9 +97,8 @@ def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made, on_cpu = Device(), torch.empty
-    for user in (driver, launch, workspace, binding, forward_call):
-        monkeypatch.setattr(user, "cuda_driver", lambda: made)
-    for user in (workspace, call, forward_call):
+    stand_in(monkeypatch, made)
+    for user in (call, forward_call):
         monkeypatch.setattr(user, "is_capturing", lambda: False)
     for user in (api, call, forward_call):
         monkeypatch.setattr(user, "raw_stream", lambda device: STREAM)
@@ -171,7 +169,7 @@ def step(
     x, dy = (tensor(M, N, dtype=dtype) for _ in range(2))
     stream = None if residual is None else tensor(M, N, dtype=residual)
     weight = tensor(N, dtype=weight_dtype)
-    package._norms(x, weight, 1e-6, float(offset), stream)
+    package._forward(x, weight, 1e-6, float(offset), stream)
     rstd = tensor(M, 1, dtype="fp32")
     options = Options(weight_offset=float(offset))
     package._run(Arguments(dy, x, rstd, weight, stream), options)
@@ -309,6 +307,6 @@ def test_machine_without_cuda_is_told_in_one_sentence(
 
 def test_gpu_of_another_kind_loads_nothing(package: Package, device: Device) -> None:
     package.table.target["arch"] = "sm_80"
-    package._norms.table.target["arch"] = "sm_80"  # type: ignore[union-attr]
+    package._forward.table.target["arch"] = "sm_80"  # type: ignore[union-attr]
     package.warmup(SHAPES, offset=True)
     assert device.costs == (0, 0)

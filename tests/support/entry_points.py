@@ -1,4 +1,4 @@
-"""What the tests of the entry points share: a package, CPU kernels of PyTorch's operators, a model."""
+"""What the tests of the entry points share: a package, PyTorch's operators on the CPU, a model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import torch
 
 from generator.runtime.api import Package
 from generator.runtime.frontends.install import Installation
-from generator.runtime.serve.call_cache import Known
-from generator.runtime.serve.forward import reference_forward
-from generator.runtime.serve.reference import reference_backward
+from generator.runtime.serve.reference import Results, reference_backward, reference_forward
 from generator.runtime.table import TABLE, Table
 
 
@@ -50,7 +48,7 @@ def aten_on_cpu(calls: list[str] | None = None) -> Iterator[None]:
 
 def routing_on_cpu(package: Package) -> Installation:
     """`install()` of a package for CPU tensors."""
-    return Installation(package._route, package._known, "CPU")
+    return Installation(package._quick, package._route, "CPU")
 
 
 @contextmanager
@@ -59,12 +57,12 @@ def routed_and_served(package: Package, device: str = "CUDA") -> Iterator[None]:
     package serves every one. Without it PyTorch's own kernel would pass most tests."""
     served: list[bool] = []
 
-    def route(*given: Any) -> Any:
+    def route(*given: Any) -> Results | None:
         found = package._route(*given)
         served.append(found is not None)
         return found
 
-    with Installation(route, Known(), device).installed():
+    with Installation(lambda *_: None, route, device).installed():
         yield
     assert served and all(served)
 
@@ -144,18 +142,23 @@ def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     )
 
 
-def make_entry_point(package: Package, entry_point: str) -> tuple[Any, bool]:
-    """A norm for `Llama`, and whether the residual stream goes through it. entry point: `1` (a Function of
-    the reader's own around rmsnorm_backward), `2`, `2 with residual`, `3` (torch.nn.RMSNorm)."""
-    if entry_point == "1":
-        return entry_point_1_norm(package), False
-    if entry_point == "3":
+BACKWARD, MODULE, MODULE_WITH_RESIDUAL, INSTALL = "backward", "module", "with residual", "install"
+"""Ways of a model to the kernels: a Function of the user's own around `rmsnorm_backward`, the
+package's RMSNorm (and with the residual stream through it), torch.nn.RMSNorm under `install()`."""
+ENTRY_POINTS = (BACKWARD, MODULE, MODULE_WITH_RESIDUAL, INSTALL)
+
+
+def norm_of(package: Package, entry_point: str) -> tuple[Any, bool]:
+    """A norm for `Llama` by one of ENTRY_POINTS, and whether the residual goes through it."""
+    if entry_point == BACKWARD:
+        return function_norm(package), False
+    if entry_point == INSTALL:
         return lambda width: torch.nn.RMSNorm(width, eps=1e-6), False
-    return lambda width: package.RMSNorm(width, eps=1e-6), entry_point == "2 with residual"
+    return lambda width: package.RMSNorm(width, eps=1e-6), entry_point == MODULE_WITH_RESIDUAL
 
 
-def entry_point_1_norm(package: Package) -> Any:
-    """A norm as somebody writes it who has only rmsnorm_backward."""
+def function_norm(package: Package) -> Any:
+    """A norm as somebody writes it who has only `rmsnorm_backward`."""
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -219,3 +222,12 @@ class Training:
 
 def equal_bits(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
     return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def grads(result: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
+    weights = randn(*result.shape, dtype=result.dtype, seed=9)
+    return list(torch.autograd.grad((result * weights).sum(), leaves))
+
+
+def same(one: Any, two: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

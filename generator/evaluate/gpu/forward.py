@@ -19,7 +19,8 @@ from generator.operations.rmsnorm_forward import EPS, ForwardInputs, forward_inp
 from generator.problem import Problem
 from generator.processes import end_pool, end_with_parent, shielded
 from generator.runtime.forward_table import ForwardSpec
-from generator.runtime.launch.forward_call import LoadedForward, forward_call
+from generator.runtime.launch.forward_call import forward_call
+from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.launch.row_layout import row_layout
 
 SECONDS = 120.0
@@ -104,7 +105,7 @@ def _runner(inputs: ForwardInputs, cubin: bytes, spec: ForwardSpec, residual: bo
     x, weight = inputs.x, inputs.weight
     other = inputs.residual if residual else None
     layout = row_layout(x)
-    call = forward_call(LoadedForward(cubin, spec), x, weight, other, layout, layout)
+    call = forward_call(LoadedKernel(cubin, spec), x, weight, other, layout, layout)
     return lambda: call(x, weight, EPS, 0.0, other)
 
 

@@ -29,7 +29,8 @@ from generator.operations.rmsnorm_backward import (
 )
 from generator.problem import Problem
 from generator.result import Result
-from generator.runtime.launch.launch import LaunchError, LoadedKernel
+from generator.runtime.launch.driver import LaunchError
+from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.spec import plan_launch
 
 SEARCH_ROUNDS = 15

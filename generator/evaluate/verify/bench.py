@@ -7,10 +7,8 @@ import torch
 from generator.evaluate.verify.guarded import Guarded
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
-from generator.runtime.launch.launch import (
-    DW_IN_WEIGHT_DTYPE,
-    LoadedKernel,
-)
+from generator.runtime.launch.launch import DW_IN_WEIGHT_DTYPE, launch_backward
+from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.spec import Launch
 
 
@@ -52,16 +50,17 @@ class Bench:
         """Enqueue one call. inputs.weight may be None here, and x and dy packed as (M / H, H, N);
         dw, dw_mode: another place for dw, and what to do with it."""
         dw = self.dw.tensor if dw is None else dw
-        self.kernel.launch(
-            inputs.x,
-            inputs.dy,
-            inputs.rstd,
-            inputs.weight,
-            self.dx.tensor if want_dx else None,
-            dw if want_dw else None,
-            self.workspace.tensor.data_ptr(),
+        launch_backward(
+            self.kernel,
             self.launch,
             torch.cuda.current_stream().cuda_stream,
+            x=inputs.x,
+            dy=inputs.dy,
+            rstd=inputs.rstd,
+            weight=inputs.weight,
+            dx=self.dx.tensor if want_dx else None,
+            dw=dw if want_dw else None,
+            workspace=self.workspace.tensor.data_ptr(),
             dresidual=inputs.residual,
             dresidual_out=self.dresidual.tensor if self.dresidual and want_dx else None,
             dw_mode=dw_mode,

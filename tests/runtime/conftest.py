@@ -1,0 +1,107 @@
+"""Fixtures of the tests of the runtime: stand-ins for the driver and the device."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from generator.runtime.api import Package
+from generator.runtime.launch.loaded_kernel import LoadedKernel
+from generator.runtime.native import native
+from generator.runtime.serve.checks import check_arguments
+from generator.runtime.spec import KernelSpec
+from generator.runtime.table import TABLE, Table
+from tests.support.fake_driver import (
+    SPEC,
+    TARGET,
+    Calls,
+    FakeDevice,
+    FakeDriver,
+    entry,
+    generic,
+    stand_in,
+    use_device,
+)
+from tests.support.native import (
+    Machine,
+    started,
+)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    fake = FakeDriver()
+    stand_in(monkeypatch, fake)
+    return fake
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    return FakeDevice(monkeypatch)
+
+
+@pytest.fixture(params=["any", "quick"])
+def calls(request: pytest.FixtureRequest, driver: FakeDriver, device: FakeDevice) -> Calls:
+    return Calls(driver, device, quick=request.param == "quick")
+
+
+@pytest.fixture(scope="session")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The extension, built once for all workers of a run."""
+    try:
+        native._compiler(), native._arguments()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+    with pytest.MonkeyPatch.context() as patch, (shared / "native.lock").open("w") as lock:
+        if "TORCH_EXTENSIONS_DIR" not in os.environ:
+            patch.setenv("TORCH_EXTENSIONS_DIR", str(shared))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return native.load(native.build())
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    stand_in(monkeypatch, made)
+    use_device(monkeypatch, made, current_device=lambda: 0)
+    return made
+
+
+@pytest.fixture
+def make(machine: Machine, module: Any, tmp_path: Path) -> Callable[..., Package]:
+    """Makes a package whose kernels run on the fake device, native path on."""
+    numbers = itertools.count()
+
+    def make(spec: KernelSpec = SPEC, on: bool = True) -> Package:
+        folder = tmp_path / str(next(numbers))
+        folder.mkdir()
+        table = Table(TARGET, (entry(4096, spec),), (generic(4096, 16), generic(4096, 2)))
+        (folder / TABLE).write_text(json.dumps(table.to_json()))
+        package = Package(folder)
+        loaded: dict[Any, LoadedKernel] = {}
+        package._kernels.get = lambda kernel: loaded.setdefault(  # type: ignore[method-assign]
+            kernel, LoadedKernel(b"cubin", kernel.spec)
+        )
+        formula = package._find
+
+        def find(given: Any, options: Any) -> Any:
+            check_arguments(given, options)
+            if given.x.dtype == torch.bfloat16 and given.x.numel():
+                return package._with_kernel(given, options, 0)
+            return formula(given, options)
+
+        package._find = find  # type: ignore[method-assign]
+        package._calls._device = ""
+        return started(package, module, machine.addresses, on_cpu=True) if on else package
+
+    return make

@@ -1,0 +1,133 @@
+"""The checks of a call's arguments, and where their rows are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from generator.runtime.launch.row_layout import RowLayout, dense, row_layout
+from generator.runtime.serve.checks import check_arguments
+from generator.runtime.serve.layout import read_layout
+from generator.runtime.serve.options import (
+    PLAIN,
+    Arguments,
+    Options,
+)
+from tests.support.fake_driver import (
+    tensors,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"x": torch.zeros(6, 8, dtype=torch.int32)}, TypeError, "x must be bfloat16"),
+        ({"dy": torch.zeros(6, 8, dtype=torch.half)}, TypeError, "dy must have x's dtype"),
+        ({"weight": torch.zeros(8, dtype=torch.half)}, TypeError, "weight must have x's dtype"),
+        ({"rstd": torch.zeros(6, dtype=torch.bfloat16)}, TypeError, "rstd must be float32"),
+        ({"rstd": torch.zeros(6, dtype=torch.float64)}, TypeError, "rstd must be float32"),
+        ({"dy": torch.zeros(5, 8, dtype=torch.bfloat16)}, ValueError, r"got \(5, 8\)"),
+        ({"weight": torch.zeros(7)}, ValueError, r"shape \(8,\) or \(6, 8\), got \(7,\)"),
+        ({"rstd": torch.zeros(5)}, ValueError, "each of the 6 rows of x, got 5"),
+        ({"weight": torch.zeros(8, device="meta")}, ValueError, "weight is on meta and x on cpu"),
+        (
+            {"x": torch.zeros(6, 0).bfloat16(), "dy": torch.zeros(6, 0).bfloat16()},
+            ValueError,
+            "N >= 1",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(
+    change: dict[str, torch.Tensor], error: type[Exception], sentence: str
+) -> None:
+    dy, x, rstd, weight = tensors(6, 8)
+    arguments = {"dy": dy, "x": x, "rstd": rstd, "weight": weight} | change
+    with pytest.raises(error, match=sentence):
+        check_arguments(Arguments(**arguments), PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("tensors_given", "options", "error", "sentence"),
+    [
+        ({"dresidual": torch.zeros(6, 8)}, {"need_dx": False}, ValueError, "need_dx must be True"),
+        ({"dresidual": torch.zeros(5, 8)}, {}, ValueError, "dresidual must have x's shape"),
+        ({"dresidual": torch.zeros(6, 8).int()}, {}, TypeError, "dresidual must be of a floating"),
+        ({}, {"accumulate": True}, ValueError, "give the tensor to add to"),
+        ({}, {"dw_dtype": torch.half}, TypeError, "dw_dtype must be the weight's or torch.float32"),
+        ({"dw_out": torch.zeros(7)}, {}, ValueError, "dw_out must have the weight's shape"),
+        ({"dw_out": torch.zeros(8).half()}, {}, TypeError, "dw_out must have the weight's dtype"),
+        ({"dw_out": torch.zeros(8)}, {"need_dw": False}, ValueError, "dw is not computed"),
+        ({"dw_out": torch.zeros(8), "weight": None}, {}, ValueError, "dw is not computed"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(
+    tensors_given: Any, options: Any, error: type[Exception], sentence: str
+) -> None:
+    dy, x, rstd, weight = tensors(6, 8)
+    arguments = {"dy": dy, "x": x, "rstd": rstd, "weight": weight} | tensors_given
+    with pytest.raises(error, match=sentence):
+        check_arguments(Arguments(**arguments), Options(**options))
+
+
+def test_rows_are_read_in_place_wherever_one_or_two_strides_describe_them() -> None:
+    x = torch.empty(4, 6, 16)
+    assert row_layout(x) == RowLayout(16)
+    assert row_layout(x[:, :, :8]) == RowLayout(16)
+    assert row_layout(x.reshape(24, 16)[::2]) == RowLayout(32)
+    assert row_layout(torch.empty(16).expand(4, 6, 16)) == RowLayout(0)
+    assert row_layout(torch.empty(16)) == RowLayout(16)
+    assert row_layout(torch.empty(6, 1)) == RowLayout(1)
+    assert row_layout(x[:, ::2, :8]) == RowLayout(32)
+    assert row_layout(x[:, :4]) == RowLayout(16, inner=4, outer=96)  # heads of a packed tensor
+    assert row_layout(x.transpose(0, 1)) == RowLayout(96, inner=4, outer=16)
+    assert row_layout(torch.empty(3, 4, 6, 16)[:, :2, :4]) is None  # three strides
+    assert row_layout(x.transpose(1, 2)) is None
+    assert row_layout(torch.ones(()).expand(4, 16)) is None
+
+
+def rows_at(layout: RowLayout, count: int) -> list[int]:
+    """Where a kernel looks for its rows: the arithmetic of `Rows::start` in the template."""
+    if layout.inner == 0:
+        return [row * layout.stride for row in range(count)]
+    return [
+        row // layout.inner * layout.outer + row % layout.inner * layout.stride
+        for row in range(count)
+    ]
+
+
+@pytest.mark.parametrize("x_kind", ["dense", "heads", "turned", "three", "row", "scalar"])
+@pytest.mark.parametrize("dy_kind", ["dense", "heads", "wide heads", "turned", "row", "scalar"])
+def test_layout_finds_every_row_of_every_pair_of_tensors(x_kind: str, dy_kind: str) -> None:
+    packed = torch.arange(4 * 10 * 16).reshape(4, 10, 16).bfloat16()
+    kinds = {
+        "dense": torch.empty(4, 6, 16).bfloat16(),
+        "heads": packed[:, :6],
+        "wide heads": packed[:, 2:8],
+        "turned": packed.reshape(10, 4, 16)[:6].transpose(0, 1),
+        "three": torch.empty(8, 7, 4, 16).bfloat16()[::4, :6, ::2].reshape(4, 6, 16),
+        "row": packed[0, 0].expand(4, 6, 16),
+        "scalar": torch.ones(()).bfloat16().expand(4, 6, 16),
+    }
+    x, dy = kinds[x_kind], kinds[dy_kind]
+    layout, places = read_layout(Arguments(dy, x, torch.empty(24), None, dresidual=dy.float()))
+    assert (layout.rows, layout.columns) == (24, 16)
+    dresidual = RowLayout(layout.dresidual_stride)
+    for tensor, rows, copied in (
+        (dy, layout.dy, layout.copy[0]),
+        (x, layout.x, layout.copy[1]),
+        (dy.float(), dresidual, layout.copy[4]),
+    ):
+        read = dense(tensor) if copied else tensor
+        index = torch.arange(4).reshape(4, 1) * read.stride(0) + torch.arange(6) * read.stride(1)
+        assert rows_at(rows, 24) == index.flatten().tolist()
+    for rows in (layout.dy, layout.x):
+        assert all(step * 2 % (places & -places) == 0 for step in (rows.stride, rows.outer))
+
+
+def test_repeated_scalar_is_copied_as_one_row() -> None:
+    """What `y.sum().backward()` delivers costs N elements, not M * N."""
+    row = dense(torch.ones(()).expand(4, 6, 16))
+    assert row.stride() == (0, 0, 1)
+    assert torch.equal(row, torch.ones(4, 6, 16))

@@ -1,0 +1,265 @@
+"""The calls of one signature: which memory they share, and what a kernel gets for which options."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from cuda.bindings import driver as cuda
+
+from generator.runtime.launch.driver import LaunchError
+from generator.runtime.launch.loaded_kernel import LoadedKernel
+from generator.runtime.launch.workspace import LINE, PER_THREAD, SLAB, Workspaces, Zeros
+from generator.runtime.serve.options import (
+    Options,
+)
+from tests.support.fake_driver import (
+    SEPARATE,
+    Calls,
+    FakeDriver,
+    read_arguments,
+    tensors,
+)
+
+
+def test_zeroed_lines_are_disjoint_whole_and_zeroed_before_use(driver: FakeDriver) -> None:
+    zeros = Zeros()
+    sizes = [8, 128, 129, 0, SLAB - LINE, 3 * SLAB, 4]
+    taken = [(zeros.take(size), -(-size // LINE) * LINE) for size in sizes]
+    assert taken[3][0] == 0
+    taken.remove(taken[3])
+    for at, size in taken:
+        assert at % LINE == 0
+        assert any(slab <= at and at + size <= slab + long for slab, long in driver.zeroed)
+    taken.sort()
+    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(taken))
+
+
+def test_calls_on_one_stream_reuse_its_workspace(calls: Calls) -> None:
+    first, second = calls(), calls()
+    assert (first.zeros, first.scratch) == (second.zeros, second.scratch)
+    assert first.zeros and first.scratch
+
+
+def test_streams_and_devices_never_share(calls: Calls) -> None:
+    owners = []
+    device = calls.device
+    for device.device, device.stream in ((0, 7), (0, 8), (1, 7), (1, 8)):
+        owners.append(calls())
+    assert len({owner.zeros for owner in owners}) == 4
+    assert len({owner.scratch for owner in owners}) == 4
+
+
+def test_scratch_grows_in_stream_order_and_counters_stay(calls: Calls) -> None:
+    small, large, small_again = calls(6), calls(4096), calls(6)
+    assert calls.driver.freed == [(small.scratch, 7)]
+    assert small.zeros == large.zeros == small_again.zeros
+    assert large.scratch == small_again.scratch != small.scratch
+
+
+def test_captured_calls_have_counters_of_their_own_and_no_memset(calls: Calls) -> None:
+    eager = calls()
+    calls.device.capturing = True
+    captured = [calls(), calls()]
+    calls.device.capturing = False
+    assert calls().zeros == eager.zeros
+    assert len({eager.zeros, *(call.zeros for call in captured)}) == 3
+    assert all(call.scratch != eager.scratch for call in captured)
+    assert len(calls.driver.zeroed) == 1  # the slab, once, outside the graph
+
+
+def test_mailboxes_are_shared_by_what_one_stream_captures(driver: FakeDriver) -> None:
+    workspaces, size = Workspaces(), 1 << 17
+    first = workspaces.of_capture(0, 7, size)
+    assert workspaces.of_capture(0, 7, size) == workspaces.of_capture(0, 7, size // 2) == first
+    owners = {first, workspaces.of_capture(0, 7, 2 * size)}  # it has grown
+    owners |= {workspaces.of_capture(0, 8, size), workspaces.of_capture(1, 7, size)}
+    driver.capture_id = 2
+    owners |= {workspaces.of_capture(0, 7, size)}
+    # The driver need not say which capture it is.
+    driver.capture_info = cuda.CUresult.CUDA_ERROR_LOSSY_QUERY
+    owners |= {workspaces.of_capture(0, 7, size), workspaces.of_capture(0, 7, size)}
+    driver.capture_info = cuda.CUresult.CUDA_SUCCESS
+    driver.capture_status = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_INVALIDATED
+    owners |= {workspaces.of_capture(0, 7, size)}
+    assert len(owners) == 8
+    assert len(driver.zeroed) == 8
+    zeroed = sorted(driver.zeroed)
+    assert all(at + long <= after for (at, long), (after, _) in pairwise(zeroed))
+
+
+def test_layouts_that_kernels_cannot_read_are_copied(calls: Calls) -> None:
+    x = tensors()[1]
+    sideways = x.t().contiguous().t()
+    call = calls(x=sideways)
+    assert call.tensors[0] != sideways.data_ptr()
+    assert call.tensors[1] == call.given.dy.data_ptr()
+
+
+def test_repeated_rstd_and_weight_are_copied_whole(calls: Calls) -> None:
+    """Kernels read them one after the other, whatever their strides were."""
+    launched, seen = calls.driver.cuLaunchKernelEx, []
+
+    def read(config: Any, function: str, parameters: int, extra: int) -> Any:
+        _, _, rstd, weight, *_ = read_arguments(function, parameters)
+        seen.append(struct.unpack("6f", ctypes.string_at(rstd, 24)))
+        seen.append(struct.unpack("1024H", ctypes.string_at(weight, 2048)))
+        return launched(config, function, parameters, extra)
+
+    calls.driver.cuLaunchKernelEx = read  # type: ignore[method-assign]
+    calls(rstd=torch.ones(1, 1).expand(6, 1), weight=torch.ones(()).bfloat16().expand(1024))
+    assert seen == [(1.0,) * 6, (0x3F80,) * 1024]
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "dw_mode"),
+    [
+        (Options(), {}, 0),
+        (Options(need_dx=False), {}, 0),
+        (Options(need_dw=False), {}, 0),
+        (Options(), {"weight": None}, 0),
+        (Options(dw_dtype=torch.float32), {}, 1),
+        (Options(), {"dw_out": torch.zeros(1024)}, 1),
+        (Options(accumulate=True), {"dw_out": torch.zeros(1024)}, 2),
+        (Options(), {"dw_out": torch.zeros(1024).bfloat16()}, 0),
+    ],
+)
+def test_kernel_gets_what_the_options_ask_for(
+    calls: Calls, options: Options, change: dict[str, Any], dw_mode: int
+) -> None:
+    call = calls(options=options, **change)
+    given, (dx, dw) = call.given, call.results
+    inputs = (given.x, given.dy, given.rstd, given.weight)
+    assert call.tensors == (*map(address, inputs), address(dx), address(dw), 0, 0)
+    assert call.dw_mode == dw_mode
+    assert (dx is None) is not options.need_dx
+    assert (dw is None) is (not options.need_dw or given.weight is None)
+    if dw is not None:
+        assert dw.dtype == (torch.float32 if dw_mode else torch.bfloat16)
+        assert given.dw_out is None or dw is given.dw_out
+
+
+def test_residual_of_another_dtype_has_an_output_of_its_own(calls: Calls) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        dresidual = torch.zeros(6, 1024, dtype=dtype)
+        call = calls(dresidual=dresidual)
+        dx, _, third = call.results
+        assert (dx.dtype, third.dtype) == (torch.bfloat16, dtype)
+        assert call.tensors[6] == dresidual.data_ptr()
+        assert call.tensors[7] == (0 if third is dx else third.data_ptr())
+        assert (third is dx) is (dtype is torch.bfloat16)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("change", [{"options": Options(need_dw=False)}, {"weight": None}])
+def test_without_dw_there_is_no_second_kernel(
+    calls: Calls, capturing: bool, change: dict[str, Any]
+) -> None:
+    """It would write to address 0."""
+    calls.kernel, calls.device.capturing = LoadedKernel(b"cubin", SEPARATE), capturing
+    assert calls(**change).sum is None
+    call = calls()
+    assert call.sum.arguments[1] == address(call.results[1])
+
+
+def in_another_thread(work: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_threads_have_workspaces_of_their_own_on_the_per_thread_stream(calls: Calls) -> None:
+    """The handle of the per-thread default stream names another stream in every thread, and calls
+    of different streams may run at the same time."""
+    for calls.device.stream, shared in ((PER_THREAD, False), (7, True)):
+        mine, again, other = calls(), calls(), in_another_thread(calls)
+        assert (mine.zeros, mine.scratch) == (again.zeros, again.scratch)
+        assert (mine.zeros == other.zeros) is (mine.scratch == other.scratch) is shared
+
+
+def test_binding_of_another_thread_is_not_taken(calls: Calls) -> None:
+    """Of one that made a call of the same signature before, with the arguments of its own."""
+    calls.device.stream = PER_THREAD
+    first = in_another_thread(calls)
+    second = calls()
+    assert first.zeros != second.zeros and first.scratch != second.scratch
+    (call,) = calls._made.values()
+    assert call.bindings == {}
+
+
+def test_quick_call_leaves_unaligned_addresses_to_others(calls: Calls) -> None:
+    calls.quick = True
+    aligned = calls()
+    launches = len(calls.driver.launches)
+    odd = torch.empty(6 * 1024 + 1, dtype=torch.bfloat16)[1:].view(6, 1024)
+    given = aligned.given
+    (call,) = calls._made.values()
+    assert call.quick(given.dy, odd, given.rstd, given.weight) is None
+    assert len(calls.driver.launches) == launches
+
+
+def test_refused_launch_is_an_error_of_the_call(calls: Calls) -> None:
+    calls()
+    calls.driver.status = cuda.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
+    with pytest.raises(LaunchError, match="launching example"):
+        calls()
+
+
+def test_threads_on_one_stream_do_not_mix_their_arguments(calls: Calls) -> None:
+    """Both threads pack into the block of one signature and stream."""
+    calls()
+    launched = calls.driver.cuLaunchKernelEx
+    seen: list[tuple[int, ...]] = []
+
+    def slow_launch(config: Any, function: str, parameters: int, extra: int) -> Any:
+        threading.Event().wait(0.002)  # lets the other thread run
+        seen.append(read_arguments(function, parameters)[:2])
+        return launched(config, function, parameters, extra)
+
+    calls.driver.cuLaunchKernelEx = slow_launch  # type: ignore[method-assign]
+    calls._made.clear()
+    wanted: list[tuple[int, int]] = []
+    kept = []
+
+    def work() -> None:
+        for _ in range(5):
+            dy, x, *_ = tensors()
+            kept.append((dy, x))
+            wanted.append((x.data_ptr(), dy.data_ptr()))
+            calls(dy=dy, x=x)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == sorted(wanted)
+
+
+def test_scratch_is_retried_after_pytorch_gave_back_its_cache(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = [True]
+    allocate = calls.driver.cuMemAllocAsync
+    monkeypatch.setattr(torch.cuda, "empty_cache", full.clear)
+
+    def allocate_if_free(size: int, stream: int) -> tuple[Any, ...]:
+        if full:
+            return cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
+        return allocate(size, stream)
+
+    monkeypatch.setattr(calls.driver, "cuMemAllocAsync", allocate_if_free)
+    assert calls().scratch

@@ -1,0 +1,113 @@
+"""How DTensor splits the operators of a package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from generator.paths import REPOSITORY
+
+DTENSOR = """
+import sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from tests.support.entry_points import write_package
+
+package = write_package(Path({folder!r}))  # before DTensor is imported
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+local, scale = torch.randn(2, 3, 4, 16), torch.randn(16)
+x = DTensor.from_local(local, mesh, [Shard(1)]).requires_grad_()
+weight = DTensor.from_local(scale, mesh, [Replicate()]).requires_grad_()
+y = package.rms_norm(x, weight)
+assert y.placements == (Shard(1),), y.placements
+assert torch.equal(y.to_local(), package.rms_norm(local, scale))
+dy = torch.randn(2, 3, 4, 16)
+y.backward(DTensor.from_local(dy, mesh, [Shard(1)]))
+rstd = package.ops.rms_norm(local, scale, None, 0.0)[1]
+dx, dw = package.rmsnorm_backward(dy, local, rstd, scale)
+assert x.grad.placements == (Shard(1),) and torch.equal(x.grad.to_local(), dx)
+assert weight.grad.placements == (Partial("sum"),), weight.grad.placements
+assert torch.equal(weight.grad.to_local(), dw)
+
+heads = DTensor.from_local(torch.randn(2, 3, 2, 16), mesh, [Shard(2)])
+per_head = DTensor.from_local(torch.randn(2, 16), mesh, [Shard(0)]).requires_grad_()
+y, stream = package.rms_norm(heads, per_head, residual=heads)
+assert y.placements == stream.placements == (Shard(2),)
+y.sum().backward()
+assert per_head.grad.placements == (Shard(0),), per_head.grad.placements
+
+narrow = [DTensor.from_local(t.bfloat16(), mesh, [Shard(1)]) for t in (dy, local)]
+stream = DTensor.from_local(dy, mesh, [Shard(1)])  # wider than x: a result of its own
+scales = DTensor.from_local(rstd, mesh, [Shard(1)]), weight.detach().bfloat16()
+narrow_dx, _, third = package.rmsnorm_backward(*narrow, *scales, dresidual=stream)
+assert (narrow_dx.dtype, third.dtype) == (torch.bfloat16, torch.float32)
+assert narrow_dx.placements == third.placements == (Shard(1),), third.placements
+assert third.shape == x.shape and third.to_local().shape == local.shape
+again = package.rmsnorm_backward(
+    *(t.to_local() for t in (*narrow, *scales)), dresidual=stream.to_local()
+)
+assert torch.equal(third.to_local(), again[2])
+none = package.ops.rms_norm_backward(*narrow, *scales, None, 0.0, True, True, None)[2]
+assert none.placements == (Replicate(),), none.placements  # an empty tensor, which is nobody's rows
+
+split = DTensor.from_local(torch.randn(2, 8), mesh, [Shard(1)])  # columns: gathered first
+assert package.rms_norm(split).placements == (Replicate(),)
+
+step = torch.compile(package.rms_norm, backend="aot_eager", fullgraph=True)
+x.grad = weight.grad = None
+step(x, weight).backward(DTensor.from_local(dy, mesh, [Shard(1)]))
+assert torch.equal(x.grad.to_local(), dx)
+assert weight.grad.placements == (Partial("sum"),)
+print("done")
+"""
+
+
+def runs_to_its_end(script: str, folder: Path) -> None:
+    """In a process of its own."""
+    root = str(REPOSITORY)
+    script = script.format(root=root, folder=str(folder))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
+
+
+def test_dtensor_shards_rows_and_leaves_dw_partial(tmp_path: Path) -> None:
+    runs_to_its_end(DTENSOR, tmp_path)
+
+
+DTENSOR_LATE = """
+import sys
+sys.path.insert(0, "{root}")
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from tests.support.entry_points import write_package
+
+package = write_package(Path("{folder}") / "package")
+assert "torch.distributed.tensor" not in sys.modules
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+dy, x, rstd, weight = (torch.randn(n) for n in ((4, 8), (4, 8), (4, 1), (8,)))
+rows = [DTensor.from_local(t, mesh, [Shard(0)]) for t in (dy, x, rstd)]
+everywhere = DTensor.from_local(weight, mesh, [Replicate()])
+dx, dw = package.rmsnorm_backward(*rows, everywhere)
+assert (dx.placements, dw.placements) == ((Shard(0),), (Partial("sum"),))
+wanted = package.rmsnorm_backward(dy, x, rstd, weight)
+assert torch.equal(dx.to_local(), wanted[0]) and torch.equal(dw.to_local(), wanted[1])
+print("done")
+"""
+
+
+def test_dtensor_may_be_imported_after_the_package(tmp_path: Path) -> None:
+    runs_to_its_end(DTENSOR_LATE, tmp_path)

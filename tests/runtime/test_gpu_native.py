@@ -1,0 +1,225 @@
+"""Native launches on a GPU have the bits of those through Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from generator.operations.rmsnorm_backward import make_inputs
+from generator.package.emit import emit_package
+from generator.problem import Problem
+from generator.runtime.api import Package
+from generator.target import Target
+from tests.support.entry_points import MODULE, Training, equal_bits, norm_of
+from tests.support.native import (
+    in_threads,
+)
+from tests.support.samples import compiled_generics, planted_entry
+
+TUNED = (
+    *(
+        ("68x1024:bf16", "column_slices"),
+        ("777x1024:bf16", "separate"),
+        ("68x1024:fp16", "mailbox"),
+    ),
+    *(("68x1024:fp32", "separate"), ("68x1024:bf16:fp32", "column_slices")),
+)
+
+
+@pytest.fixture(scope="module")
+def on_gpu(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package of a few tuned shapes and the generic kernels."""
+    folder = tmp_path_factory.mktemp("native") / "rmsnorm_backward"
+    entries = [planted_entry(shape, here, strategy=strategy) for shape, strategy in TUNED]
+    emit_package(entries, compiled_generics(here), here, folder)
+    return folder
+
+
+class Pair:
+    """The same package without and with the native path. fallbacks: how many backwards of nodes in
+    C++ went to Python."""
+
+    def __init__(self, folder: Path) -> None:
+        self.python, self.native = Package(folder), Package(folder)
+        self.fallbacks = 0
+        gradients = self.native._norm.gradients
+
+        def counted(*given: Any) -> Any:
+            self.fallbacks += 1
+            return gradients(*given)
+
+        self.native._norm.gradients = counted  # type: ignore[method-assign]
+        self.native.use_native()
+
+
+@pytest.fixture
+def pair(on_gpu: Path) -> Pair:
+    return Pair(on_gpu)
+
+
+def gpu_inputs(shape: str, seed: int = 0) -> Any:
+    problem = Problem.parse(shape)
+    made = make_inputs(problem, torch.device("cuda", 0))
+    generator = torch.Generator("cuda").manual_seed(seed)
+    dy = torch.randn(made.dy.shape, device="cuda", generator=generator).to(made.dy.dtype)
+    return made.x.requires_grad_(), made.weight.requires_grad_(), dy
+
+
+def steps(package: Package, shape: str, count: int = 6, seed: int = 0) -> list[torch.Tensor]:
+    x, weight, dy = gpu_inputs(shape, seed)
+    results: list[torch.Tensor] = []
+    for _ in range(count):
+        results += torch.autograd.grad(package.rms_norm(x, weight, 1e-6), (x, weight), dy)
+    return results
+
+
+GPU_SHAPES = (
+    *("68x1024:bf16", "777x1024:bf16", "68x1024:fp16", "68x1024:fp32", "68x1024:bf16:fp32"),
+    *("70x1024:bf16", "3001x1024:bf16", "100000x1024:bf16", "1x1024:bf16"),
+    *("500x768:bf16", "500x1001:fp16", "500x768:fp32", "500x768:bf16:fp32"),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_SHAPES)
+def test_gpu_native_launches_give_the_bits_of_python(pair: Pair, shape: str) -> None:
+    wanted = steps(pair.python, shape)
+    found = steps(pair.native, shape)
+    assert equal_bits(found, wanted)
+    before = pair.fallbacks
+    assert before < 6, "not one backward was native"
+    assert equal_bits(steps(pair.native, shape), wanted) and pair.fallbacks == before
+    x, weight, dy = gpu_inputs(shape)
+    rstd = torch.rsqrt(x.detach().float().square().mean(-1, keepdim=True) + 1e-6)
+    given = (dy, x.detach(), rstd, weight.detach())
+    assert pair.native._native.backward is not None
+    direct = pair.native._native.backward(*given)
+    assert direct is not None
+    assert equal_bits(list(direct), list(pair.python.rmsnorm_backward(*given)))
+
+
+@pytest.mark.gpu
+def test_gpu_scratch_grows_under_plans_that_are_in_use(pair: Pair) -> None:
+    for shape in ("68x1024:bf16", "777x1024:bf16", "100000x1024:bf16", "500x768:bf16") * 2:
+        assert equal_bits(steps(pair.native, shape), steps(pair.python, shape))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["68x1024:bf16", "777x1024:bf16"])
+def test_gpu_two_streams_in_two_threads(pair: Pair, shape: str) -> None:
+    wanted = [steps(pair.python, shape, 1, seed) for seed in range(2)]
+    torch.cuda.synchronize()
+    found: dict[int, list[torch.Tensor]] = {}
+
+    def work(seed: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found[seed] = steps(pair.native, shape, 200, seed)
+            torch.cuda.current_stream().synchronize()
+
+    in_threads([lambda seed=seed: work(seed) for seed in range(2)])  # type: ignore[misc]
+    assert pair.fallbacks < 50
+    for seed in range(2):
+        assert equal_bits(found[seed], wanted[seed] * 200)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["68x1024:bf16", "777x1024:bf16"])
+def test_gpu_two_devices_in_turn(pair: Pair, shape: str) -> None:
+    """The current device stays the first one; each has streams, plans and scratch of its own."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, {torch.cuda.device_count()} is here")
+    wanted = [result.cpu() for result in steps(pair.python, shape, 1)]
+    here = gpu_inputs(shape)
+    there = [t.detach().to("cuda:1").requires_grad_(t.requires_grad) for t in here]
+    for _ in range(8):
+        for x, weight, dy in (here, there):
+            grads = torch.autograd.grad(pair.native.rms_norm(x, weight, 1e-6), (x, weight), dy)
+            rstd = torch.rsqrt(x.detach().float().square().mean(-1, keepdim=True) + 1e-6)
+            given = (dy, x.detach(), rstd, weight.detach())
+            direct = pair.native.rmsnorm_backward(*given)
+            assert torch.cuda.current_device() == 0
+            assert {result.device for result in (*grads, *direct)} == {x.device}
+            assert equal_bits([result.cpu() for result in grads], wanted)
+            assert equal_bits(list(direct), list(pair.python.rmsnorm_backward(*given)))
+    assert pair.fallbacks < 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["68x1024:bf16", "777x1024:bf16"])
+def test_gpu_native_and_python_calls_mix_on_one_stream(pair: Pair, shape: str) -> None:
+    """`rmsnorm_backward` with an option goes through Python in between, on the same stream."""
+    x, weight, dy = gpu_inputs(shape)
+    rstd = torch.rsqrt(x.detach().float().square().mean(-1, keepdim=True) + 1e-6)
+    wanted = steps(pair.python, shape, 1)
+    wide = pair.python.rmsnorm_backward(dy, x, rstd, weight, dw_dtype=torch.float32)
+    results: list[torch.Tensor] = []
+    mixed: list[Any] = []
+    for _ in range(100):
+        results += torch.autograd.grad(pair.native.rms_norm(x, weight, 1e-6), (x, weight), dy)
+        mixed += pair.native.rmsnorm_backward(dy, x, rstd, weight, dw_dtype=torch.float32)
+    assert equal_bits(results, wanted * 100) and equal_bits(mixed, list(wide) * 100)
+    assert pair.fallbacks < 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["68x1024:bf16", "777x1024:bf16"])
+def test_gpu_captured_backward_goes_through_python(pair: Pair, shape: str) -> None:
+    x, weight, dy = gpu_inputs(shape)
+
+    def backward() -> list[torch.Tensor]:
+        return list(torch.autograd.grad(pair.native.rms_norm(x, weight, 1e-6), (x, weight), dy))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        wanted = [backward() for _ in range(5)][-1]
+    torch.cuda.current_stream().wait_stream(side)
+    before, graph = pair.fallbacks, torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        captured = backward()
+    assert pair.fallbacks == before + 1
+    for _ in range(3):
+        for result in captured:
+            result.fill_(float("nan"))
+        graph.replay()
+        assert equal_bits(captured, wanted)
+    with torch.cuda.stream(side):
+        assert equal_bits(backward(), wanted)
+    assert pair.fallbacks == before + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("threaded", [False, True])
+def test_gpu_graph_that_is_kept_is_gone_through_again(pair: Pair, threaded: bool) -> None:
+    x, weight, dy = gpu_inputs("777x1024:bf16")
+    steps(pair.native, "777x1024:bf16")
+    before = pair.fallbacks
+    with torch.autograd.set_multithreading_enabled(threaded):
+        y = pair.native.rms_norm(x, weight, 1e-6)
+        one, two = (torch.autograd.grad(y, (x, weight), dy, retain_graph=True) for _ in range(2))
+    assert equal_bits(list(one), list(two))
+    assert equal_bits(list(one), steps(pair.python, "777x1024:bf16", 1))
+    assert pair.fallbacks == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gpu_trainings_have_the_same_bits(
+    pair: Pair, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The QK-norms are on slices and go through Python, the norms of the hidden size do not."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    sizes = {"width": 1024, "heads": 8, "tokens": 32}
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        runs = [
+            Training(*norm_of(package, MODULE), "cuda", torch.bfloat16, **sizes).train(8)
+            for package in (pair.python, pair.native)
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert equal_bits(*runs)
+    assert 0 < pair.fallbacks < 8 * 9

@@ -1,0 +1,169 @@
+"""`install()` on the CPU, where PyTorch's operators have kernels of their own."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from generator.runtime.api import Package
+from generator.runtime.frontends.install import Installation
+from generator.runtime.serve.warn_once import WarnOnce
+from tests.support.entry_points import (
+    aten_on_cpu,
+    grads,
+    leaf,
+    randn,
+    routing_on_cpu,
+    same,
+    write_package,
+)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return write_package(tmp_path_factory.mktemp("package"))
+
+
+@pytest.fixture
+def aten() -> Iterator[list[str]]:
+    """PyTorch's operators on the CPU; the calls that reached them."""
+    calls: list[str] = []
+    with aten_on_cpu(calls):
+        yield calls
+
+
+def train_once(norm: torch.nn.Module) -> list[torch.Tensor]:
+    x = leaf(4, 16)
+    return grads(norm(x), x, norm.weight)
+
+
+def test_existing_model_is_routed_while_installed_only(package: Package, aten: list[str]) -> None:
+    norm, entry_point = torch.nn.RMSNorm(16), routing_on_cpu(package)
+    wanted = train_once(norm)
+    assert aten == ["forward", "backward"]
+    entry_point.install()
+    entry_point.install()  # idempotent
+    assert same(train_once(norm), wanted)
+    assert aten == ["forward", "backward", "forward"]
+    entry_point.uninstall()
+    train_once(norm)
+    assert aten[-1] == "backward"
+    entry_point.uninstall()
+
+
+def test_blocks_nest_and_restore_what_was(package: Package, aten: list[str]) -> None:
+    norm, entry_point = torch.nn.RMSNorm(16), routing_on_cpu(package)
+
+    def routed() -> bool:
+        before = aten.count("backward")
+        train_once(norm)
+        return aten.count("backward") == before
+
+    with entry_point.installed():
+        with entry_point.installed():
+            assert routed()
+        assert routed()
+        entry_point.uninstall()  # takes effect when the block ends
+        assert routed()
+    assert not routed()
+    entry_point.install()
+    with pytest.raises(ZeroDivisionError), entry_point.installed():
+        raise ZeroDivisionError
+    assert routed()
+    entry_point.uninstall()
+    assert not routed()
+
+
+def test_threads_may_install_and_uninstall(package: Package, aten: list[str]) -> None:
+    entry_point, norm, errors = routing_on_cpu(package), torch.nn.RMSNorm(16), []
+
+    def work() -> None:
+        try:
+            for _ in range(10):
+                with entry_point.installed():
+                    train_once(norm)
+        except Exception as error:  # shown below, in the test's own thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert "backward" not in aten
+    train_once(norm)
+    assert aten[-1] == "backward"
+
+
+def test_second_package_is_refused_while_one_is_installed(
+    package: Package, aten: list[str], tmp_path: Path
+) -> None:
+    one, two = routing_on_cpu(package), routing_on_cpu(write_package(tmp_path))
+    with one.installed(), pytest.raises(RuntimeError, match="uninstall it first"):
+        two.install()
+    with two.installed():
+        pass
+
+
+def test_what_was_not_tuned_goes_to_the_kernel_that_was_there(
+    package: Package, aten: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm, entry_point = torch.nn.RMSNorm(16), routing_on_cpu(package)
+    monkeypatch.setattr(package, "warn", WarnOnce())
+    monkeypatch.setattr(package, "_find", lambda given, options: "nothing was tuned")
+    with entry_point.installed():
+        with pytest.warns(UserWarning, match="nothing was tuned; using PyTorch's own kernel"):
+            train_once(norm)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train_once(norm)
+            train_once(norm)  # the same reason
+            train_once(torch.nn.RMSNorm((4, 16)))  # what no package is asked for
+    assert aten.count("backward") == 4
+
+
+@pytest.mark.parametrize("shape", [(16,), (1, 16), (4, 16)])
+def test_norms_over_two_dimensions_stay_with_pytorch(
+    shape: tuple[int, ...], aten: list[str]
+) -> None:
+    """Nobody is asked: their weight may look like one per head, and there may be a call whose
+    tensors are alike."""
+    asked: list[str] = []
+
+    def serve(who: str) -> Any:
+        return lambda dy, x, rstd, weight, *_: asked.append(who) or (x + 1, weight + 1)
+
+    x, weight, rstd = randn(3, 4, 16), randn(*shape), torch.ones(3, 4, 1)
+    with Installation(serve("quick"), serve("route"), "CPU").installed():
+        for mask in ([True, True], [True, False]):
+            torch.ops.aten._fused_rms_norm_backward(x, x, list(shape), rstd, weight, mask)
+    two = len(shape) > 1
+    assert asked == ([] if two else ["quick", "route"])
+    assert aten == (["backward", "backward"] if two else [])
+
+
+def test_import_and_construction_change_nothing(package: Package, aten: list[str]) -> None:
+    train_once(torch.nn.RMSNorm(16))
+    assert aten == ["forward", "backward"]
+
+
+def test_routing_serves_second_derivatives_by_pytorch(package: Package, aten: list[str]) -> None:
+    x, weight = leaf(3, 6, dtype=torch.float64), leaf(6, dtype=torch.float64, seed=1)
+
+    def penalty(y: torch.Tensor) -> list[torch.Tensor]:
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return list(torch.autograd.grad(dx.square().sum(), (x, weight)))
+
+    with routing_on_cpu(package).installed():
+        found = penalty(functional.rms_norm(x, (6,), weight, 1e-5))
+    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+    for one, wanted in zip(found, penalty(x * rstd * weight), strict=True):
+        torch.testing.assert_close(one, wanted)

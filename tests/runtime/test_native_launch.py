@@ -1,0 +1,223 @@
+"""What C++ launches is what Python would have launched, and what it does not serve goes to Python.
+The extension is the real one; the driver is made of callbacks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from generator.runtime.api import Package
+from generator.runtime.launch.workspace import PER_THREAD
+from generator.runtime.spec import KernelSpec
+from tests.support.entry_points import equal_bits
+from tests.support.fake_driver import (
+    SEPARATE,
+    SPEC,
+)
+from tests.support.native import (
+    OTHERS,
+    EntryPoint,
+    Machine,
+    Watch,
+    by_autograd,
+    by_backward,
+    check_launches,
+    entry_points,
+    inputs,
+    learned,
+    leaves,
+    rows,
+    who_served,
+)
+
+
+@entry_points
+@pytest.mark.parametrize("spec", [SPEC, SEPARATE], ids=["one kernel", "two kernels"])
+def test_native_launch_is_that_of_python_in_memory_of_its_own(
+    machine: Machine, make: Any, entry_point: EntryPoint, spec: KernelSpec
+) -> None:
+    package, reference = make(spec), make(spec, on=False)
+    learned(package, entry_point)
+    given, kernels = inputs(), 1 + (spec is SEPARATE)
+    native_kernels, by_python, results = who_served(machine, lambda: entry_point(package, **given))
+    assert (native_kernels, by_python) == (kernels, 0)
+    learned(reference, entry_point)
+    none, by_python, wanted = who_served(machine, lambda: entry_point(reference, **given))
+    assert (none, by_python) == (0, kernels)
+    assert equal_bits(list(results), list(wanted))
+    check_launches(machine, machine.native[-kernels:], machine.launches[-kernels:])
+    main = machine.native[-kernels].arguments
+    assert main[4:6] == tuple(t.data_ptr() for t in results)
+    assert (main[0], main[1], main[3]) == tuple(given[n].data_ptr() for n in ("x", "dy", "weight"))
+
+
+def test_planted_scratch_of_somebody_else_is_noticed(machine: Machine, make: Any) -> None:
+    """The check of all tests here sees a plan with a wrong address."""
+    package, reference = make(SEPARATE), make(SEPARATE, on=False)
+    learned(package)
+    learned(reference)
+    plans = package._native.learn.__self__
+    theirs = reference._workspaces.of_stream(0, 7).scratch
+    for wrong, message in ((theirs, "memory of a call"), (12345, "nobody allocated")):
+        plans._store.set_scratch(0, 7, wrong)
+        by_autograd(package, **inputs())
+        by_autograd(reference, **inputs())
+        with pytest.raises(AssertionError, match=message):
+            check_launches(machine, machine.native[-2:], machine.launches[-2:])
+
+
+@pytest.mark.filterwarnings("ignore:nothing like")
+@pytest.mark.parametrize("name", OTHERS)
+def test_call_that_differs_in_one_thing_is_left_to_python(
+    machine: Machine, make: Any, name: str
+) -> None:
+    package, never = make(), make(on=False)
+    learned(package, by_backward)
+    learned(package, by_backward, 1)
+    assert who_served(machine, lambda: by_backward(package, **inputs()))[:2] == (1, 0)
+    outcomes = []
+    for one in (package, never):
+        given = OTHERS[name]()
+        try:
+            by_cpp, _, results = who_served(
+                machine, lambda one=one, given=given: by_backward(one, **given)
+            )
+            assert by_cpp == 0
+            outcomes.append([getattr(t, "a", t) for t in results if t is not None])
+        except (TypeError, ValueError, RuntimeError) as error:
+            outcomes.append(str(error))
+    if isinstance(outcomes[0], str):
+        assert outcomes[0] == outcomes[1].replace(never.ops.namespace, package.ops.namespace)
+    else:
+        assert equal_bits(*outcomes)
+    assert who_served(machine, lambda: by_backward(package, **inputs()))[:2] == (1, 0)
+
+
+@pytest.mark.filterwarnings("ignore:nothing like")
+@pytest.mark.parametrize(
+    "call_options",
+    [
+        {"weight_offset": 1.0},
+        {"need_dx": False},
+        {"need_dw": False},
+        {"dw_dtype": torch.float32},
+        {"dw_out": torch.zeros(1024)},
+        {"dresidual": rows()},
+    ],
+    ids=lambda call_options: next(iter(call_options)),
+)
+def test_options_are_left_to_python(
+    machine: Machine, make: Any, call_options: dict[str, Any]
+) -> None:
+    package = make()
+    learned(package, by_backward)
+    call = lambda: package.rmsnorm_backward(**inputs(), **call_options)  # noqa: E731
+    assert who_served(machine, call)[0] == 0
+
+
+def partly(package: Package, wanted: str) -> Any:
+    given = leaves()
+    y = package.rms_norm(**given, eps=1e-6)
+    return torch.autograd.grad(y, given[wanted], inputs()["dy"])
+
+
+def twice(package: Package) -> Any:
+    given = leaves()
+    y = package.rms_norm(**given, eps=1e-6)
+    return torch.autograd.grad(y, tuple(given.values()), inputs()["dy"], create_graph=True)
+
+
+def offset(package: Package) -> Any:
+    given = leaves()
+    y = package.rms_norm(**given, eps=1e-6, weight_offset=1.0)
+    return torch.autograd.grad(y, tuple(given.values()), inputs()["dy"])
+
+
+@pytest.mark.filterwarnings("ignore:nothing like")
+@pytest.mark.parametrize(
+    "call",
+    [lambda p: partly(p, "x"), lambda p: partly(p, "weight"), twice, offset],
+    ids=["only dx", "only dw", "create_graph", "offset"],
+)
+def test_node_leaves_other_call_options_to_python(machine: Machine, make: Any, call: Any) -> None:
+    package = make()
+    learned(package)
+    assert who_served(machine, lambda: call(package))[0] == 0
+    assert who_served(machine, lambda: by_autograd(package, **inputs()))[:2] == (1, 0)
+
+
+def state(machine: Machine, name: str) -> Any:
+    """Puts the machine, or PyTorch, into a state in which nothing is launched natively."""
+    if name == "capturing":
+        machine.capturing = True
+    elif name == "another device":
+        machine.device = 1
+    elif name == "another stream":
+        machine.stream = 8
+    elif name.endswith("refused"):
+        machine.errors = {name.split()[0]}
+    return Watch() if name == "mode" else nullcontext()
+
+
+STATES = (
+    *("capturing", "another device", "another stream", "mode"),
+    *("stream refused", "device refused", "capturing refused"),
+)
+
+
+@entry_points
+@pytest.mark.parametrize("name", STATES)
+def test_state_of_the_machine_is_asked(
+    machine: Machine, make: Any, entry_point: EntryPoint, name: str
+) -> None:
+    package = make()
+    learned(package, entry_point)
+    _, _, wanted = who_served(machine, lambda: entry_point(package, **inputs()))
+    with state(machine, name):
+        by_cpp, by_python, results = who_served(machine, lambda: entry_point(package, **inputs()))
+    assert (by_cpp, by_python) == (0, 1)
+    assert equal_bits(list(results), list(wanted))
+    machine.capturing, machine.device, machine.stream, machine.errors = False, 0, 7, set()
+    assert who_served(machine, lambda: entry_point(package, **inputs()))[:2] == (1, 0)
+
+
+def test_mode_that_watches_the_backward_alone_sees_it(machine: Machine, make: Any) -> None:
+    package = make()
+    learned(package)
+    given = leaves()
+    y = package.rms_norm(**given, eps=1e-6)
+    with Watch() as watch:
+        by_cpp, by_python, _ = who_served(
+            machine, lambda: torch.autograd.grad(y, tuple(given.values()), inputs()["dy"])
+        )
+    assert (by_cpp, by_python) == (0, 1)
+    assert any("rms_norm_backward" in name for name in watch.seen)
+
+
+def test_nothing_is_learned_during_a_capture_or_on_the_per_thread_stream(
+    machine: Machine, make: Any
+) -> None:
+    package = make()
+    for machine.stream, machine.capturing in ((7, True), (PER_THREAD, False)):
+        learned(package)
+        learned(package)
+        assert machine.native == []
+    machine.stream = 7
+    learned(package)
+    assert len(machine.native) > 0
+
+
+def test_shapes_of_the_same_rows_share_a_plan(machine: Machine, make: Any) -> None:
+    package = make()
+    learned(package, by_backward)
+    given = inputs()
+    cube = {name: given[name].view(2, 3, -1) for name in ("dy", "x", "rstd")}
+    by_cpp, by_python, (dx, dw) = who_served(
+        machine, lambda: by_backward(package, **cube, weight=given["weight"])
+    )
+    assert (by_cpp, by_python) == (1, 0)
+    wanted = by_backward(package, **given)
+    assert dx.shape == (2, 3, 1024) and equal_bits([dx.view(6, 1024), dw], list(wanted))

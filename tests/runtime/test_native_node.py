@@ -1,0 +1,294 @@
+"""The C++ node of `rms_norm` behaves as the one in Python. The extension is the real one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+from generator.runtime.api import Package
+from tests.support.entry_points import MODULE, Training, equal_bits, leaf, norm_of, write_package
+from tests.support.native import (
+    in_threads,
+    outcome,
+    started,
+)
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@pytest.fixture(params=["python", "native"])
+def package(request: pytest.FixtureRequest, tmp_path: Path) -> Package:
+    """The formula serves everything; with and without the node in C++. What is true of one has to
+    be true of the other."""
+    made = write_package(tmp_path / "package")
+    if request.param == "native":
+        started(made, request.getfixturevalue("module"))
+    return made
+
+
+@pytest.fixture
+def both(tmp_path: Path, module: Any) -> tuple[Package, Package]:
+    """The same without and with the node in C++."""
+    return write_package(tmp_path / "one"), started(write_package(tmp_path / "two"), module)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_trace_gets_the_node_that_it_can_see(both: tuple[Package, Package]) -> None:
+    """What the C++ node computes by a kernel would be a constant of the traced module."""
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError("the C++ node was traced")
+
+    package = both[1]
+    package._native.norm = fail
+    x, other = leaf(6, 16), leaf(6, 16, seed=5)
+    with pytest.raises(AssertionError, match="was traced"):
+        package.rms_norm(x, x[0])
+    norm = package.RMSNorm(16)
+    traced = torch.jit.trace(norm, (x,), check_trace=False)
+    assert torch.equal(traced(other), torch.nn.functional.rms_norm(other, (16,), norm.weight))
+
+
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "bf16": lambda: {"x": leaf(6, 16, dtype=torch.bfloat16), "weight": leaf(16).bfloat16()},
+    "fp32 weight": lambda: {"x": leaf(6, 16, dtype=torch.half)},
+    "float64": lambda: {"x": leaf(6, 16, dtype=torch.float64), "weight": leaf(16).double()},
+    "weight of a third dtype": lambda: {"weight": leaf(16, dtype=torch.half)},
+    "no weight": lambda: {"weight": None},
+    "offset": lambda: {"weight_offset": 1.0},
+    "eps": lambda: {"eps": 0.5},
+    "whole eps": lambda: {"eps": 1},
+    "weight per head": lambda: {"x": leaf(2, 3, 16), "weight": leaf(3, 16)},
+    "no rows": lambda: {"x": leaf(0, 16)},
+    "only x": lambda: {"weight": leaf(16).detach()},
+    "only weight": lambda: {"x": leaf(6, 16).detach()},
+    "neither": lambda: {"x": leaf(6, 16).detach(), "weight": leaf(16).detach()},
+    "strided rows": lambda: {"x": leaf(6, 32)[:, :16]},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_node_gives_the_bits_of_the_one_in_python(both: Any, name: str) -> None:
+    one, two = (outcome(package, **CALLS[name]()) for package in both)
+    assert equal_bits(one, two)
+
+
+def test_node_in_c_has_its_name(both: Any) -> None:
+    names = [package.rms_norm(leaf(2, 8), None).grad_fn.name() for package in both]
+    assert "EagerNorm" in names[0] and "Norm" in names[1] and names[0] != names[1]
+
+
+@pytest.mark.parametrize(
+    "dy",
+    [
+        torch.ones(()).expand(6, 16),
+        torch.ones(6, 16, dtype=torch.float64),
+        torch.ones(16, 6).T,
+        torch._neg_view(torch.ones(6, 16)),
+        TwoTensor(torch.ones(6, 16), torch.ones(6, 16)),
+    ],
+    ids=["repeated", "wider", "turned", "negative", "subclass"],
+)
+def test_gradient_of_any_kind_is_taken(both: Any, dy: torch.Tensor) -> None:
+    if dy.dtype != torch.float32:  # autograd casts it
+        assert equal_bits(*(outcome(package, dy=dy.float()) for package in both))
+    one, two = (outcome(package, dy=dy.to(torch.float32)) for package in both)
+    if isinstance(dy, TwoTensor):
+        assert all(isinstance(grad, TwoTensor) for grad in (*one[1:], *two[1:]))
+        one, two = ([one[0], *(g.a for g in one[1:])], [two[0], *(g.a for g in two[1:])])
+    assert equal_bits(one, two)
+
+
+def test_only_some_gradients_of_a_graph(package: Package) -> None:
+    x, weight = leaf(6, 16), leaf(16, seed=1)
+    y = package.rms_norm(x, weight, 1e-6).sum()
+    dx, dw = torch.autograd.grad(y, (x, weight), retain_graph=True)
+    assert torch.equal(torch.autograd.grad(y, x, retain_graph=True)[0], dx)
+    assert torch.equal(torch.autograd.grad(y, weight)[0], dw)
+
+
+def test_second_derivatives(package: Package) -> None:
+    x, weight = leaf(3, 6, dtype=torch.float64), leaf(6, dtype=torch.float64, seed=1)
+    for offset in (0.0, 1.0):
+
+        def norm(x: Any, weight: Any, offset: float = offset) -> Any:
+            return package.rms_norm(x, weight, 1e-5, weight_offset=offset)
+
+        assert torch.autograd.gradgradcheck(norm, (x, weight))
+
+
+def test_graph_is_kept_on_request_and_freed_otherwise(package: Package) -> None:
+    x, weight = leaf(6, 16), leaf(16)
+    y = package.rms_norm(x, weight).sum()
+    first = torch.autograd.grad(y, (x, weight), retain_graph=True)
+    assert equal_bits(list(first), list(torch.autograd.grad(y, (x, weight))))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(y, (x, weight))
+
+
+@pytest.mark.parametrize("changed", ["x", "weight"])
+def test_saved_tensor_that_was_changed_is_an_error(package: Package, changed: str) -> None:
+    given = {"x": leaf(6, 16), "weight": leaf(16)}
+    y = package.rms_norm(**given)
+    with torch.no_grad():
+        given[changed].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_saved_tensors_go_through_hooks(package: Package) -> None:
+    packed, unpacked = [], []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.shape)
+        return tensor.double()
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        unpacked.append(tensor.shape)
+        return tensor.float()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        found = outcome(package)
+    assert packed == unpacked == [(6, 16), (16,), (6, 1)]
+    assert equal_bits(found, outcome(package))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed(package: Package, reentrant: bool) -> None:
+    x, weight = leaf(6, 16), leaf(16)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return package.rms_norm(package.rms_norm(x, weight, 1e-6), weight, 1e-6)
+
+    wanted = torch.autograd.grad(block(x).sum(), (x, weight))
+    checkpoint(block, x, use_reentrant=reentrant).sum().backward()
+    assert equal_bits([x.grad, weight.grad], list(wanted))  # type: ignore[list-item]
+
+
+def test_trainings_have_the_same_bits(both: Any) -> None:
+    runs = [Training(*norm_of(package, MODULE)).train(4) for package in both]
+    assert equal_bits(*runs)
+
+
+def test_forward_errors_are_those_of_python(both: Any) -> None:
+    for given in (("x", None), (None, None), (torch.ones(4, 8), torch.ones(3)), (1.0, None)):
+        errors = []
+        for package in both:
+            with pytest.raises((TypeError, ValueError)) as caught:
+                package.rms_norm(*given)
+            errors.append((caught.type, str(caught.value)))
+        assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("anomaly", [False, True])
+@pytest.mark.parametrize("threaded", [False, True])
+def test_backward_errors_are_python_s_own(
+    tmp_path: Path, module: Any, anomaly: bool, threaded: bool
+) -> None:
+    class OddError(Exception):
+        pass
+
+    error = OddError("planted")
+
+    def gradients(*_: Any) -> Any:
+        raise error
+
+    package = write_package(tmp_path)
+    package._norm.gradients = gradients  # type: ignore[assignment]
+    started(package, module)
+    context = torch.autograd.set_detect_anomaly(anomaly, check_nan=False)
+    with warnings.catch_warnings(), context, torch.autograd.set_multithreading_enabled(threaded):
+        warnings.simplefilter("ignore")  # anomaly mode says where the forward was
+        y = package.rms_norm(leaf(2, 8), leaf(8))
+        with pytest.raises(OddError) as caught:
+            y.sum().backward()
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("wrong", [(1.0, None), [None, None], (None,)])
+def test_wrong_results_of_the_fallback_are_errors(tmp_path: Path, module: Any, wrong: Any) -> None:
+    package = write_package(tmp_path)
+    package._norm.gradients = lambda *_: wrong  # type: ignore[assignment, method-assign]
+    y = started(package, module).rms_norm(leaf(2, 8), leaf(8))
+    with pytest.raises(TypeError, match=r"tensor|two results"):
+        y.sum().backward()
+
+
+def test_nan_is_found_by_anomaly_mode(package: Package) -> None:
+    x = leaf(2, 8)
+    with pytest.warns(UserWarning), torch.autograd.detect_anomaly():
+        y = package.rms_norm(x, None)
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            y.backward(torch.full((2, 8), float("nan")))
+
+
+def test_backward_in_many_threads_through_one_graph(package: Package) -> None:
+    x, weight = leaf(6, 16), leaf(16)
+    y = package.rms_norm(x, weight).sum()
+    wanted = list(torch.autograd.grad(y, (x, weight), retain_graph=True))
+    found: list[list[torch.Tensor]] = []
+
+    def again() -> list[torch.Tensor]:
+        return list(torch.autograd.grad(y, (x, weight), retain_graph=True))
+
+    def work() -> None:
+        found.extend(again() for _ in range(20))
+
+    in_threads([work] * 4)
+    assert len(found) == 80 and all(equal_bits(one, wanted) for one in found)
+
+
+@pytest.mark.parametrize("weightless", [False, True])
+def test_compiled_autograd(package: Package, weightless: bool) -> None:
+    """Twice with other numbers, so that a compiled graph is used again."""
+
+    def step(eps: float, offset: float) -> list[torch.Tensor]:
+        x, weight = leaf(6, 16), None if weightless else leaf(16, seed=1)
+        package.rms_norm(x, weight, eps, weight_offset=offset).square().sum().backward()
+        return [t.grad for t in (x, weight) if t is not None and t.grad is not None]
+
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    settings = ((1e-6, 0.0), (0.5, 0.0), (0.5, 1.0))
+    wanted = [step(*numbers) for numbers in settings]
+    for numbers, expected in zip(settings, wanted, strict=True):
+        before = counters["compiled_autograd"]["captures"]
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            found = step(*numbers)
+        assert counters["compiled_autograd"]["captures"] >= max(before, 1)
+        assert len(found) == 2 - weightless
+        for got, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, want)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("how", ["compile", "func", "fake", "no_grad", "inference"])
+def test_other_ways_go_past_the_node(package: Package, how: str) -> None:
+    x, weight = leaf(6, 16), leaf(16, seed=1)
+    wanted = outcome(package)
+    norm = package.rms_norm
+    if how == "compile":
+        y = torch.compile(norm, backend="aot_eager", fullgraph=True)(x, weight)
+    elif how == "func":
+        dy = leaf(6, 16, seed=2).detach()
+        dx = torch.func.grad(lambda x: (norm(x, weight) * dy).sum())(x)
+        torch.testing.assert_close(dx, wanted[1])
+        return
+    elif how == "fake":
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+            assert norm(torch.empty(6, 16), torch.empty(16)).shape == (6, 16)
+        return
+    else:
+        with torch.no_grad() if how == "no_grad" else torch.inference_mode():
+            y = norm(x, weight)
+        assert not y.requires_grad
+    assert torch.equal(y.detach(), wanted[0])

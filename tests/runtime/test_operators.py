@@ -1,0 +1,172 @@
+"""The operators of a package under what watches them: torch.compile, checkpointing, torch.func,
+fake tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from generator.runtime.api import Package
+from tests.support.entry_points import (
+    grads,
+    leaf,
+    randn,
+    same,
+    write_package,
+)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return write_package(tmp_path_factory.mktemp("package"))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_step_has_the_bits_of_the_eager_one(package: Package, dynamic: bool) -> None:
+    x, weight = leaf(4, 16, dtype=torch.bfloat16), leaf(16, dtype=torch.bfloat16, seed=1)
+
+    def step(x: Any, weight: Any) -> Any:
+        return package.rms_norm(x, weight, 1e-6, weight_offset=1.0)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    assert same(grads(compiled(x, weight), x, weight), grads(step(x, weight), x, weight))
+    longer = leaf(7, 16, dtype=torch.bfloat16, seed=3)
+    assert torch.equal(compiled(longer, weight), step(longer, weight))
+
+
+def test_inductor_runs_the_operator(package: Package) -> None:
+    """The one test here that compiles code."""
+    norm = package.RMSNorm(16)
+    x = leaf(4, 16)
+    compiled = torch.compile(norm, fullgraph=True)
+    assert same(grads(compiled(x), x, norm.weight), grads(norm(x), x, norm.weight))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(package: Package, reentrant: bool) -> None:
+    x, weight = leaf(4, 16), leaf(16, seed=1)
+
+    def block(x: Any) -> Any:
+        return torch.tanh(package.rms_norm(x, weight))
+
+    again = checkpoint(block, x, use_reentrant=reentrant)
+    loss, wanted = again.square().sum(), block(x).square().sum()
+    loss.backward()
+    found = [x.grad, weight.grad]
+    x.grad = weight.grad = None
+    wanted.backward()
+    assert same(found, [x.grad, weight.grad])
+
+
+def test_selective_checkpointing_sees_the_operator(package: Package) -> None:
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    seen = []
+
+    def policy(context: Any, op: Any, *_: Any, **__: Any) -> Any:
+        seen.append(op)
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    x, weight = leaf(4, 16), leaf(16, seed=1)
+    y = checkpoint(
+        lambda x: package.rms_norm(x, weight) * 2,
+        x,
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )
+    assert same(grads(y, x, weight), grads(package.rms_norm(x, weight) * 2, x, weight))
+    assert package.ops.rms_norm in seen
+
+
+def test_operators_pass_opcheck(package: Package) -> None:
+    x, residual, weight = leaf(4, 6, 16), leaf(4, 6, 16, seed=1), leaf(16, seed=2)
+    dy, plain, rstd = randn(4, 6, 16, seed=3), x.detach(), torch.rand(4, 6, 1)
+    check = torch.library.opcheck
+    check(package.ops.rms_norm, (x, weight, None, 0.0))
+    check(package.ops.rms_norm, (x, None, 1e-5, 1.0))
+    check(package.ops.add_rms_norm, (x, residual.bfloat16(), weight, 1e-5, 1.0))
+    backward = package.ops.rms_norm_backward
+    check(backward, (dy, plain, rstd, weight.detach(), None, 0.0, True, True, None))
+    check(backward, (dy, plain, rstd, weight.detach(), dy.double(), 1.0, True, False, None))
+    check(backward, (dy, plain, rstd, None, None, 0.0, False, False, None))
+    heads = torch.rand(6, 16)
+    check(backward, (dy, plain, rstd, heads, None, 0.0, True, True, None))
+    narrow = [t.bfloat16() for t in (dy, plain)]
+    check(backward, (*narrow, rstd, heads.bfloat16(), None, 1.0, True, True, torch.float32))
+    check(package.ops.rms_norm, (x, leaf(6, 16, seed=4), None, 0.0))
+
+
+def test_fake_tensors_never_reach_a_kernel(package: Package) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x, weight = torch.empty(4, 16, device="cuda"), torch.empty(16, device="cuda")
+        y = package.rms_norm(x, weight)
+        dx, dw = package.rmsnorm_backward(y, x, torch.empty(4, 1, device="cuda"), weight)
+        assert (y.device.type, y.shape) == ("cuda", (4, 16))
+        assert dx is not None and dw is not None
+        assert (dx.shape, dw.shape, dw.device.type) == ((4, 16), (16,), "cuda")
+    meta = package.rms_norm(torch.empty(4, 16, device="meta"), None)
+    assert meta.device.type == "meta"
+
+
+def test_functional_gradients(package: Package) -> None:
+    x, weight = randn(4, 16), randn(16, seed=1)
+
+    def loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return package.rms_norm(x, weight).square().sum()
+
+    dx, dw = torch.func.grad(loss, (0, 1))(x, weight)
+    leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    wanted = torch.autograd.grad(loss(*leaves), leaves)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip((dx, dw), wanted, strict=True))
+    each = torch.func.vmap(package.rms_norm, (0, None))(x.view(2, 2, 16), weight)
+    assert torch.allclose(each, package.rms_norm(x.view(2, 2, 16), weight), atol=1e-6)
+
+
+def test_inference_and_autocast(package: Package) -> None:
+    x, weight = randn(4, 16, dtype=torch.bfloat16), torch.nn.Parameter(randn(16, seed=1))
+    with torch.inference_mode():
+        y = package.rms_norm(x, weight)
+    assert y.is_inference() and not y.requires_grad
+    with torch.autocast("cpu", torch.float16):
+        assert package.rms_norm(x, weight).dtype == torch.bfloat16
+    with torch.no_grad():
+        assert not package.rms_norm(x, weight).requires_grad
+
+
+def test_two_packages_have_operators_of_their_own(tmp_path: Path) -> None:
+    packages = [write_package(tmp_path / name) for name in ("one", "two")]
+    names = {package.ops.namespace for package in packages}
+    assert len(names) == 2
+    assert all(name.startswith("normforge_") for name in names)
+
+
+def test_namespace_changes_with_the_tables(tmp_path: Path) -> None:
+    first = write_package(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    table = (tmp_path / "a" / "table.json").read_text()
+    (tmp_path / "b" / "table.json").write_text(table.replace("no GPU", "another"))
+    other = Package(tmp_path / "b")
+    assert first.ops.namespace.split("_")[1] != other.ops.namespace.split("_")[1]
+
+
+def test_forked_child_works_after_import(package: Package) -> None:
+    import multiprocessing
+
+    def work(queue: Any) -> None:
+        torch.set_num_threads(1)
+        x = leaf(2, 8)
+        package.rms_norm(x).sum().backward()
+        queue.put(x.grad is not None)
+
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=work, args=(queue,))
+    child.start()
+    assert queue.get(timeout=60)
+    child.join()

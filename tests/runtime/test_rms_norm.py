@@ -1,0 +1,195 @@
+"""`rms_norm` and RMSNorm on the CPU, with autograd.
+
+The formula serves every call, so what is tested is all that lies around the kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from generator.runtime.api import Package
+from tests.support.entry_points import (
+    aten_on_cpu,
+    grads,
+    leaf,
+    randn,
+    same,
+    write_package,
+)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return write_package(tmp_path_factory.mktemp("package"))
+
+
+@pytest.mark.parametrize("eps", [None, 1e-5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_function_agrees_with_pytorch(
+    package: Package, dtype: torch.dtype, eps: float | None
+) -> None:
+    x, weight = leaf(3, 5, 16, dtype=dtype), leaf(16, dtype=dtype, seed=1)
+    y = package.rms_norm(x, weight, eps)
+    with aten_on_cpu():
+        wanted = functional.rms_norm(x, (16,), weight, eps)
+        wanted_grads = grads(wanted, x, weight)
+    tolerance = 4 * torch.finfo(dtype).eps
+    assert (y.dtype, y.shape) == (dtype, x.shape)
+    assert torch.allclose(y, wanted, rtol=tolerance, atol=tolerance)
+    for got, expected in zip(grads(y, x, weight), wanted_grads, strict=True):
+        assert torch.allclose(got, expected, rtol=tolerance, atol=16 * tolerance)
+
+
+@pytest.mark.parametrize("residual_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_residual_stream_gets_both_gradients(
+    package: Package, residual_dtype: torch.dtype, how: str
+) -> None:
+    x, residual = leaf(4, 16, dtype=torch.bfloat16), leaf(4, 16, dtype=residual_dtype, seed=1)
+    weight = leaf(16, dtype=torch.bfloat16, seed=2)
+    rms_norm: Any = package.rms_norm
+    if how == "compiled":
+        rms_norm = torch.compile(rms_norm, backend="aot_eager", fullgraph=True)
+    y, stream = rms_norm(x, weight, 1e-6, weight_offset=1.0, residual=residual)
+    assert (y.dtype, stream.dtype) == (torch.bfloat16, residual_dtype)
+    wide = [t.detach().double().requires_grad_() for t in (x, residual, weight)]
+    h = wide[0] + wide[1]
+    wanted = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6) * (wide[2] + 1)
+    wanted_grads = grads(torch.cat([wanted, h]), *wide)
+    found = grads(torch.cat([y, stream]).double(), x, residual, weight)
+    for got, expected, given in zip(found, wanted_grads, (x, residual, weight), strict=True):
+        assert got.dtype == given.dtype
+        assert (got.double() - expected).norm() / expected.norm() < 2**-6
+
+
+def test_unused_results_of_the_residual_form(package: Package) -> None:
+    x, residual, weight = leaf(4, 8), leaf(4, 8, seed=1), leaf(8, seed=2)
+    y, stream = package.rms_norm(x, weight, residual=residual)
+    dx, dresidual = grads(stream, x, residual)
+    assert torch.equal(dx, dresidual)
+    y, stream = package.rms_norm(x, weight, residual=residual)
+    only_y = grads(y, x, residual, weight)
+    assert torch.equal(only_y[0], only_y[1])
+
+
+@pytest.mark.parametrize("wants", [(True, False), (False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_only_the_gradients_that_are_asked_for_are_computed(
+    package: Package, wants: tuple[bool, bool], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = (
+        randn(*shape, seed=i).requires_grad_(want)
+        for i, (shape, want) in enumerate(zip([(4, 8), (8,)], wants, strict=True))
+    )
+    rms_norm: Any = package.rms_norm
+    if how == "compiled":
+        rms_norm = torch.compile(rms_norm, backend="aot_eager", fullgraph=True)
+    y = rms_norm(x, weight)
+    assert y.requires_grad == any(wants)
+    if any(wants):
+        y.sum().backward()
+    assert [t.grad is not None for t in (x, weight)] == list(wants)
+
+
+def test_expanded_gradient_is_not_wrong(package: Package) -> None:
+    x, weight = leaf(4, 8), leaf(8, seed=1)
+    y = package.rms_norm(x, weight)
+    summed = torch.autograd.grad(y.sum(), (x, weight), retain_graph=True)
+    assert same(summed, torch.autograd.grad(y, (x, weight), torch.ones(4, 8)))
+
+
+@pytest.mark.parametrize("how", ["eager", "operator", "residual"])
+def test_second_derivatives_are_served(package: Package, how: str) -> None:
+    x, weight = leaf(3, 6, dtype=torch.float64), leaf(6, dtype=torch.float64, seed=1)
+    if how == "residual":
+        residual = leaf(3, 6, dtype=torch.float64, seed=2)
+
+        def add(x: Any, weight: Any, residual: Any) -> Any:
+            return package.rms_norm(x, weight, 1e-5, residual=residual)
+
+        assert torch.autograd.gradgradcheck(add, (x, weight, residual))
+        return
+
+    def norm(x: Any, weight: Any) -> Any:
+        if how == "operator":
+            return package.ops.rms_norm(x, weight, 1e-5, 1.0)[0]
+        return package.rms_norm(x, weight, 1e-5, weight_offset=1.0)
+
+    assert torch.autograd.gradcheck(norm, (x, weight))
+    assert torch.autograd.gradgradcheck(norm, (x, weight))
+
+
+def test_backward_operator_refuses_to_be_differentiated(package: Package) -> None:
+    x, weight = leaf(3, 6), leaf(6, seed=1)
+    dx = package.ops.rms_norm_backward(x, x, torch.ones(3), weight, None, 0.0, True, True, None)[0]
+    with pytest.raises(RuntimeError, match="differentiate rms_norm"):
+        dx.sum().backward()
+
+
+def test_per_head_weight(package: Package) -> None:
+    x, weight = leaf(2, 5, 3, 16), leaf(3, 16, seed=1)
+    y = package.rms_norm(x, weight, 1e-6)
+    heads = [package.rms_norm(x[:, :, h], weight[h], 1e-6) for h in range(3)]
+    assert torch.allclose(y, torch.stack(heads, 2))
+    both = grads(y, x, weight), grads(torch.stack(heads, 2), x, weight)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*both, strict=True))
+    with pytest.raises(ValueError, match=r"\(16,\) or \(3, 16\), got \(2, 16\)"):
+        package.rms_norm(x, weight[:2])
+
+
+def test_wide_weight_keeps_the_dtype_of_the_rows(package: Package) -> None:
+    x, weight = leaf(4, 8, dtype=torch.bfloat16), leaf(8, seed=1)
+    y = package.rms_norm(x, weight)
+    assert y.dtype == torch.bfloat16
+    dx, dw = grads(y, x, weight)
+    assert (dx.dtype, dw.dtype) == (torch.bfloat16, torch.float32)
+    narrow = leaf(8, dtype=torch.bfloat16, seed=1)
+    assert grads(package.rms_norm(leaf(4, 8), narrow), narrow)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_missing_eps_is_pytorchs(package: Package, dtype: torch.dtype) -> None:
+    """Of fp32 for narrower rows too. The rows are so small that it shows."""
+    x = (1e-3 * randn(4, 64)).to(dtype)
+    assert torch.equal(package.rms_norm(x), functional.rms_norm(x, (64,)))
+
+
+def test_module_takes_the_place_of_pytorchs(package: Package) -> None:
+    theirs = torch.nn.RMSNorm(16, eps=1e-5)
+    torch.nn.init.normal_(theirs.weight)
+    mine = package.RMSNorm(16, eps=1e-5)
+    mine.load_state_dict(theirs.state_dict())
+    assert isinstance(mine, torch.nn.RMSNorm)
+    assert mine.state_dict().keys() == theirs.state_dict().keys()
+    x = randn(3, 16)
+    assert torch.allclose(mine(x), theirs(x), atol=1e-6)
+    assert "weight_offset" not in repr(mine)
+    again = copy.deepcopy(mine)
+    assert torch.equal(again(x), mine(x))
+
+
+@pytest.mark.parametrize("shape", [(16,), (3, 16)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_module_normalises_over_its_shape(
+    package: Package, shape: tuple[int, ...], affine: bool
+) -> None:
+    mine = package.RMSNorm(shape, 1e-5, elementwise_affine=affine)
+    theirs = torch.nn.RMSNorm(shape, 1e-5, elementwise_affine=affine)
+    x = leaf(5, 3, 16)
+    assert torch.allclose(mine(x), theirs(x), atol=1e-6)
+    y, stream = mine(x, x.detach())
+    assert torch.allclose(stream, 2 * x)
+    assert y.shape == x.shape
+
+
+def test_module_with_an_offset_starts_as_the_identity(package: Package) -> None:
+    gemma = package.RMSNorm(16, weight_offset=1.0)
+    assert torch.equal(gemma.weight, torch.zeros(16))
+    x = randn(3, 16)
+    assert torch.allclose(gemma(x), torch.nn.RMSNorm(16)(x), atol=1e-6)
+    assert "weight_offset=1.0" in repr(gemma)

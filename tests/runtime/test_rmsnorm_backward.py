@@ -1,0 +1,346 @@
+"""`rmsnorm_backward` on the CPU: its options and their compositions, tracing, gradients.
+
+The formula serves every call, so what is tested is all that lies around the kernels.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from generator.runtime.api import Package
+from generator.runtime.launch.row_layout import dense
+from generator.runtime.serve.options import PLAIN, Arguments, Options, add_residual, composition
+from generator.runtime.serve.reference import reference_backward
+from generator.runtime.serve.warn_once import WarnOnce
+from generator.runtime.spec import KernelSpec
+from tests.support.entry_points import (
+    aten_on_cpu,
+    function_norm,
+    leaf,
+    randn,
+    same,
+    write_package,
+)
+from tests.support.fake_driver import SPEC
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return write_package(tmp_path_factory.mktemp("package"))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("shape", ["none", "row", "heads"])
+@pytest.mark.parametrize("residual", [None, torch.bfloat16, torch.float32])
+def test_formula_with_options_agrees_with_autograd(
+    package: Package, offset: float, shape: str, residual: torch.dtype | None
+) -> None:
+    x, dy = leaf(5, 3, 16, dtype=torch.float64), randn(5, 3, 16, dtype=torch.float64, seed=1)
+    sizes = {"none": None, "row": (16,), "heads": (3, 16)}[shape]
+    weight = None if sizes is None else leaf(*sizes, dtype=torch.float64, seed=2)
+    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+    y = x * rstd * ((1.0 if weight is None else weight) + offset)
+    y.backward(dy)
+    dresidual = None if residual is None else randn(5, 3, 16, dtype=residual, seed=3)
+    dx, dw, *third = package.rmsnorm_backward(
+        dy, x, rstd.detach(), weight, weight_offset=offset, dresidual=dresidual
+    )
+    assert x.grad is not None
+    wanted = x.grad if dresidual is None else x.grad + dresidual
+    assert torch.allclose(dx, wanted, atol=1e-12)
+    assert len(third) == (dresidual is not None)
+    assert all(torch.equal(t, dx.to(residual)) for t in third)
+    assert (dw is None) if weight is None else torch.allclose(dw, weight.grad, atol=1e-12)
+
+
+def test_dw_goes_where_it_is_told(package: Package) -> None:
+    dtype = torch.bfloat16
+    dy, x, weight = (randn(*s, dtype=dtype, seed=i) for i, s in enumerate([(64, 8), (64, 8), (8,)]))
+    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True))
+    wide = package.rmsnorm_backward(dy, x, rstd, weight, dw_dtype=torch.float32)[1]
+    assert wide is not None and wide.dtype == torch.float32
+    main_grad = torch.ones(8)
+    for _ in range(2):
+        found = package.rmsnorm_backward(dy, x, rstd, weight, dw_out=main_grad, accumulate=True)
+        assert found[1] is main_grad
+    assert torch.allclose(main_grad, 1 + 2 * wide)
+    plain = package.rmsnorm_backward(dy, x, rstd, weight, dw_out=main_grad)
+    assert plain[1] is main_grad and torch.equal(main_grad, wide)
+    nothing = package.rmsnorm_backward(dy, x, rstd, weight, need_dx=False, need_dw=False)
+    assert nothing == (None, None)
+
+
+def spec(offset: bool = False, residual: str = "") -> KernelSpec:
+    return replace(SPEC, offset=offset, residual=residual)
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "offset": ({}, {"weight_offset": 1.0}),
+    "offset, dw in fp32": ({}, {"weight_offset": 1.0, "dw_dtype": torch.float32}),
+    "offset without weight": ({"weight": None}, {"weight_offset": 1.0}),
+    "offset into main_grad": (
+        {"dw_out": torch.ones(16)},
+        {"weight_offset": 1.0, "accumulate": True},
+    ),
+    "residual": ({"dresidual": randn(6, 16, dtype=torch.bfloat16, seed=5)}, {}),
+    "wide residual": ({"dresidual": randn(6, 16, seed=5)}, {"weight_offset": 1.0}),
+    "per head": ({"weight": randn(3, 16, dtype=torch.bfloat16, seed=6)}, {}),
+    "per head, all": (
+        {
+            "weight": randn(3, 16, dtype=torch.bfloat16, seed=6),
+            "dresidual": randn(2, 3, 16, seed=7),
+            "dw_out": torch.ones(3, 16),
+        },
+        {"weight_offset": 1.0, "accumulate": True},
+    ),
+    "per head, dx only": (
+        {"weight": randn(3, 16, dtype=torch.bfloat16, seed=6)},
+        {"need_dw": False},
+    ),
+    "main_grad in bf16": (
+        {"dw_out": torch.ones(16, dtype=torch.bfloat16)},
+        {"accumulate": True},
+    ),
+    "offset and an output of the weight's dtype": (
+        {"dw_out": torch.ones(16).bfloat16()},
+        {"weight_offset": 1.0},
+    ),
+    "main_grad in a column": ({"dw_out": torch.ones(16, 2)[:, 0]}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_composition_around_a_plain_kernel_gives_what_the_formula_says(case: str) -> None:
+    """A stand-in for the kernel serves what a kernel without options does and nothing more."""
+    change, keywords = copy.deepcopy(CASES[case])
+    heads = change.get("weight") is not None and change["weight"].dim() == 2
+    shape = (2, 3, 16) if heads else (6, 16)
+    x, dy = (randn(*shape, dtype=torch.bfloat16, seed=i) for i in range(2))
+    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True))
+    given = Arguments(
+        **{"dy": dy, "x": x, "rstd": rstd, "weight": randn(16, seed=2).bfloat16(), **change}
+    )
+    options = Options(**keywords)
+    depth = 0
+
+    def backward(
+        dy: Any,
+        x: Any,
+        rstd: Any,
+        weight: Any = None,
+        *,
+        dresidual: Any = None,
+        dw_out: Any = None,
+        **rest: Any,
+    ) -> Any:
+        nonlocal depth
+        depth += 1
+        assert depth < 20, "a composition has to take something away"
+        inner, call_options = Arguments(dy, x, rstd, weight, dresidual, dw_out), Options(**rest)
+        compose = composition(inner, call_options, spec())
+        if compose is not None:
+            return compose(backward, inner, call_options)
+        assert dresidual is None and not call_options.weight_offset
+        return reference_backward(dy, x, rstd, weight, dw_out=dw_out, **rest)
+
+    wanted_out = None if given.dw_out is None else given.dw_out.clone()
+    wanted = reference_backward(
+        *(dy, x, rstd, given.weight),
+        dresidual=given.dresidual,
+        dw_out=wanted_out,
+        **vars(options),
+    )
+    results = backward(
+        dy, x, rstd, given.weight, dresidual=given.dresidual, dw_out=given.dw_out, **vars(options)
+    )
+    assert len(results) == len(wanted)
+    for got, expected in zip(results, wanted, strict=True):
+        assert (got is None) == (expected is None)
+        if got is not None:
+            assert got.dtype == expected.dtype and got.shape == expected.shape
+            # Where dx is rounded before the residual is added, so is its copy in a wider dtype.
+            unit = torch.finfo(x.dtype if got.shape == x.shape else got.dtype).eps
+            assert torch.allclose(got.double(), expected.double(), rtol=2 * unit, atol=2 * unit)
+    assert given.dw_out is None or results[1] is given.dw_out
+
+
+def test_kernel_with_an_option_is_used_for_it() -> None:
+    x = randn(6, 16).bfloat16()
+    given = Arguments(x, x, torch.ones(6), randn(16).bfloat16(), dresidual=x)
+    options = Options(weight_offset=1.0)
+    assert composition(given, options, spec(offset=True, residual="bf16")) is None
+    assert composition(given, options, spec(residual="bf16")) is not None
+    assert composition(given, options, spec(offset=True)) is not None
+    assert composition(given, options, None) is not None
+    assert composition(Arguments(x, x, torch.ones(6), None), PLAIN, spec()) is None
+
+
+def test_no_rows_give_an_empty_dx_and_a_dw_of_zeros(package: Package) -> None:
+    x, weight = torch.empty(0, 8), torch.ones(8)
+    dx, dw = package.rmsnorm_backward(x, x, torch.empty(0, 1), weight)
+    assert dx is not None and dx.shape == (0, 8)
+    assert dw is not None and torch.equal(dw, torch.zeros(8))
+    found = torch.empty(0, 8, requires_grad=True)
+    package.rms_norm(found, weight).sum().backward()
+    assert found.grad is not None and found.grad.shape == (0, 8)
+
+
+def test_wrong_type_is_named(package: Package) -> None:
+    x = randn(4, 8)
+    with pytest.raises(TypeError, match=r"rstd must be a torch\.Tensor, got float"):
+        package.rmsnorm_backward(x, x, 1.0, x[0])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, got None"):
+        package.rmsnorm_backward(x, None, x[:, 0])  # type: ignore[arg-type]
+
+
+def test_backward_traces_into_one_operator(package: Package) -> None:
+    dy, x, weight = randn(4, 8, seed=1), randn(4, 8), randn(8, seed=2)
+    rstd, main_grad = torch.ones(4, 1), torch.zeros(8)
+
+    def step(dy: Any, x: Any, rstd: Any, weight: Any, main_grad: Any) -> Any:
+        dx, _, stream = package.rmsnorm_backward(
+            dy, x, rstd, weight, dresidual=dy, dw_out=main_grad, accumulate=True
+        )
+        return dx, stream
+
+    wanted_grad = torch.zeros(8)
+    wanted = step(dy, x, rstd, weight, wanted_grad)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert same(compiled(dy, x, rstd, weight, main_grad), wanted)
+    assert torch.equal(main_grad, wanted_grad)
+
+
+def test_gradient_of_the_backward_is_refused(package: Package) -> None:
+    """And not left out, neither as a gradient penalty finds it nor called with leaves."""
+    norm = function_norm(package)(8)
+    x, weight = leaf(4, 8), norm.weight
+    for loss in (norm(x).square().sum(), norm(x).sum()):
+        (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+        for asked in (x, weight):
+            with pytest.raises(RuntimeError, match="of its own: differentiate rms_norm"):
+                torch.autograd.grad(dx.square().sum(), asked, retain_graph=True)
+        with pytest.raises(RuntimeError, match="of its own: differentiate rms_norm"):
+            dx.square().sum().backward()
+    dy, rstd, main_grad = randn(4, 8, seed=1), torch.ones(4, 1), torch.zeros(8)
+    plain = package.rmsnorm_backward(dy, x.detach(), rstd, weight.detach(), dresidual=dy)
+    dx, dw, stream = package.rmsnorm_backward(dy, x, rstd, weight, dresidual=dy, dw_out=main_grad)
+    assert dw is main_grad and not main_grad.requires_grad and stream is dx
+    assert same((dx.detach(), dw), plain[:2])
+    for tensors in ((dy, x), (leaf(4, 8, seed=1), x.detach())):
+        dx, dw = package.rmsnorm_backward(*tensors, rstd, weight)
+        for result in (dx, dw):
+            with pytest.raises(RuntimeError, match="differentiate rms_norm"):
+                result.sum().backward()
+    nothing = package.rmsnorm_backward(dy, x, rstd, weight, need_dx=False, dw_out=main_grad)
+    assert nothing[0] is None and nothing[1] is main_grad and not main_grad.requires_grad
+
+
+def test_call_of_which_nobody_wants_a_gradient_has_none(package: Package) -> None:
+    x, rstd, weight = randn(4, 8), torch.ones(4, 1), leaf(8, seed=1)  # dw does not depend on it
+    assert not any(r.requires_grad for r in package.rmsnorm_backward(x, x, rstd, weight))
+    with torch.no_grad():
+        results = package.rmsnorm_backward(x, leaf(4, 8), rstd, weight)
+    assert not any(r.requires_grad for r in results)
+
+
+def test_reasons_are_warned_about_once(package: Package, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, rstd, weight = randn(4, 16), torch.ones(4, 1), torch.ones(16)
+    monkeypatch.setattr(package, "warn", WarnOnce())
+    monkeypatch.setattr(package, "_find", lambda given, options: "there is no kernel here")
+    with aten_on_cpu():
+        with pytest.warns(UserWarning, match="no kernel here; using PyTorch's own") as caught:
+            dx, dw = package.rmsnorm_backward(x, x, rstd, weight)
+        assert caught[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            package.rmsnorm_backward(x[:2], x[:2], rstd[:2], weight)
+    assert same((dx, dw), reference_backward(x, x, rstd, weight))
+    with pytest.warns(UserWarning, match="using the formula in plain PyTorch"):
+        package.rmsnorm_backward(x.bfloat16(), x.bfloat16(), rstd, weight)
+
+
+def test_dtype_without_kernels_gets_every_option_from_the_formula(package: Package) -> None:
+    """PyTorch's fused kernel knows none of them."""
+    x = torch.randn(6, 8, dtype=torch.float64)
+    weight = torch.randn(8, dtype=torch.float64)
+    given = Arguments(x, x, torch.ones(6, dtype=torch.float64), weight, x)
+    options = Options(weight_offset=1.0)
+    with pytest.warns(UserWarning, match="formula"):
+        call = package._fallback("no kernel for float64", given, options)
+    found = call(*vars(given).values())
+    wanted = reference_backward(x, x, given.rstd, weight, weight_offset=1.0, dresidual=x)
+    assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))
+
+
+def test_copy_for_a_kernel_is_aligned() -> None:
+    whole = torch.zeros(1 + 4 * 8, dtype=torch.bfloat16)
+    for rows in (whole[1:].view(4, 8), whole[1:9].expand(4, 8)):
+        assert rows.data_ptr() % 32
+        assert dense(rows).data_ptr() % 32 == 0
+        assert torch.equal(dense(rows), rows)
+
+
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_composed_residual_is_added_in_fp32_and_rounded_once(
+    package: Package, dtype: torch.dtype, wide: torch.dtype
+) -> None:
+    dx, dresidual = randn(33, 40, dtype=dtype), randn(33, 40, dtype=wide, seed=1)
+    given = Arguments(dx, dx, torch.ones(33), torch.ones(40), dresidual)
+    found = add_residual(lambda *_, **__: (dx.clone(), None), given, PLAIN)
+    total = dx.float() + dresidual.float()
+    assert found[0] is not None and torch.equal(found[0], total.to(dtype))
+    assert found[2] is not None and torch.equal(found[2], total.to(wide))
+
+
+def test_composed_call_returns_nothing_that_requires_grad(package: Package) -> None:
+    x = torch.randn(6, 8)
+    dresidual = torch.randn(6, 8, requires_grad=True)
+    call = package._composed(add_residual, PLAIN)
+    dx, _, _ = call(x, x, torch.ones(6), torch.ones(8), dresidual, None)
+    assert not dx.requires_grad
+
+
+class Late(torch.Tensor):
+    """A subclass, as the result of a collective that has not arrived is one."""
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_gradient_of_another_kind_goes_through_the_operator(
+    package: Package, residual: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which unwraps it; a kernel would read its address."""
+    seen: list[type] = []
+    operator = package.ops.backward
+
+    def backward(given: Arguments, options: Options) -> Any:
+        seen.append(type(given.dy))
+        return operator(given, options)
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError("a node served it by itself")
+
+    monkeypatch.setattr(package.ops, "backward", backward)
+    monkeypatch.setattr(package._norm, "_run", fail)
+    monkeypatch.setattr(package._norm, "_quick", fail)
+    x = torch.randn(6, 8, requires_grad=True)
+    weight = torch.ones(8, requires_grad=True)
+    y = package.rms_norm(x, weight, residual=torch.zeros(6, 8) if residual else None)
+    y = y[0] if residual else y
+    torch.autograd.grad(y, (x, weight), torch.ones(6, 8).as_subclass(Late))
+    assert seen == [Late]
+
+
+def test_no_heads_are_served(package: Package) -> None:
+    x = torch.randn(3, 0, 8, requires_grad=True)
+    weight = torch.zeros(0, 8, requires_grad=True)
+    y = package.rms_norm(x, weight)
+    dx, dw = torch.autograd.grad(y.sum(), (x, weight))
+    assert y.shape == dx.shape == x.shape
+    assert dw.shape == weight.shape

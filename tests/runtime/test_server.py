@@ -1,0 +1,146 @@
+"""From the arguments of a call to the kernel, the composition or the operator that serves it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from generator.package.emit import emit_package
+from generator.runtime.api import Package
+from generator.runtime.launch.loaded_kernel import LoadedKernel
+from generator.runtime.serve.options import (
+    PLAIN,
+    Arguments,
+    Options,
+    add_residual,
+    dw_elsewhere,
+    offset_in_weight,
+    per_head,
+)
+from generator.runtime.spec import KernelSpec
+from generator.runtime.table import Table
+from generator.target import find_target
+from tests.support.fake_driver import (
+    SPEC,
+    TABLE,
+    FakeDriver,
+    entry,
+    generic,
+    tensors,
+)
+
+
+@pytest.fixture
+def package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: FakeDriver
+) -> Callable[..., Package]:
+    """Makes a package of some kernels; its device is as the fake driver has it."""
+
+    def make(*specs: KernelSpec) -> Package:
+        tuned = tuple(entry(4096, spec) for spec in specs)
+        table = Table(TABLE.target, tuned, (generic(4096, 16), generic(4096, 2)))
+        (tmp_path / "table.json").write_text(json.dumps(table.to_json()))
+        made = Package(tmp_path)
+        monkeypatch.setattr(made._kernels, "get", lambda k: LoadedKernel(b"cubin", k.spec))
+        return made
+
+    here = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
+    return make
+
+
+def served_by(package: Package, options: Options = PLAIN, **change: Any) -> Any:
+    """The spec of the kernel that serves a call, or the name of what composes it."""
+    dy, x, rstd, weight = tensors(4096)
+    given = Arguments(**{"dy": dy, "x": x, "rstd": rstd, "weight": weight, **change})
+    call = package._with_kernel(given, options, 0)
+    return call if isinstance(call, str) else getattr(call, "kernel", call)
+
+
+def test_compiled_options_are_used_where_they_were_tuned(package: Any) -> None:
+    plain, offset = SPEC, replace(SPEC, name="offset", offset=True)
+    both = replace(SPEC, name="both", offset=True, residual="bf16")
+    residual = replace(SPEC, name="residual", residual="bf16")
+    wide = replace(SPEC, name="wide", residual="fp32")
+    made = package(plain, offset, both, residual, wide)
+    rows = tensors(4096)[1]
+
+    def name(options: Options = PLAIN, **change: Any) -> str:
+        return served_by(made, options, **change).spec.name
+
+    assert name() == "example"
+    assert name(Options(weight_offset=1.0)) == "offset"
+    assert name(dresidual=rows) == "residual"
+    assert name(dresidual=rows.float()) == "wide"
+    assert name(Options(weight_offset=1.0), dresidual=rows) == "both"
+    # Nothing was tuned for an offset and an fp32 residual: the offset stays in the kernel.
+    composed = served_by(made, Options(weight_offset=1.0), dresidual=rows.float())
+    assert add_residual in [cell.cell_contents for cell in composed.__closure__]
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "by"),
+    [
+        (Options(weight_offset=1.0), {}, offset_in_weight),
+        (PLAIN, {"dresidual": torch.zeros(4096, 1024)}, add_residual),
+        (Options(accumulate=True), {"dw_out": torch.zeros(1024).bfloat16()}, dw_elsewhere),
+        # Kernels write dw by vectors of 16 bytes.
+        (PLAIN, {"dw_out": torch.zeros(1025)[1:]}, dw_elsewhere),
+        (Options(accumulate=True), {"dw_out": torch.zeros(1026)[2:]}, dw_elsewhere),
+        (PLAIN, {"dw_out": torch.zeros(1028).bfloat16()[4:]}, dw_elsewhere),
+    ],
+)
+def test_options_that_nobody_tuned_are_composed(
+    package: Any, options: Options, change: Any, by: Any
+) -> None:
+    composed = served_by(package(SPEC), options, **change)
+    assert by in [cell.cell_contents for cell in composed.__closure__]
+
+
+def test_weight_per_head_is_a_call_per_head(package: Any) -> None:
+    x = torch.zeros(16, 4, 1024).bfloat16()
+    change = {"x": x, "dy": x, "weight": x[0], "rstd": torch.zeros(64)}
+    composed = served_by(package(SPEC), **change)
+    assert per_head in [cell.cell_contents for cell in composed.__closure__]
+
+
+def test_unaligned_rows_get_narrow_vectors_and_no_kernel_is_a_reason(package: Any) -> None:
+    made = package(SPEC)
+    odd = torch.empty(4096 * 1024 + 1, dtype=torch.bfloat16)[1:].view(4096, 1024)
+    assert served_by(made, x=odd).spec.vector_bytes == 2
+    assert served_by(made, weight=torch.empty(1025).bfloat16()[1:]).spec.vector_bytes == 2
+    assert "no generic kernel serves it" in served_by(made, weight=torch.zeros(1024))
+    assert served_by(made, weight=None).spec.name == "example"
+
+
+def test_lazily_negated_tensors_are_read_as_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels read memory, where such a view has the numbers of what it is a view of."""
+    emit_package([], [], find_target("h200"), tmp_path)
+    package = Package(tmp_path)
+    seen: list[tuple[Any, ...]] = []
+
+    def serve(self: Any, *_: Any) -> Any:
+        return lambda *tensors: seen.append(tensors)
+
+    monkeypatch.setattr(Package, "_prepare", serve)
+    monkeypatch.setattr(type(package._forward), "_prepare", serve)
+    dy, x, rstd, weight = tensors(6)
+    negated = [torch._neg_view(tensor) for tensor in (dy, x, rstd, weight)]
+    package.rmsnorm_backward(*negated)
+    package._forward(negated[1], negated[3], residual=negated[0])
+    (backward, forward) = seen
+    reads = (*backward[:4], forward[0], forward[1], forward[4])
+    for read, base in zip(reads, (dy, x, rstd, weight, x, weight, dy), strict=True):
+        assert not read.is_neg()
+        assert torch.equal(read, -base)
+    with pytest.raises(ValueError, match="dw_out is a lazily negated view"):
+        package.rmsnorm_backward(dy, x, rstd, weight, dw_out=torch._neg_view(weight.clone()))

@@ -1,0 +1,298 @@
+"""A CUDA driver and a device on the CPU: what the driver is given is recorded in order."""
+
+# ruff: noqa: N802 (the fake driver has the names of the real one)
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cuda.bindings import driver as cuda
+
+from generator.runtime import api
+from generator.runtime.launch import binding, driver, forward_call, launch, loaded_kernel, workspace
+from generator.runtime.launch.loaded_kernel import LoadedKernel
+from generator.runtime.launch.workspace import Workspaces
+from generator.runtime.native import native
+from generator.runtime.serve import call
+from generator.runtime.serve.call import KernelCall
+from generator.runtime.serve.layout import read_layout
+from generator.runtime.serve.options import PLAIN, Arguments, Options
+from generator.runtime.spec import KernelSpec, plan_launch
+from generator.runtime.table import Kernel, Table, Tuned
+
+SPEC = KernelSpec(
+    name="example",
+    N=1024,
+    exact=True,
+    dtype="bf16",
+    weight_dtype="bf16",
+    strategy="column_slices",
+    determinism="gpu_to_gpu",
+    threads=256,
+    sum_threads=512,
+    smem_bytes=50_000,
+    vector_bytes=16,
+    columns=1024,
+    partial_stride=1024,
+    slice_columns=32,
+    rows_in_flight=1,
+    rows_per_cta=2,
+    cluster=1,
+    dependent=False,
+    accumulates=False,
+    turns=False,
+    levels=1,
+    ctas_per_sm=1,
+    even_grid=False,
+    sms=132,
+)
+TARGET = {"name": "h200", "title": "H200", "arch": "sm_90a", "sms": 132}
+SEPARATE = replace(SPEC, name="two_kernels", strategy="separate", dependent=True, cluster=2)
+
+
+class FakeDriver:
+    """Types and constants of the real bindings; calls are recorded and succeed."""
+
+    def __init__(self) -> None:
+        self.loads = 0
+        self.attributes: list[tuple[Any, int]] = []
+        self.launches: list[SimpleNamespace] = []
+        self.zeroed: list[tuple[int, int]] = []
+        self.freed: list[tuple[int, int]] = []
+        self.capture_modes: list[Any] = []
+        self.status: Any = cuda.CUresult.CUDA_SUCCESS
+        self.capture_info: Any = cuda.CUresult.CUDA_SUCCESS
+        self.capture_id = 1
+        self.room: int | None = 1000  # clusters that run at once
+        self.capture_status: Any = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+        self._mode: Any = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+        self._next_address = 1 << 32
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("cu"):
+            raise AssertionError(f"unexpected driver call {name}")
+        return getattr(cuda, name)
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
+        self.capture_modes.append(mode)
+        before, self._mode = self._mode, mode
+        return self.status, before
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[Any, ...]:
+        assert self._mode == cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self.loads += 1
+        return cuda.CUresult.CUDA_SUCCESS, image
+
+    def cuModuleGetFunction(self, module: bytes, name: bytes) -> tuple[Any, ...]:
+        return cuda.CUresult.CUDA_SUCCESS, name.decode()
+
+    def cuFuncSetAttribute(self, function: str, attribute: Any, value: int) -> tuple[Any, ...]:
+        self.attributes.append((attribute, value))
+        return (cuda.CUresult.CUDA_SUCCESS,)
+
+    def cuOccupancyMaxActiveClusters(self, function: str, config: Any) -> tuple[Any, ...]:
+        assert config.gridDimX == config.attrs[0].value.clusterDim.x
+        if self.room is None:
+            return cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED, 0
+        return cuda.CUresult.CUDA_SUCCESS, self.room
+
+    def cuLaunchKernelEx(
+        self, config: Any, function: str, parameters: int, extra: int
+    ) -> tuple[Any, ...]:
+        attributes = {
+            attribute.id: attribute.value for attribute in config.attrs[: config.numAttrs]
+        }
+        self.launches.append(
+            SimpleNamespace(
+                function=function,
+                grid=config.gridDimX,
+                block=config.blockDimX,
+                smem=config.sharedMemBytes,
+                stream=int(config.hStream),
+                attributes=attributes,
+                arguments=read_arguments(function, parameters),
+                block_address=parameters,
+            )
+        )
+        return (self.status,)
+
+    def cuMemAlloc(self, size: int) -> tuple[Any, ...]:
+        assert self._mode == cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        address, self._next_address = self._next_address, self._next_address + size
+        return cuda.CUresult.CUDA_SUCCESS, cuda.CUdeviceptr(address)
+
+    def cuMemAllocAsync(self, size: int, stream: int) -> tuple[Any, ...]:
+        return self.cuMemAlloc(size)
+
+    def cuMemFreeAsync(self, address: int, stream: int) -> tuple[Any, ...]:
+        self.freed.append((address, stream))
+        return (cuda.CUresult.CUDA_SUCCESS,)
+
+    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
+        return (
+            self.capture_info,
+            self.capture_status,
+            cuda.cuuint64_t(self.capture_id),
+            None,
+            [],
+            [],
+            0,
+        )
+
+    def cuStreamCreate(self, flags: Any) -> tuple[Any, ...]:
+        assert flags == cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
+        return cuda.CUresult.CUDA_SUCCESS, "aside"
+
+    def cuMemsetD8Async(self, at: int, value: int, size: int, stream: str) -> tuple[Any, ...]:
+        assert (value, stream) == (0, "aside")
+        self.zeroed.append((at, size))
+        return (cuda.CUresult.CUDA_SUCCESS,)
+
+    def cuStreamSynchronize(self, stream: str) -> tuple[Any, ...]:
+        return (cuda.CUresult.CUDA_SUCCESS,)
+
+    def cuStreamDestroy(self, stream: str) -> tuple[Any, ...]:
+        return (cuda.CUresult.CUDA_SUCCESS,)
+
+
+def read_arguments(function: str, parameters: int) -> tuple[int, ...]:
+    """What the driver would copy, given the kernels' parameters: one structure of the main kernel
+    (tensors, workspace, extent), five of the second one."""
+    if function == "rmsnorm_backward":
+        (address,) = struct.unpack("Q", ctypes.string_at(parameters, 8))
+        form = "@8Q3Q7qI3if"
+        return struct.unpack(form, ctypes.string_at(address, struct.calcsize(form)))
+    formats = "QQiii"
+    addresses = struct.unpack(f"{len(formats)}Q", ctypes.string_at(parameters, 8 * len(formats)))
+    return tuple(
+        struct.unpack(code, ctypes.string_at(address, struct.calcsize(code)))[0]
+        for code, address in zip(formats, addresses, strict=True)
+    )
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
+    """Put a fake in the place of the driver, everywhere."""
+    for user in (binding, driver, forward_call, launch, loaded_kernel, workspace):
+        monkeypatch.setattr(user, "cuda_driver", lambda: fake)
+    monkeypatch.setattr(workspace, "is_capturing", lambda: False)
+
+
+class FakeDevice:
+    """What PyTorch says about the device, in attributes. CPU tensors are as good as its own.
+
+    stream: the raw handle of the current stream; a thread that sets `local.stream` has its own.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stream, self.device, self.capturing = 7, 0, False
+        self.local = threading.local()
+        use_device(monkeypatch, self, current_device=lambda: self.device)
+
+    def here(self) -> int:
+        return getattr(self.local, "stream", self.stream)
+
+
+def use_device(
+    monkeypatch: pytest.MonkeyPatch, state: Any, current_device: Callable[[], int]
+) -> None:
+    """Let the runtime ask `state` (`here()` and `capturing`) what it asks PyTorch."""
+    for user in (api, call, forward_call, native):
+        monkeypatch.setattr(user, "raw_stream", lambda device: state.here())
+    for user in (call, forward_call, native):
+        monkeypatch.setattr(user, "current_device", current_device)
+        monkeypatch.setattr(user, "is_capturing", lambda: state.capturing)
+    for user in (call, forward_call):
+        monkeypatch.setattr(user, "empty_strided", empty_on_cpu)
+    here = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
+
+
+def empty_on_cpu(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+def entry(M: int, spec: KernelSpec = SPEC, **changes: Any) -> Tuned:
+    kernel = Kernel(f"k{M}", "", replace(spec, **changes))
+    return Tuned(M, spec.N, spec.dtype, spec.weight_dtype, "measured", kernel, {})
+
+
+def generic(N: int, vector_bytes: int, least: int = 1) -> Kernel:
+    spec = replace(SPEC, N=N, exact=False, vector_bytes=vector_bytes, strategy="separate")
+    spec = replace(spec, least=least)
+    return Kernel(f"any{N}_{vector_bytes}", "", spec)
+
+
+TABLE = Table(
+    TARGET,
+    (entry(1024), entry(4096), entry(65536)),
+    (generic(4096, 2), generic(1024, 2), generic(4096, 16), generic(1024, 16, 129)),
+)
+
+
+def tensors(
+    M: int = 6, N: int = 1024, dtype: torch.dtype = torch.bfloat16, weight: Any = None
+) -> tuple[torch.Tensor, ...]:
+    """dy, x, rstd, weight with a true rstd."""
+    generator = torch.Generator().manual_seed(M * N)
+    x = torch.randn(M, N, generator=generator).to(dtype)
+    dy = torch.randn(M, N, generator=generator).to(dtype)
+    scale = (1 + 0.1 * torch.randn(N, generator=generator)).to(weight or dtype)
+    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    return dy, x, rstd, scale
+
+
+class Calls:
+    """Calls of one kernel on CPU tensors. quick: by the quick call, where there is one."""
+
+    def __init__(self, driver: FakeDriver, device: FakeDevice, quick: bool = False) -> None:
+        self.driver, self.device, self.quick = driver, device, quick
+        self.workspaces = Workspaces()
+        self.kernel = LoadedKernel(b"cubin", SPEC)
+        self._made: dict[Any, KernelCall] = {}
+
+    def __call__(self, M: int = 6, options: Options = PLAIN, **change: Any) -> Any:
+        dy, x, rstd, weight = tensors(M)
+        given = Arguments(**({"dy": dy, "x": x, "rstd": rstd, "weight": weight} | change))
+        layout, _ = read_layout(given)
+        spec = self.kernel.spec
+        # One call object per signature, as the package keeps them.
+        kinds = tuple(
+            (name, tensor is not None and tensor.dtype) for name, tensor in change.items()
+        )
+        index = self.device.device
+        key = (index, spec, options, layout, kinds)
+        if key not in self._made:
+            self._made[key] = KernelCall(
+                kernel=self.kernel,
+                launch=plan_launch(spec, layout.rows),
+                device=index,
+                given=given,
+                options=options,
+                layout=layout,
+                workspaces=self.workspaces,
+            )
+        call, results = self._made[key], None
+        if self.quick and call.quick is not None:
+            results = call.quick(given.dy, given.x, given.rstd, given.weight)
+        if results is None:
+            results = call(*vars(given).values())
+        launched = {seen.function: seen for seen in self.driver.launches}
+        seen = launched["rmsnorm_backward"]
+        return SimpleNamespace(
+            zeros=seen.arguments[8],
+            scratch=seen.arguments[10],
+            seen=seen,
+            tensors=seen.arguments[:8],
+            dw_mode=seen.arguments[-2],
+            sum=launched.get("sum_partials"),
+            results=results,
+            given=given,
+        )

@@ -1,0 +1,321 @@
+"""A device for the native path: PyTorch's tensors of the CPU, a driver made of callbacks."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cuda.bindings import driver as cuda
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from generator.runtime.api import Package
+from generator.runtime.serve.reference import reference_backward
+from tests.support.entry_points import leaf
+from tests.support.fake_driver import (
+    FakeDriver,
+    read_arguments,
+)
+
+
+def in_threads(works: list[Callable[[], None]]) -> None:
+    errors: list[BaseException] = []
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # shown below, in the test's own thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+NOBODY = (0, 0, 0, 0)
+"""A driver for packages whose calls are never launched: they serve CUDA tensors, and get none."""
+
+
+def started(package: Package, module: Any, driver: Any = NOBODY, on_cpu: bool = False) -> Package:
+    package._native.start(package._forward, package._norm.gradients, module, driver, on_cpu)
+    return package
+
+
+class Machine(FakeDriver):
+    """A device in this process. Python's driver calls and the native ones come here, and a launch
+    computes dx and dw by the formula: of the main kernel, or of the second where there is one.
+
+    launches: what Python launched; native: what C++ did. What C++ is told: stream, device,
+    capturing; errors: the questions that are refused.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.native: list[SimpleNamespace] = []
+        self.stream, self.device, self.capturing = 7, 0, False
+        self.errors: set[str] = set()
+        self.refuse_native = 0  # launches
+        self.full = self.idle = False  # no memory is left; native kernels do nothing
+        self.allocated: dict[int, tuple[int, int]] = {}
+        self.between: Callable[[], None] = lambda: None
+        self.local = threading.local()
+        self.kept: list[Any] = []
+        of = ctypes.CFUNCTYPE
+        number, pointer = ctypes.POINTER(ctypes.c_int), ctypes.c_void_p
+        entries = (
+            of(ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(pointer))(self._stream),
+            of(ctypes.c_int, number)(self._device),
+            of(ctypes.c_int, pointer, number)(self._is_capturing),
+            of(ctypes.c_int, pointer, pointer, pointer, pointer)(self._launch),
+        )
+        self.kept.append(entries)
+        self.addresses = [ctypes.cast(entry, pointer).value for entry in entries]
+
+    def here(self) -> int:
+        return getattr(self.local, "stream", self.stream)
+
+    def cuModuleGetFunction(self, module: bytes, name: bytes) -> tuple[Any, ...]:  # noqa: N802
+        return cuda.CUresult.CUDA_SUCCESS, Function(NAMES.index(name.decode()) + 1)
+
+    def cuLaunchKernelEx(  # noqa: N802
+        self, config: Any, function: Any, parameters: int, extra: int
+    ) -> tuple[Any, ...]:
+        name = NAMES[int(function) - 1]
+        status = super().cuLaunchKernelEx(config, name, parameters, extra)
+        if status[0] == 0:
+            compute(name, parameters)
+        return status
+
+    def cuMemAllocAsync(self, size: int, stream: int) -> tuple[Any, ...]:  # noqa: N802
+        if self.full:
+            return cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
+        status, address = super().cuMemAllocAsync(size, stream)
+        self.allocated[int(address)] = (size, stream)
+        return status, address
+
+    def _stream(self, device: int, at: Any) -> int:
+        at[0] = self.here()
+        return "stream" in self.errors
+
+    def _device(self, at: Any) -> int:
+        at[0] = self.device
+        return "device" in self.errors
+
+    def _is_capturing(self, stream: int, at: Any) -> int:
+        at[0] = self.capturing
+        return "capturing" in self.errors
+
+    def _launch(self, config: int, function: int, parameters: int, extra: Any) -> int:
+        assert extra is None
+        if self.refuse_native:
+            self.refuse_native -= 1
+            return 1
+        name = NAMES[function - 1]
+        numbers = (ctypes.c_uint * 7).from_address(config)
+        stream = ctypes.c_uint64.from_address(config + 32)
+        self.native.append(
+            SimpleNamespace(
+                function=name,
+                grid=numbers[0],
+                block=numbers[3],
+                smem=numbers[6],
+                stream=stream.value,
+                attributes=attributes_of(config),
+                arguments=read_arguments(name, parameters),
+                thread=threading.get_ident(),
+            )
+        )
+        if not self.idle:
+            compute(name, parameters)
+        self.between()
+        return 0
+
+
+def attributes_of(config: int) -> set[int]:
+    """Which attributes a CUlaunchConfig has."""
+    first, count = (ctypes.c_uint64.from_address(config + at).value for at in (40, 48))
+    kinds = range(first, first + 72 * (count & 0xFFFFFFFF), 72)
+    return {ctypes.c_int.from_address(at).value for at in kinds}
+
+
+class Function(int):
+    """A handle; FakeDriver takes names."""
+
+
+NAMES = ("rmsnorm_backward", "sum_partials")
+_started = threading.local()
+
+
+def compute(name: str, parameters: int) -> None:
+    """What a kernel does, in bf16. The main one computes both, and the second one, which has to
+    follow it, puts dw in place again."""
+    arguments = read_arguments(name, parameters)
+    if name == "sum_partials":
+        scratch, dw, _, columns, _ = arguments
+        assert _started.last[:2] == (scratch, dw), "the main kernel of the same call comes first"
+        at_address(dw, columns)[:] = _started.last[2]
+        return
+    x, dy, rstd, weight, dx, dw, _, _, _, _, scratch, rows, x_stride, dy_stride, *_ = arguments
+    *_, columns, _, mode, _ = arguments
+    given = [at_address(at, rows, columns, step) for at, step in ((dy, dy_stride), (x, x_stride))]
+    scales = at_address(rstd, rows, dtype=torch.float32), at_address(weight, columns)
+    found_dx, found_dw = reference_backward(*given, *scales)
+    if dx:
+        at_address(dx, rows, columns)[:] = found_dx
+    if dw and mode == 0:
+        at_address(dw, columns)[:] = found_dw
+    _started.last = (scratch, dw, found_dw)
+
+
+def at_address(
+    address: int, count: int, columns: int = 1, stride: int = 1, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """A vector; with `columns` so many rows, `stride` elements apart."""
+    stride = columns if stride == 1 else stride
+    size = (count - 1) * stride + columns
+    memory = (ctypes.c_char * (size * dtype.itemsize)).from_address(address)
+    flat = torch.frombuffer(memory, dtype=dtype)
+    return flat if columns == 1 else flat.as_strided((count, columns), (stride, 1))
+
+
+def rows(M: int = 6, N: int = 1024, seed: int = 0) -> torch.Tensor:
+    return torch.randn(M, N, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def inputs(M: int = 6, **change: Any) -> dict[str, Any]:
+    """dy, x, rstd and weight."""
+    x = rows(M)
+    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    given = {"dy": rows(M, seed=1), "x": x, "rstd": rstd, "weight": rows(1, seed=2)[0]}
+    return given | change
+
+
+def by_backward(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
+    return package.rmsnorm_backward(dy, x, rstd, weight)
+
+
+def by_autograd(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
+    """rstd is computed by the forward."""
+    x, weight = (t if t.requires_grad else t.detach().requires_grad_() for t in (x, weight))
+    return torch.autograd.grad(package.rms_norm(x, weight, 1e-6), (x, weight), dy)
+
+
+EntryPoint = Callable[..., Any]
+entry_points = pytest.mark.parametrize("entry_point", [by_backward, by_autograd])
+
+
+def learned(package: Package, entry_point: EntryPoint = by_autograd, M: int = 6) -> None:
+    """Calls enough that the next one like them is native."""
+    for _ in range(4):
+        entry_point(package, **inputs(M))
+
+
+def who_served(machine: Machine, call: Callable[[], Any]) -> tuple[int, int, Any]:
+    """How many kernels C++ and Python launched for a call, and its results."""
+    before = len(machine.native), len(machine.launches)
+    results = call()
+    return len(machine.native) - before[0], len(machine.launches) - before[1], results
+
+
+def check_launches(
+    machine: Machine, found: list[SimpleNamespace], wanted: list[SimpleNamespace]
+) -> None:
+    """Equal but for the tensors, which others were allocated, and the workspace: counters that were
+    zeroed, scratch that was allocated and not freed, both of one stream and of nobody in Python."""
+    for one, two in zip(found, wanted, strict=True):
+        for name in ("function", "grid", "block", "smem", "stream"):
+            assert getattr(one, name) == getattr(two, name), name
+        assert one.attributes == {int(kind) for kind in two.attributes}
+    main, python = found[0].arguments, wanted[0].arguments
+    assert main[11:] == python[11:]
+    counters, zeroed, scratch = main[8:11]
+    assert zeroed - counters == python[9] - python[8]
+    if zeroed:
+        assert any(at <= counters < zeroed <= at + size for at, size in machine.zeroed)
+    assert scratch in machine.allocated, "scratch that nobody allocated"
+    assert all(scratch != freed for freed, _ in machine.freed), "scratch that was freed"
+    for other in machine.launches:
+        if other.function == NAMES[0]:
+            shared = scratch == other.arguments[10] or 0 != counters == other.arguments[8]
+            assert not shared, "memory of a call through Python"
+    for second in found[1:]:
+        assert second.arguments[:2] == (scratch, main[5])
+        assert second.arguments[2:] == wanted[1].arguments[2:]
+
+
+class Watch(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def shifted(*shape: int) -> torch.Tensor:
+    """Values at an odd address."""
+    size = torch.Size(shape).numel()
+    return torch.cat([rows(1, 1)[0], rows(1, size)[0]])[1:].view(shape)
+
+
+def spread(M: int, N: int) -> torch.Tensor:
+    return torch.cat([rows(M, N)] * 2, 1)[:, :N]
+
+
+OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "other rows": lambda: inputs(7),
+    "x shifted": lambda: inputs(x=shifted(6, 1024)),
+    "dy shifted": lambda: inputs(dy=shifted(6, 1024)),
+    "weight shifted": lambda: inputs(weight=shifted(1024)),
+    "x spread": lambda: inputs(x=spread(6, 1024)),
+    "dy spread": lambda: inputs(dy=spread(6, 1024)),
+    "dy repeated": lambda: inputs(dy=rows(1)[0].expand(6, 1024)),
+    "x turned": lambda: inputs(x=rows(1024, 6).T),
+    "x wants a gradient": lambda: inputs(x=rows().requires_grad_()),
+    "dy wants a gradient": lambda: inputs(dy=rows(seed=1).requires_grad_()),
+    "dy negative": lambda: inputs(dy=torch._neg_view(rows(seed=1))),
+    "dy a subclass": lambda: inputs(dy=TwoTensor(rows(seed=1), rows(seed=1))),
+    "dy of another dtype": lambda: inputs(dy=rows(seed=1).half()),
+    "dy of another shape": lambda: inputs(dy=rows(5)),
+    "half": lambda: inputs(x=rows().half(), dy=rows().half(), weight=rows(1)[0].half()),
+    "fp32 weight": lambda: inputs(weight=rows(1, seed=2)[0].float()),
+    "one row at an odd stride": lambda: {
+        **inputs(1),
+        "x": rows(1, 2000).as_strided((1, 1024), (1500, 1)),
+    },
+    "weight of other length": lambda: inputs(weight=rows(1, 512)[0]),
+    "weight per row": lambda: inputs(weight=rows(seed=2)),
+    "no weight": lambda: inputs(weight=None),
+    "rstd of other length": lambda: inputs(rstd=torch.ones(5)),
+    "rstd of another dtype": lambda: inputs(rstd=torch.ones(6).bfloat16()),
+    "rstd spread": lambda: inputs(rstd=torch.ones(12)[::2]),
+    "rstd no tensor": lambda: inputs(rstd=1.0),
+    "dy no tensor": lambda: inputs(dy=None),
+}
+
+
+def leaves() -> dict[str, Any]:
+    given = inputs()
+    return {"x": given["x"].requires_grad_(), "weight": given["weight"].requires_grad_()}
+
+
+def outcome(package: Package, dy: Any = None, **change: Any) -> list[Any]:
+    given = {"x": leaf(6, 16), "weight": leaf(16, seed=1)} | change
+    leaves = [t for t in (given["x"], given["weight"]) if t is not None and t.requires_grad]
+    y = package.rms_norm(**given)
+    assert y.requires_grad is bool(leaves)
+    if not leaves:
+        return [y]
+    dy = leaf(*y.shape, dtype=y.dtype, seed=2).detach() if dy is None else dy
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
