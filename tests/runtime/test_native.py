@@ -50,7 +50,7 @@ from generator.target import Target
 from tests.runtime.test_recognised import facts
 from tests.runtime.test_runtime import SEPARATE, SPEC, FakeDriver, entry, generic, read_arguments
 from tests.support.entry_points import Training, equal_bits, leaf, make_entry_point, write_package
-from tests.support.samples import compiled_generics, planted_entry
+from tests.support.samples import compiled_fallbacks, planted_entry
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -1410,10 +1410,10 @@ TUNED = (
 
 @pytest.fixture(scope="module")
 def on_gpu(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package of a few tuned shapes and the generic kernels."""
+    """A package of a few tuned shapes and the fallback kernels."""
     folder = tmp_path_factory.mktemp("native") / "rmsnorm_backward"
     entries = [planted_entry(shape, here, strategy=strategy) for shape, strategy in TUNED]
-    emit_package(entries, compiled_generics(here), here, folder)
+    emit_package(entries, compiled_fallbacks(here), here, folder)
     return folder
 
 
