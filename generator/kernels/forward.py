@@ -120,7 +120,7 @@ class ForwardVariant:
 
 
 def render_forward(variant: ForwardVariant, *, comments: bool = True, include: str = "") -> str:
-    """The CUDA C++ source of a variant. comments, include: as `generator.kernels.render.render`'s."""
+    """The CUDA C++ source of a variant. comments, include: as of `generator.kernels.render`."""
     v = variant
     rows: list[tuple[str, int, str]] = [
         ("kRowColumns", v.N, "N" if v.exact else "largest N served"),
