@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from pathlib import Path
@@ -259,3 +260,14 @@ def test_damaged_table_says_so(package: Path, text: str) -> None:
         (package / name).write_text(text)
         with pytest.raises(ValueError, match=rf"{name} is damaged .*; emit the package again"):
             load(package)
+
+
+@pytest.mark.parametrize("instead", ["", '"level": 1, '])
+def test_table_without_a_fact_of_a_launch_is_damaged(package: Path, instead: str) -> None:
+    put(package, entry("4096x1024:bf16"), fallback=[])
+    text = (package / TABLE).read_text()
+    spec = json.dumps(json.loads(text)["tuned"][0]["kernel"]["spec"], sort_keys=True)
+    assert spec in text
+    (package / TABLE).write_text(text.replace(spec, spec.replace('"levels": 1, ', instead)))
+    with pytest.raises(ValueError, match=r"damaged \(the spec of .* has other fields\)"):
+        Table.load(package)
