@@ -44,7 +44,7 @@ from generator.kernels.render import render  # noqa: E402
 from generator.kernels.strategies import STRATEGIES, determinism_class  # noqa: E402
 from generator.kernels.variant import Variant, make_variant  # noqa: E402
 from generator.operations.rmsnorm_backward import Inputs, make_cancelling, make_inputs  # noqa: E402
-from generator.package.fallback_kernels import first_choices, generic_variants, takes_rows  # noqa: E402
+from generator.package.fallback_kernels import fallback_variants, first_choices, takes_rows  # noqa: E402
 from generator.problem import Problem  # noqa: E402
 from generator.runtime.launch.driver import LaunchError  # noqa: E402
 from generator.runtime.launch.launch import launch_backward  # noqa: E402
@@ -91,7 +91,7 @@ def draw_case(index: int, seed: int, target: Target) -> Case:
         M = rng.randint(1, max(1, min(700, MOST_ELEMENTS // N)))
         problem = Problem(M, N, dtype, weight_dtype)
         if reduction is None:
-            variant = draw_generic(problem, target, rng)
+            variant = draw_fallback(problem, target, rng)
         else:
             variant = draw_variant(problem, reduction, target, rng)
         if variant is not None:
@@ -99,17 +99,17 @@ def draw_case(index: int, seed: int, target: Target) -> Case:
             return Case(index, problem, variant, participants, draw_layout(variant, rng))
 
 
-def draw_generic(problem: Problem, target: Target, rng: random.Random) -> Variant | None:
+def draw_fallback(problem: Problem, target: Target, rng: random.Random) -> Variant | None:
     """One of the kernels that packages have for any N up to their own; None where none serves the
     problem."""
-    generics = generics_of(problem.dtype, problem.weight_dtype, target)
-    kernels = [variant for variant in generics if takes_rows(variant, problem)]
+    fallbacks = fallbacks_of(problem.dtype, problem.weight_dtype, target)
+    kernels = [variant for variant in fallbacks if takes_rows(variant, problem)]
     return rng.choice(kernels) if kernels else None
 
 
 @cache
-def generics_of(dtype: str, weight_dtype: str, target: Target) -> list[Variant]:
-    return first_choices(generic_variants(target, [(dtype, weight_dtype)]))
+def fallbacks_of(dtype: str, weight_dtype: str, target: Target) -> list[Variant]:
+    return first_choices(fallback_variants(target, [(dtype, weight_dtype)]))
 
 
 def draw_variant(

@@ -40,8 +40,10 @@ from generator.emulate import Schedule, find_compiler, run_schedules  # noqa: E4
 from generator.emulate.run import CallOptions  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
 from generator.evaluate.gpu.session import Session  # noqa: E402
+from generator.kernels.precompile import compiler_input  # noqa: E402
 from generator.operations.rmsnorm_backward import TORCH_DTYPE, Inputs, make_reference  # noqa: E402
 from generator.package.fallback_kernels import DTYPES  # noqa: E402
+from generator.package.sources import variant_of  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
 from generator.runtime.launch.launch import DW_IN_FP32, DW_IN_WEIGHT_DTYPE  # noqa: E402
 from generator.runtime.spec import KernelSpec, Launch, plan_launch  # noqa: E402
@@ -109,7 +111,7 @@ def of_module(module: Any, dw_in_fp32: bool) -> Bind:
     return bind
 
 
-def in_executor(folder: Path, table: Table, dw_in_fp32: bool) -> Bind:
+def in_executor(table: Table, dw_in_fp32: bool) -> Bind:
     """The kernels of a package on the CPU, launched as on its GPU."""
 
     def bind(inputs: Inputs) -> Callable[[], Gradients]:
@@ -118,7 +120,7 @@ def in_executor(folder: Path, table: Table, dw_in_fp32: bool) -> Bind:
         kernel = table.choose(M, N, names[inputs.x.dtype], names[inputs.weight.dtype]).kernel
         if kernel is None:
             raise RuntimeError("no kernel of the package serves this")
-        source = (folder / "kernels" / f"{kernel.file}.cu").read_text()
+        source, _ = compiler_input(variant_of(kernel))
         return executed(source, kernel.spec, plan_launch(kernel.spec, M), dw_in_fp32)(inputs)
 
     return bind
@@ -235,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
             if find_compiler() is None:
                 raise NormforgeError("--executor needs a C++ compiler, and none was found")
             device, table = torch.device("cpu"), Table.load(args.module)
-            calls[OURS] = in_executor(args.module, table, dw_in_fp32)
+            calls[OURS] = in_executor(table, dw_in_fp32)
             executor = f"CPU, grids of {table.target['title']}"
             environment = {"executor": executor, "torch": torch.__version__}
         else:

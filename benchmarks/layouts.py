@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Which layout of a generic kernel is fastest, by the bytes of a vector and the bracket of N.
+"""Which layout of a fallback kernel is fastest, by the bytes of a vector and the bracket of N.
 
     python benchmarks/layouts.py --out benchmarks/results/layouts_h200.json
 
@@ -52,9 +52,9 @@ from generator.kernels.variant import Variant, make_variant  # noqa: E402
 from generator.package.fallback_kernels import (  # noqa: E402
     MANY_ROWS,
     _Layout,
-    generic_variants,
+    fallback_variants,
     legal_config,
-    refuse_generic,
+    refuse_fallback,
 )
 from generator.problem import ITEMSIZE, Problem  # noqa: E402
 from generator.result import Result  # noqa: E402
@@ -209,7 +209,7 @@ def refusals(gpu: Supervisor, group: Group, made: Made, target: Target) -> dict[
     """Why candidates cannot be timed, by id: what the compiler and what the GPU says."""
     found: dict[str, str] = {}
     for name, (variant, compiled) in made.items():
-        if refused := refuse_generic(variant, compiled, target):
+        if refused := refuse_fallback(variant, compiled, target):
             found[name] = refused.note
     for problem in group.problems(CHECKED_ROWS):
         for name in made.keys() - found.keys():
@@ -294,7 +294,7 @@ def run(
         for columns in reversed(BRACKETS[size])
         if columns in args.columns
     ]
-    ours = generic_variants(target, [(args.dtype, args.weight_dtype or args.dtype)])
+    ours = fallback_variants(target, [(args.dtype, args.weight_dtype or args.dtype)])
     futures = {}
     for group in groups:  # compiled while those before are timed
         variants = [*known(group, ours, target), *draw(group, target, args.draws, args.seed)]

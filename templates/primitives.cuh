@@ -1,3 +1,4 @@
+#ifndef NORMFORGE_HOST
 // ---- Primitives -----------------------------------------------------------------------------
 // Every instruction without a C++ spelling, and every access to memory that other threads see, is
 // one named function here. The host executor replaces this section and nothing else.
@@ -385,4 +386,7 @@ DEVICE void wait_for_primary() { asm volatile("griddepcontrol.wait;" ::: "memory
 #else
 DEVICE void allow_dependents() {}
 DEVICE void wait_for_primary() {}
+#endif
+#else
+#include "normforge_host.h"
 #endif

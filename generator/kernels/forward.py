@@ -16,8 +16,7 @@ from generator.kernels.cubin_cache import DEFAULT_CACHE, CubinCache
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import _ELEMENT, constant_lines, environment
 from generator.problem import ITEMSIZE, Problem
-from generator.runtime.forward_table import KERNELS, ForwardSpec
-from generator.runtime.spec import ceil_div, round_up
+from generator.runtime.spec import FORWARD_KERNELS, ForwardSpec, ceil_div, round_up
 from generator.target import WARP, Target
 
 MOST_VECTORS = 8
@@ -120,8 +119,8 @@ class ForwardVariant:
         )
 
 
-def render_forward(variant: ForwardVariant, *, comments: bool = True) -> str:
-    """The CUDA C++ source of a variant. comments: as in `generator.kernels.render.render`."""
+def render_forward(variant: ForwardVariant, *, comments: bool = True, include: str = "") -> str:
+    """The CUDA C++ source of a variant. comments, include: as of `generator.kernels.render`."""
     v = variant
     rows: list[tuple[str, int, str]] = [
         ("kRowColumns", v.N, "N" if v.exact else "largest N served"),
@@ -151,7 +150,7 @@ def render_forward(variant: ForwardVariant, *, comments: bool = True) -> str:
     ]
     constants += constant_lines(rows, comments)
     return (
-        environment(comments)
+        environment(comments, include)
         .get_template("rmsnorm_forward.cu.j2")
         .render(
             name=v.id,
@@ -177,7 +176,7 @@ def forward_fault(variant: ForwardVariant, compiled: Compiled, target: Target) -
         return f"does not compile: {compiled.error.splitlines()[0]}"
     if compiled.spills:
         return f"spills or stack: {compiled.spills} bytes per thread"
-    for name in KERNELS:
+    for name in FORWARD_KERNELS:
         used = compiled.kernels[name]
         smem_bytes = variant.smem_bytes + used.smem_bytes
         barriers = max(1, used.barriers)

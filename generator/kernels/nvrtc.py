@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from generator.errors import NormforgeError
@@ -69,8 +70,11 @@ def compile_options(arch: str, register_cap: int) -> list[str]:
     return options
 
 
-def compile_source(source: str, arch: str, register_cap: int = 0) -> Compiled:
-    """Compile one source for one architecture, without the cache."""
+def compile_source(
+    source: str, arch: str, register_cap: int = 0, include: Path | None = None
+) -> Compiled:
+    """Compile one source for one architecture, without the cache. include: the folder that the
+    names of included files are relative to."""
     from cuda.bindings import nvrtc
 
     success = nvrtc.nvrtcResult.NVRTC_SUCCESS
@@ -78,7 +82,9 @@ def compile_source(source: str, arch: str, register_cap: int = 0) -> Compiled:
     if status != success:
         raise NormforgeError(f"NVRTC cannot create a program: {status}")
     try:
-        options = [option.encode() for option in compile_options(arch, register_cap)]
+        named = compile_options(arch, register_cap)
+        named += [f"--include-path={include}"] if include else []
+        options = [option.encode() for option in named]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode()
         log = log.rstrip("\0").strip()

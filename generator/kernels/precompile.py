@@ -30,11 +30,11 @@ def cached(
 
     A look takes less than a millisecond, a new process that compiles several seconds to start.
     """
-    source, register_cap = _source(variant)
+    source, register_cap = compiler_input(variant)
     return CubinCache(cache_folder).find(source, arch, register_cap)
 
 
-def _source(variant: Variant | ForwardVariant) -> tuple[str, int]:
+def compiler_input(variant: Variant | ForwardVariant) -> tuple[str, int]:
     """What is compiled, and its register cap."""
     if isinstance(variant, ForwardVariant):
         return render_forward(variant), 0
@@ -72,5 +72,5 @@ def _begin() -> None:
 def _fill(variant: Variant | ForwardVariant, arch: str, cache_folder: Path) -> None:
     """Sends nothing back: its parent may be a driver, which has better things to do than to read
     machine code."""
-    source, register_cap = _source(variant)
+    source, register_cap = compiler_input(variant)
     CubinCache(cache_folder).compile(source, arch, register_cap)

@@ -43,10 +43,16 @@ def _file(name: str, comments: bool) -> str:
     return source if comments else without_comments(source) + "\n"
 
 
+def headers() -> dict[str, str]:
+    """The static fragments by name, comments included."""
+    return {path.name: _file(path.name, True) for path in sorted(TEMPLATES.glob("*.cuh"))}
+
+
 @cache
-def environment(comments: bool = True) -> jinja2.Environment:
-    """Renders the templates, with or without their comments. `source(name)` pastes a static
-    fragment as it stands: only the .j2 files are templates."""
+def environment(comments: bool = True, include: str = "") -> jinja2.Environment:
+    """Renders the templates, with or without their comments. `source(name)` stands for a static
+    fragment, for only the .j2 files are templates: it pastes the text, or with `include` it
+    includes the file of that name in this folder."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(lambda name: _file(name, comments)),
         undefined=jinja2.StrictUndefined,
@@ -54,7 +60,11 @@ def environment(comments: bool = True) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals["source"] = lambda name: _file(name, comments).rstrip("\n")
+
+    def source(name: str) -> str:
+        return f'#include "{include}/{name}"' if include else _file(name, comments).rstrip("\n")
+
+    environment.globals["source"] = source
     return environment
 
 
@@ -66,14 +76,15 @@ def constant_lines(rows: Sequence[tuple[str, int, str]], comments: bool) -> list
     ]
 
 
-def render(variant: Variant, *, comments: bool = True) -> str:
+def render(variant: Variant, *, comments: bool = True, include: str = "") -> str:
     """The CUDA C++ source of a variant: its knobs as constants, then the code they choose.
-    comments: False leaves out what the compiler does not see."""
+    comments: False leaves out what the compiler does not see. include: the folder of the static
+    fragments, which are then included and not pasted."""
     launch_bounds = ""
     if variant["min_blocks"]:
         launch_bounds = f"__launch_bounds__({variant.threads}, {variant['min_blocks']})"
     return (
-        environment(comments)
+        environment(comments, include)
         .get_template("rmsnorm_backward.cu.j2")
         .render(
             name=variant.id,

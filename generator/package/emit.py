@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,10 @@ from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
 from generator.package.atomic_folder import check_writable, locked, replaced
-from generator.package.entries import PROVENANCE_KEYS, Emission, Entry, Forwards
+from generator.package.entries import PROVENANCE_KEYS, Emission, Entry, EntryOf, Forwards
 from generator.package.files import KernelFiles, write_package
 from generator.problem import Problem
-from generator.runtime.forward_table import ForwardTable, ForwardTuned
-from generator.runtime.table import Table, Tuned
+from generator.runtime.table import ForwardTable, Table, TableOf, TunedOf
 from generator.target import Target
 
 
@@ -28,7 +28,7 @@ def check_package(package: Path, target: Target) -> None:
 
 def emit_package(
     entries: Sequence[Entry],
-    generics: Sequence[tuple[Variant, Compiled]],
+    fallback: Sequence[tuple[Variant, Compiled]],
     target: Target,
     package: Path,
     forwards: Forwards | None = None,
@@ -36,44 +36,70 @@ def emit_package(
     """Write or extend the package at `package`.
 
     Problems that the package has and `entries` has not are kept with their kernels; a predicted
-    entry never replaces a measured one. The generic kernels are always replaced by `generics`.
+    entry never replaces a measured one. The fallback kernels are always replaced by `fallback`.
     forwards: the forward kernels, under the same rules; None keeps those that the package has.
     Raises NormforgeError, leaving the package as it was, for an entry that must not be emitted, a
     package of another GPU, a damaged package and a folder that cannot be written.
     """
     for entry in entries:
         _check(entry, target)
-    for variant, compiled in generics:
+    for variant, compiled in fallback:
         _check_cubin(variant, compiled, target)
+    for forward in forwards.tuned if forwards else ():
+        _check_cubin(forward.variant, forward.compiled, target)
+    for made in forwards.fallback if forwards else ():
+        _check_cubin(*made, target)
     check_writable(package)
     with locked(package):
-        old = _read(package, target)
-        known = {_problem(tuned): tuned for tuned in old.tuned} if old else {}
-        files = KernelFiles()
-        tuned: dict[Problem, Tuned] = {}
-        refused = []
-        for entry in entries:
-            existing = known.get(entry.problem)
-            if existing and existing.evidence == "measured" and entry.evidence == "predicted":
-                refused.append(entry.problem)
-                continue
-            kernel = files.add(entry.variant, entry.compiled, target)
-            problem = entry.problem
-            tuned[problem] = Tuned(
-                *(problem.M, problem.N, problem.dtype, problem.weight_dtype),
-                *(entry.evidence, kernel, entry.provenance),
-            )
-        written = tuple(tuned)
-        generic = tuple(files.add(variant, compiled, target) for variant, compiled in generics)
-        for problem, existing in known.items():
-            if problem not in tuned:
-                tuned[problem] = files.keep(existing, package)
-        table = Table(_facts(target), tuple(tuned[p] for p in sorted(tuned)), generic)
-        forward = _forward_table(forwards, package, target, files)
+        old, old_forward = _read(package, target), read_forward_table(package)
+        files = KernelFiles(package, target.sms)
+        merged = _merge(entries, old, files, "kernel")
+        stored = tuple(files.add(*made, tuned=False) for made in fallback)
+        table = Table(_facts(target), merged.tuned, stored)
+        forward_table = _forward_table(forwards, old_forward, files, target)
         with replaced(package) as fresh:
-            write_package(fresh, files, table, forward)
+            write_package(fresh, files, table, forward_table)
+    return Emission(package, merged.written, merged.refused, merged.kept)
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """The tuned kernels of a new package, sorted by problem, and what became of the entries."""
+
+    tuned: tuple[TunedOf[Any], ...]
+    written: tuple[Problem, ...]
+    refused: tuple[Problem, ...]
+    kept: tuple[Problem, ...]
+
+
+def _merge(
+    entries: Sequence[EntryOf[Any]], old: TableOf[Any] | None, files: KernelFiles, what: str
+) -> _Merged:
+    """Entries, and what the old table has beside them; all of their kernels join `files`."""
+    known = {_problem(tuned): tuned for tuned in old.tuned} if old else {}
+    tuned: dict[Problem, TunedOf[Any]] = {}
+    refused = []
+    for entry in entries:
+        problem, existing = entry.problem, known.get(entry.problem)
+        if existing and (existing.evidence, entry.evidence) == ("measured", "predicted"):
+            refused.append(problem)
+            continue
+        tuned[problem] = TunedOf(
+            M=problem.M,
+            N=problem.N,
+            dtype=problem.dtype,
+            weight_dtype=problem.weight_dtype,
+            evidence=entry.evidence,
+            kernel=files.add(entry.variant, entry.compiled, tuned=True),
+            provenance=entry.provenance,
+        )
+    written = tuple(tuned)
+    for problem, existing in known.items():
+        if problem not in tuned:
+            kernel = files.keep(existing.kernel, f"{what} of {existing.shape}", tuned=True)
+            tuned[problem] = replace(existing, kernel=kernel)
     kept = tuple(p for p in known if p not in written and p not in refused)
-    return Emission(package, written, tuple(refused), kept)
+    return _Merged(tuple(tuned[p] for p in sorted(tuned)), written, tuple(refused), kept)
 
 
 def _check(entry: Entry, target: Target) -> None:
@@ -104,11 +130,9 @@ def _facts(target: Target) -> dict[str, Any]:
     }
 
 
-def _problem(tuned: Tuned) -> Problem:
+def _problem(tuned: TunedOf[Any]) -> Problem:
     spec = tuned.kernel.spec
-    return Problem(
-        *(tuned.M, tuned.N, tuned.dtype, tuned.weight_dtype), *(spec.offset, spec.residual)
-    )
+    return Problem(tuned.M, tuned.N, tuned.dtype, tuned.weight_dtype, spec.offset, spec.residual)
 
 
 def _read(package: Path, target: Target) -> Table | None:
@@ -140,30 +164,15 @@ def read_forward_table(package: Path) -> ForwardTable | None:
 
 
 def _forward_table(
-    forwards: Forwards | None, package: Path, target: Target, files: KernelFiles
+    forwards: Forwards | None, old: ForwardTable | None, files: KernelFiles, target: Target
 ) -> ForwardTable | None:
     """The forward table of the new package, whose kernels join `files`; None without one."""
-    old = read_forward_table(package)
     if old is None and forwards is None:
         return None
-    known = {(e.M, e.N, e.dtype, e.weight_dtype): e for e in old.tuned} if old else {}
-    tuned: dict[tuple[int, int, str, str], ForwardTuned] = {}
-    for new in forwards.tuned if forwards else ():
-        problem = new.problem
-        key = (problem.M, problem.N, problem.dtype, problem.weight_dtype)
-        if key in known and (known[key].evidence, new.evidence) == ("measured", "predicted"):
-            continue
-        _check_cubin(new.variant, new.compiled, target)
-        kernel = files.add_forward(new.variant, new.compiled, target)
-        tuned[key] = ForwardTuned(*key, new.evidence, kernel, new.provenance)
-    for key, entry in known.items():
-        if key not in tuned:
-            kernel = files.keep_forward(entry.kernel, package)
-            tuned[key] = ForwardTuned(*key, entry.evidence, kernel, entry.provenance)
+    merged = _merge(forwards.tuned if forwards else (), old, files, "forward")
     if forwards is not None:
-        for variant, compiled in forwards.generic:
-            _check_cubin(variant, compiled, target)
-        generic = tuple(files.add_forward(*made, target) for made in forwards.generic)
+        fallback = tuple(files.add(*made, tuned=False) for made in forwards.fallback)
     else:
-        generic = tuple(files.keep_forward(kernel, package) for kernel in old.generic)  # type: ignore[union-attr]
-    return ForwardTable(_facts(target), tuple(tuned[key] for key in sorted(tuned)), generic)
+        kept = old.fallback if old else ()
+        fallback = tuple(files.keep(k, f"forward {k.file}", tuned=False) for k in kept)
+    return ForwardTable(_facts(target), merged.tuned, fallback)

@@ -4,37 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from generator.kernels.forward import (
-    ForwardVariant,
-)
+from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
 from generator.problem import Problem
 
+V = TypeVar("V", Variant, ForwardVariant)
+
 Made = tuple[ForwardVariant, Compiled]
-
-
-@dataclass(frozen=True)
-class ForwardEntry:
-    """The chosen forward of one shape. evidence: `measured` or `predicted`; provenance: how it was
-    chosen, as JSON values."""
-
-    problem: Problem
-    variant: ForwardVariant
-    compiled: Compiled
-    evidence: str
-    provenance: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Forwards:
-    """What goes into a package: chosen ones, and those that take any row."""
-
-    tuned: tuple[ForwardEntry, ...]
-    generic: tuple[Made, ...]
-
 
 PROVENANCE_KEYS = frozenset(
     {
@@ -42,18 +21,31 @@ PROVENANCE_KEYS = frozenset(
         *("us", "floor_us", "ratio", "tie", "verified", "checks", "reason"),
     }
 )
-"""What every entry states about itself, as JSON values; more may be added."""
+"""What every winner of the backward states about itself, as JSON values; more may be added."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One winner to emit. evidence: `measured` or `predicted`; provenance: PROVENANCE_KEYS."""
+class EntryOf(Generic[V]):
+    """The chosen kernel of one shape. evidence: `measured` or `predicted`; provenance: how it was
+    chosen, as JSON values (of the backward PROVENANCE_KEYS)."""
 
     problem: Problem
-    variant: Variant
+    variant: V
     compiled: Compiled
     evidence: str
     provenance: dict[str, Any]
+
+
+Entry = EntryOf[Variant]
+ForwardEntry = EntryOf[ForwardVariant]
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """The forward's kernels: those chosen for shapes, and those that take any row."""
+
+    tuned: tuple[ForwardEntry, ...]
+    fallback: tuple[Made, ...]
 
 
 @dataclass(frozen=True)

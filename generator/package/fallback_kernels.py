@@ -23,7 +23,7 @@ DTYPES = tuple((dtype, weight) for dtype in ITEMSIZE for weight in dict.fromkeys
 """Every pair of x's and the weight's dtype that the kernels know."""
 
 MANY_ROWS = 1 << 20
-"""Rows that fill any grid: the rules see a generic variant at its most demanding."""
+"""Rows that fill any grid: the rules see a fallback variant at its most demanding."""
 
 
 @dataclass(frozen=True)
@@ -201,18 +201,18 @@ _FP32_WEIGHT = {
 measured like them on one H200 (results/layouts_bf16_fp32_h200.json, layouts_fp32_h200.json)."""
 
 
-def generic_variants(
+def fallback_variants(
     target: Target,
     dtypes: Sequence[tuple[str, str]] = DTYPES,
     space: Space | None = None,
 ) -> list[Variant]:
-    """The generic variants of a package for `target`, of every layout that the rules of the space
+    """The fallback variants of a package for `target`, of every layout that the rules of the space
     allow there: for vectors of 16, 8 and 4 bytes and of one element, each for rows of whole vectors
     at aligned addresses. Last, and so for want of others, each comes once more for any rows
     up to its own: it asks about every vector, with registers to spare.
 
     dtypes: pairs of x's and the weight's dtype. A variant serves every M >= 1 and N from its least
-    up to its own. `compile_generics` keeps one for each length of rows.
+    up to its own. `compile_fallbacks` keeps one for each length of rows.
     """
     space = space or load_space()
     found: list[Variant] = []
@@ -272,23 +272,23 @@ def first_choices(variants: Iterable[Variant]) -> list[Variant]:
     return list(found.values())
 
 
-def compile_generics(
+def compile_fallbacks(
     target: Target,
     compile: Callable[[list[Variant]], Iterable[Compiled]],
     dtypes: Sequence[tuple[str, str]] = DTYPES,
 ) -> list[tuple[Variant, Compiled]]:
-    """The generic kernels of a package: of several variants that take the same rows the first that
+    """The fallback kernels of a package: of several variants that take the same rows the first that
     may run on the target, and where none may, the next longer one takes their rows as well.
 
     compile: gives the results of variants, in their order. It is asked for first choices, and then
     for those that take the place of what may not run.
     """
-    variants = generic_variants(target, dtypes)
+    variants = fallback_variants(target, dtypes)
     found: dict[tuple[object, ...], tuple[Variant, Compiled]] = {}
 
     def ask(asked: list[Variant]) -> None:
         for variant, compiled in zip(asked, compile(asked), strict=True):
-            if refuse_generic(variant, compiled, target) is None:
+            if refuse_fallback(variant, compiled, target) is None:
                 found[same_rows(variant)] = (variant, compiled)
 
     waiting = variants
@@ -316,20 +316,20 @@ def _over_gaps(variants: list[Variant], any_rows: bool) -> list[Variant]:
     return found
 
 
-def refuse_generic(variant: Variant, compiled: Compiled, target: Target) -> Result | None:
-    """The result of a generic variant that must not run on the target, None for one that may."""
+def refuse_fallback(variant: Variant, compiled: Compiled, target: Target) -> Result | None:
+    """The result of a fallback variant that must not run on the target, None for one that may."""
     many_rows = Problem(MANY_ROWS, variant.N, variant.dtype, variant.weight_dtype)
     return refuse(variant, compiled, many_rows, target)
 
 
 def takes_rows(variant: Variant, problem: Problem) -> bool:
-    """Whether a generic variant of the problem's dtypes serves its rows, dense and aligned."""
+    """Whether a fallback variant of the problem's dtypes serves its rows, dense and aligned."""
     whole = problem.N * problem.itemsize % variant["vector_bytes"] == 0
     return variant.least <= problem.N <= variant.N and whole
 
 
 def same_rows(variant: Variant) -> tuple[object, ...]:
-    """What two generic variants have in common that take the same rows."""
+    """What two fallback variants have in common that take the same rows."""
     return (variant.N, variant["vector_bytes"], variant.dtype, variant.weight_dtype)
 
 

@@ -8,17 +8,31 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
+from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 from generator.errors import NormforgeError
 from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
+from generator.kernels.render import headers
 from generator.kernels.variant import Variant
+from generator.package.sources import INCLUDE, config_of, included, revision, source_of
 from generator.paths import GENERATED, RUNTIME
-from generator.runtime.forward_table import FORWARD_TABLE, ForwardKernel, ForwardTable
-from generator.runtime.table import TABLE, Kernel, Table, Tuned
-from generator.target import Target
+from generator.runtime.cubins import CUBINS
+from generator.runtime.table import (
+    FORWARD_TABLE,
+    TABLE,
+    ForwardKernel,
+    ForwardTable,
+    Kernel,
+    KernelOf,
+    S,
+    Table,
+)
 
 _INIT = '''\
 """RMSNorm for {title}. Written by Normforge; tune again instead of editing."""
@@ -62,49 +76,62 @@ __all__ = [
 
 
 class KernelFiles:
-    """The kernels/ folder of a new package: content by file name."""
+    """The kernels of a new package: cubins of all, sources of the tuned ones and the headers that
+    these include. package: the one that it takes the place of; sms: multiprocessors of the GPU."""
 
-    def __init__(self) -> None:
-        self.contents: dict[str, bytes] = {}
+    def __init__(self, package: Path, sms: int) -> None:
+        self.package, self.sms = package, sms
+        self.cubins: dict[str, bytes] = {}
+        self.sources: dict[str, str] = {}
+        self.headers: dict[str, Mapping[str, str]] = {}
 
-    def add(self, variant: Variant, compiled: Compiled, target: Target) -> Kernel:
-        file = self._store(variant.id, compiled.digest, compiled.source.encode(), compiled.cubin)
-        return Kernel(file, compiled.digest, variant.spec(target.sms))
+    @overload
+    def add(self, variant: Variant, compiled: Compiled, *, tuned: bool) -> Kernel: ...
+    @overload
+    def add(self, variant: ForwardVariant, compiled: Compiled, *, tuned: bool) -> ForwardKernel: ...
+    def add(self, variant: Variant | ForwardVariant, compiled: Compiled, *, tuned: bool) -> Any:
+        """A new kernel, of today's templates. tuned: its source is to be read."""
+        file = self._store(variant.id, compiled.digest, compiled.cubin)
+        if tuned:
+            self.sources[file] = source_of(variant)
+            self.headers[revision(headers())] = headers()
+        return KernelOf(
+            file=file,
+            digest=compiled.digest,
+            spec=variant.spec(self.sms),
+            nvrtc=compiled.nvrtc,
+            config=config_of(variant),
+        )
 
-    def add_forward(
-        self, variant: ForwardVariant, compiled: Compiled, target: Target
-    ) -> ForwardKernel:
-        file = self._store(variant.id, compiled.digest, compiled.source.encode(), compiled.cubin)
-        return ForwardKernel(file, compiled.digest, variant.spec(target.sms))
-
-    def keep_forward(self, old: ForwardKernel, package: Path) -> ForwardKernel:
-        """A forward taken over from the old package."""
-        file = self._keep(old, package, f"forward {old.file}", "move the folder away")
-        return ForwardKernel(file, old.digest, old.spec)
-
-    def keep(self, tuned: Tuned, package: Path) -> Tuned:
-        """The same entry with its kernel taken over from the old package."""
-        old, what = tuned.kernel, f"kernel of {tuned.shape}"
-        file = self._keep(old, package, what, "tune that shape again, or move the folder away")
-        return Tuned(**{**vars(tuned), "kernel": Kernel(file, old.digest, old.spec)})
-
-    def _keep(self, old: Kernel | ForwardKernel, package: Path, what: str, advice: str) -> str:
-        """The file's name in the new package."""
+    def keep(self, old: KernelOf[S], what: str, *, tuned: bool) -> KernelOf[S]:
+        """A kernel of the old package. Raises NormforgeError, which calls it `what`."""
         try:
-            cubin = old.read_cubin(package)
-            source = (package / "kernels" / f"{old.file}.cu").read_bytes()
-        except (OSError, RuntimeError) as error:
+            file = self._store(old.spec.name, old.digest, old.read_cubin(self.package))
+            if tuned:
+                source = (self.package / "kernels" / f"{old.file}.cu").read_text()
+                for name in included(source):
+                    self._keep_headers(name)
+                self.sources[file] = source
+        except (OSError, ValueError, RuntimeError) as error:
             raise NormforgeError(
-                f"{package}: the {what} cannot be kept ({error}): {advice} to start a new one"
+                f"{self.package}: the {what} cannot be kept ({error}): tune that shape again, or "
+                "move the folder away to start a new one"
             ) from error
-        return self._store(old.spec.name, old.digest, source, cubin)
+        return replace(old, file=file)
 
-    def _store(self, name: str, digest: str, source: bytes, cubin: bytes) -> str:
+    def _keep_headers(self, name: str) -> None:
+        """Raises OSError, ValueError."""
+        if name not in self.headers:
+            folder = self.package / INCLUDE / name
+            texts = {path.name: path.read_text() for path in folder.iterdir()}
+            if revision(texts) != name:
+                raise ValueError(f"{folder} is not what it was compiled from")
+            self.headers[name] = texts
+
+    def _store(self, name: str, digest: str, cubin: bytes) -> str:
         # One variant has two cubins when the templates changed between two winners that share it.
-        taken = self.contents.get(f"{name}.cubin")
-        file = name if taken in (None, cubin) else f"{name}_{digest}"
-        self.contents[f"{file}.cubin"] = cubin
-        self.contents[f"{file}.cu"] = source
+        file = name if self.cubins.get(name) in (None, cubin) else f"{name}_{digest}"
+        self.cubins[file] = cubin
         return file
 
 
@@ -113,12 +140,29 @@ def write_package(
 ) -> None:
     """Write a package to an empty folder. Raises OSError."""
     (folder / "kernels").mkdir()
-    for name, content in kernels.contents.items():
-        (folder / "kernels" / name).write_bytes(content)
+    for file, source in kernels.sources.items():
+        (folder / "kernels" / f"{file}.cu").write_text(source)
+    for name, texts in kernels.headers.items():
+        (folder / INCLUDE / name).mkdir(parents=True)
+        for header, text in texts.items():
+            (folder / INCLUDE / name / header).write_text(text)
+    write_cubins(folder, kernels.cubins)
     write_code(folder, table)
-    (folder / TABLE).write_text(_json(table.to_json()))
+    (folder / TABLE).write_text(_json(table.to_json()) + "\n")
     if forward is not None:
-        (folder / FORWARD_TABLE).write_text(_json(forward.to_json()))
+        (folder / FORWARD_TABLE).write_text(_json(forward.to_json()) + "\n")
+
+
+def write_cubins(folder: Path, cubins: Mapping[str, bytes]) -> None:
+    """Write the container of a package's cubins, equal bytes for equal cubins. Raises OSError."""
+    content = BytesIO()
+    with ZipFile(content, "w", ZIP_DEFLATED) as container:
+        for file, cubin in sorted(cubins.items()):
+            about = ZipInfo(f"{file}.cubin")  # of 1980, whenever it is written
+            about.compress_type = ZIP_DEFLATED
+            about.external_attr = 0o644 << 16
+            container.writestr(about, cubin)
+    (folder / CUBINS).write_bytes(content.getvalue())
 
 
 def write_code(folder: Path, table: Table) -> None:
@@ -143,8 +187,23 @@ def refresh(folder: Path) -> None:
     write_code(folder, table)
 
 
-def _json(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=1, sort_keys=True) + "\n"
+def _json(value: Any, margin: str = "") -> str:
+    """A JSON value on lines to be read and compared: one for whatever holds no other container."""
+    inside = list(value.values() if isinstance(value, dict) else value)
+    if not any(isinstance(item, dict | list | tuple) for item in inside):
+        return json.dumps(value, sort_keys=True)
+    inner = f"{margin} "
+    parts = [
+        _json(item, inner) if isinstance(item, dict | list | tuple) else json.dumps(item)
+        for item in inside
+    ]
+    opening, closing = "[]"
+    if isinstance(value, dict):
+        opening, closing = "{}"
+        named = zip(value, parts, strict=True)
+        parts = [f"{json.dumps(name)}: {part}" for name, part in sorted(named)]
+    lines = ",\n".join(inner + part for part in parts)
+    return f"{opening}\n{lines}\n{margin}{closing}"
 
 
 if __name__ == "__main__":

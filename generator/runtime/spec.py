@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import isqrt
-from typing import Any
+from typing import Any, ClassVar
 
 MAIN_KERNEL = "rmsnorm_backward"
 SUM_KERNEL = "sum_partials"
 """The `extern "C"` names in every cubin; the second exists for the strategy `separate` only."""
+FORWARD_KERNELS = ("rmsnorm_forward", "rmsnorm_forward_residual")
+"""The `extern "C"` names in every forward cubin: without and with a residual."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -75,6 +77,54 @@ class KernelSpec:
         """uint32 words of one rank's ledger: its two words, then a place for every slice that is
         handed over; whole lines of 128 bytes."""
         return round_up(2 + ceil_div(self.columns, self.slice_columns), 32)
+
+    def idle(self, M: int) -> float:
+        """Rows that the largest grid would work on in the time that it takes for M, by M."""
+        at_once = self.participants * self.rows_per_cta * self.rows_in_flight
+        return ceil_div(M, at_once) * at_once / M
+
+
+@dataclass(frozen=True)
+class ForwardSpec:
+    """The facts of one compiled forward that its launches need.
+
+    N: row length, or with exact False the longest one served. threads: of one CTA. rows_per_cta:
+    rows that a CTA works on at once, each by threads of its own; rows_in_flight: consecutive rows
+    that those threads work on together. vector_bytes: alignment that pointers and row strides need.
+    ctas_per_sm: CTAs for each of `sms` multiprocessors, which then walk over the rows; 0 for as
+    many CTAs as the rows need. Every forward takes an offset and a residual of x's dtype.
+    """
+
+    name: str
+    N: int
+    exact: bool
+    dtype: str
+    weight_dtype: str
+    threads: int
+    smem_bytes: int
+    vector_bytes: int
+    rows_per_cta: int
+    rows_in_flight: int
+    cluster: int
+    ctas_per_sm: int
+    sms: int
+    offset: ClassVar[bool] = False
+    residual: ClassVar[str] = ""
+    least: ClassVar[int] = 1
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def grid(self, M: int) -> int:
+        """CTAs of a launch for M >= 1 rows."""
+        needed = ceil_div(M, self.rows_per_cta * self.rows_in_flight)
+        if self.ctas_per_sm:
+            needed = min(needed, max(1, self.sms * self.ctas_per_sm // self.cluster))
+        return needed * self.cluster
+
+    def idle(self, M: int) -> float:
+        """As of KernelSpec. The hardware hands rows to whichever SM is free."""
+        return 1.0
 
 
 @dataclass(frozen=True)

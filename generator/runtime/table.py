@@ -1,118 +1,104 @@
-"""Which kernel serves a call: the table of a package and the rules for reading it."""
+"""Which kernel serves a call: the two tables of a package and the rules for reading them.
+
+table.json is about the backward and forward.json about the forward; both have the same format.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from math import log
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from .spec import KernelSpec, ceil_div
+from .cubins import read_cubin
+from .spec import ForwardSpec, KernelSpec
 
-FORMAT = 3
-"""Version of table.json: a package and its own runtime always agree on it."""
+FORMAT = 4
+"""Version of both tables: a package and its own runtime always agree on it."""
 TABLE = "table.json"
+FORWARD_TABLE = "forward.json"
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one element of each supported dtype."""
 MAX_ALIGNMENT = 32
 """Bytes: the widest vector of any kernel, and so the most that an address needs to be known for."""
 
-
-def read_cubin(package: Path, file: str, digest: str) -> bytes:
-    """kernels/<file>.cubin, whose sha256 has to begin with `digest`. Raises RuntimeError."""
-    path = package / "kernels" / f"{file}.cubin"
-    try:
-        cubin = path.read_bytes()
-    except OSError as error:
-        raise RuntimeError(f"cannot read {path} ({error.strerror}); emit it again") from error
-    if hashlib.sha256(cubin).hexdigest()[:16] != digest:
-        raise RuntimeError(f"{path} is not the kernel of the table; emit the package again")
-    return cubin
+S = TypeVar("S", KernelSpec, ForwardSpec)
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """A stored kernel: `file` is the stem of kernels/<file>.cu and .cubin, digest the first 16 hex
-    digits of the cubin's sha256."""
+class KernelOf(Generic[S]):
+    """A stored kernel.
+
+    file: its name among the cubins, and of kernels/<file>.cu where it was tuned. digest: the first
+    16 hex digits of the cubin's sha256. nvrtc: version of the compiler. config: what it was
+    rendered from, beside the spec.
+    """
 
     file: str
     digest: str
-    spec: KernelSpec
+    spec: S
+    nvrtc: str = ""
+    config: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def read_cubin(self, package: Path) -> bytes:
-        """The machine code. Raises RuntimeError when the file is missing or damaged."""
+        """The machine code. Raises RuntimeError when it is missing or damaged."""
         return read_cubin(package, self.file, self.digest)
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """The winner of one problem, and what is known about it."""
+class TunedOf(Generic[S]):
+    """The winner of one problem, and what is known about it. evidence: `measured` or `predicted`;
+    provenance: how it was chosen."""
 
     M: int
     N: int
     dtype: str
     weight_dtype: str
     evidence: str
-    kernel: Kernel
+    kernel: KernelOf[S]
     provenance: dict[str, Any]
 
     @property
     def shape(self) -> str:
         spec = self.kernel.spec
-        return shape_name(
-            *(self.M, self.N, self.dtype, self.weight_dtype), *(spec.offset, spec.residual)
-        )
+        return shape_name(self.M, self.N, self.dtype, self.weight_dtype, spec.offset, spec.residual)
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What serves a call. how: `tuned`, `nearest`, `generic` or `none`; reason: one sentence.
+class ChoiceOf(Generic[S]):
+    """What serves a call. how: `tuned`, `nearest`, `fallback` or `none`; reason: one sentence.
     kernel is None for `none`; tuned is the table's entry for the first two."""
 
     how: str
     reason: str
-    kernel: Kernel | None = None
-    tuned: Tuned | None = None
+    kernel: KernelOf[S] | None = None
+    tuned: TunedOf[S] | None = None
 
 
 @dataclass(frozen=True)
-class Table:
-    """The contents of table.json: target holds name, title, arch and sms."""
+class TableOf(Generic[S]):
+    """The contents of a table. target: name, title, arch and sms; fallback: the kernels for what
+    was not tuned."""
 
     target: dict[str, Any]
-    tuned: tuple[Tuned, ...]
-    generic: tuple[Kernel, ...]
-
-    @classmethod
-    def load(cls, package: Path) -> Table:
-        """Read a package's table. Raises ValueError for a damaged one, OSError for none."""
-        path = package / TABLE
-        try:
-            data = json.loads(path.read_text())
-            if data["format"] != FORMAT:
-                raise ValueError(f"format {data['format']}, expected {FORMAT}")
-            return cls(
-                target=dict(data["target"]),
-                tuned=tuple(
-                    Tuned(**{**entry, "kernel": _kernel(entry["kernel"])})
-                    for entry in data["tuned"]
-                ),
-                generic=tuple(_kernel(entry) for entry in data["generic"]),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged ({error}); emit the package again") from error
+    tuned: tuple[TunedOf[S], ...] = ()
+    fallback: tuple[KernelOf[S], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "target": self.target,
             "tuned": [{**vars(entry), "kernel": _plain(entry.kernel)} for entry in self.tuned],
-            "generic": [_plain(kernel) for kernel in self.generic],
+            "fallback": [_plain(kernel) for kernel in self.fallback],
         }
+
+    def kernels(self) -> Iterator[KernelOf[S]]:
+        """Every kernel, tuned ones first; one that serves several shapes repeats."""
+        yield from (entry.kernel for entry in self.tuned)
+        yield from self.fallback
 
     def choose(
         self,
@@ -120,22 +106,22 @@ class Table:
         N: int,
         dtype: str,
         weight_dtype: str,
-        *,
-        offset: bool = False,
-        residual: str = "",
         alignment: int = MAX_ALIGNMENT,
         weight_alignment: int = MAX_ALIGNMENT,
         residual_alignment: int = MAX_ALIGNMENT,
-    ) -> Choice:
+        *,
+        offset: bool = False,
+        residual: str = "",
+    ) -> ChoiceOf[S]:
         """The kernel for M >= 1 rows of N columns.
 
-        offset, residual: as in the KernelSpec; kernels with these options exist where they were
-        tuned and nowhere else. alignment: the power of two, in bytes, that divides the addresses
-        and row strides of x and dy; weight_alignment, residual_alignment: the same of the weight
-        and of dresidual.
+        alignment: the power of two, in bytes, that divides the addresses and row strides of x and
+        dy (of a forward: of x and the residual); weight_alignment, residual_alignment: the same of
+        the weight and of dresidual. offset, residual: as in the KernelSpec; kernels with these
+        options exist where they were tuned and nowhere else.
 
         Order: the tuned shape; the nearest tuned M at the same N and dtypes (`_distance`); the
-        generic kernel with the widest vectors and the least capacity.
+        fallback kernel with the widest vectors and the least capacity.
         A kernel that the alignment rules out is passed over. The answer depends on these arguments
         alone, so equal calls get equal bits.
         """
@@ -146,28 +132,25 @@ class Table:
             if fault:
                 passed_over.append(f"{entry.kernel.file} {fault}")
             elif entry.M == M:
-                return Choice("tuned", f"{shape} was tuned", entry.kernel, entry)
+                return ChoiceOf("tuned", f"{shape} was tuned", entry.kernel, entry)
             else:
                 why = passed_over[0] if passed_over else f"{shape} was not tuned"
                 reason = f"{why}; the nearest M that serves it is {entry.M}"
-                return Choice("nearest", reason, entry.kernel, entry)
+                return ChoiceOf("nearest", reason, entry.kernel, entry)
         why = passed_over[0] if passed_over else f"nothing like {shape} was tuned"
-        for kernel in sorted(self.generic, key=lambda k: (-k.spec.vector_bytes, k.spec.N)):
+        for kernel in sorted(self.fallback, key=lambda k: (-k.spec.vector_bytes, k.spec.N)):
             spec = kernel.spec
-            if (spec.dtype, spec.weight_dtype) != (dtype, weight_dtype):
-                continue
-            if not spec.least <= N <= spec.N:
-                continue
-            if (spec.offset, spec.residual) != (offset, residual):
+            kind = (spec.dtype, spec.weight_dtype, spec.offset, spec.residual)
+            if kind != (dtype, weight_dtype, offset, residual) or not spec.least <= N <= spec.N:
                 continue
             if not misfit(spec, N, alignment, weight_alignment):
                 reason = f"{why}; this kernel takes any N from {spec.least} to {spec.N}"
-                return Choice("generic", reason, kernel)
-        return Choice("none", f"{why}, and no generic kernel serves it")
+                return ChoiceOf("fallback", reason, kernel)
+        return ChoiceOf("none", f"{why}, and no fallback kernel serves it")
 
     def _by_distance(
         self, M: int, N: int, dtype: str, weight_dtype: str, offset: bool, residual: str
-    ) -> list[Tuned]:
+    ) -> list[TunedOf[S]]:
         same = [
             entry
             for entry in self.tuned
@@ -176,25 +159,79 @@ class Table:
         ]
         return sorted(same, key=lambda entry: (_distance(entry, M), entry.M))
 
-    def kernels(self) -> Iterator[Kernel]:
-        """Every kernel, tuned ones first; one that serves several shapes repeats."""
-        yield from (entry.kernel for entry in self.tuned)
-        yield from self.generic
+
+Kernel = KernelOf[KernelSpec]
+Tuned = TunedOf[KernelSpec]
+Choice = ChoiceOf[KernelSpec]
+ForwardKernel = KernelOf[ForwardSpec]
+ForwardTuned = TunedOf[ForwardSpec]
+ForwardChoice = ChoiceOf[ForwardSpec]
 
 
-def _distance(entry: Tuned, M: int) -> float:
+class Table(TableOf[KernelSpec]):
+    """Of the backward."""
+
+    @classmethod
+    def load(cls, package: Path) -> Table:
+        """Read a package's table. Raises ValueError for a damaged or old one, OSError for none."""
+        return cls(*_read(package / TABLE, KernelSpec))
+
+
+class ForwardTable(TableOf[ForwardSpec]):
+    """Of the forward."""
+
+    @classmethod
+    def load(cls, package: Path) -> ForwardTable | None:
+        """Read a package's table, None for a package without forward kernels. Raises ValueError for
+        a damaged or old one."""
+        try:
+            return cls(*_read(package / FORWARD_TABLE, ForwardSpec))
+        except FileNotFoundError:
+            return None
+
+
+def _read(
+    path: Path, spec_of: type[S]
+) -> tuple[dict[str, Any], tuple[TunedOf[S], ...], tuple[KernelOf[S], ...]]:
+    """Target, tuned and fallback kernels of a table. Raises ValueError, OSError."""
+
+    names = {known.name for known in fields(spec_of)}
+
+    def kernel(data: dict[str, Any]) -> KernelOf[S]:
+        # As by the constructor, which takes 2 ms of an import for a few hundred frozen objects.
+        if data["spec"].keys() != names:
+            raise ValueError(f"the spec of {data['file']} has other fields")
+        spec = object.__new__(spec_of)
+        vars(spec).update(data["spec"])
+        return KernelOf(**{**data, "spec": spec})
+
+    try:
+        data = json.loads(path.read_bytes())
+        if data["format"] == FORMAT:
+            return (
+                dict(data["target"]),
+                tuple(TunedOf(**{**e, "kernel": kernel(e["kernel"])}) for e in data["tuned"]),
+                tuple(map(kernel, data["fallback"])),
+            )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); emit the package again") from error
+    raise ValueError(
+        f"{path} has format {data['format']}, and its runtime reads {FORMAT}; "
+        "emit the package again"
+    )
+
+
+def _plain(kernel: KernelOf[S]) -> dict[str, Any]:
+    return {**vars(kernel), "spec": kernel.spec.to_json()}
+
+
+def _distance(entry: TunedOf[S], M: int) -> float:
     """How far a tuned kernel is from M rows: by the ratio of the rows, and twice by how much more
     of its grid idles at M than where it was tuned. (A kernel may be best at its own M because all
     rows fit into one round of its grid, and take nearly twice as long for one row more.)"""
     spec = entry.kernel.spec
-    more = _idle(spec, M) / _idle(spec, entry.M)
+    more = spec.idle(M) / spec.idle(entry.M)
     return abs(log(entry.M / M)) + 2 * max(0.0, log(more))
-
-
-def _idle(spec: KernelSpec, M: int) -> float:
-    """Rows that the largest grid would work on in the time that it takes for M, by M."""
-    at_once = spec.participants * spec.rows_per_cta * spec.rows_in_flight
-    return ceil_div(M, at_once) * at_once / M
 
 
 def shape_name(
@@ -210,7 +247,7 @@ def shape_name(
 
 
 def misfit(
-    spec: KernelSpec,
+    spec: KernelSpec | ForwardSpec,
     N: int,
     alignment: int,
     weight_alignment: int,
@@ -258,11 +295,3 @@ def runs_on(arch: str, capability: tuple[int, int]) -> bool:
     if match[3]:
         return capability == (major, minor)
     return capability[0] == major and capability[1] >= minor
-
-
-def _kernel(data: dict[str, Any]) -> Kernel:
-    return Kernel(data["file"], data["digest"], KernelSpec(**data["spec"]))
-
-
-def _plain(kernel: Kernel) -> dict[str, Any]:
-    return {"file": kernel.file, "digest": kernel.digest, "spec": kernel.spec.to_json()}

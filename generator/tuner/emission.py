@@ -16,7 +16,7 @@ from generator.kernels.precompile import cached
 from generator.kernels.variant import Variant, make_variant
 from generator.package.emit import emit_package, read_forward_table
 from generator.package.entries import Emission, Entry
-from generator.package.fallback_kernels import compile_generics
+from generator.package.fallback_kernels import compile_fallbacks
 from generator.studies.records import Winner
 from generator.studies.study_log import StudyLog
 from generator.tuner.forward import tune_forwards
@@ -34,14 +34,14 @@ def _processes() -> int:
 def emit(
     plan: Plan, winners: Sequence[Winner], storage: BaseStorage, pool: CompilePool[Variant]
 ) -> Emission:
-    """Write the package with these winners and the generic kernels of their dtypes."""
+    """Write the package with these winners and the fallback kernels of their dtypes."""
     target = plan.target
     chosen = [make_variant(winner.config, winner.problem) for winner in winners]
     entries = [
         Entry(winner.problem, variant, compiled, winner.evidence, provenance(winner, storage))
         for winner, variant, compiled in zip(winners, chosen, _compile(chosen, pool), strict=True)
     ]
-    generics = compile_generics(target, lambda variants: _compile(variants, pool))
+    fallbacks = compile_fallbacks(target, lambda variants: _compile(variants, pool))
     package = plan.out / PACKAGE_NAME
     forwards = tune_forwards(
         [winner.problem for winner in winners],
@@ -51,7 +51,7 @@ def emit(
         processes=_processes(),
         say=lambda line: print(line, file=sys.stderr),
     )
-    return emit_package(entries, generics, target, package, forwards)
+    return emit_package(entries, fallbacks, target, package, forwards)
 
 
 def _compile(variants: Sequence[Variant], pool: CompilePool[Variant]) -> list[Compiled]:

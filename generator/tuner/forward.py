@@ -32,7 +32,7 @@ from generator.kernels.revision import code_of_all
 from generator.package.entries import ForwardEntry, Forwards, Made
 from generator.package.fallback_kernels import DTYPES
 from generator.problem import Problem
-from generator.runtime.forward_table import ForwardTable
+from generator.runtime.table import ForwardTable
 from generator.search.choose_winner import TIE
 from generator.target import Target
 from generator.tuner.plan import longest_first
@@ -98,7 +98,7 @@ def tune_forwards(
     known: a table whose choices are kept as they are while the sources are the same; predicted ones
     are measured where they can be.
     processes: compilers at a time. After Ctrl-C the shapes that are left are chosen by the rule.
-    A shape of which no kernel compiles or passes its checks is left to the generic ones, with a
+    A shape of which no kernel compiles or passes its checks is left to the fallback kernels, with a
     line that says so.
     """
     waiting = deque(unsettled(problems, target, devices, known))
@@ -111,7 +111,7 @@ def tune_forwards(
         compiler = stack.enter_context(closing(_Compiler(pool, target, say)))
         if gpus:
             compiler.start(forwards_to_compile(waiting, target))
-        generic = compiler.usable(generic_forwards(DTYPES))
+        fallback = compiler.usable(generic_forwards(DTYPES))
 
         def serve(problem: Problem, gpu: ForwardGpu | None) -> None:
             try:
@@ -121,7 +121,7 @@ def tune_forwards(
                     entry = _measure(problem, target, compiler, gpu)
             except NormforgeError as error:
                 # The backward's winner must not be lost for it.
-                say(f"forward {error}; a generic one serves it")
+                say(f"forward {error}; a fallback kernel serves it")
                 return
             found[problem] = entry
             facts = entry.provenance
@@ -147,7 +147,7 @@ def tune_forwards(
         for problem in left:
             serve(problem, None)
     chosen = tuple(found[shape] for shape in _shapes(problems) if shape in found)
-    return Forwards(chosen, tuple(generic))
+    return Forwards(chosen, tuple(fallback))
 
 
 class _Compiler:

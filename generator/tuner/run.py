@@ -15,7 +15,7 @@ from generator.kernels.precompile import precompiling
 from generator.kernels.variant import Variant
 from generator.package.emit import check_package, read_forward_table
 from generator.package.entries import Emission
-from generator.package.fallback_kernels import first_choices, generic_variants
+from generator.package.fallback_kernels import fallback_variants, first_choices
 from generator.problem import Problem
 from generator.studies.records import Winner
 from generator.studies.storage import open_storage
@@ -91,5 +91,5 @@ def foreseen(plan: Plan) -> list[Variant | ForwardVariant]:
         return []
     known = read_forward_table(plan.out / PACKAGE_NAME)
     shapes = unsettled(plan.problems, plan.target, plan.devices, known)
-    generics = first_choices(generic_variants(plan.target))
-    return [*generics, *forwards_to_compile(shapes, plan.target)]
+    fallbacks = first_choices(fallback_variants(plan.target))
+    return [*fallbacks, *forwards_to_compile(shapes, plan.target)]

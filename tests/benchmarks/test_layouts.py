@@ -17,7 +17,7 @@ from benchmarks.layouts import BRACKETS, ROUNDS, Group, LayoutSession, draw, ref
 from generator.evaluate.gpu.protocol import Job, WorkerLostError
 from generator.evaluate.verify.accuracy import Accuracy
 from generator.kernels.geometry import Config
-from generator.package import fallback_kernels as generic
+from generator.package import fallback_kernels
 from generator.package.fallback_kernels import _Layout
 from generator.paths import REPOSITORY
 from generator.problem import ITEMSIZE, Problem
@@ -57,7 +57,7 @@ def test_drawn_layouts_are_legal_and_of_the_bracket(
 ) -> None:
     drawn = draw(group, target, 6, seed=0)
     assert len({variant.id for variant in drawn}) == 6
-    problem = Problem(generic.MANY_ROWS, group.columns, group.dtype, group.dtype)
+    problem = Problem(fallback_kernels.MANY_ROWS, group.columns, group.dtype, group.dtype)
     for variant in drawn:
         assert not variant.exact
         assert (variant.N, variant["vector_bytes"]) == (group.columns, group.vector_bytes)
@@ -233,9 +233,14 @@ def test_committed_result_is_what_the_benchmark_writes(
 
 @pytest.mark.parametrize(
     ("vector_bytes", "table"),
-    [(16, generic._WIDE), (8, generic._EIGHT), (4, generic._FOUR), (2, generic._TWO)],
+    [
+        (16, fallback_kernels._WIDE),
+        (8, fallback_kernels._EIGHT),
+        (4, fallback_kernels._FOUR),
+        (2, fallback_kernels._TWO),
+    ],
 )
-def test_generic_layouts_won_their_groups(
+def test_fallback_layouts_won_their_groups(
     committed: dict[str, Any], vector_bytes: int, table: tuple[_Layout, ...]
 ) -> None:
     groups = {(g["vector_bytes"], g["columns"]): g for g in committed["groups"]}
@@ -257,7 +262,7 @@ def test_layouts_of_an_fp32_weight_won_their_groups(itemsize: int, name: str) ->
     groups = {(g["vector_bytes"], g["columns"]): g for g in json.loads(path.read_text())["groups"]}
     known = {
         (size, layout.columns): str(layout)
-        for size, layouts in generic._FP32_WEIGHT[itemsize].items()
+        for size, layouts in fallback_kernels._FP32_WEIGHT[itemsize].items()
         for layout in layouts
     }
     for key, group in groups.items():

@@ -26,7 +26,7 @@ from generator.errors import NormforgeError
 from generator.kernels.render import render
 from generator.kernels.variant import Variant, make_variant
 from generator.operations.rmsnorm_backward import make_cancelling, make_inputs
-from generator.package.fallback_kernels import generic_variants, takes_rows
+from generator.package.fallback_kernels import fallback_variants, takes_rows
 from generator.paths import REPOSITORY
 from generator.problem import Problem
 from generator.target import Target, find_target
@@ -264,13 +264,13 @@ def test_the_samples_cover_the_space() -> None:
         *("21x513:bf16", "21x3073:fp32", "21x1032:fp16", "21x5120:bf16"),  # ends of brackets
     ],
 )
-def test_generic_variant_serves_rows_of_its_bracket(shape: str, target: Target) -> None:
+def test_fallback_variant_serves_rows_of_its_bracket(shape: str, target: Target) -> None:
     """The first choice for every vector that divides the row, at addresses and strides that are
     multiples of that vector and of nothing wider."""
     problem = Problem.parse(shape)
     found = [
         variant
-        for variant in generic_variants(target, [(problem.dtype, problem.weight_dtype)])
+        for variant in fallback_variants(target, [(problem.dtype, problem.weight_dtype)])
         if takes_rows(variant, problem)
     ]
     chosen = {variant["vector_bytes"]: variant for variant in reversed(found)}
@@ -290,9 +290,9 @@ def test_generic_variant_serves_rows_of_its_bracket(shape: str, target: Target) 
 
 
 def test_rows_below_the_least_are_found_out(target: Target) -> None:
-    """Why nobody may hand a generic kernel shorter rows than its least: it does not look."""
+    """Why nobody may hand a fallback kernel shorter rows than its least: it does not look."""
     problem = Problem.parse("21x512:bf16")
-    for variant in generic_variants(target, [("bf16", "bf16")]):
+    for variant in fallback_variants(target, [("bf16", "bf16")]):
         if (variant.N, variant.least, variant["vector_bytes"]) == (1536, 1025, 16):
             spec, launch = plan(variant, problem.M)
             layout = Layout(8, 24, 16, 16)

@@ -30,7 +30,7 @@ from generator.kernels.resource_gate import refuse
 from generator.kernels.variant import Variant
 from generator.operations.rmsnorm_backward import HALF_UNIT, make_inputs, make_reference, slacks
 from generator.package.emit import emit_package
-from generator.package.fallback_kernels import generic_variants
+from generator.package.fallback_kernels import fallback_variants
 from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.api import Package
@@ -44,7 +44,7 @@ from tests.support.samples import (
     DTYPES,
     REDUCTION,
     SPACE,
-    compiled_generics,
+    compiled_fallbacks,
     plain_variant,
     planted_entry,
     sample_variant,
@@ -242,7 +242,7 @@ def test_more_than_two_to_the_31_elements(here: Target, device: torch.device) ->
     reference = make_reference(problem, inputs)
     dx = Guarded((problem.M, problem.N), torch.bfloat16, device)
     dw = Guarded((problem.N,), torch.bfloat16, device)
-    wide = [v for v in generic_variants(here, [("bf16", "bf16")]) if v.least <= problem.N <= v.N]
+    wide = [v for v in fallback_variants(here, [("bf16", "bf16")]) if v.least <= problem.N <= v.N]
     chosen = [(v, compile_variant(v, here.arch)) for v in wide]
     for seed, pipeline in enumerate(("bulk", "direct", "async") if here.has_bulk_copy else ()):
         chosen.append(runnable(str(problem), here, seed, pipeline=pipeline))
@@ -384,14 +384,14 @@ FIRST_M = 777
 
 @pytest.fixture(scope="module")
 def package(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """One "tuned" shape for every deterministic strategy, told apart by M, and the generics."""
+    """One "tuned" shape for every deterministic strategy, told apart by M, and the fallbacks."""
     folder = tmp_path_factory.mktemp("gpu") / "rmsnorm_backward"
     entries = []
     for i, reduction in enumerate(DETERMINISTIC):
         if reduction in reductions_of(here):
             problem = Problem(FIRST_M + i, 1024, "bf16", "bf16")
             entries.append(planted_entry(problem, here, **REDUCTION[reduction]))
-    emit_package(entries, compiled_generics(here), here, folder)
+    emit_package(entries, compiled_fallbacks(here), here, folder)
     return Package(folder)
 
 

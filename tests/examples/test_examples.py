@@ -21,7 +21,7 @@ from generator.paths import REPOSITORY
 from generator.target import find_target
 from generator.tuner.forward import tune_forwards
 from tests.support.entry_points import write_package
-from tests.support.samples import compiled_generics
+from tests.support.samples import compiled_fallbacks
 
 EXAMPLES = REPOSITORY / "examples"
 PACKAGE = "generated.h200.rmsnorm_backward"
@@ -126,7 +126,7 @@ def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     if on_gpu:
         here = request.getfixturevalue("here")
-        emit_package([], compiled_generics(here), here, package, tune_forwards([], here))
+        emit_package([], compiled_fallbacks(here), here, package, tune_forwards([], here))
     else:
         emit_package([], [], find_target("h200"), package)
         environment["CUDA_VISIBLE_DEVICES"] = ""

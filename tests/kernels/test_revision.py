@@ -20,7 +20,7 @@ from generator.kernels.revision import code_digest
 from generator.kernels.variant import Variant, make_variant
 from generator.paths import GENERATED
 from generator.problem import Problem
-from generator.runtime.forward_table import ForwardTable
+from generator.runtime.table import ForwardTable
 from generator.search.search import Budget, search_problem
 from generator.space.load import load_space
 from generator.studies.records import Record, study_name

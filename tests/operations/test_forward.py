@@ -48,11 +48,12 @@ from generator.package.entries import ForwardEntry, Forwards
 from generator.package.fallback_kernels import DTYPES
 from generator.paths import TEMPLATES
 from generator.problem import Problem
-from generator.runtime.forward_table import KERNELS, ForwardTable
 from generator.runtime.launch import forward_call as call_module
 from generator.runtime.launch.forward_call import forward_call
 from generator.runtime.launch.row_layout import RowLayout, row_layout
 from generator.runtime.serve.forward import Forward, reference_forward
+from generator.runtime.spec import FORWARD_KERNELS
+from generator.runtime.table import ForwardTable
 from generator.target import Target, find_target, load_targets
 from generator.tuner import forward as forward_tune
 from generator.tuner.forward import MOST_VARIANTS, tune_forwards
@@ -132,7 +133,7 @@ def test_preferred_and_generic_kernels_compile_without_spills_for(arch: str) -> 
     for variant in variants:
         compiled = compile_forward(variant, arch)
         assert forward_fault(variant, compiled, target) == "", f"{variant} for {arch}"
-        assert set(compiled.kernels) == set(KERNELS)
+        assert set(compiled.kernels) == set(FORWARD_KERNELS)
 
 
 def test_a_kernel_that_spills_does_not_compile_or_does_not_fit_is_refused() -> None:
@@ -141,7 +142,7 @@ def test_a_kernel_that_spills_does_not_compile_or_does_not_fit_is_refused() -> N
     fine = of_kind("4096x4096:bf16")
     broken = Compiled(H200.arch, "", b"", {}, "13", False, "", "error: no")
     assert "does not compile" in forward_fault(fine, broken, H200)
-    large = dict.fromkeys(KERNELS, Resources(255, 0, 0, 0))
+    large = dict.fromkeys(FORWARD_KERNELS, Resources(255, 0, 0, 0))
     wide = replace(fine, threads_per_row=1024)
     compiled = Compiled(H200.arch, "", b"x", large, "13", False, "")
     assert "no CTA fits" in forward_fault(wide, compiled, H200)
@@ -505,7 +506,9 @@ def test_package_holds_forward_kernels_that_its_runtime_finds(package: Path) -> 
     assert len(kernels) == 1 + len(generic)
     for kernel in kernels:
         assert kernel.read_cubin(package)
-        assert (package / "kernels" / f"{kernel.file}.cu").read_text().count("__global__") == 2
+    (source,) = (package / "kernels").iterdir()
+    assert source.stem == kernels[0].file
+    assert source.read_text().count("__global__") == 2
     assert Forward(package).explain(9000, 1024, "bf16") == {
         "how": "nearest",
         "kernel": entry.variant.id,
@@ -528,13 +531,14 @@ def test_choice_follows_width_alignment_and_dtype(package: Path) -> None:
     assert table is not None
 
     def choose(N: int, dtype: str = "bf16", *, at: int = 16, weight_at: int = 16) -> Any:
-        how, kernel, _ = table.choose(4096, N, dtype, dtype, at, weight_at)
-        return how, kernel and (kernel.spec.N, kernel.spec.vector_bytes)
+        choice = table.choose(4096, N, dtype, dtype, at, weight_at)
+        kernel = choice.kernel
+        return choice.how, kernel and (kernel.spec.N, kernel.spec.vector_bytes)
 
     assert choose(1024) == ("tuned", (1024, 16))
-    assert choose(1024, at=2) == ("generic", (4096, 2))
-    assert choose(1024, weight_at=4) == ("generic", (4096, 2))
-    assert choose(1000) == ("generic", (1024, 16))
+    assert choose(1024, at=2) == ("fallback", (4096, 2))
+    assert choose(1024, weight_at=4) == ("fallback", (4096, 2))
+    assert choose(1000) == ("fallback", (1024, 16))
     assert choose(8192)[1] == (8192, 16)
     assert choose(8200)[1] == (ANY_COLUMNS, 16)
     assert choose(8201)[1] == (ANY_COLUMNS, 2)
@@ -574,7 +578,7 @@ def test_rule_gives_every_shape_a_kernel_without_a_gpu() -> None:
     assert entry.evidence == "predicted"
     assert str(entry.problem) == "4096x1024:bf16"
     assert len(lines) == 1
-    assert {(v.dtype, v.weight_dtype) for v, _ in forwards.generic} == set(DTYPES)
+    assert {(v.dtype, v.weight_dtype) for v, _ in forwards.fallback} == set(DTYPES)
     table = SimpleNamespace(
         tuned=[
             SimpleNamespace(
@@ -714,7 +718,7 @@ def test_crash_of_the_compiler_costs_the_run_one_variant_and_those_that_wait_no_
     forwards = tune_forwards(shapes, H200, (0,), say=said.append)
     assert [entry.evidence for entry in forwards.tuned] == ["measured", "measured"]
     assert seen == [candidates - {crashing.doomed}] * 2
-    assert [v for v, _ in forwards.generic] == generic_forwards(DTYPES)
+    assert [v for v, _ in forwards.fallback] == generic_forwards(DTYPES)
     told = [line for line in said if "crashed" in line]
     assert told == [f"forward {crashing.doomed}: NVRTC crashed on this variant {LIVES} times"]
     # With one compiler nothing else is under way at a crash: one process until then, the lives of
@@ -730,7 +734,7 @@ def test_crash_of_the_compiler_costs_the_run_one_variant_and_those_that_wait_no_
 @pytest.mark.parametrize("crashing", [generic_forwards(DTYPES)[0]], indirect=True)
 def test_crash_on_a_generic_kernel_leaves_the_others(crashing: CrashingCompiler) -> None:
     forwards = tune_forwards([], H200, processes=2)
-    assert [v for v, _ in forwards.generic] == generic_forwards(DTYPES)[1:]
+    assert [v for v, _ in forwards.fallback] == generic_forwards(DTYPES)[1:]
 
 
 @pytest.mark.usefixtures("gpus")
@@ -785,7 +789,7 @@ def test_a_kernel_that_the_executor_refutes_is_not_predicted(
     said: list[str] = []
     forwards = tune_forwards([problem], H200, say=said.append)
     # The backward's winner is not lost for it: any row is served by the generic ones.
-    assert forwards.tuned == () and forwards.generic != ()
+    assert forwards.tuned == () and forwards.fallback != ()
     assert "no forward kernel for" in said[0] and "passes (y[0, 0] is 1)" in said[0]
 
 

@@ -26,7 +26,7 @@ from tests.support.fake_driver import (
     FakeDevice,
     FakeDriver,
     entry,
-    generic,
+    fallback,
     stand_in,
     use_device,
 )
@@ -85,7 +85,7 @@ def make(machine: Machine, module: Any, tmp_path: Path) -> Callable[..., Package
     def make(spec: KernelSpec = SPEC, on: bool = True) -> Package:
         folder = tmp_path / str(next(numbers))
         folder.mkdir()
-        table = Table(TARGET, (entry(4096, spec),), (generic(4096, 16), generic(4096, 2)))
+        table = Table(TARGET, (entry(4096, spec),), (fallback(4096, 16), fallback(4096, 2)))
         (folder / TABLE).write_text(json.dumps(table.to_json()))
         package = Package(folder)
         loaded: dict[Any, LoadedKernel] = {}

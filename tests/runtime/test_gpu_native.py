@@ -17,7 +17,7 @@ from tests.support.entry_points import MODULE, Training, equal_bits, norm_of
 from tests.support.native import (
     in_threads,
 )
-from tests.support.samples import compiled_generics, planted_entry
+from tests.support.samples import compiled_fallbacks, planted_entry
 
 TUNED = (
     *(
@@ -31,10 +31,10 @@ TUNED = (
 
 @pytest.fixture(scope="module")
 def on_gpu(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package of a few tuned shapes and the generic kernels."""
+    """A package of a few tuned shapes and the fallback kernels."""
     folder = tmp_path_factory.mktemp("native") / "rmsnorm_backward"
     entries = [planted_entry(shape, here, strategy=strategy) for shape, strategy in TUNED]
-    emit_package(entries, compiled_generics(here), here, folder)
+    emit_package(entries, compiled_fallbacks(here), here, folder)
     return folder
 
 

@@ -32,7 +32,7 @@ from tests.support.fake_driver import (
     TABLE,
     FakeDriver,
     entry,
-    generic,
+    fallback,
     tensors,
 )
 
@@ -45,7 +45,7 @@ def package(
 
     def make(*specs: KernelSpec) -> Package:
         tuned = tuple(entry(4096, spec) for spec in specs)
-        table = Table(TABLE.target, tuned, (generic(4096, 16), generic(4096, 2)))
+        table = Table(TABLE.target, tuned, (fallback(4096, 16), fallback(4096, 2)))
         (tmp_path / "table.json").write_text(json.dumps(table.to_json()))
         made = Package(tmp_path)
         monkeypatch.setattr(made._kernels, "get", lambda k: LoadedKernel(b"cubin", k.spec))
@@ -116,7 +116,7 @@ def test_unaligned_rows_get_narrow_vectors_and_no_kernel_is_a_reason(package: An
     odd = torch.empty(4096 * 1024 + 1, dtype=torch.bfloat16)[1:].view(4096, 1024)
     assert served_by(made, x=odd).spec.vector_bytes == 2
     assert served_by(made, weight=torch.empty(1025).bfloat16()[1:]).spec.vector_bytes == 2
-    assert "no generic kernel serves it" in served_by(made, weight=torch.zeros(1024))
+    assert "no fallback kernel serves it" in served_by(made, weight=torch.zeros(1024))
     assert served_by(made, weight=None).spec.name == "example"
 
 

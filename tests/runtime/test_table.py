@@ -23,12 +23,12 @@ from tests.support.fake_driver import (
         (16383, 1024, "nearest", "k4096"),
         (20000, 1024, "nearest", "k65536"),
         (10**9, 1024, "nearest", "k65536"),
-        (4096, 512, "generic", "any1024_16"),
-        (4096, 2048, "generic", "any4096_16"),
-        (4096, 513, "generic", "any1024_2"),
-        (4096, 1025, "generic", "any4096_2"),
+        (4096, 512, "fallback", "any1024_16"),
+        (4096, 2048, "fallback", "any4096_16"),
+        (4096, 513, "fallback", "any1024_2"),
+        (4096, 1025, "fallback", "any4096_2"),
         (4096, 4104, "none", None),
-        (4096, 128, "generic", "any4096_16"),  # the other one takes no rows that short
+        (4096, 128, "fallback", "any4096_16"),  # the other one takes no rows that short
     ],
 )
 def test_choice_by_shape(M: int, N: int, how: str, file: str | None) -> None:
@@ -44,7 +44,7 @@ def test_choice_depends_on_the_dtypes() -> None:
 @pytest.mark.parametrize("places", [{"alignment": 8}, {"weight_alignment": 8}])
 def test_unaligned_rows_or_weights_get_a_kernel_with_narrow_vectors(places: Any) -> None:
     choice = TABLE.choose(4096, 1024, "bf16", "bf16", **places)
-    assert (choice.how, choice.kernel and choice.kernel.file) == ("generic", "any1024_2")
+    assert (choice.how, choice.kernel and choice.kernel.file) == ("fallback", "any1024_2")
     assert "k4096 needs" in choice.reason
 
 

@@ -15,20 +15,23 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 
+from generator.package.files import write_cubins
 from generator.runtime import api
 from generator.runtime.api import Package
-from generator.runtime.forward_table import (
-    FORWARD_TABLE,
-    ForwardKernel,
-    ForwardSpec,
-    ForwardTable,
-    ForwardTuned,
-)
 from generator.runtime.launch import forward_call
 from generator.runtime.serve import call
 from generator.runtime.serve.options import Arguments, Options
-from generator.runtime.spec import KernelSpec
-from generator.runtime.table import TABLE, Kernel, Table, Tuned
+from generator.runtime.spec import ForwardSpec, KernelSpec
+from generator.runtime.table import (
+    FORWARD_TABLE,
+    TABLE,
+    ForwardKernel,
+    ForwardTable,
+    ForwardTuned,
+    Kernel,
+    Table,
+    Tuned,
+)
 from tests.support.accuracy import DTYPES
 from tests.support.fake_driver import SPEC, TARGET, FakeDriver, stand_in
 
@@ -115,36 +118,35 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return made
 
 
-def stored(folder: Path, spec: Any) -> tuple[str, str]:
-    """Write a cubin that is its own name; its file and digest."""
-    path = folder / "kernels" / f"{spec.name}.cubin"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(spec.name)
+def stored(spec: Any) -> tuple[str, str]:
+    """The file and digest of a cubin that is its own name."""
     return spec.name, hashlib.sha256(spec.name.encode()).hexdigest()[:16]
 
 
-def backward_entry(folder: Path, spec: KernelSpec) -> Tuned:
-    kernel = Kernel(*stored(folder, spec), spec)
+def backward_entry(spec: KernelSpec) -> Tuned:
+    kernel = Kernel(*stored(spec), spec)
     return Tuned(4096, spec.N, spec.dtype, spec.weight_dtype, "measured", kernel, {})
 
 
-def forward_entry(folder: Path, N: int, dtype: str, weight_dtype: str) -> ForwardTuned:
+def forward_entry(N: int, dtype: str, weight_dtype: str) -> ForwardTuned:
     name = f"forward {N} {dtype} {weight_dtype}"
     spec = ForwardSpec(name, N, True, dtype, weight_dtype, 128, 0, 16, 1, 1, 1, 0, 132)
-    kernel = ForwardKernel(*stored(folder, spec), spec)
+    kernel = ForwardKernel(*stored(spec), spec)
     return ForwardTuned(4096, N, dtype, weight_dtype, "measured", kernel, {})
 
 
 @pytest.fixture
 def package(device: Device, tmp_path: Path) -> Package:
-    tuned = tuple(backward_entry(tmp_path, spec) for spec in KERNELS)
+    tuned = tuple(backward_entry(spec) for spec in KERNELS)
     (tmp_path / TABLE).write_text(json.dumps(Table(TARGET, tuned, ()).to_json()))
     forwards = tuple(
-        forward_entry(tmp_path, N, *dtypes)
+        forward_entry(N, *dtypes)
         for N in (1024, 512, 256)
         for dtypes in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"))
     )
     (tmp_path / FORWARD_TABLE).write_text(json.dumps(ForwardTable(TARGET, forwards).to_json()))
+    names = [entry.kernel.file for entry in [*tuned, *forwards]]
+    write_cubins(tmp_path, {name: name.encode() for name in names})
     return Package(tmp_path)
 
 

@@ -224,7 +224,7 @@ def entry(M: int, spec: KernelSpec = SPEC, **changes: Any) -> Tuned:
     return Tuned(M, spec.N, spec.dtype, spec.weight_dtype, "measured", kernel, {})
 
 
-def generic(N: int, vector_bytes: int, least: int = 1) -> Kernel:
+def fallback(N: int, vector_bytes: int, least: int = 1) -> Kernel:
     spec = replace(SPEC, N=N, exact=False, vector_bytes=vector_bytes, strategy="separate")
     spec = replace(spec, least=least)
     return Kernel(f"any{N}_{vector_bytes}", "", spec)
@@ -233,7 +233,7 @@ def generic(N: int, vector_bytes: int, least: int = 1) -> Kernel:
 TABLE = Table(
     TARGET,
     (entry(1024), entry(4096), entry(65536)),
-    (generic(4096, 2), generic(1024, 2), generic(4096, 16), generic(1024, 16, 129)),
+    (fallback(4096, 2), fallback(1024, 2), fallback(4096, 16), fallback(1024, 16, 129)),
 )
 
 

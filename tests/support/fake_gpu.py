@@ -25,8 +25,7 @@ from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
-from generator.runtime.forward_table import KERNELS
-from generator.runtime.spec import MAIN_KERNEL
+from generator.runtime.spec import FORWARD_KERNELS, MAIN_KERNEL
 from tests.support.synthetic import FLOOR_US, PROBLEM, TARGET, cost, digest
 
 COMPILE_FAULTS = ("compile_error", "compile_crash", "spill")
@@ -146,7 +145,7 @@ class CrashingCompiler:
         self.log.write(variant=variant.id, pid=os.getpid())
         if variant.id == self.doomed:
             os.kill(os.getpid(), signal.SIGSEGV)
-        kernels = dict.fromkeys(KERNELS, Resources(32, 0, 0, 0))
+        kernels = dict.fromkeys(FORWARD_KERNELS, Resources(32, 0, 0, 0))
         return Compiled(arch, "", b"cubin", kernels, "0", False, "")
 
 

@@ -21,7 +21,7 @@ from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant, make_variant
 from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Entry
-from generator.package.fallback_kernels import compile_generics
+from generator.package.fallback_kernels import compile_fallbacks
 from generator.problem import ITEMSIZE, Problem
 from generator.runtime.api import Package
 from generator.runtime.spec import MAIN_KERNEL
@@ -164,8 +164,8 @@ def _sampled(
         reject()
 
 
-def compiled_generics(target: Target) -> list[tuple[Variant, Compiled]]:
-    """The generic kernels of a package, which is a minute's work for one core."""
+def compiled_fallbacks(target: Target) -> list[tuple[Variant, Compiled]]:
+    """The fallback kernels of a package, which is a minute's work for one core."""
     cores = len(os.sched_getaffinity(0))
     with CompilePool(target.arch, cores, compile=compile_variant) as pool:
 
@@ -173,7 +173,7 @@ def compiled_generics(target: Target) -> list[tuple[Variant, Compiled]]:
             jobs = [(variant, pool.submit(variant)) for variant in variants]
             return [pool.result(variant, job) for variant, job in jobs]
 
-        return compile_generics(target, compile)
+        return compile_fallbacks(target, compile)
 
 
 def planted_entry(problem: Problem | str, target: Target, **knobs: int | str) -> Entry:
@@ -189,9 +189,9 @@ def planted_entry(problem: Problem | str, target: Target, **knobs: int | str) ->
 
 def training_package(target: Target, folder: Path) -> Package:
     """For `entry_points.Training` on a GPU: hidden norms by a strategy whose CTAs wait for each
-    other, the rest by generic kernels."""
+    other, the rest by fallback kernels."""
     shapes = ("68x1024:bf16", "68x1024:fp32")
     entries = [planted_entry(shape, target, strategy="column_slices") for shape in shapes]
     folder = folder / "rmsnorm_backward"
-    emit_package(entries, compiled_generics(target), target, folder, tune_forwards([], target))
+    emit_package(entries, compiled_fallbacks(target), target, folder, tune_forwards([], target))
     return Package(folder)

@@ -24,7 +24,7 @@ from generator.kernels.cubin_cache import CubinCache, compile_variant
 from generator.kernels.forward import compile_forward, generic_forwards, render_forward
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.precompile import MOST_PROCESSES, NICE, cached, precompiling
-from generator.package.fallback_kernels import DTYPES, first_choices, generic_variants
+from generator.package.fallback_kernels import DTYPES, fallback_variants, first_choices
 from generator.paths import REPOSITORY
 from generator.problem import Problem
 from generator.target import find_target
@@ -36,7 +36,7 @@ from tests.support.fake_devices import FACTS, Quiet, make_plan
 from tests.support.fake_gpu import born
 
 H200 = find_target("h200")
-BACKWARD = generic_variants(H200)[0]
+BACKWARD = fallback_variants(H200)[0]
 FORWARDS = generic_forwards(DTYPES)
 SHORT, LONG, WIDE = map(Problem.parse, ("64x1024:bf16", "65536x1024:bf16", "4096x2048:fp16"))
 
@@ -216,15 +216,15 @@ def test_measured_run_compiles_ahead_while_it_searches_and_a_predicted_one_does_
     assert [bool(started) for started in seen] == [bool(devices)]
 
 
-def test_foreseen_are_generic_kernels_and_the_forwards_to_be_measured_in_the_order_of_need(
+def test_foreseen_are_fallback_kernels_and_the_forwards_to_be_measured_in_the_order_of_need(
     tmp_path: Path,
 ) -> None:
     options = Problem.parse("64x1024:bf16+offset+residual")
     plan = make_plan(tmp_path, 1, problems=(SHORT, options, WIDE, LONG))
-    generics = first_choices(generic_variants(H200))
+    fallbacks = first_choices(fallback_variants(H200))
     found = foreseen(plan)
-    assert found[: len(generics)] == generics
-    names = [variant.id for variant in found[len(generics) :]]
+    assert found[: len(fallbacks)] == fallbacks
+    names = [variant.id for variant in found[len(fallbacks) :]]
     assert len(set(names)) == len(names), "compiled twice"
     wanted = [v.id for v in FORWARDS]
     for shape in longest_first([SHORT, WIDE, LONG]):
@@ -253,4 +253,4 @@ def test_forwards_that_the_package_keeps_are_not_precompiled(
     monkeypatch.setattr(run, "read_forward_table", lambda package: SimpleNamespace(tuned=table))
     found = foreseen(make_plan(tmp_path, 1, problems=(SHORT, WIDE, third)))
     wanted = forwards_to_compile(longest_first([WIDE, third]), H200)
-    assert found == [*first_choices(generic_variants(H200)), *wanted]
+    assert found == [*first_choices(fallback_variants(H200)), *wanted]

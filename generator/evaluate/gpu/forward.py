@@ -18,10 +18,10 @@ from generator.kernels.nvrtc import Compiled
 from generator.operations.rmsnorm_forward import EPS, ForwardInputs, forward_inputs, output_fault
 from generator.problem import Problem
 from generator.processes import end_pool, end_with_parent, shielded
-from generator.runtime.forward_table import ForwardSpec
 from generator.runtime.launch.forward_call import forward_call
 from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.launch.row_layout import row_layout
+from generator.runtime.spec import ForwardSpec
 
 SECONDS = 120.0
 """Deadline of one shape on the GPU."""

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..forward_table import KERNELS, ForwardKernel, ForwardSpec
-from ..spec import MAIN_KERNEL, SUM_KERNEL, KernelSpec
-from ..table import Kernel
+from ..spec import FORWARD_KERNELS, MAIN_KERNEL, SUM_KERNEL, ForwardSpec, KernelSpec
+from ..table import ForwardKernel, Kernel
 from .driver import checked, cluster_attribute, configure, cuda_driver, during_capture
 
 PORTABLE_CLUSTER = 8
@@ -70,7 +69,7 @@ class LoadedKernel:
             return checked(found, "loading", name)
 
         if isinstance(self.spec, ForwardSpec):
-            plain, with_residual = map(function, KERNELS)
+            plain, with_residual = map(function, FORWARD_KERNELS)
             self._allow(plain)
             self._allow(with_residual)
             return plain, with_residual

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..forward_table import ForwardChoice, ForwardTable
 from ..launch.forward_call import ForwardCall, forward_call
 from ..launch.loaded_kernel import LoadedKernels
 from ..launch.row_layout import RowLayout, power_of_two, row_layout
-from ..table import MAX_ALIGNMENT
+from ..table import MAX_ALIGNMENT, ForwardChoice, ForwardTable
 from ..torch_internals import resolved
 from .call_cache import CallCache
 from .checks import DTYPES, check_forward, foreign_device
@@ -107,8 +106,8 @@ class Forward:
         self, M: int, N: int, dtype: str, weight_dtype: str | None = None
     ) -> dict[str, Any]:
         """Which kernel serves M contiguous, aligned rows of N columns. dtypes: bf16, fp16 or fp32.
-        Keys: how (tuned, nearest, generic or none), kernel (its file, None for none), evidence."""
-        choice = ForwardChoice("none")
+        Keys: how (tuned, nearest, fallback or none), kernel (its file, None for none), evidence."""
+        choice = ForwardChoice("none", "this package has no forward kernels")
         if self.table is not None:
             everywhere = (MAX_ALIGNMENT, MAX_ALIGNMENT)
             choice = self.table.choose(M, N, dtype, weight_dtype or dtype, *everywhere)

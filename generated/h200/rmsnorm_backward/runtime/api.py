@@ -164,8 +164,9 @@ class Package(Server):
         dtype, weight_dtype: a torch dtype or bf16, fp16, fp32; the weight's is x's by default.
         offset, residual: ask for a kernel that adds a weight_offset itself, or a dresidual of that
         dtype. Where there is none (how is `none`), the call composes the option around a plain one.
-        Keys: shape, gpu, how (tuned, nearest, generic or none), reason; with a kernel also kernel,
-        source, strategy, determinism (its class), evidence and launch; with a tuned one also
+        Keys: shape, gpu, how (tuned, nearest, fallback or none), reason; with a kernel also kernel,
+        source (None for a fallback), strategy, determinism (its class), evidence and launch; with a
+        tuned one also
         tuned_shape and provenance (time, tie set, checks passed, study, date, …).
         """
         name = dtype_name(dtype)
@@ -186,7 +187,9 @@ class Package(Server):
         launch = plan_launch(spec, M)
         facts |= {
             "kernel": choice.kernel.file,
-            "source": str(self.folder / "kernels" / f"{choice.kernel.file}.cu"),
+            "source": str(self.folder / "kernels" / f"{choice.kernel.file}.cu")
+            if choice.tuned
+            else None,
             "strategy": spec.strategy,
             "determinism": spec.determinism,
             "evidence": choice.tuned.evidence if choice.tuned else "none: a safe, untuned config",

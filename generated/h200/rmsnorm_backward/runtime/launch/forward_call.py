@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..forward_table import KERNELS, ForwardSpec
+from ..spec import FORWARD_KERNELS, ForwardSpec
 from ..torch_internals import (
     contiguous_strides,
     current_device,
@@ -57,7 +57,7 @@ class LoadedForward:
                     module = checked(driver.cuModuleLoadData(self.cubin), "loading", name)
                     self._functions[device] = tuple(
                         checked(driver.cuModuleGetFunction(module, k.encode()), "loading", name)
-                        for k in KERNELS
+                        for k in FORWARD_KERNELS
                     )
             return self._functions[device]
 

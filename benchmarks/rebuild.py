@@ -1,0 +1,141 @@
+"""Whether the kernels of a package are what its tables say: compiles all of them anew.
+
+    python -m benchmarks.rebuild [--gpu h200 ...] [--sources] [--kernels 20] [--processes 4]
+
+Every kernel goes from its config in the table to a variant, to source and to a cubin, whose digest
+has to be that of the table; so has the launch. With --sources it is the kernels/*.cu that are
+compiled, with the headers of the package. Another version of NVRTC than the one that made a kernel
+may make another, and then a difference proves nothing. Needs no GPU. Exit code 1 for a kernel that
+differs under its own version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+from generator.errors import NormforgeError
+from generator.kernels.nvrtc import compile_source, nvrtc_version
+from generator.kernels.precompile import compiler_input
+from generator.package.sources import variant_of
+from generator.paths import GENERATED
+from generator.runtime.table import ForwardKernel, ForwardTable, Kernel, Table
+
+Stored = Kernel | ForwardKernel
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A package, the GPU that it is for and its kernels, each once."""
+
+    folder: Path
+    arch: str
+    sms: int
+    kernels: tuple[Stored, ...]
+    tuned: tuple[Stored, ...]
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """One kernel compiled anew. then, now: versions of NVRTC; fault: "" where it is the same."""
+
+    kernel: Stored
+    then: str
+    now: str
+    fault: str
+
+    @property
+    def proves(self) -> bool:
+        """Whether a difference is one of the kernel, not of the compiler."""
+        return self.then == self.now
+
+    def __str__(self) -> str:
+        doubt = "" if self.proves else ": proves nothing"
+        return f"{self.kernel.file} {self.fault} (NVRTC {self.then}, now {self.now}){doubt}"
+
+
+def open_package(folder: Path) -> Opened:
+    """Raises OSError, ValueError."""
+    table, forward = Table.load(folder), ForwardTable.load(folder)
+    kernels: list[Stored] = [*table.kernels(), *(forward.kernels() if forward else ())]
+    tuned: list[Stored] = [entry.kernel for entry in table.tuned]
+    tuned += [entry.kernel for entry in forward.tuned] if forward else []
+    arch, sms = table.target["arch"], table.target["sms"]
+    return Opened(folder, arch, sms, tuple(dict.fromkeys(kernels)), tuple(dict.fromkeys(tuned)))
+
+
+def rebuild(kernel: Stored, folder: Path, arch: str, sms: int, sources: bool = False) -> Rebuilt:
+    """Compile one kernel of the package in `folder` from its config, or from its .cu."""
+    done = partial(Rebuilt, kernel, kernel.nvrtc, nvrtc_version())
+    include = None
+    try:
+        variant = variant_of(kernel)
+        source, register_cap = compiler_input(variant)
+        if sources:
+            include = folder / "kernels"
+            source = (include / f"{kernel.file}.cu").read_text()
+        if variant.spec(sms) != kernel.spec:
+            return done("has another launch")
+    except (NormforgeError, TypeError, OSError) as error:
+        return done(f"has no source ({error})")
+    compiled = compile_source(source, arch, register_cap, include)
+    if compiled.error:
+        return done(f"does not compile ({compiled.error.splitlines()[0]})")
+    same = compiled.digest == kernel.digest
+    return done("" if same else f"is {kernel.digest} in the table and {compiled.digest} anew")
+
+
+def report(package: Opened, drawn: Sequence[Stored], processes: int, sources: bool) -> bool:
+    """Print what became of the kernels; whether no difference is theirs."""
+    job = partial(
+        rebuild,
+        folder=package.folder,
+        arch=package.arch,
+        sms=package.sms,
+        sources=sources,
+    )
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        found = list(pool.map(job, drawn))
+    name = package.folder.parent.name
+    different = [one for one in found if one.fault]
+    for one in different:
+        print(f"{name}: {one}")
+    versions = ", ".join(sorted({one.then for one in found}))
+    print(
+        f"{name}: {len(found) - len(different)} of {len(found)} kernels agree with the table, of "
+        f"{len(package.kernels)} in all; made by NVRTC {versions}, compiled by {nvrtc_version()}"
+    )
+    return not any(one.proves for one in different)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compile the kernels of packages anew.")
+    parser.add_argument("--gpu", nargs="+", help="default: every package of generated/")
+    parser.add_argument("--sources", action="store_true", help="compile the kernels/*.cu")
+    parser.add_argument("--kernels", type=int, help="at most so many, spread over the tables")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    args = parser.parse_args(arguments)
+    found = sorted(path.parent.name for path in GENERATED.glob("*/rmsnorm_backward"))
+    sound = True
+    for gpu in args.gpu or found:
+        try:
+            package = open_package(GENERATED / gpu / "rmsnorm_backward")
+        except (OSError, ValueError) as error:
+            print(f"{gpu}: {error}", file=sys.stderr)
+            sound = False
+            continue
+        drawn = package.tuned if args.sources else package.kernels
+        step = -(-len(drawn) // args.kernels) if args.kernels else 1
+        sound &= report(package, drawn[::step], args.processes, args.sources)
+    return 0 if sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

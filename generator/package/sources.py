@@ -1,0 +1,71 @@
+"""How a stored kernel is written again: its source, and the variant that it was rendered from."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from generator.kernels.forward import ForwardVariant, render_forward
+from generator.kernels.render import headers, render
+from generator.kernels.variant import Variant
+from generator.runtime.spec import ForwardSpec
+from generator.runtime.table import ForwardKernel, Kernel
+
+INCLUDE = "include"
+"""Folder of the headers in a package: one folder for each revision, since the kernels that a
+package keeps may be older than the others."""
+_INCLUDED = re.compile(rf'^#include "\.\./{INCLUDE}/(\w+)/', re.MULTILINE)
+_FORWARD_KNOBS = (
+    *("form", "threads_per_row", "rows_per_cta", "rows_in_flight", "vector_bytes"),
+    *("cluster", "ctas_per_sm"),
+)
+
+
+def revision(texts: Mapping[str, str]) -> str:
+    """Twelve hex digits over the names and the content of headers."""
+    return hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:12]
+
+
+def included(source: str) -> list[str]:
+    """The revisions of the headers that an emitted source includes."""
+    return list(dict.fromkeys(_INCLUDED.findall(source)))
+
+
+def source_of(variant: Variant | ForwardVariant) -> str:
+    """The source of a variant as it is emitted to kernels/, with today's headers included."""
+    include = f"../{INCLUDE}/{revision(headers())}"
+    if isinstance(variant, ForwardVariant):
+        return render_forward(variant, include=include)
+    return render(variant, include=include)
+
+
+def config_of(variant: Variant | ForwardVariant) -> dict[str, Any]:
+    """All that a variant was made from beside the facts of its spec, as JSON values: every knob,
+    and of a fallback kernel whether it adds rows in blocks."""
+    if isinstance(variant, ForwardVariant):
+        return {knob: getattr(variant, knob) for knob in _FORWARD_KNOBS}
+    return {**variant.config, **({} if variant.exact else {"in_blocks": variant.in_blocks})}
+
+
+def variant_of(kernel: Kernel | ForwardKernel) -> Variant | ForwardVariant:
+    """The variant that a stored kernel was rendered from. Raises TypeError for a config that was
+    made for other templates."""
+    spec, config = kernel.spec, dict(kernel.config)
+    if isinstance(spec, ForwardSpec):
+        return ForwardVariant(
+            N=spec.N, dtype=spec.dtype, weight_dtype=spec.weight_dtype, exact=spec.exact, **config
+        )
+    in_blocks = config.pop("in_blocks", True)
+    return Variant(
+        config=config,
+        N=spec.N,
+        dtype=spec.dtype,
+        weight_dtype=spec.weight_dtype,
+        exact=spec.exact,
+        offset=spec.offset,
+        residual=spec.residual,
+        least=1 if spec.exact else spec.least,
+        in_blocks=in_blocks,
+    )

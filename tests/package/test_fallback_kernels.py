@@ -1,0 +1,146 @@
+"""The kernels for what nobody tuned: they cover every width, in the widest vectors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from generator.kernels.cubin_cache import compile_variant
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.ptxas import Resources
+from generator.kernels.variant import Variant
+from generator.package.fallback_kernels import (
+    DTYPES,
+    compile_fallbacks,
+    fallback_variants,
+    first_choices,
+)
+from generator.problem import ITEMSIZE
+from generator.runtime.spec import MAIN_KERNEL
+from generator.runtime.table import Kernel, Table
+from generator.target import Target, find_target, load_targets
+from tests.support.packages import (
+    H200,
+    compiled,
+)
+
+
+@pytest.mark.parametrize("name", sorted(load_targets()))
+def test_fallback_variants_cover_all_dtypes_on_every_gpu(name: str) -> None:
+    variants = fallback_variants(find_target(name))
+    assert len({variant.id for variant in variants}) == len(variants)
+    for dtype, weight_dtype in DTYPES:
+        same = [v for v in variants if (v.dtype, v.weight_dtype) == (dtype, weight_dtype)]
+        for size in ({v["vector_bytes"] for v in same}, {v.N for v in same}):
+            assert len(size) >= 2
+        assert max(v.N for v in same) >= 8192
+        assert all(v.determinism == "gpu_to_gpu" and not v.exact for v in same)
+
+
+def fallback_table(variants: list[Variant], target: Target) -> Table:
+    """A package of fallback kernels alone: of those that take the same rows, the first."""
+    kernels = (Kernel(v.id, "", v.spec(target.sms)) for v in first_choices(variants))
+    return Table({}, (), tuple(kernels))
+
+
+def served(table: Table, N: int, pair: tuple[str, str], **alignment: int) -> tuple[int, int]:
+    """Bytes of a vector and columns of the kernel that serves a call; (0, 0) for none."""
+    kernel = table.choose(4096, N, *pair, **alignment).kernel
+    return (kernel.spec.vector_bytes, kernel.spec.N) if kernel else (0, 0)
+
+
+def widest(table: Table, N: int, pair: tuple[str, str], alignment: int = 16) -> int:
+    """Bytes of the widest vector of the package that divides rows and addresses."""
+    sizes = {kernel.spec.vector_bytes for kernel in table.fallback}
+    units = (N * ITEMSIZE[pair[0]], alignment)
+    return max(size for size in sizes if all(unit % size == 0 for unit in units))
+
+
+@pytest.mark.parametrize("name", sorted(load_targets()))
+def test_rows_are_read_in_the_widest_vectors_that_divide_them(name: str) -> None:
+    """Up to 8192 columns on every GPU; whole words in words up to 16384 where there is room."""
+    target = find_target(name)
+    for pair in DTYPES:
+        table = fallback_table(fallback_variants(target, [pair]), target)
+        for N in range(1, 8193):
+            vector, columns = served(table, N, pair)
+            assert columns >= N
+            assert vector == widest(table, N, pair), N
+            assert vector >= 4 or N % 2, N
+        if target.smem_per_cta >= 200 << 10 and pair[0] != "fp32":
+            assert all(served(table, N, pair)[0] >= 4 for N in range(8194, 16385, 2))
+
+
+@pytest.mark.parametrize("name", sorted(load_targets()))
+def test_rows_of_narrow_vectors_have_a_kernel_for_about_their_length(name: str) -> None:
+    """One for rows several times as long keeps most of its threads idle."""
+    target = find_target(name)
+    for pair in DTYPES:
+        table = fallback_table(fallback_variants(target, [pair]), target)
+        for N in (129, 257, 513, 1025, 2049, 3073, 4097):
+            for columns in (N, N + 1):
+                assert served(table, columns, pair)[1] <= 3 * N, (pair, columns)
+
+
+@pytest.mark.parametrize("pair", DTYPES)
+def test_addresses_that_rule_out_a_vector_leave_it_to_a_narrower_one(pair: tuple[str, str]) -> None:
+    table = fallback_table(fallback_variants(H200, [pair]), H200)
+    narrowest = ITEMSIZE[pair[0]]
+    for alignment in (32, 16, 8, 4, 2):
+        for N in (1024, 1026, 1023):
+            if alignment >= narrowest:
+                vector, _ = served(table, N, pair, alignment=alignment)
+                assert vector == widest(table, N, pair, alignment)
+    # Beside 4 bytes of x lie as many weights, which may be wider.
+    weights = 4 // narrowest * ITEMSIZE[pair[1]]
+    assert served(table, 1026, pair, alignment=4, weight_alignment=weights)[0] == 4
+    if narrowest == 2:
+        assert served(table, 1026, pair, weight_alignment=weights // 2)[0] == 2
+
+
+@pytest.mark.parametrize("name", ["h200", "rtx-5090"])
+def test_kernels_of_narrow_vectors_compile_without_spills(name: str) -> None:
+    """For every length of rows the first choice or one that takes its place."""
+    target, pair = find_target(name), ("bf16", "bf16")
+    made = compile_fallbacks(
+        target, lambda variants: [compile_variant(v, target.arch) for v in variants], [pair]
+    )
+    table = fallback_table([variant for variant, _ in made], target)
+    for N in (129, 257, 513, 1025, 2049, 4097, 8191):
+        for columns in (N, N + 1):
+            vector, longest = served(table, columns, pair)
+            assert vector == widest(table, columns, pair) and longest <= 4 * N, columns
+    if target.smem_per_cta >= 200 << 10:
+        assert served(table, 16382, pair) == (4, 16384)
+
+
+@pytest.mark.parametrize(
+    ("leasts", "wanted"),
+    [((), 1281), ((1281,), 1025), ((1281, 1025), 1)],
+    ids=["none refused", "the bracket refused", "the wider bracket refused, too"],
+)
+def test_rows_of_a_refused_bracket_go_to_the_next(leasts: tuple[int, ...], wanted: int) -> None:
+    """Nothing for 1025 to 1280 columns in words; then nothing that takes them beside its own."""
+
+    def compile(variants: list[Variant]) -> list[Compiled]:
+        return [made(variant) for variant in variants]
+
+    def made(variant: Variant) -> Compiled:
+        words = variant["vector_bytes"] == 4
+        gone = words and variant.N == 1280 and leasts
+        # The first refusal is that of the bracket itself, others are of those that reach over it.
+        if gone or (words and variant.N == 1536 and variant.least in leasts[1:]):
+            return Compiled(H200.arch, "", b"", {}, "13", False, "error: planted", "planted")
+        kernels = {MAIN_KERNEL: Resources(32, 0, 0, 0)}
+        return replace(compiled(variant), kernels=kernels)
+
+    fallback = compile_fallbacks(H200, compile, [("bf16", "bf16")])
+    table = fallback_table([variant for variant, _ in fallback], H200)
+    (over,) = (v for v, _ in fallback if (v["vector_bytes"], v.N) == (4, 1536))
+    assert over.least == wanted
+    for N in (1026, 1150, 1278, 1282):
+        expected = 1536 if leasts or N > 1280 else 1280
+        assert served(table, N, ("bf16", "bf16")) == (4, expected)
+    assert served(table, 1024 - 2, ("bf16", "bf16")) == (4, 1024)
+    assert len({(v["vector_bytes"], v.N) for v, _ in fallback}) == len(fallback)

@@ -1,0 +1,147 @@
+"""What is emitted to be read is what runs: the sources of a package make its cubins."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from generator.kernels.cubin_cache import compile_variant
+from generator.kernels.forward import (
+    ForwardVariant,
+    compile_forward,
+    forward_variants,
+    generic_forwards,
+)
+from generator.kernels.nvrtc import Compiled, compile_source
+from generator.kernels.precompile import compiler_input
+from generator.kernels.render import headers
+from generator.kernels.variant import Variant
+from generator.package.emit import emit_package
+from generator.package.entries import PROVENANCE_KEYS, Entry, ForwardEntry, Forwards
+from generator.package.fallback_kernels import DTYPES, fallback_variants
+from generator.package.sources import config_of, included, revision, source_of, variant_of
+from generator.problem import Problem
+from generator.runtime.table import ForwardTable, KernelOf, Table
+from tests.support.packages import H200
+from tests.support.samples import REDUCTION, sample_variant
+
+SHAPE = Problem.parse("4096x4096:bf16")
+VARIANTS: dict[str, Variant | ForwardVariant] = {
+    **{
+        name: sample_variant(SHAPE, H200, **knobs)
+        for name, knobs in REDUCTION.items()
+        if name not in ("atomic", "bulk_free")
+    },
+    "bulk rows": sample_variant(SHAPE, H200, pipeline="bulk", strategy="separate"),
+    "cluster": sample_variant(SHAPE, H200, cluster=2, strategy="column_slices"),
+    "residual": sample_variant("4096x1024:bf16+offset+residual_fp32", H200, strategy="last_cta"),
+    "forward": forward_variants(SHAPE, H200)[0],
+    "forward in clusters": next(
+        v for v in forward_variants(Problem.parse("64x32768:bf16"), H200) if v.cluster > 1
+    ),
+    "forward twice": next(
+        v for v in forward_variants(Problem.parse("64x32768:bf16"), H200) if v.form == "twice"
+    ),
+}
+
+
+def made(variant: Variant | ForwardVariant) -> Compiled:
+    if isinstance(variant, ForwardVariant):
+        return compile_forward(variant, H200.arch)
+    return compile_variant(variant, H200.arch)
+
+
+@pytest.fixture(scope="module")
+def emitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package of all of these."""
+    folder = tmp_path_factory.mktemp("h200") / "rmsnorm_backward"
+    facts = dict.fromkeys(PROVENANCE_KEYS, "known")
+    entries, forwards = [], []
+    for rows, variant in enumerate(VARIANTS.values(), 1):
+        kind = (rows, variant.N, variant.dtype, variant.weight_dtype)
+        if isinstance(variant, ForwardVariant):
+            problem = Problem(*kind)
+            entry = ForwardEntry(problem, variant, made(variant), "measured", facts)
+            forwards.append(entry)
+        else:
+            problem = Problem(*kind, variant.offset, variant.residual)
+            entries.append(Entry(problem, variant, made(variant), "measured", facts))
+    emit_package(entries, [], H200, folder, Forwards(tuple(forwards), ()))
+    return folder
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_source_alone_makes_the_same_cubin(emitted: Path, name: str) -> None:
+    variant = VARIANTS[name]
+    source = (emitted / "kernels" / f"{variant.id}.cu").read_text()
+    assert len(source) < 16_000
+    _, register_cap = compiler_input(variant)
+    again = compile_source(source, H200.arch, register_cap, include=emitted / "kernels")
+    assert again.error == ""
+    assert again.cubin == made(variant).cubin
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, which is not in PATH")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_source_compiles_with_nvcc_wherever_it_is_called(
+    emitted: Path, name: str, tmp_path: Path
+) -> None:
+    """To machine code of its own: nvcc is another compiler than NVRTC, of any version."""
+    source = emitted / "kernels" / f"{VARIANTS[name].id}.cu"
+    options = ["-cubin", f"-arch={H200.arch}", "-std=c++17", "-fmad=false", "-diag-suppress=177"]
+    done = subprocess.run(
+        ["nvcc", *options, "-o", str(tmp_path / "kernel.cubin"), str(source)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert (tmp_path / "kernel.cubin").read_bytes()[:4] == b"\x7fELF"
+
+
+def test_source_names_its_headers_and_pastes_none() -> None:
+    source = source_of(VARIANTS["mailbox"])
+    assert included(source) == [revision(headers())]
+    for name in ("primitives.cuh", "elements.cuh", "partial_dw.cuh", "dw_mailbox.cuh"):
+        assert f'/{name}"' in source
+        assert headers()[name] not in source
+
+
+def test_revision_is_of_names_and_content() -> None:
+    texts = headers()
+    assert revision(texts) == revision(dict(reversed(texts.items())))
+    others = [
+        {**texts, "more.cuh": ""},
+        {**texts, "turns.cuh": texts["turns.cuh"] + "\n"},
+        {"renamed.cuh" if name == "turns.cuh" else name: text for name, text in texts.items()},
+    ]
+    assert len({revision(other) for other in [texts, *others]}) == 4
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_table_names_what_a_kernel_was_rendered_from(emitted: Path, name: str) -> None:
+    forward = ForwardTable.load(emitted)
+    assert forward is not None
+    stored = [*Table.load(emitted).kernels(), *forward.kernels()]
+    (kernel,) = (kernel for kernel in stored if kernel.file == VARIANTS[name].id)
+    assert variant_of(kernel) == VARIANTS[name]
+    assert kernel.nvrtc == made(VARIANTS[name]).nvrtc
+
+
+def test_fallback_kernels_come_back_from_their_configs() -> None:
+    for variant in [*fallback_variants(H200), *generic_forwards(DTYPES)]:
+        kernel = KernelOf(variant.id, "", variant.spec(H200.sms), "", config_of(variant))
+        assert variant_of(kernel) == variant
+
+
+def test_config_of_other_templates_says_so() -> None:
+    variant = VARIANTS["mailbox"]
+    assert isinstance(variant, Variant)
+    config = {knob: value for knob, value in config_of(variant).items() if knob != "stages"}
+    kernel = KernelOf(variant.id, "", variant.spec(H200.sms), "", config)
+    with pytest.raises(Exception, match="has no 'stages': it was made for other templates"):
+        compiler_input(variant_of(kernel))

@@ -1,0 +1,64 @@
+"""What the tests of packages share: entries whose machine code nobody launches, and their files."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.variant import Variant, make_variant
+from generator.package.emit import emit_package
+from generator.package.entries import PROVENANCE_KEYS, Emission, Entry
+from generator.package.fallback_kernels import fallback_variants, first_choices
+from generator.problem import Problem
+from generator.space.load import load_space
+from generator.target import Target, find_target
+
+SPACE = load_space()
+H200 = find_target("h200")
+
+
+def digest_of(cubin: bytes) -> str:
+    """As tables have it."""
+    return hashlib.sha256(cubin).hexdigest()[:16]
+
+
+def variant_for(problem: Problem, target: Target = H200, **knobs: Any) -> Variant:
+    """A legal variant with plain loads; `knobs` are those of the space."""
+    row = {"threads_per_row": problem.N // 8, "rows_per_cta": 1024 // problem.N * 2}
+    config = SPACE.normalize({"pipeline": "direct"} | row | knobs, problem, target)
+    assert SPACE.reject(config, problem, target) is None, SPACE.reject(config, problem, target)
+    return make_variant(config, problem)
+
+
+def compiled(variant: Variant, text: str = "cubin", arch: str = H200.arch) -> Compiled:
+    """Stands for a compiled variant where nothing gets launched."""
+    return Compiled(arch, f"// {variant}\n", f"{text} {variant}".encode(), {}, "13", False, "")
+
+
+def entry(shape: str, evidence: str = "measured", text: str = "cubin", **knobs: Any) -> Entry:
+    problem = Problem.parse(shape)
+    variant = variant_for(problem, **knobs)
+    provenance = dict.fromkeys(PROVENANCE_KEYS, "known") | {"us": 12.5, "tie": ["another"]}
+    return Entry(problem, variant, compiled(variant, text), evidence, provenance)
+
+
+@cache
+def fallbacks() -> list[tuple[Variant, Compiled]]:
+    return [(variant, compiled(variant)) for variant in first_choices(fallback_variants(H200))]
+
+
+def put(package: Path, *entries: Entry, fallback: Any = None) -> Emission:
+    """Emit with these entries. fallback: all those of the H200 by default."""
+    return emit_package(entries, fallbacks() if fallback is None else fallback, H200, package)
+
+
+def snapshot(package: Path) -> dict[str, bytes]:
+    """The content of all files by their paths."""
+    return {
+        str(path.relative_to(package)): path.read_bytes()
+        for path in sorted(package.rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    }
