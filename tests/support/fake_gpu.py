@@ -23,6 +23,7 @@ from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant, make_variant
+from generator.operations import RMSNORM_BACKWARD
 from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.forward_table import KERNELS
@@ -257,7 +258,7 @@ class FakeSession:
                 SEARCH_PAUSES,
                 lambda seconds: None,
             )
-            fields |= timing.fields()
+            fields |= timing.fields(RMSNORM_BACKWARD.traffic_bytes(job.problem))
         if fault == "unsteady" or variant.determinism == "none":
             note = "planted" if fault else "none by construction"
             return Answer(
