@@ -22,15 +22,16 @@ from generator.errors import NormforgeError
 from generator.kernels import cubin_cache
 from generator.kernels import precompile as ahead
 from generator.kernels.cubin_cache import CubinCache, compile_variant
-from generator.kernels.forward import compile_forward, generic_forwards, render_forward
+from generator.kernels.forward import compile_forward, render_forward
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.precompile import MOST_PROCESSES, NICE, cached, precompiling
 from generator.package.fallback_kernels import DTYPES, first_choices, generic_variants
 from generator.paths import REPOSITORY
 from generator.problem import Problem
+from generator.space.forward_space import forward_variants, generic_forwards
 from generator.target import find_target
 from generator.tuner import emission, run
-from generator.tuner.forward import MOST_VARIANTS, forward_variants, forwards_to_compile, space_code
+from generator.tuner.forward import MOST_VARIANTS, forwards_to_compile, space_code
 from generator.tuner.plan import longest_first
 from generator.tuner.run import foreseen, tune
 from tests.support.fake_devices import FACTS, Quiet, make_plan
@@ -148,10 +149,10 @@ PARENT = """
 import signal, sys, time
 from multiprocessing import active_children
 from pathlib import Path
-from generator.kernels.precompile import compiling_ahead
+from generator.kernels.precompile import precompiling
 from tests.tuner.test_precompile import FORWARDS, H200
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-with compiling_ahead(FORWARDS, H200.arch, Path(sys.argv[1])):
+with precompiling(FORWARDS, H200.arch, Path(sys.argv[1])):
     print(*(process.pid for process in active_children()), flush=True)
     for _ in range(1000):  # a signal that comes just before a sleep is noticed after it
         time.sleep(0.1)
