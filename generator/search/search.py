@@ -36,7 +36,7 @@ from generator.search.resume import Known, still_made, up_to_date
 from generator.search.sampler import LegalSampler, NothingLeftError, distributions
 from generator.space.legal_configs import LegalConfigs, Values
 from generator.space.space import Space
-from generator.studies.records import Record, Winner, study_name
+from generator.studies.records import Record, Winner, plain_floor, study_name
 from generator.studies.study_log import StudyLog, stored_winners
 from generator.target import Target
 
@@ -63,8 +63,8 @@ def search_problem(
 
     incumbent: the winner in use so far; by default the latest in the storage for the same problem,
     target and evidence. machine: facts to store with the finals, about the machine that holds them.
-    Stored trials count whose configs still give the machine code that was measured. A study that
-    has used up its budget and held its finals answers with the winner it has, and nothing is
+    Stored trials count whose configs still give the machine code that was measured, and whose floor
+    is the problem's. A study that has used up its budget and held its finals answers with the winner it has, and nothing is
     measured. Raises NormforgeError when no config is legal for the problem or the storage fails.
     """
     log = StudyLog(storage, study_name(problem, target, evaluator.evidence, space))
@@ -73,6 +73,13 @@ def search_problem(
     enough = stored and budget.trials and stored.trials >= budget.trials and not outdated
     if stored and enough and still_made(stored, pool):
         return stored
+    # A search compares ratios, and does without those to another floor.
+    outdated += [
+        number
+        for number, (record, _) in known.items()
+        if plain_floor(problem, evaluator.evidence, record.result)
+    ]
+    known = {number: found for number, found in known.items() if number not in set(outdated)}
     log.mark_outdated(outdated)
     winners = stored_winners(storage) + ([incumbent] if incumbent else [])
     legal = LegalConfigs(space, problem, target)
