@@ -5,12 +5,12 @@ The space of a shape is so small that all of it is compiled and timed; there is 
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +21,7 @@ from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.forward import measure_forwards
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.forward import (
-    ForwardVariant,
-    compile_forward,
-    forward_fault,
-)
+from generator.kernels.forward import ForwardVariant, compile_forward, forward_fault
 from generator.kernels.nvrtc import Compiled, nvrtc_version
 from generator.kernels.precompile import cached
 from generator.kernels.revision import code_of_all
@@ -150,71 +146,55 @@ class _Chooser:
         compiler: _Compiler,
         say: Callable[[str], None],
     ) -> None:
-        self.waiting = deque(waiting)
+        self.waiting, self.left = deque(waiting), list[Problem]()
         self.target, self.compiler, self._say = target, compiler, say
         self.found: dict[Problem, ForwardEntry] = {}
-        self._why = ""  # shapes are left to the rule
-        self._interrupted = threading.Event()
+        self._why = ""
 
     def interrupt(self) -> None:
         """Measure no more than what is under way."""
-        self._interrupted.set()
+        self.left += self.waiting
+        self.waiting.clear()
 
     def measure(self, gpu: Future[MeasuredEvaluator]) -> None:
-        """Measure shapes until none waits. One that cannot be measured is left to the rule, and all
-        that wait are when the GPU does not work."""
-        while self.waiting and not self._interrupted.is_set():
+        """Measure shapes until none waits. One that cannot be measured is left to the rule, and
+        when the GPU does not work, all are that no other thread takes."""
+        while True:
             try:
                 problem = self.waiting.popleft()
             except IndexError:
-                return  # another thread took the last one
+                return
             made = self.compiler.usable(_candidates(problem, self.target))
             try:
                 results = measure_forwards(gpu.result(), problem, made)
             except ProblemError as error:
-                self._keep(problem, self._predicted, f", because measuring failed: {error}")
+                self._predict(problem, f", because measuring failed: {error}")
+                continue
             except NormforgeError as error:
                 self._why = f", because measuring failed: {error}"
                 self.waiting.append(problem)
                 return
-            else:
-                self._keep(problem, _fastest, self.target, made, results)
+            self._keep(problem, partial(_fastest, problem, self.target, made, results))
 
     def predict(self) -> None:
-        """Choose for all that wait by the rule."""
-        for problem in self.waiting:
-            self._keep(problem, self._predicted, self._why)
+        """Choose by the rule where nothing was measured."""
+        for problem in [*self.left, *self.waiting]:
+            self._predict(problem, self._why)
 
-    def _keep(
-        self, problem: Problem, choose: Callable[..., ForwardEntry], *arguments: object
-    ) -> None:
+    def _predict(self, problem: Problem, why: str) -> None:
+        reason = f"the rule's first choice that compiles without spills{why}"
+        self._keep(problem, partial(_first, problem, self.target, self.compiler, reason))
+
+    def _keep(self, problem: Problem, choose: Callable[[], ForwardEntry]) -> None:
         try:
-            entry = choose(problem, *arguments)
+            entry = self.found[problem] = choose()
         except NormforgeError as error:
             # The backward's winner must not be lost for it.
             self._say(f"forward {error}; a generic one serves it")
             return
-        self.found[problem] = entry
         facts = entry.provenance
         timed = f"{facts['us']:.1f} us, {facts['ratio']:.3f} of a copy" if "us" in facts else ""
         self._say(f"forward {problem}: {entry.variant} ({timed or 'by rule'})")
-
-    def _predicted(self, problem: Problem, why: str) -> ForwardEntry:
-        """The first in the order of the rule that passes. why: there are no times."""
-        checks: list[str] = []
-        fault = ""
-        for variant in forward_variants(problem, self.target):
-            for usable, compiled in self.compiler.usable([variant]):
-                if find_compiler() is not None:
-                    fault = self.compiler.emulate(usable, problem)
-                    checks = [f"{len(FORWARD_SCHEDULES)} schedules on the CPU"]
-                if not fault:
-                    reason = f"the rule's first choice that compiles without spills{why}"
-                    facts = _facts(reason, problem, self.target) | {"checks": checks}
-                    return ForwardEntry(problem, usable, compiled, "predicted", facts)
-        raise NormforgeError(
-            f"{problem}: no forward kernel for {self.target} passes ({fault or 'none compiles'})"
-        )
 
 
 class _Compiler:
@@ -260,6 +240,22 @@ class _Compiler:
     def close(self) -> None:
         """Waits for what is being compiled, and drops what waits."""
         self._threads.shutdown(cancel_futures=True)
+
+
+def _first(problem: Problem, target: Target, compiler: _Compiler, reason: str) -> ForwardEntry:
+    """The first in the order of the rule that passes."""
+    checks: list[str] = []
+    fault = "none compiles"
+    for variant in forward_variants(problem, target):
+        for usable, compiled in compiler.usable([variant]):
+            fault = ""
+            if find_compiler() is not None:
+                fault = compiler.emulate(usable, problem)
+                checks = [f"{len(FORWARD_SCHEDULES)} schedules on the CPU"]
+            if not fault:
+                facts = _facts(reason, problem, target) | {"checks": checks}
+                return ForwardEntry(problem, usable, compiled, "predicted", facts)
+    raise NormforgeError(f"{problem}: no forward kernel for {target} passes ({fault})")
 
 
 def _fastest(
