@@ -116,7 +116,7 @@ def time_pair(timer: Timer, floor: Operation, kernel: Operation) -> list[float]:
 def follow(timer: Timer, workload: Workload, benches: Mapping[str, Bench]) -> list[dict[str, Any]]:
     """Rows of a shape, µs of what is followed and the follower: `floor_us` of the blocks of either
     hint, in the order of HINTS, because clocks differ between blocks."""
-    dx = workload.dx.tensor
+    dx = workload.outputs["dx"].tensor
     extra = make_extra(dx)
 
     def before(follower: Callable[..., object], first: Operation) -> Operation:

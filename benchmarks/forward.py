@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from math import exp, isfinite, log
 from pathlib import Path
 from statistics import median
@@ -36,7 +37,7 @@ from benchmarks.harness import BLOCKS, ROUNDS, host_time, sentence  # noqa: E402
 from benchmarks.results import write_json  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
 from generator.evaluate.gpu.timer import Timer  # noqa: E402
-from generator.operations.rmsnorm_forward import EPS, ForwardInputs, forward_inputs  # noqa: E402
+from generator.operations.rmsnorm_forward import EPS, ForwardInputs, make_inputs  # noqa: E402
 from generator.package.emit import emit_package  # noqa: E402
 from generator.problem import Problem, load_problems  # noqa: E402
 from generator.runtime.serve.forward import Forward, reference_forward  # noqa: E402
@@ -120,7 +121,7 @@ def contenders(forward: Forward, inputs: ForwardInputs) -> dict[str, Call]:
         "ours": lambda: forward(x, weight, EPS),
         "ours_residual": lambda: forward(x, weight, EPS, 0.0, inputs.residual),
     }
-    if weight.dtype == x.dtype:
+    if weight is not None and weight.dtype == x.dtype:
         found["aten"] = lambda: torch.ops.aten._fused_rms_norm(x, [N], weight, EPS)
     compiled = torch.compile(lambda x, w: (rms_norm(x, (N,), w, EPS),), dynamic=False)
     found["inductor"] = lambda: compiled(x, weight)
@@ -137,7 +138,8 @@ def measure(problem: Problem, forward: Forward, timer: Timer) -> dict[str, Any]:
     """One row of the results: for every contender µs of GPU and host, and its error."""
     torch.compiler.reset()
     torch.cuda.empty_cache()
-    inputs = forward_inputs(problem, timer.device)
+    inputs = make_inputs(replace(problem, residual=problem.dtype), timer.device)
+    assert inputs.weight is not None
     out = torch.empty_like(inputs.x)
     cells: dict[str, dict[str, Any]] = {}
     calls: dict[str, Call] = {}

@@ -192,7 +192,7 @@ class LayoutSession(Session):
 
     def _evaluate(self, workload: Workload, job: Job) -> Answer:
         bench = workload.bench(job.candidates[0])
-        fault = check_accuracy(bench, workload.inputs, workload.reference).fault
+        fault = check_accuracy(bench, workload.inputs, workload.expected).fault
         return Answer(Result("wrong" if fault else "ok", note=fault))
 
     def _interleave(self, workload: Workload, job: Job) -> Answer:

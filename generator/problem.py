@@ -89,16 +89,6 @@ class Problem(ItemSizes):
     def __str__(self) -> str:
         return shape_name(self.M, self.N, self.dtype, self.weight_dtype, self.offset, self.residual)
 
-    @property
-    def traffic_bytes(self) -> int:
-        """Bytes that any implementation moves: x and dy read once, dx written once: the same three
-        streams as `torch.add(x, dy, out=dx)`. The residual's gradient is read once more and, where
-        it has a dtype of its own, written in it."""
-        streams = 3 * self.itemsize + self.residual_itemsize
-        if self.residual not in ("", self.dtype):
-            streams += self.residual_itemsize
-        return self.M * self.N * streams
-
     @classmethod
     def parse(cls, text: str) -> Problem:
         """Read `MxN:dtype[:weight dtype]` and options, for example `4096x1024:bf16`,

@@ -33,8 +33,10 @@ class Result:
     """The outcome of one variant on one problem.
 
     us: time of the whole operation in microseconds (cold L2, CUDA graph; or predicted).
-    floor_us: `torch.add(x, dy, out=dx)` in the same block (or predicted). ratio: us / floor_us,
-    the median of paired ratios when measured. determinism: `verified`, `refuted` or `unverified`.
+    floor_us: the operation's floor in the same block (or predicted), which moves
+    extra["floor_bytes"]; see `generator.studies.records.plain_floor` for results without.
+    ratio: us / floor_us, the median of paired ratios when measured. determinism: `verified`,
+    `refuted` or `unverified`.
     checks: names of the checks passed. note: one sentence about what went wrong, else "".
     noisy: the times are from a GPU that was disturbed, and serve as a hint only.
     """

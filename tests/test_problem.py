@@ -39,12 +39,6 @@ def test_text_of_a_problem_reads_back_as_the_problem(problem: Problem) -> None:
     assert load_problems(f" {problem} ,") == [problem]
 
 
-@given(any_problem)
-def test_traffic_is_three_passes_over_a_matrix(problem: Problem) -> None:
-    matrix = problem.M * problem.N * ITEMSIZE[problem.dtype]
-    assert problem.traffic_bytes == 3 * matrix
-
-
 def test_weight_has_the_dtype_of_the_rows_unless_named() -> None:
     assert Problem.parse("8x16:bf16").weight_dtype == "bf16"
     assert Problem.parse("8x16:bf16:fp32").weight_dtype == "fp32"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,12 @@ import torch
 
 from generator.emulate.build import DEFAULT_CACHE, NO_COMPILER, find_compiler
 from generator.emulate.run import DEADLINE_SECONDS, Layout, Runs, Schedule, run_schedules
-from generator.evaluate.verify.accuracy import compare
+from generator.evaluate.verify.accuracy import compare_all
 from generator.kernels.render import render
 from generator.kernels.variant import Variant
-from generator.operations.rmsnorm_backward import (
-    HALF_UNIT,
-    Inputs,
-    Reference,
-    make_cancelling,
-    make_inputs,
-    make_reference,
-    slacks,
-)
+from generator.operations import RMSNORM_BACKWARD
+from generator.operations.operation import Bound
+from generator.operations.rmsnorm_backward import Inputs, make_cancelling, make_inputs
 from generator.problem import Problem
 from generator.runtime.spec import KernelSpec, Launch, plan_launch
 
@@ -194,8 +188,7 @@ def check_source(
             deadline=deadline,
             cache_folder=cache_folder,
         )
-        reference = make_reference(problem, inputs)
-        found, wrong = _accuracy(problem, runs, reference)
+        found, wrong = _accuracy(runs, RMSNORM_BACKWARD.bounds(problem, inputs))
         if inputs is plain:
             errors = found
         for outcome in runs.outcomes:
@@ -218,22 +211,17 @@ def check_source(
 
 
 def _accuracy(
-    problem: Problem, runs: Runs, reference: Reference
+    runs: Runs, expected: Mapping[str, Bound]
 ) -> tuple[list[tuple[float, float]], list[str]]:
     """Errors of every different dx and dw, and what is outside the error bounds."""
     errors = {"dx": [0.0], "dw": [0.0], "dresidual_out": [0.0]}
     wrong: list[str] = []
-    slack_dx, slack_dw = slacks(problem, reference)
-    for name, results, truth, dtype, slack in (
-        ("dx", runs.dx, reference.dx, problem.dtype, slack_dx),
-        ("dw", runs.dw, reference.dw, problem.weight_dtype, slack_dw),
-        ("dresidual_out", runs.residual, reference.dx, problem.residual, slack_dx),
-    ):
+    for name, results in (("dx", runs.dx), ("dw", runs.dw), ("dresidual_out", runs.residual)):
         for out in results:
-            error, fault = compare(name, out, truth, HALF_UNIT[dtype], slack)
-            errors[name].append(error)
-            if fault:
-                wrong.append(fault)
+            accuracy = compare_all({name: out}, {name: expected[name]})
+            errors[name].append(accuracy.errors[name])
+            if accuracy.fault:
+                wrong.append(accuracy.fault)
     if not runs.dx:
         return [], wrong
     return [(max(errors["dx"]), max(errors["dw"]))], wrong

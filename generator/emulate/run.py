@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from generator.emulate.build import DEFAULT_CACHE, build
-from generator.operations.rmsnorm_backward import TORCH_DTYPE, Inputs
+from generator.operations.operation import TORCH_DTYPE
+from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import ITEMSIZE
 from generator.runtime.launch.launch import DW_IN_WEIGHT_DTYPE, gap_factor
-from generator.runtime.spec import KernelSpec, Launch
+from generator.runtime.spec import ForwardSpec, KernelSpec, Launch
 
 DEADLINE_SECONDS = 120.0
 _GRACE_SECONDS = 5
@@ -90,6 +92,14 @@ class Runs:
         return [f"{o.fault} [{o.schedule}]" for o in self.outcomes if o.fault]
 
 
+class Outputs(NamedTuple):
+    """dtype and shape of the three outputs."""
+
+    dx: tuple[torch.dtype, tuple[int, ...]]
+    dw: tuple[torch.dtype, tuple[int, ...]]
+    dresidual_out: tuple[torch.dtype, tuple[int, ...]]
+
+
 def run_schedules(
     source: str,
     spec: KernelSpec,
@@ -109,9 +119,43 @@ def run_schedules(
 
     Raises NormforgeError when there is no C++ compiler and when it refuses the source.
     """
-    program = build(source, cache_folder)
     call_options = call_options or CallOptions()
-    request = _request(spec, launch, inputs, schedules, layout or Layout(), call_options)
+    tensors = [inputs.x, inputs.dy, inputs.rstd, inputs.weight]
+    tensors += [] if inputs.residual is None else [inputs.residual]
+    tensors += [] if call_options.added_to is None else [call_options.added_to]
+    rows = tuple(inputs.x.shape)
+    dw_dtype = spec.weight_dtype if call_options.dw_mode == DW_IN_WEIGHT_DTYPE else "fp32"
+    return execute(
+        source,
+        _fields(spec, launch, inputs, layout or Layout(), call_options),
+        tensors,
+        Outputs(
+            dx=(TORCH_DTYPE[spec.dtype], rows),
+            dw=(TORCH_DTYPE[dw_dtype], tuple(inputs.weight.shape)),
+            dresidual_out=(TORCH_DTYPE[spec.residual or spec.dtype], rows),
+        ),
+        schedules,
+        deadline=deadline,
+        cache_folder=cache_folder,
+    )
+
+
+def execute(
+    source: str,
+    fields: Mapping[str, int],
+    tensors: Sequence[torch.Tensor],
+    outputs: Outputs,
+    schedules: Sequence[Schedule],
+    *,
+    deadline: float = DEADLINE_SECONDS,
+    cache_folder: Path = DEFAULT_CACHE,
+) -> Runs:
+    """`run_schedules` for a request that is made up already. fields, tensors: as main.cpp reads
+    them, x first and contiguous on the CPU."""
+    program = build(source, cache_folder)
+    lines = [f"{name} {value}" for name, value in fields.items()]
+    lines += [f"run {schedule.seed} {schedule.residency}" for schedule in schedules]
+    request = ("\n".join(lines) + "\ndata\n").encode() + b"".join(map(_bytes, tensors))
     with subprocess.Popen(
         [str(program), str(ceil(deadline) + _GRACE_SECONDS)],
         stdin=subprocess.PIPE,
@@ -125,35 +169,24 @@ def run_schedules(
             process.kill()
             output, errors = process.communicate()
             end = f"no end within {deadline:g} s: a thread runs without ever waiting"
-    runs = _read(output, spec, inputs, schedules, call_options)
+    runs = _read(output, outputs, schedules)
     if len(runs.outcomes) < len(schedules):
         runs.outcomes.append(Outcome(schedules[len(runs.outcomes)], fault=end))
     return runs
 
 
-def _request(
-    spec: KernelSpec,
-    launch: Launch,
-    inputs: Inputs,
-    schedules: Sequence[Schedule],
-    layout: Layout,
-    call_options: CallOptions,
-) -> bytes:
-    """What the program reads; main.cpp has the format."""
-    M, N = inputs.x.shape
+def row_fields(
+    spec: KernelSpec | ForwardSpec, x: torch.Tensor, layout: Layout, inner: int
+) -> dict[str, int]:
+    """The fields that any kernel over rows needs; main.cpp has the format."""
+    M, N = x.shape
     item, weight_item = ITEMSIZE[spec.dtype], ITEMSIZE[spec.weight_dtype]
     weight_bytes = max(1, spec.vector_bytes // item) * weight_item
-    residual_item = ITEMSIZE[spec.residual] if spec.residual else 0
-    fields = {
-        "grid": launch.grid,
+    return {
         "threads": spec.threads,
         "cluster": spec.cluster,
         "shared_bytes": spec.smem_bytes,
         "team_threads": spec.threads // spec.rows_per_cta,
-        "sum_grid": launch.sum_grid if call_options.dw else 0,
-        "sum_threads": spec.sum_threads,
-        "dependent": int(spec.dependent),
-        "ordered_adds": int(spec.determinism != "none"),
         # Neighbouring threads may own neighbouring halves of a word of shared memory.
         "granule": min(4, spec.vector_bytes, weight_bytes),
         "rows": M,
@@ -164,10 +197,30 @@ def _request(
         "dy_stride": N + layout.pad_dy,
         "dx_stride": N + layout.pad_dx,
         "misaligned_bytes": layout.misaligned_bytes,
+        "inner": inner,
+        "gaps": gap_factor(M, inner),
+    }
+
+
+def float_bits(number: float) -> int:
+    """How a field holds an fp32 number."""
+    return int(struct.unpack("I", struct.pack("f", number))[0])
+
+
+def _fields(
+    spec: KernelSpec, launch: Launch, inputs: Inputs, layout: Layout, call_options: CallOptions
+) -> dict[str, int]:
+    fp32_dw = call_options.dw_mode != DW_IN_WEIGHT_DTYPE
+    return row_fields(spec, inputs.x, layout, call_options.inner) | {
+        "grid": launch.grid,
+        "sum_grid": launch.sum_grid if call_options.dw else 0,
+        "sum_threads": spec.sum_threads,
+        "dependent": int(spec.dependent),
+        "ordered_adds": int(spec.determinism != "none"),
         "counters": launch.counters,
         "zeroed": launch.zeroed,
         "scratch": launch.scratch,
-        "partial_columns": spec.columns if spec.exact else N,
+        "partial_columns": spec.columns if spec.exact else inputs.x.shape[1],
         "partial_stride": spec.partial_stride,
         "group": launch.group,
         "partials": launch.participants,
@@ -175,40 +228,23 @@ def _request(
         "no_dx": int(not call_options.dx),
         "no_dw": int(not call_options.dw),
         "dw_mode": call_options.dw_mode,
-        "dw_item": weight_item if call_options.dw_mode == DW_IN_WEIGHT_DTYPE else 4,
-        "weight_offset": struct.unpack("I", struct.pack("f", inputs.offset))[0],
-        "residual_item": residual_item,
+        "dw_item": 4 if fp32_dw else ITEMSIZE[spec.weight_dtype],
+        "weight_offset": float_bits(inputs.offset),
+        "residual_item": ITEMSIZE[spec.residual] if spec.residual else 0,
         "residual_out": int(spec.residual not in ("", spec.dtype)),
-        "inner": call_options.inner,
-        "gaps": gap_factor(M, call_options.inner),
     }
-    lines = [f"{name} {value}" for name, value in fields.items()]
-    lines += [f"run {schedule.seed} {schedule.residency}" for schedule in schedules]
-    tensors = [inputs.x, inputs.dy, inputs.rstd, inputs.weight]
-    tensors += [] if inputs.residual is None else [inputs.residual]
-    tensors += [] if call_options.added_to is None else [call_options.added_to]
-    data = b"".join(_bytes(tensor) for tensor in tensors)
-    return ("\n".join(lines) + "\ndata\n").encode() + data
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _read(
-    output: bytes,
-    spec: KernelSpec,
-    inputs: Inputs,
-    schedules: Sequence[Schedule],
-    call_options: CallOptions,
-) -> Runs:
+def _read(output: bytes, outputs: Outputs, schedules: Sequence[Schedule]) -> Runs:
     runs = Runs()
-    rows = tuple(inputs.x.shape)
-    dw_dtype = spec.weight_dtype if call_options.dw_mode == DW_IN_WEIGHT_DTYPE else "fp32"
     results = {
-        "dx": (runs.dx, TORCH_DTYPE[spec.dtype], rows),
-        "dw": (runs.dw, TORCH_DTYPE[dw_dtype], tuple(inputs.weight.shape)),
-        "dresidual_out": (runs.residual, TORCH_DTYPE[spec.residual or spec.dtype], rows),
+        "dx": (runs.dx, *outputs.dx),
+        "dw": (runs.dw, *outputs.dw),
+        "dresidual_out": (runs.residual, *outputs.dresidual_out),
     }
     at = 0
     while (end := output.find(b"\n", at)) >= 0 and len(runs.outcomes) < len(schedules):

@@ -1,1 +1,10 @@
-"""What is computed: inputs, float64 references, error bounds."""
+"""What is computed, one object for each operation: arguments, inputs, float64 references, error
+bounds, bytes moved, template and front end."""
+
+from generator.operations.operation import Operation
+from generator.operations.rmsnorm_backward import RMSNORM_BACKWARD
+from generator.operations.rmsnorm_forward import RMSNORM_FORWARD
+
+OPERATIONS = {operation.name: operation for operation in (RMSNORM_BACKWARD, RMSNORM_FORWARD)}
+
+__all__ = ["OPERATIONS", "RMSNORM_BACKWARD", "RMSNORM_FORWARD", "Operation"]

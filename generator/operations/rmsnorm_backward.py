@@ -2,41 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
+from generator.operations.operation import (
+    CHUNK_ELEMENTS,
+    FP32_SLACK,
+    HALF_UNIT,
+    TORCH_DTYPE,
+    Bound,
+    Operation,
+    TensorSpec,
+    half_subnormal,
+    over_bytes,
+)
 from generator.problem import Problem
-
-HALF_UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
-"""Largest relative error of rounding once to nearest, by dtype."""
-
-
-FP32_SLACK = 64 * 2.0**-24
-"""What fp32 arithmetic may add to dx, in units of the row's largest |dx|, and to dw, in units of
-the sum of its terms' magnitudes: a few dozen roundings, well above what any order of summation
-showed and well below one lost row."""
+from generator.runtime.launch.launch import DW_IN_WEIGHT_DTYPE, launch_backward
+from generator.runtime.launch.loaded_kernel import LoadedKernel
+from generator.runtime.spec import KernelSpec, plan_launch
 
 
-def slacks(problem: Problem, reference: Reference) -> tuple[torch.Tensor, torch.Tensor]:
-    """What dx (M, 1) and dw (N,) may be off beside one rounding: fp32 arithmetic, and half a unit
-    of a subnormal result."""
-
-    def half_subnormal(dtype: str) -> float:
-        info = torch.finfo(TORCH_DTYPE[dtype])
-        return info.tiny * info.eps / 2
-
-    return (
-        reference.row_scale * FP32_SLACK + half_subnormal(problem.dtype),
-        reference.dw_scale * FP32_SLACK + half_subnormal(problem.weight_dtype),
+def arguments(problem: Problem) -> tuple[TensorSpec, ...]:
+    """dy, x, rstd and weight, and with the option dresidual, the residual's gradient."""
+    rows, dtype = (problem.M, problem.N), problem.dtype
+    found: tuple[TensorSpec, ...] = (
+        TensorSpec("dy", rows, dtype),
+        TensorSpec("x", rows, dtype),
+        TensorSpec("rstd", (problem.M,), "fp32"),
+        TensorSpec("weight", (problem.N,), problem.weight_dtype),
     )
+    if problem.residual:
+        found += (TensorSpec("dresidual", rows, problem.residual),)
+    return found
 
 
-TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-CHUNK_ELEMENTS = 1 << 26
-"""Elements that float64 arithmetic works on at once: half a GiB for each intermediate result."""
+def outputs(problem: Problem) -> tuple[TensorSpec, ...]:
+    """dx and dw, and dx once more where the residual's gradient has a dtype of its own."""
+    rows = (problem.M, problem.N)
+    found: tuple[TensorSpec, ...] = (
+        TensorSpec("dx", rows, problem.dtype),
+        TensorSpec("dw", (problem.N,), problem.weight_dtype),
+    )
+    if problem.residual not in ("", problem.dtype):
+        found += (TensorSpec("dresidual_out", rows, problem.residual),)
+    return found
 
 
 @dataclass
@@ -166,3 +177,87 @@ def make_reference(problem: Problem, inputs: Inputs) -> Reference:
         dx[part] = gradient
         row_scale[part] = terms.amax(dim=1, keepdim=True)
     return Reference(dx, dw, row_scale, dw_scale)
+
+
+def slacks(problem: Problem, reference: Reference) -> tuple[torch.Tensor, torch.Tensor]:
+    """What dx (M, 1) and dw (N,) may be off beside one rounding: fp32 arithmetic, in units of the
+    row's largest |dx| and of the sum of the magnitudes of dw's terms, and half a unit of a
+    subnormal result."""
+    return (
+        reference.row_scale * FP32_SLACK + half_subnormal(problem.dtype),
+        reference.dw_scale * FP32_SLACK + half_subnormal(problem.weight_dtype),
+    )
+
+
+def bounds(problem: Problem, inputs: Inputs) -> dict[str, Bound]:
+    """What dx, dw and dresidual_out have to be."""
+    reference = make_reference(problem, inputs)
+    slack_dx, slack_dw = slacks(problem, reference)
+    found = {
+        "dx": Bound(reference.dx, HALF_UNIT[problem.dtype], slack_dx),
+        "dw": Bound(reference.dw, HALF_UNIT[problem.weight_dtype], slack_dw),
+    }
+    if problem.residual not in ("", problem.dtype):
+        found["dresidual_out"] = Bound(reference.dx, HALF_UNIT[problem.residual], slack_dx)
+    return found
+
+
+def floor(
+    problem: Problem, inputs: Inputs, outputs: Mapping[str, torch.Tensor]
+) -> Callable[[], object]:
+    """torch.add over as many bytes: torch.add(x, dy, out=dx) where there is no residual."""
+    size = RMSNORM_BACKWARD.traffic_bytes(problem)
+    one, two, out = over_bytes(size, (inputs.x, inputs.dy, outputs["dx"]))
+    return lambda: torch.add(one, two, out=out)
+
+
+class BackwardRunner:
+    """A backward kernel on M rows."""
+
+    def __init__(self, cubin: bytes, spec: KernelSpec, problem: Problem) -> None:
+        self.kernel = LoadedKernel(cubin, spec)
+        self.launch = plan_launch(spec, problem.M)
+        self.workspace_bytes = self.launch.workspace_bytes
+        self.clean_bytes = self.launch.scratch_offset
+
+    def run(
+        self,
+        inputs: Inputs,
+        outputs: Mapping[str, torch.Tensor | None],
+        workspace: torch.Tensor,
+        *,
+        dw_mode: int = DW_IN_WEIGHT_DTYPE,
+    ) -> None:
+        """See Runner. inputs.weight may be None here, and x and dy packed as (M / H, H, N);
+        dw_mode: what to do with dw, which is fp32 but for DW_IN_WEIGHT_DTYPE."""
+        dx = outputs["dx"]
+        launch_backward(
+            self.kernel,
+            self.launch,
+            torch.cuda.current_stream().cuda_stream,
+            x=inputs.x,
+            dy=inputs.dy,
+            rstd=inputs.rstd,
+            weight=inputs.weight,
+            dx=dx,
+            dw=outputs["dw"],
+            workspace=workspace.data_ptr(),
+            dresidual=inputs.residual,
+            dresidual_out=None if dx is None else outputs.get("dresidual_out"),
+            dw_mode=dw_mode,
+            weight_offset=inputs.offset,
+        )
+
+
+RMSNORM_BACKWARD = Operation(
+    name="rmsnorm_backward",
+    front_end="rmsnorm_backward",
+    sums_rows=True,
+    arguments=arguments,
+    outputs=outputs,
+    make_inputs=make_inputs,
+    make_cancelling=make_cancelling,
+    bounds=bounds,
+    floor=floor,
+    load=BackwardRunner,
+)

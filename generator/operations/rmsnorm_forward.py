@@ -1,75 +1,166 @@
-"""The forward of RMSNorm: inputs, and what is wrong with outputs, by float64."""
+"""The forward of RMSNorm: inputs, the reference in float64, and the error that is allowed.
+
+The option `+residual` of a problem means here that a residual of x's dtype is added to x first, and
+that their sum, rounded, is an output.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from generator.operations.rmsnorm_backward import CHUNK_ELEMENTS, FP32_SLACK, HALF_UNIT, TORCH_DTYPE
+from generator.operations.operation import (
+    CHUNK_ELEMENTS,
+    FP32_SLACK,
+    HALF_UNIT,
+    TORCH_DTYPE,
+    Bound,
+    Operation,
+    TensorSpec,
+    half_subnormal,
+    over_bytes,
+)
 from generator.problem import Problem
+from generator.runtime.launch.driver import checked, cuda_driver
+from generator.runtime.launch.forward_call import _ARGUMENTS
+from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.serve.forward import reference_forward
+from generator.runtime.spec import ForwardSpec
 
 EPS = 1e-6
 
 
 @dataclass
 class ForwardInputs:
-    """x, residual: (M, N); weight: (N,)."""
+    """x, residual: (M, N); weight: (N,), None for ones, to which `offset` is added in fp32."""
 
     x: torch.Tensor
-    residual: torch.Tensor
-    weight: torch.Tensor
+    weight: torch.Tensor | None
+    residual: torch.Tensor | None = None
+    offset: float = 0.0
 
 
-def forward_inputs(problem: Problem, device: torch.device, seed: int = 0) -> ForwardInputs:
+def arguments(problem: Problem) -> tuple[TensorSpec, ...]:
+    """x and weight, and with the option residual."""
+    rows = (problem.M, problem.N)
+    weight = TensorSpec("weight", (problem.N,), problem.weight_dtype)
+    found = (TensorSpec("x", rows, problem.dtype), weight)
+    return (*found, TensorSpec("residual", rows, problem.dtype)) if problem.residual else found
+
+
+def outputs(problem: Problem) -> tuple[TensorSpec, ...]:
+    """y and rstd, and with the option residual_out."""
+    rows = (problem.M, problem.N)
+    found = (TensorSpec("y", rows, problem.dtype), TensorSpec("rstd", (problem.M,), "fp32"))
+    return (*found, TensorSpec("residual_out", rows, problem.dtype)) if problem.residual else found
+
+
+def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> ForwardInputs:
     """Random rows of different sizes, so that a row that gets another's rstd shows."""
     generator = torch.Generator(device).manual_seed(seed)
-    dtype = TORCH_DTYPE[problem.dtype]
-    x = torch.empty((problem.M, problem.N), dtype=dtype, device=device)
-    residual = torch.empty_like(x)
-    for tensor in (x, residual):
-        for part in tensor.split(max(1, CHUNK_ELEMENTS // problem.N)):
-            drawn = torch.randn(part.shape, generator=generator, device=device)
+
+    def rows() -> torch.Tensor:
+        shape = (problem.M, problem.N)
+        drawn = torch.empty(shape, dtype=TORCH_DTYPE[problem.dtype], device=device)
+        for part in drawn.split(max(1, CHUNK_ELEMENTS // problem.N)):
+            normal = torch.randn(part.shape, generator=generator, device=device)
             size = torch.rand((len(part), 1), generator=generator, device=device)
-            part.copy_(drawn * (0.5 + 3 * size))
+            part.copy_(normal * (0.5 + 3 * size))
+        return drawn
+
+    x = rows()
+    residual = rows() if problem.residual else None
     weight = 1 + 0.1 * torch.randn(problem.N, generator=generator, device=device)
-    return ForwardInputs(x, residual, weight.to(TORCH_DTYPE[problem.weight_dtype]))
+    return ForwardInputs(x, weight.to(TORCH_DTYPE[problem.weight_dtype]), residual)
 
 
-def output_fault(
-    problem: Problem,
-    inputs: ForwardInputs,
-    outputs: Sequence[torch.Tensor],
-    *,
-    weight: bool = True,
-    weight_offset: float = 0.0,
-) -> str:
-    """What is wrong with (y, rstd[, residual_out]) against float64; "" for nothing.
-
-    y may be off by one rounding and FP32_SLACK of itself; residual_out not at all.
-    """
-    y, rstd, *stream = outputs
-    for first in range(0, problem.M, step := max(1, CHUNK_ELEMENTS // problem.N)):
-        part = slice(first, first + step)
-        x = inputs.x[part]
-        if stream:
-            summed = (x.float() + inputs.residual[part].float()).to(x.dtype)
-            if not torch.equal(stream[0][part], summed):
-                return f"residual_out differs from the rounded sum in rows from {first}"
-            x = summed
-        given = inputs.weight.double() if weight else None
-        exact, exact_rstd = reference_forward(x.double(), given, EPS, weight_offset)
-        for name, out, ref, unit in (
-            ("y", y[part], exact, HALF_UNIT[problem.dtype]),
-            ("rstd", rstd[part], exact_rstd, HALF_UNIT["fp32"]),
+def bounds(problem: Problem, inputs: ForwardInputs) -> dict[str, Bound]:
+    """What y, rstd and residual_out have to be. y and rstd may be off by one rounding and by
+    FP32_SLACK of themselves, residual_out not at all."""
+    x = inputs.x
+    if inputs.residual is not None:
+        x = torch.empty_like(inputs.x)
+        step = max(1, CHUNK_ELEMENTS // problem.N)
+        for out, one, two in zip(
+            *(part.split(step) for part in (x, inputs.x, inputs.residual)), strict=True
         ):
-            tiny = torch.finfo(out.dtype).tiny * torch.finfo(out.dtype).eps / 2
-            error = (out.double() - ref).abs()
-            bad = ~(error <= ref.abs() * (unit * 1.001 + FP32_SLACK) + tiny)
-            if bool(bad.any()):
-                row, column = (int(i) for i in bad.nonzero()[0])
-                got, wanted = float(out[row, column]), float(ref[row, column])
-                return f"{name}[{first + row}, {column}] is {got:.6g}, expected {wanted:.6g}"
-    return ""
+            out.copy_(one.float() + two.float())
+    wide = torch.float64 if problem.dtype == "fp32" else torch.float32
+    y = torch.empty(x.shape, dtype=wide, device=x.device)
+    rstd = torch.empty(problem.M, dtype=torch.float64, device=x.device)
+    weight = None if inputs.weight is None else inputs.weight.double()
+    for start in range(0, problem.M, step := max(1, CHUNK_ELEMENTS // problem.N)):
+        part = slice(start, start + step)
+        exact, own = reference_forward(x[part].double(), weight, EPS, inputs.offset)
+        y[part], rstd[part] = exact, own[:, 0]
+
+    def slack(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.full(shape, half_subnormal(dtype), dtype=torch.float64, device=x.device)
+
+    # compare() allows a thousandth more than `unit`.
+    found = {
+        "y": Bound(y, HALF_UNIT[problem.dtype] + FP32_SLACK, slack(problem.dtype, (problem.M, 1))),
+        "rstd": Bound(rstd, HALF_UNIT["fp32"] + FP32_SLACK, slack("fp32", (problem.M,))),
+    }
+    if inputs.residual is not None:
+        exactly = torch.zeros((problem.M, 1), device=x.device)
+        found["residual_out"] = Bound(x, 0.0, exactly)
+    return found
+
+
+def floor(
+    problem: Problem, inputs: ForwardInputs, outputs: Mapping[str, torch.Tensor]
+) -> Callable[[], object]:
+    """A copy of as many bytes, from x to y where there is no residual. torch.mul, because
+    Tensor.copy_ is no kernel but a transfer."""
+    size = RMSNORM_FORWARD.traffic_bytes(problem)
+    one, out = over_bytes(size, (inputs.x, outputs["y"]))
+    return lambda: torch.mul(one, 1.5, out=out)
+
+
+class ForwardRunner:
+    """A forward kernel on M contiguous rows."""
+
+    workspace_bytes = clean_bytes = 0
+
+    def __init__(self, cubin: bytes, spec: ForwardSpec, problem: Problem) -> None:
+        self.kernel = LoadedKernel(cubin, spec)
+
+    def run(
+        self,
+        inputs: ForwardInputs,
+        outputs: Mapping[str, torch.Tensor | None],
+        workspace: torch.Tensor,
+    ) -> None:
+        """See Runner; there is no workspace."""
+        tensors = [inputs.x, inputs.residual, inputs.weight]
+        tensors += [outputs["y"], outputs["rstd"], outputs.get("residual_out")]
+        M, N = inputs.x.shape
+        rows = (M, N, 0, N, N, 0)  # one stride, and no second one
+        values = ctypes.create_string_buffer(_ARGUMENTS.size)
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+        _ARGUMENTS.pack_into(values, 0, *addresses, EPS, inputs.offset, *rows)
+        array = (ctypes.c_void_p * 1)(ctypes.addressof(values))
+        plain, with_residual = self.kernel.load(inputs.x.get_device())
+        function = plain if inputs.residual is None else with_residual
+        grid, stream = self.kernel.spec.grid(M), torch.cuda.current_stream().cuda_stream
+        config = self.kernel.main_config(grid, stream)
+        launched = cuda_driver().cuLaunchKernelEx(config, function, ctypes.addressof(array), 0)
+        checked(launched, "launching", self.kernel.spec.name)
+
+
+RMSNORM_FORWARD = Operation(
+    name="rmsnorm_forward",
+    front_end="rms_norm",
+    sums_rows=False,
+    arguments=arguments,
+    outputs=outputs,
+    make_inputs=make_inputs,
+    make_cancelling=lambda problem, inputs: inputs,
+    bounds=bounds,
+    floor=floor,
+    load=ForwardRunner,
+)

@@ -48,7 +48,7 @@ def render_answer(why: Explanation, verdict: Verdict | None, served: dict[str, A
     else:
         parts.append(
             f"{study.problem} on {study.gpu}: {winner.variant}\n"
-            f"  {number(winner.result.us)} us, {number(winner.result.ratio, 3)} x floor, "
+            f"  {number(winner.result.us)} us, {number(winner.result.ratio, 3)} x {winner.floor}, "
             f"{winner.evidence}, determinism {winner.result.determinism}\n"
             f"  {winner.reason}\n"
             f"  checks: {', '.join(winner.result.checks)}"
@@ -102,7 +102,9 @@ def _why_not(why: Explanation, verdict: Verdict) -> str:
         lines.append(f"  the fastest trial with these values: {_line(verdict.best)}")
     if winner is not None:
         us, ratio = number(winner.result.us), number(winner.result.ratio, 3)
-        lines.append(f"  the winner: {winner.variant}, {us} us, {ratio} x floor in the finals")
+        lines.append(
+            f"  the winner: {winner.variant}, {us} us, {ratio} x {winner.floor}, in the finals"
+        )
     changed = [(n, v, why.winner.get(n)) for n, v in verdict.config.items() if v != why.winner[n]]
     table = columns([("knob", "asked about", "winner"), *changed]) if changed else ""
     return "\n".join(lines) + (f"\n\n{table}" if table else "")

@@ -11,6 +11,7 @@ from generator.kernels.knobs import KNOBS
 from generator.report import charts
 from generator.report.summary import MEANING, Summary, overhead_of, ratio_of
 from generator.studies.reader import Study, reduction_kind
+from generator.studies.records import PLAIN_FLOOR
 
 FOLDER = Path(__file__).resolve().parent
 RATIO_STEPS = (1.02, 1.05, 1.10, 1.15, 1.20, 1.30, 1.50)
@@ -37,6 +38,7 @@ def render_page(summary: Summary) -> str:
         overhead_of=overhead_of,
         reduction_kind=reduction_kind,
         anchor=anchor,
+        plain=PLAIN_FLOOR,
         shade=shade,
         strategies=KNOBS["strategy"].domain,
         ratio_steps=RATIO_STEPS,

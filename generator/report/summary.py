@@ -108,8 +108,13 @@ class Summary:
 
     @cached_property
     def ratio(self) -> float | None:
-        """Geometric mean of the winners' ratios to the floor."""
-        return _mean(ratio_of(study) for study in self.studies)
+        """Geometric mean of the winners' ratios to the floor, without those to a plain one."""
+        return _mean(ratio_of(study) for study in self.studies if not study.plain_floor)
+
+    @cached_property
+    def plain_floors(self) -> int:
+        """Studies whose ratios are to a floor that leaves out the residual."""
+        return sum(study.plain_floor for study in self.studies)
 
     @cached_property
     def overhead(self) -> float | None:

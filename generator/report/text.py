@@ -7,6 +7,7 @@ from typing import Any
 
 from generator.report.summary import MEANING, Grid, Summary, overhead_of, ratio_of
 from generator.studies.reader import Study, reduction_kind
+from generator.studies.records import PLAIN_FLOOR
 
 
 def render_text(summary: Summary) -> str:
@@ -20,9 +21,12 @@ def render_text(summary: Summary) -> str:
         f"Overhead of determinism, geometric mean: {number(summary.overhead, 3)} "
         "(winner over the fastest variant found whose bits change)",
     ]
+    if summary.plain_floors:
+        left_out = f"{summary.plain_floors} shapes, not in the mean"
+        parts[0] += f"\n* {left_out}: over {PLAIN_FLOOR}"
     for title, cell in (
         ("Winning strategy", _strategy),
-        ("Ratio to the floor", lambda study: number(ratio_of(study))),
+        ("Ratio to the floor", lambda study: _ratio(study, 2)),
         ("Overhead of determinism", lambda study: number(overhead_of(study))),
     ):
         parts += [_map(title, grid, cell) for grid in summary.grids]
@@ -79,11 +83,15 @@ def _study(study: Study) -> tuple[Any, ...]:
         study.problem,
         winner.variant if winner else "none yet",
         number(winner.result.us if winner else None),
-        number(ratio_of(study), 3),
+        _ratio(study, 3),
         len(study.records),
         best,
         len(study.records) - len(study.timed),
     )
+
+
+def _ratio(study: Study, digits: int) -> str:
+    return number(ratio_of(study), digits) + "*" * study.plain_floor
 
 
 def _strategy(study: Study) -> str:

@@ -34,7 +34,7 @@ from generator.search.proposals import Proposals, warm_starts
 from generator.search.resume import Known, still_made, up_to_date
 from generator.search.sampler import LegalSampler, NothingLeftError, distributions
 from generator.space.legal_configs import LegalConfigs, Values
-from generator.studies.records import Record, Winner, study_name
+from generator.studies.records import Record, Winner, plain_floor, study_name
 from generator.studies.study_log import StudyLog, stored_winners
 
 WARM_STARTS = 6
@@ -59,9 +59,10 @@ def search_problem(
     legal: the configs to choose from, of one space for one problem and target. incumbent: the
     winner in use so far; by default the latest in the storage for the same problem, target and
     evidence. machine: facts to store with the finals, about the machine that holds them.
-    Stored trials count whose configs still give the machine code that was measured. A study that
-    has used up its budget and held its finals answers with the winner it has, and nothing is
-    measured. Raises NormforgeError when no config is legal for the problem or the storage fails.
+    Stored trials count whose configs still give the machine code that was measured, and whose
+    floor is the problem's. A study that has used up its budget and held its finals answers with the
+    winner it has, and nothing is measured. Raises NormforgeError when no config is legal for the
+    problem or the storage fails.
     """
     name = study_name(legal.problem, legal.target, evaluator.evidence, legal.space)
     log = StudyLog(storage, name)
@@ -70,6 +71,13 @@ def search_problem(
     enough = stored and budget.trials and stored.trials >= budget.trials and not outdated
     if stored and enough and still_made(stored, pool):
         return stored
+    # A search compares ratios, and does without those to another floor.
+    outdated += [
+        number
+        for number, (record, _) in known.items()
+        if plain_floor(legal.problem, evaluator.evidence, record.result)
+    ]
+    known = {number: found for number, found in known.items() if number not in set(outdated)}
     log.mark_outdated(outdated)
     winners = stored_winners(storage) + ([incumbent] if incumbent else [])
     search = _Search(

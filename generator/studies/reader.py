@@ -24,7 +24,7 @@ from generator.kernels.strategies import strategy_of
 from generator.problem import Problem
 from generator.result import Result
 from generator.studies import postgres as database
-from generator.studies.records import Record, Winner
+from generator.studies.records import Record, Winner, plain_floor
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog
 
@@ -65,6 +65,12 @@ class Study:
     def timed(self) -> tuple[Record, ...]:
         """Records with a time, whether or not they may win."""
         return tuple(record for record in self.records if record.result.ratio is not None)
+
+    @cached_property
+    def plain_floor(self) -> bool:
+        """Whether its ratios are to a floor that leaves out the residual (see records)."""
+        results = [self.winner.result] if self.winner else [r.result for r in self.ranked[:1]]
+        return any(plain_floor(self.problem, self.evidence, result) for result in results)
 
     @cached_property
     def counts(self) -> dict[str, int]:

@@ -22,6 +22,18 @@ def may_win(config: Config, result: Result) -> bool:
     return result.may_win and determinism_class(config) != "none"
 
 
+def plain_floor(problem: Problem, evidence: str, result: Result) -> bool:
+    """Whether the floor of a result is torch.add(x, dy, out=dx) though the problem has a residual.
+    Before results said how many bytes their floor moves, that was measured whatever the options; a
+    ratio to it is too large, and does not compare with one to a floor of as many bytes."""
+    old = evidence == "measured" and result.ratio is not None and "floor_bytes" not in result.extra
+    return old and bool(problem.residual)
+
+
+FLOOR, PLAIN_FLOOR = "floor", "torch.add(x, dy), which leaves out the residual"
+"""What a ratio is to."""
+
+
 @dataclass(frozen=True)
 class Finalist:
     """A variant and its time in the finals. ratio is to the floor of the same blocks."""
@@ -58,6 +70,12 @@ class Winner:
     space_hash: str
     reason: str
     date: str
+
+    @property
+    def floor(self) -> str:
+        """What its ratios are to: FLOOR or PLAIN_FLOOR."""
+        old = plain_floor(self.problem, self.evidence, self.result)
+        return PLAIN_FLOOR if old else FLOOR
 
     @property
     def overhead_of_determinism(self) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from generator.problem import Problem
 from generator.search.budget import Progress
-from generator.studies.records import Winner
+from generator.studies.records import FLOOR, PLAIN_FLOOR, Winner
 from generator.tuner.plan import Plan
 from generator.tuner.run import Outcome
 
@@ -96,7 +96,7 @@ def describe(problem: Problem, winner: Winner | None) -> str:
         return f"{problem}: no variant may win"
     return (
         f"{problem}: {winner.variant} {winner.result.us:.2f} us, "
-        f"{winner.result.ratio:.3f} x floor, {winner.evidence}"
+        f"{winner.result.ratio:.3f} x {winner.floor}, {winner.evidence}"
     )
 
 
@@ -115,7 +115,7 @@ def table(winners: Sequence[tuple[Problem, Winner | None]]) -> str:
                 str(problem),
                 winner.variant,
                 f"{winner.result.us:.2f}",
-                f"{winner.result.ratio:.3f}",
+                f"{winner.result.ratio:.3f}{'' if winner.floor == FLOOR else '*'}",
                 f"{fastest.variant} {fastest.us:.2f}" if fastest else "-",
                 f"{overhead:.3f}" if overhead else "-",
                 f"{winner.evidence}, {winner.result.determinism}",
@@ -127,6 +127,8 @@ def table(winners: Sequence[tuple[Problem, Winner | None]]) -> str:
         for row in rows
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
+    if any(winner and winner.floor != FLOOR for _, winner in winners):
+        lines.append(f"* to {PLAIN_FLOOR}")
     return "\n".join(lines)
 
 
@@ -160,6 +162,7 @@ def _row(problem: Problem, winner: Winner | None) -> dict[str, Any]:
         "config": dict(winner.config),
         "us": winner.result.us,
         "floor_us": winner.result.floor_us,
+        "floor": winner.floor,
         "ratio": winner.result.ratio,
         "evidence": winner.evidence,
         "determinism": winner.result.determinism,

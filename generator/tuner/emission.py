@@ -78,6 +78,7 @@ def provenance(winner: Winner, storage: BaseStorage) -> dict[str, Any]:
         "outcomes": dict(winner.counts),
         "us": result.us,
         "floor_us": result.floor_us,
+        "floor_bytes": result.extra.get("floor_bytes"),
         "ratio": result.ratio,
         "error_dx": result.error_dx,
         "error_dw": result.error_dw,

@@ -10,30 +10,29 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import torch
 
 from generator.emulate.build import find_compiler
 from generator.emulate.forward import FORWARD_SCHEDULES, emulate_forward
-from generator.errors import NormforgeError
-from generator.evaluate.gpu.forward import ForwardGpu
+from generator.errors import NormforgeError, ProblemError
+from generator.evaluate.gpu.evaluator import MeasuredEvaluator
+from generator.evaluate.gpu.forward import measure_forwards
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.forward import (
-    ForwardVariant,
-    compile_forward,
-    forward_fault,
-    forward_variants,
-    generic_forwards,
-)
+from generator.kernels.forward import ForwardVariant, compile_forward, forward_fault
 from generator.kernels.nvrtc import Compiled, nvrtc_version
 from generator.kernels.precompile import cached
 from generator.kernels.revision import code_of_all
+from generator.operations import RMSNORM_FORWARD
 from generator.package.entries import ForwardEntry, Forwards, Made
 from generator.package.fallback_kernels import DTYPES
 from generator.problem import Problem
+from generator.result import Result
 from generator.runtime.table import ForwardTable
 from generator.search.choose_winner import TIE
+from generator.space.forward_space import forward_variants, generic_forwards
 from generator.target import Target
 from generator.tuner.plan import longest_first
 
@@ -82,6 +81,16 @@ def _candidates(problem: Problem, target: Target) -> list[ForwardVariant]:
     return forward_variants(problem, target)[:MOST_VARIANTS]
 
 
+def open_gpu(device: int, target: Target) -> MeasuredEvaluator:
+    """Raises NormforgeError where there is none."""
+    return MeasuredEvaluator(target, device, operation=RMSNORM_FORWARD)
+
+
+def _close(gpu: Future[MeasuredEvaluator]) -> None:
+    if gpu.exception() is None:
+        gpu.result().close()
+
+
 def tune_forwards(
     problems: Sequence[Problem],
     target: Target,
@@ -94,60 +103,98 @@ def tune_forwards(
     """The forwards for these shapes (M, N and dtypes count) and for any other.
 
     devices: indices of GPUs that are the target and share the shapes, none to choose by
-    `generator.kernels.forward.preference`.
+    `preference`.
     known: a table whose choices are kept as they are while the sources are the same; predicted ones
     are measured where they can be.
     processes: compilers at a time. After Ctrl-C the shapes that are left are chosen by the rule.
     A shape of which no kernel compiles or passes its checks is left to the fallback kernels, with a
     line that says so.
     """
-    waiting = deque(unsettled(problems, target, devices, known))
-    found: dict[Problem, ForwardEntry] = {}
+    waiting = unsettled(problems, target, devices, known)
     with ExitStack() as stack:
         # Their processes take seconds to start, in which the kernels are compiled.
         busy = devices[: len(waiting)]
-        gpus = [stack.enter_context(closing(ForwardGpu(device))) for device in busy]
+        lanes = stack.enter_context(ThreadPoolExecutor(max(1, len(busy))))
+        gpus = [lanes.submit(open_gpu, device, target) for device in busy]
+        for gpu in gpus:
+            stack.callback(_close, gpu)
         pool = stack.enter_context(CompilePool(target.arch, processes, compile=compile_forward))
         compiler = stack.enter_context(closing(_Compiler(pool, target, say)))
         if gpus:
             compiler.start(forwards_to_compile(waiting, target))
         fallback = compiler.usable(generic_forwards(DTYPES))
-
-        def serve(problem: Problem, gpu: ForwardGpu | None) -> None:
-            try:
-                if gpu is None:
-                    entry = _predict(problem, target, compiler)
-                else:
-                    entry = _measure(problem, target, compiler, gpu)
-            except NormforgeError as error:
-                # The backward's winner must not be lost for it.
-                say(f"forward {error}; a fallback kernel serves it")
-                return
-            found[problem] = entry
-            facts = entry.provenance
-            timed = f"{facts['us']:.1f} us, {facts['ratio']:.3f} of a copy" if "us" in facts else ""
-            say(f"forward {problem}: {entry.variant} ({timed or 'by rule'})")
-
-        def lane(gpu: ForwardGpu) -> None:
-            while waiting:
-                try:
-                    problem = waiting.popleft()
-                except IndexError:
-                    break  # another lane took the last one
-                serve(problem, gpu)
-
-        left: list[Problem] = [] if gpus else list(waiting)
-        with ThreadPoolExecutor(max(1, len(gpus))) as lanes:
-            try:
-                for done in [lanes.submit(lane, gpu) for gpu in gpus]:
-                    done.result()
-            except KeyboardInterrupt:
-                left = list(waiting)
-                waiting.clear()
-        for problem in left:
-            serve(problem, None)
+        chooser = _Chooser(waiting, target, compiler, say)
+        try:
+            for done in [lanes.submit(chooser.measure, gpu) for gpu in gpus]:
+                done.result()
+        except KeyboardInterrupt:
+            chooser.interrupt()
+            lanes.shutdown()
+        chooser.predict()
+    found = chooser.found
     chosen = tuple(found[shape] for shape in _shapes(problems) if shape in found)
     return Forwards(chosen, tuple(fallback))
+
+
+class _Chooser:
+    """Chooses the forwards of the shapes in `waiting`; several threads measure, with a GPU each."""
+
+    def __init__(
+        self,
+        waiting: Sequence[Problem],
+        target: Target,
+        compiler: _Compiler,
+        say: Callable[[str], None],
+    ) -> None:
+        self.waiting, self.left = deque(waiting), list[Problem]()
+        self.target, self.compiler, self._say = target, compiler, say
+        self.found: dict[Problem, ForwardEntry] = {}
+        self._why = ""
+
+    def interrupt(self) -> None:
+        """Measure no more than what is under way."""
+        self.left += self.waiting
+        self.waiting.clear()
+
+    def measure(self, gpu: Future[MeasuredEvaluator]) -> None:
+        """Measure shapes until none waits. One that cannot be measured is left to the rule, and
+        when the GPU does not work, all are that no other thread takes."""
+        while True:
+            try:
+                problem = self.waiting.popleft()
+            except IndexError:
+                return
+            made = self.compiler.usable(_candidates(problem, self.target))
+            try:
+                results = measure_forwards(gpu.result(), problem, made)
+            except ProblemError as error:
+                self._predict(problem, f", because measuring failed: {error}")
+                continue
+            except NormforgeError as error:
+                self._why = f", because measuring failed: {error}"
+                self.waiting.append(problem)
+                return
+            self._keep(problem, partial(_fastest, problem, self.target, made, results))
+
+    def predict(self) -> None:
+        """Choose by the rule where nothing was measured."""
+        for problem in [*self.left, *self.waiting]:
+            self._predict(problem, self._why)
+
+    def _predict(self, problem: Problem, why: str) -> None:
+        reason = f"the rule's first choice that compiles without spills{why}"
+        self._keep(problem, partial(_first, problem, self.target, self.compiler, reason))
+
+    def _keep(self, problem: Problem, choose: Callable[[], ForwardEntry]) -> None:
+        try:
+            entry = self.found[problem] = choose()
+        except NormforgeError as error:
+            # The backward's winner must not be lost for it.
+            self._say(f"forward {error}; a generic one serves it")
+            return
+        facts = entry.provenance
+        timed = f"{facts['us']:.1f} us, {facts['ratio']:.3f} of a copy" if "us" in facts else ""
+        self._say(f"forward {problem}: {entry.variant} ({timed or 'by rule'})")
 
 
 class _Compiler:
@@ -195,53 +242,43 @@ class _Compiler:
         self._threads.shutdown(cancel_futures=True)
 
 
-def _predict(problem: Problem, target: Target, compiler: _Compiler) -> ForwardEntry:
-    reason, checks, fault = "the rule's first choice that compiles without spills", [], ""
+def _first(problem: Problem, target: Target, compiler: _Compiler, reason: str) -> ForwardEntry:
+    """The first in the order of the rule that passes."""
+    checks: list[str] = []
+    fault = "none compiles"
     for variant in forward_variants(problem, target):
         for usable, compiled in compiler.usable([variant]):
+            fault = ""
             if find_compiler() is not None:
                 fault = compiler.emulate(usable, problem)
                 checks = [f"{len(FORWARD_SCHEDULES)} schedules on the CPU"]
             if not fault:
                 facts = _facts(reason, problem, target) | {"checks": checks}
                 return ForwardEntry(problem, usable, compiled, "predicted", facts)
-    raise NormforgeError(
-        f"{problem}: no forward kernel for {target} passes ({fault or 'none compiles'})"
-    )
+    raise NormforgeError(f"{problem}: no forward kernel for {target} passes ({fault})")
 
 
-def _measure(
-    problem: Problem, target: Target, compiler: _Compiler, gpu: ForwardGpu
+def _fastest(
+    problem: Problem, target: Target, made: Sequence[Made], results: Sequence[Result]
 ) -> ForwardEntry:
-    made = compiler.usable(_candidates(problem, target))
-    times = gpu.measure(problem, made, target.sms)
-    if isinstance(times, str):
-        entry = _predict(problem, target, compiler)
-        return ForwardEntry(
-            *(problem, entry.variant, entry.compiled, "predicted"),
-            entry.provenance
-            | {"reason": f"{entry.provenance['reason']}, because measuring failed: {times}"},
-        )
-    finals = [i for i, time in enumerate(times) if time.final and time.ratio is not None]
-    if not finals:
-        faults = next((time.fault for time in times if time.fault), "no candidate")
+    """The first, in the order of the rule, of those within TIE of the fastest."""
+    ratios = {i: r.ratio for i, r in enumerate(results) if r.may_win and r.ratio is not None}
+    if not ratios:
+        faults = next((result.note for result in results if result.note), "no candidate")
         raise NormforgeError(f"{problem}: no forward kernel passes its checks ({faults})")
-    ratio = {i: times[i].ratio or 0.0 for i in finals}
-    best = min(ratio.values())
-    tied = [i for i in finals if ratio[i] <= best * (1 + TIE)]
+    best = min(ratios.values())
+    tied = [i for i, ratio in ratios.items() if ratio <= best * (1 + TIE)]
     chosen = tied[0]  # the candidates are in the order of the rule
-    time = times[chosen]
+    result = results[chosen]
     reason = f"first in the order of the rule of {len(tied)} within 1 % of the best"
     facts = _facts(reason, problem, target) | {
-        "us": time.us,
-        "floor_us": time.floor_us,
-        "ratio": time.ratio,
-        "candidates": len(times),
-        "faults": sum(bool(t.fault) for t in times),
+        "us": result.us,
+        "floor_us": result.floor_us,
+        "ratio": result.ratio,
+        "candidates": len(results),
+        "faults": sum(result.outcome != "ok" for result in results),
         "checks": ["accuracy", "20 runs", "residual"],
-        "tie": [
-            {"variant": made[i][0].id, "us": times[i].us, "ratio": times[i].ratio} for i in tied
-        ],
+        "tie": [{"variant": made[i][0].id, "us": results[i].us, "ratio": ratios[i]} for i in tied],
     }
     return ForwardEntry(problem, *made[chosen], "measured", facts)
 

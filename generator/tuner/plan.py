@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from generator.operations import RMSNORM_BACKWARD
 from generator.problem import Problem
 from generator.search.budget import Budget
 from generator.space.load import load_space
@@ -90,4 +91,5 @@ def longest_first(problems: Sequence[Problem]) -> list[Problem]:
 def expected_seconds(problem: Problem) -> float:
     """Seconds of 400 trials on an H200. Only the ratios of problems count, and other GPUs have
     much the same ones."""
-    return _SECONDS_PER_PROBLEM + _SECONDS_PER_GIGABYTE * problem.traffic_bytes / 1e9
+    gigabytes = RMSNORM_BACKWARD.traffic_bytes(problem) / 1e9
+    return _SECONDS_PER_PROBLEM + _SECONDS_PER_GIGABYTE * gigabytes

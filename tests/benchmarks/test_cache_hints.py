@@ -150,16 +150,15 @@ class FakeBench:
     """Writes `value` to every element of dx and dw."""
 
     def __init__(self, workload: Workload, value: float, ran: list[float]) -> None:
-        self.dx, self.dw, self.scratch = workload.dx, workload.dw, torch.zeros(1)
-        self.outputs = {"dw": self.dw, "dx": self.dx}
+        self.outputs = workload.outputs
         self.value, self.ran = value, ran
 
     def poison(self) -> None:
-        self.dx.poison()
+        self.outputs["dx"].poison()
 
     def run(self, inputs: object) -> None:
         self.ran.append(self.value)
-        for out in (self.dx, self.dw):
+        for out in self.outputs.values():
             out.tensor.fill_(self.value)
 
 
@@ -185,7 +184,7 @@ def test_every_follower_runs_behind_floor_and_kernel(
     benches = {h: FakeBench(workload, i + 5.0, []) for i, h in enumerate(HINTS)}
     rows = follow(cast(Any, FakeTimer()), workload, cast(Any, benches))
     workload.floor()
-    floor = float(workload.dx.tensor[0, 0])
+    floor = float(workload.outputs["dx"].tensor[0, 0])
     pairs = [us for hint in (5.0, 6.0) for us in [floor, hint] * BLOCKS]
     assert followed == [(name, us) for name in FOLLOWERS for us in pairs]
     assert [row["follower"] for row in rows] == list(FOLLOWERS)
@@ -198,7 +197,7 @@ def test_every_follower_runs_behind_floor_and_kernel(
 
 
 def test_followers_give_what_they_say(workload: Workload) -> None:
-    dx = workload.dx.tensor.normal_()
+    dx = workload.outputs["dx"].tensor.normal_()
     extra = cache_hints.make_extra(dx)
     reads: dict[str, tuple[str, torch.Tensor]] = {
         "torch.add(dx, r, out=o)": ("o", dx + extra["r"]),

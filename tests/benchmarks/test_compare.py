@@ -20,6 +20,7 @@ from benchmarks.peers import PEERS, choose_peers, decomposed_backward
 from benchmarks.report import markdown, missing_sentence, plot
 from benchmarks.results import Environment, Results, Row, problem_of, write_json
 from generator.errors import NormforgeError
+from generator.operations import RMSNORM_BACKWARD
 from generator.operations.rmsnorm_backward import Inputs, make_inputs
 from generator.problem import Problem, load_problems
 from generator.runtime.serve.reference import reference_backward
@@ -44,7 +45,7 @@ def cell(us: float | None, **more: Any) -> dict[str, Any]:
 
 def row(problem: Problem, ratio: float = 1.03, peers: dict[str, float] | None = None) -> Row:
     """A row whose floor takes 10 us + 1 us per MB, with ours and peers at ratios to it."""
-    add_us = 10 + problem.traffic_bytes * 1e-6
+    add_us = 10 + RMSNORM_BACKWARD.traffic_bytes(problem) * 1e-6
     peers = {"aten": 2.5, "quack": 1.5} if peers is None else peers
     ours = {f"ours_{key}": value for key, value in cell(add_us * ratio).items()}
     return {

@@ -122,7 +122,7 @@ def test_accuracy_is_checked_and_aten_timed_last(monkeypatch: pytest.MonkeyPatch
     workload: Any = SimpleNamespace(
         floor=lambda: "floor",
         inputs=inputs,
-        reference=None,
+        expected=None,
         bench=lambda candidate: SimpleNamespace(run=lambda inputs: candidate),
     )
     session._interleave(workload, SimpleNamespace(problem=problem, candidates=("one", "two")))
@@ -132,7 +132,7 @@ def test_accuracy_is_checked_and_aten_timed_last(monkeypatch: pytest.MonkeyPatch
     assert [operation() for operation in operations[:-1]] == ["floor", "one", "two"]
     assert rounds == ROUNDS and len(operations) == 4
     for fault, outcome in (("", "ok"), ("dw is off", "wrong")):
-        found = Accuracy(0.0, 0.0, fault)
+        found = Accuracy({}, fault)
         monkeypatch.setattr(layouts, "check_accuracy", lambda *given, found=found: found)
         result = session._evaluate(workload, SimpleNamespace(candidates=("one",))).result
         assert (result.outcome, result.note) == (outcome, fault)

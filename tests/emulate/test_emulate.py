@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
 import random
 import signal
 import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from generator.emulate import Schedule, check_variant, emulate, find_compiler, run_schedules
-from generator.emulate import build as host_build
-from generator.emulate.__main__ import main
 from generator.emulate.build import build
 from generator.emulate.check import CPU, PARTICIPANTS, check_source, plan, reduced
 from generator.emulate.run import CallOptions, Layout
@@ -371,104 +364,6 @@ def test_many_partial_rows(reduction: str, target: Target) -> None:
     assert check.distinct_results == 1
 
 
-# ---- Rows of less than a warp --------------------------------------------------------------------
-
-SHORT = (
-    *("77x64:bf16", "300x128:fp16:fp32", "157x256:bf16", "155x64:fp32", "211x100:bf16"),
-    *("97x64:bf16+offset+residual", "155x128:fp16+residual_fp32", "41x8:bf16"),
-)
-"""Numbers of rows that are no multiple of a batch; widths with and without idle threads."""
-
-
-def short_variant(shape: str, reduction: str, pipeline: str, per_row: int, index: int) -> Variant:
-    """A variant with `per_row` threads per row, or with 8 where those would be mostly idle."""
-    problem = replace(Problem.parse(shape), M=1 << 16)
-    target = find_target("gb200" if index % 2 and pipeline == "direct" else "h200")
-    for threads in (per_row, 8):
-        try:
-            return sample_variant(
-                *(problem, target, SEED + index),
-                **{**REDUCTION[reduction], "pipeline": pipeline, "threads_per_row": threads},
-            )
-        except NormforgeError:
-            continue
-    raise AssertionError(f"no variant for {shape}")
-
-
-@pytest.mark.parametrize("pipeline", ["direct", "async"])
-@pytest.mark.parametrize("reduction", REDUCTION)
-def test_rows_of_less_than_a_warp(reduction: str, pipeline: str) -> None:
-    first = list(REDUCTION).index(reduction) + 4 * (pipeline == "async")
-    for index in range(first, first + 4):
-        shape = SHORT[index % len(SHORT)]
-        variant = short_variant(shape, reduction, pipeline, (8, 16)[index // 2 % 2], index)
-        for rows in (None, 1, variant.batch_rows - 1):
-            problem = Problem.parse(shape)
-            problem = replace(problem, M=rows or problem.M)
-            check = check_variant(variant, problem, schedules=6, seed=index)
-            assert check.problems == (), dict(variant.config)
-            if variant.determinism != "none":
-                assert check.distinct_results == 1
-
-
-@pytest.mark.parametrize("reduction", DETERMINISTIC)
-def test_rows_of_less_than_a_warp_give_one_set_of_bits(reduction: str, target: Target) -> None:
-    knobs = {**REDUCTION[reduction], "threads_per_row": 8, "rows_per_cta": 2, "rows_in_flight": 2}
-    if reduction == "separate":
-        knobs["sum_threads"] = 128
-    variant = plain_variant("65536x64:bf16", target, **knobs, ctas_per_sm=4)
-    problem = Problem.parse("131x64:bf16")
-    assert plan(variant, problem.M)[1].grid == 5
-    check = check_variant(variant, problem, schedules=100, seed=SEED, all_rows=True)
-    assert check.problems == ()
-    assert (check.schedules, check.distinct_results) == (100, 1)
-
-
-def test_rows_of_less_than_a_warp_of_packed_heads(target: Target) -> None:
-    """Heads of 64 columns in a packed tensor, where rows that lie side by side in a warp may belong
-    to two tokens, without dx and without dw: the bits of a plain call."""
-    problem = Problem.parse("210x64:bf16")
-    knobs = {"threads_per_row": 8, "rows_per_cta": 2, "rows_in_flight": 2, "ctas_per_sm": 4}
-    variant = plain_variant(replace(problem, M=1 << 16), target, **knobs, strategy="last_cta")
-    spec, launch = plan(variant, problem.M)
-    inputs = make_inputs(problem, CPU)
-
-    def call(call_options: CallOptions) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        schedules = [Schedule(seed, launch.grid) for seed in range(3)]
-        runs = run_schedules(
-            render(variant), spec, launch, inputs, schedules, call_options=call_options
-        )
-        assert runs.faults == []
-        assert runs.distinct_results == 1
-        return runs.dx, runs.dw
-
-    dx, dw = call(CallOptions())
-    for inner in (3, 7, 21):
-        packed = call(CallOptions(inner=inner))
-        assert torch.equal(packed[0][0], dx[0])
-        assert torch.equal(packed[1][0], dw[0])
-    assert torch.equal(call(CallOptions(dw=False))[0][0], dx[0])
-    assert torch.equal(call(CallOptions(dx=False))[1][0], dw[0])
-
-
-def test_short_samples_cover_their_knobs() -> None:
-    variants = [
-        short_variant(
-            SHORT[index % len(SHORT)], reduction, pipeline, (8, 16)[index // 2 % 2], index
-        )
-        for number, reduction in enumerate(REDUCTION)
-        for pipeline in ("direct", "async")
-        for first in (number + 4 * (pipeline == "async"),)
-        for index in range(first, first + 4)
-    ]
-    assert {v["threads_per_row"] for v in variants} == {8, 16}
-    assert {v["rows_in_flight"] for v in variants} == {1, 2, 4}
-    assert {v["reload"] for v in variants} == {"none", "smem"}
-    assert {v["weight_in"] for v in variants} == {"registers", "smem"}
-    assert {v.residual for v in variants} == {"", "bf16", "fp32"}
-    assert len({v.vectors for v in variants}) > 2
-
-
 def test_reduced_rows_refill_every_stage(target: Target) -> None:
     variant = plain_variant(
         "65536x1024:bf16", target, **REDUCTION["semaphore"], pipeline="bulk", stages=4
@@ -491,135 +386,3 @@ def test_reduced_rows_end_in_a_batch_that_is_not_full(
     small = reduced(variant, Problem.parse(shape))
     assert in_flight == 1 or small.M % in_flight
     assert teams * in_flight == 1 or small.M % (teams * in_flight)
-
-
-# ---- The host twins of conversions ---------------------------------------------------------------
-
-
-def test_conversions_round_as_the_gpu_does(tmp_path: Path) -> None:
-    source = tmp_path / "numbers.cpp"
-    source.write_text(
-        '#include "normforge_host.h"\n'
-        'extern "C" void widen(const unsigned short* in, float* out, int n) {\n'
-        "  for (int i = 0; i < n; ++i) out[i] = widen_fp16(in[i]);\n"
-        "}\n"
-        'extern "C" void narrow(const float* in, unsigned short* h, unsigned short* b, int n) {\n'
-        "  for (int i = 0; i < n; ++i) h[i] = narrow_fp16(in[i]), b[i] = narrow_bf16(in[i]);\n"
-        "}\n"
-    )
-    library = tmp_path / "numbers.so"
-    command = [find_compiler(), *host_build.flags(), "-shared", "-fPIC", f"-I{host_build.HOST}"]
-    subprocess.run([*map(str, command), str(source), "-o", str(library)], check=True)
-    numbers = ctypes.CDLL(str(library))
-
-    halves = np.arange(1 << 16, dtype=np.uint16)
-    widened = np.empty(1 << 16, dtype=np.float32)
-    numbers.widen(halves.ctypes, widened.ctypes, len(halves))
-    expected = torch.from_numpy(halves.view(np.float16)).float().numpy()
-    numeric = ~np.isnan(expected)
-    assert np.array_equal(widened.view(np.uint32)[numeric], expected.view(np.uint32)[numeric])
-    assert np.isnan(widened[~numeric]).all()
-
-    # Every half and its neighbourhood, ties included, and random bits.
-    near = expected[numeric].view(np.uint32).astype(np.int64)[:, None] + np.arange(-3, 4) * 1024
-    middle = (expected[numeric].view(np.uint32).astype(np.int64) + 4096)[:, None]
-    drawn = np.random.default_rng(SEED).integers(0, 1 << 32, 1 << 20)
-    bits = np.concatenate([near.ravel(), middle.ravel(), (middle + 1).ravel(), drawn]) % (1 << 32)
-    floats = bits.astype(np.uint32).view(np.float32)
-    half, brain = np.empty(len(floats), np.uint16), np.empty(len(floats), np.uint16)
-    numbers.narrow(floats.ctypes, half.ctypes, brain.ctypes, len(floats))
-    number = ~np.isnan(floats)
-    for ours, dtype in ((half, torch.float16), (brain, torch.bfloat16)):
-        theirs = torch.from_numpy(floats).to(dtype).view(torch.uint16).numpy()
-        assert np.array_equal(ours[number], theirs[number])
-        assert (ours[~number] == 0x7FFF).all()
-
-
-# ---- Building and running ------------------------------------------------------------------------
-
-
-def test_portable_fibers_give_the_same_bits(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    variant = plain_variant("13x1024:bf16", target, **REDUCTION["atomic"])
-    problem = Problem.parse("13x1024:bf16")
-    spec, launch = plan(variant, problem.M)
-    fast = check_source(render(variant), spec, launch, problem, schedules=9)
-    flags = (*host_build.flags(), "-DNORMFORGE_UCONTEXT")
-    monkeypatch.setattr(host_build, "flags", lambda: flags)
-    portable = check_source(
-        render(variant), spec, launch, problem, schedules=9, cache_folder=tmp_path
-    )
-    assert portable == fast
-
-
-def test_source_that_does_not_compile_is_refused_with_the_reason() -> None:
-    with pytest.raises(NormforgeError, match=r"refuses the source: .*error"):
-        host_build.build("this is no C++\n")
-
-
-def test_no_part_of_a_program_is_left_behind(tmp_path: Path) -> None:
-    program = tmp_path / "program"
-    compiler = find_compiler()
-    assert compiler is not None
-    with pytest.raises(NormforgeError):
-        host_build.compile_to(compiler, [str(tmp_path / "absent.cpp")], program)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_command_line_prints_one_json_document(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--strategy", "semaphore", "--shape", "64x1024:bf16", "--schedules", "50"]
-    assert main([*arguments, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["variant"].startswith("semaphore_")
-    assert document["schedules"] == 50
-    assert document["distinct_results"] == 1
-    assert 0 < document["max_error_dx"] < 0.01
-    assert 0 < document["max_error_dw"] < 0.01
-    assert document["problems"] == []
-    assert main(arguments) == 0
-    assert "50 schedules, 1 different results" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--strategy", "nonsense"), "strategy cannot be 'nonsense'"),
-        (("--strategy", "semaphore", "--set", "stages"), "expected KNOB=VALUE"),
-        (("--strategy", "semaphore", "--set", "colour=red"), "unknown knob 'colour'"),
-        (("--strategy", "semaphore", "--schedules", "0"), "--schedules 0"),
-        (("--strategy", "semaphore", "--gpu", "abacus"), "unknown GPU 'abacus'"),
-    ],
-)
-def test_command_line_refuses_with_one_sentence(
-    arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--shape", "64x1024:bf16", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert sentence in printed.err
-    assert printed.err.count("\n") == 1
-    assert printed.out == ""
-
-
-def test_without_a_compiler_the_checks_are_reported_as_not_run(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "generator.emulate"),
-            *("--strategy", "semaphore", "--shape", "64x1024:bf16"),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"PATH": "", "CXX": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "no C++ compiler found" in done.stderr
-    monkeypatch.setattr("generator.emulate.check.find_compiler", lambda: None)
-    variant = plain_variant("64x1024:bf16", target, **REDUCTION["semaphore"])
-    check = check_variant(variant, Problem.parse("64x1024:bf16"))
-    assert not check.passed
-    assert (check.schedules, check.problems) == (0, ())
-    assert "not run" in check.note

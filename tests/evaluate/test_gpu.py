@@ -28,13 +28,19 @@ from generator.kernels.nvrtc import Compiled, compile_source
 from generator.kernels.render import render
 from generator.kernels.resource_gate import refuse
 from generator.kernels.variant import Variant
-from generator.operations.rmsnorm_backward import HALF_UNIT, make_inputs, make_reference, slacks
+from generator.operations.operation import HALF_UNIT
+from generator.operations.rmsnorm_backward import (
+    BackwardRunner,
+    bounds,
+    make_inputs,
+    make_reference,
+    slacks,
+)
 from generator.package.emit import emit_package
 from generator.package.fallback_kernels import fallback_variants
 from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.api import Package
-from generator.runtime.launch.launch import LoadedKernel
 from generator.runtime.spec import plan_launch
 from generator.target import Target
 from tests.support.planted import BAD, SHAPE, WRONG, broken
@@ -120,7 +126,7 @@ def test_random_variants_are_accurate_and_repeat_their_bits_exactly_if_they_clai
         v, compiled = runnable(shape, here, seed, **REDUCTION[reduction])
         work = workload(shape)
         bench = work.bench(Candidate(compiled.cubin, v.spec(here.sms)))
-        accuracy = check_accuracy(bench, work.inputs, work.reference)
+        accuracy = check_accuracy(bench, work.inputs, work.expected)
         assert accuracy.fault == "", f"{v}: {accuracy.fault}"
         if v.determinism == "none":
             assert bench.fault() == ""
@@ -145,7 +151,7 @@ def test_bits_and_call_options_are_right(
     v, compiled = runnable(shape, here, 2, **REDUCTION[reduction])
     work = workload(shape)
     bench = work.bench(Candidate(compiled.cubin, v.spec(here.sms)))
-    assert check_accuracy(bench, work.inputs, work.reference).fault == ""
+    assert check_accuracy(bench, work.inputs, work.expected).fault == ""
     assert check_repeats(bench, work.cancelling) == ""
     assert check_call_options(bench, work.inputs) == ""
 
@@ -160,7 +166,7 @@ def test_order_of_arrival_is_refuted(
     work = workload("4096x1024:bf16")
     v = plain_variant("4096x1024:bf16", here, **REDUCTION[reduction])
     bench = bench_of(work, v, here)
-    assert check_accuracy(bench, work.inputs, work.reference).fault == ""
+    assert check_accuracy(bench, work.inputs, work.expected).fault == ""
     assert check_repeats(bench, work.cancelling).startswith("dw of run ")
 
 
@@ -175,7 +181,7 @@ def test_one_cubin_serves_every_number_of_rows(
     for M in (1, 2, 3, 131, 133, 777, 10007):
         work = workload(f"{M}x{N}:bf16")
         bench = work.bench(Candidate(compiled.cubin, v.spec(here.sms)))
-        accuracy = check_accuracy(bench, work.inputs, work.reference)
+        accuracy = check_accuracy(bench, work.inputs, work.expected)
         assert accuracy.fault == "", f"{v} at {M} rows: {accuracy.fault}"
         assert check_repeats(bench, work.cancelling, runs=3) == ""
 
@@ -191,7 +197,7 @@ def test_clusters_are_right(
     v, compiled = runnable(shape, here, 5, strategy=strategy, cluster=cluster)
     work = workload(shape)
     bench = work.bench(Candidate(compiled.cubin, v.spec(here.sms)))
-    assert check_accuracy(bench, work.inputs, work.reference).fault == ""
+    assert check_accuracy(bench, work.inputs, work.expected).fault == ""
     if v.determinism != "none":
         assert check_repeats(bench, work.cancelling) == ""
 
@@ -214,11 +220,12 @@ def test_more_ctas_than_the_device_holds_at_once_end_with_the_same_bits(
     spec, most = v.spec(here.sms), here.smem_per_cta - compiled.main.smem_bytes
     crowded = replace(spec, smem_bytes=most)
     fits, exceeds = (work.bench(Candidate(compiled.cubin, s)) for s in (spec, crowded))
-    assert fits.launch == exceeds.launch
+    launch = plan_launch(spec, work.problem.M)
+    assert plan_launch(crowded, work.problem.M) == launch
     assert here.occupancy(v.threads, compiled.main.registers, most) == 1
-    with_slices = min(fits.launch.participants, v.columns // 16)
+    with_slices = min(launch.participants, v.columns // 16)
     assert with_slices > here.sms // cluster
-    assert check_accuracy(exceeds, work.inputs, work.reference).fault == ""
+    assert check_accuracy(exceeds, work.inputs, work.expected).fault == ""
     assert check_repeats(exceeds, work.cancelling) == ""
     assert digest(exceeds, work.cancelling) == digest(fits, work.cancelling)
 
@@ -239,9 +246,11 @@ def test_more_than_two_to_the_31_elements(here: Target, device: torch.device) ->
     problem = Problem.parse("131080x16384:bf16")
     assert problem.M * problem.N > 2**31
     inputs = make_inputs(problem, device)
-    reference = make_reference(problem, inputs)
-    dx = Guarded((problem.M, problem.N), torch.bfloat16, device)
-    dw = Guarded((problem.N,), torch.bfloat16, device)
+    expected = bounds(problem, inputs)
+    outputs = {
+        "dx": Guarded((problem.M, problem.N), torch.bfloat16, device),
+        "dw": Guarded((problem.N,), torch.bfloat16, device),
+    }
     wide = [v for v in fallback_variants(here, [("bf16", "bf16")]) if v.least <= problem.N <= v.N]
     chosen = [(v, compile_variant(v, here.arch)) for v in wide]
     for seed, pipeline in enumerate(("bulk", "direct", "async") if here.has_bulk_copy else ()):
@@ -249,9 +258,8 @@ def test_more_than_two_to_the_31_elements(here: Target, device: torch.device) ->
     chosen = [entry for entry in chosen if refuse(*entry, problem, here) is None]
     assert chosen
     for v, compiled in chosen:
-        spec = v.spec(here.sms)
-        kernel, launch = LoadedKernel(compiled.cubin, spec), plan_launch(spec, problem.M)
-        accuracy = check_accuracy(Bench(kernel, problem, launch, dx, dw), inputs, reference)
+        runner = BackwardRunner(compiled.cubin, v.spec(here.sms), problem)
+        accuracy = check_accuracy(Bench(runner, outputs, device), inputs, expected)
         assert accuracy.fault == "", f"{v}: {accuracy.fault}"
 
 
@@ -265,9 +273,9 @@ def test_planted_bug_is_caught_as_wrong(
     knobs, old, new, says = WRONG[bug]
     work = workload(SHAPE)
     v = plain_variant(SHAPE, here, **knobs)
-    assert check_accuracy(bench_of(work, v, here), work.inputs, work.reference).fault == ""
+    assert check_accuracy(bench_of(work, v, here), work.inputs, work.expected).fault == ""
     bench = bench_of(work, v, here, old, new)
-    accuracy = check_accuracy(bench, work.inputs, work.reference)
+    accuracy = check_accuracy(bench, work.inputs, work.expected)
     assert accuracy.fault.startswith(says), accuracy
 
 

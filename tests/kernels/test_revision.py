@@ -13,7 +13,6 @@ import pytest
 from optuna.storages import InMemoryStorage
 
 from generator.kernels import render, revision
-from generator.kernels.forward import forward_variants
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import TEMPLATES, without_comments
 from generator.kernels.revision import code_digest
@@ -22,6 +21,7 @@ from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.runtime.table import ForwardTable
 from generator.search.search import Budget, search_problem
+from generator.space.forward_space import forward_variants
 from generator.space.load import load_space
 from generator.studies.records import Record, study_name
 from generator.studies.study_log import StudyLog

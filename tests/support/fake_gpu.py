@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing import parent_process
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from generator.evaluate.gpu.noise import SEARCH_PAUSES, Block, collect
@@ -23,9 +24,10 @@ from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant, make_variant
+from generator.operations import RMSNORM_BACKWARD
 from generator.problem import Problem
 from generator.result import Result
-from generator.runtime.spec import FORWARD_KERNELS, MAIN_KERNEL
+from generator.runtime.spec import FORWARD_KERNELS, MAIN_KERNEL, ForwardSpec
 from tests.support.synthetic import FLOOR_US, PROBLEM, TARGET, cost, digest
 
 COMPILE_FAULTS = ("compile_error", "compile_crash", "spill")
@@ -115,6 +117,23 @@ class Landscape:
 
 
 @dataclass(frozen=True)
+class ForwardLandscape:
+    """The same for forwards, by the variant's id. residual: faults of calls with a residual."""
+
+    ratios: dict[str, float] = field(default_factory=dict)
+    faults: dict[str, str] = field(default_factory=dict)
+    residual: dict[str, str] = field(default_factory=dict)
+
+    def ratio(self, variant: Any) -> float:
+        return self.ratios.get(variant.config["id"], 1.5)
+
+    def fault(self, config: Config) -> str:
+        name = str(config["id"])
+        own = self.faults.get(name, "")
+        return self.residual.get(name, own) if config["residual"] else own
+
+
+@dataclass(frozen=True)
 class FakeCompiler:
     """Compiles a config to a cubin that is the config."""
 
@@ -175,7 +194,7 @@ class FakeGpu:
     """Opens a session, as `worker.open_session` does. seconds: what a trial takes."""
 
     log: Log
-    landscape: Landscape = Landscape()
+    landscape: Landscape | ForwardLandscape = Landscape()
     weather: Weather = Weather()
     seconds: float = 0.002
 
@@ -214,10 +233,11 @@ class FakeSession:
                     time.sleep(3600)
                 if self.gpu.landscape.fault(variant.config) == "late_sticky":
                     return Answer(Result("crashed", note="planted"), last=True)
-            return Answer(block=self.gpu.weather.block(ratios, 21, self.rng))
+            return Answer(block=self.gpu.weather.block(ratios, job.rounds or 21, self.rng))
         name = key(variants[0].config)
         driver = parent_process()
         entry = {"kind": job.kind, "key": name, "driver": driver and driver.pid}
+        entry |= {"problem": str(job.problem), "operation": job.operation}
         self.gpu.log.write(**entry, event="begin")
         answer = self._answer(job, variants[0], ratios[0])
         known = answer.result
@@ -244,6 +264,8 @@ class FakeSession:
             return Answer(result, last=True, short_of_memory=True)
         if fault == "wrong":
             return Answer(Result("wrong", note="planted"))
+        if job.kind == "accuracy":
+            return Answer(Result("ok", checks=("accuracy",)))
         bits = digest(key(variant.config), os.getpid() if fault == "moody" else 0)
         if job.kind == "digest":
             return Answer(Result("ok", extra={"digest": bits}))
@@ -256,7 +278,7 @@ class FakeSession:
                 SEARCH_PAUSES,
                 lambda seconds: None,
             )
-            fields |= timing.fields()
+            fields |= timing.fields(RMSNORM_BACKWARD.traffic_bytes(job.problem))
         if fault == "unsteady" or variant.determinism == "none":
             note = "planted" if fault else "none by construction"
             return Answer(
@@ -273,7 +295,10 @@ class FakeSession:
         return True
 
     @staticmethod
-    def _variant(candidate: Candidate, problem: Problem) -> Variant:
+    def _variant(candidate: Candidate, problem: Problem) -> Any:
+        if isinstance(candidate.spec, ForwardSpec):
+            config = {"id": candidate.spec.name, "residual": problem.residual}
+            return SimpleNamespace(config=config, determinism="gpu_to_gpu")
         return make_variant(dict(json.loads(candidate.cubin)), problem)
 
 

@@ -21,15 +21,16 @@ import pytest
 from generator.errors import NormforgeError
 from generator.kernels import cubin_cache, precompile
 from generator.kernels.cubin_cache import CubinCache, compile_variant
-from generator.kernels.forward import compile_forward, generic_forwards, render_forward
+from generator.kernels.forward import compile_forward, render_forward
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.precompile import MOST_PROCESSES, NICE, cached, precompiling
 from generator.package.fallback_kernels import DTYPES, fallback_variants, first_choices
 from generator.paths import REPOSITORY
 from generator.problem import Problem
+from generator.space.forward_space import forward_variants, generic_forwards
 from generator.target import find_target
 from generator.tuner import emission, run
-from generator.tuner.forward import MOST_VARIANTS, forward_variants, forwards_to_compile, space_code
+from generator.tuner.forward import MOST_VARIANTS, forwards_to_compile, space_code
 from generator.tuner.plan import longest_first
 from generator.tuner.run import foreseen, tune
 from tests.support.fake_devices import FACTS, Quiet, make_plan

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 from generator.errors import ProblemError
 from generator.evaluate.gpu.noise import SEARCH_PAUSES, Block, NoisyError, Timing, collect, noise_in
@@ -13,8 +14,10 @@ from generator.evaluate.gpu.nvml import DeviceMonitor
 from generator.evaluate.gpu.protocol import Candidate, Handler, Job, WorkerLostError
 from generator.evaluate.gpu.supervisor import JOB_SECONDS, KEPT, Supervisor
 from generator.evaluate.gpu.worker import open_session
+from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
+from generator.operations import RMSNORM_BACKWARD, Operation
 from generator.problem import Problem
 from generator.result import Result
 from generator.target import Target
@@ -25,11 +28,13 @@ FINAL_BLOCKS = 3
 FINAL_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Seconds after each noisy block of the finals: one minute for a neighbour to finish."""
 
+Entry = tuple[Variant | ForwardVariant, Compiled]
+
 
 class MeasuredEvaluator:
-    """Evaluates candidates on a real GPU; the search sees only Results.
+    """Evaluates candidates of one operation on a real GPU; the search sees only Results.
 
-    What becomes of lost workers: see Supply, which also explains the arguments. Blocks of times
+    What becomes of lost workers: see Supervisor, which also explains the arguments. Blocks of times
     that generator.evaluate.gpu.noise does not believe are measured again.
     """
 
@@ -45,8 +50,9 @@ class MeasuredEvaluator:
         method: str = "spawn",
         sleep: Callable[[float], None] = time.sleep,
         supervisor: Supervisor | None = None,
+        operation: Operation = RMSNORM_BACKWARD,
     ) -> None:
-        self.target = target
+        self.target, self.operation = target, operation
         self._sleep = sleep
         self._supervisor = supervisor or Supervisor(
             device, seconds, open_handler=open_handler, method=method, sleep=sleep
@@ -79,8 +85,9 @@ class MeasuredEvaluator:
         """Accuracy, timing, 20-run determinism. Never raises for a bad candidate."""
         if problem not in self._floors:
             self._probe(problem)
-        candidate = self._candidate(variant, compiled)
-        job = Job("evaluate", problem, (candidate,), best_us, self._floors.get(problem))
+        candidates = self._candidates([(variant, compiled)])
+        floor_us = self._floors.get(problem)
+        job = self._job("evaluate", problem, candidates, best_us=best_us, floor_us=floor_us)
         result = self._result(job)
         self._supervisor.spare()
         self.discarded += result.extra.get("discarded_blocks", 0)
@@ -90,16 +97,27 @@ class MeasuredEvaluator:
             return replace(result, note="; ".join(note for note in notes if note))
         if result.floor_us is not None:
             self._learn(problem, result.floor_us)
-            # References of different GPUs are not compared (generator.search.finals.noisy).
+            # Floors of different GPUs are not compared (generator.search.finals.noisy).
             result = replace(result, extra={**result.extra, "gpu": self.facts.get("uuid", "")})
         return result
 
+    def check_accuracy(self, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
+        """Results of the accuracy check alone, without times."""
+        self._probe(problem)
+        return self._each("accuracy", problem, self._candidates(entries))
+
+    def climb(self, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
+        """Results of the determinism ladder alone, without times."""
+        self._probe(problem)
+        return self._each("ladder", problem, self._candidates(entries))
+
     def shortlist(
-        self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]
+        self, problem: Problem, entries: Sequence[Entry], rounds: int | None = None
     ) -> list[float]:
         """Ratios from one block in which all take turns; nothing when it stays noisy or costs the
-        worker its life. Whoever did that is found in the finals."""
-        job = Job("interleave", problem, tuple(self._candidate(*entry) for entry in entries))
+        worker its life. Whoever did that is found in the finals. rounds: default as many as in the
+        finals."""
+        job = self._job("interleave", problem, self._candidates(entries), rounds=rounds)
         try:
             timing = collect(
                 *(lambda: self._block(job), 1, self._floors.get(problem), SEARCH_PAUSES),
@@ -110,17 +128,18 @@ class MeasuredEvaluator:
         self.discarded += timing.discarded
         return [] if timing.fault else list(timing.ratios)
 
-    def finals(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[Result]:
-        """The determinism ladder for each, then all that passed timed in the same blocks.
+    def finals(self, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
+        """The determinism ladder for each, then all that passed timed in the same blocks. What sums
+        over rows must have the same bits in a fresh process, too.
 
         Raises NoisyError when a minute of trying brings no clean blocks."""
-        self._probe(problem)
-        candidates = [self._candidate(*entry) for entry in entries]
-        results = [self._result(Job("ladder", problem, (one,))) for one in candidates]
-        self._supervisor.renew(problem)  # by the fresh process in which the same bits must appear
-        for i, candidate in enumerate(candidates):
-            if results[i].outcome == "ok":
-                results[i] = self._once_more(problem, candidate, results[i])
+        results = self.climb(problem, entries)
+        candidates = self._candidates(entries)
+        if self.operation.sums_rows:
+            self._supervisor.renew(self._job("probe", problem))
+            for i, candidate in enumerate(candidates):
+                if results[i].outcome == "ok":
+                    results[i] = self._once_more(problem, candidate, results[i])
         results = self._timed(problem, candidates, results)
         self._supervisor.spare()  # starts while the next problem is searched
         return results
@@ -141,17 +160,26 @@ class MeasuredEvaluator:
         return f"Noise on device {self._supervisor.device}: {'; '.join(said)}." if said else ""
 
     def _probe(self, problem: Problem) -> None:
-        """Set a problem up and time its reference, so that no candidate pays for that."""
+        """Set a problem up and time its floor, so that no candidate pays for that."""
         try:
-            answer = self._supervisor.call(Job("probe", problem))
+            answer = self._supervisor.call(self._job("probe", problem))
         except WorkerLostError:
             return  # replaced, and the new one has done it
         floor_us = median(answer.block[0]) if answer.block else None
         if answer.block and floor_us and not noise_in(answer.block):
             self._learn(problem, floor_us)
 
-    def _candidate(self, variant: Variant, compiled: Compiled) -> Candidate:
-        return Candidate(compiled.cubin, variant.spec(self.target.sms))
+    def _candidates(self, entries: Sequence[Entry]) -> tuple[Candidate, ...]:
+        sms = self.target.sms
+        return tuple(Candidate(compiled.cubin, v.spec(sms)) for v, compiled in entries)
+
+    def _job(
+        self, kind: str, problem: Problem, candidates: tuple[Candidate, ...] = (), **more: Any
+    ) -> Job:
+        return Job(kind, problem, candidates, operation=self.operation.name, **more)
+
+    def _each(self, kind: str, problem: Problem, candidates: tuple[Candidate, ...]) -> list[Result]:
+        return [self._result(self._job(kind, problem, (one,))) for one in candidates]
 
     # Noise
 
@@ -171,7 +199,7 @@ class MeasuredEvaluator:
     # The finals
 
     def _once_more(self, problem: Problem, candidate: Candidate, first: Result) -> Result:
-        again = self._result(Job("digest", problem, (candidate,)))
+        again = self._result(self._job("digest", problem, (candidate,)))
         if again.outcome != "ok":
             return again
         if again.extra["digest"] != first.extra["digest"]:
@@ -197,14 +225,14 @@ class MeasuredEvaluator:
                     results[i] = self._alone(problem, candidates[i]) or results[i]
                 continue
             for place, i in enumerate(open_):
-                fields = timing.fields(place)
+                fields = timing.fields(self.operation.traffic_bytes(problem), place)
                 fields["extra"] = results[i].extra | fields["extra"]
                 results[i] = replace(results[i], **fields)
             return results
         raise ProblemError(f"{problem}: timing the finalists failed: {reason}; {KEPT}")
 
     def _blocks(self, problem: Problem, candidates: Sequence[Candidate]) -> Timing:
-        job = Job("interleave", problem, tuple(candidates))
+        job = self._job("interleave", problem, tuple(candidates))
         best = self._floors.get(problem)
 
         timing = collect(lambda: self._block(job), FINAL_BLOCKS, best, FINAL_PAUSES, self._sleep)
@@ -226,7 +254,7 @@ class MeasuredEvaluator:
     def _alone(self, problem: Problem, candidate: Candidate) -> Result | None:
         """The outcome of a candidate that breaks the worker by itself, else None."""
         try:
-            self._supervisor.call(Job("interleave", problem, (candidate,)))
+            self._supervisor.call(self._job("interleave", problem, (candidate,)))
         except WorkerLostError as lost:
             return Result(lost.outcome, note=lost.note)
         return None

@@ -53,9 +53,10 @@ class Timing:
     discarded: int = 0
     fault: str = ""
 
-    def fields(self, candidate: int = 0) -> dict[str, Any]:
-        """The fields of a Result that say how fast a candidate is and how far to trust that."""
-        extra: dict[str, Any] = {"spread": round(self.spread, 4)}
+    def fields(self, floor_bytes: int, candidate: int = 0) -> dict[str, Any]:
+        """The fields of a Result that say how fast a candidate is and how far to trust that.
+        floor_bytes: what the floor moves."""
+        extra: dict[str, Any] = {"spread": round(self.spread, 4), "floor_bytes": floor_bytes}
         if self.discarded:
             extra["discarded_blocks"] = self.discarded
         if self.fault:

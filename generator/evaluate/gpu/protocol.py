@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.noise import Block
+from generator.operations import RMSNORM_BACKWARD
 from generator.problem import Problem
 from generator.result import Result
-from generator.runtime.spec import KernelSpec
+from generator.runtime.spec import ForwardSpec, KernelSpec
 
 
 @dataclass(frozen=True)
@@ -20,17 +21,23 @@ class Candidate:
     """What the worker needs of a variant: it gets machine code, never a template."""
 
     cubin: bytes
-    spec: KernelSpec
+    spec: KernelSpec | ForwardSpec
+
+    @property
+    def orderless(self) -> bool:
+        """Whether it is not deterministic by construction."""
+        return isinstance(self.spec, KernelSpec) and self.spec.determinism == "none"
 
 
 @dataclass(frozen=True)
 class Job:
     """One request.
 
-    kind: "evaluate", "ladder" or "digest" (one candidate each, answered with a Result),
-    "interleave" (any number of candidates, answered with one Block) or "probe" (the reference
-    alone: shows that the GPU works). best_us: of the best candidate so far; floor_us: the fastest
-    reference of this problem in this run; None where there is none yet.
+    kind: "evaluate", "accuracy", "ladder" or "digest" (one candidate each, answered with a Result),
+    "interleave" (any number of candidates, answered with one Block) or "probe" (the floor alone:
+    shows that the GPU works). best_us: of the best candidate so far; floor_us: the fastest floor of
+    this problem in this run; None where there is none yet. operation: its name; rounds: of the
+    Block, None for those of the finals.
     """
 
     kind: str
@@ -38,6 +45,12 @@ class Job:
     candidates: tuple[Candidate, ...] = ()
     best_us: float | None = None
     floor_us: float | None = None
+    operation: str = RMSNORM_BACKWARD.name
+    rounds: int | None = None
+
+    def probe(self) -> Job:
+        """The job that sets up the same problem and times its floor."""
+        return Job("probe", self.problem, operation=self.operation)
 
 
 @dataclass(frozen=True)

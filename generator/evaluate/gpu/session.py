@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,11 @@ from generator.evaluate.verify.determinism import (
     digest,
 )
 from generator.evaluate.verify.guarded import Guarded
-from generator.operations.rmsnorm_backward import (
-    TORCH_DTYPE,
-    make_cancelling,
-    make_inputs,
-    make_reference,
-)
+from generator.operations import OPERATIONS, RMSNORM_BACKWARD, Operation
+from generator.operations.operation import TORCH_DTYPE
 from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.launch.driver import LaunchError
-from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.spec import plan_launch
 
 SEARCH_ROUNDS = 15
 FINAL_ROUNDS = 21
@@ -48,28 +43,27 @@ _REFUSED = (
 
 
 class Workload:
-    """Inputs, reference and outputs of one problem on the device."""
+    """One problem of an operation on the device: inputs, what outputs have to be, room for them,
+    and the floor."""
 
-    def __init__(self, problem: Problem, device: torch.device) -> None:
-        self.problem = problem
-        self.inputs = make_inputs(problem, device)
-        self.cancelling = make_cancelling(problem, self.inputs)
-        self.reference = make_reference(problem, self.inputs)
-        self.dx = Guarded((problem.M, problem.N), TORCH_DTYPE[problem.dtype], device)
-        self.dw = Guarded((problem.N,), TORCH_DTYPE[problem.weight_dtype], device)
-        self.dresidual: Guarded | None = None
-        if problem.residual not in ("", problem.dtype):
-            dtype = TORCH_DTYPE[problem.residual]
-            self.dresidual = Guarded((problem.M, problem.N), dtype, device)
-
-    def floor(self) -> object:
-        """The practical floor: the same three streams of memory."""
-        return torch.add(self.inputs.x, self.inputs.dy, out=self.dx.tensor)
+    def __init__(
+        self, problem: Problem, device: torch.device, operation: Operation = RMSNORM_BACKWARD
+    ) -> None:
+        self.problem, self.device, self.operation = problem, device, operation
+        self.inputs = operation.make_inputs(problem, device)
+        self.cancelling = operation.make_cancelling(problem, self.inputs)
+        self.expected = operation.bounds(problem, self.inputs)
+        self.outputs = {
+            out.name: Guarded(out.shape, TORCH_DTYPE[out.dtype], device)
+            for out in operation.outputs(problem)
+        }
+        places = {name: guarded.tensor for name, guarded in self.outputs.items()}
+        self.floor_bytes = operation.traffic_bytes(problem)
+        self.floor = operation.floor(problem, self.inputs, places)
 
     def bench(self, candidate: Candidate) -> Bench:
-        kernel = LoadedKernel(candidate.cubin, candidate.spec)
-        launch = plan_launch(candidate.spec, self.problem.M)
-        return Bench(kernel, self.problem, launch, self.dx, self.dw, self.dresidual)
+        runner = self.operation.load(candidate.cubin, candidate.spec, self.problem)
+        return Bench(runner, self.outputs, self.device)
 
 
 class Session:
@@ -85,23 +79,25 @@ class Session:
         self.facts = _facts(device)
         self._workload: Workload | None = None
 
-    def workload(self, problem: Problem) -> Workload:
-        if self._workload is None or self._workload.problem != problem:
-            self._workload = None
+    def workload(self, problem: Problem, operation: Operation = RMSNORM_BACKWARD) -> Workload:
+        kept = self._workload
+        if kept is None or (kept.problem, kept.operation) != (problem, operation):
+            kept = self._workload = None
             torch.cuda.empty_cache()
-            self._workload = Workload(problem, self.device)
-        return self._workload
+            kept = self._workload = Workload(problem, self.device, operation)
+        return kept
 
     def handle(self, job: Job) -> Answer:
         """The answer to a job; whatever a candidate does is part of it."""
         try:
-            workload = self.workload(job.problem)
+            workload = self.workload(job.problem, OPERATIONS[job.operation])
             torch.cuda.synchronize()
         except RuntimeError as error:
             short = _short_of_memory(error)
             return Answer(error=_sentence(error), last=True, short_of_memory=short)
         work: dict[str, Callable[[Workload, Job], Answer]] = {
             "evaluate": self._evaluate,
+            "accuracy": self._accuracy,
             "ladder": self._ladder,
             "digest": self._digest,
             "interleave": self._interleave,
@@ -121,9 +117,9 @@ class Session:
 
     def _evaluate(self, workload: Workload, job: Job) -> Answer:
         bench = workload.bench(job.candidates[0])
-        accuracy = check_accuracy(bench, workload.inputs, workload.reference)
+        accuracy = check_accuracy(bench, workload.inputs, workload.expected)
         if accuracy.fault:
-            return _wrong(accuracy)
+            return Answer(_accurate(accuracy))
         operations = [workload.floor, lambda: bench.run(workload.inputs)]
         timing = collect(
             lambda: self.timer.block(operations, SEARCH_ROUNDS),
@@ -132,30 +128,35 @@ class Session:
             SEARCH_PAUSES,
             time.sleep,
         )
-        known = _accurate(accuracy) | timing.fields()
-        us = known["us"]
+        known = replace(_accurate(accuracy), **timing.fields(workload.floor_bytes))
+        us = timing.us[0]
         # Noise makes anything slow.
         if job.best_us is not None and us > SLOW * job.best_us and not timing.fault:
             note = f"{us:.1f} us, the best has {job.best_us:.1f}"
-            return Answer(Result(**known | {"outcome": "slow", "note": note}))
+            return Answer(replace(known, outcome="slow", note=note))
         fault = check_repeats(bench, workload.cancelling)
-        return Answer(Result(**known | _determinism(job.candidates[0], fault, ("20 runs",))))
+        return Answer(_determinism(known, job.candidates[0], fault, ("20 runs",)))
+
+    def _accuracy(self, workload: Workload, job: Job) -> Answer:
+        bench = workload.bench(job.candidates[0])
+        return Answer(_accurate(check_accuracy(bench, workload.inputs, workload.expected)))
 
     def _ladder(self, workload: Workload, job: Job) -> Answer:
         candidate = job.candidates[0]
         bench = workload.bench(candidate)
-        accuracy = check_accuracy(bench, workload.inputs, workload.reference)
-        if accuracy.fault:
-            return _wrong(accuracy)
-        bits = digest(bench, workload.cancelling)
+        known = _accurate(check_accuracy(bench, workload.inputs, workload.expected))
+        if known.outcome != "ok":
+            return Answer(known)
+        known = replace(known, extra={"digest": digest(bench, workload.cancelling)})
+        checks: tuple[str, ...] = ("20 runs",)
         fault = check_repeats(bench, workload.inputs)
-        fault = fault or check_repeats(bench, workload.cancelling)
-        fault = fault or check_repeats(bench, workload.cancelling, around=self.disturbance)
-        if candidate.spec.determinism != "none":
-            fault = fault or check_call_options(bench, workload.inputs)
-        checks = ("20 runs", "cancelling magnitudes", "busy GPU and thrashed L2", "call options")
-        known = _accurate(accuracy) | {"extra": {"digest": bits}}
-        return Answer(Result(**known | _determinism(candidate, fault, checks)))
+        if workload.operation.sums_rows:
+            checks += ("cancelling magnitudes", "busy GPU and thrashed L2", "call options")
+            fault = fault or check_repeats(bench, workload.cancelling)
+            fault = fault or check_repeats(bench, workload.cancelling, around=self.disturbance)
+            if not candidate.orderless:
+                fault = fault or check_call_options(bench, workload.inputs)
+        return Answer(_determinism(known, candidate, fault, checks))
 
     def _digest(self, workload: Workload, job: Job) -> Answer:
         bench = workload.bench(job.candidates[0])
@@ -167,42 +168,35 @@ class Session:
 
         benches = [workload.bench(candidate) for candidate in job.candidates]
         operations = [workload.floor, *map(operation, benches)]
-        return Answer(block=self.timer.block(operations, FINAL_ROUNDS))
+        return Answer(block=self.timer.block(operations, job.rounds or FINAL_ROUNDS))
 
     def _probe(self, workload: Workload, job: Job) -> Answer:
         return Answer(block=self.timer.block([workload.floor], SEARCH_ROUNDS))
 
 
-def _wrong(accuracy: Accuracy) -> Answer:
-    return Answer(
-        Result(
-            "wrong",
-            error_dx=accuracy.error_dx,
-            error_dw=accuracy.error_dw,
-            note=accuracy.fault,
-        )
+def _accurate(accuracy: Accuracy) -> Result:
+    """The result so far; it is the last one where the outcome is not ok."""
+    return Result(
+        "wrong" if accuracy.fault else "ok",
+        error_dx=accuracy.errors.get("dx"),
+        error_dw=accuracy.errors.get("dw"),
+        checks=() if accuracy.fault else ("accuracy",),
+        note=accuracy.fault,
     )
 
 
-def _accurate(accuracy: Accuracy) -> dict[str, Any]:
-    return {
-        "outcome": "ok",
-        "error_dx": accuracy.error_dx,
-        "error_dw": accuracy.error_dw,
-        "checks": ("accuracy",),
-    }
-
-
-def _determinism(candidate: Candidate, fault: str, checks: tuple[str, ...]) -> dict[str, Any]:
-    """Outcome, verdict and checks after runs were compared bit by bit."""
+def _determinism(
+    known: Result, candidate: Candidate, fault: str, checks: tuple[str, ...]
+) -> Result:
+    """The result after runs were compared bit by bit."""
     if fault.startswith(("wrote", "left")):
-        return {"outcome": "wrong", "note": fault}
+        return replace(known, outcome="wrong", note=fault)
     if fault:
-        return {"outcome": "nondeterministic", "determinism": "refuted", "note": fault}
-    if candidate.spec.determinism == "none":
+        return replace(known, outcome="nondeterministic", determinism="refuted", note=fault)
+    if candidate.orderless:
         note = "not deterministic by construction, though these runs agreed"
-        return {"outcome": "nondeterministic", "determinism": "unverified", "note": note}
-    return {"determinism": "verified", "checks": ("accuracy", *checks)}
+        return replace(known, outcome="nondeterministic", note=note)
+    return replace(known, determinism="verified", checks=(*known.checks, *checks))
 
 
 def _sentence(error: BaseException) -> str:

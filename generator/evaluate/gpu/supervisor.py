@@ -14,7 +14,6 @@ from typing import Any
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.protocol import Answer, Handler, Job, WorkerLostError
 from generator.evaluate.gpu.worker import GpuWorker, open_session
-from generator.problem import Problem
 
 JOB_SECONDS = 30.0
 """Deadline of one job; the largest problem's longest check takes a few seconds."""
@@ -40,8 +39,8 @@ def _first(start: Callable[[], GpuWorker]) -> tuple[GpuWorker, dict[str, Any]]:
 class Supervisor:
     """One worker at work and one in reserve, which takes over when the first is lost.
 
-    seconds: deadline of one job; open_hands and method: see GpuWorker. facts: about the GPU; lost:
-    workers that were lost so far.
+    seconds: deadline of one job; open_handler and method: see GpuWorker. facts: about the GPU;
+    lost: workers that were lost so far.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Supervisor:
             try:
                 answer = self._worker.call(job, self.seconds)
             except WorkerLostError as lost:
-                self._replace(job.problem)
+                self._replace(job.probe())
                 if not lost.outside:
                     raise
                 answer, reason = Answer(), lost.note
@@ -103,7 +102,7 @@ class Supervisor:
                 continue
             self._starved = 0
             if answer.last:
-                self._replace(None if answer.error else job.problem)
+                self._replace(None if answer.error else job.probe())
             return _checked(job, answer)
         self._starved += 1
         if answer.result is not None and self._starved < STARVED:
@@ -113,13 +112,13 @@ class Supervisor:
             f"a row ({reason}): see what ends it or holds the GPU's memory; {KEPT}"
         )
 
-    def _replace(self, problem: Problem | None) -> None:
+    def _replace(self, probe: Job | None) -> None:
         self.lost += 1
-        self.renew(problem)
+        self.renew(probe)
 
-    def renew(self, problem: Problem | None) -> None:
-        """The reserve, or a new process, becomes the worker. With a problem it has to time the
-        reference first: a GPU that no longer works must not be blamed on candidate after
+    def renew(self, probe: Job | None) -> None:
+        """The reserve, or a new process, becomes the worker. With a probe it has to time the floor
+        first: a GPU that no longer works must not be blamed on candidate after
         candidate."""
         for pause in (0.0, *RETRY_PAUSES):
             self._sleep(pause)
@@ -127,9 +126,9 @@ class Supervisor:
             self._worker, self._reserve = self._reserve or self._open(), None
             try:
                 self._worker.ready()
-                if problem is None:
+                if probe is None:
                     return
-                answer = self._worker.call(Job("probe", problem), self.seconds)
+                answer = self._worker.call(probe, self.seconds)
                 if answer.block is not None:
                     return
                 reason = answer.error or (answer.result.note if answer.result else "no answer")

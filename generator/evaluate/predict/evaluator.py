@@ -18,6 +18,7 @@ from generator.evaluate.predict.model import MODEL, Case, Model, Rates, floor_us
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant
+from generator.operations import RMSNORM_BACKWARD
 from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.spec import ceil_div, plan_launch
@@ -48,7 +49,7 @@ def _main_loop(case: Case) -> dict[str, float]:
     full, left = divmod(case.problem.M, batch * teams)
     memory = rates.memory * m.row_efficiency
 
-    row_bytes = case.problem.traffic_bytes // case.problem.M + 4  # and rstd
+    row_bytes = RMSNORM_BACKWARD.traffic_bytes(case.problem) // case.problem.M + 4  # and rstd
     moved = case.problem.M * row_bytes + 2 * case.problem.N * case.problem.weight_itemsize
     traffic = (moved + rates.written_back(moved)) / memory
     row_us = row_bytes / memory
@@ -141,7 +142,10 @@ class Predictor:
             floor_us=floor,
             ratio=prediction.us / floor,
             note="" if fixed else "not deterministic by construction: adds in order of arrival",
-            extra={"parts": dict(prediction.parts)},
+            extra={
+                "parts": dict(prediction.parts),
+                "floor_bytes": RMSNORM_BACKWARD.traffic_bytes(problem),
+            },
         )
 
     def finals(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[Result]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from generator.kernels.variant import Variant
+from generator.operations import RMSNORM_BACKWARD
 from generator.problem import Problem
 from generator.runtime.spec import Launch, ceil_div
 from generator.target import Target
@@ -110,9 +111,10 @@ class Rates:
 
 
 def floor_us(problem: Problem, target: Target, model: Model = MODEL) -> float:
-    """µs of `torch.add(x, dy, out=dx)` on (M, N) tensors, cold L2, inside a CUDA graph."""
+    """µs of the floor of the backward: torch.add over the bytes that it moves, cold L2, inside a
+    CUDA graph."""
     rates = Rates(target, model)
-    traffic = problem.traffic_bytes
+    traffic = RMSNORM_BACKWARD.traffic_bytes(problem)
     moved = traffic + rates.written_back(traffic)
     return model.launch_us + model.memory_latency_us + moved / rates.memory
 

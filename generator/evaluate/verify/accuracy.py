@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from generator.evaluate.verify.bench import Bench
-from generator.operations.rmsnorm_backward import (
-    CHUNK_ELEMENTS,
-    HALF_UNIT,
-    Inputs,
-    Reference,
-    slacks,
-)
+from generator.operations.operation import CHUNK_ELEMENTS, Bound
 
 
 @dataclass
 class Accuracy:
-    """Errors as ||out - ref|| / ||ref||; fault is "" or the sentence that says what is wrong."""
+    """Errors of the outputs as ||out - ref|| / ||ref||; fault is "" or the sentence that says what
+    is wrong."""
 
-    error_dx: float
-    error_dw: float
+    errors: dict[str, float]
     fault: str
 
 
@@ -65,22 +61,21 @@ def compare(
     return (square_error / max(square_ref, 1e-300)) ** 0.5, fault
 
 
-def check_accuracy(bench: Bench, inputs: Inputs, reference: Reference) -> Accuracy:
-    """One run on poisoned outputs and workspace against the reference."""
+def compare_all(outputs: Mapping[str, torch.Tensor], expected: Mapping[str, Bound]) -> Accuracy:
+    """The errors of all outputs, and the first that is not what it has to be."""
+    errors, fault = {}, ""
+    for name, bound in expected.items():
+        errors[name], found = compare(name, outputs[name], bound.reference, bound.unit, bound.slack)
+        fault = fault or found
+    return Accuracy(errors, fault)
+
+
+def check_accuracy(bench: Bench, inputs: Any, expected: Mapping[str, Bound]) -> Accuracy:
+    """One run on poisoned outputs and workspace against what every output has to be."""
     bench.arm()
     bench.poison()
     bench.run(inputs)
-    problem = bench.problem
-    slack_dx, slack_dw = slacks(problem, reference)
-    error_dx, fault_dx = compare(
-        "dx", bench.dx.tensor, reference.dx, HALF_UNIT[problem.dtype], slack_dx
-    )
-    error_dw, fault_dw = compare(
-        "dw", bench.dw.tensor, reference.dw, HALF_UNIT[problem.weight_dtype], slack_dw
-    )
-    fault = fault_dx or fault_dw
-    if bench.dresidual is not None:
-        unit = HALF_UNIT[problem.residual]
-        _, second = compare("dresidual_out", bench.dresidual.tensor, reference.dx, unit, slack_dx)
-        fault = fault or second
-    return Accuracy(error_dx, error_dw, fault or bench.fault())
+    outputs = {name: guarded.tensor for name, guarded in bench.outputs.items()}
+    accuracy = compare_all(outputs, expected)
+    accuracy.fault = accuracy.fault or bench.fault()
+    return accuracy

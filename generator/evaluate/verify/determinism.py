@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.guarded import Guarded
-from generator.operations.rmsnorm_backward import CHUNK_ELEMENTS, Inputs
+from generator.operations.operation import CHUNK_ELEMENTS
+from generator.operations.rmsnorm_backward import Inputs
 from generator.runtime.launch.launch import (
     DW_ADDED,
     DW_IN_FP32,
@@ -26,7 +28,7 @@ def same_bits(a: Guarded, b: torch.Tensor) -> bool:
 
 def check_repeats(
     bench: Bench,
-    inputs: Inputs,
+    inputs: Any,
     runs: int = RUNS,
     around: Callable[[int], None] | None = None,
 ) -> str:
@@ -38,7 +40,7 @@ def check_repeats(
     bench.arm()
     bench.poison()
     bench.run(inputs)
-    firsts = {name: guarded.inside.clone() for name, guarded in bench.outputs.items()}
+    firsts = bench.bits()
     for i in range(1, runs):
         bench.poison((0xFF, 0x7F, 0x00, 0x3C)[i % 4])
         if around is not None:
@@ -52,13 +54,13 @@ def check_repeats(
 
 
 def check_call_options(bench: Bench, inputs: Inputs) -> str:
-    """What a call may ask of any kernel at run time, each compared bit by bit with plain calls: no
-    dx, no dw, no weight, dw as fp32, dw added to an fp32 buffer, x and dy as the heads of packed
-    tensors. Returns "" or what differed."""
+    """What a call may ask of any backward kernel at run time, each compared bit by bit with plain
+    calls: no dx, no dw, no weight, dw as fp32, dw added to an fp32 buffer, x and dy as the heads of
+    packed tensors. Returns "" or what differed."""
     bench.arm()
     bench.poison()
     bench.run(inputs)
-    plain = {name: guarded.inside.clone() for name, guarded in bench.outputs.items()}
+    plain = bench.bits()
 
     def differs(option: str, *names: str) -> str:
         for name in names:
@@ -68,33 +70,34 @@ def check_call_options(bench: Bench, inputs: Inputs) -> str:
 
     rows = tuple(name for name in plain if name != "dw")
     bench.poison()
-    bench.run(inputs, want_dw=False)
+    bench.run(inputs, instead={"dw": None})
     fault = differs("without dw", *rows)
     bench.poison()
-    bench.run(inputs, want_dx=False)
+    bench.run(inputs, instead={"dx": None})
     fault = fault or differs("without dx", "dw")
 
-    wide = Guarded((bench.problem.N,), torch.float32, bench.dx.buffer.device)
+    dw, (M, N) = bench.outputs["dw"].tensor, bench.outputs["dx"].tensor.shape
+    wide = Guarded((N,), torch.float32, dw.device)
     wide.poison()
-    bench.run(inputs, dw=wide.tensor, dw_mode=DW_IN_FP32)
-    narrowed = wide.tensor.to(bench.dw.tensor.dtype)
+    bench.run(inputs, instead={"dw": wide.tensor}, dw_mode=DW_IN_FP32)
+    narrowed = wide.tensor.to(dw.dtype)
     if not torch.equal(narrowed.view(torch.uint8), plain["dw"].view(torch.uint8)):
         fault = fault or "dw as fp32 does not round to dw"
-    start = torch.linspace(-3, 5, bench.problem.N, device=wide.buffer.device)
+    start = torch.linspace(-3, 5, N, device=dw.device)
     expected = start + wide.tensor
     wide.tensor.copy_(start)
-    bench.run(inputs, dw=wide.tensor, dw_mode=DW_ADDED)
+    bench.run(inputs, instead={"dw": wide.tensor}, dw_mode=DW_ADDED)
     if not (torch.equal(wide.tensor, expected) and wide.intact()):
         fault = fault or "dw added to a buffer is not the buffer and dw"
 
     bench.run(replace(inputs, weight=torch.ones_like(inputs.weight)))
-    plain = {name: guarded.inside.clone() for name, guarded in bench.outputs.items()}
+    plain = bench.bits()
     bench.poison()
     without = replace(inputs, weight=None)  # type: ignore[arg-type]
     bench.run(without)
     fault = fault or differs("without a weight", *plain)
     for heads in (32, 8, 3, 2):
-        if bench.problem.M % heads == 0 and gap_factor(bench.problem.M, heads):
+        if M % heads == 0 and gap_factor(M, heads):
             bench.poison()
             x, dy = pack(inputs.x, heads, 1), pack(inputs.dy, heads, 2)
             bench.run(replace(without, x=x, dy=dy))
@@ -126,17 +129,21 @@ class Disturbance:
                 torch.mm(self.matrix, self.matrix)
 
 
-def digest(bench: Bench, inputs: Inputs) -> str:
-    """Hash of the bits of dx and dw, for comparing runs in different processes. dx enters through
-    two sums over its 64-bit (or smaller) words, one of them weighted by position."""
+def digest(bench: Bench, inputs: Any) -> str:
+    """Hash of the bits of all outputs, for comparing runs in different processes. Matrices enter
+    through two sums over their 32-bit (or smaller) words, one of them weighted by position."""
     bench.poison()
     bench.run(inputs)
-    hasher = hashlib.sha256(bench.dw.inside.cpu().numpy().tobytes())
-    words = bench.dx.inside
-    if words.numel() % 4 == 0:
-        words = words.view(torch.int32)
-    for start in range(0, words.numel(), CHUNK_ELEMENTS):
-        part = words[start : start + CHUNK_ELEMENTS].to(torch.int64)
-        weight = torch.arange(len(part), device=part.device) * 2654435761 + 1
-        hasher.update(f"{int(part.sum())} {int((part * weight).sum())}".encode())
+    hasher = hashlib.sha256()
+    for guarded in bench.outputs.values():
+        words = guarded.inside
+        if guarded.tensor.dim() == 1:
+            hasher.update(words.cpu().numpy().tobytes())
+            continue
+        if words.numel() % 4 == 0:
+            words = words.view(torch.int32)
+        for start in range(0, words.numel(), CHUNK_ELEMENTS):
+            part = words[start : start + CHUNK_ELEMENTS].to(torch.int64)
+            weight = torch.arange(len(part), device=part.device) * 2654435761 + 1
+            hasher.update(f"{int(part.sum())} {int((part * weight).sum())}".encode())
     return hasher.hexdigest()[:32]

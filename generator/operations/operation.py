@@ -1,0 +1,119 @@
+"""What an operation is: all that the tuner has to know about what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import torch
+
+from generator.problem import ITEMSIZE, Problem
+
+TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+HALF_UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
+"""Largest relative error of rounding once to nearest, by dtype."""
+FP32_SLACK = 64 * 2.0**-24
+"""What fp32 arithmetic may add to a result, relative to the magnitude of what it was computed from:
+a few dozen roundings, well above what any order of summation showed and well below one lost row."""
+CHUNK_ELEMENTS = 1 << 26
+"""Elements that float64 arithmetic works on at once: half a GiB for each intermediate result."""
+
+
+def half_subnormal(dtype: str) -> float:
+    """Half a unit of a subnormal number: the error of rounding one."""
+    info = torch.finfo(TORCH_DTYPE[dtype])
+    return info.tiny * info.eps / 2
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """An argument or an output: its name, shape and dtype (bf16, fp16 or fp32)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What an output has to be: within `unit * |reference| + slack` of the reference.
+
+    reference: like the output, float32 or float64, from float64 arithmetic on the rounded inputs;
+    slack: broadcasts against it and has as many rows.
+    """
+
+    reference: torch.Tensor
+    unit: float
+    slack: torch.Tensor
+
+
+class Runner(Protocol):
+    """A loaded kernel on the rows of one problem. workspace_bytes: what a run needs; clean_bytes:
+    those at the start of it that a run finds at zero and leaves at zero."""
+
+    workspace_bytes: int
+    clean_bytes: int
+
+    @property
+    def run(self) -> Callable[..., None]:
+        """`run(inputs, outputs, workspace, **options)` enqueues one call on the current stream.
+        outputs: by name, None where one is not wanted; options: what a call of the operation may
+        ask for. Raises LaunchError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation. Every function takes the problem first; `Any` are the operation's own inputs.
+
+    name: also of its template; front_end: the function of an emitted package that users call.
+    sums_rows: whether an output is a sum over rows, whose bits depend on the order of additions.
+    arguments, outputs: the tensors of a call.
+    make_inputs: random ones on a device, from a seed; make_cancelling: others, made from those, in
+    which any other order of additions shows.
+    bounds: what every output has to be for these inputs.
+    floor: an operation of PyTorch that moves `traffic_bytes` and computes next to nothing, on these
+    inputs and outputs; it is timed beside the kernels, as the least time that they can take.
+    load: machine code and its spec to what runs it.
+    """
+
+    name: str
+    front_end: str
+    sums_rows: bool
+    arguments: Callable[[Problem], tuple[TensorSpec, ...]]
+    outputs: Callable[[Problem], tuple[TensorSpec, ...]]
+    make_inputs: Callable[[Problem, torch.device], Any]
+    make_cancelling: Callable[[Problem, Any], Any]
+    bounds: Callable[[Problem, Any], dict[str, Bound]]
+    floor: Callable[[Problem, Any, Mapping[str, torch.Tensor]], Callable[[], object]]
+    load: Callable[[bytes, Any, Problem], Runner]
+
+    @property
+    def template(self) -> str:
+        """The file in templates/ from which its kernels are rendered."""
+        return f"{self.name}.cu.j2"
+
+    def traffic_bytes(self, problem: Problem) -> int:
+        """Bytes that any implementation moves: every matrix read once or written once. Vectors are
+        left out."""
+        tensors = (*self.arguments(problem), *self.outputs(problem))
+        return sum(tensor.bytes for tensor in tensors if len(tensor.shape) == 2)
+
+
+def over_bytes(size: int, like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """As many equal contiguous tensors as `like`, of its dtype and with `size` bytes in all, up to
+    whole elements: `like` itself where it has as many. All but the last hold random numbers: what a
+    GPU moves shows in its clocks."""
+    elements = -(-size // (len(like) * like[0].element_size()))
+    if elements == like[0].numel():
+        return like
+    made = tuple(tensor.new_empty(elements) for tensor in like)
+    for tensor in made[:-1]:
+        tensor.normal_()
+    return made

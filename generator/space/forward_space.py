@@ -1,0 +1,148 @@
+"""The small space of a forward: every variant of a shape, in the order of the rule, and those that
+take any row.
+
+A forward has no sum over rows, so there is little to choose: how many threads share a row, how many
+rows they take at once, and whether CTAs walk over the rows or each takes its share and ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from generator.kernels.forward import ANY_COLUMNS, READ_TWICE, ForwardVariant
+from generator.problem import ITEMSIZE, Problem
+from generator.runtime.spec import ceil_div
+from generator.target import Target
+
+MOST_VECTORS = 8
+"""Vectors of x that a thread holds, in all of its rows; half as many in the largest CTAs, whose
+threads have 64 registers."""
+CTA_THREADS = (128, 256, 512)
+CLUSTER_ROW_BYTES = 16384
+"""Rows shorter than this are not shared by several CTAs."""
+
+
+def widest_vector(N: int, dtype: str, target: Target) -> int:
+    """The widest vector, in bytes, that divides a row of N columns."""
+    row_bytes = N * ITEMSIZE[dtype]
+    return next(
+        size
+        for size in (32, 16, 8, 4, 2)
+        if size <= target.max_vector_bytes and row_bytes % size == 0
+    )
+
+
+def forward_variants(problem: Problem, target: Target) -> list[ForwardVariant]:
+    """Every variant worth a measurement for a shape: at most some sixty, the preferred one (see
+    `preference`) first. All of them serve any M."""
+    found = dict.fromkeys(_variants(problem.N, problem.dtype, problem.weight_dtype, target))
+    return sorted(found, key=lambda v: preference(v, problem, target))
+
+
+def _variants(N: int, dtype: str, weight_dtype: str, target: Target) -> Iterator[ForwardVariant]:
+    widest = widest_vector(N, dtype, target)
+    for vector_bytes in (32, 16) if widest == 32 else (widest,):
+        kind = (N, dtype, weight_dtype)
+        clusters = [1]
+        if target.has_bulk_copy and N * ITEMSIZE[dtype] >= CLUSTER_ROW_BYTES:
+            clusters += [c for c in (2, 4, 8) if N * ITEMSIZE[dtype] % (c * vector_bytes) == 0]
+        for cluster in clusters:
+            across = N * ITEMSIZE[dtype] // vector_bytes // cluster
+            for per_row in _threads_per_row(across, 128 if cluster > 1 else 1):
+                for in_flight in (1, 2, 4, 8):
+                    if ceil_div(across, per_row) * in_flight > _most_vectors(per_row):
+                        break
+                    # Clusters are for rows so long that few of them are under way at once.
+                    if cluster > 1 and in_flight > 1:
+                        break
+                    sizes = [per_row] if cluster > 1 else _cta_sizes(per_row)
+                    for threads in sizes:
+                        for ctas_per_sm in (0, max(1, 1024 // threads)):
+                            if ctas_per_sm and vector_bytes < widest:
+                                continue
+                            yield ForwardVariant(
+                                *(*kind, "registers", per_row, threads // per_row),
+                                *(in_flight, vector_bytes, cluster, ctas_per_sm),
+                            )
+        if N * ITEMSIZE[dtype] // vector_bytes >= READ_TWICE * 256:
+            for threads in (256, 512, 1024):
+                for ctas_per_sm in (0, 2048 // threads):
+                    yield ForwardVariant(
+                        *(*kind, "twice", threads, 1, 1, vector_bytes, 1, ctas_per_sm)
+                    )
+
+
+def _threads_per_row(across: int, least: int) -> list[int]:
+    """Threads for a row of `across` vectors: numbers of which some whole multiple is the row, where
+    there are such, else powers of two of which few threads idle."""
+    powers = [n for n in (4, 8, 16, 32, 64, 128, 256, 512, 1024) if n >= least]
+    whole = [n for n in range(32, 1025, 32) if n >= least and across % n == 0]
+    whole += [n for n in powers if n < 32 and across % n == 0]
+    held = [n for n in sorted(whole) if across // n <= _most_vectors(n)]
+    if len(held) >= 2:
+        return held
+    held = [n for n in powers if across / n <= _most_vectors(n)]
+    few_idle = [n for n in held if ceil_div(across, n) * n <= 1.25 * across]
+    return few_idle or held[:1]
+
+
+def _most_vectors(threads: int) -> int:
+    return MOST_VECTORS if threads <= 512 else MOST_VECTORS // 2
+
+
+def _cta_sizes(per_row: int) -> list[int]:
+    """CTAs of whole rows and whole warps, of about the usual sizes."""
+    if per_row > CTA_THREADS[-1]:
+        return [per_row]
+    return sorted({max(1, threads // per_row) * per_row for threads in CTA_THREADS})
+
+
+def preference(variant: ForwardVariant, problem: Problem, target: Target) -> tuple[float, ...]:
+    """Sort key of the rule that chooses where nothing can be measured; the smallest is preferred.
+
+    Rows stay in registers; CTAs take their rows and end, so that the hardware hands rows to
+    whichever SM is free; no clusters; at least two CTAs for every SM; about 32 bytes of x under
+    way in every thread (on full SMs as much as the memory's latency asks for); CTAs of about 256
+    threads; few rows in flight; wide vectors.
+    """
+    v = variant
+    in_thread = v.vectors * v.rows_in_flight * v.vector_bytes
+    enough = ceil_div(problem.M, v.rows_per_cta * v.rows_in_flight) >= 2 * target.sms
+    return (
+        v.form == "twice",
+        v.ctas_per_sm > 0,
+        v.cluster > 1,
+        not enough,
+        abs(in_thread - 32) / 32,
+        abs(v.threads - 256) / 256,
+        v.rows_in_flight,
+        -v.vector_bytes,
+        v.threads_per_row,
+    )
+
+
+def generic_forwards(dtypes: tuple[tuple[str, str], ...]) -> list[ForwardVariant]:
+    """The variants that take any row: of whole 16-byte vectors at aligned addresses, or any other.
+
+    dtypes: pairs of x's and the weight's dtype.
+    """
+    found = []
+    for dtype, weight_dtype in dtypes:
+        for vector_bytes in (16, ITEMSIZE[dtype]):
+            wide = ((4, 32, 8), (4, 256, 1))
+            narrow = ((8, 32, 8), (8, 512, 1))
+            for vectors, per_row, rows in wide if vector_bytes == 16 else narrow:
+                N = vectors * per_row * vector_bytes // ITEMSIZE[dtype]
+                found.append(
+                    ForwardVariant(
+                        *(N, dtype, weight_dtype, "registers", per_row, rows, 1, vector_bytes),
+                        exact=False,
+                    )
+                )
+            found.append(
+                ForwardVariant(
+                    *(ANY_COLUMNS, dtype, weight_dtype, "twice", 512, 1, 1, vector_bytes),
+                    exact=False,
+                )
+            )
+    return found

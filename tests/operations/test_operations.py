@@ -1,0 +1,249 @@
+"""Every operation says what it computes: tensors, inputs, bounds, the bytes moved and the floor."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from generator.evaluate.verify.accuracy import compare_all
+from generator.evaluate.verify.bench import Bench
+from generator.evaluate.verify.determinism import check_repeats, digest
+from generator.evaluate.verify.guarded import Guarded
+from generator.operations import OPERATIONS, RMSNORM_BACKWARD, RMSNORM_FORWARD, Operation
+from generator.operations import rmsnorm_forward as forward_module
+from generator.operations.operation import TORCH_DTYPE, over_bytes
+from generator.operations.rmsnorm_forward import ForwardInputs
+from generator.paths import TEMPLATES
+from generator.problem import ITEMSIZE, Problem
+from generator.runtime.launch.forward_call import _ARGUMENTS
+from generator.runtime.serve.forward import reference_forward
+from generator.runtime.serve.reference import reference_backward
+from tests.support.forward import EPS, drawn, of_kind, output_fault
+from tests.support.samples import DTYPES
+
+CPU = torch.device("cpu")
+NAMES = sorted(OPERATIONS)
+SHAPES = ("6x40:bf16", "5x33:fp16:fp32", "7x16:fp32", "6x40:bf16+residual", "3x8:fp16+offset")
+any_problem = st.integers(1, 10**5).flatmap(
+    lambda M: st.builds(
+        lambda N, dtype, kind: replace(Problem(M, N, dtype, dtype), residual=kind and dtype),
+        st.integers(1, 10**5),
+        st.sampled_from(DTYPES),
+        st.sampled_from(("", "residual")),
+    )
+)
+
+
+class Doubling:
+    """A runner whose "kernel" computes in PyTorch what it is told to."""
+
+    clean_bytes = 0
+
+    def __init__(self, compute: Any, workspace_bytes: int = 0) -> None:
+        self.compute, self.workspace_bytes = compute, workspace_bytes
+
+    def run(self, inputs: Any, outputs: Any, workspace: torch.Tensor) -> None:
+        for name, value in self.compute(inputs).items():
+            outputs[name].copy_(value.reshape(outputs[name].shape))
+
+
+def exact(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
+    """What the formula in plain PyTorch gives."""
+    if operation is RMSNORM_BACKWARD:
+        found = reference_backward(
+            *(inputs.dy, inputs.x, inputs.rstd, inputs.weight),
+            weight_offset=inputs.offset,
+            dresidual=inputs.residual,
+        )
+        return dict(zip(("dx", "dw"), found, strict=False))
+    names = ("y", "rstd", "residual_out")
+    given = (inputs.x, inputs.weight, EPS, inputs.offset, inputs.residual)
+    found = dict(zip(names, reference_forward(*given), strict=False))
+    return {**found, "rstd": found["rstd"].reshape(-1)}
+
+
+def bench_of(operation: Operation, problem: Problem, compute: Any) -> Bench:
+    outputs = {
+        out.name: Guarded(out.shape, TORCH_DTYPE[out.dtype], CPU)
+        for out in operation.outputs(problem)
+    }
+    return Bench(Doubling(compute), outputs, CPU)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_operation_has_its_template_and_its_name(name: str) -> None:
+    operation = OPERATIONS[name]
+    assert operation.name == name
+    assert name in (TEMPLATES / operation.template).read_text()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_inputs_and_bounds_have_the_shapes_and_dtypes_that_it_says(name: str, shape: str) -> None:
+    operation, problem = OPERATIONS[name], Problem.parse(shape)
+    inputs = operation.make_inputs(problem, CPU)
+    for tensor in operation.arguments(problem):
+        made = getattr(inputs, "residual" if tensor.name == "dresidual" else tensor.name)
+        assert (made.shape, made.dtype) == (tensor.shape, TORCH_DTYPE[tensor.dtype]), tensor
+    bounds = operation.bounds(problem, inputs)
+    assert list(bounds) == [out.name for out in operation.outputs(problem)]
+    for out in operation.outputs(problem):
+        assert bounds[out.name].reference.shape == out.shape
+        assert len(bounds[out.name].slack) == out.shape[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_formula_passes_the_checks_and_a_changed_element_does_not(
+    name: str, shape: str
+) -> None:
+    operation, problem = OPERATIONS[name], Problem.parse(shape)
+    inputs = operation.make_inputs(problem, CPU)
+    bounds = operation.bounds(problem, inputs)
+    right = exact(operation, inputs)
+    assert compare_all(right, bounds).fault == ""
+    for out in right:
+        wrong = {key: value.clone() for key, value in right.items()}
+        wrong[out].view(-1)[-1] += 1
+        assert compare_all(wrong, bounds).fault.startswith(f"{out}[")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_repeats_and_digest_see_every_output(name: str) -> None:
+    operation, problem = OPERATIONS[name], Problem.parse("6x40:bf16+residual")
+    inputs = operation.make_inputs(problem, CPU)
+    right = exact(operation, inputs)
+    steady = bench_of(operation, problem, lambda inputs: right)
+    assert check_repeats(steady, inputs) == ""
+    before = digest(steady, inputs)
+    assert digest(steady, inputs) == before
+    for out in right:
+        wrong = {key: value.clone() for key, value in right.items()}
+        wrong[out].view(-1)[-1] += 1
+        turns = iter([right, *[wrong] * 20])
+        moody = bench_of(operation, problem, lambda inputs, turns=turns: next(turns))
+        assert check_repeats(moody, inputs).startswith(f"{out} of run 1 differs")
+        assert digest(bench_of(operation, problem, lambda inputs, w=wrong: w), inputs) != before
+
+
+# ---- Bytes and floors ----------------------------------------------------------------------------
+
+
+@given(any_problem)
+def test_traffic_is_every_matrix_once(problem: Problem) -> None:
+    matrix = problem.M * problem.N * ITEMSIZE[problem.dtype]
+    more = 1 if problem.residual else 0
+    assert RMSNORM_BACKWARD.traffic_bytes(problem) == (3 + more) * matrix
+    assert RMSNORM_FORWARD.traffic_bytes(problem) == (2 + 2 * more) * matrix
+
+
+def test_a_residual_of_its_own_dtype_is_read_and_dx_written_in_it_as_well() -> None:
+    problem = Problem.parse("16384x4096:bf16+residual_fp32")
+    assert RMSNORM_BACKWARD.traffic_bytes(problem) == 16384 * 4096 * (3 * 2 + 2 * 4)
+
+
+def tensors_of(operation: Operation, problem: Problem) -> tuple[Any, dict[str, torch.Tensor]]:
+    outputs = {
+        out.name: torch.zeros(out.shape, dtype=TORCH_DTYPE[out.dtype])
+        for out in operation.outputs(problem)
+    }
+    return operation.make_inputs(problem, CPU), outputs
+
+
+def test_without_a_residual_the_floors_are_an_add_and_a_copy_of_the_tensors_themselves() -> None:
+    problem = Problem.parse("6x40:bf16+offset")
+    inputs, outputs = tensors_of(RMSNORM_BACKWARD, problem)
+    RMSNORM_BACKWARD.floor(problem, inputs, outputs)()
+    assert torch.equal(outputs["dx"], inputs.x + inputs.dy)
+    inputs, outputs = tensors_of(RMSNORM_FORWARD, problem)
+    RMSNORM_FORWARD.floor(problem, inputs, outputs)()
+    assert torch.equal(outputs["y"], inputs.x * 1.5)
+
+
+@pytest.mark.parametrize("option", ["+residual", "+residual_fp32", "+offset+residual"])
+@pytest.mark.parametrize(("operation", "streams"), [(RMSNORM_BACKWARD, 3), (RMSNORM_FORWARD, 2)])
+def test_with_a_residual_the_floor_moves_its_bytes_too(
+    monkeypatch: pytest.MonkeyPatch, operation: Operation, streams: int, option: str
+) -> None:
+    problem = Problem.parse(f"12x40:bf16{option}")
+    inputs, outputs = tensors_of(operation, problem)
+    moved: list[int] = []
+
+    def spy(one: Any, two: Any, out: torch.Tensor) -> None:
+        touched = [tensor for tensor in (one, two, out) if isinstance(tensor, torch.Tensor)]
+        assert len(touched) == streams
+        assert {tensor.dtype for tensor in touched} == {torch.bfloat16}
+        assert all(tensor.is_contiguous() and tensor.isfinite().all() for tensor in touched[:-1])
+        moved.append(sum(tensor.numel() * 2 for tensor in touched))
+
+    monkeypatch.setattr(torch, "add", spy)
+    monkeypatch.setattr(torch, "mul", spy)
+    operation.floor(problem, inputs, outputs)()
+    assert moved == [operation.traffic_bytes(problem)]
+    assert torch.equal(outputs["dx" if streams == 3 else "y"], torch.zeros(12, 40).bfloat16())
+
+
+def test_bytes_that_do_not_divide_are_rounded_up() -> None:
+    like = tuple(torch.zeros(4, 4, dtype=torch.bfloat16) for _ in range(3))
+    assert all(one is two for one, two in zip(over_bytes(96, like), like, strict=True))
+    assert [len(tensor) for tensor in over_bytes(128, like)] == [22, 22, 22]
+
+
+# ---- The forward ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_forwards_runner_gives_the_kernel_what_a_call_of_a_package_does(
+    monkeypatch: pytest.MonkeyPatch, residual: bool
+) -> None:
+    """rows, x_stride, x_outer, residual_stride, columns and x_inner of contiguous rows; see
+    tests/runtime/test_forward.py for the same of a call."""
+    problem = Problem.parse("15x256:bf16")
+    inputs = drawn(problem, 15)
+    if not residual:
+        inputs = replace(inputs, residual=None)
+    launched: list[tuple[Any, ...]] = []
+
+    def launch(config: Any, function: Any, arguments: int, extra: int) -> tuple[int]:
+        (block,) = (ctypes.c_void_p * 1).from_address(arguments)
+        values = _ARGUMENTS.unpack(ctypes.string_at(block, _ARGUMENTS.size))
+        launched.append((config, function, values))
+        return (0,)
+
+    driver = SimpleNamespace(cuLaunchKernelEx=launch)
+    monkeypatch.setattr(forward_module, "cuda_driver", lambda: driver)
+    stream = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    runner: Any = RMSNORM_FORWARD.load(b"", of_kind("4096x256:bf16").spec(132), problem)
+    runner.kernel.load = lambda device: ("plain", "with residual")
+    runner.kernel.main_config = lambda grid, stream: (grid, stream)
+    shape = replace(problem, residual="bf16" if residual else "")
+    _, outputs = tensors_of(RMSNORM_FORWARD, shape)
+    runner.run(inputs, outputs, torch.empty(0))
+    ((config, function, values),) = launched
+    assert (config, function) == (
+        (runner.kernel.spec.grid(15), 7),
+        "with residual" if residual else "plain",
+    )
+    tensors = (inputs.x, inputs.residual, inputs.weight, *outputs.values())
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    assert values[:6] == (*addresses, *[0] * (6 - len(addresses)))
+    assert values[6:] == (pytest.approx(EPS), 0.0, 15, 256, 0, 256, 256, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_pytorch_computes_in_fp32_is_within_the_forwards_bounds(dtype: str) -> None:
+    problem = Problem(40, 96, dtype, dtype)
+    inputs = drawn(problem, 40)
+    assert inputs.residual is not None
+    results = reference_forward(inputs.x, inputs.weight, EPS, 0.0, inputs.residual)
+    assert output_fault(problem, inputs, results) == ""
+    swapped = ForwardInputs(inputs.x.flip(0), inputs.weight, inputs.residual)
+    assert output_fault(problem, swapped, results) != ""

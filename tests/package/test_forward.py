@@ -1,0 +1,121 @@
+"""Forward kernels in a package: which one serves a call, and what an emission keeps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from generator.errors import NormforgeError
+from generator.kernels.forward import (
+    ANY_COLUMNS,
+    ForwardVariant,
+    compile_forward,
+)
+from generator.kernels.nvrtc import Compiled
+from generator.package.emit import emit_package
+from generator.package.entries import ForwardEntry, Forwards
+from generator.package.fallback_kernels import DTYPES
+from generator.problem import Problem
+from generator.runtime.serve.forward import Forward
+from generator.runtime.table import ForwardTable
+from generator.space.forward_space import generic_forwards
+from tests.support.forward import H200, of_kind
+
+
+@cache
+def emitted() -> tuple[ForwardEntry, tuple[tuple[ForwardVariant, Compiled], ...]]:
+    """A small set of real kernels."""
+    variant = of_kind("4096x1024:bf16")
+    entry = ForwardEntry(
+        *(Problem.parse("4096x1024:bf16"), variant, compile_forward(variant, H200.arch)),
+        *("measured", {"reason": "test", "us": 1.0, "ratio": 1.1}),
+    )
+    generic = tuple((v, compile_forward(v, H200.arch)) for v in generic_forwards(DTYPES[:1]))
+    return entry, generic
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    entry, generic = emitted()
+    folder = tmp_path / "h200" / "rmsnorm_backward"
+    emit_package([], [], H200, folder, Forwards((entry,), generic))
+    return folder
+
+
+def test_package_holds_forward_kernels_that_its_runtime_finds(package: Path) -> None:
+    entry, generic = emitted()
+    table = ForwardTable.load(package)
+    assert table is not None
+    kernels = list(table.kernels())
+    assert len(kernels) == 1 + len(generic)
+    for kernel in kernels:
+        assert kernel.read_cubin(package)
+    (source,) = (package / "kernels").iterdir()
+    assert source.stem == kernels[0].file
+    assert source.read_text().count("__global__") == 2
+    assert Forward(package).explain(9000, 1024, "bf16") == {
+        "how": "nearest",
+        "kernel": entry.variant.id,
+        "evidence": "measured",
+    }
+    sys.path.insert(0, str(package.parent))
+    try:
+        from rmsnorm_backward.runtime.serve.forward import Forward as Emitted  # type: ignore
+
+        y, _ = Emitted(package)(torch.ones(2, 8))
+        assert y.shape == (2, 8)
+    finally:
+        sys.path.remove(str(package.parent))
+        for name in [name for name in sys.modules if name.split(".")[0] == "rmsnorm_backward"]:
+            del sys.modules[name]
+
+
+def test_choice_follows_width_alignment_and_dtype(package: Path) -> None:
+    table = ForwardTable.load(package)
+    assert table is not None
+
+    def choose(N: int, dtype: str = "bf16", *, at: int = 16, weight_at: int = 16) -> Any:
+        choice = table.choose(4096, N, dtype, dtype, at, weight_at)
+        kernel = choice.kernel
+        return choice.how, kernel and (kernel.spec.N, kernel.spec.vector_bytes)
+
+    assert choose(1024) == ("tuned", (1024, 16))
+    assert choose(1024, at=2) == ("fallback", (4096, 2))
+    assert choose(1024, weight_at=4) == ("fallback", (4096, 2))
+    assert choose(1000) == ("fallback", (1024, 16))
+    assert choose(8192)[1] == (8192, 16)
+    assert choose(8200)[1] == (ANY_COLUMNS, 16)
+    assert choose(8201)[1] == (ANY_COLUMNS, 2)
+    assert choose(100_003)[1] == (ANY_COLUMNS, 2)
+    assert choose(1024, "fp32") == ("none", None)
+
+
+def test_emission_without_forwards_keeps_them_and_a_rule_never_replaces_a_measurement(
+    package: Path,
+) -> None:
+    before = (package / "forward.json").read_text()
+    emit_package([], [], H200, package)
+    assert (package / "forward.json").read_text() == before
+    entry, generic = emitted()
+    predicted = replace(entry, evidence="predicted", provenance={"reason": "rule"})
+    other = replace(predicted, problem=Problem.parse("64x1024:bf16"))
+    emit_package([], [], H200, package, Forwards((predicted, other), generic))
+    tuned = json.loads((package / "forward.json").read_text())["tuned"]
+    assert [(e["M"], e["evidence"]) for e in tuned] == [(64, "predicted"), (4096, "measured")]
+
+
+def test_package_without_a_forward_table_loads_and_a_damaged_one_says_so(package: Path) -> None:
+    (package / "forward.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"forward\.json is damaged"):
+        Forward(package)
+    with pytest.raises(NormforgeError, match="no readable forward table"):
+        emit_package([], [], H200, package)
+    (package / "forward.json").unlink()
+    assert Forward(package).explain(4096, 1024, "bf16")["how"] == "none"

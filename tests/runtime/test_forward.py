@@ -1,0 +1,245 @@
+"""The forward call: rows in memory, results on the CPU, and what the driver is given."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from generator.paths import TEMPLATES
+from generator.runtime.launch import forward_call as call_module
+from generator.runtime.launch.forward_call import forward_call
+from generator.runtime.launch.row_layout import RowLayout, row_layout
+from generator.runtime.serve.forward import Forward, reference_forward
+from tests.support.forward import EPS, of_kind
+
+# ---- Rows in memory ------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=0, max_size=3),
+    st.integers(1, 5),
+    st.permutations(range(4)),
+    st.integers(0, 3),
+)
+def test_row_layout_finds_every_row_or_asks_for_a_copy(
+    sizes: list[int], N: int, order: list[int], gap: int
+) -> None:
+    shape = (*sizes, N)
+    # Dimensions lie in memory in any order, with a gap behind each.
+    strides, step = [0] * len(shape), 1
+    for place in [len(shape) - 1, *(p for p in order if p < len(shape) - 1)]:
+        strides[place] = step
+        step = step * shape[place] + (gap if place % 2 else 0)
+    tensor = torch.arange(float(step + 1)).as_strided(shape, strides)
+    layout = row_layout(tensor)
+    if layout is None:
+        return
+    rows = tensor.reshape(-1, N)
+    for i in range(len(rows)):
+        at = i * layout.stride
+        if layout.inner:
+            at = i // layout.inner * layout.outer + i % layout.inner * layout.stride
+        assert float(rows[i, 0]) == at
+
+
+def test_common_layouts_need_no_copy() -> None:
+    packed = torch.empty(2, 7, 3, 4, 64)  # batch, tokens, q and k and v, heads, head
+    assert row_layout(torch.empty(5, 8)) == RowLayout(8)
+    assert row_layout(torch.empty(2, 3, 5, 8)) == RowLayout(8)
+    assert row_layout(torch.empty(5, 16)[:, :8]) == RowLayout(16)
+    assert row_layout(torch.empty(8).expand(5, 8)) == RowLayout(0)
+    assert row_layout(packed[:, :, 1]) == RowLayout(64, 4, 3 * 4 * 64)
+    assert row_layout(packed[:, :, 1].transpose(1, 2)) is None
+    assert row_layout(torch.empty(8, 5).t()) is None
+
+
+# ---- The call on the CPU -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forward(tmp_path: Path) -> Forward:
+    """Of a package without forward kernels."""
+    return Forward(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("eps", [None, 1e-3])
+def test_cpu_rows_get_what_pytorch_computes(
+    forward: Forward, dtype: torch.dtype, eps: float | None
+) -> None:
+    torch.manual_seed(0)
+    x = (1e-3 * torch.randn(3, 5, 40)).to(dtype)  # small enough for eps to show
+    weight = torch.randn(40).to(dtype)
+    y, rstd = forward(x, weight, eps)
+    torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (40,), weight, eps))
+    assert rstd.shape == (3, 5, 1)
+    assert rstd.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    bare, _ = forward(x, None, eps)
+    torch.testing.assert_close(bare, torch.nn.functional.rms_norm(x, (40,), None, eps))
+
+
+def test_offset_is_added_to_the_weight_and_to_the_ones_of_no_weight(forward: Forward) -> None:
+    x, weight = torch.randn(4, 16), torch.randn(16)
+    plain, _ = forward(x, 1 + weight)
+    shifted, _ = forward(x, weight, None, 1.0)
+    assert torch.equal(plain, shifted)
+    twice, _ = forward(x, None, None, 1.0)
+    assert torch.equal(twice, forward(x, torch.full((16,), 2.0))[0])
+
+
+@pytest.mark.parametrize("residual_dtype", [torch.bfloat16, torch.float32])
+def test_residual_is_rounded_before_it_is_normalised(
+    forward: Forward, residual_dtype: torch.dtype
+) -> None:
+    x = torch.randn(4, 64).bfloat16()
+    residual = torch.randn(4, 64).to(residual_dtype)
+    y, rstd, stream = forward(x, None, EPS, 0.0, residual)
+    assert torch.equal(stream, (x.float() + residual.float()).to(residual_dtype))
+    again, rstd_again = reference_forward(stream.float(), None, EPS)
+    assert torch.equal(rstd, rstd_again)
+    assert torch.equal(y, again.bfloat16())
+
+
+def test_no_rows_meta_and_fake_tensors_get_results_of_the_right_shape(forward: Forward) -> None:
+    y, rstd = forward(torch.empty(0, 8), torch.ones(8))
+    assert (y.shape, rstd.shape) == ((0, 8), (0, 1))
+    x = torch.empty(3, 8, 2, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    y, rstd = forward(x)
+    assert (y.shape, y.is_contiguous(), rstd.shape) == (x.shape, True, (3, 2, 1))
+    with FakeTensorMode():
+        fake = torch.empty(3, 8, device="cuda", dtype=torch.bfloat16)
+        y, rstd, stream = forward(fake, None, None, 0.0, fake)
+        assert (y.shape, y.dtype, stream.dtype) == ((3, 8), torch.bfloat16, torch.bfloat16)
+        assert (rstd.shape, rstd.dtype, rstd.device.type) == ((3, 1), torch.float32, "cuda")
+
+
+def test_a_remembered_signature_serves_no_other_arguments(forward: Forward) -> None:
+    x, weight = torch.randn(3, 5, 8), torch.randn(8)
+    other = torch.randn(3, 5, 8)
+    calls: list[tuple[Any, ...]] = [
+        (x, weight),
+        (x,),
+        (x[0], weight),
+        (x.double(), weight.double()),
+        (x.half(), weight),
+        (x.transpose(0, 1), weight),
+        (x, None, EPS, 1.0, other),
+        (x, weight, EPS, 0.0, other.bfloat16()),
+        (x, weight, None, 0.5, x),
+        (x.flatten()[1:113].view(14, 8), weight),
+    ]
+    for known in forward._calls.values():
+        known._device = ""  # keep calls on the CPU too
+    for _ in range(3):
+        for arguments in calls:
+            for out, expected in zip(
+                forward(*arguments), reference_forward(*arguments), strict=True
+            ):
+                torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    assert sum(len(known.recent) for known in forward._calls.values()) >= 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "sentence"),
+    [
+        ((torch.ones(2, 4).int(),), TypeError, "x must be bfloat16"),
+        (([1.0],), TypeError, "x must be a torch.Tensor, got list"),
+        ((torch.ones(()),), ValueError, r"x must be \(..., N\)"),
+        ((torch.ones(2, 4), torch.ones(3)), ValueError, r"weight must have shape \(4,\)"),
+        ((torch.ones(2, 4), torch.ones(4).half()), TypeError, "weight must have x's dtype"),
+        ((torch.ones(2, 4), None, None, 0.0, torch.ones(4)), ValueError, "residual must have x's"),
+        ((torch.ones(2, 4), torch.ones(4, device="meta")), ValueError, "weight is on meta"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_in_a_sentence(
+    forward: Forward, arguments: tuple[Any, ...], kind: type[Exception], sentence: str
+) -> None:
+    for _ in range(2):  # a refused signature is not remembered as one that fits
+        with pytest.raises(kind, match=sentence):
+            forward(*arguments)
+
+
+# ---- The launch, with the driver replaced --------------------------------------------------------
+
+
+def test_the_host_packs_arguments_as_the_kernel_declares_them() -> None:
+    source = (TEMPLATES / "rmsnorm_forward.cu.j2").read_text()
+    (body,) = re.findall(r"struct Arguments \{(.*?)\};", source, re.DOTALL)
+    codes = {"float": "f", "long long": "q", "int": "i", "unsigned": "I"}
+    layout = "@"
+    for line in re.sub(r"//.*", "", body).split(";"):
+        if names := line.split(","):
+            kind = re.match(r"\s*((?:const )?\w+\*|long long|\w+) ", names[0])
+            if kind:
+                layout += ("Q" if kind[1].endswith("*") else codes[kind[1]]) * len(names)
+    assert len(layout) > 10
+    assert struct.calcsize(layout) == call_module._ARGUMENTS.size
+    assert layout == re.sub(r"(\d)(\w)", lambda m: m[2] * int(m[1]), call_module._ARGUMENTS.format)
+
+
+class Launched(SimpleNamespace):
+    """What the driver was given."""
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+    """Calls on CPU tensors reach a driver that notes its arguments."""
+    seen: list[Launched] = []
+
+    def launch(config: Any, function: Any, arguments: int, extra: int) -> tuple[int]:
+        (block,) = (ctypes.c_void_p * 1).from_address(arguments)
+        values = call_module._ARGUMENTS.unpack(ctypes.string_at(block, call_module._ARGUMENTS.size))
+        seen.append(Launched(config=config, function=function, values=values))
+        return (0,)
+
+    driver = SimpleNamespace(cuLaunchKernelEx=launch)
+    monkeypatch.setattr(call_module, "cuda_driver", lambda: driver)
+    monkeypatch.setattr(call_module, "current_device", lambda: -1)
+    monkeypatch.setattr(call_module, "raw_stream", lambda device: 7)
+    monkeypatch.setattr(call_module, "is_capturing", lambda: False)
+    monkeypatch.setattr(
+        call_module,
+        "empty_strided",
+        lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+    )
+    return seen
+
+
+def test_launch_gets_addresses_extents_and_the_function_for_the_residual(
+    launches: list[Launched],
+) -> None:
+    spec = of_kind("4096x256:bf16").spec(132)
+    kernel: Any = SimpleNamespace(spec=spec, load=lambda device: ("plain", "with residual"))
+    kernel.main_config = lambda grid, stream: (grid, stream)
+    x = torch.empty(3, 5, 2, 256, dtype=torch.bfloat16)[:, :, 0]
+    weight = torch.empty(512, dtype=torch.bfloat16)[::2]
+    residual = torch.empty(3, 5, 256, dtype=torch.bfloat16)
+    call = forward_call(kernel, x, weight, None, row_layout(x), None)
+    y, rstd = call(x, weight, None, 1.0, None)
+    (first,) = launches
+    assert (first.config, first.function) == ((spec.grid(15), 7), "plain")
+    addresses, numbers = first.values[:6], first.values[6:]
+    assert addresses[0] == x.data_ptr()
+    assert addresses[1] == addresses[5] == 0
+    assert addresses[2] != weight.data_ptr()  # it was copied
+    assert addresses[3:5] == (y.data_ptr(), rstd.data_ptr())
+    assert numbers == (torch.finfo(torch.float32).eps, 1.0, 15, 512, 0, 256, 256, 0)
+    assert (y.shape, rstd.shape, rstd.dtype) == (x.shape, (3, 5, 1), torch.float32)
+
+    layouts = (row_layout(x), row_layout(residual))
+    call = forward_call(kernel, x, None, residual, *layouts)
+    y, rstd, stream = call(x, None, 0.5, 0.0, residual)
+    second = launches[1]
+    assert second.function == "with residual"
+    assert second.values[1:3] == (residual.data_ptr(), 0)
+    assert second.values[5:8] == (stream.data_ptr(), 0.5, 0.0)

@@ -1,0 +1,54 @@
+"""The space of a forward: what its variants cover, and how they are told apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+
+from generator.kernels.forward import (
+    render_forward,
+)
+from generator.problem import Problem
+from generator.space.forward_space import MOST_VECTORS, forward_variants
+from generator.target import Target
+from tests.support.forward import H200, of_kind
+from tests.support.samples import problems, targets
+
+
+@settings(max_examples=80)
+@given(problems(), targets())
+def test_every_shape_has_variants_that_cover_its_rows(problem: Problem, target: Target) -> None:
+    variants = forward_variants(problem, target)
+    assert variants
+    assert len({v.id + str(v.ctas_per_sm) for v in variants}) == len(variants)
+    for v in variants:
+        assert v.threads % 32 == 0
+        assert v.threads <= 1024
+        assert problem.N * problem.itemsize % v.vector_bytes == 0
+        assert v.columns * v.cluster == problem.N
+        assert v.columns % v.elements == 0
+        assert v.cluster == 1 or (target.has_bulk_copy and v.rows_per_cta == 1)
+        if v.form == "registers":
+            assert v.vectors * v.threads_per_row * v.elements >= v.columns
+            assert v.vectors * v.rows_in_flight <= MOST_VECTORS
+
+
+def test_variants_differ_in_id_exactly_when_their_sources_differ() -> None:
+    variants = forward_variants(Problem.parse("4096x4096:bf16"), H200)
+    sources: dict[str, set[str]] = {}
+    for v in variants:
+        sources.setdefault(v.id, set()).add(render_forward(v))
+    assert all(len(texts) == 1 for texts in sources.values())
+    assert len(set().union(*sources.values())) == len(sources)
+
+
+def test_grid_gives_every_row_to_a_cta_and_walkers_no_more_than_they_are() -> None:
+    spec = of_kind("4096x256:bf16", walks=False).spec(132)
+    rows = spec.rows_per_cta * spec.rows_in_flight
+    for M in (1, rows, rows + 1, 10**9 + 7):
+        assert spec.grid(M) * rows >= M > (spec.grid(M) - 1) * rows
+    walker = replace(spec, ctas_per_sm=3)
+    assert walker.grid(10**9) == 3 * 132
+    assert walker.grid(1) == 1
+    assert replace(walker, cluster=4).grid(10**9) == 3 * 132
