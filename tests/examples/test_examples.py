@@ -60,11 +60,12 @@ def counted(kind, function):
 
 
 Forward.__call__ = counted("forward", Forward.__call__)
-entry point = installed.__self__
-entry point._serve = counted("routed", entry point._serve)
+installation = installed.__self__
+installation._route = counted("routed", installation._route)
+installation._quick = counted("routed", installation._quick)
 if not int(gpu):
     warnings.simplefilter("error", UserWarning)
-    entry point._device = "CPU"
+    installation._device = "CPU"
     # PyTorch's fused operators, which only a GPU has.
     library = torch.library.Library("aten", "IMPL")
     library.impl("_fused_rms_norm", lambda x, shape, w, eps: reference_forward(x, w, eps), "CPU")

@@ -306,7 +306,7 @@ def test_failure_at_any_step_leaves_the_old_package(
 
         return call
 
-    for fail_at in range(1, 40):
+    for fail_at in range(1, 80):
         with monkeypatch.context() as patch:
             step = 0
             for owner, name, original in steps:
