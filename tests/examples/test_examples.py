@@ -61,7 +61,8 @@ def counted(kind, function):
 
 Forward.__call__ = counted("forward", Forward.__call__)
 installation = installed.__self__
-installation._serve = counted("routed", installation._serve)
+installation._route = counted("routed", installation._route)
+installation._quick = counted("routed", installation._quick)
 if not int(gpu):
     warnings.simplefilter("error", UserWarning)
     installation._device = "CPU"

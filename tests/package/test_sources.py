@@ -12,7 +12,6 @@ from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.forward import (
     ForwardVariant,
     compile_forward,
-    generic_forwards,
 )
 from generator.kernels.nvrtc import Compiled, compile_source
 from generator.kernels.precompile import compiler_input
@@ -24,7 +23,7 @@ from generator.package.fallback_kernels import DTYPES, fallback_variants
 from generator.package.sources import config_of, included, revision, source_of, variant_of
 from generator.problem import Problem
 from generator.runtime.table import ForwardTable, KernelOf, Table
-from generator.space.forward_space import forward_variants
+from generator.space.forward_space import forward_variants, generic_forwards
 from tests.support.packages import H200
 from tests.support.samples import REDUCTION, sample_variant
 

@@ -14,7 +14,7 @@ from .frontends.dtensor import register_sharding
 from .frontends.graph_pass import Pass, make_backend, make_pass
 from .frontends.install import Installation
 from .frontends.operators import Operators, wants_gradient, without_gradient
-from .frontends.rms_norm import make_gradients, make_module, make_rms_norm, per_head_forward
+from .frontends.rms_norm import Norm, RMSNorm
 from .serve.checks import DTYPES
 from .serve.forward import Forward
 from .serve.options import Arguments, Options
@@ -33,15 +33,15 @@ class Package(Server):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._norms = Forward(folder)
-        forward = per_head_forward(self._norms)
-        self.ops = Operators(_digest(folder), forward, self._run)
-        self._gradients = make_gradients(self.ops, self._run, self._known, self._native)
-        self._forward = forward
-        self.rms_norm = make_rms_norm(self.ops, forward, self._run, self._gradients, self._native)
-        self.RMSNorm = make_module(self.rms_norm, self.ops)
+        self._forward = Forward(folder)
+        self.ops = Operators(_digest(folder), self._forward, self._run)
+        self._norm = Norm(self, self._forward, self.ops)
+        self.rms_norm = self._norm.rms_norm
+        # A class of its own, which a package gives the name by which pickle finds it.
+        members = {"_package_norm": self._norm, "__doc__": RMSNorm.__doc__}
+        self.RMSNorm: type[RMSNorm] = type("RMSNorm", (RMSNorm,), members)
         register_sharding(self.ops)
-        installation = Installation(self._route, self._known)
+        installation = Installation(self._quick, self._route)
         self.install = installation.install
         self.uninstall = installation.uninstall
         self.installed = installation.installed
@@ -116,19 +116,12 @@ class Package(Server):
         ):
             native = self._native
             if native.backward is not None:
-                results = native.backward(dy, x, rstd, weight)
-                if results is not None:
-                    return results
-            for same, call in self._known.recent:
-                if same(dy, x, rstd, weight):
-                    if torch.is_grad_enabled() and (dy.requires_grad or x.requires_grad):
-                        break
-                    results = call(dy, x, rstd, weight)
-                    if results is not None:
-                        if native.learn is not None:
-                            native.learn(call)
-                        return results
-                    break
+                found = native.backward(dy, x, rstd, weight)
+                if found is not None:
+                    return found
+            results = self._quick(dy, x, rstd, weight)
+            if results is not None:
+                return results
         given = Arguments(dy, x, rstd, weight, dresidual, dw_out)
         options = Options(float(weight_offset), need_dx, need_dw, accumulate, dw_dtype)
         return self._serve(given, options)
@@ -228,14 +221,14 @@ class Package(Server):
         (default: ~/.cache/torch_extensions); later processes load what is there. Needs a C++
         compiler ($CXX, c++, g++ or clang++), Python's headers and PyTorch with CUDA. Everything
         but plain calls (a weight and no offset, both gradients, dense and aligned tensors, eager
-        code outside a capture) goes the same way as before, and so do the first three calls of
+        code outside a capture) goes the same way as before, and so do the first two calls of
         every shape, and the first on another stream. Takes one more block of scratch per stream,
         which a later `warmup` reserves. Call it before or after models are built, from any thread,
         as often as you like; it stays on. Several processes may call it at once.
 
         Raises RuntimeError, which says what is missing; everything then works as before.
         """
-        self._native.start(self._forward, self._gradients)
+        self._native.start(self._forward, self._norm.gradients)
 
     def warmup(
         self,
@@ -263,7 +256,7 @@ class Package(Server):
             raise RuntimeError("warmup needs a CUDA device, and PyTorch finds none")
         named = [shape for shape in named if shape[0] > 0]
         with torch.cuda.device(device):
-            self._norms.warmup(named, option)
+            self._forward.warmup(named, option)
             index = torch.cuda.current_device()
             stream = raw_stream(index)
             workspace = self._workspaces.of_stream(index, stream)
@@ -271,7 +264,7 @@ class Package(Server):
                 kernel = self._kernel_for(index, shape, offset, option)
                 if kernel is None:
                     continue
-                self._kernel(kernel).load(index)
+                self._kernels.get(kernel).load(index)
                 plan = plan_launch(kernel.spec, shape[0])
                 with workspace.lock:
                     workspace.fit(plan)

@@ -70,17 +70,28 @@ def resolved(tensor: Any) -> Any:
     return tensor.resolve_neg() if isinstance(tensor, torch.Tensor) and tensor.is_neg() else tensor
 
 
-def same_kind(*tensors: torch.Tensor | None) -> Callable[..., bool] | None:
+def same_kind(*tensors: torch.Tensor) -> Callable[..., bool]:
     """A function that says whether other tensors have the type, dtype, device, sizes, strides,
-    requires_grad and dispatch keys of these, in a seventh of the time that reading all of it in
-    Python takes: the check that code compiled by torch.compile makes of its inputs. None where
-    PyTorch has no such check."""
+    requires_grad and dispatch keys of these: the check that code compiled by torch.compile makes of
+    its inputs, in a seventh of the time that reading all of it in Python takes. Where PyTorch has
+    no such check, or it refuses these (one tensor given twice), it is read in Python."""
     guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     try:
         built = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        return built.check if built.check(*tensors) is True else None
+        if built.check(*tensors) is True:
+            check: Callable[..., bool] = built.check
+            return check
     except (AttributeError, TypeError, RuntimeError):
+        pass
+    kinds = [_kind(tensor) for tensor in tensors]
+    return lambda *others: [_kind(other) for other in others] == kinds
+
+
+def _kind(tensor: Any) -> tuple[Any, ...] | None:
+    if not isinstance(tensor, torch.Tensor):
         return None
+    layout = (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+    return type(tensor), *layout, tensor.requires_grad, tensor.is_neg()
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

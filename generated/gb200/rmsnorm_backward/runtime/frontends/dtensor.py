@@ -42,6 +42,11 @@ def _row_splits(x: Any, weight: Any) -> list[tuple[Any, Any, Any]]:
     return splits
 
 
+def _dtype(given: Any) -> Any:
+    """Of a tensor, or of what DTensor knows about one."""
+    return getattr(given, "tensor_meta", given).dtype
+
+
 def _rms_norm(x: Any, weight: Any, eps: Any, weight_offset: Any) -> list[Any]:
     return [
         ([rows, rows], [rows, None if weight is None else scale, None, None])
@@ -74,7 +79,7 @@ def _rms_norm_backward(
             [
                 rows if need_dx else whole,
                 summed if need_dw and weight is not None else whole,
-                rows if dresidual is not None and dresidual.dtype != x.dtype else whole,
+                rows if dresidual is not None and _dtype(dresidual) != _dtype(x) else whole,
             ],
             [
                 *(rows, rows, rows, None if weight is None else scale),

@@ -3,7 +3,7 @@
 While installed, `aten::_fused_rms_norm_backward` on CUDA (what torch.nn.RMSNorm and
 torch.nn.functional.rms_norm call in their backward) is served by a package. What the package has no
 kernel for goes to the kernel that was there before. Code that torch.compile lowers decomposes the
-operator before it gets here; see graph.py for that.
+operator before it gets here; see graph_pass.py for that.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from typing import Any
 
 import torch
 
-from ..serve.call_cache import Known
-
 _OPERATOR = "_fused_rms_norm_backward"
 
 _MARK = "_normforge_installed"
 
 Serve = Callable[..., "tuple[torch.Tensor | None, ...] | None"]
-"""Takes dy, x, rstd, weight, need_dx and need_dw; None for what it has no kernel for."""
+"""Takes dy, x, rstd and weight; None for what it does not serve."""
 
 
 class Installation:
-    """The routing of one package. Thread-safe; nothing happens before `install`."""
+    """The routing of one package. Thread-safe; nothing happens before `install`.
 
-    def __init__(self, serve: Serve, known: Known, device: str = "CUDA") -> None:
-        self._serve, self._known, self._device = serve, known, device
+    quick: serves plain calls that came before. route: serves what there is a kernel for; takes
+    need_dx and need_dw as well.
+    """
+
+    def __init__(self, quick: Serve, route: Serve, device: str = "CUDA") -> None:
+        self._quick, self._route, self._device = quick, route, device
         self._lock = threading.RLock()
         self._library: torch.library.Library | None = None
         self._wanted = False
@@ -73,7 +75,7 @@ class Installation:
         wanted = self._wanted or self._blocks > 0
         if wanted and self._library is None:
             try:
-                self._library = _override(self._serve, self._known, self._device)
+                self._library = _override(self._quick, self._route, self._device)
             except BaseException:
                 self._wanted = False
                 raise
@@ -83,7 +85,7 @@ class Installation:
             delattr(torch.library, _MARK)
 
 
-def _override(serve: Serve, known: Known, device: str) -> torch.library.Library:
+def _override(quick: Serve, route: Serve, device: str) -> torch.library.Library:
     if not hasattr(torch.ops.aten, _OPERATOR):
         raise RuntimeError(
             f"PyTorch {torch.__version__} has no aten::{_OPERATOR}: use rms_norm or RMSNorm"
@@ -94,9 +96,7 @@ def _override(serve: Serve, known: Known, device: str) -> torch.library.Library:
         raise RuntimeError("another package of Normforge is installed: uninstall it first")
     try:
         original = torch.library.get_kernel(f"aten::{_OPERATOR}", device)
-    except (
-        RuntimeError
-    ):  # PyTorch was built without this device, whose tensors there are not either
+    except RuntimeError:  # PyTorch was built without this device, and there are no tensors on it
         original = None
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
 
@@ -112,15 +112,12 @@ def _override(serve: Serve, known: Known, device: str) -> torch.library.Library:
     ) -> Any:
         if len(normalized_shape) == 1:
             if output_mask == both and weight is not None:
-                for same, call in known.recent:
-                    if same(dy, x, rstd, weight):
-                        results = call(dy, x, rstd, weight)
-                        if results is not None:
-                            return results
-                        break
-            found = serve(dy, x, rstd, weight, *output_mask)
-            if found is not None:
-                return found
+                results = quick(dy, x, rstd, weight)
+                if results is not None:
+                    return results
+            results = route(dy, x, rstd, weight, *output_mask)
+            if results is not None:
+                return results
         if original is None:
             raise RuntimeError(f"PyTorch has no aten::{_OPERATOR} for {device} to fall back to")
         return original.call_boxed(keys, dy, x, normalized_shape, rstd, weight, output_mask)

@@ -1,4 +1,9 @@
-"""One forward kernel on the device, and the function that serves all calls of one signature."""
+"""The launches of a forward: the function that serves all calls of one signature.
+
+A forward keeps nothing on the device between calls: no counters, no scratch. So calls on different
+streams and captured ones share nothing but the block of arguments of their signature and stream,
+which a lock guards until the driver has copied it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ..spec import FORWARD_KERNELS, ForwardSpec
 from ..torch_internals import (
     contiguous_strides,
     current_device,
@@ -18,7 +22,8 @@ from ..torch_internals import (
     is_capturing,
     raw_stream,
 )
-from .driver import LaunchError, checked, cluster_attribute, configure, cuda_driver, during_capture
+from .driver import LaunchError, cuda_driver
+from .loaded_kernel import LoadedKernel
 from .row_layout import RowLayout
 
 ForwardCall = Callable[
@@ -37,39 +42,8 @@ _EPS = torch.finfo(torch.float32).eps
 """What PyTorch takes when no eps is given, for bf16 and fp16 rows as well."""
 
 
-class LoadedForward:
-    """A cubin, loaded on each device when it is first needed there. Threads may share it."""
-
-    def __init__(self, cubin: bytes, spec: ForwardSpec) -> None:
-        self.cubin = cubin
-        self.spec = spec
-        self._lock = threading.Lock()
-        self._functions: dict[int, tuple[Any, ...]] = {}
-
-    def load(self, device: int) -> tuple[Any, ...]:
-        """The functions without and with a residual on the current device, whose index is `device`.
-        Raises LaunchError when the driver refuses the cubin."""
-        with self._lock:
-            if device not in self._functions:
-                name = self.spec.name
-                with during_capture(name):
-                    driver = cuda_driver()
-                    module = checked(driver.cuModuleLoadData(self.cubin), "loading", name)
-                    self._functions[device] = tuple(
-                        checked(driver.cuModuleGetFunction(module, k.encode()), "loading", name)
-                        for k in FORWARD_KERNELS
-                    )
-            return self._functions[device]
-
-    def configure(self, M: int, stream: int) -> Any:
-        """The launch configuration for M rows on a raw stream."""
-        spec = self.spec
-        attributes = [cluster_attribute(spec.cluster)] if spec.cluster > 1 else []
-        return configure(spec.grid(M), spec.threads, spec.smem_bytes, stream, attributes)
-
-
 def forward_call(
-    kernel: LoadedForward,
+    kernel: LoadedKernel,
     x: torch.Tensor,
     weight: torch.Tensor | None,
     residual: torch.Tensor | None,
@@ -147,11 +121,9 @@ def forward_call(
         values = ctypes.create_string_buffer(_ARGUMENTS.size)
         _ARGUMENTS.pack_into(values, 0, *([0] * 6), 0.0, 0.0, *fixed)
         array = (ctypes.c_void_p * 1)(ctypes.addressof(values))
-        config = kernel.configure(M, stream)
-        binding = (
-            *(threading.Lock(), values, config, function, ctypes.addressof(array)),
-            array,  # kept alive
-        )
+        config = kernel.main_config(kernel.spec.grid(M), stream)
+        address = ctypes.addressof(array)
+        binding = (threading.Lock(), values, config, function, address, array)  # keeps the array
         if len(bindings) >= _MOST_STREAMS:
             bindings.clear()
         bindings[stream] = binding

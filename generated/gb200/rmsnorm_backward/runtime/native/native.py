@@ -1,8 +1,9 @@
 """The C++ fast path of a package: built once per machine, loaded on request, taught by use.
 
-Off, which is the default, nothing is compiled or loaded. On, `rms_norm` has an autograd node in C++,
-and calls that Python's quick path has served are launched without Python from then on (native.cpp
-and native.h say which). The two paths share kernels, and nothing that a kernel writes to.
+Off, which is the default, nothing is compiled or loaded. On, `rms_norm` has an autograd node in
+C++, and calls that Python's quick path has served are launched without Python from then on
+(native.cpp and native.h say which). The two paths share kernels, and nothing that a kernel writes
+to.
 
 Why a native launch is ordered with all others of its stream:
 - Its workspaces are its own, one per stream and package, and one lock of that stream spans both
@@ -85,9 +86,9 @@ class Native:
         driver: Sequence[int] = (),
         on_cpu: bool = False,
     ) -> None:
-        """Turn it on, once. forward and gradients: of `rms_norm`. module, driver: the loaded extension
-        and the addresses of its driver, by default those of this machine; on_cpu: serve CPU
-        tensors, which only a driver that is none can do. Raises RuntimeError."""
+        """Turn it on, once. forward and gradients: of `rms_norm`. module, driver: the loaded
+        extension and the addresses of its driver, by default those of this machine; on_cpu: serve
+        CPU tensors, which only a driver that is none can do. Raises RuntimeError."""
         with self._lock:
             if self.norm is not None:
                 return
@@ -112,7 +113,7 @@ class _Plans:
         """Let later calls like the one just served on the current stream be served natively. Does
         nothing for a call of another kind, or beyond a number of plans.
 
-        quick: what the entry points would try first for such a call, with aligned tensors; or None."""
+        quick: what `recent` of the call cache has for such a call, or None."""
         call = getattr(quick, "slow", None)
         if call is None or current_device() != call.device:
             return
@@ -138,18 +139,18 @@ class _Plans:
         with self._paused(device, stream, launch) as workspace:
             main, second = kernel.load(device)
             block = argument_block(launch, call.extent, workspace.zeros, workspace.scratch)
-            configs = [kernel.configure_main(launch.grid, stream)]
-            kernels = [(int(configs[0].getPtr()), int(main), _words(block.main_at))]
-            if second is None:
-                kernels.append((0, 0, b""))
-            else:
-                configs.append(kernel.configure_sum(launch.sum_grid, stream))
-                kernels.append((int(configs[1].getPtr()), int(second), _words(block.sum_at)))
-            _kept.append((configs, main, second))
+            config = kernel.main_config(launch.grid, stream)
+            main_words = (int(config.getPtr()), int(main), _words(block.main_at))
+            sum_config, sum_words = None, (0, 0, b"")
+            if second is not None:
+                sum_config = kernel.sum_config(launch.sum_grid, stream)
+                sum_words = (int(sum_config.getPtr()), int(second), _words(block.sum_at))
+            _kept.append((config, main, sum_config, second))
+            rows, columns = call.extent.rows, call.extent.columns
+            dtypes = (call.dx_size[2], call.dw_size[2])
+            arguments = (block.values.raw, _words(block.scratch_at))
             self._store.add(
-                *(device, stream, call.extent.rows, call.extent.columns),
-                *(call.dx_size[2], call.dw_size[2], block.values.raw),
-                *(_words(block.scratch_at), *kernels),
+                device, stream, rows, columns, *dtypes, *arguments, main_words, sum_words
             )
 
     @contextmanager

@@ -1,4 +1,12 @@
-"""What runs for all calls of the same signature."""
+"""What serves all calls of one signature: a kernel, PyTorch's own, or the formula.
+
+A kernel call allocates what it returns, and launches in one of two ways:
+- Eagerly, through the binding of its signature and stream. The lock of the stream's workspace spans
+  both kernels, so that no other thread's launch comes between them, and the kernels of one stream
+  run in order: each finds the counters at zero, as the one before left them.
+- Into a graph that is being captured, with counters that belong to the capture and scratch from the
+  graph's pool: a replay may run while eager calls do, and must not share either with them.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +17,9 @@ import torch
 
 from ..launch.binding import Binding, bind, pack_addresses
 from ..launch.driver import LaunchError
-from ..launch.launch import (
-    DW_ADDED,
-    DW_IN_FP32,
-    DW_IN_WEIGHT_DTYPE,
-    Extent,
-    LoadedKernel,
-    plain_extent,
-)
-from ..launch.row_layout import Layout, dense
+from ..launch.launch import DW_ADDED, DW_IN_FP32, DW_IN_WEIGHT_DTYPE, enqueue, plain_extent
+from ..launch.loaded_kernel import LoadedKernel
+from ..launch.row_layout import dense
 from ..launch.workspace import PER_THREAD, Workspaces
 from ..spec import Launch
 from ..table import MAX_ALIGNMENT
@@ -28,6 +30,7 @@ from ..torch_internals import (
     is_capturing,
     raw_stream,
 )
+from .layout import Layout
 from .options import Arguments, Options
 from .reference import Results, reference_backward
 
@@ -37,9 +40,10 @@ Call = Callable[..., Results]
 _MOST_STREAMS = 64
 """Streams remembered per signature."""
 
-
 QuickCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], "Results | None"]
+"""Takes dy, x, rstd and weight; None: not served."""
 Size = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype."""
 _DONE = (0,)  # what a driver call returns: CUDA_SUCCESS
 
 
@@ -83,47 +87,6 @@ def aten_call(options: Options) -> Call:
     return call
 
 
-def kernel_call(
-    kernel: LoadedKernel,
-    launch: Launch,
-    device: int,
-    given: Arguments,
-    options: Options,
-    layout: Layout,
-    workspaces: Workspaces,
-) -> KernelCall:
-    """What serves every call of one signature with one kernel.
-
-    given: arguments of that signature; only their shapes and dtypes are kept.
-    """
-    x, weight, dresidual, dw_out = given.x, given.weight, given.dresidual, given.dw_out
-    shape = tuple(x.shape)
-    dx_size = (shape, contiguous_strides(shape), x.dtype) if options.need_dx else None
-    third_size = None
-    if dresidual is not None and dresidual.dtype != x.dtype:
-        third_size = (shape, contiguous_strides(shape), dresidual.dtype)
-    dw_size, dw_mode = None, DW_IN_WEIGHT_DTYPE
-    if weight is not None and options.need_dw:
-        dw_dtype = dw_out.dtype if dw_out is not None else options.dw_dtype or weight.dtype
-        if options.accumulate:
-            dw_mode = DW_ADDED
-        elif dw_dtype != weight.dtype:
-            dw_mode = DW_IN_FP32
-        dw_size = ((*weight.shape,), contiguous_strides(weight.shape), dw_dtype)
-    extent = plain_extent(
-        *(launch, layout.rows, layout.columns, layout.x.stride, layout.dy.stride),
-        dresidual_stride=layout.dresidual_stride,
-        packed=(layout.x.inner, layout.x.outer, layout.dy.outer),
-        dw_mode=dw_mode,
-        weight_offset=options.weight_offset,
-    )
-    return KernelCall(
-        *(kernel, launch, device, extent, workspaces, dw_size is not None),
-        *(dx_size, dw_size if dw_out is None else None, third_size),
-        *(layout.copy, dresidual is not None),
-    )
-
-
 class KernelCall:
     """Serves every call of one signature with one kernel.
 
@@ -139,22 +102,45 @@ class KernelCall:
         kernel: LoadedKernel,
         launch: Launch,
         device: int,
-        extent: Extent,
+        given: Arguments,
+        options: Options,
+        layout: Layout,
         workspaces: Workspaces,
-        wants_dw: bool,
-        dx_size: Size | None,
-        dw_size: Size | None,
-        third_size: Size | None,
-        copy: tuple[bool, ...],
-        with_third: bool,
     ) -> None:
-        self.kernel, self.launch, self.device, self.extent = kernel, launch, device, extent
-        self.workspaces, self.wants_dw = workspaces, wants_dw
-        self.dx_size, self.dw_size, self.third_size = dx_size, dw_size, third_size
-        self.copy, self.with_third = copy if any(copy) else (), with_third
+        """given: arguments of the signature; only their shapes and dtypes are kept."""
+        self.kernel, self.launch, self.device = kernel, launch, device
+        self.workspaces = workspaces
         self.bindings: dict[int, Binding] = {}
-        plain = dx_size is not None and dw_size is not None and not with_third
-        self.quick = _quick_call(self) if plain and not self.copy else None
+        self.copy = layout.copy if any(layout.copy) else ()
+        x, weight, dresidual, dw_out = given.x, given.weight, given.dresidual, given.dw_out
+        self.wants_dw = weight is not None and options.need_dw
+        self.with_third = dresidual is not None
+        self.dx_size = _size(x, x.dtype) if options.need_dx else None
+        self.dw_size: Size | None = None
+        self.third_size: Size | None = None
+        dw_mode = DW_IN_WEIGHT_DTYPE
+        if dresidual is not None and dresidual.dtype != x.dtype:
+            self.third_size = _size(x, dresidual.dtype)
+        if weight is not None and options.need_dw:
+            dw_dtype = dw_out.dtype if dw_out is not None else options.dw_dtype or weight.dtype
+            if options.accumulate:
+                dw_mode = DW_ADDED
+            elif dw_dtype != weight.dtype:
+                dw_mode = DW_IN_FP32
+            self.dw_size = _size(weight, dw_dtype) if dw_out is None else None
+        self.extent = plain_extent(
+            launch,
+            rows=layout.rows,
+            columns=layout.columns,
+            x_stride=layout.x.stride,
+            dy_stride=layout.dy.stride,
+            dresidual_stride=layout.dresidual_stride,
+            packed=(layout.x.inner, layout.x.outer, layout.dy.outer),
+            dw_mode=dw_mode,
+            weight_offset=options.weight_offset,
+        )
+        plain = self.dx_size and self.dw_size and not self.with_third and not self.copy
+        self.quick = _quick_call(self) if plain else None
 
     def __call__(
         self,
@@ -203,8 +189,13 @@ class KernelCall:
         workspace = self.workspaces.of_stream(self.device, stream)
         with workspace.lock:
             binding = bind(
-                *(self.kernel, self.launch, self.extent, self.device, stream, workspace),
-                self.wants_dw,
+                self.kernel,
+                self.launch,
+                self.extent,
+                device=self.device,
+                stream=stream,
+                workspace=workspace,
+                wants_dw=self.wants_dw,
             )
         # The handle of the per-thread default stream means another stream in every thread.
         if stream != PER_THREAD:
@@ -237,13 +228,21 @@ class KernelCall:
         """The same into a graph: with zeroed words of this capture and scratch from its pool."""
         zeros = self.workspaces.of_capture(self.device, stream, self.launch.scratch_offset)
         scratch = empty_strided((self.launch.scratch,), (1,), torch.float32)
-        x, dy, rstd, weight, dx, dw, dresidual, dresidual_out = addresses
-        # fmt: off
-        self.kernel.enqueue(
-            self.device, stream, self.launch, self.extent, x, dy, rstd, weight, dx, dw,
-            zeros, scratch.data_ptr(), dresidual, dresidual_out,
+        enqueue(
+            self.kernel,
+            self.launch,
+            self.extent,
+            self.device,
+            stream,
+            zeros=zeros,
+            scratch=scratch.data_ptr(),
+            addresses=addresses,
         )
-        # fmt: on
+
+
+def _size(tensor: torch.Tensor, dtype: torch.dtype) -> Size:
+    shape = tuple(tensor.shape)
+    return shape, contiguous_strides(shape), dtype
 
 
 def _quick_call(slow: KernelCall) -> QuickCall:

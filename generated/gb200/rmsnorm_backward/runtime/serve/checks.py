@@ -1,9 +1,12 @@
-"""The checks of the arguments of the backward and of the forward."""
+"""The checks of the arguments of the backward and of the forward, and of the device."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from ..table import runs_on
 from .options import Arguments, Options
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -18,8 +21,6 @@ def check_arguments(given: Arguments, options: Options) -> None:
         raise TypeError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
     if dy.dtype != x.dtype:
         raise TypeError(f"dy must have x's dtype {x.dtype}, got {dy.dtype}")
-    if weight is not None and weight.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"weight must have x's dtype {x.dtype} or float32, got {weight.dtype}")
     if rstd.dtype not in (torch.float32, x.dtype if x.dtype == torch.float64 else torch.float32):
         raise TypeError(f"rstd must be float32 as the forward saves it, got {rstd.dtype}")
     for name, tensor in vars(given).items():
@@ -30,15 +31,25 @@ def check_arguments(given: Arguments, options: Options) -> None:
     N = x.shape[-1]
     if dy.shape != x.shape:
         raise ValueError(f"dy must have x's shape {tuple(x.shape)}, got {tuple(dy.shape)}")
-    if weight is not None and weight.shape not in (x.shape[-1:], x.shape[-2:]):
-        heads = f" or {tuple(x.shape[-2:])}" if x.dim() > 1 else ""
-        raise ValueError(f"weight must have shape ({N},){heads}, got {tuple(weight.shape)}")
+    _check_weight(x, weight)
     if rstd.numel() * N != x.numel():
         raise ValueError(
             f"rstd must have one value for each of the {x.numel() // N} rows of x, "
             f"got {rstd.numel()}"
         )
     _check_options(given, options)
+
+
+def _check_weight(x: torch.Tensor, weight: torch.Tensor | None) -> None:
+    if weight is None:
+        return
+    if weight.dtype not in (x.dtype, torch.float32):
+        raise TypeError(f"weight must have x's dtype {x.dtype} or float32, got {weight.dtype}")
+    if weight.shape not in (x.shape[-1:], x.shape[-2:]):
+        heads = f" or {tuple(x.shape[-2:])}" if x.dim() > 1 else ""
+        raise ValueError(
+            f"weight must have shape ({x.shape[-1]},){heads}, got {tuple(weight.shape)}"
+        )
 
 
 def _check_options(given: Arguments, options: Options) -> None:
@@ -81,11 +92,7 @@ def check_forward(
     for name, tensor in (("weight", weight), ("residual", residual)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device} and x on {x.device}")
-    if weight is not None:
-        if weight.dtype not in (x.dtype, torch.float32):
-            raise TypeError(f"weight must have x's dtype {x.dtype} or float32, got {weight.dtype}")
-        if weight.shape != x.shape[-1:]:
-            raise ValueError(f"weight must have shape ({x.shape[-1]},), got {tuple(weight.shape)}")
+    _check_weight(x, weight)
     if residual is not None:
         if residual.dtype not in FLOATS or (residual.dtype == torch.float64) != (
             x.dtype == torch.float64
@@ -95,3 +102,12 @@ def check_forward(
             raise ValueError(
                 f"residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}"
             )
+
+
+def foreign_device(target: dict[str, Any], device: int) -> str:
+    """Why the kernels of a table's target do not run on a CUDA device, "" when they do."""
+    properties = torch.cuda.get_device_properties(device)
+    if runs_on(target["arch"], (properties.major, properties.minor)):
+        return ""
+    made_for = f"these kernels are for {target['title']} ({target['arch']})"
+    return f"{made_for} and do not run on {properties.name}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,41 +9,15 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..launch.forward_call import ForwardCall, LoadedForward, forward_call
+from ..launch.forward_call import ForwardCall, forward_call
+from ..launch.loaded_kernel import LoadedKernels
 from ..launch.row_layout import RowLayout, power_of_two, row_layout
-from ..table import MAX_ALIGNMENT, ForwardChoice, ForwardKernel, ForwardTable, runs_on
+from ..table import MAX_ALIGNMENT, ForwardChoice, ForwardTable
 from ..torch_internals import resolved
-from .call_cache import Known
-from .checks import DTYPES, check_forward
-
-_MOST_CALLS = 4096  # signatures remembered; only a program whose M changes all the time meets more
-
-
-def reference_forward(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    eps: float | None = None,
-    weight_offset: float = 0.0,
-    residual: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """The formula in plain PyTorch, on any device; arguments and results are `Forward`'s.
-
-    float64 rows are computed in float64 and get an rstd of float64, as PyTorch's do.
-    """
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    with torch.no_grad():
-        rows = x.to(compute)
-        stream = None
-        if residual is not None:
-            stream = (rows + residual.to(compute)).to(residual.dtype).contiguous()
-            rows = stream.to(compute)
-        mean = rows.square().mean(-1, keepdim=True)
-        rstd = torch.rsqrt(mean + (torch.finfo(compute).eps if eps is None else eps))
-        scale: torch.Tensor | float = 1.0 + weight_offset
-        if weight is not None:
-            scale = weight.to(compute) + weight_offset
-        y = (rows * rstd * scale).to(x.dtype).contiguous()
-    return (y, rstd) if stream is None else (y, rstd, stream)
+from .call_cache import CallCache
+from .checks import DTYPES, check_forward, foreign_device
+from .reference import reference_forward
+from .warn_once import WarnOnce
 
 
 class Forward:
@@ -58,14 +30,11 @@ class Forward:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         self.table = ForwardTable.load(folder)
-        self._lock = threading.Lock()
-        self._loaded: dict[ForwardKernel, LoadedForward] = {}
-        self._calls: dict[tuple[Any, ...], ForwardCall] = {}
-        # By whether there is no weight and no residual.
-        self._recent = {(w, r): Known() for w in (False, True) for r in (False, True)}
-        self._warned: set[str] = set()
+        self.warn = WarnOnce()
+        self._kernels = LoadedKernels(folder, self.warn)
+        # By whether there are no weight and no residual: a cache is of calls with equally many.
+        self._calls = {(w, r): CallCache() for w in (False, True) for r in (False, True)}
 
     def __call__(
         self,
@@ -91,69 +60,47 @@ class Forward:
         Raises TypeError or ValueError for arguments that do not fit, LaunchError when the driver
         refuses a launch.
         """
-        known = self._recent[weight is None, residual is None]
+        calls = self._calls[weight is None, residual is None]
         tensors = (x,) if weight is None else (x, weight)
         if residual is not None:
             tensors = (*tensors, residual)
-        call = None
-        try:
-            for same, found in known.recent:
-                if same(*tensors):
-                    # Addresses are no part of the check; most are aligned for any kernel.
-                    at = x.data_ptr()
-                    if weight is not None:
-                        at |= weight.data_ptr()
-                    if residual is not None:
-                        at |= residual.data_ptr()
-                    if at % MAX_ALIGNMENT == 0:
-                        call = found
-                    break
-            else:
-                call = known.find(x.shape, tensors)
-        except (AttributeError, TypeError):  # something is no tensor, or a size no number
-            pass
-        if call is None:
-            x, weight, residual = resolved(x), resolved(weight), resolved(residual)
-            call = self._call_of(x, weight, residual)
-        return call(x, weight, eps, weight_offset, residual)
+        call = calls.find_recent(tensors)
+        if call is not None:
+            at = x.data_ptr()  # addresses are no part of the check
+            if weight is not None:
+                at |= weight.data_ptr()
+            if residual is not None:
+                at |= residual.data_ptr()
+            if at % MAX_ALIGNMENT == 0:
+                return call(x, weight, eps, weight_offset, residual)
+        return self._run(calls, tensors, x, weight, eps, weight_offset, residual)
 
-    def _call_of(
+    def _run(
         self,
+        calls: CallCache,
+        tensors: tuple[torch.Tensor, ...],
         x: torch.Tensor,
         weight: torch.Tensor | None,
+        eps: float | None,
+        weight_offset: float,
         residual: torch.Tensor | None,
-    ) -> ForwardCall:
-        """What serves these arguments: known from their signature, or found now."""
-        kind = (weight is None, residual is None)
-        w = x if weight is None else weight
-        r = x if residual is None else residual
-        if isinstance(x, FakeTensor):
+    ) -> tuple[torch.Tensor, ...]:
+        """Any call: known, or prepared now. calls: the cache of those with such `tensors`."""
+        for name, value in (("x", x), ("weight", weight), ("residual", residual)):
+            if not isinstance(value, torch.Tensor) and (value is not None or name == "x"):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+        if isinstance(x, FakeTensor):  # whose sizes may be symbols, and no key of a cache
             check_forward(x, weight, residual)
-            return reference_forward
-        try:
-            places = ((x.data_ptr() | r.data_ptr()) % MAX_ALIGNMENT, w.data_ptr() % MAX_ALIGNMENT)
-            # All that the checks and the choice of a kernel depend on.
-            signature = (
-                *(*kind, x.shape, x.stride(), x.dtype, x.device, w.shape, w.stride(), w.dtype),
-                *(w.device, r.shape, r.stride(), r.dtype, r.device, *places),
-            )
-        except AttributeError:
-            for name, value in (("x", x), ("weight", w), ("residual", r)):
-                if not isinstance(value, torch.Tensor):
-                    raise TypeError(
-                        f"{name} must be a torch.Tensor, got {type(value).__name__}"
-                    ) from None
-            raise
-        call = self._calls.get(signature)
-        if call is None:
-            call = self._prepare(x, weight, residual)
-            if len(self._calls) >= _MOST_CALLS:
-                self._calls.clear()
-            self._calls[signature] = call
-        elif not any(places):
-            tensors = [tensor for tensor in (x, weight, residual) if tensor is not None]
-            self._recent[kind].add(x.shape, tensors, call, call)
-        return call
+            return reference_forward(x, weight, eps, weight_offset, residual)
+        known = calls.find(x.shape, tensors)
+        if known is not None:
+            results: tuple[torch.Tensor, ...] = known.call(x, weight, eps, weight_offset, residual)
+            return results
+        if any(tensor.is_neg() for tensor in tensors):
+            return self(resolved(x), resolved(weight), eps, weight_offset, resolved(residual))
+        call = self._prepare(x, weight, residual)
+        calls.add(x.shape, tensors, call, call)
+        return call(x, weight, eps, weight_offset, residual)
 
     def explain(
         self, M: int, N: int, dtype: str, weight_dtype: str | None = None
@@ -177,14 +124,14 @@ class Forward:
         device = torch.cuda.current_device()
         torch.empty(1, device="cuda")  # the context exists from here on
         for M, N, dtype, *weight_dtype in shapes:
-            if self.table is None or self._foreign(device):
+            if self.table is None or foreign_device(self.table.target, device):
                 continue
             dtypes = (dtype, weight_dtype[0] if weight_dtype else dtype)
             if residual not in ("", dtype):
                 dtypes = ("fp32", "fp32")  # what `_mixed` calls
             choice = self.table.choose(M, N, *dtypes, MAX_ALIGNMENT, MAX_ALIGNMENT)
             if choice.kernel is not None:
-                self._kernel(choice.kernel).load(device)
+                self._kernels.get(choice.kernel).load(device)
 
     def _prepare(
         self, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
@@ -195,15 +142,17 @@ class Forward:
             return reference_forward
         if x.device.type != "cuda":
             raise ValueError(f"x is on {x.device}: CUDA, CPU and meta tensors are served")
+        if weight is not None and weight.dim() > 1:
+            return self._per_head
         if residual is not None and residual.dtype != x.dtype:
             return self._mixed
         weight_dtype = x.dtype if weight is None else weight.dtype
         if x.dtype not in DTYPES or weight_dtype not in DTYPES:
-            return self._fallback(f"there is no forward kernel for {x.dtype}", x)
+            return self._fallback(f"there is no forward kernel for {x.dtype}")
         if self.table is None:
-            return self._fallback("this package has no forward kernels", x)
-        if foreign := self._foreign(x.device.index):
-            return self._fallback(foreign, x)
+            return self._fallback("this package has no forward kernels")
+        if foreign := foreign_device(self.table.target, x.device.index):
+            return self._fallback(foreign)
         N = x.shape[-1]
         M = x.numel() // N
         layouts = [self._layout(tensor, x) for tensor in (x, residual)]
@@ -212,13 +161,17 @@ class Forward:
             if tensor is not None and layout is not None:
                 places |= tensor.data_ptr() | (layout.stride | layout.outer) * x.element_size()
         kernel = self.table.choose(
-            *(M, N, DTYPES[x.dtype], DTYPES[weight_dtype]),
+            M,
+            N,
+            DTYPES[x.dtype],
+            DTYPES[weight_dtype],
             power_of_two(places, MAX_ALIGNMENT),
             power_of_two(weight.data_ptr() if weight is not None else 0, MAX_ALIGNMENT),
         ).kernel
         if kernel is None:
-            return self._fallback(f"no forward kernel serves rows of {N} {x.dtype}", x)
-        return forward_call(self._kernel(kernel), x, weight, residual, layouts[0], layouts[1])
+            return self._fallback(f"no forward kernel serves rows of {N} {x.dtype}")
+        loaded = self._kernels.get(kernel)
+        return forward_call(loaded, x, weight, residual, layouts[0], layouts[1])
 
     @staticmethod
     def _layout(tensor: torch.Tensor | None, x: torch.Tensor) -> RowLayout | None:
@@ -228,21 +181,22 @@ class Forward:
         layout = row_layout(tensor)
         return layout if layout is None or tensor is x or layout.inner == 0 else None
 
-    def _foreign(self, device: int) -> str:
-        """Why the kernels do not run on a device, "" when they do."""
-        assert self.table is not None
-        properties = torch.cuda.get_device_properties(device)
-        target = self.table.target
-        if runs_on(target["arch"], (properties.major, properties.minor)):
-            return ""
-        made_for = f"these kernels are for {target['title']} ({target['arch']})"
-        return f"{made_for} and do not run on {properties.name}"
-
-    def _kernel(self, kernel: ForwardKernel) -> LoadedForward:
-        with self._lock:
-            if kernel not in self._loaded:
-                self._loaded[kernel] = LoadedForward(kernel.read_cubin(self.folder), kernel.spec)
-            return self._loaded[kernel]
+    def _per_head(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float | None,
+        weight_offset: float,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """A weight per head, (H, N) with x (..., H, N): a call per head, on its slice of the
+        rows."""
+        assert weight is not None
+        heads = []
+        for h in range(len(weight)):
+            slice_of_residual = None if residual is None else residual[..., h, :]
+            heads.append(self(x[..., h, :], weight[h], eps, weight_offset, slice_of_residual))
+        return tuple(torch.stack(parts, -2) for parts in zip(*heads, strict=True))
 
     def _mixed(
         self,
@@ -261,11 +215,8 @@ class Forward:
             y, rstd = self(stream.float(), wide, eps, weight_offset)
             return y.to(x.dtype), rstd, stream
 
-    def _fallback(self, reason: str, x: torch.Tensor) -> ForwardCall:
-        if reason not in self._warned:
-            self._warned.add(reason)
-            # The frame of the caller of the package's function.
-            warnings.warn(f"{reason}; using PyTorch's own", stacklevel=5)
+    def _fallback(self, reason: str) -> ForwardCall:
+        self.warn(f"{reason}; using PyTorch's own")
         return aten_forward
 
 

@@ -59,6 +59,33 @@ def reference_backward(
     return (dx, dw) if dresidual is None else (dx, dw, third)
 
 
+def reference_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The formula in plain PyTorch, on any device; arguments and results are `Forward`'s.
+
+    float64 rows are computed in float64 and get an rstd of float64, as PyTorch's do.
+    """
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    with torch.no_grad():
+        rows = x.to(compute)
+        stream = None
+        if residual is not None:
+            stream = (rows + residual.to(compute)).to(residual.dtype).contiguous()
+            rows = stream.to(compute)
+        mean = rows.square().mean(-1, keepdim=True)
+        rstd = torch.rsqrt(mean + (torch.finfo(compute).eps if eps is None else eps))
+        scale: torch.Tensor | float = 1.0 + weight_offset
+        if weight is not None:
+            scale = weight.to(compute) + weight_offset
+        y = (rows * rstd * scale).to(x.dtype).contiguous()
+    return (y, rstd) if stream is None else (y, rstd, stream)
+
+
 def _effective(
     weight: torch.Tensor | None, offset: float, compute: torch.dtype
 ) -> torch.Tensor | float:

@@ -1,36 +1,36 @@
-"""From the arguments of a call to what serves it: a kernel, several calls of one, or PyTorch."""
+"""From the arguments of a backward to what serves it: a kernel, several calls of one, or PyTorch.
+
+`_quick` serves what is most frequent, `_run` any call; both ask the call cache. What is new is
+prepared once: `_find` checks the arguments and chooses a kernel, `composition` takes away what that
+kernel lacks, and `_fallback` says what serves the rest."""
 
 from __future__ import annotations
 
-import sys
-import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..launch.launch import LoadedKernel
-from ..launch.row_layout import power_of_two, read_layout
+from ..launch.loaded_kernel import LoadedKernels
+from ..launch.row_layout import power_of_two
 from ..launch.workspace import Workspaces
 from ..native.native import Native
 from ..spec import plan_launch
-from ..table import MAX_ALIGNMENT, Choice, Kernel, Table, runs_on
+from ..table import MAX_ALIGNMENT, Choice, Table
 from ..torch_internals import resolved
-from .call import Call, aten_call, formula, kernel_call
-from .call_cache import Known
-from .checks import DTYPES, check_arguments
+from .call import Call, KernelCall, aten_call, formula
+from .call_cache import CallCache
+from .checks import DTYPES, check_arguments, foreign_device
+from .layout import read_layout
 from .options import PLAIN, Arguments, Composition, Options, composition, per_head
 from .reference import Results
+from .warn_once import WarnOnce
 
 _OPTIONAL = ("weight", "dresidual", "dw_out")
-_UNKNOWN = object()
-_ROUTED = object()
-_MOST_CALLS = 4096  # signatures remembered; only a program whose M changes all the time meets more
 
 
 class Server:
-    """The kernels of one package as they get loaded, and what serves which signature.
+    """The backward of one package: the kernels as they get loaded, and what serves which call.
 
     Reading it compiles nothing and does not touch CUDA. Safe to use from several threads.
     """
@@ -38,38 +38,46 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.table = Table.load(folder)
-        self._lock = threading.Lock()
-        self._loaded: dict[Kernel, LoadedKernel] = {}
-        self._calls: dict[tuple[Any, ...], Call] = {}
-        self._known = Known("cuda")
-        self._routed: dict[tuple[Any, ...], Any] = {}  # a Call, None for PyTorch's kernel
+        self.warn = WarnOnce()
+        self._kernels = LoadedKernels(folder, self.warn)
+        self._calls = CallCache()
         self._workspaces = Workspaces()
         self._native = Native()
-        self._warned: set[str] = set()
 
-    def _run(self, given: Arguments, options: Options) -> Results:
-        """Any call on this process's tensors: known from its signature, or prepared now."""
+    def _quick(
+        self, dy: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor
+    ) -> Results | None:
+        """dx and dw of a plain call (a weight, both wanted, no option) like one that came before;
+        None for any other. Every entry point tries this first."""
+        call = self._calls.find_recent((dy, x, rstd, weight))
+        if call is None or (torch.is_grad_enabled() and (dy.requires_grad or x.requires_grad)):
+            return None
+        results = call(dy, x, rstd, weight)
+        if self._native.learn is not None and results is not None:
+            self._native.learn(call)
+        return results
+
+    def _run(self, given: Arguments, options: Options, routed: bool = False) -> Results:
+        """Any call on this process's tensors: known, or prepared now. routed: as `_route` has it;
+        the same call may be one of PyTorch's kernel for `rmsnorm_backward`."""
         tensors = tuple(vars(given).values())
         for name, value in vars(given).items():
             if not isinstance(value, torch.Tensor) and not (value is None and name in _OPTIONAL):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-        key = _key(given, options)
-        if (call := self._known.find(key, _present(tensors))) is not None:
-            results = call(*tensors)
+        present = [tensor for tensor in tensors if tensor is not None]
+        which = (routed, given.weight is None, given.dresidual is None, given.dw_out is None)
+        kind = (*which, given.x.shape, options)
+        known = self._calls.find(kind, present)
+        if known is not None:
+            results: Results = known.call(*tensors)
             if self._native.learn is not None:
-                self._native.learn(_quick(call, options))
+                self._native.learn(known.quick)
             return results
-        given = _resolved(given)
-        tensors = tuple(vars(given).values())
-        signature = (options, *(_facts(tensor) for tensor in tensors))
-        call = self._calls.get(signature)
-        if call is None:
-            call = self._prepare(given, options)
-            if len(self._calls) >= _MOST_CALLS:
-                self._calls.clear()
-            self._calls[signature] = call
-        else:
-            self._known.add(key, _present(tensors), call, _quick(call, options))
+        if any(tensor.is_neg() for tensor in present):
+            return self._run(_resolved(given), options, routed)
+        call = self._prepare_routed(given, options) if routed else self._prepare(given, options)
+        quick = getattr(call, "quick", None) if options == PLAIN else None
+        self._calls.add(kind, present, call, quick)
         return call(*tensors)
 
     def _route(
@@ -82,32 +90,19 @@ class Server:
         need_dw: bool,
     ) -> Results | None:
         """`install()`: like `rmsnorm_backward`, but None for what there is no kernel for."""
-        given = Arguments(dy, x, rstd, weight)
         options = Options(need_dx=need_dx, need_dw=need_dw)
-        tensors = tuple(vars(given).values())
-        # `rmsnorm_backward` may know the same call as one of PyTorch's own kernel.
-        key = (_ROUTED, *_key(given, options))
-        if (call := self._known.find(key, _present(tensors))) is not None:
-            return call(*tensors)
-        given = _resolved(given)
-        tensors = tuple(vars(given).values())
-        signature = (options, *(_facts(tensor) for tensor in tensors))
-        call = self._routed.get(signature, _UNKNOWN)
-        if call is _UNKNOWN:
-            try:
-                found = self._find(given, options)
-            except (TypeError, ValueError):  # PyTorch says what is wrong in its own words
-                found = ""
-            if isinstance(found, str) and found:
-                self.warn(f"{found}; using PyTorch's own kernel")
-            call = None if isinstance(found, str) else found
-            if len(self._routed) >= _MOST_CALLS:
-                self._routed.clear()
-            self._routed[signature] = call
-        if call is None:
-            return None
-        self._known.add(key, _present(tensors), call, _quick(call, options))
-        return call(*tensors)
+        return self._run(Arguments(dy, x, rstd, weight), options, routed=True) or None
+
+    def _prepare_routed(self, given: Arguments, options: Options) -> Call:
+        """What serves every routed call of a signature; for PyTorch's kernel it gives ()."""
+        try:
+            found = self._find(given, options)
+        except (TypeError, ValueError):  # PyTorch says what is wrong in its own words
+            return _leave_it
+        if isinstance(found, str):
+            self.warn(f"{found}; using PyTorch's own kernel")
+            return _leave_it
+        return found
 
     def _backward(
         self,
@@ -161,8 +156,8 @@ class Server:
             return self._composed(composed, options)
         if choice.kernel is None:
             return choice.reason
-        return kernel_call(
-            kernel=self._kernel(choice.kernel),
+        return KernelCall(
+            kernel=self._kernels.get(choice.kernel),
             launch=plan_launch(choice.kernel.spec, layout.rows),
             device=device,
             given=given,
@@ -181,11 +176,8 @@ class Server:
     def _choose(
         self, device: int, M: int, N: int, dtype: str, weight_dtype: str, **call_options: Any
     ) -> Choice:
-        properties = torch.cuda.get_device_properties(device)
-        target = self.table.target
-        if not runs_on(target["arch"], (properties.major, properties.minor)):
-            made_for = f"these kernels are for {target['title']} ({target['arch']})"
-            return Choice("none", f"{made_for} and do not run on {properties.name}")
+        if foreign := foreign_device(self.table.target, device):
+            return Choice("none", foreign)
         return self.table.choose(M, N, dtype, weight_dtype, **call_options)
 
     def _best(
@@ -205,13 +197,6 @@ class Server:
                 break
         return choice
 
-    def _kernel(self, kernel: Kernel) -> LoadedKernel:
-        with self._lock:
-            if kernel not in self._loaded:
-                cubin = kernel.read_cubin(self.folder)
-                self._loaded[kernel] = LoadedKernel(cubin, kernel.spec, self.warn)
-            return self._loaded[kernel]
-
     def _fallback(self, reason: str, given: Arguments, options: Options) -> Call:
         """What serves a call that has no kernel. Options other than what is wanted were composed
         away before, but not for a dtype that no kernel has, which goes to the formula."""
@@ -227,29 +212,13 @@ class Server:
         self.warn(f"{reason}, and no fused one in PyTorch; using the formula in plain PyTorch")
         return formula(options)
 
-    def warn(self, sentence: str) -> None:
-        """Warn once per sentence, at the first frame outside this package."""
-        if sentence not in self._warned:
-            self._warned.add(sentence)
-            warnings.warn(sentence, stacklevel=_first_frame_outside())
 
-
-def _first_frame_outside() -> int:
-    runtime = __name__.rpartition(".serve.")[0]
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and str(frame.f_globals.get("__package__")).startswith(runtime):
-        frame, level = frame.f_back, level + 1
-    return level
+def _leave_it(*_: Any) -> Results:
+    return ()
 
 
 def _alignment(tensor: torch.Tensor | None) -> int:
     return MAX_ALIGNMENT if tensor is None else power_of_two(tensor.data_ptr(), MAX_ALIGNMENT)
-
-
-def _key(given: Arguments, options: Options) -> tuple[Any, ...]:
-    """Where the calls of one shape are looked for: which tensors there are, and the options."""
-    here = (given.weight is None, given.dresidual is None, given.dw_out is None)
-    return (*here, given.x.shape, options)
 
 
 def _resolved(given: Arguments) -> Arguments:
@@ -258,22 +227,3 @@ def _resolved(given: Arguments) -> Arguments:
     if given.dw_out is not None and given.dw_out.is_neg():
         raise ValueError("dw_out is a lazily negated view: give the tensor that it is a view of")
     return Arguments(**{name: resolved(tensor) for name, tensor in vars(given).items()})
-
-
-def _present(tensors: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]
-
-
-def _quick(call: Call, options: Options) -> Any:
-    """What the entry points try first: a kernel's quick call, which takes dy, x, rstd and weight."""
-    return getattr(call, "quick", None) if options == PLAIN else None
-
-
-def _facts(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """All that the checks and the choice of a kernel depend on."""
-    if tensor is None:
-        return None
-    return (
-        *(tensor.shape, tensor.stride(), tensor.dtype, tensor.device),
-        tensor.data_ptr() % MAX_ALIGNMENT if tensor.is_cuda else 0,
-    )

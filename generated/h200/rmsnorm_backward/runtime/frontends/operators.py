@@ -8,9 +8,9 @@ is never taken for that of another.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -28,6 +28,13 @@ _SCHEMAS = {
     " float weight_offset, bool need_dx, bool need_dw, ScalarType? dw_dtype)"
     " -> (Tensor, Tensor, Tensor)",
 }
+
+
+class NormArguments(NamedTuple):
+    """What the gradients of a norm depend on beside tensors."""
+
+    eps: float | None
+    weight_offset: float
 
 
 class Operators:
@@ -67,8 +74,8 @@ class Operators:
             )
 
     def backward(self, given: Arguments, options: Options) -> Results:
-        """`rmsnorm_backward` through the operator. `dw_out` is written by operators of PyTorch, which a tracer
-        understands."""
+        """`rmsnorm_backward` through the operator. `dw_out` is written by operators of PyTorch,
+        which a tracer understands."""
         dw_out, dw_dtype = given.dw_out, options.dw_dtype
         if dw_out is not None:
             narrow = options.accumulate and dw_out.dtype != torch.float64
@@ -132,26 +139,28 @@ class Operators:
         return dx, dw, None, None
 
     def _grad_of_add_norm(self, ctx: Any, dy: Any, _: Any, dstream: Any) -> tuple[Any, ...]:
-        return self.gradients_of_sum(ctx, dy, dstream)
+        return *self.gradients_of_sum(ctx, ctx.needs_input_grad[:3], dy, dstream), None, None
 
     def gradients_of_sum(
         self,
         ctx: Any,
+        needs: Sequence[bool],
         dy: torch.Tensor | None,
         dstream: torch.Tensor | None,
         backward: Callable[[Arguments, Options], Results] | None = None,
     ) -> tuple[Any, ...]:
-        """Gradients of x, residual and weight where x + residual was normalised."""
+        """Gradients of x, residual and weight where x + residual was normalised. needs: which of
+        the three are wanted; backward: as in `gradients`."""
         stream, weight, rstd = ctx.saved_tensors
-        needs_x, needs_residual, needs_dw, *_ = ctx.needs_input_grad
+        needs_x, needs_residual, needs_dw = needs
         wanted = (needs_x or needs_residual, needs_dw)
         dstream, dw = self.gradients(ctx, wanted, dy, stream, weight, rstd, dstream, backward)
         dx = None if dstream is None else dstream.to(ctx.x_dtype)
-        return dx, dstream, dw, None, None
+        return dx, dstream, dw
 
     def gradients(
         self,
-        ctx: Any,
+        norm: Any,
         wanted: tuple[bool, bool],
         dy: torch.Tensor | None,
         x: torch.Tensor,
@@ -160,8 +169,8 @@ class Operators:
         dresidual: torch.Tensor | None,
         backward: Callable[[Arguments, Options], Results] | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """dx and dw of a node, dx in x's dtype. ctx has eps and weight_offset; backward: what
-        computes them, by default the operator."""
+        """dx and dw of a node, dx in x's dtype. norm: has eps and weight_offset, as a node's
+        context and NormArguments do; backward: what computes them, by default the operator."""
         backward = backward or self.backward
         need_dx, need_dw = wanted[0], wanted[1] and weight is not None
         if dy is None:
@@ -171,13 +180,13 @@ class Operators:
             dresidual = dresidual.to(x.dtype)
         if torch.is_grad_enabled() or tangents_active():  # create_graph=True, or forward mode
             return differentiable_backward(
-                *(dy, x, weight, ctx.eps, ctx.weight_offset, dresidual), need_dx, need_dw
+                dy, x, weight, norm.eps, norm.weight_offset, dresidual, need_dx, need_dw
             )
         # Rows that a wider residual made wide keep the weight they had.
         wide = weight is not None and weight.dtype not in (x.dtype, torch.float32)
         scale = weight.float() if wide and weight is not None else weight
         given = Arguments(dy, x, rstd, scale, dresidual if need_dx else None)
-        dx, dw, *_ = backward(given, Options(ctx.weight_offset, need_dx, need_dw))
+        dx, dw, *_ = backward(given, Options(norm.weight_offset, need_dx, need_dw))
         return dx, dw.to(weight.dtype) if wide and dw is not None and weight is not None else dw
 
 

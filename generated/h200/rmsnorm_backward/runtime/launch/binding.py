@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from ..spec import Launch
 from .driver import cuda_driver
-from .launch import MAIN_ARGUMENTS, MAIN_OFFSETS, SUM_ARGUMENTS, SUM_OFFSETS, Extent, LoadedKernel
+from .launch import MAIN_ARGUMENTS, MAIN_OFFSETS, SUM_ARGUMENTS, SUM_OFFSETS, Extent
+from .loaded_kernel import LoadedKernel
 from .workspace import StreamWorkspace
 
 pack_addresses = struct.Struct("@8Q").pack_into
@@ -96,10 +97,10 @@ def bind(
         scratch=workspace.scratch,
         values=block.values,
         launch=cuda_driver().cuLaunchKernelEx,
-        main_config=kernel.configure_main(launch.grid, stream),
+        main_config=kernel.main_config(launch.grid, stream),
         main=main,
         main_arguments=ctypes.addressof(main_array),
-        sum_config=kernel.configure_sum(launch.sum_grid, stream) if second is not None else None,
+        sum_config=kernel.sum_config(launch.sum_grid, stream) if second is not None else None,
         second=second,
         sum_arguments=ctypes.addressof(sum_array),
         keep=(main_array, sum_array),
