@@ -64,8 +64,9 @@ def search_problem(
     incumbent: the winner in use so far; by default the latest in the storage for the same problem,
     target and evidence. machine: facts to store with the finals, about the machine that holds them.
     Stored trials count whose configs still give the machine code that was measured, and whose floor
-    is the problem's. A study that has used up its budget and held its finals answers with the winner it has, and nothing is
-    measured. Raises NormforgeError when no config is legal for the problem or the storage fails.
+    is the problem's. A study that has used up its budget and held its finals answers with the
+    winner it has, and nothing is measured. Raises NormforgeError when no config is legal for the
+    problem or the storage fails.
     """
     log = StudyLog(storage, study_name(problem, target, evaluator.evidence, space))
     known, outdated = up_to_date(log.trials(), problem, pool)
