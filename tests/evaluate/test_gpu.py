@@ -24,10 +24,12 @@ from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.determinism import check_call_options, check_repeats, digest
 from generator.evaluate.verify.guarded import Guarded
 from generator.kernels.cubin_cache import compile_variant
+from generator.kernels.forward import render_forward
 from generator.kernels.nvrtc import Compiled, compile_source
 from generator.kernels.render import render
 from generator.kernels.resource_gate import refuse
 from generator.kernels.variant import Variant
+from generator.operations import RMSNORM_FORWARD
 from generator.operations.operation import HALF_UNIT
 from generator.operations.rmsnorm_backward import (
     BackwardRunner,
@@ -43,6 +45,7 @@ from generator.result import Result
 from generator.runtime.api import Package
 from generator.runtime.spec import plan_launch
 from generator.target import Target
+from tests.support.forward import of_kind
 from tests.support.planted import BAD, SHAPE, WRONG, broken
 from tests.support.runs import command, kill_and_resume
 from tests.support.samples import (
@@ -277,6 +280,29 @@ def test_planted_bug_is_caught_as_wrong(
     bench = bench_of(work, v, here, old, new)
     accuracy = check_accuracy(bench, work.inputs, work.expected)
     assert accuracy.fault.startswith(says), accuracy
+
+
+@pytest.mark.parametrize("residual", ["", "+residual"])
+def test_forward_is_accurate_and_one_that_writes_to_another_row_is_caught(
+    here: Target, device: torch.device, residual: str
+) -> None:
+    work = Workload(Problem.parse(f"777x1024:bf16{residual}"), device, RMSNORM_FORWARD)
+    v = of_kind("777x1024:bf16", here)
+    source = render_forward(v)
+    row = "store_rstd(rows.rstd + row, rstd)"
+    assert source.count(row) == 1
+
+    def bench(text: str) -> Bench:
+        compiled = compile_source(text, here.arch)
+        assert compiled.error == "", compiled.error
+        return work.bench(Candidate(compiled.cubin, v.spec(here.sms)))
+
+    good = bench(source)
+    assert check_accuracy(good, work.inputs, work.expected).fault == ""
+    assert check_repeats(good, work.inputs) == ""
+    for place, says in (("(row ^ 1)", "rstd["), ("(row + 1)", "rstd[")):
+        bad = bench(source.replace(row, row.replace("+ row", f"+ {place}")))
+        assert check_accuracy(bad, work.inputs, work.expected).fault.startswith(says)
 
 
 # ---- The evaluator survives what it evaluates ----------------------------------------------------

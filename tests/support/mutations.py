@@ -104,5 +104,5 @@ def check_untouched(mutation: Mutation, target: Target) -> None:
     """The kernel as it stands passes the same schedules."""
     variant = make(mutation, target)
     check = run(mutation, render(variant), variant)
-    assert check.problems == ()
+    assert check.problems == (), check.problems
     assert check.schedules == SCHEDULES

@@ -96,7 +96,7 @@ def test_gpu_processes_start_before_anything_is_compiled_and_none_that_has_nothi
 
     def compile_where(variant: ForwardVariant, arch: str, folder: Path) -> Compiled:
         until = time.monotonic() + 10
-        while len(gpus) < 2 and time.monotonic() < until:
+        while not before and len(gpus) < 2 and time.monotonic() < until:
             time.sleep(0.01)  # they start in threads of their own
         before.add(tuple(sorted(gpus)))
         return compile_forward(variant, arch)

@@ -106,7 +106,7 @@ class MeasuredEvaluator:
         self._probe(problem)
         return self._each("accuracy", problem, self._candidates(entries))
 
-    def climb(self, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
+    def check_determinism(self, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
         """Results of the determinism ladder alone, without times."""
         self._probe(problem)
         return self._each("ladder", problem, self._candidates(entries))
@@ -133,7 +133,7 @@ class MeasuredEvaluator:
         over rows must have the same bits in a fresh process, too.
 
         Raises NoisyError when a minute of trying brings no clean blocks."""
-        results = self.climb(problem, entries)
+        results = self.check_determinism(problem, entries)
         candidates = self._candidates(entries)
         if self.operation.sums_rows:
             self._supervisor.renew(self._job("probe", problem))

@@ -44,6 +44,6 @@ def measure_forwards(
         ratios = evaluator.shortlist(problem, [entries[place] for place in places], SCREEN_ROUNDS)
         if ratios:
             places = [place for _, place in sorted(zip(ratios, places, strict=True))]
-        places = checked(places[:FINALISTS], evaluator.climb, with_residual)
+        places = checked(places[:FINALISTS], evaluator.check_determinism, with_residual)
         checked(places, evaluator.finals, problem)
     return results
