@@ -20,6 +20,7 @@ from generator.result import Result
 from generator.runtime.spec import MAIN_KERNEL
 from generator.search.budget import Budget
 from generator.search.search import search_problem
+from generator.space.legal_configs import LegalConfigs
 from generator.studies.reader import read_studies
 from generator.studies.records import FLOOR, PLAIN_FLOOR, Winner, plain_floor
 from generator.studies.storage import JOURNAL_NAME, open_storage
@@ -43,7 +44,7 @@ class Counting(FakeEvaluator):
 def search(folder: Path, evaluator: FakeEvaluator, trials: int, problem: Problem) -> Winner:
     storage, budget = open_storage(folder / JOURNAL_NAME), Budget(trials=trials)
     pool = FakePool()
-    winner = search_problem(problem, TARGET, SPACE, pool, evaluator, storage, budget)
+    winner = search_problem(LegalConfigs(SPACE, problem, TARGET), pool, evaluator, storage, budget)
     assert winner is not None
     return winner
 

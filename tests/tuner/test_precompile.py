@@ -148,7 +148,7 @@ PARENT = """
 import signal, sys, time
 from multiprocessing import active_children
 from pathlib import Path
-from generator.kernels.forward import generic_forwards
+from generator.space.forward_space import generic_forwards
 from generator.kernels.precompile import precompiling
 from generator.package.fallback_kernels import DTYPES
 from generator.target import find_target
