@@ -51,7 +51,7 @@ from generator.kernels.ptxas import Resources  # noqa: E402
 from generator.kernels.variant import Variant, make_variant  # noqa: E402
 from generator.package.fallback_kernels import (  # noqa: E402
     MANY_ROWS,
-    _Layout,
+    Layout,
     fallback_variants,
     legal_config,
     refuse_fallback,
@@ -125,7 +125,7 @@ class Group:
 
 
 def legal(
-    group: Group, layout: _Layout, target: Target, space: Space, in_blocks: bool = True
+    group: Group, layout: Layout, target: Target, space: Space, in_blocks: bool = True
 ) -> Variant | None:
     """The variant of a layout, None where the rules of the space forbid it."""
     problem, vector_bytes = group.widest, group.vector_bytes
@@ -158,7 +158,7 @@ def draw(group: Group, target: Target, count: int, seed: int) -> list[Variant]:
     random.Random(f"{seed} {group}").shuffle(choices)
     found: dict[str, tuple[float, Variant]] = {}
     for pipeline, *rest in choices:
-        variant = legal(group, _Layout(group.columns, *pipeline, *rest), target, space)
+        variant = legal(group, Layout(group.columns, *pipeline, *rest), target, space)
         if variant is None:
             continue
         registers = DERIVED["register_budget"][1](variant, problem, target)
@@ -181,9 +181,9 @@ def fits(variant: Variant, registers: int) -> bool:
     return not idle and variant.register_estimate + more <= registers + 4
 
 
-def layout_of(variant: Variant) -> _Layout:
+def layout_of(variant: Variant) -> Layout:
     """What the fallback kernels would have for it."""
-    return _Layout(variant.N, *(variant[field.name] for field in fields(_Layout)[1:]))
+    return Layout(variant.N, *(variant[field.name] for field in fields(Layout)[1:]))
 
 
 class LayoutSession(Session):

@@ -17,25 +17,7 @@ LAYERS = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 MOST_LINES = 320
-LONG = {"generator/package/fallback_kernels.py": 360}
-"""Modules that may be longer. Shorten one, and lower its number."""
 MOST_TEST_LINES = 600
-LONG_TESTS = {
-    "tests/emulate/test_emulate.py": 630,
-    "tests/emulate/test_mutations.py": 830,
-    "tests/operations/test_forward.py": 930,
-    "tests/package/test_emit.py": 820,
-    "tests/runtime/test_entry_points.py": 910,
-    "tests/runtime/test_native.py": 1610,
-    "tests/runtime/test_runtime.py": 985,
-}
-"""Tests that may be longer until they are split."""
-SHARING_TESTS = {
-    "tests/runtime/test_entry_points.py",
-    "tests/runtime/test_native.py",
-    "tests/runtime/test_warmup.py",
-}
-"""Tests that may import tests until what they share lies in tests/support."""
 
 
 def modules(folder: Path = REPOSITORY / "generator") -> dict[str, Path]:
@@ -161,7 +143,6 @@ def imports_of_tests(folder: Path = REPOSITORY / "tests") -> list[str]:
         f"{name}:{line} imports {module}; what tests share belongs in tests/support"
         for name, path in files_of_tests(folder).items()
         for line, module in imported_tests(path)
-        if name not in SHARING_TESTS
     ]
 
 
@@ -187,12 +168,12 @@ def test_an_import_of_a_test_is_named(tmp_path: Path) -> None:
     ]
 
 
-def too_long(files: dict[str, Path], most: int, longer: dict[str, int]) -> dict[str, int]:
+def too_long(files: dict[str, Path], most: int) -> dict[str, int]:
     lines = {name: len(path.read_text().splitlines()) for name, path in files.items()}
-    return {name: count for name, count in lines.items() if count > longer.get(name, most)}
+    return {name: count for name, count in lines.items() if count > most}
 
 
 def test_a_file_is_read_in_one_sitting() -> None:
     sources = {str(path.relative_to(REPOSITORY)): path for path in modules().values()}
-    assert too_long(sources, MOST_LINES, LONG) == {}
-    assert too_long(files_of_tests(), MOST_TEST_LINES, LONG_TESTS) == {}
+    assert too_long(sources, MOST_LINES) == {}
+    assert too_long(files_of_tests(), MOST_TEST_LINES) == {}

@@ -6,13 +6,20 @@ newer than sm_80 (but a programmatic launch where there is one), so it runs wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import yaml
+
+from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.resource_gate import refuse
 from generator.kernels.variant import Variant, make_variant
+from generator.paths import SEARCH_SPACES
 from generator.problem import ITEMSIZE, Problem
 from generator.result import Result
 from generator.space.load import load_space
@@ -22,12 +29,13 @@ from generator.target import Target
 DTYPES = tuple((dtype, weight) for dtype in ITEMSIZE for weight in dict.fromkeys((dtype, "fp32")))
 """Every pair of x's and the weight's dtype that the kernels know."""
 
+LAYOUTS_FILE = SEARCH_SPACES / "fallback_kernels.yaml"
 MANY_ROWS = 1 << 20
 """Rows that fill any grid: the rules see a fallback variant at its most demanding."""
 
 
 @dataclass(frozen=True)
-class _Layout:
+class Layout:
     """CTAs for rows of up to `columns`."""
 
     columns: int
@@ -42,163 +50,34 @@ class _Layout:
     load_hint: str = "evict_last"
 
 
-_WIDE = (
-    _Layout(256, "direct", 1, 32, 8, 3, rows_in_flight=2),
-    _Layout(512, "direct", 1, 32, 8, 2, rows_in_flight=2, weight_in="smem"),
-    _Layout(768, "async", 3, 32, 8, 1, rows_in_flight=2),
-    _Layout(1024, "async", 3, 128, 4, 1, rows_in_flight=2, reload="smem"),
-    _Layout(1536, "async", 3, 96, 8, 1, reload="smem"),
-    _Layout(2048, "async", 2, 128, 4, 1),
-    _Layout(3072, "async", 2, 128, 4, 1),
-    _Layout(4096, "async", 2, 256, 2, 1),
-    _Layout(6144, "async", 2, 256, 2, 1),
-    _Layout(8192, "async", 2, 384, 1, 1),
-    _Layout(12288, "async", 2, 384, 1, 1),
-    _Layout(16384, "async", 2, 512, 1, 1, reload="smem"),
-)
-"""For rows of whole 16-byte vectors. Like those below the best of up to 50 layouts each (ten of
-those drawn at random and by the predictor, the others from brackets nearby and from larger draws
-before kernels added in blocks), at two N of the bracket and two M in bf16 on one H200:
-benchmarks/layouts.py, results/layouts_h200.json.
-A bracket goes from one column more than the one before it up to its own."""
+@dataclass(frozen=True)
+class _Layouts:
+    """The content of LAYOUTS_FILE. groups: by their names there; fp32_weight: for an fp32 weight,
+    by the bytes of an element and of a vector."""
 
-_EIGHT = (
-    _Layout(256, "async", 2, 32, 8, 3, rows_in_flight=2, reload="smem"),
-    _Layout(512, "async", 2, 32, 8, 2),
-    _Layout(768, "async", 2, 64, 8, 1, rows_in_flight=2),
-    _Layout(1024, "async", 2, 128, 4, 1, rows_in_flight=2),
-    _Layout(1536, "async", 2, 128, 4, 1, rows_in_flight=2),
-    _Layout(2048, "async", 2, 128, 1, 3, rows_in_flight=2),
-    _Layout(3072, "async", 2, 128, 4, 1, weight_in="smem"),
-    _Layout(4096, "async", 4, 192, 1, 2),
-    _Layout(6144, "async", 3, 192, 1, 2, reload="smem"),
-    _Layout(8192, "async", 2, 256, 1, 1),
-    _Layout(12288, "async", 2, 384, 1, 1),
-    _Layout(16384, "async", 2, 512, 1, 1, reload="smem"),
-)
-"""For rows of whole 8-byte vectors."""
+    groups: Mapping[str, tuple[Layout, ...]]
+    fp32_weight: Mapping[int, Mapping[int, tuple[Layout, ...]]]
 
-_FOUR = (
-    _Layout(128, "direct", 1, 32, 8, 4, rows_in_flight=2),
-    _Layout(256, "async", 3, 32, 8, 2, rows_in_flight=2),
-    _Layout(384, "async", 3, 32, 8, 2, reload="smem"),
-    _Layout(512, "async", 3, 32, 8, 2, reload="smem"),
-    _Layout(640, "async", 3, 64, 4, 2, weight_in="smem"),
-    _Layout(768, "async", 6, 32, 8, 1, weight_in="smem"),
-    _Layout(1024, "async", 4, 64, 4, 1, reload="smem"),
-    _Layout(1280, "async", 4, 128, 1, 4, reload="smem"),
-    _Layout(1536, "async", 4, 64, 4, 1, reload="smem"),
-    _Layout(2048, "async", 2, 64, 2, 2),
-    _Layout(2560, "async", 4, 192, 2, 1),
-    _Layout(3072, "async", 3, 128, 1, 3),
-    _Layout(4096, "async", 2, 192, 2, 1),
-    _Layout(5120, "async", 2, 192, 2, 1),
-    _Layout(6144, "async", 3, 256, 1, 1),
-    _Layout(8192, "async", 3, 256, 1, 1),
-    _Layout(12288, "async", 2, 512, 1, 1, weight_in="smem"),
-    _Layout(16384, "async", 2, 1024, 1, 1, reload="smem", weight_in="smem", load_hint="default"),
-)
-"""For rows of whole 4-byte words, in fp32 for any row."""
 
-_TWO = (
-    _Layout(128, "direct", 1, 64, 4, 3, rows_in_flight=4),
-    _Layout(256, "direct", 1, 32, 8, 2, load_hint="default"),
-    _Layout(384, "direct", 1, 32, 8, 2, load_hint="default"),
-    _Layout(512, "direct", 1, 32, 8, 2, load_hint="default"),
-    _Layout(640, "direct", 1, 32, 8, 2, load_hint="default"),
-    _Layout(768, "direct", 1, 64, 8, 1, load_hint="default"),
-    _Layout(1024, "direct", 1, 64, 2, 4, load_hint="default"),
-    _Layout(1280, "direct", 1, 64, 8, 1, load_hint="default"),
-    _Layout(1536, "direct", 1, 128, 4, 1, load_hint="default"),
-    _Layout(2048, "direct", 1, 128, 4, 1, load_hint="default"),
-    _Layout(2560, "direct", 1, 128, 4, 1, load_hint="default"),
-    _Layout(3072, "direct", 1, 128, 1, 4, weight_in="smem", load_hint="default"),
-    _Layout(4096, "direct", 1, 256, 1, 2, load_hint="default"),
-    _Layout(5120, "direct", 1, 256, 2, 1, weight_in="smem", load_hint="default"),
-    _Layout(6144, "direct", 1, 192, 2, 1, weight_in="smem"),
-    _Layout(8192, "direct", 1, 384, 1, 1),
-    _Layout(12288, "direct", 1, 384, 1, 1, weight_in="smem"),
-)
-"""For an odd number of 2-byte elements, which cp.async cannot copy, and for fp32 where there is no
-room for the stages of those above."""
+@cache
+def load_layouts(path: Path = LAYOUTS_FILE) -> _Layouts:
+    """Read the layouts. Raises NormforgeError for a damaged file."""
+    try:
+        content = yaml.safe_load(path.read_text())
+        return _Layouts(
+            {name: _read(entries) for name, entries in content["layouts"].items()},
+            {
+                itemsize: {size: _read(entries) for size, entries in sizes.items()}
+                for itemsize, sizes in content["fp32_weight"].items()
+            },
+        )
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise NormforgeError(f"cannot read the fallback layouts {path}: {reason}") from error
 
-_MODEST = (
-    _Layout(256, "direct", 1, 32, 8, 3),
-    _Layout(512, "direct", 1, 64, 8, 1),
-    _Layout(1024, "direct", 1, 64, 8, 1),
-    _Layout(2048, "direct", 1, 128, 4, 1),
-    _Layout(3072, "direct", 1, 256, 2, 1, rows_in_flight=2),
-    _Layout(4096, "direct", 1, 256, 2, 1, weight_in="smem"),
-)
-"""Where a GPU has no room for one of those: the best of what needs little, by the predictor."""
 
-_ROOMY = (
-    _Layout(768, "async", 2, 64, 2, 3, rows_in_flight=2),
-    _Layout(1536, "async", 3, 256, 1, 4),
-    _Layout(3072, "async", 3, 256, 2, 1),
-    _Layout(6144, "async", 3, 512, 1, 1, weight_in="smem"),
-    _Layout(8192, "async", 3, 512, 1, 1, weight_in="smem"),
-    _Layout(12288, "direct", 1, 512, 1, 1, weight_in="smem"),
-)
-"""For rows of fp32 in whole 16-byte vectors, where those of bf16 leave no room for the rows."""
-
-_PLAIN = (
-    _Layout(1024, "direct", 1, 128, 2, 2, weight_in="smem"),
-    _Layout(4096, "direct", 1, 512, 1, 1, weight_in="smem"),
-    _Layout(8192, "direct", 1, 1024, 1, 1, weight_in="smem"),
-    _Layout(16384, "async", 2, 1024, 1, 1, reload="smem", weight_in="smem"),
-    _Layout(16384, "direct", 1, 512, 1, 1, weight_in="smem"),
-)
-"""Where a GPU or a dtype has no room for those above: few registers, and shared memory only where
-nothing else holds the rows."""
-
-_FP32_WEIGHT = {
-    2: {
-        16: (
-            _Layout(6144, "async", 2, 256, 2, 1),
-            _Layout(8192, "async", 2, 256, 1, 1),
-            _Layout(12288, "async", 2, 384, 1, 1),
-            _Layout(16384, "async", 2, 512, 1, 1, reload="smem"),
-        ),
-        4: (
-            _Layout(6144, "async", 3, 256, 1, 1),
-            _Layout(8192, "async", 3, 256, 1, 1, load_hint="default"),
-            _Layout(12288, "async", 2, 512, 1, 1, weight_in="smem"),
-        ),
-        2: (
-            _Layout(6144, "direct", 1, 256, 2, 1, weight_in="smem", load_hint="default"),
-            _Layout(8192, "direct", 1, 384, 1, 1, load_hint="default"),
-            _Layout(12288, "direct", 1, 512, 1, 1, weight_in="smem", load_hint="default"),
-        ),
-    },
-    4: {
-        16: (
-            _Layout(1024, "async", 2, 128, 4, 1),
-            _Layout(1536, "direct", 1, 128, 4, 1, rows_in_flight=2, weight_in="smem"),
-            _Layout(3072, "direct", 1, 192, 2, 1, rows_in_flight=2),
-            _Layout(4096, "async", 2, 128, 2, 1, reload="smem", weight_in="smem"),
-            _Layout(6144, "direct", 1, 512, 1, 1, rows_in_flight=2),
-            _Layout(8192, "direct", 1, 512, 1, 1, weight_in="smem", load_hint="default"),
-        ),
-        8: (
-            _Layout(1024, "async", 4, 192, 4, 1, reload="smem"),
-            _Layout(1536, "async", 2, 64, 4, 1, weight_in="smem"),
-            _Layout(3072, "async", 3, 256, 2, 1),
-            _Layout(4096, "async", 2, 256, 1, 1),
-            _Layout(6144, "async", 2, 256, 1, 1),
-            _Layout(8192, "async", 2, 256, 1, 1),
-        ),
-        4: (
-            _Layout(1024, "direct", 1, 64, 8, 1, load_hint="default"),
-            _Layout(1536, "direct", 1, 128, 2, 2, weight_in="smem", load_hint="default"),
-            _Layout(4096, "direct", 1, 256, 1, 2, load_hint="default"),
-            _Layout(6144, "direct", 1, 256, 1, 2, weight_in="smem", load_hint="default"),
-            _Layout(8192, "direct", 1, 512, 1, 1, load_hint="default"),
-        ),
-    },
-}
-"""For an fp32 weight where those above had no room, by the bytes of an element and of a vector,
-measured like them on one H200 (results/layouts_bf16_fp32_h200.json, layouts_fp32_h200.json)."""
+def _read(entries: Sequence[Mapping[str, Any]]) -> tuple[Layout, ...]:
+    return tuple(Layout(**entry) for entry in entries)
 
 
 def fallback_variants(
@@ -234,7 +113,7 @@ def fallback_variants(
 
 
 def legal_config(
-    layout: _Layout,
+    layout: Layout,
     vector_bytes: int,
     problem: Problem,
     target: Target,
@@ -248,18 +127,27 @@ def legal_config(
     return None if rejected else config
 
 
-def _layouts(itemsize: int, weight_dtype: str) -> dict[int, list[tuple[_Layout, bool]]]:
+def _layouts(itemsize: int, weight_dtype: str) -> dict[int, list[tuple[Layout, bool]]]:
     """Layouts, best first, by the bytes of a vector, for elements of `itemsize` bytes; and whether
     they add rows in blocks, which takes registers and shared memory: a layout without blocks comes
     right behind itself with them, before layouts that are slower."""
-    rest = _MODEST + _PLAIN
-    known = {16: _WIDE + _PLAIN, 8: _EIGHT + rest, 4: _FOUR + rest, 2: _TWO + rest}
+    layouts = load_layouts()
+    group = layouts.groups
+    rest = group["modest"] + group["plain"]
+    known = {
+        16: group["wide"] + group["plain"],
+        8: group["eight"] + rest,
+        4: group["four"] + rest,
+        2: group["two"] + rest,
+    }
     if itemsize == 4:
-        known = {16: _WIDE + _ROOMY + _PLAIN, 8: _EIGHT + rest, 4: _FOUR + _TWO + rest}
+        known[16] = group["wide"] + group["roomy"] + group["plain"]
+        known[4] = group["four"] + group["two"] + rest
+        del known[2]
     found = {}
-    for size, layouts in known.items():
-        own = _FP32_WEIGHT[itemsize].get(size, ()) if weight_dtype == "fp32" else ()
-        both = [(layout, how) for layout in layouts for how in (True, False)]
+    for size, own_layouts in known.items():
+        own = layouts.fp32_weight[itemsize].get(size, ()) if weight_dtype == "fp32" else ()
+        both = [(layout, how) for layout in own_layouts for how in (True, False)]
         found[size] = list(dict.fromkeys([(layout, True) for layout in own] + both))
     return found
 
@@ -333,7 +221,7 @@ def same_rows(variant: Variant) -> tuple[object, ...]:
     return (variant.N, variant["vector_bytes"], variant.dtype, variant.weight_dtype)
 
 
-def _config(layout: _Layout, vector_bytes: int) -> Config:
+def _config(layout: Layout, vector_bytes: int) -> Config:
     return {
         "strategy": "separate",
         "overlap": "dependent",

@@ -18,7 +18,7 @@ from generator.evaluate.gpu.protocol import Job, WorkerLostError
 from generator.evaluate.verify.accuracy import Accuracy
 from generator.kernels.geometry import Config
 from generator.package import fallback_kernels
-from generator.package.fallback_kernels import _Layout
+from generator.package.fallback_kernels import Layout, load_layouts
 from generator.paths import REPOSITORY
 from generator.problem import ITEMSIZE, Problem
 from generator.space.space import Space
@@ -234,14 +234,14 @@ def test_committed_result_is_what_the_benchmark_writes(
 @pytest.mark.parametrize(
     ("vector_bytes", "table"),
     [
-        (16, fallback_kernels._WIDE),
-        (8, fallback_kernels._EIGHT),
-        (4, fallback_kernels._FOUR),
-        (2, fallback_kernels._TWO),
+        (16, load_layouts().groups["wide"]),
+        (8, load_layouts().groups["eight"]),
+        (4, load_layouts().groups["four"]),
+        (2, load_layouts().groups["two"]),
     ],
 )
 def test_fallback_layouts_won_their_groups(
-    committed: dict[str, Any], vector_bytes: int, table: tuple[_Layout, ...]
+    committed: dict[str, Any], vector_bytes: int, table: tuple[Layout, ...]
 ) -> None:
     groups = {(g["vector_bytes"], g["columns"]): g for g in committed["groups"]}
     assert tuple(layout.columns for layout in table) == (
@@ -262,7 +262,7 @@ def test_layouts_of_an_fp32_weight_won_their_groups(itemsize: int, name: str) ->
     groups = {(g["vector_bytes"], g["columns"]): g for g in json.loads(path.read_text())["groups"]}
     known = {
         (size, layout.columns): str(layout)
-        for size, layouts in fallback_kernels._FP32_WEIGHT[itemsize].items()
+        for size, layouts in load_layouts().fp32_weight[itemsize].items()
         for layout in layouts
     }
     for key, group in groups.items():

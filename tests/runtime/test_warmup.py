@@ -178,7 +178,7 @@ def step(
 
 
 SHAPES = ((4096, 1024, "bf16", "bf16"), (33, 1024, "bf16", "fp32"), (700, 512, "bf16", "bf16"))
-WISHES: tuple[dict[str, Any], ...] = (
+CALL_OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"offset": True},
     {"residual": "bf16"},
@@ -189,7 +189,7 @@ WISHES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("call_options", WISHES, ids=str)
+@pytest.mark.parametrize("call_options", CALL_OPTIONS, ids=str)
 def test_after_a_warmup_a_call_loads_nothing_and_takes_no_memory(
     package: Package, device: Device, shape: tuple[Any, ...], call_options: dict[str, Any]
 ) -> None:
@@ -201,7 +201,7 @@ def test_after_a_warmup_a_call_loads_nothing_and_takes_no_memory(
     assert sorted(set(device.launched)) == sorted(device.loaded), "and nothing else was loaded"
 
 
-@pytest.mark.parametrize("call_options", WISHES, ids=str)
+@pytest.mark.parametrize("call_options", CALL_OPTIONS, ids=str)
 def test_calls_that_were_not_warmed_up_pay(
     package: Package, device: Device, call_options: dict[str, Any]
 ) -> None:
@@ -274,7 +274,7 @@ def test_options_without_a_kernel_get_what_they_are_composed_of(
 
 @pytest.mark.parametrize("N", [1024, 300])
 def test_no_rows_need_nothing(package: Package, device: Device, N: int) -> None:
-    for call_options in WISHES:
+    for call_options in CALL_OPTIONS:
         package.warmup([(0, N, "bf16")], **call_options)
     assert device.costs == (0, 0)
     package.warmup([(0, N, "bf16"), SHAPES[0]])
