@@ -23,7 +23,7 @@ from generator.kernels.geometry import Config
 from generator.kernels.strategies import strategy_of
 from generator.problem import Problem
 from generator.result import Result
-from generator.studies import postgres as database
+from generator.studies import postgres
 from generator.studies.records import Record, Winner, plain_floor
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog
@@ -110,8 +110,12 @@ def read_studies(where: str | Path, *, importance: bool = False) -> list[Study]:
 
 
 def shown(where: str | Path) -> str:
-    """A storage's place without a password."""
-    return database.shown(str(where)) if "://" in str(where) else str(where)
+    """The place of studies for people: a URL without its password, or the file in a folder."""
+    if "://" in str(where):
+        return postgres.shown(str(where))
+    journal = Path(where) / JOURNAL_NAME
+    packed = journal.with_name(f"{JOURNAL_NAME}.xz")
+    return str(packed if packed.exists() and not journal.exists() else journal)
 
 
 def _read(storage: BaseStorage, place: str, importance: bool) -> list[Study]:

@@ -20,10 +20,11 @@ from statistics import geometric_mean
 import pytest
 
 import tune
+from generator.cli.main import main as command
 from generator.errors import NormforgeError
 from generator.kernels.knobs import KNOBS
 from generator.kernels.variant import Variant
-from generator.paths import REPOSITORY
+from generator.paths import GENERATED, REPOSITORY
 from generator.problem import Problem
 from generator.report.page import anchor, render_page, shade
 from generator.report.summary import Summary, summaries
@@ -399,3 +400,14 @@ def test_the_page_fits_a_narrow_window(committed: Path, tmp_path: Path) -> None:
     dom, _, _ = browse(narrow.as_uri(), tmp_path, width=500)
     content, window = map(int, re.search(r"<title>(\d+)/(\d+)", dom).groups())  # type: ignore[union-attr]
     assert content <= window <= 500
+
+
+def test_the_dashboard_command_names_the_file_not_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """optuna-dashboard opens a journal; a packed one is unpacked first."""
+    assert command(["report", "--gpu", "h200", "--html", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    journal = GENERATED / "h200" / JOURNAL_NAME
+    unpack = "" if journal.exists() else f"xz -dk {journal}.xz && "
+    assert f"Every trial: {unpack}optuna-dashboard {journal}\n" in said
