@@ -40,7 +40,7 @@ from generator.emulate import Schedule, find_compiler, run_schedules  # noqa: E4
 from generator.emulate.run import CallOptions  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
 from generator.evaluate.gpu.session import Session  # noqa: E402
-from generator.kernels.precompile import compiler_input  # noqa: E402
+from generator.kernels.revision import compiler_input  # noqa: E402
 from generator.operations.rmsnorm_backward import TORCH_DTYPE, Inputs, make_reference  # noqa: E402
 from generator.package.fallback_kernels import DTYPES  # noqa: E402
 from generator.package.sources import variant_of  # noqa: E402

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from generator.errors import NormforgeError
 from generator.kernels.nvrtc import compile_source, nvrtc_version
-from generator.kernels.precompile import compiler_input
+from generator.kernels.revision import compiler_input
 from generator.package.sources import variant_of
 from generator.paths import GENERATED
 from generator.runtime.table import ForwardKernel, ForwardTable, Kernel, Table

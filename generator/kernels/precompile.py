@@ -11,9 +11,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from generator.kernels.cubin_cache import DEFAULT_CACHE, CubinCache
-from generator.kernels.forward import ForwardVariant, render_forward
+from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.render import render
+from generator.kernels.revision import compiler_input
 from generator.kernels.variant import Variant
 from generator.processes import end_pool, end_with_parent, shielded
 
@@ -32,13 +32,6 @@ def cached(
     """
     source, register_cap = compiler_input(variant)
     return CubinCache(cache_folder).find(source, arch, register_cap)
-
-
-def compiler_input(variant: Variant | ForwardVariant) -> tuple[str, int]:
-    """What is compiled, and its register cap."""
-    if isinstance(variant, ForwardVariant):
-        return render_forward(variant), 0
-    return render(variant), int(variant["register_cap"])
 
 
 @contextmanager

@@ -18,13 +18,19 @@ from generator.kernels.variant import Variant
 _known: dict[tuple[str, str], str] = {}  # by id, which is unique to the source, and arch
 
 
+def compiler_input(
+    variant: Variant | ForwardVariant, *, comments: bool = True, include: str = ""
+) -> tuple[str, int]:
+    """The source of a variant and its register cap. comments, include: as in `render`."""
+    if isinstance(variant, ForwardVariant):
+        return render_forward(variant, comments=comments, include=include), 0
+    return render(variant, comments=comments, include=include), int(variant["register_cap"])
+
+
 def code_digest(variant: Variant | ForwardVariant, arch: str) -> str:
     """Sixteen hex digits over the source without its comments, NVRTC's options and its version."""
     if (variant.id, arch) not in _known:
-        if isinstance(variant, ForwardVariant):
-            source, register_cap = render_forward(variant, comments=False), 0
-        else:
-            source, register_cap = render(variant, comments=False), int(variant["register_cap"])
+        source, register_cap = compiler_input(variant, comments=False)
         lines = [line for line in source.splitlines() if line.strip()]
         options = compile_options(arch, register_cap)
         _known[variant.id, arch] = _digest([nvrtc_version(), *options, *lines])

@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from generator.kernels.forward import ForwardVariant, render_forward
-from generator.kernels.render import headers, render
+from generator.kernels.forward import ForwardVariant
+from generator.kernels.render import headers
+from generator.kernels.revision import compiler_input
 from generator.kernels.variant import Variant
 from generator.runtime.spec import ForwardSpec
 from generator.runtime.table import ForwardKernel, Kernel
@@ -36,9 +37,8 @@ def included(source: str) -> list[str]:
 def source_of(variant: Variant | ForwardVariant) -> str:
     """The source of a variant as it is emitted to kernels/, with today's headers included."""
     include = f"../{INCLUDE}/{revision(headers())}"
-    if isinstance(variant, ForwardVariant):
-        return render_forward(variant, include=include)
-    return render(variant, include=include)
+    source, _ = compiler_input(variant, include=include)
+    return source
 
 
 def config_of(variant: Variant | ForwardVariant) -> dict[str, Any]:

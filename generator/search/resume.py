@@ -14,11 +14,9 @@ from generator.studies.records import Record, Winner
 Known = tuple[Record, FrozenTrial]
 
 
-def up_to_date(
-    trials: Sequence[FrozenTrial], problem: Problem, pool: Pool
-) -> tuple[dict[int, Known], list[int]]:
-    """Trials by their numbers whose configs still give the machine code that was measured, and the
-    numbers of the others. Where the code is another one, it is compiled to find out."""
+def up_to_date(trials: Sequence[FrozenTrial], problem: Problem, pool: Pool) -> dict[int, Known]:
+    """Trials by their numbers whose configs still give the machine code that was measured. Where
+    the code is another one, it is compiled to find out."""
     known = {trial.number: (Record.from_trial(trial), trial) for trial in trials}
     unsure = []
     for number, (record, _) in known.items():
@@ -26,12 +24,10 @@ def up_to_date(
         if pool.code(variant) != record.code:
             job = pool.submit(variant) if record.cubin else None
             unsure.append((number, variant, job))
-    outdated = [
-        number
-        for number, variant, job in unsure
-        if job is None or pool.result(variant, job).digest != known[number][0].cubin
-    ]
-    return {n: found for n, found in known.items() if n not in set(outdated)}, outdated
+    for number, variant, job in unsure:
+        if job is None or pool.result(variant, job).digest != known[number][0].cubin:
+            del known[number]
+    return known
 
 
 def still_made(winner: Winner, pool: Pool) -> bool:

@@ -66,19 +66,19 @@ def search_problem(
     """
     name = study_name(legal.problem, legal.target, evaluator.evidence, legal.space)
     log = StudyLog(storage, name)
-    known, outdated = up_to_date(log.trials(), legal.problem, pool)
-    stored = log.winner
-    enough = stored and budget.trials and stored.trials >= budget.trials and not outdated
-    if stored and enough and still_made(stored, pool):
-        return stored
+    trials = log.trials()
+    known = up_to_date(trials, legal.problem, pool)
+    winner = log.winner
+    enough = budget.trials and winner and winner.trials >= budget.trials
+    if winner and enough and len(known) == len(trials) and still_made(winner, pool):
+        return winner
     # A search compares ratios, and does without those to another floor.
-    outdated += [
-        number
-        for number, (record, _) in known.items()
-        if plain_floor(legal.problem, evaluator.evidence, record.result)
-    ]
-    known = {number: found for number, found in known.items() if number not in set(outdated)}
-    log.mark_outdated(outdated)
+    known = {
+        number: (record, trial)
+        for number, (record, trial) in known.items()
+        if not plain_floor(legal.problem, evaluator.evidence, record.result)
+    }
+    log.mark_outdated([trial.number for trial in trials if trial.number not in known])
     winners = stored_winners(storage) + ([incumbent] if incumbent else [])
     search = _Search(
         legal=legal,
@@ -90,7 +90,7 @@ def search_problem(
         seed=seed,
         on_progress=on_progress,
         known=known,
-        stored=len(known) + len(outdated),
+        stored=len(trials),
     )
     try:
         search.run()

@@ -14,8 +14,8 @@ from generator.kernels.forward import (
     compile_forward,
 )
 from generator.kernels.nvrtc import Compiled, compile_source
-from generator.kernels.precompile import compiler_input
 from generator.kernels.render import headers
+from generator.kernels.revision import compiler_input
 from generator.kernels.variant import Variant
 from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Entry, ForwardEntry, Forwards
