@@ -9,13 +9,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from generator.kernels.knobs import KNOBS
 from generator.report import charts
-from generator.report.summary import MEANING, Summary, overhead_of, ratio_of
+from generator.report.summary import MEANING, Summary, bandwidth_share, overhead_of, ratio_of
 from generator.studies.reader import Study, reduction_kind
 from generator.studies.records import PLAIN_FLOOR
 
 FOLDER = Path(__file__).resolve().parent
 RATIO_STEPS = (1.02, 1.05, 1.10, 1.15, 1.20, 1.30, 1.50)
 """Upper ends of the shades of the map of ratios; the last shade has none."""
+BANDWIDTH_STEPS = (0.30, 0.45, 0.60, 0.70, 0.80, 0.85, 0.90)
 OVERHEAD_STEPS = (0.97, 0.99, 1.01, 1.03, 1.06)
 DASHBOARD = "http://127.0.0.1:8080/dashboard/studies"
 
@@ -36,6 +37,7 @@ def render_page(summary: Summary) -> str:
         meaning=MEANING,
         ratio_of=ratio_of,
         overhead_of=overhead_of,
+        bandwidth_share=bandwidth_share,
         reduction_kind=reduction_kind,
         anchor=anchor,
         plain=PLAIN_FLOOR,
@@ -43,6 +45,7 @@ def render_page(summary: Summary) -> str:
         strategies=KNOBS["strategy"].domain,
         ratio_steps=RATIO_STEPS,
         overhead_steps=OVERHEAD_STEPS,
+        bandwidth_steps=BANDWIDTH_STEPS,
         dashboard=DASHBOARD,
         made=datetime.now(timezone.utc).isoformat(timespec="minutes").replace("+00:00", " UTC"),
     )
