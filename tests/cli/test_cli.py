@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from generator.problem import Problem, load_problems
 from generator.runtime.cubins import CUBINS
 from generator.runtime.table import ForwardTable, Table
 from generator.space.load import SPACE_FILE
-from generator.studies.storage import JOURNAL_NAME
+from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.target import find_target
 from generator.tuner import run
 from generator.tuner.display import Status
@@ -379,6 +380,25 @@ def test_corrupt_study_file_is_one_sentence_and_stays_as_it_is(
     before = snapshot(out)
     check_refused(rerun(*SMOKE, "--out", str(out)), f"the study file {journal} is corrupt")
     assert snapshot(out) == before
+
+
+def test_executor_without_room_ends_the_run_and_records_no_finals(tmp_path: Path) -> None:
+    """The compiler answers as on a disk that is full."""
+    compiler = tmp_path / "full-g++"
+    said = "kernel.cpp:9:1: fatal error: error writing to /tmp/x.s: No space left on device"
+    compiler.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit\necho '{said}' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    out = tmp_path / "out"
+    line = command("--gpu", "gb200", "--shapes", "64x256:bf16", "--trials", "2", "--out", str(out))
+    env = os.environ | {"CXX": str(compiler)}
+    done = subprocess.run(line, capture_output=True, text=True, env=env)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    (study,) = optuna.get_all_study_summaries(open_storage(out / JOURNAL_NAME))
+    assert study.n_trials == 2
+    assert "trials_at_finals" not in study.user_attrs
+    assert not (out / PACKAGE_NAME).exists()
 
 
 @pytest.mark.parametrize("name", ["table.json", "forward.json"])
