@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
 
 from generator.disk import sync
 from generator.errors import NormforgeError
@@ -30,6 +32,19 @@ _Answer = TypeVar("_Answer")
 def is_shared(where: str | Path | None) -> bool:
     """Whether several runs on any machines may use the storage at `where` at the same time."""
     return str(where).startswith(("postgresql://", "postgresql+"))
+
+
+def database_file(where: str | Path | None) -> Path | None:
+    """The file of a database that has one (SQLite), which one run at a time may use; else None."""
+    if "://" not in str(where) or is_shared(where):
+        return None
+    try:
+        url = make_url(str(where))
+    except ArgumentError as error:
+        raise refused(str(where), error) from error
+    if url.get_backend_name() != "sqlite" or url.database in (None, "", ":memory:"):
+        return None
+    return Path(str(url.database)).resolve()
 
 
 def open_storage(where: str | Path) -> BaseStorage:

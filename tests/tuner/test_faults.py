@@ -27,10 +27,15 @@ from generator.kernels.geometry import Config
 from generator.kernels.variant import Variant, make_variant
 from generator.result import Result
 from generator.space.legal_configs import LegalConfigs
+from generator.space.load import SPACE_FILE
 from generator.studies.records import Record
-from generator.studies.storage import JOURNAL_NAME
+from generator.studies.storage import JOURNAL_NAME, database_file
+from generator.target import find_target
 from generator.tuner import lifecycle
+from generator.tuner.display import Status
 from generator.tuner.lifecycle import LOCK_NAME, running
+from generator.tuner.plan import Plan
+from generator.tuner.run import Outcome, tune
 from tests.support.fake_gpu import OUTCOME, FakeCompiler, FakeGpu, Landscape, Log, born, key
 from tests.support.fake_run import Killer, Run, forks, little_space
 from tests.support.synthetic import PROBLEM, TARGET
@@ -375,6 +380,31 @@ def test_second_run_on_a_folder_is_refused_and_told_who_has_it(
     with running(tmp_path, shared=True), running(tmp_path, shared=True):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_second_run_on_an_sqlite_file_is_refused_whatever_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs on one file would search the same study twice. A database server leases studies."""
+    monkeypatch.setattr(lifecycle, "GRACE_SECONDS", 0.1)
+    url = f"sqlite:///{tmp_path}/studies.db"
+
+    def one(out: str, storage: str, gpu: str = "gb200") -> Outcome:
+        plan = Plan(find_target(gpu), (PROBLEM,), SPACE_FILE, tmp_path / out, 1, storage=storage)
+        return tune(plan, None, Status(1))
+
+    monkeypatch.chdir(tmp_path)
+    with running(tmp_path / "a", database=database_file(url)):
+        for same in (url, "sqlite:///studies.db", f"sqlite:///{tmp_path}/b/../studies.db"):
+            with pytest.raises(NormforgeError, match=r"studies\.db .*process \d+ .*PostgreSQL"):
+                one("b", same)
+        with running(tmp_path / "c", database=database_file("sqlite:///other.db")):
+            pass
+    with running(tmp_path / "b", database=database_file(url)):
+        pass
+    assert not list(tmp_path.glob("*.running"))
+    for where in (None, "sqlite://", "postgresql+psycopg://h/db", "mysql://h/db", "/a/b"):
+        assert database_file(where) is None
 
 
 def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
