@@ -36,6 +36,7 @@ from generator.tuner.display import Status
 from generator.tuner.emission import PACKAGE_NAME
 from generator.tuner.plan import Plan
 from generator.tuner.run import Outcome
+from tests.support.packages import unsealed
 from tests.support.runs import command, kill_and_resume, trials
 from tests.support.samples import sm_of
 
@@ -176,7 +177,7 @@ def test_predicted_winner_never_overwrites_a_measured_one(
     out: Path, rerun: Callable[..., tuple[int, str, str]]
 ) -> None:
     path = out / PACKAGE_NAME / "table.json"
-    table = json.loads(path.read_text())
+    table = json.loads(unsealed(path.read_text()))
     entry = table["tuned"][0]
     entry["evidence"] = "measured"
     entry["provenance"]["us"] = 1.25
