@@ -37,6 +37,7 @@ from generator.tuner.emission import PACKAGE_NAME
 from generator.tuner.plan import Plan
 from generator.tuner.run import Outcome
 from tests.support.packages import unsealed
+from tests.support.patience import patience
 from tests.support.runs import command, kill_and_resume, trials
 from tests.support.samples import sm_of
 
@@ -63,7 +64,7 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     """The output folder of a finished run, its JSON document, and what it said on stderr."""
     out = tmp_path_factory.mktemp("first") / "gb200"
     done = subprocess.run(
-        command(*SMOKE, "--out", str(out)), capture_output=True, text=True, timeout=300
+        command(*SMOKE, "--out", str(out)), capture_output=True, text=True, timeout=patience(300)
     )
     assert done.returncode == 0, done.stderr
     return out, json.loads(done.stdout), done.stderr
@@ -460,7 +461,7 @@ def test_process_itself_ends_with_code_2_and_no_traceback(tmp_path: Path) -> Non
         command("--gpu", "gb200", "--shapes", "1x1:int4", "--out", str(tmp_path / "out")),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
     )
     check_refused((done.returncode, done.stdout, done.stderr), "unknown dtype 'int4'")
     assert not (tmp_path / "out").exists()

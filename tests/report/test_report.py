@@ -39,6 +39,7 @@ from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
 from generator.studies.reader import Study, read_studies, shown
 from generator.studies.storage import JOURNAL_NAME, open_storage
+from tests.support.patience import patience
 from tests.support.synthetic import TARGET, FakeEvaluator, FakePool, cost
 
 ROOT = REPOSITORY
@@ -211,7 +212,7 @@ def test_what_a_crafted_journal_says_stays_text(summary: Summary) -> None:
             **{"variant": evil, "config": config, "tied": tied, "reason": evil, "result": result},
             **{"fastest_nondeterministic": free, "evidence": evil, "date": evil},
         )
-        importance = {evil: share for share in study.importance.values()}
+        importance = {evil: max(study.importance.values())}
         return replace(study, winner=winner, gpu=evil, evidence=evil, importance=importance)
 
     plain = Page(render_page(summary))
@@ -373,7 +374,7 @@ def recording_proxy() -> Iterator[tuple[int, list[str]]]:
         thread.start()
         yield server.getsockname()[1], requests
         server.shutdown(socket.SHUT_RDWR)
-    thread.join(timeout=10)
+    thread.join(timeout=patience(10))
 
 
 def browse(
@@ -396,7 +397,7 @@ def browse(
             ],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=patience(120),
         )
     assert done.returncode == 0, done.stderr
     said = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from tests.support.patience import patience
 from tests.support.entry_points import write_package
 
 package = write_package(Path({folder!r}))  # before DTensor is imported
@@ -74,7 +75,10 @@ def runs_to_its_end(script: str, folder: Path) -> None:
     root = str(REPOSITORY)
     script = script.format(root=root, folder=str(folder))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=200
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=patience(200),
     )
     assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
 

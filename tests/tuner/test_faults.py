@@ -38,6 +38,7 @@ from generator.tuner.plan import Plan
 from generator.tuner.run import Outcome, tune
 from tests.support.fake_gpu import OUTCOME, FakeCompiler, FakeGpu, Landscape, Log, born, key
 from tests.support.fake_run import Killer, Run, forks, little_space
+from tests.support.patience import patience
 from tests.support.synthetic import PROBLEM, TARGET
 
 CONFIGS: list[Config] = LegalConfigs(little_space(), PROBLEM, TARGET).first(1000)  # type: ignore[assignment]
@@ -263,7 +264,7 @@ def test_finals_that_break_for_no_known_reason_are_given_up_with_a_sentence(tmp_
 
 
 def await_(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(60)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -284,11 +285,11 @@ def test_first_signal_ends_the_run_after_the_trial_under_way(
     for entry in run.log.read():
         if entry.get("role") and entry["role"] != "compiler" and born(entry["pid"]):
             os.kill(entry["pid"], number)
-    driver.join(60)
+    driver.join(patience(60))
     assert run.said == "interrupted"
     known = run.records()
     assert 5 <= len(known) == answered(run) < 96
-    run.start().join(60)
+    run.start().join(patience(60))
     assert run.said == run.landscape.champion
     assert run.records()[: len(known)] == known
     check_log(run, Counter(), run.records())
@@ -302,7 +303,7 @@ def test_signals_in_quick_succession_are_one(tmp_path: Path) -> None:
     end = time.monotonic() + 0.3
     while time.monotonic() < end:  # the handler of one is running when the next one comes
         os.kill(driver.pid, signal.SIGTERM)
-    driver.join(60)
+    driver.join(patience(60))
     assert run.said == "interrupted"
     assert len(run.records()) == answered(run) == 1
 
@@ -316,8 +317,8 @@ def test_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     while driver.is_alive():
         os.kill(driver.pid, signal.SIGTERM)
         time.sleep(0.05)
-    assert lifecycle.SAME_SIGNAL_SECONDS <= time.monotonic() - start < 3, "a trial takes 30 s"
-    driver.join(60)
+    assert lifecycle.SAME_SIGNAL_SECONDS <= time.monotonic() - start < 25, "a trial takes 30 s"
+    driver.join(patience(60))
     assert driver.exitcode == 128 + signal.SIGTERM
     workers = [entry for entry in run.log.read() if entry.get("role") == "worker"]
     await_(lambda: not any(born(w["pid"]) == w["born"] for w in workers))
@@ -327,14 +328,14 @@ def test_disk_that_fills_up_in_the_middle_of_a_record_costs_that_record_only(
     tmp_path: Path,
 ) -> None:
     run = replace(Run.planted(tmp_path, 3), file_bytes=60_000)
-    run.start().join(60)
+    run.start().join(patience(60))
     assert "cannot write to study" in run.said
     assert "File too large" in run.said
     assert (tmp_path / JOURNAL_NAME).stat().st_size == 60_000, "torn in the middle"
     known = run.records()
     assert 10 < len(known) < 96
     again = replace(run, file_bytes=0)
-    again.start().join(60)
+    again.start().join(patience(60))
     assert again.said == run.landscape.champion
     assert again.records()[: len(known)] == known
     check_log(again, Counter(driver=1), again.records())
