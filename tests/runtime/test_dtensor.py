@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from generator.paths import REPOSITORY
+from tests.support.patience import patience
 
 DTENSOR = """
 import sys
@@ -15,7 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from tests.support.patience import patience
 from tests.support.entry_points import write_package
 
 package = write_package(Path({folder!r}))  # before DTensor is imported
