@@ -6,6 +6,7 @@ into those of generated/."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ from generator.runtime.table import (
     KernelOf,
     S,
     Table,
+    seal,
 )
 
 _INIT = '''\
@@ -75,6 +77,10 @@ __all__ = [
 '''
 
 
+_FILE = re.compile(r"\w{1,200}")
+_TITLE = re.compile(r"[\w .,+()/-]{1,200}")
+
+
 class KernelFiles:
     """The kernels of a new package: cubins of all, sources of the tuned ones and the headers that
     these include. package: the one that it takes the place of; sms: multiprocessors of the GPU."""
@@ -106,9 +112,11 @@ class KernelFiles:
     def keep(self, old: KernelOf[S], what: str, *, tuned: bool) -> KernelOf[S]:
         """A kernel of the old package. Raises NormforgeError, which calls it `what`."""
         try:
-            file = self._store(old.spec.name, old.digest, old.read_cubin(self.package))
+            file = self._store(
+                _file(old.spec.name), _file(old.digest), old.read_cubin(self.package)
+            )
             if tuned:
-                source = (self.package / "kernels" / f"{old.file}.cu").read_text()
+                source = (self.package / "kernels" / f"{_file(old.file)}.cu").read_text()
                 for name in included(source):
                     self._keep_headers(name)
                 self.sources[file] = source
@@ -148,9 +156,9 @@ def write_package(
             (folder / INCLUDE / name / header).write_text(text)
     write_cubins(folder, kernels.cubins)
     write_code(folder, table)
-    (folder / TABLE).write_text(_json(table.to_json()) + "\n")
+    (folder / TABLE).write_text(seal(_json(table.to_json()) + "\n"))
     if forward is not None:
-        (folder / FORWARD_TABLE).write_text(_json(forward.to_json()) + "\n")
+        (folder / FORWARD_TABLE).write_text(seal(_json(forward.to_json()) + "\n"))
 
 
 def write_cubins(folder: Path, cubins: Mapping[str, bytes]) -> None:
@@ -166,11 +174,15 @@ def write_cubins(folder: Path, cubins: Mapping[str, bytes]) -> None:
 
 
 def write_code(folder: Path, table: Table) -> None:
-    """Write the Python and C++ of a package, over those that are there. Raises OSError."""
+    """Write the Python and C++ of a package, over those that are there. Raises OSError, and
+    ValueError for a title that cannot be written into it."""
     for name in runtime_files():
         (folder / "runtime" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(RUNTIME / name, folder / "runtime" / name)
-    (folder / "__init__.py").write_text(_INIT.format(title=table.target["title"]))
+    title = str(table.target["title"])
+    if not _TITLE.fullmatch(title):  # it becomes a part of a Python file
+        raise ValueError(f"{title!r} is no title of a GPU")
+    (folder / "__init__.py").write_text(_INIT.format(title=title))
 
 
 def runtime_files() -> list[Path]:
@@ -180,11 +192,21 @@ def runtime_files() -> list[Path]:
 
 
 def refresh(folder: Path) -> None:
-    """Bring the code of a package up to date; kernels and tables stay. Raises OSError, ValueError
-    for a damaged package."""
+    """Bring the code of a package up to date; kernels and tables stay as they are, but a table that
+    has no digest gets one. Raises OSError, ValueError for a damaged package."""
     table = Table.load(folder)
+    for path in (folder / TABLE, folder / FORWARD_TABLE):
+        if path.exists() and "digest" not in json.loads(text := path.read_text()):
+            path.write_text(seal(text))
     shutil.rmtree(folder / "runtime", ignore_errors=True)
     write_code(folder, table)
+
+
+def _file(name: str) -> str:
+    """A name that a table gives to a file: somebody else's may say anything. Raises ValueError."""
+    if not _FILE.fullmatch(str(name)):
+        raise ValueError(f"{name!r} is no name of a kernel")
+    return name
 
 
 def _json(value: Any, margin: str = "") -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from datetime import datetime, timezone
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from generator.kernels.knobs import KNOBS
 from generator.report import charts
@@ -22,7 +25,8 @@ DASHBOARD = "http://127.0.0.1:8080/dashboard/studies"
 
 
 def render_page(summary: Summary) -> str:
-    """The HTML of one GPU. Its policy forbids every request; links are followed by a click only."""
+    """The HTML of one GPU. Its policy forbids every request, and every style and script but its own
+    two; links are followed by a click only."""
     environment = Environment(
         loader=FileSystemLoader(FOLDER),
         autoescape=True,
@@ -31,6 +35,8 @@ def render_page(summary: Summary) -> str:
         lstrip_blocks=True,
     )
     environment.filters["kernel"] = kernel
+    environment.filters["csp_hash"] = csp_hash
+    style = environment.get_template("page.css").render(strategies=KNOBS["strategy"].domain)
     return environment.get_template("page.html.j2").render(
         summary=summary,
         charts=charts,
@@ -42,13 +48,20 @@ def render_page(summary: Summary) -> str:
         anchor=anchor,
         plain=PLAIN_FLOOR,
         shade=shade,
-        strategies=KNOBS["strategy"].domain,
+        style=Markup(style),
+        script=Markup((FOLDER / "page.js").read_text()),
         ratio_steps=RATIO_STEPS,
         overhead_steps=OVERHEAD_STEPS,
         bandwidth_steps=BANDWIDTH_STEPS,
         dashboard=DASHBOARD,
         made=datetime.now(timezone.utc).isoformat(timespec="minutes").replace("+00:00", " UTC"),
     )
+
+
+def csp_hash(text: str) -> str:
+    """How a Content-Security-Policy names an inline style or script by its content."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 def anchor(study: Study) -> str:

@@ -21,7 +21,7 @@ def load_space(path: Path = SPACE_FILE) -> Space:
     """Read and check a space. Raises NormforgeError with the file, the place and the fault."""
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise NormforgeError(f"cannot read the search space {path}: {reason}") from error
     if not isinstance(content, dict) or set(content) != {"knobs", "rules"}:

@@ -21,6 +21,7 @@ from generator.paths import REPOSITORY
 from generator.target import find_target
 from generator.tuner.forward import tune_forwards
 from tests.support.entry_points import write_package
+from tests.support.patience import patience
 from tests.support.samples import compiled_fallbacks
 
 EXAMPLES = REPOSITORY / "examples"
@@ -137,7 +138,7 @@ def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patience(300),
     )
     assert process.returncode == 0, process.stderr[-2000:]
     runs = [Run(**json.loads(line)) for line in process.stdout.splitlines()]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from generator.paths import REPOSITORY
+from tests.support.patience import patience
 
 DTENSOR = """
 import sys
@@ -74,7 +75,10 @@ def runs_to_its_end(script: str, folder: Path) -> None:
     root = str(REPOSITORY)
     script = script.format(root=root, folder=str(folder))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=200
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=patience(200),
     )
     assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
 

@@ -18,6 +18,7 @@ from tests.support.entry_points import (
     same,
     write_package,
 )
+from tests.support.patience import patience
 
 
 @pytest.fixture(scope="module")
@@ -168,5 +169,5 @@ def test_forked_child_works_after_import(package: Package) -> None:
     queue = context.Queue()
     child = context.Process(target=work, args=(queue,))
     child.start()
-    assert queue.get(timeout=60)
+    assert queue.get(timeout=patience(60))
     child.join()
