@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from .frontends.dtensor import register_sharding
 from .frontends.graph_pass import Pass, make_backend, make_pass
 from .frontends.install import Installation
-from .frontends.operators import Operators, wants_gradient, without_gradient
+from .frontends.operators import SCHEMAS, Operators, wants_gradient, without_gradient
 from .frontends.rms_norm import Norm, RMSNorm
 from .serve.checks import DTYPES
 from .serve.forward import Forward
@@ -284,8 +284,10 @@ class Package(Server):
 
 
 def _digest(folder: Path) -> str:
-    """Eight hex digits that change with the tables of a package, and so with its kernels."""
+    """Eight hex digits that change with the tables of a package, and so with its kernels, and with
+    what its operators take: code that was compiled and kept calls them by these."""
     content = b"".join(path.read_bytes() for path in sorted(folder.glob("*.json")))
+    content += repr(SCHEMAS).encode()
     return hashlib.sha256(content).hexdigest()[:8]
 
 

@@ -114,7 +114,7 @@ def _route_backward(node: Node, operators: Operators) -> bool:
     if not _served(x, weight, given["normalized_shape"]):
         return False
     need_dx, need_dw = given["output_mask"]
-    arguments = (given["grad_out"], x, given["rstd"], weight, None, 0.0, need_dx, need_dw, None)
+    arguments = (given["grad_out"], x, given["rstd"], weight, None, None, 0.0, need_dx, need_dw)
     _replace(node, operators.rms_norm_backward, arguments)
     return True
 

@@ -20,12 +20,14 @@ from ..serve.reference import Results
 from ..torch_internals import tangents_active
 from .differentiable import differentiable_backward
 
-_SCHEMAS = {
+# DTensor remembers the shardings of an operator by its tensors, and by what stands behind the first
+# integer in its schema, which a dtype is: so `dw_dtype` comes before the rest.
+SCHEMAS = {
     "rms_norm": "(Tensor x, Tensor? weight, float? eps, float weight_offset) -> (Tensor, Tensor)",
     "add_rms_norm": "(Tensor x, Tensor residual, Tensor? weight, float? eps, float weight_offset)"
     " -> (Tensor, Tensor, Tensor)",
     "rms_norm_backward": "(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, Tensor? dresidual,"
-    " float weight_offset, bool need_dx, bool need_dw, ScalarType? dw_dtype)"
+    " ScalarType? dw_dtype, float weight_offset, bool need_dx, bool need_dw)"
     " -> (Tensor, Tensor, Tensor)",
 }
 
@@ -53,7 +55,7 @@ class Operators:
     ) -> None:
         self._forward, self._backward = forward, backward
         self._library, self.namespace = _own_library(f"normforge_{digest}")
-        for name, schema in _SCHEMAS.items():
+        for name, schema in SCHEMAS.items():
             self._library.define(name + schema)
             for device in ("CPU", "CUDA"):
                 self._library.impl(name, getattr(self, f"_{name}"), device)
@@ -85,7 +87,7 @@ class Operators:
         with torch.no_grad() if is_dynamo_compiling() else nullcontext():
             dx, dw, third = self.rms_norm_backward(
                 *(given.dy, given.x, given.rstd, given.weight, given.dresidual),
-                *(options.weight_offset, options.need_dx, need_dw, dw_dtype),
+                *(dw_dtype, options.weight_offset, options.need_dx, need_dw),
             )
         if dw_out is not None:
             with torch.no_grad():
@@ -119,10 +121,10 @@ class Operators:
         rstd: torch.Tensor,
         weight: torch.Tensor | None,
         dresidual: torch.Tensor | None,
+        dw_dtype: torch.dtype | None,
         weight_offset: float,
         need_dx: bool,
         need_dw: bool,
-        dw_dtype: torch.dtype | None,
     ) -> tuple[torch.Tensor, ...]:
         given = Arguments(dy, x, rstd, weight, dresidual)
         options = Options(weight_offset, need_dx, need_dw, False, dw_dtype)
@@ -293,10 +295,10 @@ def _fake_rms_norm_backward(
     rstd: torch.Tensor,
     weight: torch.Tensor | None,
     dresidual: torch.Tensor | None,
+    dw_dtype: torch.dtype | None,
     weight_offset: float,
     need_dx: bool,
     need_dw: bool,
-    dw_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, ...]:
     dx, dw, third = (x.new_empty(0) for _ in range(3))
     if need_dx:
