@@ -11,9 +11,10 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from .frontends.dtensor import register_sharding
+from .frontends.gradients import wants_gradient, without_gradient
 from .frontends.graph_pass import Pass, make_backend, make_pass
 from .frontends.install import Installation
-from .frontends.operators import SCHEMAS, Operators, wants_gradient, without_gradient
+from .frontends.operators import SCHEMAS, Operators
 from .frontends.rms_norm import Norm, RMSNorm
 from .serve.checks import DTYPES
 from .serve.forward import Forward
@@ -22,7 +23,13 @@ from .serve.reference import Results
 from .serve.server import Server
 from .spec import plan_launch
 from .table import Kernel
-from .torch_internals import is_plain, modes_active, raw_stream, transforms_active
+from .torch_internals import (
+    is_plain,
+    modes_active,
+    raw_stream,
+    tangents_active,
+    transforms_active,
+)
 
 
 class Package(Server):
@@ -112,7 +119,7 @@ class Package(Server):
             and need_dx
             and need_dw
             and not (weight_offset or accumulate)
-            and not (is_dynamo_compiling() or modes_active())
+            and not (is_dynamo_compiling() or modes_active() or tangents_active())
         ):
             native = self._native
             if native.backward is not None:
@@ -132,6 +139,7 @@ class Package(Server):
             is_dynamo_compiling()
             or modes_active()
             or transforms_active()
+            or tangents_active()
             or not all(map(is_plain, vars(given).values()))
         ):
             if not is_dynamo_compiling():

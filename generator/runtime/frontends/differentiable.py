@@ -1,5 +1,5 @@
-"""RMSNorm and its backward as differentiable operators of PyTorch: for create_graph=True, and for
-torch.func, whose transforms see through these only."""
+"""RMSNorm and its backward as differentiable operators of PyTorch: for create_graph=True, for
+forward mode and for torch.func, whose transforms see through these only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def differentiable_norm(
     weight: torch.Tensor | None,
     eps: float | None,
     weight_offset: float,
-    residual: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y, and x + residual where there is one, as `rms_norm` defines them."""
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """y and rstd, and x + residual where there is a residual, as the operators define them."""
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = x.to(compute)
     stream = None
@@ -22,8 +22,9 @@ def differentiable_norm(
         rows = stream.to(compute)
     eps = torch.finfo(compute).eps if eps is None else eps
     scale = 1.0 + weight_offset if weight is None else weight.to(compute) + weight_offset
-    y = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * scale
-    return y.to(x.dtype), stream
+    rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+    y = (rows * rstd * scale).to(x.dtype)
+    return (y, rstd) if stream is None else (y, rstd, stream)
 
 
 def differentiable_backward(

@@ -13,7 +13,8 @@ from ..serve.server import Server
 from ..torch_internals import is_plain, modes_active, tangents_active, tracing, transforms_active
 from .differentiable import differentiable_norm
 from .dtensor import register_sharding
-from .operators import NormArguments, Operators
+from .gradients import NormArguments, gradients, gradients_of_sum
+from .operators import Operators
 
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
@@ -52,8 +53,8 @@ class Norm:
 
         May be differentiated twice (create_graph=True), by PyTorch's own operators. Works under
         torch.compile, torch.utils.checkpoint, autocast (which changes nothing here), inference
-        mode, CUDA graphs and with DTensor; torch.func gets PyTorch's own operators. Raises
-        TypeError or ValueError for arguments that do not fit.
+        mode, CUDA graphs and with DTensor; forward-mode differentiation and torch.func get
+        PyTorch's own operators. Raises TypeError or ValueError for arguments that do not fit.
         """
         weight_offset = float(weight_offset)
         if weight is not None and weight.dtype != x.dtype and weight.dtype != torch.float32:
@@ -62,6 +63,7 @@ class Norm:
             is_dynamo_compiling()
             or modes_active()
             or transforms_active()
+            or tangents_active()
             or not (is_plain(x) and is_plain(weight) and is_plain(residual))
         ):
             return self._watched(x, weight, eps, weight_offset, residual)
@@ -86,8 +88,8 @@ class Norm:
         """`rms_norm` where a tracer, a mode, a transform or a subclass sees the operators."""
         if not is_dynamo_compiling():
             if transforms_active():
-                y, stream = differentiable_norm(x, weight, eps, weight_offset, residual)
-                return y if residual is None else (y, stream)
+                y, _, *stream = differentiable_norm(x, weight, eps, weight_offset, residual)
+                return (y, *stream) if stream else y
             register_sharding(self.operators)
         if residual is None:
             return self.operators.rms_norm(x, weight, eps, weight_offset)[0]
@@ -120,8 +122,8 @@ class Norm:
             if results is not None:
                 return results  # type: ignore[return-value]
         norm, wanted = NormArguments(eps, weight_offset), (need_dx, need_dw)
-        run = None if watched else self._run
-        return self.operators.gradients(norm, wanted, dy, x, weight, rstd, None, run)
+        run = self.operators.backward if watched else self._run
+        return gradients(run, norm, wanted, dy, x, weight, rstd)
 
     def gradients_of_sum(
         self, ctx: Any, dy: torch.Tensor | None, dstream: torch.Tensor | None
@@ -130,8 +132,8 @@ class Norm:
         watched = (
             is_dynamo_compiling() or modes_active() or not (is_plain(dy) and is_plain(dstream))
         )
-        run = None if watched else self._run
-        return self.operators.gradients_of_sum(ctx, ctx.needs_input_grad[1:4], dy, dstream, run)
+        run = self.operators.backward if watched else self._run
+        return gradients_of_sum(run, ctx, ctx.needs_input_grad[1:4], dy, dstream)
 
 
 class EagerNorm(torch.autograd.Function):
