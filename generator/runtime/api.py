@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .frontends.dtensor import register_sharding
 from .frontends.gradients import wants_gradient, without_gradient
-from .frontends.graph_pass import Pass, make_backend, make_pass
+from .frontends.graph_pass import AUTOTUNED, Pass, make_backend, make_pass
 from .frontends.install import Installation
 from .frontends.operators import SCHEMAS, Operators
 from .frontends.rms_norm import Norm, RMSNorm
@@ -210,11 +210,12 @@ class Package(Server):
         return facts
 
     def graph_pass(
-        self, how: str = "route", inductor_configs: dict[str, Any] | None = None
+        self, how: str = "route", inductor_configs: Mapping[str, Any] | None = AUTOTUNED
     ) -> Pass:
-        """A pass over traced training graphs (torch.fx.GraphModule in and out). how: `route` gives
-        every RMSNorm to this package; `tag` marks it for torch.fx.passes.regional_inductor, with
-        these settings of torch._inductor.config."""
+        """A pass over traced training graphs: takes a torch.fx.GraphModule (and example inputs, as
+        graph trainers call it) and returns it. how: `route` gives every RMSNorm to this package;
+        `tag` marks it for torch.fx.passes.regional_inductor, with these settings of
+        torch._inductor.config: by default Inductor searches for the fastest, None leaves them."""
         return make_pass(self.ops, how, inductor_configs)
 
     def inductor_backend(self, **inductor_configs: Any) -> Callable[..., Any]:
