@@ -76,13 +76,13 @@ def has_tangent(*values: Any) -> bool:
     )
 
 
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_plain(tensor: torch.Tensor | None) -> bool:
     """False for a subclass, which has its own way with operators (DTensor, fake tensors). True for
     what is no tensor at all."""
-    return type(tensor) in _PLAIN_TYPES or not isinstance(tensor, torch.Tensor)
+    return type(tensor) in PLAIN_TYPES or not isinstance(tensor, torch.Tensor)
 
 
 def resolved(tensor: Any) -> Any:
