@@ -149,7 +149,9 @@ class Norm:
             or tangents_active()
             or tracing() is not None
             or not all(map(is_plain, tensors))
-            or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+            or (
+                torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
+            )
         ):
             return self._operator(x, weight, eps, float(weight_offset), residual)
         if weight is not None and weight.dtype != x.dtype and weight.dtype != torch.float32:
