@@ -50,7 +50,7 @@ class Package(DescribedServer):
         members = {"_package_norm": self._norm, "__doc__": RMSNorm.__doc__}
         self.RMSNorm: type[RMSNorm] = type("RMSNorm", (RMSNorm,), members)
         register_sharding(self.ops)
-        installation = Installation(self._quick, self._route)
+        installation = Installation(self._quick, self._route, "CUDA", folder)
         self.install = installation.install
         self.uninstall = installation.uninstall
         self.installed = installation.installed
