@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from generator.errors import NormforgeError
+from generator.package.fallback_kernels import FALLBACKS
 from generator.paths import REPOSITORY
 from generator.problem import load_problems
 from generator.search.budget import TRIALS
@@ -101,6 +102,14 @@ def parser() -> argparse.ArgumentParser:
         default=(0,),
         metavar="N[,N...]",
         help="indices of the GPUs of this machine to measure on, one search on each (default: 0)",
+    )
+    found.add_argument(
+        "--fallbacks",
+        choices=FALLBACKS,
+        default="common",
+        help="kernels for shapes that are not tuned: common, for rows of whole 16-byte vectors in "
+        "the dtypes of the run (default); all, hundreds for every dtype and row length; or none. "
+        "Those that the package has already stay",
     )
     found.add_argument("--seed", type=int, default=0, help="of the search")
     found.add_argument("--json", action="store_true", help="print one JSON document at the end")

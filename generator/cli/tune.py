@@ -41,9 +41,10 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
             storage=args.storage,
             seed=args.seed,
             devices=args.devices if workforce else (),
+            fallbacks=args.fallbacks,
         )
-        status = Status(len(problems))
-        outcome = tune(plan, workforce, status)
+        with Status(len(problems)) as status:
+            outcome = tune(plan, workforce, status)
         _tell_noise(workforce)
     except KeyboardInterrupt:
         print("tune.py: interrupted; finished trials are kept", file=sys.stderr)
