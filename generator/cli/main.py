@@ -119,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; the exit code is 0 when every shape has a winner, 1 when one has none
-    or the run was interrupted, 2 for bad input.
+    or the run was asked to end, 2 for bad input, 130 after Ctrl-C.
 
     PyTorch and Optuna are imported when the arguments are known to be right, so that a typo is told
     at once.

@@ -118,6 +118,7 @@ def compile_to(compiler: str, arguments: list[str], result: Path) -> None:
             text=True,
             check=False,
             timeout=_COMPILE_SECONDS,
+            start_new_session=True,  # a terminal's Ctrl-C is no verdict on a source
         )
         if done.returncode:
             lines = done.stderr.strip().splitlines()

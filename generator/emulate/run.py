@@ -161,6 +161,7 @@ def execute(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        start_new_session=True,  # a terminal's Ctrl-C is no verdict on a kernel
     ) as process:
         try:
             output, errors = process.communicate(request, timeout=deadline)
@@ -169,6 +170,9 @@ def execute(
             process.kill()
             output, errors = process.communicate()
             end = f"no end within {deadline:g} s: a thread runs without ever waiting"
+        except BaseException:
+            process.kill()
+            raise
     runs = _read(output, outputs, schedules)
     if len(runs.outcomes) < len(schedules):
         runs.outcomes.append(Outcome(schedules[len(runs.outcomes)], fault=end))

@@ -260,8 +260,8 @@ class _Compiler:
         return self._emulated[variant]
 
     def close(self) -> None:
-        """Waits for what is being compiled, and drops what waits."""
-        self._threads.shutdown(cancel_futures=True)
+        """Drops what waits. What is being compiled ends with the pool."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _first(problem: Problem, target: Target, compiler: _Compiler, reason: str) -> ForwardEntry:

@@ -52,8 +52,9 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: 
     """Search every problem of the plan and emit the winners.
 
     workforce: who measures, None to predict. Finished problems of an earlier run with the same
-    storage return at once. Ctrl-C ends the run after the trial under way and emits what has been
-    found. With a shared storage any number of runs may do the same plan at the same time: each
+    storage return at once. SIGTERM ends the run after the trial under way and emits what has been
+    found; Ctrl-C raises KeyboardInterrupt within a second or so, and what was emitted before stays.
+    With a shared storage any number of runs may do the same plan at the same time: each
     problem is searched and concluded by one of them, and all of them end with the same winners.
     """
     check_problems(plan, watcher)
@@ -76,12 +77,17 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: 
                     driver = Driver(plan, pool, evaluator, facts, storage)
                     search_here(driver, ledger, stop, watcher)
         except KeyboardInterrupt:
+            stop.no_alarm()
+            if stop.at_once:
+                raise
             interrupted = True
         finally:
             queue.close()
         winners = [(p, ledger.winners[p]) for p in plan.problems if p in ledger.winners]
         found = [winner for _, winner in winners if winner is not None]
         emission = emit(plan, found, storage, pool, watcher) if found else None
+        if stop.at_once:  # it came too late to stop anything
+            raise KeyboardInterrupt
     return Outcome(tuple(winners), emission, interrupted, ledger.failures)
 
 

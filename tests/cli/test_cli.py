@@ -408,10 +408,10 @@ def test_interrupt_before_the_search_is_one_sentence(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli_tune, "choose_target", starts)
-    assert tune.main([*SMOKE, "--out", str(tmp_path / "out")]) == 1
+    assert tune.main([*SMOKE, "--out", str(tmp_path / "out")]) == 130
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err == "tune.py: interrupted; finished trials are kept\n"
+    assert said.err == f"{cli_tune.INTERRUPTED}\n"
     assert not (tmp_path / "out").exists()
 
 
