@@ -20,7 +20,7 @@ from generator.report.text import render_text
 from generator.space.load import SPACE_FILE, load_space
 from generator.studies.reader import Study, read_studies, shown
 from generator.target import find_target
-from generator.tuner.emission import PACKAGE_NAME
+from generator.tuner.plan import PACKAGE_NAME
 
 
 def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study], str]:

@@ -16,6 +16,7 @@ from generator.studies.records import study_name
 from generator.studies.storage import JOURNAL_NAME, is_shared
 from generator.target import Target
 
+PACKAGE_NAME = "rmsnorm_backward"
 FINALISTS = 8
 
 
@@ -30,7 +31,8 @@ _SECONDS_PER_GIGABYTE = 8.4
 class Plan:
     """What to do. trials: of each problem; seconds: of search in the whole run, in equal shares for
     the problems, None for no limit; storage: a database URL or None for the journal in `out`;
-    devices: indices of the GPUs of this machine that measure, none to predict."""
+    devices: indices of the GPUs of this machine that measure, none to predict; fallbacks: one of
+    `generator.package.fallback_kernels.FALLBACKS`."""
 
     target: Target
     problems: tuple[Problem, ...]
@@ -41,6 +43,7 @@ class Plan:
     storage: str | None = None
     seed: int = 0
     devices: tuple[int, ...] = ()
+    fallbacks: str = "common"
 
     @property
     def evidence(self) -> str:
@@ -56,6 +59,11 @@ class Plan:
     def space(self) -> Space:
         """Read from its file in every process: a space holds compiled rules."""
         return _load_once(self.space_file)
+
+    @property
+    def package(self) -> Path:
+        """The package that the run writes or extends."""
+        return self.out / PACKAGE_NAME
 
     @property
     def where(self) -> str | Path:

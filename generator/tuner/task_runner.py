@@ -13,6 +13,8 @@ from optuna.storages import BaseStorage
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.evaluator import Evaluator, Pool
 from generator.kernels.nvrtc import nvrtc_version
+from generator.package.known_winners import known_winners
+from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.search.budget import Progress
 from generator.search.search import search_problem
@@ -22,7 +24,7 @@ from generator.studies.postgres import SharedStorage
 from generator.studies.records import Winner
 from generator.tuner.ledger import Ledger, Task
 from generator.tuner.lifecycle import Stop
-from generator.tuner.plan import Plan
+from generator.tuner.plan import PACKAGE_NAME, Plan
 
 MAX_COMPILERS = 15
 """Compiler processes of one GPU. What it measures in a second costs six cores to compile, and a
@@ -42,6 +44,14 @@ class Watcher(Protocol):
 
     def waiting(self, holders: Mapping[Problem, str]) -> None:
         """There is nothing to do until others are done: who has which problem."""
+        ...
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        """A phase beside the searches, and how many of its parts are done."""
+        ...
+
+    def say(self, line: str) -> None:
+        """One line that stays."""
         ...
 
 
@@ -67,6 +77,10 @@ class Driver:
         storage: BaseStorage,
     ) -> None:
         self.plan, self.pool, self.evaluator, self.storage = plan, pool, evaluator, storage
+        others = sorted(GENERATED.glob(f"*/{PACKAGE_NAME}"))
+        self.known_winners = [
+            winner for package in (*others, plan.package) for winner in known_winners(package)
+        ]
         self.machine = {
             "gpu": facts.get("name", f"{plan.target.name} (absent)"),
             "driver": facts.get("driver"),
@@ -91,6 +105,7 @@ class Driver:
                 self.storage,
                 plan.budget,
                 seed=plan.seed,
+                known_winners=self.known_winners,
                 machine=self.machine,
                 on_progress=on_progress,
             )
