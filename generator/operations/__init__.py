@@ -4,7 +4,20 @@ bounds, bytes moved, template and front end."""
 from generator.operations.operation import Operation
 from generator.operations.rmsnorm_backward import RMSNORM_BACKWARD
 from generator.operations.rmsnorm_forward import RMSNORM_FORWARD
+from generator.problem import Problem
 
 OPERATIONS = {operation.name: operation for operation in (RMSNORM_BACKWARD, RMSNORM_FORWARD)}
 
-__all__ = ["OPERATIONS", "RMSNORM_BACKWARD", "RMSNORM_FORWARD", "Operation"]
+
+def operation_of(problem: Problem) -> Operation:
+    """What a problem is one call of."""
+    return OPERATIONS[problem.operation]
+
+
+__all__ = [
+    "OPERATIONS",
+    "RMSNORM_BACKWARD",
+    "RMSNORM_FORWARD",
+    "Operation",
+    "operation_of",
+]

@@ -81,6 +81,8 @@ class Operation:
     floor: an operation of PyTorch that moves `traffic_bytes` and computes next to nothing, on these
     inputs and outputs; it is timed beside the kernels, as the least time that they can take.
     load: machine code and its spec to what runs it.
+    forward: the operation whose kernels go into the same package, "" for none; fallbacks: whether
+    fallback kernels do.
     """
 
     name: str
@@ -93,6 +95,8 @@ class Operation:
     bounds: Callable[[Problem, Any], dict[str, Bound]]
     floor: Callable[[Problem, Any, Mapping[str, torch.Tensor]], Callable[[], object]]
     load: Callable[[bytes, Any, Problem], Runner]
+    forward: str = ""
+    fallbacks: bool = False
 
     @property
     def template(self) -> str:

@@ -22,8 +22,6 @@ from generator.studies.study_log import StudyLog
 from generator.tuner.forward import tune_forwards
 from generator.tuner.plan import Plan
 
-PACKAGE_NAME = "rmsnorm_backward"
-
 
 def _processes() -> int:
     """Compiler processes: one core stays free for the search itself where there are several."""
@@ -34,24 +32,27 @@ def _processes() -> int:
 def emit(
     plan: Plan, winners: Sequence[Winner], storage: BaseStorage, pool: CompilePool[Variant]
 ) -> Emission:
-    """Write the package with these winners and the fallback kernels of their dtypes."""
-    target = plan.target
+    """Write the package with these winners, and what else a package of the operation has."""
+    target, operation = plan.target, plan.operation
     chosen = [make_variant(winner.config, winner.problem) for winner in winners]
     entries = [
         Entry(winner.problem, variant, compiled, winner.evidence, provenance(winner, storage))
         for winner, variant, compiled in zip(winners, chosen, _compile(chosen, pool), strict=True)
     ]
-    fallbacks = compile_fallbacks(target, lambda variants: _compile(variants, pool))
-    package = plan.out / PACKAGE_NAME
-    forwards = tune_forwards(
-        [winner.problem for winner in winners],
-        target,
-        plan.devices,
-        known=read_forward_table(package),
-        processes=_processes(),
-        say=lambda line: print(line, file=sys.stderr),
-    )
-    return emit_package(entries, fallbacks, target, package, forwards)
+    fallbacks: list[tuple[Variant, Compiled]] = []
+    if operation.fallbacks:
+        fallbacks = compile_fallbacks(target, lambda variants: _compile(variants, pool))
+    forwards = None
+    if operation.forward:
+        forwards = tune_forwards(
+            [winner.problem for winner in winners],
+            target,
+            plan.devices,
+            known=read_forward_table(plan.package),
+            processes=_processes(),
+            say=lambda line: print(line, file=sys.stderr),
+        )
+    return emit_package(entries, fallbacks, target, plan.package, forwards)
 
 
 def _compile(variants: Sequence[Variant], pool: CompilePool[Variant]) -> list[Compiled]:

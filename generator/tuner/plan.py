@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from generator.operations import RMSNORM_BACKWARD
+from generator.operations import Operation, operation_of
 from generator.problem import Problem
 from generator.search.budget import Budget
 from generator.space.load import load_space
@@ -46,6 +46,16 @@ class Plan:
     def evidence(self) -> str:
         """`measured` or `predicted`."""
         return "measured" if self.devices else "predicted"
+
+    @property
+    def operation(self) -> Operation:
+        """What all of its problems are calls of."""
+        return operation_of(self.problems[0])
+
+    @property
+    def package(self) -> Path:
+        """Where the winners go."""
+        return self.out / self.operation.name
 
     @property
     def lanes(self) -> int:
@@ -91,5 +101,5 @@ def longest_first(problems: Sequence[Problem]) -> list[Problem]:
 def expected_seconds(problem: Problem) -> float:
     """Seconds of 400 trials on an H200. Only the ratios of problems count, and other GPUs have
     much the same ones."""
-    gigabytes = RMSNORM_BACKWARD.traffic_bytes(problem) / 1e9
+    gigabytes = operation_of(problem).traffic_bytes(problem) / 1e9
     return _SECONDS_PER_PROBLEM + _SECONDS_PER_GIGABYTE * gigabytes

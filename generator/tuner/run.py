@@ -21,7 +21,7 @@ from generator.studies.records import Winner
 from generator.studies.storage import open_storage
 from generator.studies.work_queue import open_queue
 from generator.tuner.device_pool import DevicePool
-from generator.tuner.emission import PACKAGE_NAME, emit
+from generator.tuner.emission import emit
 from generator.tuner.forward import forwards_to_compile, unsettled
 from generator.tuner.ledger import Ledger
 from generator.tuner.lifecycle import running
@@ -56,7 +56,7 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: 
     problem is searched and concluded by one of them, and all of them end with the same winners.
     """
     check_problems(plan)
-    check_package(plan.out / PACKAGE_NAME, plan.target)
+    check_package(plan.package, plan.target)
     interrupted = False
     with (
         running(plan.out, plan.shared) as stop,
@@ -89,7 +89,11 @@ def foreseen(plan: Plan) -> list[Variant | ForwardVariant]:
     does. None for a predicted run, whose search leaves no core idle."""
     if not plan.devices:
         return []
-    known = read_forward_table(plan.out / PACKAGE_NAME)
+    found: list[Variant | ForwardVariant] = []
+    if plan.operation.fallbacks:
+        found += first_choices(fallback_variants(plan.target))
+    if not plan.operation.forward:
+        return found
+    known = read_forward_table(plan.package)
     shapes = unsettled(plan.problems, plan.target, plan.devices, known)
-    fallbacks = first_choices(fallback_variants(plan.target))
-    return [*fallbacks, *forwards_to_compile(shapes, plan.target)]
+    return [*found, *forwards_to_compile(shapes, plan.target)]

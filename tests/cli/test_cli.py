@@ -24,6 +24,7 @@ from generator.kernels.render import render
 from generator.kernels.variant import Variant, make_variant
 from generator.package.fallback_kernels import compile_fallbacks
 from generator.paths import REPOSITORY
+from generator.problem import RMSNORM_BACKWARD as PACKAGE_NAME
 from generator.problem import Problem, load_problems
 from generator.runtime.cubins import CUBINS
 from generator.runtime.table import ForwardTable, Table
@@ -32,7 +33,6 @@ from generator.studies.storage import JOURNAL_NAME
 from generator.target import find_target
 from generator.tuner import run
 from generator.tuner.display import Status
-from generator.tuner.emission import PACKAGE_NAME
 from generator.tuner.plan import Plan
 from generator.tuner.run import Outcome
 from tests.support.runs import command, kill_and_resume, trials
