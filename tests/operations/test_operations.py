@@ -16,7 +16,13 @@ from generator.evaluate.verify.accuracy import compare_all
 from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.determinism import check_repeats, digest
 from generator.evaluate.verify.guarded import Guarded
-from generator.operations import OPERATIONS, RMSNORM_BACKWARD, RMSNORM_FORWARD, Operation
+from generator.operations import (
+    LAYERNORM_BACKWARD,
+    OPERATIONS,
+    RMSNORM_BACKWARD,
+    RMSNORM_FORWARD,
+    Operation,
+)
 from generator.operations import rmsnorm_forward as forward_module
 from generator.operations.operation import TORCH_DTYPE, over_bytes
 from generator.operations.rmsnorm_forward import ForwardInputs
@@ -63,10 +69,26 @@ def exact(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
             dresidual=inputs.residual,
         )
         return dict(zip(("dx", "dw"), found, strict=False))
+    if operation is LAYERNORM_BACKWARD:
+        return layer_norm(inputs)
     names = ("y", "rstd", "residual_out")
     given = (inputs.x, inputs.weight, EPS, inputs.offset, inputs.residual)
     found = dict(zip(names, reference_forward(*given), strict=False))
     return {**found, "rstd": found["rstd"].reshape(-1)}
+
+
+def layer_norm(inputs: Any) -> dict[str, torch.Tensor]:
+    """What PyTorch gives in float64, rounded once."""
+    weight, dtype = inputs.weight.double() + inputs.offset, inputs.x.dtype
+    statistics = (inputs.mean.double()[:, None], inputs.rstd.double()[:, None])
+    dx, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(
+        *(inputs.dy.double(), inputs.x.double(), [inputs.x.shape[1]], *statistics),
+        *(weight, torch.zeros_like(weight), [True, True, True]),
+    )
+    if inputs.residual is not None:
+        dx += inputs.residual.double()
+    found = {"dx": dx.to(dtype), "dw": torch.cat((dgamma, dbeta)).to(inputs.weight.dtype)}
+    return found
 
 
 def bench_of(operation: Operation, problem: Problem, compute: Any) -> Bench:
@@ -141,6 +163,7 @@ def test_traffic_is_every_matrix_once(problem: Problem) -> None:
     matrix = problem.M * problem.N * ITEMSIZE[problem.dtype]
     more = 1 if problem.residual else 0
     assert RMSNORM_BACKWARD.traffic_bytes(problem) == (3 + more) * matrix
+    assert LAYERNORM_BACKWARD.traffic_bytes(problem) == (3 + more) * matrix
     assert RMSNORM_FORWARD.traffic_bytes(problem) == (2 + 2 * more) * matrix
 
 
