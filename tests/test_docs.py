@@ -9,7 +9,7 @@ import pytest
 
 from generator.paths import REPOSITORY
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").glob("*.md"))]
 
 
 def anchors(page: Path) -> set[str]:

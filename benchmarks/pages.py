@@ -1,0 +1,354 @@
+"""Measured numbers in README.md and docs/, generated from the committed results.
+
+    python -m benchmarks.pages
+
+rewrites every block between `<!-- numbers: NAME -->` and `<!-- end of numbers -->`. A test compares
+the pages with what this would write.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.goals import best_peer, geometric_mean, goals, ratio
+from benchmarks.results import problem_of
+from generator.paths import REPOSITORY
+from generator.problem import Problem, load_problems
+
+RESULTS = REPOSITORY / "benchmarks" / "results"
+BLOCK = re.compile(r"(<!-- numbers: (\w+) -->\n).*?(<!-- end of numbers -->)", re.S)
+
+PEERS = {
+    "quack": "QuACK",
+    "liger_cutedsl": "Liger (CuTe DSL)",
+    "inductor": "Inductor",
+    "liger_triton": "Liger (Triton)",
+    "aten": "ATen",
+    "inductor_max": "Inductor's max-autotune",
+    "quack_tuned": "QuACK's tuner",
+}
+
+
+def pages() -> list[Path]:
+    """Every page that may hold numbers."""
+    return [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+def updated(page: str) -> str:
+    """A page with its blocks written anew. Raises KeyError for a block of unknown name."""
+    return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", page)
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _compared() -> list[Any]:
+    """The rows of the comparison whose weight has x's dtype: the 47 shapes."""
+    every = set(load_problems("compare"))
+    return [row for row in read("h200")["rows"] if problem_of(row) in every]
+
+
+def _shapes(gpu: str = "h200") -> list[Any]:
+    return list(json.loads((REPOSITORY / "generated" / gpu / "results.json").read_text())["shapes"])
+
+
+# ---- README --------------------------------------------------------------------------------------
+
+
+def peers() -> str:
+    """Every implementation over the floor, and the peers over ours."""
+    rows, environment = _compared(), read("h200")["environment"]
+    versions = {
+        name: re.sub(r"^(?:quack-kernels|liger-kernel|torch) ", "", text.split(",")[0])
+        for name, text in environment["peers"].items()
+    }
+    lines = [("**Normforge**", f"**{geometric_mean(map(ratio, rows)):.2f}**", "")]
+    tuned = []
+    for name, title in PEERS.items():
+        both = [row for row in rows if (row["peers"].get(name) or {}).get("us") is not None]
+        over_ours = geometric_mean(row["peers"][name]["us"] / row["ours_us"] for row in both)
+        if len(both) == len(rows):
+            floor = geometric_mean(row["peers"][name]["us"] / row["add_us"] for row in both)
+            lines.append((f"{title} {versions[name]}", f"{floor:.2f}", f"{over_ours:.2f}"))
+        else:
+            tuned.append(f"{title} takes {over_ours:.2f} times as long at the {len(both)} shapes")
+    least, where = min(
+        (found[1] / row["ours_us"], problem_of(row))
+        for row in rows
+        if (found := best_peer(row)) is not None
+    )
+    sentences = (
+        f"No peer is faster at any of the {len(rows)} shapes.",
+        f"The closest takes {100 * (least - 1):.0f} % longer, at {where}.",
+        *(f"{text} where it ran." for text in tuned),
+    )
+    header = ["", "time over the floor, geometric mean", "its time over Normforge's"]
+    return "\n".join((table(header, lines), "", *sentences))
+
+
+def gpus() -> str:
+    """Tuned packages and the evidence of their kernels."""
+    rows = []
+    for path in sorted((REPOSITORY / "generated").glob("*/rmsnorm_backward/table.json")):
+        package = json.loads(path.read_text())
+        found = Counter(entry["evidence"] for entry in package["tuned"])
+        rows.append((package["target"]["title"], ", ".join(f"{n} {e}" for e, n in found.items())))
+    return table(["package for", "tuned shapes"], rows)
+
+
+# ---- performance.md ------------------------------------------------------------------------------
+
+
+def goal_table() -> str:
+    """The goals that were set for the H200, and what the comparison says about them."""
+    found = [
+        (goal.text, goal.limit, goal.reached if goal.met else f"**missed**: {goal.reached}")
+        for goal in goals(read("h200")["rows"])
+    ]
+    compared = {str(problem) for problem in load_problems("compare")}
+    costs = {
+        shape["shape"]: cost
+        for shape in _shapes()
+        if (cost := shape.get("overhead_of_determinism")) and shape["shape"] in compared
+    }
+    worst = max(costs, key=lambda shape: costs[shape])
+    found.append(
+        (
+            "overhead of determinism, geometric mean of the finals",
+            "≤ 1.01",
+            f"{geometric_mean(costs.values()):.3f} ({len(costs)} shapes;"
+            f" {costs[worst]:.3f} at worst, {worst})",
+        )
+    )
+    return table(["goal", "limit", "reached"], found)
+
+
+def headlines() -> str:
+    """The three sets whose means are called the ratio to the floor."""
+    finals = {shape["shape"]: shape["ratio"] for shape in _shapes()}
+    compared = [str(problem) for problem in load_problems("compare")]
+    plain = {shape: value for shape, value in finals.items() if "residual" not in shape}
+    return table(
+        ["ratio to the floor", "geometric mean"],
+        [
+            (
+                f"the {len(compared)} shapes of the comparison, on another GPU than the tuning",
+                f"{geometric_mean(map(ratio, _compared())):.3f}",
+            ),
+            (
+                "the same shapes in the finals of the tuning",
+                f"{geometric_mean(finals[shape] for shape in compared):.3f}",
+            ),
+            (
+                f"all {len(plain)} tuned shapes without a residual, many of them small, finals",
+                f"{geometric_mean(plain.values()):.3f}",
+            ),
+        ],
+    )
+
+
+def host_times() -> str:
+    """Microseconds on the host of one call, beside PyTorch's."""
+    times = read("host_time_h200")["whole calls"]
+    rows = [
+        ("`rmsnorm_backward`", "rmsnorm_backward", "aten op"),
+        ("the operator that compiled models call", "rmsnorm_backward, operator", "aten op"),
+        ("PyTorch's operator after `install()`", "install() op", "aten op"),
+        ("backward of `rms_norm` by autograd", "rms_norm backward", "aten autograd backward"),
+        (
+            "backward by autograd after `install()`",
+            "install() autograd backward",
+            "aten autograd backward",
+        ),
+        ("forward with autograd", "rms_norm forward", "aten autograd forward"),
+        ("forward without", "rms_norm without grad", "aten without grad"),
+    ]
+
+    def of(name: str) -> str:
+        return f"{times[name]:.1f}" if name in times else ""
+
+    return table(
+        ["call", "µs", "with `use_native()`", "PyTorch"],
+        [(text, of(ours), of(f"{ours}, native"), of(theirs)) for text, ours, theirs in rows],
+    )
+
+
+def host_ratios() -> str:
+    """Ratios to PyTorch with their spread over the passes."""
+    d = read("host_time_h200")
+    return table(
+        ["ratio of host times", "median of the passes", "least", "most"],
+        [
+            (name, f"{value:.2f}", f"{min(passes):.2f}", f"{max(passes):.2f}")
+            for name, value in d["ratios"].items()
+            for passes in [d["ratios of the passes"][name]]
+        ],
+    )
+
+
+def untuned() -> str:
+    """Shapes that nobody tuned: random M at a tuned N, and random N and M."""
+    lines = []
+    for title, name in (("first", "untuned_h200"), ("second", "untuned_seed1_h200")):
+        for unknown in ("M", "N"):
+            rows = [row for row in read(name)["rows"] if row["unknown"] == unknown]
+
+            def span(key: str, rows: list[Any] = rows) -> str:
+                values = [row[key] for row in rows]
+                return f"{min(values):.2f} to {max(values):.2f}"
+
+            mean = geometric_mean(row["ours_over_tuned"] for row in rows)
+            lines.append(
+                (
+                    f"{title}, {len(rows)} times unknown {unknown}",
+                    f"{mean:.3f}",
+                    span("ours_over_tuned"),
+                    span("ours_over_aten"),
+                    span("ours_over_floor"),
+                )
+            )
+    return table(
+        ["set", "over a tuned kernel: mean", "range", "over ATen", "over the floor"], lines
+    )
+
+
+def brackets() -> str:
+    """Fallback kernels over the floor, by the widest vector that divides the rows."""
+    groups = read("layouts_h200")["groups"]
+    widths = (640, 1024, 2048, 4096, 8192)
+    lines = []
+    for vector_bytes in (16, 8, 4, 2):
+        mine = {g["columns"]: g for g in groups if g["vector_bytes"] == vector_bytes}
+        chosen = [mine.get(width) or mine.get(768 if width == 640 else width) for width in widths]
+        aten = min(value for group in chosen if group for value in group["aten"])
+        cells = [f"{group['best'][0]['mean']:.2f}" if group else "" for group in chosen]
+        lines.append((str(vector_bytes), *cells, f"{aten:.1f}"))
+    columns = [f"N ≤ {width}" for width in widths]
+    return table(["bytes of a vector", *columns, "ATen, least"], lines)
+
+
+def first_search() -> str:
+    """A GPU that nobody tuned."""
+    found = read("h100_first_search")
+    rows, environment = found["rows"], found["environment"]
+    mean = geometric_mean(row["ratio"] for row in rows)
+    large = max(row["ratio"] for row in rows if row["floor_us"] > 130)
+    theirs = {shape["shape"]: shape["ratio"] for shape in _shapes()}
+    h200 = geometric_mean(theirs[row["shape"]] for row in rows)
+    trials = [row["trials"] for row in rows]
+    return (
+        f"{environment['gpu']}, {environment['date']}: {len(rows)} shapes,"
+        f" {min(trials)} to {max(trials)} trials each. Ratio to the floor in\nthe finals:"
+        f" {mean:.3f} in the geometric mean, at most {large:.3f} where the floor takes more than"
+        f" 130 µs. The\nH200's kernels, after several searches, have {h200:.3f} at the same shapes"
+        " on the H200."
+    )
+
+
+def what_wins() -> str:
+    """How often each choice wins among the tuned shapes of the H200."""
+    configs = [shape["config"] for shape in _shapes()]
+
+    def counts(key: str, name: Callable[[Any], str] = str) -> str:
+        found = Counter(name(config[key]) for config in configs)
+        return ", ".join(f"{value} {n}" for value, n in found.most_common())
+
+    return table(
+        ["choice", f"winners of {len(configs)}"],
+        [
+            ("strategy", counts("strategy")),
+            ("how rows reach the SM", counts("pipeline")),
+            ("CTAs of a cluster", counts("cluster")),
+            ("CTAs on an SM", counts("ctas_per_sm")),
+            ("hint of the loads", counts("load_hint")),
+        ],
+    )
+
+
+def trials() -> str:
+    """How much was searched."""
+    shapes = _shapes()
+    numbers = [shape["trials"] for shape in shapes]
+    return (
+        f"The studies hold {sum(numbers):,} trials, {min(numbers)} to {max(numbers)} for each of"
+        f" {len(shapes)} shapes."
+    )
+
+
+# ---- accuracy.md ---------------------------------------------------------------------------------
+
+
+def errors() -> str:
+    """Errors against float64 over PyTorch's, by dtypes."""
+
+    def kind(row: Any) -> str:
+        problem = Problem.parse(row["shape"])
+        if problem.dtype == "fp32":
+            return "fp32"
+        return "bf16, fp16" + ("" if problem.weight_dtype == problem.dtype else ", fp32 weight")
+
+    def span(rows: list[Any], peer: str, which: str) -> str:
+        values = [row["ours over"][peer][which] for row in rows if peer in row["ours over"]]
+        if not values:
+            return ""
+        least, most = min(values), max(values)
+        text = f"{least:.2f}" if f"{least:.2f}" == f"{most:.2f}" else f"{least:.2f} to {most:.2f}"
+        return text if least == most else f"{text}, median {median(values):.2f}"
+
+    lines = []
+    for name, note in (("errors_h200", ""), ("errors_dw_fp32_h200", ", dw in fp32")):
+        every = read(name)["rows"]
+        for wanted in ("bf16, fp16", "bf16, fp16, fp32 weight", "fp32"):
+            rows = [row for row in every if kind(row) == wanted]
+            if note and wanted != "bf16, fp16":
+                continue  # with an fp32 weight dw is in fp32 anyway
+            pairs = [(p, w) for p in ("aten", "composite") for w in ("dx", "dw")]
+            lines.append((f"{wanted}{note} ({len(rows)})", *(span(rows, p, w) for p, w in pairs)))
+    return table(
+        ["dtypes (shapes)", "dx / fused", "dw / fused", "dx / operations", "dw / operations"], lines
+    )
+
+
+def errors_in_executor() -> str:
+    rows = read("errors_dw_fp32_executor")["rows"]
+    most = max(row["ours over"]["composite"]["dw"] for row in rows)
+    return (
+        f"In the executor, dw in fp32 of {len(rows)} other random shapes has at most {most:.2f}"
+        " times the error of\nPyTorch's operations (`errors_dw_fp32_executor.json`)."
+    )
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "peers": peers,
+    "gpus": gpus,
+    "goals": goal_table,
+    "headlines": headlines,
+    "host_times": host_times,
+    "host_ratios": host_ratios,
+    "untuned": untuned,
+    "brackets": brackets,
+    "first_search": first_search,
+    "what_wins": what_wins,
+    "trials": trials,
+    "errors": errors,
+    "errors_in_executor": errors_in_executor,
+}
+
+if __name__ == "__main__":
+    for page in pages():
+        text = page.read_text()
+        if (new := updated(text)) != text:
+            page.write_text(new)
+            print(page.relative_to(REPOSITORY))
