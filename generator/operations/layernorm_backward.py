@@ -14,6 +14,7 @@ from generator.operations import rmsnorm_backward as rmsnorm
 from generator.operations.operation import (
     CHUNK_ELEMENTS,
     Bound,
+    FrontEnd,
     Operation,
     TensorSpec,
 )
@@ -99,7 +100,12 @@ def bounds(problem: Problem, inputs: Inputs) -> dict[str, Bound]:
 
 LAYERNORM_BACKWARD = Operation(
     name="layernorm_backward",
-    front_end="layer_norm_backward",
+    front_end=FrontEnd(
+        norm="LayerNorm",
+        module="frontends.layer_norm",
+        package="LayerNormPackage",
+        functions=("explain", "layer_norm", "layer_norm_backward"),
+    ),
     sums_rows=True,
     arguments=arguments,
     outputs=outputs,

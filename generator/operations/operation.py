@@ -69,10 +69,22 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True)
+class FrontEnd:
+    """What the package of an operation gives its users. norm: the layer, a class of the package
+    object; module, package: where in the runtime the class of that object is; functions: its
+    others."""
+
+    norm: str
+    module: str
+    package: str
+    functions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Operation:
     """One operation. Every function takes the problem first; `Any` are the operation's own inputs.
 
-    name: also of its template; front_end: the function of an emitted package that users call.
+    name: also of its template; front_end: None for one that is part of another's package.
     sums_rows: whether an output is a sum over rows, whose bits depend on the order of additions.
     arguments, outputs: the tensors of a call.
     make_inputs: random ones on a device, from a seed; make_cancelling: others, made from those, in
@@ -86,7 +98,7 @@ class Operation:
     """
 
     name: str
-    front_end: str
+    front_end: FrontEnd | None
     sums_rows: bool
     arguments: Callable[[Problem], tuple[TensorSpec, ...]]
     outputs: Callable[[Problem], tuple[TensorSpec, ...]]

@@ -13,6 +13,7 @@ from generator.operations.operation import (
     HALF_UNIT,
     TORCH_DTYPE,
     Bound,
+    FrontEnd,
     Operation,
     TensorSpec,
     half_subnormal,
@@ -259,7 +260,15 @@ class BackwardRunner:
 
 RMSNORM_BACKWARD = Operation(
     name="rmsnorm_backward",
-    front_end="rmsnorm_backward",
+    front_end=FrontEnd(
+        norm="RMSNorm",
+        module="api",
+        package="Package",
+        functions=(
+            *("explain", "graph_pass", "inductor_backend", "install", "installed", "rms_norm"),
+            *("rmsnorm_backward", "uninstall", "use_native", "warmup"),
+        ),
+    ),
     sums_rows=True,
     arguments=arguments,
     outputs=outputs,

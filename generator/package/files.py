@@ -20,8 +20,10 @@ from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import headers
 from generator.kernels.variant import Variant
+from generator.operations import OPERATIONS
 from generator.package.sources import INCLUDE, config_of, included, revision, source_of
 from generator.paths import GENERATED, RUNTIME
+from generator.problem import RMSNORM_BACKWARD
 from generator.runtime.cubins import CUBINS
 from generator.runtime.table import (
     FORWARD_TABLE,
@@ -35,42 +37,22 @@ from generator.runtime.table import (
 )
 
 _INIT = '''\
-"""RMSNorm for {title}. Written by Normforge; tune again instead of editing."""
+"""{norm} for {title}. Written by Normforge; tune again instead of editing."""
 
 from pathlib import Path
 
-from .runtime.api import Package
+from .runtime.{module} import {package}
 
-_package = Package(Path(__file__).resolve().parent)
+_package = {package}(Path(__file__).resolve().parent)
 
 PROVENANCE = _package.provenance
-explain = _package.explain
-graph_pass = _package.graph_pass
-inductor_backend = _package.inductor_backend
-install = _package.install
-installed = _package.installed
-rms_norm = _package.rms_norm
-rmsnorm_backward = _package.rmsnorm_backward
-uninstall = _package.uninstall
-use_native = _package.use_native
-warmup = _package.warmup
+{functions}
 
-RMSNorm = _package.RMSNorm
-RMSNorm.__module__ = __name__  # where pickle finds it
+{norm} = _package.{norm}
+{norm}.__module__ = __name__  # where pickle finds it
 
 __all__ = [
-    "PROVENANCE",
-    "RMSNorm",
-    "explain",
-    "graph_pass",
-    "inductor_backend",
-    "install",
-    "installed",
-    "rms_norm",
-    "rmsnorm_backward",
-    "uninstall",
-    "use_native",
-    "warmup",
+{names}
 ]
 '''
 
@@ -170,7 +152,19 @@ def write_code(folder: Path, table: Table) -> None:
     for name in runtime_files():
         (folder / "runtime" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(RUNTIME / name, folder / "runtime" / name)
-    (folder / "__init__.py").write_text(_INIT.format(title=table.target["title"]))
+    operation = next((kernel.spec.operation for kernel in table.kernels()), RMSNORM_BACKWARD)
+    front_end = OPERATIONS[operation].front_end
+    assert front_end is not None
+    names = sorted(("PROVENANCE", front_end.norm, *front_end.functions))
+    content = _INIT.format(
+        title=table.target["title"],
+        norm=front_end.norm,
+        module=front_end.module,
+        package=front_end.package,
+        functions="\n".join(f"{name} = _package.{name}" for name in front_end.functions),
+        names="\n".join(f'    "{name}",' for name in names),
+    )
+    (folder / "__init__.py").write_text(content)
 
 
 def runtime_files() -> list[Path]:
@@ -207,5 +201,5 @@ def _json(value: Any, margin: str = "") -> str:
 
 
 if __name__ == "__main__":
-    for package in sys.argv[1:] or GENERATED.glob("*/rmsnorm_backward"):
+    for package in sys.argv[1:] or GENERATED.glob("*/*_backward"):
         refresh(Path(package))
