@@ -9,7 +9,11 @@ from generator.problem import Problem
 
 OPERATIONS = {
     operation.name: operation
-    for operation in (RMSNORM_BACKWARD, RMSNORM_FORWARD, LAYERNORM_BACKWARD)
+    for operation in (
+        RMSNORM_BACKWARD,
+        RMSNORM_FORWARD,
+        LAYERNORM_BACKWARD,
+    )
 }
 
 
