@@ -274,7 +274,7 @@ def whole_calls(package: Package, inputs: Inputs) -> Calls:
             dy, x, rstd, weight, dw_out=main_grad, accumulate=True
         ),
         "rmsnorm_backward, operator": lambda: package.ops.rms_norm_backward(
-            dy, x, rstd, weight, None, 0.0, True, True, None
+            dy, x, rstd, weight, None, None, 0.0, True, True
         ),
         "aten op": lambda: aten(dy, x, [N], column, weight, mask),
         "aten op, overload": lambda: aten.default(dy, x, [N], column, weight, mask),

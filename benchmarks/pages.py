@@ -16,23 +16,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.goals import best_peer, geometric_mean, goals, ratio
-from benchmarks.results import problem_of
+from benchmarks.goals import geometric_mean, goals
 from generator.paths import REPOSITORY
 from generator.problem import Problem, load_problems
+from generator.report.peers import Comparison
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- numbers: (\w+) -->\n).*?(<!-- end of numbers -->)", re.S)
-
-PEERS = {
-    "quack": "QuACK",
-    "liger_cutedsl": "Liger (CuTe DSL)",
-    "inductor": "Inductor",
-    "liger_triton": "Liger (Triton)",
-    "aten": "ATen",
-    "inductor_max": "Inductor's max-autotune",
-    "quack_tuned": "QuACK's tuner",
-}
 
 
 def pages() -> list[Path]:
@@ -54,10 +44,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _compared() -> list[Any]:
-    """The rows of the comparison whose weight has x's dtype: the 47 shapes."""
-    every = set(load_problems("compare"))
-    return [row for row in read("h200")["rows"] if problem_of(row) in every]
+def comparison() -> Comparison:
+    """Ours and its peers in one run."""
+    found = Comparison.load(RESULTS / "h200.json")
+    assert found is not None
+    return found
 
 
 def _shapes(gpu: str = "h200") -> list[Any]:
@@ -69,33 +60,26 @@ def _shapes(gpu: str = "h200") -> list[Any]:
 
 def peers() -> str:
     """Every implementation over the floor, and the peers over ours."""
-    rows, environment = _compared(), read("h200")["environment"]
-    versions = {
-        name: re.sub(r"^(?:quack-kernels|liger-kernel|torch) ", "", text.split(",")[0])
-        for name, text in environment["peers"].items()
-    }
-    lines = [("**Normforge**", f"**{geometric_mean(map(ratio, rows)):.2f}**", "")]
-    tuned = []
-    for name, title in PEERS.items():
-        both = [row for row in rows if (row["peers"].get(name) or {}).get("us") is not None]
-        over_ours = geometric_mean(row["peers"][name]["us"] / row["ours_us"] for row in both)
-        if len(both) == len(rows):
-            floor = geometric_mean(row["peers"][name]["us"] / row["add_us"] for row in both)
-            lines.append((f"{title} {versions[name]}", f"{floor:.2f}", f"{over_ours:.2f}"))
-        else:
-            tuned.append(f"{title} takes {over_ours:.2f} times as long at the {len(both)} shapes")
-    least, where = min(
-        (found[1] / row["ours_us"], problem_of(row))
-        for row in rows
-        if (found := best_peer(row)) is not None
-    )
-    sentences = (
-        f"No peer is faster at any of the {len(rows)} shapes.",
-        f"The closest takes {100 * (least - 1):.0f} % longer, at {where}.",
-        *(f"{text} where it ran." for text in tuned),
-    )
+    found = comparison()
+    shapes = len(found.rows)
+    rows = [("**Normforge**", f"**{found.ours:.2f}**", "")]
+    rows += [
+        (f"{peer.title} {peer.version}", f"{peer.over_floor:.2f}", f"{peer.over_ours:.2f}")
+        for peer in found.standings
+        if peer.shapes == shapes
+    ]
     header = ["", "time over the floor, geometric mean", "its time over Normforge's"]
-    return "\n".join((table(header, lines), "", *sentences))
+    least, where = found.least
+    sentences = [
+        f"No peer is faster at any of the {shapes} shapes."
+        f" The closest takes {100 * (least - 1):.0f} % longer, at {where}."
+    ]
+    sentences += [
+        f"{peer.title} ran at {peer.shapes} of them and takes {peer.over_ours:.2f} times as long."
+        for peer in found.standings
+        if peer.shapes < shapes
+    ]
+    return "\n".join((table(header, rows), "", *sentences))
 
 
 def gpus() -> str:
@@ -145,7 +129,7 @@ def headlines() -> str:
         [
             (
                 f"the {len(compared)} shapes of the comparison, on another GPU than the tuning",
-                f"{geometric_mean(map(ratio, _compared())):.3f}",
+                f"{comparison().ours:.3f}",
             ),
             (
                 "the same shapes in the finals of the tuning",

@@ -18,6 +18,7 @@ import torch
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.timer import Timer
 from generator.operations.rmsnorm_backward import Inputs
+from generator.report.peers import TITLES
 
 Gradients = tuple[torch.Tensor, torch.Tensor]
 Bind = Callable[[Inputs], Callable[[], Gradients]]
@@ -179,34 +180,39 @@ _LIGER = ("liger-kernel", "triton")
 _CUTE = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 PEERS = (
-    Peer("aten", "ATen", ("torch",), lambda timer: aten),
+    Peer("aten", TITLES["aten"], ("torch",), lambda timer: aten),
     Peer(
         "inductor",
-        "Inductor",
+        TITLES["inductor"],
         ("torch", "triton"),
         partial(_inductor, "default"),
         compiles="disk",
     ),
     Peer(
         "inductor_max",
-        "Inductor max-autotune",
+        TITLES["inductor_max"],
         ("torch", "triton"),
         partial(_inductor, "max-autotune-no-cudagraphs"),
         tuned=True,
         compiles="disk",
     ),
     Peer(
-        "liger_triton", "Liger Triton", _LIGER, _liger_triton, overwrites_dy=True, compiles="disk"
+        "liger_triton",
+        TITLES["liger_triton"],
+        _LIGER,
+        _liger_triton,
+        overwrites_dy=True,
+        compiles="disk",
     ),
     Peer(
         "liger_cutedsl",
-        "Liger CuTe DSL",
+        TITLES["liger_cutedsl"],
         ("liger-kernel", *_CUTE),
         _liger_cutedsl,
         compiles="process",
     ),
-    Peer("quack", "QuACK", ("quack-kernels", *_CUTE), _quack, compiles="disk"),
-    Peer("quack_tuned", "QuACK tuned", ("quack-kernels", *_CUTE), _quack_tuned, tuned=True),
+    Peer("quack", TITLES["quack"], ("quack-kernels", *_CUTE), _quack, compiles="disk"),
+    Peer("quack_tuned", TITLES["quack_tuned"], ("quack-kernels", *_CUTE), _quack_tuned, tuned=True),
 )
 
 

@@ -2,63 +2,48 @@
 
     PYTHONPATH=. python examples/main_grad.py
 
-Every micro-batch adds its dw to weight.main_grad in fp32 and in a fixed order; weight.grad is not
-used. That is one call of rmsnorm_backward inside an autograd function of the trainer's own.
+Every micro-batch adds its dw to weight.main_grad in fp32 and in a fixed order. RMSNorm keeps the
+contract of Megatron's fused accumulation: it sets weight.grad_added_to_main_grad and gives autograd
+a dummy, which the trainer's hook drops.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
-from generated.h200.rmsnorm_backward import rms_norm, rmsnorm_backward
-
-
-class MainGradNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, weight, rstd)
-        return rms_norm(x, weight, eps)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        # dx and dw have no gradient of their own. PyTorch's once_differentiable would let
-        # torch.autograd.grad pass that over in silence.
-        if torch.is_grad_enabled():
-            raise RuntimeError("MainGradNorm has no second derivative: run without create_graph")
-        x, weight, rstd = ctx.saved_tensors
-        dx, _ = rmsnorm_backward(dy, x, rstd, weight, dw_out=weight.main_grad, accumulate=True)
-        return dx, None, None
+from generated.h200.rmsnorm_backward import RMSNorm
 
 
 class Model(nn.Module):
     def __init__(self, width: int = 256) -> None:
         super().__init__()
         self.up, self.down = (nn.Linear(width, width, bias=False) for _ in range(2))
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def norm(self, x: torch.Tensor) -> torch.Tensor:
-        return MainGradNorm.apply(x, self.weight, 1e-6)
+        self.norm = RMSNorm(width, eps=1e-6, main_grad=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.norm(self.up(x)))
 
 
-class PlainModel(Model):
-    """The same by PyTorch, with the norm in fp32 inside: only here to compare with."""
+class PlainNorm(nn.RMSNorm):
+    """The same by PyTorch, in fp32 inside: only here to compare with."""
 
-    def norm(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.rms_norm(x.float(), self.weight.shape, self.weight, 1e-6).to(x.dtype)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float()).to(x.dtype)
+
+
+class PlainModel(Model):
+    def __init__(self, width: int = 256) -> None:
+        super().__init__(width)
+        self.norm = PlainNorm(width, eps=1e-6)
 
 
 def add_to_main_grad(parameter: torch.Tensor) -> None:
-    """A trainer's hook, for the weights of other layers."""
-    if parameter.grad is not None:
-        parameter.main_grad += parameter.grad
-        parameter.grad = None
+    """What Megatron's hook does behind every parameter."""
+    assert parameter.grad is not None  # its communication in the backward starts from that
+    if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
 
 
 def main() -> dict[str, float]:
@@ -67,10 +52,11 @@ def main() -> dict[str, float]:
     model = Model().to(device, torch.bfloat16)
     plain = PlainModel().to(device, torch.bfloat16)
     plain.load_state_dict(model.state_dict())
-    plain.weight = nn.Parameter(plain.weight.float())  # its dw is not rounded to bf16 either
+    plain.norm.float()  # its dw is not rounded to bf16 either
 
     for parameter in (*model.parameters(), *plain.parameters()):
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.grad_added_to_main_grad = False
         parameter.register_post_accumulate_grad_hook(add_to_main_grad)
     batches, targets = torch.randn(2, 4, 512, 256, device=device).bfloat16()
     for batch, target in zip(batches, targets, strict=True):

@@ -12,7 +12,7 @@ import pytest
 from generator.paths import REPOSITORY
 
 LAYERS = (
-    *("errors paths processes runtime", "problem target result", "operations", "kernels"),
+    *("errors paths disk processes runtime", "problem target result", "operations", "kernels"),
     *("space", "evaluate", "studies", "package", "emulate", "search", "tuner", "report", "cli"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}

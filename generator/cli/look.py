@@ -65,7 +65,7 @@ def report(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     studies, place = _studies(args, importance=True)
-    for summary in summaries(studies, place):
+    for summary in summaries(studies, place, context=True):
         folder = args.html or args.out or (Path() if args.storage else GENERATED / summary.gpu)
         kind = "" if args.op == RMSNORM_BACKWARD else f"_{args.op}"
         page = folder / f"report_{summary.gpu}{kind}.html"

@@ -1,7 +1,8 @@
 """Rendered sources to host programs: the C++ compiler, and a cache of what it made.
 
 A program is one variant linked with the executor. Programs live in a content-addressed cache and
-appear by an atomic rename, as cubins do.
+appear by an atomic rename, as cubins do. Each ends with its own checksum, which neither the linker
+nor the loader looks at; one that is damaged is compiled again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -26,7 +28,15 @@ NO_COMPILER = (
     "without a GPU, and checks that do so are not run"
 )
 _COMPILE_SECONDS = 300
+_IN_THE_SOURCE = re.compile(r":\d+: error: ")
+"""What a compiler writes about the source; about a full disk and the like it says `fatal error`, or
+nothing that has a line."""
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
 _MOST_STACK_BYTES = 16384  # of the kernel's frame; the executor's own functions need some, too
+
+
+class HostError(NormforgeError):
+    """This machine cannot compile or run what it was given: nobody's outcome."""
 
 
 @cache
@@ -65,16 +75,16 @@ def build(
 ) -> Path:
     """The program that runs `source`, from the cache or compiled now. kernel: name of the main one.
 
-    Raises NormforgeError without a compiler, and with the compiler's first error when it refuses
-    the source.
+    Raises NormforgeError with the compiler's first error when it refuses the source, and HostError
+    without a compiler or when the program cannot be made.
     """
     compiler = find_compiler()
     if compiler is None:
-        raise NormforgeError(NO_COMPILER)
+        raise HostError(NO_COMPILER)
     executor = _executor(compiler, cache_folder)
     key = _key(compiler, executor.name, kernel, source)
     program = cache_folder / key[:2] / key
-    if not program.exists():
+    if not _is_whole(program):
         with tempfile.TemporaryDirectory() as folder:
             text = Path(folder) / f"{kernel}.cpp"
             text.write_text(source)
@@ -94,7 +104,7 @@ def _executor(compiler: str, cache_folder: Path) -> Path:
     sources = sorted(HOST.glob("*.cpp"))
     contents = [path.read_text() for path in sorted(HOST.iterdir())]
     program = cache_folder / f"executor-{_key(compiler, *contents)}.o"
-    if not program.exists():
+    if not _is_whole(program):
         compile_to(compiler, ["-r", "-nostdlib", *map(str, sources)], program)
     return program
 
@@ -104,36 +114,64 @@ def _key(compiler: str, *contents: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def compile_to(compiler: str, arguments: list[str], result: Path) -> None:
-    """Run the compiler with `flags()` and these arguments; `result` appears whole or not at all.
+def _is_whole(program: Path) -> bool:
+    """Whether a program is in the cache as it was put there."""
+    try:
+        content = program.read_bytes()
+    except OSError:
+        return False
+    body, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
+    return hashlib.sha256(body).digest() == checksum
 
-    Raises NormforgeError with the compiler's first error.
+
+def compile_to(compiler: str, arguments: list[str], result: Path) -> None:
+    """Run the compiler with `flags()` and these arguments; `result` appears whole, with its
+    checksum, or not at all.
+
+    Raises NormforgeError with the compiler's first error, HostError when that is not about the
+    source.
     """
     try:
         result.parent.mkdir(parents=True, exist_ok=True)
         # A name of its own until it is whole: several processes may build the same program.
         handle, name = tempfile.mkstemp(dir=result.parent, suffix=".part")
         os.close(handle)
+        part = Path(name)
+        try:
+            _compile([compiler, *flags(), *arguments, "-o", name])
+            with part.open("r+b") as file:
+                file.write(hashlib.sha256(file.read()).digest())
+            part.chmod(0o755)
+            part.replace(result)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
-        raise NormforgeError(
-            f"cannot write to the cache {result.parent} ({error.strerror}): make it writable"
+        raise HostError(
+            f"cannot write to the cache {result.parent} ({error.strerror}): make room there and "
+            "let it be writable"
         ) from error
-    part = Path(name)
+
+
+def _compile(command: list[str]) -> None:
+    """Raises NormforgeError and HostError as `compile_to`, and OSError."""
     try:
         done = subprocess.run(
-            [compiler, *flags(), *arguments, "-o", name],
+            command,
             capture_output=True,
             text=True,
             check=False,
             timeout=_COMPILE_SECONDS,
+            start_new_session=True,  # Ctrl-C is for the run
         )
-        if done.returncode:
-            lines = done.stderr.strip().splitlines()
-            first = next((line for line in lines if "error" in line), "no message")
-            raise NormforgeError(f"{compiler} refuses the source: {first}")
-        part.chmod(0o755)
-        part.replace(result)
     except subprocess.TimeoutExpired as error:
-        raise NormforgeError(f"{compiler} took more than {_COMPILE_SECONDS} s") from error
-    finally:
-        part.unlink(missing_ok=True)
+        raise HostError(f"{command[0]} took more than {_COMPILE_SECONDS} s") from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        refused = next(filter(_IN_THE_SOURCE.search, lines), None)
+        if refused is not None:
+            raise NormforgeError(f"{command[0]} refuses the source: {refused}")
+        said = next((line for line in lines if "error" in line), (lines or ["no message"])[-1])
+        raise HostError(
+            f"{command[0]} failed on something else than the source ({said}): is there room on "
+            f"the disks of {command[-1]} and {tempfile.gettempdir()}?"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from generator.emulate import Check, check_variant
+from generator.emulate.build import HostError
 from generator.errors import NormforgeError
 from generator.evaluate.predict.evaluator import Predictor
 from generator.kernels.variant import Variant
@@ -30,12 +31,15 @@ class EmulatingPredictor(Predictor):
     _checks: dict[str, Check] = field(default_factory=dict, init=False, compare=False)
 
     def confirm(self, problem: Problem, variant: Variant, result: Result) -> Result:
-        """The executor's verdict."""
+        """The executor's verdict. Raises HostError when there is none because this machine fails:
+        what a full disk decides would be kept for good."""
         # M only changes how many rows are left out, so a variant is executed once for all M.
         check = self._checks.get(variant.id)
         if check is None:
             try:
                 check = check_variant(variant, problem, schedules=self.schedules)
+            except HostError:
+                raise
             except NormforgeError as error:
                 check = Check(variant.id, 0, problems=(str(error),))
             self._checks[variant.id] = check

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
+from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
 from typing import NamedTuple
 
 import torch
 
-from generator.emulate.build import DEFAULT_CACHE, build
+from generator.emulate.build import DEFAULT_CACHE, HostError, build
 from generator.operations.operation import TORCH_DTYPE
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import ITEMSIZE, RMSNORM_BACKWARD, SUMS
@@ -20,6 +21,7 @@ from generator.runtime.launch.launch import DW_IN_WEIGHT_DTYPE, gap_factor
 from generator.runtime.spec import ForwardSpec, KernelSpec, Launch
 
 DEADLINE_SECONDS = 120.0
+_ENDED_FROM_OUTSIDE = (-SIGKILL, -SIGTERM, -SIGINT, -SIGHUP)
 _GRACE_SECONDS = 5
 """After the deadline, a program whose parent was killed ends by itself."""
 
@@ -117,7 +119,8 @@ def run_schedules(
     inputs: on the CPU. deadline: seconds for all schedules; the one that is under way then gets a
     fault, and those behind it have no outcome. A schedule ends at its first fault.
 
-    Raises NormforgeError when there is no C++ compiler and when it refuses the source.
+    Raises NormforgeError when the C++ compiler refuses the source, and HostError when this machine
+    cannot compile or run it.
     """
     call_options = call_options or CallOptions()
     statistics = [inputs.rstd] + ([] if inputs.mean is None else [inputs.mean])
@@ -159,23 +162,39 @@ def execute(
     lines = [f"{name} {value}" for name, value in fields.items()]
     lines += [f"run {schedule.seed} {schedule.residency}" for schedule in schedules]
     request = ("\n".join(lines) + "\ndata\n").encode() + b"".join(map(_bytes, tensors))
-    with subprocess.Popen(
-        [str(program), str(ceil(deadline) + _GRACE_SECONDS)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        try:
-            output, errors = process.communicate(request, timeout=deadline)
-            end = f"the executor ended with code {process.returncode}: {errors.decode().strip()}"
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, errors = process.communicate()
-            end = f"no end within {deadline:g} s: a thread runs without ever waiting"
+    output, end = _converse(program, request, deadline)
     runs = _read(output, outputs, schedules)
     if len(runs.outcomes) < len(schedules):
         runs.outcomes.append(Outcome(schedules[len(runs.outcomes)], fault=end))
     return runs
+
+
+def _converse(program: Path, request: bytes, deadline: float) -> tuple[bytes, str]:
+    """What a program answers, and how it ended. Raises HostError where that is not what it runs."""
+    try:
+        process = subprocess.Popen(
+            [str(program), str(ceil(deadline) + _GRACE_SECONDS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the run, which ends after the trial under way
+        )
+    except OSError as error:
+        raise HostError(f"cannot run {program} ({error.strerror})") from error
+    with process:
+        try:
+            output, errors = process.communicate(request, timeout=deadline)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+            return output, f"no end within {deadline:g} s: a thread runs without ever waiting"
+    said = errors.decode(errors="replace").strip()
+    if process.returncode in _ENDED_FROM_OUTSIDE or "bad_alloc" in said:
+        raise HostError(
+            f"the executor was ended from outside or had no memory (code {process.returncode}): "
+            "run the same command to continue"
+        )
+    return output, f"the executor ended with code {process.returncode}: {said}"
 
 
 def row_fields(

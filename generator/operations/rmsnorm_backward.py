@@ -266,7 +266,7 @@ RMSNORM_BACKWARD = Operation(
         package="Package",
         functions=(
             *("explain", "graph_pass", "inductor_backend", "install", "installed", "rms_norm"),
-            *("rmsnorm_backward", "uninstall", "use_native", "warmup"),
+            *("rmsnorm_backward", "rmsnorm_forward", "uninstall", "use_native", "warmup"),
         ),
     ),
     sums_rows=True,

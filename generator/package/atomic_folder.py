@@ -1,5 +1,5 @@
-"""A folder that is replaced by one rename: a reader and a crash see either the whole old one or the
-whole new one."""
+"""A folder that is replaced by one rename: a reader, a crash and a power cut see either the whole
+old one or the whole new one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from generator.disk import sync
 from generator.errors import NormforgeError
 
 
@@ -53,7 +54,10 @@ def replaced(folder: Path) -> Iterator[Path]:
         shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed here
         fresh.mkdir()
         yield fresh
+        for path in [*fresh.rglob("*"), fresh]:
+            sync(path)
         _swap(fresh, folder)
+        sync(folder.parent)
     except OSError as error:
         raise NormforgeError(
             f"cannot write {folder} ({error.strerror or error}); what was there is unchanged"

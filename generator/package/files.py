@@ -6,6 +6,7 @@ into those of generated/."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ from generator.runtime.table import (
     KernelOf,
     S,
     Table,
+    seal,
 )
 
 _INIT = '''\
@@ -55,6 +57,10 @@ __all__ = [
 {names}
 ]
 '''
+
+
+_FILE = re.compile(r"\w{1,200}")
+_TITLE = re.compile(r"[\w .,+()/-]{1,200}")
 
 
 class KernelFiles:
@@ -88,9 +94,11 @@ class KernelFiles:
     def keep(self, old: KernelOf[S], what: str, *, tuned: bool) -> KernelOf[S]:
         """A kernel of the old package. Raises NormforgeError, which calls it `what`."""
         try:
-            file = self._store(old.spec.name, old.digest, old.read_cubin(self.package))
+            file = self._store(
+                _file(old.spec.name), _file(old.digest), old.read_cubin(self.package)
+            )
             if tuned:
-                source = (self.package / "kernels" / f"{old.file}.cu").read_text()
+                source = (self.package / "kernels" / f"{_file(old.file)}.cu").read_text()
                 for name in included(source):
                     self._keep_headers(name)
                 self.sources[file] = source
@@ -130,9 +138,9 @@ def write_package(
             (folder / INCLUDE / name / header).write_text(text)
     write_cubins(folder, kernels.cubins)
     write_code(folder, table)
-    (folder / TABLE).write_text(_json(table.to_json()) + "\n")
+    (folder / TABLE).write_text(seal(_json(table.to_json()) + "\n"))
     if forward is not None:
-        (folder / FORWARD_TABLE).write_text(_json(forward.to_json()) + "\n")
+        (folder / FORWARD_TABLE).write_text(seal(_json(forward.to_json()) + "\n"))
 
 
 def write_cubins(folder: Path, cubins: Mapping[str, bytes]) -> None:
@@ -148,23 +156,32 @@ def write_cubins(folder: Path, cubins: Mapping[str, bytes]) -> None:
 
 
 def write_code(folder: Path, table: Table) -> None:
-    """Write the Python and C++ of a package, over those that are there. Raises OSError."""
-    for name in runtime_files():
-        (folder / "runtime" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(RUNTIME / name, folder / "runtime" / name)
-    operation = next((kernel.spec.operation for kernel in table.kernels()), RMSNORM_BACKWARD)
-    front_end = OPERATIONS[operation].front_end
-    assert front_end is not None
+    """Write the Python and C++ of a package, over those that are there. Raises OSError, and
+    ValueError for a title or an operation that cannot be written into it."""
+    for path in runtime_files():
+        (folder / "runtime" / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(RUNTIME / path, folder / "runtime" / path)
+    (folder / "__init__.py").write_text(_init(table))
+
+
+def _init(table: Table) -> str:
+    title = str(table.target["title"])
+    if not _TITLE.fullmatch(title):  # it becomes a part of a Python file
+        raise ValueError(f"{title!r} is no title of a GPU")
+    name = next((kernel.spec.operation for kernel in table.kernels()), RMSNORM_BACKWARD)
+    operation = OPERATIONS.get(name)
+    if operation is None or operation.front_end is None:
+        raise ValueError(f"{name!r} is no operation that has a package")
+    front_end = operation.front_end
     names = sorted(("PROVENANCE", front_end.norm, *front_end.functions))
-    content = _INIT.format(
-        title=table.target["title"],
+    return _INIT.format(
+        title=title,
         norm=front_end.norm,
         module=front_end.module,
         package=front_end.package,
         functions="\n".join(f"{name} = _package.{name}" for name in front_end.functions),
         names="\n".join(f'    "{name}",' for name in names),
     )
-    (folder / "__init__.py").write_text(content)
 
 
 def runtime_files() -> list[Path]:
@@ -174,11 +191,21 @@ def runtime_files() -> list[Path]:
 
 
 def refresh(folder: Path) -> None:
-    """Bring the code of a package up to date; kernels and tables stay. Raises OSError, ValueError
-    for a damaged package."""
+    """Bring the code of a package up to date; kernels and tables stay as they are, but a table that
+    has no digest gets one. Raises OSError, ValueError for a damaged package."""
     table = Table.load(folder)
+    for path in (folder / TABLE, folder / FORWARD_TABLE):
+        if path.exists() and "digest" not in json.loads(text := path.read_text()):
+            path.write_text(seal(text))
     shutil.rmtree(folder / "runtime", ignore_errors=True)
     write_code(folder, table)
+
+
+def _file(name: str) -> str:
+    """A name that a table gives to a file: somebody else's may say anything. Raises ValueError."""
+    if not _FILE.fullmatch(str(name)):
+        raise ValueError(f"{name!r} is no name of a kernel")
+    return name
 
 
 def _json(value: Any, margin: str = "") -> str:

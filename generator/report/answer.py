@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from generator.errors import NormforgeError
 from generator.problem import Problem
 from generator.report.explain import Explanation, KnobCost, Timed, Verdict
 from generator.report.text import columns, number
+from generator.runtime.api import Package
+from generator.runtime.table import TABLE
 
 _SHOWN = 20
 """Knob values that are shown, those that change the time most first."""
 
 
 def ask_package(folder: Path, problem: Problem) -> dict[str, Any] | None:
-    """What the emitted package says about the shape, None where there is no package. The package
-    answers itself, with the runtime that was copied into it, and for plain shapes only."""
-    if "+" in str(problem) or not (folder / "__init__.py").exists():
+    """What the tables of the emitted package say about the shape, for plain shapes only; None where
+    there are none. Nothing of the package is run: whoever looks at a folder need not trust it.
+
+    Raises NormforgeError for a table that is damaged."""
+    if "+" in str(problem) or not (folder / TABLE).exists():
         return None
-    name = "_normforge_asked_package"
-    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
-    assert spec is not None
-    assert spec.loader is not None
-    package = importlib.util.module_from_spec(spec)
-    sys.modules[name] = package  # its modules import each other by it
     try:
-        spec.loader.exec_module(package)
-        return dict(package.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype))
-    finally:
-        for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
-            del sys.modules[module]
+        package = Package(folder)
+    except (OSError, ValueError) as error:
+        raise NormforgeError(str(error)) from error
+    return package.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype)
 
 
 def render_answer(why: Explanation, verdict: Verdict | None, served: dict[str, Any] | None) -> str:

@@ -86,7 +86,7 @@ def strategies(standings: Iterable[Standing]) -> Markup:
         parts.append(
             f'<text x="0" y="{y + 4:.0f}" class="name">{escape(standing.reduction_kind)}</text>'
         )
-        kind = f"s-{standing.reduction_kind.split()[0]}"
+        kind = escape(f"s-{standing.reduction_kind.split()[0]}")
         for study, ratio in standing.behind:
             title = f"{study.problem}: {standing.reduction_kind} takes {ratio:.3f} times the best"
             parts.append(

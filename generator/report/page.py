@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from datetime import datetime, timezone
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from generator.kernels.knobs import KNOBS
 from generator.report import charts
-from generator.report.summary import MEANING, Summary, overhead_of, ratio_of
+from generator.report.summary import MEANING, Summary, bandwidth_share, overhead_of, ratio_of
 from generator.studies.reader import Study, reduction_kind
 from generator.studies.records import PLAIN_FLOOR
 
 FOLDER = Path(__file__).resolve().parent
 RATIO_STEPS = (1.02, 1.05, 1.10, 1.15, 1.20, 1.30, 1.50)
 """Upper ends of the shades of the map of ratios; the last shade has none."""
+BANDWIDTH_STEPS = (0.30, 0.45, 0.60, 0.70, 0.80, 0.85, 0.90)
 OVERHEAD_STEPS = (0.97, 0.99, 1.01, 1.03, 1.06)
 DASHBOARD = "http://127.0.0.1:8080/dashboard/studies"
 
 
 def render_page(summary: Summary) -> str:
-    """The HTML of one GPU. Its policy forbids every request; links are followed by a click only."""
+    """The HTML of one GPU. Its policy forbids every request, and every style and script but its own
+    two; links are followed by a click only."""
     environment = Environment(
         loader=FileSystemLoader(FOLDER),
         autoescape=True,
@@ -30,22 +35,33 @@ def render_page(summary: Summary) -> str:
         lstrip_blocks=True,
     )
     environment.filters["kernel"] = kernel
+    environment.filters["csp_hash"] = csp_hash
+    style = environment.get_template("page.css").render(strategies=KNOBS["strategy"].domain)
     return environment.get_template("page.html.j2").render(
         summary=summary,
         charts=charts,
         meaning=MEANING,
         ratio_of=ratio_of,
         overhead_of=overhead_of,
+        bandwidth_share=bandwidth_share,
         reduction_kind=reduction_kind,
         anchor=anchor,
         plain=PLAIN_FLOOR,
         shade=shade,
-        strategies=KNOBS["strategy"].domain,
+        style=Markup(style),
+        script=Markup((FOLDER / "page.js").read_text()),
         ratio_steps=RATIO_STEPS,
         overhead_steps=OVERHEAD_STEPS,
+        bandwidth_steps=BANDWIDTH_STEPS,
         dashboard=DASHBOARD,
         made=datetime.now(timezone.utc).isoformat(timespec="minutes").replace("+00:00", " UTC"),
     )
+
+
+def csp_hash(text: str) -> str:
+    """How a Content-Security-Policy names an inline style or script by its content."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 def anchor(study: Study) -> str:

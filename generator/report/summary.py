@@ -5,14 +5,20 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import geometric_mean, mean
 
+from generator.errors import NormforgeError
 from generator.kernels.strategies import determinism_class
+from generator.operations import RMSNORM_BACKWARD
+from generator.paths import GENERATED, REPOSITORY
 from generator.problem import Problem
+from generator.report.history import Point, history
+from generator.report.peers import Comparison
 from generator.result import OUTCOMES
 from generator.studies.reader import Study, reduction_kind
+from generator.target import find_target
 
 MEANING = {
     "ok": "accurate, the same bits in every run",
@@ -59,13 +65,16 @@ class Standing:
 class Summary:
     """The studies of one GPU that count, and what they say together.
 
-    place: where they are stored; left_out: how many studies are older than those that count.
+    place: where they are stored; left_out: how many studies are older than those that count;
+    comparison, history: what else is known about this GPU.
     """
 
     gpu: str
     place: str
     studies: tuple[Study, ...]
     left_out: int
+    comparison: Comparison | None = None
+    history: Sequence[Point] = ()
 
     @property
     def dashboard(self) -> str:
@@ -110,6 +119,13 @@ class Summary:
     def ratio(self) -> float | None:
         """Geometric mean of the winners' ratios to the floor, without those to a plain one."""
         return _mean(ratio_of(study) for study in self.studies if not study.plain_floor)
+
+    @cached_property
+    def ratio_set(self) -> str:
+        """The shapes that the mean of the ratios is of."""
+        if not self.plain_floors:
+            return f"all {len(self.studies)} shapes"
+        return f"the {len(self.studies) - self.plain_floors} shapes without a residual"
 
     @cached_property
     def plain_floors(self) -> int:
@@ -199,6 +215,20 @@ def ratio_of(study: Study) -> float | None:
     return study.ranked[0].ratio if study.ranked else None
 
 
+def bandwidth_share(study: Study) -> float | None:
+    """Bytes that any implementation moves, over the winner's time and the GPU's nominal bandwidth;
+    None without a winner, and for a GPU that search_spaces/gpus.yaml does not know."""
+    if study.winner is None or study.winner.result.us is None:
+        return None
+    try:
+        target = find_target(study.gpu)
+    except NormforgeError:
+        return None
+    seconds = study.winner.result.us * 1e-6
+    moved = RMSNORM_BACKWARD.traffic_bytes(study.problem)
+    return moved / (seconds * target.bandwidth)
+
+
 def overhead_of(study: Study) -> float | None:
     return study.winner.overhead_of_determinism if study.winner else None
 
@@ -208,9 +238,10 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return geometric_mean(known) if known else None
 
 
-def summaries(studies: Sequence[Study], place: str) -> list[Summary]:
+def summaries(studies: Sequence[Study], place: str, *, context: bool = False) -> list[Summary]:
     """One summary for each GPU. Of several studies of one problem that one counts which is measured
-    rather than predicted, has a winner, and has the latest one."""
+    rather than predicted, has a winner, and has the latest one. context: read the comparison with
+    the peers and the committed results of that GPU, too."""
 
     def standing(study: Study) -> tuple[bool, str, int]:
         return (
@@ -226,5 +257,10 @@ def summaries(studies: Sequence[Study], place: str) -> list[Summary]:
         for study in sorted(mine, key=standing):
             latest[study.problem] = study
         kept = sorted(latest.values(), key=lambda s: (kind_of(s.problem), s.problem.N, s.problem.M))
-        found.append(Summary(gpu, place, tuple(kept), len(mine) - len(kept)))
+        summary = Summary(gpu, place, tuple(kept), len(mine) - len(kept))
+        if context and summary.evidence == "measured":
+            comparison = Comparison.load(REPOSITORY / "benchmarks" / "results" / f"{gpu}.json")
+            former = history(GENERATED / gpu / "results.json")
+            summary = replace(summary, comparison=comparison, history=former)
+        found.append(summary)
     return found

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from generator.report.summary import MEANING, Grid, Summary, overhead_of, ratio_of
+from generator.report.peers import Comparison
+from generator.report.summary import (
+    MEANING,
+    Grid,
+    Summary,
+    bandwidth_share,
+    overhead_of,
+    ratio_of,
+)
 from generator.studies.reader import Study, reduction_kind
 from generator.studies.records import PLAIN_FLOOR
 
@@ -17,10 +25,12 @@ def render_text(summary: Summary) -> str:
     parts = [
         f"Normforge on {summary.gpu}: {len(summary.studies)} shapes, {summary.trials} trials, "
         f"{summary.evidence}{when}\n"
-        f"Time over the floor, geometric mean: {number(summary.ratio, 3)}\n"
+        f"Time over the floor, geometric mean of {summary.ratio_set}: {number(summary.ratio, 3)}\n"
         f"Overhead of determinism, geometric mean: {number(summary.overhead, 3)} "
         "(winner over the fastest variant found whose bits change)",
     ]
+    if summary.comparison:
+        parts[0] += f"\n{_compared(summary.comparison)}"
     if summary.plain_floors:
         left_out = f"{summary.plain_floors} shapes, not in the mean"
         parts[0] += f"\n* {left_out}: over {PLAIN_FLOOR}"
@@ -28,8 +38,24 @@ def render_text(summary: Summary) -> str:
         ("Winning strategy", _strategy),
         ("Ratio to the floor", lambda study: _ratio(study, 2)),
         ("Overhead of determinism", lambda study: number(overhead_of(study))),
+        ("Percent of the nominal bandwidth", lambda study: _percent(bandwidth_share(study))),
     ):
         parts += [_map(title, grid, cell) for grid in summary.grids]
+    if summary.comparison:
+        peers = [
+            (peer.title, peer.shapes, number(peer.over_floor), number(peer.over_ours))
+            for peer in summary.comparison.standings
+        ]
+        parts.append(
+            "Peers\n" + columns([("implementation", "shapes", "x floor", "x ours"), *peers])
+        )
+    if summary.history:
+        commits = [
+            (point.date, point.commit, point.common, number(point.ratio, 3), number(point.now, 3))
+            for point in summary.history
+        ]
+        head = ("date", "commit", "shapes", "x floor", "the newest at these")
+        parts.append("Committed results\n" + columns([head, *commits]))
     rows = [
         (
             standing.reduction_kind + (" *" if standing.ineligible else ""),
@@ -69,6 +95,19 @@ def render_text(summary: Summary) -> str:
     parts.append("Studies\n" + columns([_STUDY_HEAD, *map(_study, summary.studies)]))
     parts.append(f"Every trial: {summary.dashboard}")
     return "\n\n".join(parts)
+
+
+def _compared(comparison: Comparison) -> str:
+    least, shape = comparison.least
+    return (
+        f"Beside its peers, {len(comparison.rows)} shapes in one run: "
+        f"{number(comparison.ours, 3)} of the floor; "
+        f"the fastest peer takes {number(least, 3)} times as long at least ({shape})"
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.0f}"
 
 
 _STUDY_HEAD = ("shape", "winner", "us", "x floor", "trials", "found at", "no time")

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from .described import Described, dtype_name
 from .frontends.dtensor import register_sharding
-from .frontends.graph_pass import Pass, make_backend, make_pass
+from .frontends.gradients import wants_gradient, without_gradient
+from .frontends.graph_pass import AUTOTUNED, Pass, make_backend, make_pass
 from .frontends.install import Installation
-from .frontends.operators import Operators, wants_gradient, without_gradient
-from .frontends.rms_norm import Norm, RMSNorm
+from .frontends.module import RMSNorm
+from .frontends.operators import SCHEMAS, Operators
+from .frontends.rms_norm import Norm
+from .serve.checks import dtype_name
+from .serve.describe import DescribedServer
 from .serve.forward import Forward
 from .serve.options import Arguments, Options
 from .serve.reference import Results
 from .spec import plan_launch
 from .table import Kernel
-from .torch_internals import is_plain, modes_active, raw_stream, transforms_active
+from .torch_internals import (
+    is_plain,
+    modes_active,
+    raw_stream,
+    tangents_active,
+    transforms_active,
+)
 
 
-class Package(Described):
+class Package(DescribedServer):
     """One emitted package: its table, and its kernels as they get loaded.
 
     Reading it compiles nothing and does not touch CUDA. Safe to use from several threads.
@@ -36,11 +45,12 @@ class Package(Described):
         self.ops = Operators(_digest(folder), self._forward, self._run)
         self._norm = Norm(self, self._forward, self.ops)
         self.rms_norm = self._norm.rms_norm
+        self.rmsnorm_forward = self._norm.rmsnorm_forward
         # A class of its own, which a package gives the name by which pickle finds it.
         members = {"_package_norm": self._norm, "__doc__": RMSNorm.__doc__}
         self.RMSNorm: type[RMSNorm] = type("RMSNorm", (RMSNorm,), members)
         register_sharding(self.ops)
-        installation = Installation(self._quick, self._route)
+        installation = Installation(self._quick, self._route, "CUDA", folder)
         self.install = installation.install
         self.uninstall = installation.uninstall
         self.installed = installation.installed
@@ -97,7 +107,7 @@ class Package(Described):
             and need_dx
             and need_dw
             and not (weight_offset or accumulate)
-            and not (is_dynamo_compiling() or modes_active())
+            and not (is_dynamo_compiling() or modes_active() or tangents_active())
         ):
             native = self._native
             if native.backward is not None:
@@ -117,6 +127,7 @@ class Package(Described):
             is_dynamo_compiling()
             or modes_active()
             or transforms_active()
+            or tangents_active()
             or not all(map(is_plain, vars(given).values()))
         ):
             if not is_dynamo_compiling():
@@ -127,11 +138,12 @@ class Package(Described):
         return self._run(given, options)
 
     def graph_pass(
-        self, how: str = "route", inductor_configs: dict[str, Any] | None = None
+        self, how: str = "route", inductor_configs: Mapping[str, Any] | None = AUTOTUNED
     ) -> Pass:
-        """A pass over traced training graphs (torch.fx.GraphModule in and out). how: `route` gives
-        every RMSNorm to this package; `tag` marks it for torch.fx.passes.regional_inductor, with
-        these settings of torch._inductor.config."""
+        """A pass over traced training graphs: takes a torch.fx.GraphModule (and example inputs, as
+        graph trainers call it) and returns it. how: `route` gives every RMSNorm to this package;
+        `tag` marks it for torch.fx.passes.regional_inductor, with these settings of
+        torch._inductor.config: by default Inductor searches for the fastest, None leaves them."""
         return make_pass(self.ops, how, inductor_configs)
 
     def inductor_backend(self, **inductor_configs: Any) -> Callable[..., Any]:
@@ -209,8 +221,10 @@ class Package(Described):
 
 
 def _digest(folder: Path) -> str:
-    """Eight hex digits that change with the tables of a package, and so with its kernels."""
+    """Eight hex digits that change with the tables of a package, and so with its kernels, and with
+    what its operators take: code that was compiled and kept calls them by these."""
     content = b"".join(path.read_bytes() for path in sorted(folder.glob("*.json")))
+    content += repr(SCHEMAS).encode()
     return hashlib.sha256(content).hexdigest()[:8]
 
 

@@ -95,6 +95,7 @@ DERIVED: dict[str, tuple[tuple[str, ...], Derive]] = {
 }
 """By name: the knobs that the number needs, and its value."""
 
+MOST_CHARACTERS = 1000
 _ALLOWED = (
     *(ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.BinOp),
     *(ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Div, ast.Mod, ast.Compare, ast.Eq, ast.NotEq),
@@ -116,9 +117,13 @@ class Expression:
     def parse(cls, text: Any, known: set[str], where: str) -> Expression:
         if not isinstance(text, str):
             raise NormforgeError(f"{where}: expected an expression in text, got {text!r}")
+        if len(text) > MOST_CHARACTERS:  # Python's own parser has no better answer to deep nesting
+            raise NormforgeError(
+                f"{where}: an expression has at most {MOST_CHARACTERS} characters, got {len(text)}"
+            )
         try:
             tree = ast.parse(text.strip(), mode="eval")
-        except (SyntaxError, ValueError) as error:
+        except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
             raise NormforgeError(f"{where}: '{text}' is no expression ({error})") from error
         for node in ast.walk(tree):
             if not isinstance(node, _ALLOWED):

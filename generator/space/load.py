@@ -42,7 +42,7 @@ def _read(path: Path) -> dict[str, Any]:
     places, but for what it says itself."""
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise NormforgeError(f"cannot read the search space {path}: {reason}") from error
     if not isinstance(content, dict) or set(content) - {"extends"} != {"knobs", "rules"}:

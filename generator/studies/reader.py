@@ -16,6 +16,7 @@ import optuna
 from optuna.exceptions import ExperimentalWarning
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.storages import BaseStorage
+from optuna.study._frozen import FrozenStudy
 from optuna.trial import TrialState
 
 from generator.errors import NormforgeError
@@ -124,29 +125,46 @@ def _read(storage: BaseStorage, place: str, importance: bool) -> list[Study]:
         match = _NAME.fullmatch(entry.study_name)
         if match is None:
             continue  # another program's
-        log = StudyLog(storage, entry.study_name)
-        trials = [trial for trial in log.trials() if trial.number not in log.outdated]
-        if not trials:
-            continue
-        finals = entry.user_attrs.get("finals", ())
-        found.append(
-            Study(
-                name=entry.study_name,
-                number=entry._study_id,
-                problem=Problem.parse(match["problem"]),
-                gpu=match["gpu"],
-                sms=int(match["sms"]),
-                evidence=match["evidence"],
-                space=match["space"],
-                records=tuple(Record.from_trial(trial) for trial in trials),
-                winner=log.winner,
-                finals=tuple((f["config"], Result.from_json(f["result"])) for f in finals),
-                importance=_importance(storage, entry.study_name) if importance else {},
-            )
-        )
+        try:
+            study = _read_study(storage, entry, match, importance)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise NormforgeError(
+                f"{place}: study {entry.study_name} cannot be read ({reason}): it is damaged, or "
+                "of another version of this program"
+            ) from error
+        if study.records:
+            found.append(study)
     if not found:
         raise NormforgeError(f"{place} has no study with finished trials")
     return found
+
+
+def _read_study(
+    storage: BaseStorage, entry: FrozenStudy, match: re.Match[str], importance: bool
+) -> Study:
+    log = StudyLog(storage, entry.study_name)
+    outdated = log.outdated
+    trials = [trial for trial in log.trials() if trial.number not in outdated]
+    finals = [
+        (f["config"], Result.from_json(f["result"])) for f in entry.user_attrs.get("finals", ())
+    ]
+    records, winner = tuple(map(Record.from_trial, trials)), log.winner
+    for config in [r.config for r in records] + ([winner.config] if winner else []):
+        strategy_of(config)  # one that is unknown is told here
+    return Study(
+        name=entry.study_name,
+        number=entry._study_id,
+        problem=Problem.parse(match["problem"]),
+        gpu=match["gpu"],
+        sms=int(match["sms"]),
+        evidence=match["evidence"],
+        space=match["space"],
+        records=records,
+        winner=winner,
+        finals=tuple(finals),
+        importance=_importance(storage, entry.study_name) if importance and records else {},
+    )
 
 
 def _importance(storage: BaseStorage, name: str) -> dict[str, float]:

@@ -6,8 +6,6 @@ trial behind, and what it had under way is simply tried again.
 
 from __future__ import annotations
 
-import fcntl
-import json
 import lzma
 import os
 import shutil
@@ -16,43 +14,37 @@ from typing import TypeVar
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
 
+from generator.disk import sync
 from generator.errors import NormforgeError
+from generator.studies.journal import SealedJournal, corrupt
 from generator.studies.postgres import SharedStorage, refused
 
 JOURNAL_NAME = "studies.journal"
 """The study file in the folder of a GPU; optuna-dashboard opens it."""
 
 
-_RECORD_START = b'{"op_code":'
-
-
 _Answer = TypeVar("_Answer")
-
-
-class _KernelLock(JournalFileOpenLock):
-    """flock on the journal itself. The kernel drops it with its holder, so kill -9 leaves nothing
-    stale; Optuna's own locks are files that outlive their holder and stall the next run until a
-    grace period ends."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(str(path))
-        self._path = path
-        self._handle = -1
-
-    def acquire(self) -> bool:
-        self._handle = os.open(self._path, os.O_RDWR)
-        fcntl.flock(self._handle, fcntl.LOCK_EX)
-        return True
-
-    def release(self) -> None:
-        os.close(self._handle)
 
 
 def is_shared(where: str | Path | None) -> bool:
     """Whether several runs on any machines may use the storage at `where` at the same time."""
     return str(where).startswith(("postgresql://", "postgresql+"))
+
+
+def database_file(where: str | Path | None) -> Path | None:
+    """The file of a database that has one (SQLite), which one run at a time may use; else None."""
+    if "://" not in str(where) or is_shared(where):
+        return None
+    try:
+        url = make_url(str(where))
+    except ArgumentError as error:
+        raise refused(str(where), error) from error
+    if url.get_backend_name() != "sqlite" or url.database in (None, "", ":memory:"):
+        return None
+    return Path(str(url.database)).resolve()
 
 
 def open_storage(where: str | Path) -> BaseStorage:
@@ -62,7 +54,7 @@ def open_storage(where: str | Path) -> BaseStorage:
     Where the journal is missing and lies packed beside its place (`<name>.xz`, the form in which
     the repository keeps it), it is unpacked first. The last record of a journal that a kill or a
     full disk tore is cut off. Raises NormforgeError, and leaves the file as it is, when any other
-    part of it is no journal.
+    part of it is no journal or is not what was written.
     """
     # Optuna reports every new study on stderr, which belongs to the progress line.
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -73,9 +65,7 @@ def open_storage(where: str | Path) -> BaseStorage:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             _unpack(path)
-        if path.exists():
-            _check_journal(path)
-        backend = JournalFileBackend(str(path), lock_obj=_KernelLock(path))
+        backend = SealedJournal(path)
     except OSError as error:
         raise NormforgeError(
             f"cannot use {path} for the studies ({error.strerror}): choose another output folder"
@@ -83,7 +73,7 @@ def open_storage(where: str | Path) -> BaseStorage:
     try:
         return JournalStorage(backend)
     except Exception as error:  # Optuna raises whatever the content makes its replay stumble over
-        raise _corrupt(path, f"Optuna cannot replay it ({type(error).__name__})") from error
+        raise corrupt(path, f"Optuna cannot replay it ({type(error).__name__})") from error
 
 
 def _unpack(path: Path) -> None:
@@ -95,9 +85,11 @@ def _unpack(path: Path) -> None:
     try:
         with lzma.open(packed) as source, part.open("wb") as to:
             shutil.copyfileobj(source, to)
+        sync(part)
         part.replace(path)
+        sync(path.parent)
     except (lzma.LZMAError, EOFError) as error:
-        raise _corrupt(packed, str(error)) from error
+        raise corrupt(packed, str(error)) from error
     finally:
         part.unlink(missing_ok=True)
 
@@ -109,42 +101,3 @@ def _open_database(url: str) -> BaseStorage:
         raise
     except Exception as error:  # whatever the driver raises, import errors included
         raise refused(url, error) from error
-
-
-def _check_journal(path: Path) -> None:
-    """Check every record. Only a torn last one is repaired, because an append would join it."""
-    complete, torn = _read_journal(path)
-    if not torn:
-        return
-    lock = _KernelLock(path)
-    lock.acquire()
-    try:
-        # Another run may have been in the middle of writing it.
-        complete, torn = _read_journal(path)
-        if torn:
-            os.truncate(path, complete)
-    finally:
-        lock.release()
-
-
-def _read_journal(path: Path) -> tuple[int, bool]:
-    """Bytes of complete records, and whether a torn one follows."""
-    content = path.read_bytes()
-    complete = content.rfind(b"\n") + 1
-    for number, line in enumerate(content[:complete].split(b"\n")[:-1], start=1):
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise _corrupt(path, f"line {number} is no JSON") from error
-        if not isinstance(record, dict) or "op_code" not in record:
-            raise _corrupt(path, f"line {number} is no record of an Optuna journal")
-    torn = content[complete:]
-    if torn and not torn.startswith(_RECORD_START) and not _RECORD_START.startswith(torn):
-        raise _corrupt(path, "its end is no record of an Optuna journal")
-    return complete, bool(torn)
-
-
-def _corrupt(path: Path, reason: str) -> NormforgeError:
-    return NormforgeError(
-        f"the study file {path} is corrupt: {reason}; restore it, or move it away to start anew"
-    )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from generator.emulate.build import find_compiler
+from generator.emulate.build import HostError, find_compiler
 from generator.emulate.forward import FORWARD_SCHEDULES, emulate_forward
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
@@ -188,6 +188,8 @@ class _Chooser:
     def _keep(self, problem: Problem, choose: Callable[[], ForwardEntry]) -> None:
         try:
             entry = self.found[problem] = choose()
+        except HostError:
+            raise  # it is nothing that the shape's kernels have done
         except NormforgeError as error:
             # The backward's winner must not be lost for it.
             self._say(f"forward {error}; a generic one serves it")

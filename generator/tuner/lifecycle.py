@@ -53,20 +53,24 @@ class Stop:
 
 
 @contextmanager
-def running(out: Path, shared: bool = False) -> Iterator[Stop]:
-    """A run that writes to the folder `out`, which is created.
+def running(out: Path, shared: bool = False, database: Path | None = None) -> Iterator[Stop]:
+    """A run that writes to the folder `out`, which is created, and to the file `database`.
 
     The first SIGINT or SIGTERM is only noted, for Stop.check to act upon when the trial under way
     is stored; another one, a second later or more, ends the process at once, as kill -9 would:
     nothing finished is lost.
     shared: several such runs may have the folder (those whose studies are in a database), but never
-    together with one that is not shared. Raises NormforgeError when another run has the folder,
-    and in place of an error of the disk or of the study's storage.
+    together with one that is not shared. Raises NormforgeError when another run has the folder or
+    the database, and in place of an error of the disk or of the study's storage.
     """
     stop = Stop()
     try:
         with ExitStack() as stack:
-            stack.enter_context(_locked(out, shared))
+            stack.enter_context(_locked(out, out / LOCK_NAME, shared, "another folder with --out"))
+            if database is not None:
+                lock = database.with_name(database.name + LOCK_NAME)
+                remedy = "PostgreSQL, which many runs may share, with --storage"
+                stack.enter_context(_locked(database, lock, False, remedy))
             stack.enter_context(_signals(stop))
             yield stop
     except (OSError, StorageInternalError) as error:
@@ -108,27 +112,25 @@ def _signals(stop: Stop) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(out: Path, shared: bool) -> Iterator[None]:
-    """flock on a file in `out`: the kernel drops it with its holder, so kill -9 leaves none."""
-    path = out / LOCK_NAME
+def _locked(place: Path, lock: Path, shared: bool, remedy: str) -> Iterator[None]:
+    """flock on the file `lock`: the kernel drops it with its holder, so kill -9 leaves none. place:
+    what it stands for; remedy: what else to choose."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        handle = _acquire(path, shared)
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        handle = _acquire(lock, shared)
     except BlockingIOError:
         raise NormforgeError(
-            f"another run writes to {out} ({_holder(path)}): wait until it has ended, or choose "
-            "another folder with --out"
+            f"another run writes to {place} ({_holder(lock)}): wait until it has ended, or choose "
+            f"{remedy}"
         ) from None
     except OSError as error:
-        raise NormforgeError(
-            f"cannot lock {path} ({error.strerror}): choose another folder with --out"
-        ) from error
+        raise NormforgeError(f"cannot lock {lock} ({error.strerror}): choose {remedy}") from error
     try:
         yield
     finally:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)
         except OSError:
             pass  # others share the folder, or the disk is gone; the lock itself ends here
         os.close(handle)

@@ -18,7 +18,7 @@ from generator.package.entries import Emission
 from generator.package.fallback_kernels import fallback_variants, first_choices
 from generator.problem import Problem
 from generator.studies.records import Winner
-from generator.studies.storage import open_storage
+from generator.studies.storage import database_file, open_storage
 from generator.studies.work_queue import open_queue
 from generator.tuner.device_pool import DevicePool
 from generator.tuner.emission import emit
@@ -59,7 +59,7 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: 
     check_package(plan.package, plan.target)
     interrupted = False
     with (
-        running(plan.out, plan.shared) as stop,
+        running(plan.out, plan.shared, database_file(plan.storage)) as stop,
         CompilePool(plan.target.arch, compilers(plan), compile=compile_variant) as pool,
     ):
         storage = open_storage(plan.where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -29,12 +30,14 @@ from generator.problem import Problem, load_problems
 from generator.runtime.cubins import CUBINS
 from generator.runtime.table import ForwardTable, Table
 from generator.space.load import SPACE_FILE
-from generator.studies.storage import JOURNAL_NAME
+from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.target import find_target
 from generator.tuner import run
 from generator.tuner.display import Status
 from generator.tuner.plan import Plan
 from generator.tuner.run import Outcome
+from tests.support.packages import unsealed
+from tests.support.patience import patience
 from tests.support.runs import command, kill_and_resume, trials
 from tests.support.samples import sm_of
 
@@ -61,7 +64,7 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     """The output folder of a finished run, its JSON document, and what it said on stderr."""
     out = tmp_path_factory.mktemp("first") / "gb200"
     done = subprocess.run(
-        command(*SMOKE, "--out", str(out)), capture_output=True, text=True, timeout=300
+        command(*SMOKE, "--out", str(out)), capture_output=True, text=True, timeout=patience(300)
     )
     assert done.returncode == 0, done.stderr
     return out, json.loads(done.stdout), done.stderr
@@ -175,7 +178,7 @@ def test_predicted_winner_never_overwrites_a_measured_one(
     out: Path, rerun: Callable[..., tuple[int, str, str]]
 ) -> None:
     path = out / PACKAGE_NAME / "table.json"
-    table = json.loads(path.read_text())
+    table = json.loads(unsealed(path.read_text()))
     entry = table["tuned"][0]
     entry["evidence"] = "measured"
     entry["provenance"]["us"] = 1.25
@@ -381,6 +384,25 @@ def test_corrupt_study_file_is_one_sentence_and_stays_as_it_is(
     assert snapshot(out) == before
 
 
+def test_executor_without_room_ends_the_run_and_records_no_finals(tmp_path: Path) -> None:
+    """The compiler answers as on a disk that is full."""
+    compiler = tmp_path / "full-g++"
+    said = "kernel.cpp:9:1: fatal error: error writing to /tmp/x.s: No space left on device"
+    compiler.write_text(f"#!/bin/sh\n[ $1 = --version ] && exit\necho '{said}' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    out = tmp_path / "out"
+    line = command("--gpu", "gb200", "--shapes", "64x256:bf16", "--trials", "2", "--out", str(out))
+    env = os.environ | {"CXX": str(compiler)}
+    done = subprocess.run(line, capture_output=True, text=True, env=env)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    (study,) = optuna.get_all_study_summaries(open_storage(out / JOURNAL_NAME))
+    assert study.n_trials == 2
+    assert "trials_at_finals" not in study.user_attrs
+    assert not (out / PACKAGE_NAME).exists()
+
+
 @pytest.mark.parametrize("name", ["table.json", "forward.json"])
 @pytest.mark.parametrize("damage", ["{}", "{", ""])
 def test_damaged_package_is_one_sentence_before_anything_is_searched(
@@ -439,7 +461,7 @@ def test_process_itself_ends_with_code_2_and_no_traceback(tmp_path: Path) -> Non
         command("--gpu", "gb200", "--shapes", "1x1:int4", "--out", str(tmp_path / "out")),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
     )
     check_refused((done.returncode, done.stdout, done.stderr), "unknown dtype 'int4'")
     assert not (tmp_path / "out").exists()

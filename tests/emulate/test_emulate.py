@@ -23,6 +23,7 @@ from generator.package.fallback_kernels import fallback_variants, takes_rows
 from generator.paths import REPOSITORY
 from generator.problem import Problem
 from generator.target import Target, find_target
+from tests.support.patience import patience
 from tests.support.samples import DETERMINISTIC, REDUCTION, plain_variant, sample_variant
 
 SEED = int(os.environ.get("NORMFORGE_EMULATE_SEED", "2026"))
@@ -300,7 +301,7 @@ def test_rows_below_the_least_are_found_out(target: Target) -> None:
 def test_program_ends_though_nobody_ends_it(target: Target) -> None:
     program = build(render(plain_variant("43x1024:bf16", target, strategy="separate")))
     with subprocess.Popen([str(program), "1"], stdin=subprocess.PIPE) as process:
-        assert process.wait(timeout=30) == -signal.SIGALRM
+        assert process.wait(timeout=patience(30)) == -signal.SIGALRM
 
 
 STRAIGHT = ("separate", "last_cta", "column_slices", "mailbox")

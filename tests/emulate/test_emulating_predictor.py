@@ -9,7 +9,9 @@ import pytest
 
 from generator.emulate import Check
 from generator.emulate import evaluator as emulate
+from generator.emulate.build import HostError
 from generator.emulate.evaluator import EmulatingPredictor
+from generator.errors import NormforgeError
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
@@ -114,6 +116,27 @@ def test_failing_variants_are_out_and_the_next_winner_is_executed(executor, fail
     assert (choice is None) == (failing == len(entries))
     if choice is not None:
         assert entries[choice.winner][0].id == asked[-1]
+
+
+def test_machine_that_cannot_execute_decides_nothing(executor) -> None:  # type: ignore[no-untyped-def]
+    def full(name: str) -> Check:
+        raise HostError("no space left on device")
+
+    executor(full)
+    with pytest.raises(HostError, match="no space left"):
+        held(finalists(3))
+
+
+def test_source_that_the_compiler_refuses_is_out(executor) -> None:  # type: ignore[no-untyped-def]
+    def refuse(name: str) -> Check:
+        raise NormforgeError("g++ refuses the source: error")
+
+    executor(refuse)
+    results, choice = held(finalists(3))
+    assert choice is None
+    assert {(result.outcome, result.note) for result in results} == {
+        ("wrong", "g++ refuses the source: error")
+    }
 
 
 def test_without_a_compiler_the_check_is_reported_as_not_run(executor) -> None:  # type: ignore[no-untyped-def]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +19,9 @@ import torch
 from generator.emulate import build as host_build
 from generator.emulate import check_variant, find_compiler
 from generator.emulate.__main__ import main
+from generator.emulate.build import HostError
 from generator.emulate.check import check_source, plan
+from generator.emulate.run import _converse
 from generator.errors import NormforgeError
 from generator.kernels.render import render
 from generator.paths import REPOSITORY
@@ -89,6 +94,58 @@ def test_portable_fibers_give_the_same_bits(
 def test_source_that_does_not_compile_is_refused_with_the_reason() -> None:
     with pytest.raises(NormforgeError, match=r"refuses the source: .*error"):
         host_build.build("this is no C++\n")
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file can grow beyond 64 kB, as where a disk is nearly full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_full_disk_is_not_the_fault_of_the_source(tmp_path: Path) -> None:
+    with full_disk(), pytest.raises(HostError, match="is there room on the disks"):
+        host_build.build('extern "C" void rmsnorm_backward() {}\n', tmp_path)
+    assert list(tmp_path.rglob("*.part")) == []
+
+
+def test_damaged_cached_program_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def compile(command: list[str]) -> None:
+        made.append(command[-1])
+        Path(command[-1]).write_bytes(b"\x7fELF" * 1000)
+
+    monkeypatch.setattr(host_build, "_compile", compile)
+    program = host_build.build("source", tmp_path)
+    whole = program.read_bytes()
+    assert (host_build.build("source", tmp_path), len(made)) == (program, 2), "executor, program"
+    executor = next(tmp_path.glob("executor-*.o"))
+    bit = bytes([whole[0] ^ 1])
+    for path in (program, executor):
+        for damaged in (b"", whole[:-1], whole[:2000], bit + whole[1:], whole + whole):
+            path.write_bytes(damaged)
+            made.clear()
+            assert host_build.build("source", tmp_path) == program
+            assert len(made) == 1
+            assert path.read_bytes() == whole
+
+
+def test_program_that_is_killed_from_outside_is_not_the_variants_fault(tmp_path: Path) -> None:
+    for end in ("kill -9 $$", "kill -15 $$", "echo std::bad_alloc >&2; exit 134"):
+        program = tmp_path / "program"
+        program.write_text(f"#!/bin/sh\ncat > /dev/null\n{end}\n")
+        program.chmod(0o755)
+        with pytest.raises(HostError, match="from outside or had no memory"):
+            _converse(program, b"", 10)
+    program.write_text("#!/bin/sh\ncat > /dev/null\nkill -11 $$\n")
+    assert _converse(program, b"", 10)[1].startswith("the executor ended with code -11")
 
 
 def test_no_part_of_a_program_is_left_behind(tmp_path: Path) -> None:

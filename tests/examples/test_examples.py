@@ -21,6 +21,7 @@ from generator.paths import REPOSITORY
 from generator.target import find_target
 from generator.tuner.forward import tune_forwards
 from tests.support.entry_points import write_package
+from tests.support.patience import patience
 from tests.support.samples import compiled_fallbacks
 
 EXAMPLES = REPOSITORY / "examples"
@@ -137,7 +138,7 @@ def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patience(300),
     )
     assert process.returncode == 0, process.stderr[-2000:]
     runs = [Run(**json.loads(line)) for line in process.stdout.splitlines()]
@@ -202,7 +203,7 @@ def test_main_grad_is_the_sum_over_micro_batches(done: Runs) -> None:
     run = done.runs["main_grad.py"]
     assert run.forward == 4
     numbers = dict(run.numbers)
-    assert numbers.pop("weight") < (1e-3 if done.on_gpu else 1e-5)
+    assert numbers.pop("norm.weight") < (1e-3 if done.on_gpu else 1e-5)
     assert set(numbers) == {"up.weight", "down.weight"}
     assert max(numbers.values()) < (5e-3 if done.on_gpu else 5e-4)
 
@@ -223,24 +224,6 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return module
 
     return import_example
-
-
-@pytest.mark.parametrize("loss", ["sum", "square"])
-@pytest.mark.parametrize("call", ["grad", "backward"])
-def test_main_grad_cannot_be_differentiated_twice(load: Any, loss: str, call: str) -> None:
-    """Neither where dy depends on x nor where it is a constant, which PyTorch's
-    once_differentiable lets pass."""
-    norm = load("main_grad").MainGradNorm
-    x, weight = torch.randn(4, 16, requires_grad=True), nn.Parameter(torch.ones(16))
-    weight.main_grad = torch.zeros(16)
-    y = norm.apply(x, weight, 1e-6)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        (dx,) = torch.autograd.grad(
-            y.sum() if loss == "sum" else y.square().sum(), x, create_graph=True
-        )
-        penalty = (dx + x).square().sum()
-        penalty.backward() if call == "backward" else torch.autograd.grad(penalty, x)
-    assert not weight.main_grad.any()
 
 
 class WholeRMSNorm(nn.Module):

@@ -29,6 +29,7 @@ from generator.paths import REPOSITORY, TEMPLATES
 from generator.problem import Problem
 from generator.runtime.spec import MAIN_KERNEL, SUM_KERNEL, plan_launch
 from generator.target import Target, find_target
+from tests.support.patience import patience
 from tests.support.planted import BAD, WRONG, broken
 from tests.support.samples import DTYPES, REDUCTION, SPACE, cases, opcodes, plain_variant, sm_of
 
@@ -536,7 +537,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    until = time.monotonic() + 10
+    until = time.monotonic() + patience(10)
     while alive(worker):
         assert time.monotonic() < until, f"worker {worker} outlives its parent"
         time.sleep(0.05)

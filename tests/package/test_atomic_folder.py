@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -80,3 +81,34 @@ def test_leftovers_of_a_killed_run_do_not_get_into_the_package(package: Path) ->
     put(package, entry("4096x1024:bf16"))
     assert not any("half" in name for name in snapshot(package))
     assert [path.name for path in package.parent.iterdir()] == ["rmsnorm_backward"]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_power_cut_after_the_swap_finds_whole_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    """What is on the disk when: every new file before the folder gets its name, that name at the
+    end."""
+    events: list[str] = []
+    fsync, swap = os.fsync, atomic_folder._swap
+
+    def noted(handle: int) -> None:
+        events.append(Path(f"/proc/self/fd/{handle}").readlink().name)
+        fsync(handle)
+
+    def swapped(fresh: Path, folder: Path) -> None:
+        events.append("swap")
+        swap(fresh, folder)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(atomic_folder, "_swap", swapped)
+    if not exchange:
+        monkeypatch.setattr(atomic_folder, "_exchange", no_exchange)
+    folder = tmp_path / "out" / "package"
+    folder.mkdir(parents=True)
+    with atomic_folder.replaced(folder) as fresh:
+        (fresh / "kernels").mkdir()
+        (fresh / "kernels" / "one.cu").write_text("1")
+        (fresh / "table.json").write_text("{}")
+    assert set(events[:-2]) == {"kernels", "one.cu", "table.json", ".package.part"}
+    assert events[-2:] == ["swap", "out"]

@@ -11,8 +11,8 @@ from generator.package.files import RUNTIME, runtime_files, write_code
 from generator.package.sources import config_of, included, revision, variant_of
 from generator.paths import GENERATED
 from generator.runtime.cubins import CUBINS
-from generator.runtime.table import ForwardTable, Table
-from tests.support.packages import snapshot
+from generator.runtime.table import FORWARD_TABLE, TABLE, ForwardTable, Table, seal
+from tests.support.packages import snapshot, unsealed
 
 COMMITTED = GENERATED
 COMMITTED_GPUS = ("gb200", "h200")
@@ -30,6 +30,9 @@ def test_committed_package_has_todays_runtime(gpu: str, tmp_path: Path) -> None:
     wanted = {name: (RUNTIME / name).read_bytes() for name in runtime_files()}
     advice = "run python -m generator.package.files, or emit the package again"
     assert found == wanted, advice
+    for name in (TABLE, FORWARD_TABLE):
+        text = (package / name).read_text()
+        assert text == seal(unsealed(text)), advice
     init = (package / "__init__.py").read_bytes()
     write_code(tmp_path, Table.load(package))
     assert (tmp_path / "__init__.py").read_bytes() == init, advice

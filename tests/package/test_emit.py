@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import threading
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -17,7 +20,7 @@ from generator.package import files, sources
 from generator.package.atomic_folder import check_writable
 from generator.package.emit import emit_package
 from generator.package.entries import Entry, Forwards
-from generator.package.files import RUNTIME, refresh, runtime_files
+from generator.package.files import RUNTIME, _json, refresh, runtime_files
 from generator.package.sources import included, revision, source_of
 from generator.problem import Problem
 from generator.runtime.cubins import CUBINS
@@ -30,6 +33,7 @@ from tests.support.packages import (
     fallbacks,
     put,
     snapshot,
+    unsealed,
 )
 
 # ---- What is written -----------------------------------------------------------------------------
@@ -243,7 +247,7 @@ def test_unwritable_folders_are_named_before_any_work(tmp_path: Path) -> None:
 def test_table_of_an_older_format_is_one_clear_sentence(package: Path, name: str) -> None:
     forwards = Forwards((), ())
     emit_package([entry("4096x1024:bf16")], [], H200, package, forwards)
-    text = (package / name).read_text()
+    text = unsealed((package / name).read_text())
     (package / name).write_text(text.replace(f'"format": {FORMAT}', '"format": 3'))
     load = Table.load if name == TABLE else ForwardTable.load
     sentence = rf"{name} has format 3, and its runtime reads {FORMAT}; emit the package again"
@@ -265,9 +269,86 @@ def test_damaged_table_says_so(package: Path, text: str) -> None:
 @pytest.mark.parametrize("instead", ["", '"level": 1, '])
 def test_table_without_a_fact_of_a_launch_is_damaged(package: Path, instead: str) -> None:
     put(package, entry("4096x1024:bf16"), fallback=[])
-    text = (package / TABLE).read_text()
+    text = unsealed((package / TABLE).read_text())
     spec = json.dumps(json.loads(text)["tuned"][0]["kernel"]["spec"], sort_keys=True)
     assert spec in text
     (package / TABLE).write_text(text.replace(spec, spec.replace('"levels": 1, ', instead)))
     with pytest.raises(ValueError, match=r"damaged \(the spec of .* has other fields\)"):
         Table.load(package)
+
+
+def test_every_changed_byte_of_a_table_is_noticed(package: Path) -> None:
+    emit_package([entry("4096x1024:bf16")], [], H200, package, Forwards((), ()))
+    rng = random.Random(3)
+    for name, load in ((TABLE, Table.load), (FORWARD_TABLE, ForwardTable.load)):
+        whole = (package / name).read_bytes()
+        load(package)
+        for place in rng.sample(range(2, len(whole)), min(300, len(whole) - 2)):
+            if 3 <= place <= 11:
+                continue  # the name of the digest's own field
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << rng.randrange(7)
+            (package / name).write_bytes(damaged)
+            with pytest.raises(ValueError, match=rf"{name} (is damaged|has format)"):
+                pytest.fail(f"byte {place}: {load(package)}")
+        (package / name).write_bytes(whole)
+
+
+@pytest.mark.parametrize("change", [{"target": {}}, {"threads": "x"}, {"vector_bytes": 7}])
+def test_table_with_a_value_that_was_changed_is_one_sentence(
+    package: Path, change: dict[str, Any]
+) -> None:
+    put(package, entry("4096x1024:bf16"), fallback=[])
+    table = json.loads((package / TABLE).read_text())
+    (table if "target" in change else table["tuned"][0]["kernel"]["spec"]).update(change)
+    (package / TABLE).write_text(_json(table) + "\n")
+    with pytest.raises(NormforgeError, match=r"table\.json is damaged \(its digest") as caught:
+        put(package, entry("8192x1024:bf16"), fallback=[])
+    assert "\n" not in str(caught.value)
+
+
+def test_table_without_a_target_is_damaged_whether_or_not_it_has_a_digest(package: Path) -> None:
+    put(package, entry("4096x1024:bf16"), fallback=[])
+    text = unsealed((package / TABLE).read_text())
+    (package / TABLE).write_text(re.sub(r'"target": \{.*?\}', '"target": {}', text, flags=re.S))
+    with pytest.raises(NormforgeError, match="its target has other fields"):
+        put(package, entry("8192x1024:bf16"), fallback=[])
+
+
+@pytest.mark.parametrize("field", ["name", "file", "digest"])
+@pytest.mark.parametrize("value", ["../../evil", "/tmp/evil", "a/b", "", "."])
+def test_names_in_a_foreign_table_are_no_paths(package: Path, field: str, value: str) -> None:
+    put(package, entry("4096x1024:bf16"), fallback=[])
+    table = json.loads(unsealed((package / TABLE).read_text()))
+    kernel = table["tuned"][0]["kernel"]
+    (kernel["spec"] if field == "name" else kernel)[field] = value
+    (package / TABLE).write_text(json.dumps(table))
+    before = set(package.parent.parent.rglob("*"))
+    with pytest.raises(NormforgeError, match="cannot be kept"):
+        put(package, entry("8192x1024:bf16"), fallback=[])
+    assert set(package.parent.parent.rglob("*")) == before
+
+
+def test_title_of_a_foreign_table_does_not_become_code(package: Path) -> None:
+    put(package, entry("4096x1024:bf16"), fallback=[])
+    text = unsealed((package / TABLE).read_text())
+    title = json.loads(text)["target"]["title"]
+    (package / TABLE).write_text(text.replace(title, 'x\\"\\"\\"\\nimport evil\\n'))
+    with pytest.raises(ValueError, match="is no title of a GPU"):
+        refresh(package)
+
+
+def test_refresh_seals_tables_that_were_not_and_leaves_kernels_alone(package: Path) -> None:
+    emit_package([entry("4096x1024:bf16")], fallbacks(), H200, package, Forwards((), ()))
+    emitted = snapshot(package)
+    for name in (TABLE, FORWARD_TABLE):
+        text = (package / name).read_text()
+        assert text != unsealed(text)
+        (package / name).write_text(unsealed(text))
+    (package / "runtime" / "spec.py").unlink()
+    for _ in range(2):
+        refresh(package)
+        assert snapshot(package) == emitted
+    (package / TABLE).write_text((package / TABLE).read_text().replace("bf16", "fp16"))
+    with pytest.raises(ValueError, match="its digest is not that of what it says"):
+        refresh(package)

@@ -20,6 +20,7 @@ from tests.support.packages import (
     entry,
     put,
 )
+from tests.support.patience import patience
 
 
 def test_import_compiles_nothing_and_leaves_cuda_alone(package: Path) -> None:
@@ -40,7 +41,7 @@ def test_import_compiles_nothing_and_leaves_cuda_alone(package: Path) -> None:
         cwd=package.parent,
         env={**os.environ, "PYTHONPATH": str(package.parent)},
         check=True,
-        timeout=60,
+        timeout=patience(60),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -270,6 +271,18 @@ def test_the_package_answers_for_itself() -> None:
     assert served["how"] == "tuned"
     assert served["kernel"] in {entry["variant"] for entry in served["provenance"]["tie"]}
     assert ask_package(ROOT / "nowhere", Problem.parse("4096x4096:bf16")) is None
+
+
+def test_nothing_of_a_package_that_is_looked_at_is_run(tmp_path: Path) -> None:
+    package = tmp_path / "rmsnorm_backward"
+    shutil.copytree(ROOT / "generated" / "gb200" / "rmsnorm_backward", package)
+    for file in package.rglob("*.py"):
+        file.write_text("raise RuntimeError('planted')\n")
+    served = ask_package(package, Problem.parse("4096x4096:bf16"))
+    assert served is not None and served["how"] == "tuned"
+    (package / "table.json").write_text("{}")
+    with pytest.raises(NormforgeError, match="is damaged"):
+        ask_package(package, Problem.parse("4096x4096:bf16"))
 
 
 def test_the_command_in_text_and_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 import re
 import shutil
@@ -26,6 +28,7 @@ from generator.kernels.knobs import KNOBS
 from generator.kernels.variant import Variant
 from generator.paths import GENERATED, REPOSITORY
 from generator.problem import Problem
+from generator.report import charts
 from generator.report.page import anchor, render_page, shade
 from generator.report.summary import Summary, summaries
 from generator.report.text import render_text
@@ -36,6 +39,7 @@ from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
 from generator.studies.reader import Study, read_studies, shown
 from generator.studies.storage import JOURNAL_NAME, open_storage
+from tests.support.patience import patience
 from tests.support.synthetic import TARGET, FakeEvaluator, FakePool, cost
 
 ROOT = REPOSITORY
@@ -98,12 +102,14 @@ class Page(HTMLParser):
         self.ids: list[str] = []
         self.links: list[str] = []
         self.loads: list[str] = []
+        self.attributes: set[str] = set()
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags[tag] += 1
         if tag not in self.VOID:
             self.open.append(tag)
+        self.attributes |= {name for name, _ in attrs}
         for name, value in attrs:
             if name == "id":
                 self.ids.append(value or "")
@@ -186,8 +192,58 @@ def test_the_page_is_well_formed_and_every_link_inside_it_leads_somewhere(
     inside = [link[1:] for link in page.links if link.startswith("#")]
     assert set(inside) <= set(page.ids)
     assert {anchor(study) for study in summary.studies} <= set(inside)
-    assert page.tags["svg"] == len(SHAPES) + 1
+    bars = len(summary.knobs) + len(summary.outcomes)
+    assert page.tags["svg"] == len(SHAPES) + 1 + bars
     assert page.tags["script"] == 1, "what a note says stays text"
+
+
+def test_what_a_crafted_journal_says_stays_text(summary: Summary) -> None:
+    evil = '"><script>evil()</script><img onerror="evil()" class="'
+
+    def crafted(study: Study) -> Study:
+        assert study.winner is not None
+        config = dict.fromkeys(study.winner.config, evil)
+        config |= {knob: study.winner.config[knob] for knob in ("strategy", "order")}
+        tied = tuple(replace(f, variant=evil, config=config) for f in study.winner.tied)
+        free = replace(tied[0], variant=evil)
+        result = replace(study.winner.result, checks=(evil,), determinism=evil)
+        winner = replace(
+            study.winner,
+            **{"variant": evil, "config": config, "tied": tied, "reason": evil, "result": result},
+            **{"fastest_nondeterministic": free, "evidence": evil, "date": evil},
+        )
+        importance = {evil: max(study.importance.values())}
+        return replace(study, winner=winner, gpu=evil, evidence=evil, importance=importance)
+
+    plain = Page(render_page(summary))
+    studies = tuple(map(crafted, summary.studies))
+    page = Page(render_page(replace(summary, gpu=evil, place=evil, studies=studies)))
+    assert page.open == []
+    assert page.tags["script"] == 1 and page.tags["img"] == 0
+    assert page.attributes == plain.attributes
+    standing = replace(summary.standings[0], reduction_kind=evil)
+    assert Page(str(charts.strategies([standing]))).tags["script"] == 0
+
+
+def test_the_policy_allows_the_style_and_the_script_of_the_page_alone(summary: Summary) -> None:
+    text = render_page(summary)
+    assert "unsafe" not in text
+    for tag in ("style", "script"):
+        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in text
+    assert "style" not in Page(text).attributes, "the policy would ignore it"
+
+
+def test_a_study_of_another_program_is_one_sentence(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (folder / JOURNAL_NAME).read_text()
+    for old, new in (("column_slices", "column_slicer"), ('"origin"', '"source"')):
+        (tmp_path / JOURNAL_NAME).write_text(re.sub(r',"seal":"\w+"', "", text).replace(old, new))
+        assert tune.main(["report", "--out", str(tmp_path)]) == 2
+        said = capsys.readouterr().err
+        assert "cannot be read" in said and said.count("\n") == 1
 
 
 def test_every_strategy_has_its_colours_in_light_and_dark(summary: Summary) -> None:
@@ -318,7 +374,7 @@ def recording_proxy() -> Iterator[tuple[int, list[str]]]:
         thread.start()
         yield server.getsockname()[1], requests
         server.shutdown(socket.SHUT_RDWR)
-    thread.join(timeout=10)
+    thread.join(timeout=patience(10))
 
 
 def browse(
@@ -341,7 +397,7 @@ def browse(
             ],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=patience(120),
         )
     assert done.returncode == 0, done.stderr
     said = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
@@ -388,6 +444,11 @@ def test_the_policy_of_the_page_stops_what_it_should_not_load(
     _, said, requests = browse(broken.as_uri(), tmp_path)
     assert "Content Security Policy" in said
     assert not asked_for(requests, "tracker.invalid")
+    for inserted in ("<script>console.log('evil ran')</script>", "<i style='color:red'>x</i>"):
+        broken.write_text(text.replace("<h1>", f"{inserted}<h1>"))
+        _, said, _ = browse(broken.as_uri(), tmp_path)
+        assert "Content Security Policy" in said
+        assert "evil ran" not in said.replace(inserted, "")
 
 
 @in_browser
@@ -396,7 +457,8 @@ def test_the_page_fits_a_narrow_window(committed: Path, tmp_path: Path) -> None:
     script = (
         "<script>document.title = `${document.documentElement.scrollWidth}/${innerWidth}`</script>"
     )
-    narrow.write_text(committed.read_text(encoding="utf-8") + script)
+    policy = '<meta http-equiv="Content-Security-Policy"'  # which would stop the script
+    narrow.write_text(committed.read_text(encoding="utf-8").replace(policy, "<meta") + script)
     dom, _, _ = browse(narrow.as_uri(), tmp_path, width=500)
     content, window = map(int, re.search(r"<title>(\d+)/(\d+)", dom).groups())  # type: ignore[union-attr]
     assert content <= window <= 500

@@ -15,6 +15,7 @@ from generator.package.files import write_code
 from generator.paths import REPOSITORY
 from generator.runtime.frontends.graph_pass import code_digest
 from generator.runtime.table import TABLE, Table
+from tests.support.patience import patience
 
 CHILD = """
 import importlib.util, json, sys
@@ -76,7 +77,7 @@ def compile_with(cache: Path, *packages: Path) -> list[dict[str, list[int]]]:
         env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=patience(200),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

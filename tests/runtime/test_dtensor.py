@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from generator.paths import REPOSITORY
+from tests.support.patience import patience
 
 DTENSOR = """
 import sys
@@ -54,7 +55,7 @@ again = package.rmsnorm_backward(
     *(t.to_local() for t in (*narrow, *scales)), dresidual=stream.to_local()
 )
 assert torch.equal(third.to_local(), again[2])
-none = package.ops.rms_norm_backward(*narrow, *scales, None, 0.0, True, True, None)[2]
+none = package.ops.rms_norm_backward(*narrow, *scales, None, None, 0.0, True, True)[2]
 assert none.placements == (Replicate(),), none.placements  # an empty tensor, which is nobody's rows
 
 split = DTensor.from_local(torch.randn(2, 8), mesh, [Shard(1)])  # columns: gathered first
@@ -74,7 +75,10 @@ def runs_to_its_end(script: str, folder: Path) -> None:
     root = str(REPOSITORY)
     script = script.format(root=root, folder=str(folder))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=200
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=patience(200),
     )
     assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
 
@@ -111,3 +115,83 @@ print("done")
 
 def test_dtensor_may_be_imported_after_the_package(tmp_path: Path) -> None:
     runs_to_its_end(DTENSOR_LATE, tmp_path)
+
+
+PRELUDE = """
+import sys
+sys.path.insert(0, "{root}")
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from tests.support.entry_points import write_package
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+
+package = write_package(Path("{folder}") / "package")
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+dy, x, stream, rstd, weight = (
+    torch.randn(n) for n in ((4, 8), (4, 8), (4, 8), (4, 1), (8,))
+)
+
+def split(tensor):
+    return DTensor.from_local(tensor, mesh, [Shard(0)])
+
+def everywhere(tensor):
+    return DTensor.from_local(tensor, mesh, [Replicate()])
+"""
+
+DTENSOR_WANTED = """
+given = [*map(split, (dy, x, rstd)), everywhere(weight)]
+wanted = package.rmsnorm_backward(dy, x, rstd, weight)
+for need_dx, need_dw in ((True, False), (True, True), (False, True), (True, True)):
+    dx, dw = package.rmsnorm_backward(*given, need_dx=need_dx, need_dw=need_dw)
+    assert (dx is not None, dw is not None) == (need_dx, need_dw)
+    if need_dx:
+        assert (dx.shape, dx.placements) == ((8, 8), (Shard(0),)), (dx.shape, dx.placements)
+        assert torch.equal(dx.to_local(), wanted[0])
+    if need_dw:
+        assert (dw.shape, dw.placements) == ((8,), (Partial("sum"),)), (dw.shape, dw.placements)
+        assert torch.equal(dw.to_local(), wanted[1])
+for dtype in (torch.float32, torch.bfloat16, torch.float32):
+    narrow = [t.bfloat16() for t in given[:2]]
+    _, dw = package.rmsnorm_backward(*narrow, given[2], given[3].bfloat16(), dw_dtype=dtype)
+    assert dw.dtype == dw.to_local().dtype == dtype, (dw.dtype, dtype)
+print("done")
+"""
+
+
+def test_what_is_wanted_is_no_matter_of_an_earlier_call(tmp_path: Path) -> None:
+    """DTensor remembers how the results of an operator are split, and their shapes."""
+    runs_to_its_end(PRELUDE + DTENSOR_WANTED, tmp_path)
+
+
+DTENSOR_FROZEN = """
+def train(rows, scale, frozen, norm):
+    rows, scale = rows.detach().requires_grad_(), scale.detach().requires_grad_()
+    norm(norm(rows, scale), frozen).sin().sum().backward()
+    return rows.grad, scale.grad
+
+dx, dw = train(split(x), everywhere(weight), everywhere(weight), package.rms_norm)
+assert (dx.shape, dw.shape, dw.placements) == ((8, 8), (8,), (Partial("sum"),)), (dx, dw)
+local = train(x, weight, weight, package.rms_norm)
+assert torch.equal(dx.to_local(), local[0]) and torch.equal(dw.to_local(), local[1])
+
+def stream_step(rows, residual, scale):
+    leaves = [t.detach().requires_grad_() for t in (rows, residual, scale)]
+    y, h = package.rms_norm(*leaves[::2], residual=leaves[1])
+    (y.sin().sum() + h.cos().sum()).backward()
+    return [leaf.grad for leaf in leaves]
+
+for dtype in (torch.float32, torch.bfloat16):
+    rows, scale = x.to(dtype), weight.to(dtype)
+    found = stream_step(split(rows), split(stream), everywhere(scale))
+    for one, two in zip(found, stream_step(rows, stream, scale), strict=True):
+        assert one.dtype == two.dtype and torch.equal(one.to_local(), two)
+    assert [g.placements for g in found] == [(Shard(0),), (Shard(0),), (Partial("sum"),)]
+print("done")
+"""
+
+
+def test_frozen_norms_and_used_streams_on_shards(tmp_path: Path) -> None:
+    runs_to_its_end(PRELUDE + DTENSOR_FROZEN, tmp_path)

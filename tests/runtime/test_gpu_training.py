@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 
 from generator.runtime.api import Package
-from generator.runtime.frontends.graph_pass import make_backend
+from generator.runtime.frontends.graph_pass import find_norms, make_backend
 from generator.target import Target
 from tests.support.accuracy import Case, cases, check
 from tests.support.entry_points import ENTRY_POINTS, INSTALL, Training, equal_bits, norm_of
@@ -255,3 +255,44 @@ def test_recognised_calls_have_the_bits_of_the_first(package: Package) -> None:
     moved = unaligned.view(333, 1024).copy_(t["x"])
     other = package.rmsnorm_backward(t["dy"], moved, t["rstd"], t["weight"])
     assert torch.allclose(other[0].float(), first[0].float(), rtol=2**-7, atol=2**-7)
+
+
+def tagged_steps(device: str, how: Any, steps: int = 5) -> list[torch.Tensor]:
+    """A training step traced into one graph, its norms tagged and compiled by Inductor, run so many
+    times: the losses, then the weights."""
+    from torch._guards import TracingContext, tracing
+    from torch.func import functional_call
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.passes.regional_inductor import regional_inductor
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers = [torch.nn.RMSNorm(1024, 1e-6), torch.nn.Linear(1024, 1024), torch.nn.RMSNorm(1024)]
+    model = torch.nn.Sequential(*layers).to(device, torch.bfloat16)
+    names, weights = zip(*model.named_parameters(), strict=True)
+    x = torch.randn(512, 1024, device=device).bfloat16()
+
+    def step(x: torch.Tensor, *weights: torch.Tensor) -> Any:
+        y = functional_call(model, dict(zip(names, weights, strict=True)), (x,))
+        loss = y.float().sin().square().mean()
+        return loss, *torch.autograd.grad(loss, weights)
+
+    graph = how(make_fx(step, tracing_mode="fake")(x, *weights), (x, *weights))
+    (mode,) = {n.meta["val"].fake_mode for n in graph.graph.nodes if n.op == "placeholder"}
+    with tracing(TracingContext(mode)):
+        compiled = regional_inductor(graph)
+    assert not find_norms(compiled.graph)
+    losses = []
+    for _ in range(steps):
+        loss, *gradients = compiled([x, *weights])
+        with torch.no_grad():
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight -= gradient
+        losses.append(loss)
+    return [*losses, *(weight.detach() for weight in weights)]
+
+
+def test_tagged_graph_has_the_same_bits_in_every_run(package: Package) -> None:
+    runs = [tagged_steps("cuda", package.graph_pass("tag")) for _ in range(2)]
+    assert equal_bits(*runs)
+    assert not torch.equal(runs[0][0], runs[0][4])

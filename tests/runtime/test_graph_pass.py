@@ -208,12 +208,108 @@ def test_tags_go_to_norms_and_their_getitems_only(step: Step) -> None:
     assert str(module.graph) == before
 
 
-def test_marks_of_others_are_kept() -> None:
+def test_an_earlier_mark_is_replaced_but_for_its_region() -> None:
     module = trace(forward_only)
     (norm,) = find_norms(module.graph)
-    norm.meta["custom"] = {"compile_with_inductor": 1, "mine": 2}
+    shared = {"compile_with_inductor": {"inductor_region": 5, "inductor_configs": {"a": 1}}}
+    for node in module.graph.nodes:
+        node.meta["custom"] = shared
+    norm.meta["custom"] = {**shared, "mine": 2}
+    item, *more = getitems(norm)
+    item.meta["custom"] = {"compile_with_inductor": {"inductor_region": 6}}
+    before = {node: node.meta["custom"] for node in module.graph.nodes}
     tag(module, {"max_autotune": True})
-    assert norm.meta["custom"] == {"compile_with_inductor": 1, "mine": 2}
+    mark = {"inductor_configs": {"max_autotune": True}, "inductor_region": 5}
+    assert norm.meta["custom"] == {"compile_with_inductor": mark, "mine": 2}
+    assert item.meta["custom"] == {"compile_with_inductor": mark}
+    others = [node for node in module.graph.nodes if node not in (norm, item, *more)]
+    assert all(node.meta["custom"] is before[node] for node in others)
+    assert shared["compile_with_inductor"]["inductor_configs"] == {"a": 1}
+
+
+def test_settings_of_a_mark() -> None:
+    def mark_of(*given: Any) -> Any:
+        (norm,) = find_norms(tag(trace(forward_only), *given).graph)
+        return norm.meta["custom"]["compile_with_inductor"]
+
+    assert mark_of() == mark_of(None) == {}
+    assert mark_of({}) == {"inductor_configs": {}}
+
+
+def test_routed_nodes_have_no_mark_of_inductor(package: Package) -> None:
+    """Another pass had marked the norms before."""
+    from torch.fx.passes.regional_inductor import _RegionScooper
+
+    module = route(tag(trace(several)), package.ops)
+    assert not any("compile_with_inductor" in n.meta.get("custom", {}) for n in module.graph.nodes)
+    regions = _RegionScooper.scoop_regions(module)
+    assert not [node for node in regions.graph.nodes if node.op == "call_module"]
+
+
+def nested() -> torch.fx.GraphModule:
+    """A graph whose norms lie in modules of its own: one that it calls, and the body of a
+    higher-order operator, which it only holds."""
+    graph = torch.fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    called = graph.call_module("called", (x, w))
+    body = graph.get_attr("body")
+    graph.output((graph.call_function(lambda run, *given: run(*given), (body, called, w)),))
+    inner = {"called": trace(forward_only), "body": trace(forward_only)}
+    return torch.fx.GraphModule(inner, graph)
+
+
+def test_norms_inside_nested_modules(package: Package) -> None:
+    inputs = (randn(4, 16, seed=2), randn(16, seed=3))
+    module = nested()
+    (wanted,) = module(*inputs)
+    assert tag(module) is module
+    marked = [n for each in (module.called, module.body) for n in find_norms(each.graph)]
+    assert len(marked) == 2
+    assert all("compile_with_inductor" in node.meta["custom"] for node in marked)
+    assert route(module, package.ops) is module
+    assert find_norms(module.called.graph) == find_norms(module.body.graph) == []
+    assert torch.allclose(module(*inputs)[0], wanted, atol=1e-5)
+
+
+def test_pass_fits_a_graph_trainer(package: Package, caplog: pytest.LogCaptureFixture) -> None:
+    """It is called with example inputs, switched off by its name, and says what it did."""
+    example_inputs = (randn(4, 16), randn(16))
+    passes = [make_pass(package.ops, "tag"), make_pass(package.ops)]
+    assert [each.__name__ for each in passes] == ["normforge_tag", "normforge_route"]
+    module = trace(several)
+    with caplog.at_level("INFO"):
+        for each in passes:
+            assert each(module, example_inputs) is module
+        passes[1](trace(none), example_inputs=example_inputs)
+    told = [record.getMessage() for record in caplog.records if "RMSNorm" in record.getMessage()]
+    assert told == [
+        "marked 6 RMSNorm nodes for Inductor",
+        f"gave 6 RMSNorm nodes to {package.ops.namespace}",
+    ]
+    (norm,) = find_norms(passes[0](trace(forward_only)).graph)
+    searched = {"max_autotune": True, "coordinate_descent_tuning": True}
+    assert norm.meta["custom"]["compile_with_inductor"] == {"inductor_configs": searched}
+
+
+def test_torchtitans_own_tests_of_its_pass(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the pass that tags norms, with `tag` in its place."""
+    import unittest
+
+    where = "torchtitan.experiments.graph_trainer.tests.test_performance_passes"
+    theirs: Any = pytest.importorskip(where, reason="torchtitan and its tests are not installed")
+
+    def ours(module: Any, *_: Any, rmsnorm_compile_config: Any = None) -> Any:
+        return make_pass(package.ops, "tag", rmsnorm_compile_config)(module)
+
+    monkeypatch.setattr(theirs, "annotate_rmsnorm_for_regional_inductor_pass", ours)
+    cases = unittest.defaultTestLoader.loadTestsFromTestCase(
+        theirs.TestAnnotateRMSNormForRegionalInductorPass
+    )
+    done = unittest.TextTestRunner().run(cases)
+    assert done.testsRun
+    assert done.wasSuccessful(), done.failures + done.errors
 
 
 def test_tagged_regions_are_what_regional_inductor_compiles() -> None:

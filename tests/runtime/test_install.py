@@ -113,6 +113,37 @@ def test_second_package_is_refused_while_one_is_installed(
         pass
 
 
+def test_package_that_is_loaded_again_takes_the_place_of_its_former_self(
+    aten: list[str], tmp_path: Path
+) -> None:
+    """As importlib.reload does, which leaves nobody who could uninstall the former one."""
+    norm, wanted = torch.nn.RMSNorm(16), ["forward", "backward"]
+
+    def load() -> Installation:
+        package = write_package(tmp_path)
+        return Installation(package._quick, package._route, "CPU", package.folder)
+
+    first = load()
+    first.install()
+    second = load()
+    second.install()
+    train_once(norm)
+    assert aten == ["forward"]
+    second.uninstall()
+    train_once(norm)
+    assert aten[1:] == wanted
+    first.uninstall()  # long gone
+    with first.installed():
+        third = load()
+        third.uninstall()
+        train_once(norm)
+    assert aten[3:] == wanted
+    with third.installed():
+        train_once(norm)
+    train_once(norm)
+    assert aten[5:] == ["forward", *wanted]
+
+
 def test_what_was_not_tuned_goes_to_the_kernel_that_was_there(
     package: Package, aten: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from generator.runtime.api import Package
+from generator.runtime.frontends import operators
 from tests.support.entry_points import (
     grads,
     leaf,
@@ -18,6 +19,7 @@ from tests.support.entry_points import (
     same,
     write_package,
 )
+from tests.support.patience import patience
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +92,13 @@ def test_operators_pass_opcheck(package: Package) -> None:
     check(package.ops.rms_norm, (x, None, 1e-5, 1.0))
     check(package.ops.add_rms_norm, (x, residual.bfloat16(), weight, 1e-5, 1.0))
     backward = package.ops.rms_norm_backward
-    check(backward, (dy, plain, rstd, weight.detach(), None, 0.0, True, True, None))
-    check(backward, (dy, plain, rstd, weight.detach(), dy.double(), 1.0, True, False, None))
-    check(backward, (dy, plain, rstd, None, None, 0.0, False, False, None))
+    check(backward, (dy, plain, rstd, weight.detach(), None, None, 0.0, True, True))
+    check(backward, (dy, plain, rstd, weight.detach(), dy.double(), None, 1.0, True, False))
+    check(backward, (dy, plain, rstd, None, None, None, 0.0, False, False))
     heads = torch.rand(6, 16)
-    check(backward, (dy, plain, rstd, heads, None, 0.0, True, True, None))
+    check(backward, (dy, plain, rstd, heads, None, None, 0.0, True, True))
     narrow = [t.bfloat16() for t in (dy, plain)]
-    check(backward, (*narrow, rstd, heads.bfloat16(), None, 1.0, True, True, torch.float32))
+    check(backward, (*narrow, rstd, heads.bfloat16(), None, torch.float32, 1.0, True, True))
     check(package.ops.rms_norm, (x, leaf(6, 16, seed=4), None, 0.0))
 
 
@@ -155,6 +157,17 @@ def test_namespace_changes_with_the_tables(tmp_path: Path) -> None:
     assert first.ops.namespace.split("_")[1] != other.ops.namespace.split("_")[1]
 
 
+def test_namespace_changes_with_what_the_operators_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code that an earlier runtime compiled lies in Inductor's cache, and would call them."""
+    first = write_package(tmp_path / "a")
+    schema = operators.SCHEMAS["rms_norm"].replace("Tensor x", "Tensor rows")
+    monkeypatch.setitem(operators.SCHEMAS, "rms_norm", schema)
+    other = write_package(tmp_path / "b")
+    assert first.ops.namespace.split("_")[1] != other.ops.namespace.split("_")[1]
+
+
 def test_forked_child_works_after_import(package: Package) -> None:
     import multiprocessing
 
@@ -168,5 +181,5 @@ def test_forked_child_works_after_import(package: Package) -> None:
     queue = context.Queue()
     child = context.Process(target=work, args=(queue,))
     child.start()
-    assert queue.get(timeout=60)
+    assert queue.get(timeout=patience(60))
     child.join()

@@ -6,6 +6,7 @@ The formula serves every call, so what is tested is all that lies around the ker
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,7 +127,7 @@ def test_second_derivatives_are_served(package: Package, how: str) -> None:
 
 def test_backward_operator_refuses_to_be_differentiated(package: Package) -> None:
     x, weight = leaf(3, 6), leaf(6, seed=1)
-    dx = package.ops.rms_norm_backward(x, x, torch.ones(3), weight, None, 0.0, True, True, None)[0]
+    dx = package.ops.rms_norm_backward(x, x, torch.ones(3), weight, None, None, 0.0, True, True)[0]
     with pytest.raises(RuntimeError, match="differentiate rms_norm"):
         dx.sum().backward()
 
@@ -187,9 +188,115 @@ def test_module_normalises_over_its_shape(
     assert y.shape == x.shape
 
 
+@pytest.mark.parametrize(
+    ("shape", "given"),
+    [((16,), (4, 8)), ((3, 16), (5, 6, 8)), ((3, 16), (16, 3)), ((3, 16), (48,)), ((16,), ())],
+)
+@pytest.mark.parametrize("affine", [True, False])
+def test_module_refuses_other_shapes_as_pytorchs_does(
+    package: Package, shape: tuple[int, ...], given: tuple[int, ...], affine: bool
+) -> None:
+    with pytest.raises((RuntimeError, ValueError)):
+        torch.nn.RMSNorm(shape, elementwise_affine=affine)(torch.ones(given))
+    mine = package.RMSNorm(shape, elementwise_affine=affine)
+    with pytest.raises(ValueError, match="must"):
+        mine(torch.ones(given))
+    with pytest.raises(ValueError, match="must"):
+        mine(torch.ones(given), torch.ones(given))
+
+
 def test_module_with_an_offset_starts_as_the_identity(package: Package) -> None:
     gemma = package.RMSNorm(16, weight_offset=1.0)
     assert torch.equal(gemma.weight, torch.zeros(16))
     x = randn(3, 16)
     assert torch.allclose(gemma(x), torch.nn.RMSNorm(16)(x), atol=1e-6)
     assert "weight_offset=1.0" in repr(gemma)
+
+
+@pytest.mark.parametrize("how", ["function", "module"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_traced_scripts_are_pytorchs_own(
+    package: Package, how: str, grad: bool, tmp_path: Path
+) -> None:
+    """A kernel's results would be constants of the script, and a node of ours not to be saved."""
+    x, weight = randn(4, 16), randn(16, seed=1)
+    norm = package.RMSNorm(16)
+    norm.weight = torch.nn.Parameter(weight)
+    run = norm if how == "module" else lambda x: package.rms_norm(x, weight)
+    with torch.set_grad_enabled(grad):
+        traced = torch.jit.trace(run, x)
+        other = randn(4, 16, seed=2)
+        assert torch.allclose(traced(other), package.rms_norm(other, weight), atol=1e-6)
+    calls = {node.kind() for node in traced.inlined_graph.nodes()}
+    assert not {kind for kind in calls if "Python" in kind or "normforge" in kind}, calls
+    traced.save(str(tmp_path / "norm.pt"))
+    assert torch.equal(torch.jit.load(str(tmp_path / "norm.pt"))(other), traced(other))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("affine", [True, False])
+def test_symbolic_traces_call_pytorchs_function(
+    package: Package, offset: float, affine: bool
+) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = package.RMSNorm(16, 1e-5, affine, weight_offset=offset)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            y = self.norm(x.sin())
+            y, stream = self.norm(y, x)
+            return y.cos() + stream
+
+    model = Model()
+    graph = torch.fx.symbolic_trace(model)
+    assert [n.target for n in graph.graph.nodes].count(functional.rms_norm) == 2
+    x = randn(4, 16)
+    assert torch.allclose(graph(x), model(x), atol=1e-5)
+
+
+def test_jagged_tensors_are_served(package: Package) -> None:
+    rows = [leaf(n, 16, seed=n) for n in (2, 5)]
+    nested = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    weight = leaf(16, seed=1)
+    y = package.rms_norm(nested, weight, 1e-6, weight_offset=1.0)
+    wanted = torch.cat([package.rms_norm(t, weight, 1e-6, weight_offset=1.0) for t in rows])
+    assert torch.allclose(y.values(), wanted, atol=1e-6)
+    found = torch.autograd.grad(y.values().sin().sum(), (*rows, weight))
+    for got, expected in zip(
+        found, torch.autograd.grad(wanted.sin().sum(), (*rows, weight)), strict=True
+    ):
+        assert torch.allclose(got, expected, atol=1e-5)
+
+
+def test_what_is_no_tensor_is_named(package: Package) -> None:
+    for call in (package.rms_norm, package.rmsnorm_forward):
+        with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, got list"):
+            call([1.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_forward_with_rstd_and_backward_are_a_norm(package: Package, dtype: torch.dtype) -> None:
+    """What docs/adopting.md shows: an autograd function of the user's own."""
+    x, weight, dy = randn(4, 6, 16, dtype=dtype), randn(16, dtype=dtype, seed=1), randn(4, 6, 16)
+    y, rstd = package.rmsnorm_forward(x, weight, 1e-6, weight_offset=1.0)
+    dx, dw = package.rmsnorm_backward(dy.to(dtype), x, rstd, weight, weight_offset=1.0)
+    leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    wanted = package.rms_norm(*leaves, 1e-6, weight_offset=1.0)
+    assert torch.equal(y, wanted)
+    assert same((dx, dw), torch.autograd.grad(wanted, leaves, dy.to(dtype)))
+    assert rstd.shape == (4, 6, 1)
+    assert rstd.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    y, rstd, stream = package.rmsnorm_forward(x, weight, 1e-6, residual=x)
+    wanted, total = package.rms_norm(x, weight, 1e-6, residual=x)
+    assert torch.equal(y, wanted)
+    assert torch.equal(stream, total)
+
+
+def test_forward_with_rstd_has_a_gradient_where_one_is_wanted(package: Package) -> None:
+    x, weight = leaf(4, 16), leaf(16, seed=1)
+    y, rstd = package.rmsnorm_forward(x, weight)
+    assert not rstd.requires_grad
+    assert same(grads(y, x, weight), grads(package.rms_norm(x, weight), x, weight))
+    compiled = torch.compile(package.rmsnorm_forward, backend="aot_eager", fullgraph=True)
+    assert same(compiled(x, weight), (y, rstd))

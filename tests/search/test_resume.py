@@ -19,6 +19,7 @@ from generator.paths import REPOSITORY
 from generator.result import Result
 from generator.studies.storage import open_storage
 from generator.studies.study_log import stored_winners
+from tests.support.patience import patience
 from tests.support.searches import records, search, won
 from tests.support.synthetic import (
     LEGAL,
@@ -87,7 +88,7 @@ def test_kill_9_at_any_moment_loses_nothing_and_repeats_nothing(tmp_path: Path) 
     for _ in range(3):
         before = finished()
         process = subprocess.Popen(command, cwd=REPOSITORY)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience(60)
         while process.poll() is None and time.monotonic() < deadline and finished() == before:
             time.sleep(0.005)
         time.sleep(rng.uniform(0, 0.3))
@@ -98,7 +99,7 @@ def test_kill_9_at_any_moment_loses_nothing_and_repeats_nothing(tmp_path: Path) 
         assert len(stored) > len(known)
         known = stored
     assert kills >= 2
-    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=60)
+    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=patience(60))
 
     done = records(open_storage(journal))
     assert len(done) == 130

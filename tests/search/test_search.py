@@ -22,6 +22,7 @@ from generator.search.budget import Budget, Progress
 from generator.studies.records import Winner, study_name
 from generator.studies.storage import open_storage
 from generator.studies.study_log import StudyLog, stored_winners
+from tests.support.patience import patience
 from tests.support.searches import NAME, records, search, won
 from tests.support.synthetic import (
     LEGAL,
@@ -43,8 +44,8 @@ def test_the_search_ends_when_nothing_is_left(storage: BaseStorage, tmp_path: Pa
 def test_seconds_end_a_search(storage: BaseStorage) -> None:
     started = time.monotonic()
     winner = won(search(storage, FakeEvaluator(delay=0.02), budget=Budget(seconds=0.8)))
-    assert 5 <= winner.trials <= 40
-    assert time.monotonic() - started < 3
+    assert 1 <= winner.trials <= 40, "a trial takes 20 ms, and longer on a busy machine"
+    assert time.monotonic() - started < patience(5)
     again = FakeEvaluator()
     # What counts ends with the last trial: the first run may have ended on its way to another.
     assert search(storage, again, budget=Budget(seconds=0.4)) == winner

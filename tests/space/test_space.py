@@ -318,6 +318,8 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("stages", {"when": "M ** 99999999"}, "uses Pow"),
         ("stages", {"when": "(M := 1)"}, "uses NamedExpr"),
         ("stages", {"when": "M >"}, "is no expression"),
+        ("stages", {"when": "not " * 20000 + "M"}, "at most 1000 characters, got 80001"),
+        ("stages", {"when": "(" * 400 + "M" + ")" * 400}, "is no expression"),
         ("stages", {"when": ""}, "is no expression"),
         ("stages", {"when": "M = 1"}, "is no expression"),
         ("stages", {"when": True}, "expected an expression in text, got True"),

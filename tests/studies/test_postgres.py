@@ -54,6 +54,7 @@ from tests.support.fake_devices import (
     open_frail,
     search_plan,
 )
+from tests.support.patience import patience
 from tests.support.runs import command
 from tests.support.synthetic import LEGAL, FakeEvaluator, FakePool, make_winner
 
@@ -79,7 +80,7 @@ class Server:
         line = [*self._as, self._programs / program, "-D", self._folder / "data", *arguments]
         # The server keeps its standard output for good: it must not be a pipe of ours.
         with (self._folder / "log").open("a") as log:
-            subprocess.run(line, check=True, stdout=log, stderr=log, timeout=60, cwd="/")
+            subprocess.run(line, check=True, stdout=log, stderr=log, timeout=patience(60), cwd="/")
 
     def start(self) -> None:
         options = f"-p {self.port} -k '' -c listen_addresses=127.0.0.1 -c fsync=off"
@@ -168,12 +169,12 @@ def test_eight_processes_two_killed_conclude_every_problem_exactly_once(
     for run in killed:
         while not logs[run].exists() or logs[run].read_text().count("trial") < 10:
             assert run.is_alive(), "it ended before it could be killed"
-            assert time.monotonic() - started < 60
+            assert time.monotonic() - started < patience(60)
             time.sleep(0.005)
         time.sleep(random.random() * 0.1)
         run.kill()
     for run in runs:
-        run.join(120)
+        run.join(patience(120))
     seconds = time.monotonic() - started
     assert [run.exitcode for run in runs] == [-signal.SIGKILL] * 2 + [0] * 6
 
@@ -253,7 +254,7 @@ def test_two_machines_with_two_gpus_each_share_a_run(url: str, tmp_path: Path) -
     for thread in machines:
         thread.start()
     for thread in machines:
-        thread.join(60)
+        thread.join(patience(60))
     assert told[0].winners == told[1].winners
     assert told[0].winners.keys() == set(problems)
     assert all(told[0].winners.values())
@@ -295,7 +296,7 @@ def test_heartbeats_keep_a_lease_and_silence_ends_it(url: str) -> None:
     assert kept is not None
     assert lost is not None
     stop_heart(silent)
-    until = time.monotonic() + 20
+    until = time.monotonic() + patience(20)
     while asker.claim(["kept", "lost"]) is None:
         assert time.monotonic() < until, "a dead holder keeps its lease"
         time.sleep(0.05)
@@ -499,7 +500,11 @@ def test_two_command_lines_share_a_run_and_write_the_same_module(url: str, tmp_p
         runs.append(
             subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
-    said = [run.communicate(timeout=200) for run in runs]
+    try:
+        said = [run.communicate(timeout=patience(200)) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()  # none outlives the test
     assert [run.returncode for run in runs] == [0, 0], said
     documents = [json.loads(stdout) for stdout, _ in said]
     assert documents[0]["shapes"] == documents[1]["shapes"]

@@ -30,6 +30,7 @@ from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog
 from generator.tuner.lifecycle import running
 from tests.support.fake_gpu import FakeCompiler, FakeGpu, Landscape, Log, Weather, born, key, plant
+from tests.support.patience import patience
 from tests.support.synthetic import PROBLEM, TARGET, shrink
 
 SECONDS = 4.0
@@ -173,7 +174,7 @@ class Killer:
         """Run to the end, striking once for each of `roles`. The trials that a driver leaves behind
         must all be there when the next one has ended."""
         known: list[Record] = []
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + patience(120)
         while True:
             driver = self.run.start()
             while driver.is_alive():

@@ -21,6 +21,7 @@ from tests.support.fake_driver import (
     FakeDriver,
     read_arguments,
 )
+from tests.support.patience import patience
 
 
 def in_threads(works: list[Callable[[], None]]) -> None:
@@ -36,7 +37,7 @@ def in_threads(works: list[Callable[[], None]]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(patience(60))
         assert not thread.is_alive()
     if errors:
         raise errors[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ from generator.target import Target, find_target
 
 SPACE = load_space()
 H200 = find_target("h200")
+
+
+def unsealed(text: str) -> str:
+    """The text of a table without its digest, to be changed by who knows what he does."""
+    return re.sub(r'^ "digest": "[0-9a-f]{16}",\n', "", text, count=1, flags=re.MULTILINE)
 
 
 def digest_of(cubin: bytes) -> str:

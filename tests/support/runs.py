@@ -15,6 +15,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from generator.paths import REPOSITORY
 from generator.studies.storage import JOURNAL_NAME
+from tests.support.patience import patience
 
 ROOT = REPOSITORY
 
@@ -38,7 +39,7 @@ def kill_and_resume(line: list[str], out: Path, count: int) -> dict[str, Any]:
     JSON document of the second run, which has lost and repeated nothing."""
     journal = out / JOURNAL_NAME
     with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
-        until = time.monotonic() + 240
+        until = time.monotonic() + patience(240)
         while not journal.exists() or journal.read_bytes().count(b'"origin"') < 5:
             assert run.poll() is None, "the run ended before it could be killed"
             assert time.monotonic() < until, "no trial was finished"
@@ -47,7 +48,7 @@ def kill_and_resume(line: list[str], out: Path, count: int) -> dict[str, Any]:
     before = trials(out)
     assert 5 <= len(before) < count
 
-    done = subprocess.run(line, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=patience(400))
     assert done.returncode == 0, done.stderr
     after = trials(out)
     assert after[: len(before)] == before, "a finished trial was lost"

@@ -27,12 +27,18 @@ from generator.kernels.geometry import Config
 from generator.kernels.variant import Variant, make_variant
 from generator.result import Result
 from generator.space.legal_configs import LegalConfigs
+from generator.space.load import SPACE_FILE
 from generator.studies.records import Record
-from generator.studies.storage import JOURNAL_NAME
+from generator.studies.storage import JOURNAL_NAME, database_file
+from generator.target import find_target
 from generator.tuner import lifecycle
+from generator.tuner.display import Status
 from generator.tuner.lifecycle import LOCK_NAME, running
+from generator.tuner.plan import Plan
+from generator.tuner.run import Outcome, tune
 from tests.support.fake_gpu import OUTCOME, FakeCompiler, FakeGpu, Landscape, Log, born, key
 from tests.support.fake_run import Killer, Run, forks, little_space
+from tests.support.patience import patience
 from tests.support.synthetic import PROBLEM, TARGET
 
 CONFIGS: list[Config] = LegalConfigs(little_space(), PROBLEM, TARGET).first(1000)  # type: ignore[assignment]
@@ -258,7 +264,7 @@ def test_finals_that_break_for_no_known_reason_are_given_up_with_a_sentence(tmp_
 
 
 def await_(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(60)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -279,11 +285,11 @@ def test_first_signal_ends_the_run_after_the_trial_under_way(
     for entry in run.log.read():
         if entry.get("role") and entry["role"] != "compiler" and born(entry["pid"]):
             os.kill(entry["pid"], number)
-    driver.join(60)
+    driver.join(patience(60))
     assert run.said == "interrupted"
     known = run.records()
     assert 5 <= len(known) == answered(run) < 96
-    run.start().join(60)
+    run.start().join(patience(60))
     assert run.said == run.landscape.champion
     assert run.records()[: len(known)] == known
     check_log(run, Counter(), run.records())
@@ -297,7 +303,7 @@ def test_signals_in_quick_succession_are_one(tmp_path: Path) -> None:
     end = time.monotonic() + 0.3
     while time.monotonic() < end:  # the handler of one is running when the next one comes
         os.kill(driver.pid, signal.SIGTERM)
-    driver.join(60)
+    driver.join(patience(60))
     assert run.said == "interrupted"
     assert len(run.records()) == answered(run) == 1
 
@@ -311,8 +317,8 @@ def test_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     while driver.is_alive():
         os.kill(driver.pid, signal.SIGTERM)
         time.sleep(0.05)
-    assert lifecycle.SAME_SIGNAL_SECONDS <= time.monotonic() - start < 3, "a trial takes 30 s"
-    driver.join(60)
+    assert lifecycle.SAME_SIGNAL_SECONDS <= time.monotonic() - start < 25, "a trial takes 30 s"
+    driver.join(patience(60))
     assert driver.exitcode == 128 + signal.SIGTERM
     workers = [entry for entry in run.log.read() if entry.get("role") == "worker"]
     await_(lambda: not any(born(w["pid"]) == w["born"] for w in workers))
@@ -322,14 +328,14 @@ def test_disk_that_fills_up_in_the_middle_of_a_record_costs_that_record_only(
     tmp_path: Path,
 ) -> None:
     run = replace(Run.planted(tmp_path, 3), file_bytes=60_000)
-    run.start().join(60)
+    run.start().join(patience(60))
     assert "cannot write to study" in run.said
     assert "File too large" in run.said
     assert (tmp_path / JOURNAL_NAME).stat().st_size == 60_000, "torn in the middle"
     known = run.records()
     assert 10 < len(known) < 96
     again = replace(run, file_bytes=0)
-    again.start().join(60)
+    again.start().join(patience(60))
     assert again.said == run.landscape.champion
     assert again.records()[: len(known)] == known
     check_log(again, Counter(driver=1), again.records())
@@ -375,6 +381,31 @@ def test_second_run_on_a_folder_is_refused_and_told_who_has_it(
     with running(tmp_path, shared=True), running(tmp_path, shared=True):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_second_run_on_an_sqlite_file_is_refused_whatever_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs on one file would search the same study twice. A database server leases studies."""
+    monkeypatch.setattr(lifecycle, "GRACE_SECONDS", 0.1)
+    url = f"sqlite:///{tmp_path}/studies.db"
+
+    def one(out: str, storage: str, gpu: str = "gb200") -> Outcome:
+        plan = Plan(find_target(gpu), (PROBLEM,), SPACE_FILE, tmp_path / out, 1, storage=storage)
+        return tune(plan, None, Status(1))
+
+    monkeypatch.chdir(tmp_path)
+    with running(tmp_path / "a", database=database_file(url)):
+        for same in (url, "sqlite:///studies.db", f"sqlite:///{tmp_path}/b/../studies.db"):
+            with pytest.raises(NormforgeError, match=r"studies\.db .*process \d+ .*PostgreSQL"):
+                one("b", same)
+        with running(tmp_path / "c", database=database_file("sqlite:///other.db")):
+            pass
+    with running(tmp_path / "b", database=database_file(url)):
+        pass
+    assert not list(tmp_path.glob("*.running"))
+    for where in (None, "sqlite://", "postgresql+psycopg://h/db", "mysql://h/db", "/a/b"):
+        assert database_file(where) is None
 
 
 def test_signal_handlers_are_put_back(tmp_path: Path) -> None:

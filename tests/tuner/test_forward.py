@@ -30,6 +30,7 @@ from generator.tuner.forward import MOST_VARIANTS, tune_forwards
 from tests.support.fake_gpu import CrashingCompiler, Log
 from tests.support.fake_run import forks
 from tests.support.forward import H200, of_kind
+from tests.support.patience import patience
 
 
 def test_rule_gives_every_shape_a_kernel_without_a_gpu() -> None:
@@ -95,7 +96,7 @@ def test_gpu_processes_start_before_anything_is_compiled_and_none_that_has_nothi
     before: set[tuple[int, ...]] = set()
 
     def compile_where(variant: ForwardVariant, arch: str, folder: Path) -> Compiled:
-        until = time.monotonic() + 10
+        until = time.monotonic() + patience(10)
         while not before and len(gpus) < 2 and time.monotonic() < until:
             time.sleep(0.01)  # they start in threads of their own
         before.add(tuple(sorted(gpus)))

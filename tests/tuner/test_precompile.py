@@ -35,6 +35,7 @@ from generator.tuner.plan import longest_first
 from generator.tuner.run import foreseen, tune
 from tests.support.fake_devices import FACTS, Quiet, make_plan
 from tests.support.fake_gpu import born
+from tests.support.patience import patience
 
 H200 = find_target("h200")
 BACKWARD = fallback_variants(H200)[0]
@@ -47,7 +48,7 @@ def workers() -> set[int]:
 
 
 def await_(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + patience(120)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -178,7 +179,7 @@ def test_no_process_outlives_a_parent_that_is_killed(tmp_path: Path, number: int
         os.killpg(parent.pid, number)
     else:
         parent.send_signal(number)
-    _, said = parent.communicate(timeout=60)
+    _, said = parent.communicate(timeout=patience(60))
     assert said.count("Traceback") == (number == signal.SIGINT), said
     await_(lambda: not any(born(pid) == time for pid, time in started.items()))
 

@@ -20,9 +20,10 @@ Block = Sequence[Sequence[float]]
 
 DRIFT = 0.05
 JITTER_US = 0.8
-"""How far the reference may be above its best median. In the 15,585 trials of generated/h200, on a
-GPU that nobody else used, 99 % were within 1.0 us of the best of their study where it takes less
-than 50 us, and within 3.4 % where it takes more; one trial would have been taken for noise."""
+"""How far the reference may be above its best median. Of the 16,947 trials of generated/h200 with a
+time of their own, on GPUs that nobody else used, 99 % were within 1.06 us of the best of their
+study and GPU where it takes less than 50 us, and within 3.6 % where it takes more. Six would be
+taken for noise by that best; by the best of its run until then none stayed noisy."""
 SPREAD = 0.05
 """How far apart, beside JITTER_US, the quartiles of the ratios of one block may be, relative to
 their median: the median of 15 such ratios is uncertain by about 1 %."""

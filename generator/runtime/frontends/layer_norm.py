@@ -11,23 +11,30 @@ from typing import Any, ClassVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..described import Described
 from ..launch.launch import enqueue, plain_extent
 from ..launch.loaded_kernel import LoadedKernel
 from ..launch.row_layout import dense, power_of_two
 from ..serve.checks import DTYPES, check_arguments
+from ..serve.describe import DescribedServer
 from ..serve.layout import read_layout
 from ..serve.options import Arguments, Options
 from ..serve.server import _alignment
 from ..spec import plan_launch
 from ..table import MAX_ALIGNMENT
-from ..torch_internals import is_capturing, is_plain, modes_active, raw_stream, transforms_active
+from ..torch_internals import (
+    is_capturing,
+    is_plain,
+    modes_active,
+    raw_stream,
+    tangents_active,
+    transforms_active,
+)
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """dx, dgamma and dbeta."""
 
 
-class LayerNormPackage(Described):
+class LayerNormPackage(DescribedServer):
     """One emitted package of LayerNorm's backward. Safe to use from several threads."""
 
     def __init__(self, folder: Path) -> None:
@@ -50,6 +57,7 @@ class LayerNormPackage(Described):
         Tracers (torch.compile among them), modes and transforms of PyTorch get PyTorch's own.
         """
         watched = is_dynamo_compiling() or modes_active() or transforms_active()
+        watched = watched or tangents_active()
         if watched or not all(map(is_plain, (x, weight, bias))):
             return _forward(x, weight, bias, eps)[0]
         return _Node.apply(self, x, weight, bias, eps)

@@ -1,4 +1,4 @@
-"""What a package says about its kernels."""
+"""What a package says about itself: what it was tuned for, and which kernel serves a shape."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from .serve.checks import DTYPES
-from .serve.server import Server
-from .spec import plan_launch
+from ..spec import plan_launch
+from .checks import dtype_name
+from .server import Server
 
 
-class Described(Server):
-    """A package that says where its kernels come from, and which one serves what."""
+class DescribedServer(Server):
+    """A server that explains its choices. Needs no GPU for that."""
 
     @property
     def provenance(self) -> dict[str, Any]:
@@ -87,11 +87,3 @@ class Described(Server):
             facts["tuned_shape"] = choice.tuned.shape
             facts["provenance"] = choice.tuned.provenance
         return facts
-
-
-def dtype_name(dtype: str | torch.dtype) -> str:
-    """bf16, fp16 or fp32. Raises ValueError for any other dtype."""
-    name = DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else dtype
-    if name not in DTYPES.values():
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES.values())}, got {dtype}")
-    return str(name)

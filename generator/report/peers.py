@@ -1,0 +1,91 @@
+"""Other implementations beside ours, as `benchmarks/compare.py` timed them on the same GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+TITLES = {
+    "quack": "QuACK",
+    "quack_tuned": "QuACK tuned",
+    "liger_cutedsl": "Liger CuTe DSL",
+    "liger_triton": "Liger Triton",
+    "inductor": "Inductor",
+    "inductor_max": "Inductor max-autotune",
+    "aten": "ATen",
+}
+"""Of every implementation that benchmarks/peers.py runs."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One implementation: at how many shapes it was timed, and geometric means over those of its
+    time over the floor and over ours."""
+
+    name: str
+    title: str
+    version: str
+    shapes: int
+    over_floor: float
+    over_ours: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One run of the comparison. Shapes whose weight has another dtype than x are left out, because
+    not every implementation serves them."""
+
+    environment: Mapping[str, Any]
+    rows: tuple[Mapping[str, Any], ...]
+
+    @classmethod
+    def load(cls, path: Path) -> Comparison | None:
+        """None where there was no such run."""
+        if not path.exists():
+            return None
+        said = json.loads(path.read_text())
+        rows = [
+            row
+            for row in said["rows"]
+            if row["weight_dtype"] == row["dtype"] and row["ours_us"] is not None
+        ]
+        return cls(said["environment"], tuple(rows))
+
+    @cached_property
+    def ours(self) -> float:
+        """Our time over the floor, geometric mean."""
+        return geometric_mean([row["ours_us"] / row["add_us"] for row in self.rows])
+
+    @cached_property
+    def least(self) -> tuple[float, str]:
+        """Time of the fastest peer over ours where it is smallest, and that shape."""
+        return min(
+            (min(times) / row["ours_us"], f"{row['M']}x{row['N']}:{row['dtype']}")
+            for row in self.rows
+            if (times := [us for name in row["peers"] if (us := peer_us(row, name))])
+        )
+
+    @cached_property
+    def standings(self) -> list[Standing]:
+        """Every peer that was timed, those at all shapes first, then by their time over ours."""
+        found = []
+        for name, version in self.environment["peers"].items():
+            timed = [row for row in self.rows if peer_us(row, name)]
+            if timed:
+                floor = geometric_mean([row["peers"][name]["us"] / row["add_us"] for row in timed])
+                ours = geometric_mean([row["peers"][name]["us"] / row["ours_us"] for row in timed])
+                title = TITLES.get(name, name)
+                short = version.split(",")[0].split()[-1]
+                found.append(Standing(name, title, short, len(timed), floor, ours))
+        return sorted(found, key=lambda standing: (-standing.shapes, standing.over_ours))
+
+
+def peer_us(row: Mapping[str, Any], name: str) -> float | None:
+    """Microseconds of a peer; None where it was not timed."""
+    us = row["peers"].get(name, {}).get("us")
+    return None if us is None else float(us)

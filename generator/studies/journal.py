@@ -1,0 +1,133 @@
+"""The journal of studies: a file of one JSON record a line, each of which seals all before it.
+
+Optuna appends to such a file and replays it. Its records say nothing about themselves, so that one
+doubled line or one flipped bit is another search with another winner. Here the last field of every
+record is a `seal`: the first 16 hex digits of the sha256 over everything in the file before the
+field. Records without one are read as they are, and the next seal covers them: those of another
+program (optuna-dashboard adds notes), and those of before there were seals.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from optuna.storages.journal import JournalFileBackend
+
+from generator.disk import sync
+from generator.errors import NormforgeError
+
+_RECORD_START = b'{"op_code":'
+_DIGITS = 16
+_SEALED = re.compile(rb'(?P<record>.+)(?P<field>,"seal":"(?P<seal>[0-9a-f]{%d})"\}\n)' % _DIGITS)
+
+
+def corrupt(path: Path, reason: str) -> NormforgeError:
+    """What to say about a study file that cannot be believed."""
+    return NormforgeError(
+        f"the study file {path} is corrupt: {reason}; restore it, or move it away to start anew"
+    )
+
+
+class SealedJournal(JournalFileBackend):
+    """Optuna's journal file at `path`, which is created when missing, with seals.
+
+    Its records are checked, and a last one that a kill or a full disk tore is cut off. Raises
+    NormforgeError, and leaves the file as it is, when any other part of it is no journal or is not
+    what was written; OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._digest = hashlib.sha256()
+        self._checked = 0  # bytes
+        self._records = 0
+        if not path.exists():
+            path.touch()
+            sync(path.parent)
+        if self._check():
+            self._cut()
+        super().__init__(str(path))
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        with self._locked():
+            # What other processes have written since; a torn record is of one that is gone.
+            if self._check():
+                os.truncate(self._path, self._checked)
+            before = self._digest.copy()
+            try:
+                content = b"".join(map(self._seal, logs))
+                with self._path.open("ab") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except BaseException:
+                self._digest = before
+                raise
+            self._checked += len(content)
+            self._records += len(logs)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """flock on the journal itself. The kernel drops it with its holder, so kill -9 leaves
+        nothing stale; Optuna's own locks are files that outlive their holder and stall the next run
+        until a grace period ends."""
+        handle = os.open(self._path, os.O_RDWR)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+    def _seal(self, log: dict[str, Any]) -> bytes:
+        """The record as it is written, after everything that `_digest` has seen."""
+        record = json.dumps(log, separators=(",", ":"))[:-1].encode()
+        self._digest.update(record)
+        field = b',"seal":"%s"}\n' % self._digest.hexdigest()[:_DIGITS].encode()
+        self._digest.update(field)
+        return record + field
+
+    def _cut(self) -> None:
+        """Cut off a torn last record, because an append would join it."""
+        with self._locked():
+            if self._check():  # another run may have been in the middle of writing it
+                os.truncate(self._path, self._checked)
+
+    def _check(self) -> bool:
+        """Check the records behind `_checked`, and whether a torn one follows them."""
+        with self._path.open("rb") as file:
+            file.seek(self._checked)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    if line.startswith(_RECORD_START) or _RECORD_START.startswith(line):
+                        return True
+                    raise corrupt(self._path, "its end is no record of an Optuna journal")
+                self._check_record(line, self._records + 1)
+                self._records += 1
+                self._checked += len(line)
+        return False
+
+    def _check_record(self, line: bytes, number: int) -> None:
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise corrupt(self._path, f"line {number} is no JSON") from error
+        if not isinstance(record, dict) or "op_code" not in record:
+            raise corrupt(self._path, f"line {number} is no record of an Optuna journal")
+        sealed = _SEALED.fullmatch(line)
+        if sealed is None:
+            self._digest.update(line)
+            return
+        self._digest.update(sealed["record"])
+        if self._digest.hexdigest()[:_DIGITS].encode() != sealed["seal"]:
+            raise corrupt(
+                self._path, f"line {number} or one before it was changed, doubled or lost"
+            )
+        self._digest.update(sealed["field"])

@@ -1,0 +1,114 @@
+"""What the report shows beside the studies: the peers, and former committed results."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from generator.report.history import history
+from generator.report.peers import TITLES, Comparison
+
+
+def row(N: int, ours: float | None, weight_dtype: str = "bf16", **peers: float | None) -> Any:
+    return {
+        "M": 4096,
+        "N": N,
+        "dtype": "bf16",
+        "weight_dtype": weight_dtype,
+        "add_us": 10.0,
+        "ours_us": ours,
+        "peers": {name: {"us": us} for name, us in peers.items()},
+    }
+
+
+@pytest.fixture
+def comparison(tmp_path: Path) -> Comparison:
+    rows = [
+        row(256, 10.0, aten=30.0, quack=15.0, quack_tuned=12.0),
+        row(512, 20.0, aten=30.0, quack=60.0, quack_tuned=None),
+        row(1024, None, aten=30.0, quack=15.0),
+        row(2048, 20.0, "fp32", aten=5.0, quack=15.0),
+    ]
+    peers = {"aten": "torch 2.11.0", "quack": "quack-kernels 0.6.5, x 4.8", "quack_tuned": "q 0.6"}
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"environment": {"peers": peers}, "rows": rows}))
+    found = Comparison.load(path)
+    assert found is not None
+    return found
+
+
+def test_rows_that_not_everybody_serves_do_not_count(comparison: Comparison) -> None:
+    assert [(r["N"], r["ours_us"]) for r in comparison.rows] == [(256, 10.0), (512, 20.0)]
+    assert comparison.ours == pytest.approx((1.0 * 2.0) ** 0.5)
+
+
+def test_peers_are_set_against_ours_at_the_shapes_they_have(comparison: Comparison) -> None:
+    found = {s.name: (s.shapes, round(s.over_ours, 3)) for s in comparison.standings}
+    assert found == {
+        "aten": (2, round((3.0 * 1.5) ** 0.5, 3)),
+        "quack": (2, round((1.5 * 3.0) ** 0.5, 3)),
+        "quack_tuned": (1, 1.2),
+    }
+    assert [s.name for s in comparison.standings][-1] == "quack_tuned"
+    assert {s.name: s.version for s in comparison.standings}["quack"] == "0.6.5"
+
+
+def test_the_closest_peer_is_found(comparison: Comparison) -> None:
+    assert comparison.least == (1.2, "4096x256:bf16")
+
+
+def test_no_comparison(tmp_path: Path) -> None:
+    assert Comparison.load(tmp_path / "none.json") is None
+
+
+def test_every_peer_of_the_benchmark_has_a_title() -> None:
+    from benchmarks.peers import PEERS
+
+    assert {peer.name: peer.title for peer in PEERS} == TITLES
+
+
+def git(folder: Path, *arguments: str) -> None:
+    command = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(folder), *arguments]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def commit(folder: Path, **ratios: float) -> None:
+    shapes = [
+        {"M": 1, "N": int(n[1:]), "dtype": "bf16", "weight_dtype": "bf16", "ratio": ratio}
+        for n, ratio in ratios.items()
+    ]
+    (folder / "results.json").write_text(json.dumps({"shapes": shapes}, indent=len(ratios)))
+    git(folder, "add", ".")
+    git(folder, "commit", "-m", "x")
+
+
+def test_history_compares_the_shapes_in_common(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    commit(tmp_path, n1=4.0)
+    commit(tmp_path, n1=2.0, n2=8.0)
+    (tmp_path / "other").write_text("")
+    commit(tmp_path, n1=1.0, n2=1.0, n3=5.0)
+    points = history(tmp_path / "results.json")
+    assert [(p.shapes, p.common, p.ratio, p.now) for p in points] == [
+        (1, 1, 4.0, 1.0),
+        (2, 2, 4.0, 1.0),
+        (3, 3, pytest.approx(5 ** (1 / 3)), pytest.approx(5 ** (1 / 3))),
+    ]
+
+
+def test_a_commit_that_changes_no_ratio_is_left_out(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    commit(tmp_path, n1=4.0)
+    path = tmp_path / "results.json"
+    path.write_text(path.read_text() + "\n")
+    git(tmp_path, "commit", "-am", "y")
+    assert len(history(path)) == 1
+
+
+def test_no_history_without_git(tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text('{"shapes": []}')
+    assert history(tmp_path / "results.json") == []

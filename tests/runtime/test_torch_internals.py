@@ -1,0 +1,82 @@
+"""What the runtime asks PyTorch by private names, where a PyTorch lacks them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from generator.paths import REPOSITORY
+
+SCRIPT = """
+import sys
+sys.path.insert(0, "{root}")
+from pathlib import Path
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+
+owner, name = {owner}, "{name}"
+kept = getattr(owner, name)
+delattr(owner, name)  # while the runtime is imported, which is when it looks
+import generator.runtime.torch_internals
+setattr(owner, name, kept)
+from tests.support.entry_points import write_package
+
+package = write_package(Path("{folder}"))
+x, tangent, weight = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)
+
+def theirs(x):
+    return torch.nn.functional.rms_norm(x, (8,), weight, 1e-6)
+
+def mine(x):
+    return package.rms_norm(x, weight, 1e-6)
+
+graph = make_fx(mine)(x).graph
+assert any(package.ops.namespace in str(node.target) for node in graph.nodes), graph
+close = lambda one, two: torch.allclose(one, two, atol=1e-5)
+assert close(torch.func.jvp(mine, (x,), (tangent,))[1], torch.func.jvp(theirs, (x,), (tangent,))[1])
+for enabled in (True, False):
+    with forward_ad.dual_level(), torch.set_grad_enabled(enabled):
+        dual = forward_ad.make_dual(x, tangent)
+        assert close(*(forward_ad.unpack_dual(norm(dual)).tangent for norm in (mine, theirs)))
+        try:
+            package.rmsnorm_backward(dual, x, torch.ones(4, 1), weight)
+        except RuntimeError as error:
+            assert "differentiate rms_norm" in str(error)
+        else:
+            raise AssertionError("a tangent was lost")
+loss = lambda norm: lambda x: norm(x).sin().sum()
+wanted = torch.func.grad(loss(theirs))(x)
+try:
+    found = torch.func.grad(loss(mine))(x)
+except RuntimeError as error:
+    assert "setup_context" in str(error), error
+else:
+    assert close(found, wanted)
+leaf = x.clone().requires_grad_()
+loss(mine)(leaf).backward()
+assert close(leaf.grad, wanted)
+print("done")
+"""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("torch._C", "_len_torch_dispatch_stack"),
+        ("torch._C", "_are_functorch_transforms_active"),
+        ("torch.autograd.forward_ad", "_current_level"),
+    ],
+)
+def test_who_watches_operators_is_found_out_by_the_operators(
+    tmp_path: Path, owner: str, name: str
+) -> None:
+    """Or refused by PyTorch, but never passed over in silence."""
+    script = SCRIPT.format(root=REPOSITORY, folder=tmp_path, owner=owner, name=name)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout.strip().endswith("done"), done.stderr[-3000:]

@@ -1,0 +1,164 @@
+"""Derivatives of all sorts that PyTorch's own norm has: forward mode, torch.func, compiled too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+from generator.runtime.api import Package
+from tests.support.entry_points import randn, write_package
+
+Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+X, TANGENT, WEIGHT = randn(4, 8), randn(4, 8, seed=1), randn(8, seed=2)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return write_package(tmp_path_factory.mktemp("package"))
+
+
+def theirs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return functional.rms_norm(x, (8,), weight, 1e-6)
+
+
+def norms(package: Package) -> dict[str, Norm]:
+    def with_residual(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y, stream = package.rms_norm(x / 2, weight, 1e-6, residual=x / 2)
+        return y + 0 * stream
+
+    return {
+        "function": lambda x, weight: package.rms_norm(x, weight, 1e-6),
+        "residual": with_residual,
+        "operator": lambda x, weight: package.ops.rms_norm(x, weight, 1e-6, 0.0)[0],
+        "operator with residual": lambda x, weight: package.ops.add_rms_norm(
+            x / 2, x / 2, weight, 1e-6, 0.0
+        )[0],
+    }
+
+
+def jvp(norm: Norm, x: torch.Tensor = X) -> Any:
+    return torch.func.jvp(norm, (x, WEIGHT), (TANGENT, WEIGHT))[1]
+
+
+def linearize(norm: Norm, x: torch.Tensor = X) -> Any:
+    return torch.func.linearize(norm, x, WEIGHT)[1](TANGENT, WEIGHT)
+
+
+def loss(norm: Norm) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: norm(x, WEIGHT).sin().sum()
+
+
+def grad(norm: Norm, x: torch.Tensor = X) -> Any:
+    return torch.func.grad(loss(norm))(x)
+
+
+def grad_of_each(norm: Norm, x: torch.Tensor = X) -> Any:
+    return torch.func.vmap(torch.func.grad(loss(norm)))(x.view(2, 2, 8))
+
+
+def hessian(norm: Norm, x: torch.Tensor = X) -> Any:
+    return torch.func.hessian(loss(norm))(x)
+
+
+def forward_over_reverse(norm: Norm, x: torch.Tensor = X) -> Any:
+    return torch.func.jvp(torch.func.grad(loss(norm)), (x,), (TANGENT,))[1]
+
+
+TRANSFORMS = (jvp, linearize, grad, grad_of_each, hessian, forward_over_reverse)
+
+
+@pytest.mark.parametrize(
+    ("transform", "how"),
+    # torch.func.linearize traces by itself, and is not for torch.compile.
+    [(t, how) for t in TRANSFORMS for how in ("eager", "compiled")[: 1 + (t is not linearize)]],
+)
+@pytest.mark.parametrize("which", ["function", "residual", "operator", "operator with residual"])
+def test_transforms_see_through_the_norm(
+    package: Package, which: str, transform: Any, how: str
+) -> None:
+    norm = norms(package)[which]
+    run = lambda x: transform(norm, x)  # noqa: E731
+    if how == "compiled":
+        torch._dynamo.reset()
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    wanted = transform(theirs)
+    assert wanted.norm() > 0
+    assert torch.allclose(run(X), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("wants", ["nothing", "a gradient", "no_grad"])
+@pytest.mark.parametrize("which", ["function", "residual", "operator", "operator with residual"])
+def test_dual_tensors_keep_their_tangent(package: Package, which: str, wants: str) -> None:
+    def tangent(norm: Norm) -> torch.Tensor:
+        x = X.clone().requires_grad_(wants == "a gradient")
+        with forward_ad.dual_level(), torch.set_grad_enabled(wants != "no_grad"):
+            y = norm(forward_ad.make_dual(x, TANGENT), WEIGHT)
+            found = forward_ad.unpack_dual(y).tangent
+        assert found is not None
+        return found
+
+    assert torch.allclose(tangent(norms(package)[which]), tangent(theirs), atol=1e-5)
+
+
+def test_tangent_of_a_gradient(package: Package) -> None:
+    """Forward over reverse, with nodes of the package between the two."""
+
+    def tangent(norm: Norm) -> torch.Tensor:
+        x = X.clone().requires_grad_()
+        y = norm(x, WEIGHT)  # before the level: an ordinary node
+        with forward_ad.dual_level():
+            dy = forward_ad.make_dual(torch.ones_like(y), TANGENT)
+            (dx,) = torch.autograd.grad(y, x, dy)
+            found = forward_ad.unpack_dual(dx).tangent
+        assert found is not None
+        return found
+
+    for norm in norms(package).values():
+        assert torch.allclose(tangent(norm), tangent(theirs), atol=1e-5)
+
+
+def test_backward_alone_has_no_tangent(package: Package) -> None:
+    given = (X, X, torch.ones(4, 1), WEIGHT)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(X, TANGENT)
+        plain = package.rmsnorm_backward(*given)
+        for calls in (
+            lambda: package.rmsnorm_backward(dual, *given[1:]),
+            lambda: package.ops.rms_norm_backward(X, dual, *given[2:], None, None, 0.0, True, True),
+        ):
+            with pytest.raises(RuntimeError, match="differentiate rms_norm"):
+                calls()
+    assert torch.equal(plain[0], package.rmsnorm_backward(*given)[0])
+
+
+def test_function_around_the_backward_under_torch_func(package: Package) -> None:
+    """A Function of a trainer's own: torch.func asks for more than one derivative of what it runs,
+    and gets an error, not zeros."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(x: torch.Tensor, weight: torch.Tensor) -> Any:
+            rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+            return x * rstd * weight, rstd
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*inputs, output[1])
+            ctx.mark_non_differentiable(output[1])
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor, _: Any) -> Any:
+            x, weight, rstd = ctx.saved_tensors
+            return package.rmsnorm_backward(dy, x, rstd, weight)
+
+    def own(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = Own.apply(x, weight)[0]
+        return y
+
+    with pytest.raises(RuntimeError, match="differentiate rms_norm"):
+        grad(own)

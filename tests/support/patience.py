@@ -1,0 +1,12 @@
+"""How long a test waits for what hangs, on a machine that has other work, too."""
+
+from __future__ import annotations
+
+import os
+
+
+def patience(seconds: float) -> float:
+    """A deadline of so many seconds on an idle machine. The load of the last minute stretches it:
+    what merely waits for a core has not failed."""
+    share = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+    return seconds * max(1.0, 2 * share)
