@@ -11,6 +11,7 @@ every process that the tuner starts imports this file again, and a compiler need
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 # The matrices of a search are so small that threads only take cores from the compilers. Read once,
@@ -25,5 +26,13 @@ def main(argv: list[str] | None = None) -> int:
     return run(argv)
 
 
+def _interrupted(number: int, frame: object) -> None:
+    """Ctrl-C where there is nothing to put in order: while modules are imported, or at the end."""
+    cursor = b"\x1b[?25h" if os.isatty(2) else b""  # which a live display hides
+    os.write(2, cursor + b"tune.py: interrupted\n")
+    os._exit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, _interrupted)
     sys.exit(main())

@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from generator.errors import NormforgeError
+from generator.package.fallback_kernels import FALLBACKS
 from generator.paths import REPOSITORY
 from generator.problem import RMSNORM_BACKWARD, SUMS, load_problems
 from generator.search.budget import TRIALS
@@ -110,6 +111,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="N[,N...]",
         help="indices of the GPUs of this machine to measure on, one search on each (default: 0)",
     )
+    found.add_argument(
+        "--fallbacks",
+        choices=FALLBACKS,
+        default="common",
+        help="kernels for shapes that are not tuned: common, for rows of whole 16-byte vectors in "
+        "the dtypes of the run (default); all, hundreds for every dtype and row length; or none. "
+        "Those that the package has already stay",
+    )
     found.add_argument("--seed", type=int, default=0, help="of the search")
     found.add_argument("--json", action="store_true", help="print one JSON document at the end")
     found.add_argument("--version", action="version", version=f"normforge {_version()}")
@@ -118,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; the exit code is 0 when every shape has a winner, 1 when one has none
-    or the run was interrupted, 2 for bad input.
+    or the run was asked to end, 2 for bad input, 130 after Ctrl-C.
 
     PyTorch and Optuna are imported when the arguments are known to be right, so that a typo is told
     at once.

@@ -18,6 +18,10 @@ from generator.tuner.display import Status, document, table
 from generator.tuner.plan import Plan
 from generator.tuner.run import tune
 
+INTERRUPTED = (
+    "tune.py: interrupted; finished trials are kept, and the same command goes on from there"
+)
+
 
 def run(args: argparse.Namespace, problems: list[Problem]) -> int:
     """Do what the parsed command line asks for; returns the exit code. Raises NormforgeError."""
@@ -41,13 +45,16 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
             storage=args.storage,
             seed=args.seed,
             devices=args.devices if workforce else (),
+            fallbacks=args.fallbacks,
         )
-        status = Status(len(problems))
-        outcome = tune(plan, workforce, status)
+        with Status(len(problems)) as status:
+            outcome = tune(plan, workforce, status)
         _tell_noise(workforce)
     except KeyboardInterrupt:
-        print("tune.py: interrupted; finished trials are kept", file=sys.stderr)
-        return 1
+        if isinstance(workforce, DevicePool):
+            workforce.close(0)
+        print(INTERRUPTED, file=sys.stderr)
+        return 130
     finally:
         if workforce is not None:
             with suppress(KeyboardInterrupt):  # its processes end with this one

@@ -161,7 +161,7 @@ def _compile(command: list[str]) -> None:
             text=True,
             check=False,
             timeout=_COMPILE_SECONDS,
-            start_new_session=True,  # Ctrl-C is for the run
+            start_new_session=True,  # a terminal's Ctrl-C is no verdict on a source
         )
     except subprocess.TimeoutExpired as error:
         raise HostError(f"{command[0]} took more than {_COMPILE_SECONDS} s") from error

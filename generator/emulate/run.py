@@ -177,7 +177,7 @@ def _converse(program: Path, request: bytes, deadline: float) -> tuple[bytes, st
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the run, which ends after the trial under way
+            start_new_session=True,  # a terminal's Ctrl-C is no verdict on a kernel
         )
     except OSError as error:
         raise HostError(f"cannot run {program} ({error.strerror})") from error
@@ -188,6 +188,9 @@ def _converse(program: Path, request: bytes, deadline: float) -> tuple[bytes, st
             process.kill()
             output, _ = process.communicate()
             return output, f"no end within {deadline:g} s: a thread runs without ever waiting"
+        except BaseException:
+            process.kill()  # it is in a session of its own
+            raise
     said = errors.decode(errors="replace").strip()
     if process.returncode in _ENDED_FROM_OUTSIDE or "bad_alloc" in said:
         raise HostError(

@@ -47,6 +47,7 @@ class CompilePool(Generic[V]):
         self._compile, self._method = compile, method
         self._pool = self._start(self.processes)
         self._replacing = Lock()
+        self._closed = False
 
     def _start(self, processes: int) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(processes, get_context(self._method), _begin)
@@ -79,6 +80,8 @@ class CompilePool(Generic[V]):
 
     def _alone(self, variant: V, timeout: float) -> Compiled:
         for _ in range(LIVES):
+            if self._closed:
+                return self._failed(variant, "the run was ended")
             pool = self._start(1)
             try:
                 return self._submit(pool, variant).result(timeout)
@@ -101,6 +104,7 @@ class CompilePool(Generic[V]):
 
     def close(self) -> None:
         """Ends the processes, whatever they are doing: entries of the cache appear whole."""
+        self._closed = True
         end_pool(self._pool)
 
     def __enter__(self) -> CompilePool[V]:

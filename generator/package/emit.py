@@ -15,7 +15,7 @@ from generator.package.atomic_folder import check_writable, locked, replaced
 from generator.package.entries import PROVENANCE_KEYS, Emission, Entry, EntryOf, Forwards
 from generator.package.files import KernelFiles, write_package
 from generator.problem import RMSNORM_BACKWARD, Problem
-from generator.runtime.table import ForwardTable, Table, TableOf, TunedOf
+from generator.runtime.table import ForwardTable, KernelOf, Table, TableOf, TunedOf
 from generator.target import Target
 
 
@@ -32,11 +32,16 @@ def emit_package(
     target: Target,
     package: Path,
     forwards: Forwards | None = None,
+    *,
+    keep_fallbacks: bool = False,
 ) -> Emission:
     """Write or extend the package at `package`.
 
     Problems that the package has and `entries` has not are kept with their kernels; a predicted
-    entry never replaces a measured one. The fallback kernels are always replaced by `fallback`.
+    entry never replaces a measured one, and one that says what the package says already leaves that
+    as it is, with its date.
+    The fallback kernels are those of `fallback`. keep_fallbacks: and those of the package that take
+    other rows.
     forwards: the forward kernels, under the same rules; None keeps those that the package has.
     Raises NormforgeError, leaving the package as it was, for an entry that must not be emitted, a
     package of another GPU, a damaged package and a folder that cannot be written.
@@ -54,9 +59,9 @@ def emit_package(
         old, old_forward = _read(package, target), read_forward_table(package)
         files = KernelFiles(package, target.sms)
         merged = _merge(entries, old, files, "kernel")
-        stored = tuple(files.add(*made, tuned=False) for made in fallback)
-        table = Table(_facts(target), merged.tuned, stored)
-        forward_table = _forward_table(forwards, old_forward, files, target)
+        kept = old.fallback if old and keep_fallbacks else ()
+        table = Table(_facts(target), merged.tuned, _fallbacks(fallback, kept, files))
+        forward_table = _forward_table(forwards, old_forward, files, target, keep_fallbacks)
         with replaced(package) as fresh:
             write_package(fresh, files, table, forward_table)
     return Emission(package, merged.written, merged.refused, merged.kept)
@@ -84,7 +89,7 @@ def _merge(
         if existing and (existing.evidence, entry.evidence) == ("measured", "predicted"):
             refused.append(problem)
             continue
-        tuned[problem] = TunedOf(
+        fresh = TunedOf(
             M=problem.M,
             N=problem.N,
             dtype=problem.dtype,
@@ -93,6 +98,9 @@ def _merge(
             kernel=files.add(entry.variant, entry.compiled, tuned=True),
             provenance=entry.provenance,
         )
+        if existing and _same(existing, fresh):
+            fresh = replace(fresh, provenance=existing.provenance)
+        tuned[problem] = fresh
     written = tuple(tuned)
     for problem, existing in known.items():
         if problem not in tuned:
@@ -100,6 +108,20 @@ def _merge(
             tuned[problem] = replace(existing, kernel=kernel)
     kept = tuple(p for p in known if p not in written and p not in refused)
     return _Merged(tuple(tuned[p] for p in sorted(tuned)), written, tuple(refused), kept)
+
+
+def _same(old: TunedOf[Any], new: TunedOf[Any]) -> bool:
+    """Whether two entries of a shape say the same: the same kernel, evidence and times. How many
+    trials it took, when and on which machine is then what the old one says."""
+
+    def said(entry: TunedOf[Any]) -> tuple[object, ...]:
+        facts = entry.provenance
+        return (
+            *(entry.evidence, entry.kernel.digest, entry.kernel.config, entry.kernel.spec),
+            *(facts.get(key) for key in ("us", "floor_us", "code", "checks", "verified", "nvrtc")),
+        )
+
+    return said(old) == said(new)
 
 
 def _check(entry: Entry, target: Target) -> None:
@@ -165,15 +187,36 @@ def read_forward_table(package: Path) -> ForwardTable | None:
 
 
 def _forward_table(
-    forwards: Forwards | None, old: ForwardTable | None, files: KernelFiles, target: Target
+    forwards: Forwards | None,
+    old: ForwardTable | None,
+    files: KernelFiles,
+    target: Target,
+    keep_fallbacks: bool,
 ) -> ForwardTable | None:
     """The forward table of the new package, whose kernels join `files`; None without one."""
     if old is None and forwards is None:
         return None
     merged = _merge(forwards.tuned if forwards else (), old, files, "forward")
-    if forwards is not None:
-        fallback = tuple(files.add(*made, tuned=False) for made in forwards.fallback)
-    else:
-        kept = old.fallback if old else ()
-        fallback = tuple(files.keep(k, f"forward {k.file}", tuned=False) for k in kept)
+    kept = old.fallback if old and (keep_fallbacks or forwards is None) else ()
+    fallback = _fallbacks(forwards.fallback if forwards else (), kept, files)
     return ForwardTable(_facts(target), merged.tuned, fallback)
+
+
+def _fallbacks(
+    new: Sequence[tuple[Any, Compiled]], kept: Sequence[KernelOf[Any]], files: KernelFiles
+) -> tuple[KernelOf[Any], ...]:
+    """The fallback kernels of a new package: those of `kept`, each in its place unless a new one
+    takes the same rows, and the other new ones behind them."""
+
+    def rows(spec: Any) -> tuple[object, ...]:
+        return (spec.N, spec.vector_bytes, spec.dtype, spec.weight_dtype)
+
+    made = [files.add(*one, tuned=False) for one in new]
+    fresh = {rows(kernel.spec): kernel for kernel in made}
+    found = [
+        fresh.pop(rows(old.spec))
+        if rows(old.spec) in fresh
+        else files.keep(old, f"kernel {old.file}", tuned=False)
+        for old in kept
+    ]
+    return (*found, *fresh.values())

@@ -30,6 +30,11 @@ DTYPES = tuple((dtype, weight) for dtype in ITEMSIZE for weight in dict.fromkeys
 """Every pair of x's and the weight's dtype that the kernels know."""
 
 LAYOUTS_FILE = SEARCH_SPACES / "fallback_kernels.yaml"
+FALLBACKS = ("none", "common", "all")
+"""Which fallback kernels a run makes. common: for the dtypes of its shapes, rows of whole 16-byte
+vectors, which every width of a model is (a multiple of 8 elements). all: every dtype and vector,
+hundreds of kernels, most of them for odd widths and unaligned rows."""
+COMMON_VECTOR_BYTES = 16
 MANY_ROWS = 1 << 20
 """Rows that fill any grid: the rules see a fallback variant at its most demanding."""
 
@@ -160,18 +165,37 @@ def first_choices(variants: Iterable[Variant]) -> list[Variant]:
     return list(found.values())
 
 
+def wanted_fallbacks(which: str, target: Target, problems: Iterable[Problem]) -> list[Variant]:
+    """The variants for `compile_fallbacks` of one of FALLBACKS and the problems of a run."""
+    pairs = wanted_dtypes(which, problems)
+    variants = fallback_variants(target, pairs)
+    if which == "common":
+        return [v for v in variants if v["vector_bytes"] == COMMON_VECTOR_BYTES]
+    return variants
+
+
+def wanted_dtypes(which: str, problems: Iterable[Problem]) -> list[tuple[str, str]]:
+    """The pairs of x's and the weight's dtype that one of FALLBACKS has kernels for."""
+    if which == "none":
+        return []
+    own = {(problem.dtype, problem.weight_dtype) for problem in problems}
+    return [pair for pair in DTYPES if which == "all" or pair in own]
+
+
 def compile_fallbacks(
     target: Target,
     compile: Callable[[list[Variant]], Iterable[Compiled]],
-    dtypes: Sequence[tuple[str, str]] = DTYPES,
+    variants: Sequence[Variant] | None = None,
 ) -> list[tuple[Variant, Compiled]]:
     """The fallback kernels of a package: of several variants that take the same rows the first that
     may run on the target, and where none may, the next longer one takes their rows as well.
 
+    variants: those to choose from, default `fallback_variants(target)`.
+
     compile: gives the results of variants, in their order. It is asked for first choices, and then
     for those that take the place of what may not run.
     """
-    variants = fallback_variants(target, dtypes)
+    variants = fallback_variants(target) if variants is None else variants
     found: dict[tuple[object, ...], tuple[Variant, Compiled]] = {}
 
     def ask(asked: list[Variant]) -> None:
@@ -179,7 +203,7 @@ def compile_fallbacks(
             if refuse_fallback(variant, compiled, target) is None:
                 found[same_rows(variant)] = (variant, compiled)
 
-    waiting = variants
+    waiting = list(variants)
     while waiting:
         asked = first_choices(waiting)
         ask(asked)

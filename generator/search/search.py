@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -50,6 +50,7 @@ def search_problem(
     budget: Budget,
     *,
     incumbent: Winner | None = None,
+    known_winners: Sequence[Winner] = (),
     seed: int = 0,
     machine: Mapping[str, Any] | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -58,7 +59,8 @@ def search_problem(
 
     legal: the configs to choose from, of one space for one problem and target. incumbent: the
     winner in use so far; by default the latest in the storage for the same problem, target and
-    evidence. machine: facts to store with the finals, about the machine that holds them.
+    evidence. known_winners: those of packages, for what the storage has none of. machine: facts to
+    store with the finals, about the machine that holds them.
     Stored trials count whose configs still give the machine code that was measured, and whose
     floor is the problem's. A study that has used up its budget and held its finals answers with the
     winner it has, and nothing is measured. Raises NormforgeError when no config is legal for the
@@ -79,7 +81,7 @@ def search_problem(
         if not plain_floor(legal.problem, evaluator.evidence, record.result)
     }
     log.mark_outdated([trial.number for trial in trials if trial.number not in known])
-    winners = stored_winners(storage) + ([incumbent] if incumbent else [])
+    winners = [*known_winners, *stored_winners(storage), *([incumbent] if incumbent else [])]
     search = _Search(
         legal=legal,
         pool=pool,

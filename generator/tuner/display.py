@@ -1,57 +1,104 @@
-"""What a run shows: a status line that rewrites itself, a table at the end, or JSON."""
+"""What a run shows: its progress while it goes on, a table at the end, or JSON."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from io import StringIO
+from types import TracebackType
 from typing import Any, TextIO
 
+from rich.box import Box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
 from generator.problem import Problem
-from generator.search.budget import Progress
+from generator.search.budget import Progress as Trial
 from generator.studies.records import FLOOR, PLAIN_FLOOR, Winner
 from generator.tuner.plan import Plan
 from generator.tuner.run import Outcome
 
+_PLAIN_SECONDS = 10.0
+"""How often a phase says how far it is where nothing can be rewritten."""
+_REFRESHES = 4
+"""A second. More would take time from the search, which is in the same process."""
+
 
 class Status:
-    """Live progress on stderr: rewritten in place on a terminal, a line per problem elsewhere."""
+    """Live progress on stderr: bars on a terminal; elsewhere a line for every problem, for every
+    phase that ends, and for every ten seconds of one."""
 
     def __init__(self, problems: int, stream: TextIO | None = None) -> None:
         self.problems = problems
-        self.stream = stream or sys.stderr
-        self.live = self.stream.isatty()
-        self.started = time.monotonic()
-        self._last = 0.0
-        self._width = 0
+        self.console = Console(file=stream or sys.stderr, highlight=False, markup=False)
+        self.live = self.console.is_terminal and not self.console.is_dumb_terminal
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[note]}"),
+            console=self.console,
+            refresh_per_second=_REFRESHES,
+            transient=True,
+            disable=not self.live,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._since: dict[str, float] = {}  # when each phase began
+        self._said: dict[str, float] = {}  # when it was last said how far it is
         self._done = 0
         self._shares: dict[int, float] = {}  # of the problems under way
         self._waited: set[Problem] = set()
 
-    def progress(self, index: int, event: Progress) -> None:
+    def __enter__(self) -> Status:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def phase(self, name: str, done: int, total: int) -> None:
         now = time.monotonic()
+        since = self._since.setdefault(name, now)
+        said = self._said.setdefault(name, now)
+        ended = done >= total
+        if self.live:
+            if ended:
+                self._end(name)
+            else:
+                self._show(name, done, total, f"{done}/{total} | {_left(now - since, done, total)}")
+        elif not ended and now - said >= _PLAIN_SECONDS:
+            self._said[name] = now
+            self.say(f"{name}: {done}/{total} | {_left(now - since, done, total)}")
+        if ended:
+            if total:
+                self.say(f"{name}: {done}/{total} in {_duration(now - since)}")
+            self._since.pop(name)
+            self._said.pop(name)
+
+    def progress(self, index: int, event: Trial) -> None:
         self._shares[index] = event.done / event.total if event.total else 0.0
-        if not self.live or now - self._last < 0.1:
-            return
-        self._last = now
-        failed = ", ".join(
-            f"{count} {outcome}"
-            for outcome, count in sorted(event.counts.items())
-            if outcome != "ok"
-        )
-        best = f"best {event.best_us:.2f} us" if event.best_us else "no time yet"
-        text = (
-            f"{self._place()} {event.problem} {event.phase} "
-            f"{event.done}/{event.total or '?'} {best} | {self._left()}"
-            + (f" | {failed}" if failed else "")
-        )
-        self._write(text[:160])
+        self._searching()
+        if self.live:
+            best = f"best {event.best_us:.2f} us" if event.best_us else "no time yet"
+            failed = sum(count for outcome, count in event.counts.items() if outcome != "ok")
+            note = f"{event.done}/{event.total or '?'} {event.phase}, {best}"
+            note += f", {failed} out" if failed else ""
+            self._show(f"  {event.problem}", event.done, event.total, note)
 
     def winner(self, index: int, problem: Problem, winner: Winner | None) -> None:
-        place = self._place()
         self._done += 1
         self._shares.pop(index, None)
-        self._say(f"{place} {describe(problem, winner)} | {self._left()}")
+        self._end(f"  {problem}")
+        self._searching()
+        place = f"[{self._done}/{self.problems}]"
+        left = "" if self.live else f" | {self._search_left()}"
+        self.say(f"{place} {describe(problem, winner)}{left}")
 
     def waiting(self, holders: Mapping[Problem, str]) -> None:
         """Said once for every problem that others have."""
@@ -59,35 +106,42 @@ class Status:
         self._waited = set(holders)
         if new:
             who = "; ".join(f"{problem} ({holders[problem]})" for problem in sorted(new))
-            self._say(f"{len(holders)} shapes left, which others search: waiting for {who}")
+            self.say(f"{len(holders)} shapes left, which others search: waiting for {who}")
 
-    def _place(self) -> str:
-        """The number of the next problem to be concluded."""
-        at_once = f", {len(self._shares)} at once" if len(self._shares) > 1 else ""
-        return f"[{min(self._done + 1, self.problems)}/{self.problems}{at_once}]"
+    def say(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True)
 
-    def _left(self) -> str:
-        done = self._done + sum(self._shares.values())
-        elapsed = time.monotonic() - self.started
-        if done <= 0:
-            return "time left unknown"
-        left = elapsed * (self.problems - done) / done
-        minutes, seconds = divmod(round(left), 60)
-        return f"{minutes} min {seconds:02} s left" if minutes else f"{seconds} s left"
+    def _searching(self) -> None:
+        """The bar of the search as a whole."""
+        self._since.setdefault("searching", time.monotonic())
+        if self._done >= self.problems:
+            self._end("searching")
+        else:
+            share = self._done + sum(self._shares.values())
+            note = f"{self._done}/{self.problems} shapes | {self._search_left()}"
+            self._show("searching", share, self.problems, note)
 
-    def _say(self, line: str) -> None:
-        self._clear()
-        print(line, file=self.stream, flush=True)
+    def _search_left(self) -> str:
+        elapsed = time.monotonic() - self._since["searching"]
+        return _left(elapsed, self._done + sum(self._shares.values()), self.problems)
 
-    def _write(self, text: str) -> None:
-        self.stream.write("\r" + text.ljust(self._width))
-        self.stream.flush()
-        self._width = len(text)
+    def _show(self, name: str, done: float, total: int | None, note: str) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=total, note=note)
+        self._bars.update(self._tasks[name], completed=done, total=total, note=note)
 
-    def _clear(self) -> None:
-        if self.live and self._width:
-            self.stream.write("\r" + " " * self._width + "\r")
-            self._width = 0
+    def _end(self, name: str) -> None:
+        if name in self._tasks:
+            self._bars.remove_task(self._tasks.pop(name))
+
+
+def _left(elapsed: float, done: float, total: int) -> str:
+    return f"{_duration(elapsed * (total - done) / done)} left" if done > 0 else "time left unknown"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
 def describe(problem: Problem, winner: Winner | None) -> str:
@@ -100,36 +154,47 @@ def describe(problem: Problem, winner: Winner | None) -> str:
     )
 
 
+_RULED = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+"""Nothing but a rule under the heading, which any terminal and any file can show."""
+
+
 def table(winners: Sequence[tuple[Problem, Winner | None]]) -> str:
-    """The final table. `overhead`: that of determinism, see Winner.overhead_of_determinism."""
-    rows = [
-        ("shape", "winner", "us", "x floor", "fastest non-deterministic", "overhead", "evidence")
-    ]
+    """The final table, of at most 80 columns for shapes without options. The winner is said in
+    short: strategy, pipeline with its stages, threads for a row x rows of a CTA. `overhead`: that
+    of determinism, see Winner.overhead_of_determinism."""
+    shown = Table(box=_RULED, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    shown.add_column("shape", no_wrap=True)
+    shown.add_column("winner", no_wrap=True)
+    for name in ("us", "x floor", "overhead"):
+        shown.add_column(name, no_wrap=True, justify="right")
+    shown.add_column("evidence", no_wrap=True)
     for problem, winner in winners:
         if winner is None:
-            rows.append((str(problem), "none", "-", "-", "-", "-", "-"))
+            shown.add_row(str(problem), "none", "-", "-", "-", "-")
             continue
-        fastest, overhead = winner.fastest_nondeterministic, winner.overhead_of_determinism
-        rows.append(
-            (
-                str(problem),
-                winner.variant,
-                f"{winner.result.us:.2f}",
-                f"{winner.result.ratio:.3f}{'' if winner.floor == FLOOR else '*'}",
-                f"{fastest.variant} {fastest.us:.2f}" if fastest else "-",
-                f"{overhead:.3f}" if overhead else "-",
-                f"{winner.evidence}, {winner.result.determinism}",
-            )
+        overhead = winner.overhead_of_determinism
+        usual = winner.evidence == "predicted" or winner.result.determinism == "verified"
+        shown.add_row(
+            str(problem),
+            _in_short(winner),
+            f"{winner.result.us:.2f}",
+            f"{winner.result.ratio:.3f}{'' if winner.floor == FLOOR else '*'}",
+            f"{overhead:.3f}" if overhead else "-",
+            winner.evidence if usual else f"{winner.evidence}, {winner.result.determinism}",
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
+    console = Console(file=StringIO(), width=1000, color_system=None, markup=False)
+    console.print(shown)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     if any(winner and winner.floor != FLOOR for _, winner in winners):
         lines.append(f"* to {PLAIN_FLOOR}")
     return "\n".join(lines)
+
+
+def _in_short(winner: Winner) -> str:
+    knobs = winner.config
+    stages = "" if knobs["pipeline"] == "direct" else knobs["stages"]
+    layout = f"{knobs['threads_per_row']}x{knobs['rows_per_cta']}"
+    return f"{knobs['strategy']} {knobs['pipeline']}{stages} {layout}"
 
 
 def document(plan: Plan, outcome: Outcome, evidence: str, seconds: float) -> dict[str, Any]:

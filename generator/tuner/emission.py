@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from optuna.storages import BaseStorage
 
 from generator.kernels.compile_pool import CompilePool
+from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled, nvrtc_version
 from generator.kernels.precompile import cached
 from generator.kernels.variant import Variant, make_variant
 from generator.package.emit import emit_package, read_forward_table
 from generator.package.entries import Emission, Entry
-from generator.package.fallback_kernels import compile_fallbacks
+from generator.package.fallback_kernels import (
+    COMMON_VECTOR_BYTES,
+    compile_fallbacks,
+    wanted_dtypes,
+    wanted_fallbacks,
+)
+from generator.space.forward_space import generic_forwards
 from generator.studies.records import Winner
 from generator.studies.study_log import StudyLog
 from generator.tuner.forward import tune_forwards
 from generator.tuner.plan import Plan
+from generator.tuner.task_runner import Watcher
 
 
 def _processes() -> int:
@@ -29,36 +38,67 @@ def _processes() -> int:
     return cores if cores <= 2 else cores - 1
 
 
+def generic_forwards_of(plan: Plan) -> list[ForwardVariant]:
+    """The forward kernels for any rows that the package of a plan is to have."""
+    pairs = wanted_dtypes(plan.fallbacks, plan.problems)
+    found = generic_forwards(tuple(pairs))
+    if plan.fallbacks == "common":
+        return [v for v in found if v.vector_bytes == COMMON_VECTOR_BYTES]
+    return found
+
+
 def emit(
-    plan: Plan, winners: Sequence[Winner], storage: BaseStorage, pool: CompilePool[Variant]
+    plan: Plan,
+    winners: Sequence[Winner],
+    storage: BaseStorage,
+    pool: CompilePool[Variant],
+    watcher: Watcher,
 ) -> Emission:
-    """Write the package with these winners, and what else a package of the operation has."""
-    target, operation = plan.target, plan.operation
+    """Write the package with these winners, and the other kernels of the operation's packages.
+    Fallback kernels that the package has already for other rows stay, unless the plan makes all."""
+    target = plan.target
+    watcher.phase("winners", 0, len(winners))
     chosen = [make_variant(winner.config, winner.problem) for winner in winners]
+    made = _compile(chosen, pool, partial(watcher.phase, "winners"))
     entries = [
         Entry(winner.problem, variant, compiled, winner.evidence, provenance(winner, storage))
-        for winner, variant, compiled in zip(winners, chosen, _compile(chosen, pool), strict=True)
+        for winner, variant, compiled in zip(winners, chosen, made, strict=True)
     ]
-    fallbacks: list[tuple[Variant, Compiled]] = []
-    if operation.fallbacks:
-        fallbacks = compile_fallbacks(target, lambda variants: _compile(variants, pool))
+    fallbacks = compile_fallbacks(
+        target,
+        lambda variants: _compile(variants, pool, partial(watcher.phase, "fallback kernels")),
+        wanted_fallbacks(plan.fallback_kernels, target, plan.problems),
+    )
     forwards = None
-    if operation.forward:
+    if plan.operation.forward:
         forwards = tune_forwards(
             [winner.problem for winner in winners],
             target,
             plan.devices,
             known=read_forward_table(plan.package),
             processes=_processes(),
-            say=lambda line: print(line, file=sys.stderr),
+            say=watcher.say,
+            generic=generic_forwards_of(plan),
+            tell=partial(watcher.phase, "forward kernels"),
         )
-    return emit_package(entries, fallbacks, target, plan.package, forwards)
+    watcher.phase("writing", 0, 1)
+    keep = plan.fallbacks != "all"
+    emission = emit_package(entries, fallbacks, target, plan.package, forwards, keep_fallbacks=keep)
+    watcher.phase("writing", 1, 1)
+    return emission
 
 
-def _compile(variants: Sequence[Variant], pool: CompilePool[Variant]) -> list[Compiled]:
-    """All of them. No process starts for what the cache has, which after a search is nearly all."""
+def _compile(
+    variants: Sequence[Variant], pool: CompilePool[Variant], tell: Callable[[int, int], None]
+) -> list[Compiled]:
+    """All of them. No process starts for what the cache has, which after a search is nearly all.
+    tell: is told how many are done, and of how many."""
     jobs = [(v, cached(v, pool.arch, pool.cache_folder) or pool.submit(v)) for v in variants]
-    return [job if isinstance(job, Compiled) else pool.result(v, job) for v, job in jobs]
+    found = []
+    for variant, job in jobs:
+        found.append(job if isinstance(job, Compiled) else pool.result(variant, job))
+        tell(len(found), len(jobs))
+    return found
 
 
 def provenance(winner: Winner, storage: BaseStorage) -> dict[str, Any]:

@@ -68,10 +68,12 @@ def _shapes(problems: Sequence[Problem]) -> list[Problem]:
     return list(dict.fromkeys(Problem(p.M, p.N, p.dtype, p.weight_dtype) for p in problems))
 
 
-def forwards_to_compile(shapes: Sequence[Problem], target: Target) -> list[ForwardVariant]:
+def forwards_to_compile(
+    shapes: Sequence[Problem], target: Target, generic: Sequence[ForwardVariant]
+) -> list[ForwardVariant]:
     """All that `tune_forwards` compiles to measure these shapes, in the order in which it needs
     them: each source once."""
-    found = generic_forwards(DTYPES)
+    found = list(generic)
     for shape in shapes:
         found += _candidates(shape, target)
     return list({variant.id: variant for variant in found}.values())
@@ -99,6 +101,8 @@ def tune_forwards(
     known: ForwardTable | None = None,
     processes: int = 1,
     say: Callable[[str], None] = lambda line: None,
+    generic: Sequence[ForwardVariant] | None = None,
+    tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Forwards:
     """The forwards for these shapes (M, N and dtypes count) and for any other.
 
@@ -107,10 +111,13 @@ def tune_forwards(
     known: a table whose choices are kept as they are while the sources are the same; predicted ones
     are measured where they can be.
     processes: compilers at a time. After Ctrl-C the shapes that are left are chosen by the rule.
+    generic: the forwards for any other shape, default all of them.
+    tell: is told how many kernels and shapes are done, and of how many.
     A shape of which no kernel compiles or passes its checks is left to the fallback kernels, with a
     line that says so.
     """
     waiting = unsettled(problems, target, devices, known)
+    generic = generic_forwards(DTYPES) if generic is None else generic
     with ExitStack() as stack:
         # Their processes take seconds to start, in which the kernels are compiled.
         busy = devices[: len(waiting)]
@@ -121,12 +128,20 @@ def tune_forwards(
         pool = stack.enter_context(CompilePool(target.arch, processes, compile=compile_forward))
         compiler = stack.enter_context(closing(_Compiler(pool, target, say)))
         if gpus:
-            compiler.start(forwards_to_compile(waiting, target))
-        fallback = compiler.usable(generic_forwards(DTYPES))
-        chooser = _Chooser(waiting, target, compiler, say)
+            compiler.start(forwards_to_compile(waiting, target, generic))
+        steps = len(generic) + len(waiting)
+        tell(0, steps)
+        compiler.start(generic)
+        fallback = []
+        for done, variant in enumerate(generic, 1):
+            fallback += compiler.usable([variant])
+            tell(done, steps)
+        chooser = _Chooser(
+            waiting, target, compiler, say, lambda done: tell(len(generic) + done, steps)
+        )
         try:
-            for done in [lanes.submit(chooser.measure, gpu) for gpu in gpus]:
-                done.result()
+            for measured in [lanes.submit(chooser.measure, gpu) for gpu in gpus]:
+                measured.result()
         except KeyboardInterrupt:
             chooser.interrupt()
             lanes.shutdown()
@@ -145,7 +160,9 @@ class _Chooser:
         target: Target,
         compiler: _Compiler,
         say: Callable[[str], None],
+        tell: Callable[[int], None],
     ) -> None:
+        self._tell, self._done = tell, 0
         self.waiting, self.left = deque(waiting), list[Problem]()
         self.target, self.compiler, self._say = target, compiler, say
         self.found: dict[Problem, ForwardEntry] = {}
@@ -186,6 +203,11 @@ class _Chooser:
         self._keep(problem, partial(_first, problem, self.target, self.compiler, reason))
 
     def _keep(self, problem: Problem, choose: Callable[[], ForwardEntry]) -> None:
+        self._choose(problem, choose)
+        self._done += 1
+        self._tell(self._done)
+
+    def _choose(self, problem: Problem, choose: Callable[[], ForwardEntry]) -> None:
         try:
             entry = self.found[problem] = choose()
         except HostError:
@@ -240,8 +262,8 @@ class _Compiler:
         return self._emulated[variant]
 
     def close(self) -> None:
-        """Waits for what is being compiled, and drops what waits."""
-        self._threads.shutdown(cancel_futures=True)
+        """Drops what waits. What is being compiled ends with the pool."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _first(problem: Problem, target: Target, compiler: _Compiler, reason: str) -> ForwardEntry:

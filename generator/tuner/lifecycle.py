@@ -26,6 +26,8 @@ LOCK_NAME = ".running"
 SAME_SIGNAL_SECONDS = 1.0
 """Signals that come this soon after the first are the same request: `timeout` signals a process
 and then its group, to which it belongs."""
+INTERRUPT_SECONDS = 0.7
+"""What the trial under way has left after Ctrl-C, which a person waits for."""
 GRACE_SECONDS = 2.0
 """How long a run waits for the folder: one that was just killed may have it for a moment."""
 _STORAGE_ERRORS = {
@@ -46,18 +48,30 @@ class Stop:
     def __init__(self) -> None:
         self.signal: int | None = None
 
+    @property
+    def at_once(self) -> bool:
+        """Whether a person waits for the end: then nothing more is written."""
+        return self.signal == signal.SIGINT
+
     def check(self) -> None:
         """Raise KeyboardInterrupt when the run is to end; called where a trial has been stored."""
         if self.signal is not None:
+            self.no_alarm()
             raise KeyboardInterrupt
+
+    def no_alarm(self) -> None:
+        """The end has begun: nothing interrupts it."""
+        if self.at_once and threading.current_thread() is threading.main_thread():
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @contextmanager
 def running(out: Path, shared: bool = False, database: Path | None = None) -> Iterator[Stop]:
     """A run that writes to the folder `out`, which is created, and to the file `database`.
 
-    The first SIGINT or SIGTERM is only noted, for Stop.check to act upon when the trial under way
-    is stored; another one, a second later or more, ends the process at once, as kill -9 would:
+    The first SIGINT or SIGTERM is noted, for Stop.check to act upon when the trial under way is
+    stored. After a SIGINT, KeyboardInterrupt is raised wherever the run is when INTERRUPT_SECONDS
+    have passed. Another signal, a second later or more, ends the process at once, as kill -9 would:
     nothing finished is lost.
     shared: several such runs may have the folder (those whose studies are in a database), but never
     together with one that is not shared. Raises NormforgeError when another run has the folder or
@@ -88,6 +102,9 @@ def running(out: Path, shared: bool = False, database: Path | None = None) -> It
 def _signals(stop: Stop) -> Iterator[None]:
     since = 0.0
 
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal since
         now = time.monotonic()
@@ -96,17 +113,21 @@ def _signals(stop: Stop) -> Iterator[None]:
                 os._exit(128 + number)  # workers end with their parent
             return
         since, stop.signal = now, number  # the next signal may come between two lines
-        name = signal.Signals(number).name
-        said = f"\n{name}: ending after the trial under way; one more in a second ends at once\n"
+        if stop.at_once:
+            signal.setitimer(signal.ITIMER_REAL, INTERRUPT_SECONDS)
+            return
+        said = "\nSIGTERM: ending after the trial under way; one more in a second ends at once\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, said.encode())
 
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may install handlers, and only it is interrupted
         return
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before[signal.SIGALRM] = signal.signal(signal.SIGALRM, interrupt)
     try:
         yield
     finally:
+        stop.no_alarm()
         for number, handler in before.items():
             signal.signal(number, handler)
 

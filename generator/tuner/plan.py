@@ -30,7 +30,8 @@ _SECONDS_PER_GIGABYTE = 8.4
 class Plan:
     """What to do. trials: of each problem; seconds: of search in the whole run, in equal shares for
     the problems, None for no limit; storage: a database URL or None for the journal in `out`;
-    devices: indices of the GPUs of this machine that measure, none to predict."""
+    devices: indices of the GPUs of this machine that measure, none to predict; fallbacks: one of
+    `generator.package.fallback_kernels.FALLBACKS`."""
 
     target: Target
     problems: tuple[Problem, ...]
@@ -41,6 +42,7 @@ class Plan:
     storage: str | None = None
     seed: int = 0
     devices: tuple[int, ...] = ()
+    fallbacks: str = "common"
 
     @property
     def evidence(self) -> str:
@@ -54,8 +56,13 @@ class Plan:
 
     @property
     def package(self) -> Path:
-        """Where the winners go."""
+        """The package that the run writes or extends."""
         return self.out / self.operation.name
+
+    @property
+    def fallback_kernels(self) -> str:
+        """`fallbacks`, or none where the operation has none."""
+        return self.fallbacks if self.operation.fallbacks else "none"
 
     @property
     def lanes(self) -> int:

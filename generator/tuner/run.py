@@ -15,13 +15,13 @@ from generator.kernels.precompile import precompiling
 from generator.kernels.variant import Variant
 from generator.package.emit import check_package, read_forward_table
 from generator.package.entries import Emission
-from generator.package.fallback_kernels import fallback_variants, first_choices
+from generator.package.fallback_kernels import first_choices, wanted_fallbacks
 from generator.problem import Problem
 from generator.studies.records import Winner
 from generator.studies.storage import database_file, open_storage
 from generator.studies.work_queue import open_queue
 from generator.tuner.device_pool import DevicePool
-from generator.tuner.emission import emit
+from generator.tuner.emission import emit, generic_forwards_of
 from generator.tuner.forward import forwards_to_compile, unsettled
 from generator.tuner.ledger import Ledger
 from generator.tuner.lifecycle import running
@@ -41,21 +41,23 @@ class Outcome:
     failures: Mapping[Problem, str]
 
 
-def check_problems(plan: Plan) -> None:
+def check_problems(plan: Plan, watcher: Watcher) -> None:
     """Raise NormforgeError, before anything is searched, for a problem that no config serves."""
-    for problem in plan.problems:
+    for done, problem in enumerate(plan.problems, 1):
         plan.space.sample(problem, plan.target, random.Random(0))
+        watcher.phase("planning", done, len(plan.problems))
 
 
 def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: Watcher) -> Outcome:
     """Search every problem of the plan and emit the winners.
 
     workforce: who measures, None to predict. Finished problems of an earlier run with the same
-    storage return at once. Ctrl-C ends the run after the trial under way and emits what has been
-    found. With a shared storage any number of runs may do the same plan at the same time: each
+    storage return at once. SIGTERM ends the run after the trial under way and emits what has been
+    found; Ctrl-C raises KeyboardInterrupt within a second or so, and what was emitted before stays.
+    With a shared storage any number of runs may do the same plan at the same time: each
     problem is searched and concluded by one of them, and all of them end with the same winners.
     """
-    check_problems(plan)
+    check_problems(plan, watcher)
     check_package(plan.package, plan.target)
     interrupted = False
     with (
@@ -75,12 +77,17 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: 
                     driver = Driver(plan, pool, evaluator, facts, storage)
                     search_here(driver, ledger, stop, watcher)
         except KeyboardInterrupt:
+            stop.no_alarm()
+            if stop.at_once:
+                raise
             interrupted = True
         finally:
             queue.close()
         winners = [(p, ledger.winners[p]) for p in plan.problems if p in ledger.winners]
         found = [winner for _, winner in winners if winner is not None]
-        emission = emit(plan, found, storage, pool) if found else None
+        emission = emit(plan, found, storage, pool, watcher) if found else None
+        if stop.at_once:  # it came too late to stop anything
+            raise KeyboardInterrupt
     return Outcome(tuple(winners), emission, interrupted, ledger.failures)
 
 
@@ -89,11 +96,9 @@ def foreseen(plan: Plan) -> list[Variant | ForwardVariant]:
     does. None for a predicted run, whose search leaves no core idle."""
     if not plan.devices:
         return []
-    found: list[Variant | ForwardVariant] = []
-    if plan.operation.fallbacks:
-        found += first_choices(fallback_variants(plan.target))
+    fallbacks = first_choices(wanted_fallbacks(plan.fallback_kernels, plan.target, plan.problems))
     if not plan.operation.forward:
-        return found
+        return [*fallbacks]
     known = read_forward_table(plan.package)
     shapes = unsettled(plan.problems, plan.target, plan.devices, known)
-    return [*found, *forwards_to_compile(shapes, plan.target)]
+    return [*fallbacks, *forwards_to_compile(shapes, plan.target, generic_forwards_of(plan))]

@@ -13,6 +13,8 @@ from optuna.storages import BaseStorage
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.evaluator import Evaluator, Pool
 from generator.kernels.nvrtc import nvrtc_version
+from generator.package.known_winners import known_winners
+from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.search.budget import Progress
 from generator.search.search import search_problem
@@ -44,6 +46,14 @@ class Watcher(Protocol):
         """There is nothing to do until others are done: who has which problem."""
         ...
 
+    def phase(self, name: str, done: int, total: int) -> None:
+        """A phase beside the searches, and how many of its parts are done."""
+        ...
+
+    def say(self, line: str) -> None:
+        """One line that stays."""
+        ...
+
 
 def compilers(plan: Plan) -> int:
     """Compiler processes of each of the plan's drivers: every driver keeps a core for itself where
@@ -67,6 +77,10 @@ class Driver:
         storage: BaseStorage,
     ) -> None:
         self.plan, self.pool, self.evaluator, self.storage = plan, pool, evaluator, storage
+        others = sorted(GENERATED.glob(f"*/{plan.operation.name}"))
+        self.known_winners = [
+            winner for package in (*others, plan.package) for winner in known_winners(package)
+        ]
         self.machine = {
             "gpu": facts.get("name", f"{plan.target.name} (absent)"),
             "driver": facts.get("driver"),
@@ -91,6 +105,7 @@ class Driver:
                 self.storage,
                 plan.budget,
                 seed=plan.seed,
+                known_winners=self.known_winners,
                 machine=self.machine,
                 on_progress=on_progress,
             )

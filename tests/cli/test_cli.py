@@ -23,7 +23,7 @@ from generator.kernels.cubin_cache import CubinCache, compile_variant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import render
 from generator.kernels.variant import Variant, make_variant
-from generator.package.fallback_kernels import compile_fallbacks
+from generator.package.fallback_kernels import compile_fallbacks, wanted_fallbacks
 from generator.paths import REPOSITORY
 from generator.problem import RMSNORM_BACKWARD as PACKAGE_NAME
 from generator.problem import Problem, load_problems
@@ -134,7 +134,10 @@ def test_every_kernel_of_the_module_is_for_the_target_and_has_no_spills(
     def compile(variants: list[Variant]) -> list[Compiled]:
         return [compile_variant(variant, "sm_100a") for variant in variants]
 
-    made = [*zip(winners, compile(winners), strict=True), *compile_fallbacks(GB200, compile)]
+    wanted = wanted_fallbacks("common", GB200, load_problems("smoke"))
+    assert {v.dtype for v in wanted} == {w.dtype for w in winners}
+    fallbacks = compile_fallbacks(GB200, compile, wanted)
+    made = [*zip(winners, compile(winners), strict=True), *fallbacks]
     for variant, compiled in made:
         assert compiled.spills == 0
         assert digests.pop(variant.id) == compiled.digest
@@ -169,7 +172,7 @@ def test_table_names_every_shape_its_winner_and_the_evidence(
     assert [*heading.split()][:3] == ["shape", "winner", "us"]
     for problem, line in zip(load_problems("smoke"), lines, strict=False):
         assert line.startswith(f"{problem} ")
-        assert line.endswith("predicted, unverified")
+        assert line.endswith("predicted")
         assert f"{problem}: " in stderr
     assert f"Module: {out / PACKAGE_NAME}" in stdout
 
@@ -428,10 +431,10 @@ def test_interrupt_before_the_search_is_one_sentence(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli_tune, "choose_target", starts)
-    assert tune.main([*SMOKE, "--out", str(tmp_path / "out")]) == 1
+    assert tune.main([*SMOKE, "--out", str(tmp_path / "out")]) == 130
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err == "tune.py: interrupted; finished trials are kept\n"
+    assert said.err == f"{cli_tune.INTERRUPTED}\n"
     assert not (tmp_path / "out").exists()
 
 

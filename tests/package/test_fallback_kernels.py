@@ -104,7 +104,9 @@ def test_kernels_of_narrow_vectors_compile_without_spills(name: str) -> None:
     """For every length of rows the first choice or one that takes its place."""
     target, pair = find_target(name), ("bf16", "bf16")
     made = compile_fallbacks(
-        target, lambda variants: [compile_variant(v, target.arch) for v in variants], [pair]
+        target,
+        lambda variants: [compile_variant(v, target.arch) for v in variants],
+        fallback_variants(target, [pair]),
     )
     table = fallback_table([variant for variant, _ in made], target)
     for N in (129, 257, 513, 1025, 2049, 4097, 8191):
@@ -135,7 +137,7 @@ def test_rows_of_a_refused_bracket_go_to_the_next(leasts: tuple[int, ...], wante
         kernels = {MAIN_KERNEL: Resources(32, 0, 0, 0)}
         return replace(compiled(variant), kernels=kernels)
 
-    fallback = compile_fallbacks(H200, compile, [("bf16", "bf16")])
+    fallback = compile_fallbacks(H200, compile, fallback_variants(H200, [("bf16", "bf16")]))
     table = fallback_table([variant for variant, _ in fallback], H200)
     (over,) = (v for v, _ in fallback if (v["vector_bytes"], v.N) == (4, 1536))
     assert over.least == wanted

@@ -54,6 +54,12 @@ class Quiet:
     def waiting(self, holders: Mapping[Problem, str]) -> None:
         self.waits.append(holders)
 
+    def phase(self, name: str, done: int, total: int) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        pass
+
 
 class LoggingEvaluator(FakeEvaluator):
     """Writes every evaluation and every finals to a file of its process in `folder`."""

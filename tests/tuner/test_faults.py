@@ -308,12 +308,23 @@ def test_signals_in_quick_succession_are_one(tmp_path: Path) -> None:
     assert len(run.records()) == answered(run) == 1
 
 
-def test_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+def test_ctrl_c_does_not_wait_for_a_trial_that_takes_long(tmp_path: Path) -> None:
     run = Run(tmp_path, Landscape(), seconds=30.0)
     driver = run.start()
     await_(lambda: any(entry.get("event") == "begin" for entry in run.log.read()))
     start = time.monotonic()
     os.kill(driver.pid, signal.SIGINT)
+    driver.join(60)
+    assert time.monotonic() - start < 15, "a trial takes 30 s"
+    assert run.said == "interrupted"
+
+
+def test_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+    run = Run(tmp_path, Landscape(), seconds=30.0)
+    driver = run.start()
+    await_(lambda: any(entry.get("event") == "begin" for entry in run.log.read()))
+    start = time.monotonic()
+    os.kill(driver.pid, signal.SIGTERM)
     while driver.is_alive():
         os.kill(driver.pid, signal.SIGTERM)
         time.sleep(0.05)

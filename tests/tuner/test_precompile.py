@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,12 +25,18 @@ from generator.kernels.cubin_cache import CubinCache, compile_variant
 from generator.kernels.forward import compile_forward, render_forward
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.precompile import MOST_PROCESSES, NICE, cached, precompiling
-from generator.package.fallback_kernels import DTYPES, fallback_variants, first_choices
+from generator.package.fallback_kernels import (
+    DTYPES,
+    fallback_variants,
+    first_choices,
+    wanted_fallbacks,
+)
 from generator.paths import REPOSITORY
 from generator.problem import Problem
 from generator.space.forward_space import forward_variants, generic_forwards
 from generator.target import find_target
 from generator.tuner import emission, run
+from generator.tuner.emission import generic_forwards_of
 from generator.tuner.forward import MOST_VARIANTS, forwards_to_compile, space_code
 from generator.tuner.plan import longest_first
 from generator.tuner.run import foreseen, tune
@@ -223,6 +230,7 @@ def test_foreseen_are_fallback_kernels_and_the_forwards_to_be_measured_in_the_or
 ) -> None:
     options = Problem.parse("64x1024:bf16+offset+residual")
     plan = make_plan(tmp_path, 1, problems=(SHORT, options, WIDE, LONG))
+    plan = replace(plan, fallbacks="all")
     fallbacks = first_choices(fallback_variants(H200))
     found = foreseen(plan)
     assert found[: len(fallbacks)] == fallbacks
@@ -253,6 +261,9 @@ def test_forwards_that_the_package_keeps_are_not_precompiled(
     table.append(tuned(WIDE, "predicted", space_code(WIDE, H200)))
     table.append(tuned(third, "measured", "old"))
     monkeypatch.setattr(run, "read_forward_table", lambda package: SimpleNamespace(tuned=table))
-    found = foreseen(make_plan(tmp_path, 1, problems=(SHORT, WIDE, third)))
-    wanted = forwards_to_compile(longest_first([WIDE, third]), H200)
-    assert found == [*first_choices(fallback_variants(H200)), *wanted]
+    plan = make_plan(tmp_path, 1, problems=(SHORT, WIDE, third))
+    found = foreseen(plan)
+    wanted = forwards_to_compile(longest_first([WIDE, third]), H200, generic_forwards_of(plan))
+    common = wanted_fallbacks("common", H200, plan.problems)
+    assert 0 < len(common) < len(fallback_variants(H200))
+    assert found == [*first_choices(common), *wanted]

@@ -14,6 +14,7 @@ install = _package.install
 installed = _package.installed
 rms_norm = _package.rms_norm
 rmsnorm_backward = _package.rmsnorm_backward
+rmsnorm_forward = _package.rmsnorm_forward
 uninstall = _package.uninstall
 use_native = _package.use_native
 warmup = _package.warmup
@@ -31,6 +32,7 @@ __all__ = [
     "installed",
     "rms_norm",
     "rmsnorm_backward",
+    "rmsnorm_forward",
     "uninstall",
     "use_native",
     "warmup",

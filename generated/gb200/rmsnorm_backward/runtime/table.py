@@ -5,6 +5,7 @@ table.json is about the backward and forward.json about the forward; both have t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ TABLE = "table.json"
 FORWARD_TABLE = "forward.json"
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one element of each supported dtype."""
+_TARGET_FACTS = {"name", "title", "arch", "sms"}
+_DIGEST = re.compile(rb'\{\n "digest": "([0-9a-f]{16})",\n')
 MAX_ALIGNMENT = 32
 """Bytes: the widest vector of any kernel, and so the most that an address needs to be known for."""
 
@@ -206,19 +209,38 @@ def _read(
         return KernelOf(**{**data, "spec": spec})
 
     try:
-        data = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        data = json.loads(content)
         if data["format"] == FORMAT:
+            if "digest" in data and not _is_sealed(content):
+                raise ValueError("its digest is not that of what it says")
+            if data["target"].keys() != _TARGET_FACTS:
+                raise ValueError("its target has other fields")
             return (
                 dict(data["target"]),
                 tuple(TunedOf(**{**e, "kernel": kernel(e["kernel"])}) for e in data["tuned"]),
                 tuple(map(kernel, data["fallback"])),
             )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); emit the package again") from error
     raise ValueError(
         f"{path} has format {data['format']}, and its runtime reads {FORMAT}; "
         "emit the package again"
     )
+
+
+def seal(text: str) -> str:
+    """The text of a table, as files.py lays it out, with the digest of all the rest of it."""
+    rest = text.removeprefix("{\n")
+    digest = hashlib.sha256(rest.encode()).hexdigest()[:16]
+    return f'{{\n "digest": "{digest}",\n{rest}'
+
+
+def _is_sealed(content: bytes) -> bool:
+    found = _DIGEST.match(content)
+    if found is None:
+        return False
+    return hashlib.sha256(content[found.end() :]).hexdigest()[:16].encode() == found[1]
 
 
 def _plain(kernel: KernelOf[S]) -> dict[str, Any]:

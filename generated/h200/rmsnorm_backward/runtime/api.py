@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,29 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from .frontends.dtensor import register_sharding
-from .frontends.graph_pass import Pass, make_backend, make_pass
+from .frontends.gradients import wants_gradient, without_gradient
+from .frontends.graph_pass import AUTOTUNED, Pass, make_backend, make_pass
 from .frontends.install import Installation
-from .frontends.operators import Operators, wants_gradient, without_gradient
-from .frontends.rms_norm import Norm, RMSNorm
-from .serve.checks import DTYPES
+from .frontends.module import RMSNorm
+from .frontends.operators import SCHEMAS, Operators
+from .frontends.rms_norm import Norm
+from .serve.checks import dtype_name
+from .serve.describe import DescribedServer
 from .serve.forward import Forward
 from .serve.options import Arguments, Options
 from .serve.reference import Results
-from .serve.server import Server
 from .spec import plan_launch
 from .table import Kernel
-from .torch_internals import is_plain, modes_active, raw_stream, transforms_active
+from .torch_internals import (
+    is_plain,
+    modes_active,
+    raw_stream,
+    tangents_active,
+    transforms_active,
+)
 
 
-class Package(Server):
+class Package(DescribedServer):
     """One emitted package: its table, and its kernels as they get loaded.
 
     Reading it compiles nothing and does not touch CUDA. Safe to use from several threads.
@@ -37,28 +45,15 @@ class Package(Server):
         self.ops = Operators(_digest(folder), self._forward, self._run)
         self._norm = Norm(self, self._forward, self.ops)
         self.rms_norm = self._norm.rms_norm
+        self.rmsnorm_forward = self._norm.rmsnorm_forward
         # A class of its own, which a package gives the name by which pickle finds it.
         members = {"_package_norm": self._norm, "__doc__": RMSNorm.__doc__}
         self.RMSNorm: type[RMSNorm] = type("RMSNorm", (RMSNorm,), members)
         register_sharding(self.ops)
-        installation = Installation(self._quick, self._route)
+        installation = Installation(self._quick, self._route, "CUDA", folder)
         self.install = installation.install
         self.uninstall = installation.uninstall
         self.installed = installation.installed
-
-    @property
-    def provenance(self) -> dict[str, Any]:
-        """The target, and for every tuned shape how its kernel was found and checked."""
-        shapes = {
-            entry.shape: {
-                **entry.provenance,
-                "kernel": entry.kernel.file,
-                "determinism": entry.kernel.spec.determinism,
-                "evidence": entry.evidence,
-            }
-            for entry in self.table.tuned
-        }
-        return {"target": self.table.target, "shapes": shapes}
 
     def rmsnorm_backward(
         self,
@@ -112,7 +107,7 @@ class Package(Server):
             and need_dx
             and need_dw
             and not (weight_offset or accumulate)
-            and not (is_dynamo_compiling() or modes_active())
+            and not (is_dynamo_compiling() or modes_active() or tangents_active())
         ):
             native = self._native
             if native.backward is not None:
@@ -132,6 +127,7 @@ class Package(Server):
             is_dynamo_compiling()
             or modes_active()
             or transforms_active()
+            or tangents_active()
             or not all(map(is_plain, vars(given).values()))
         ):
             if not is_dynamo_compiling():
@@ -141,72 +137,13 @@ class Package(Server):
             return without_gradient(self._run, given, options)
         return self._run(given, options)
 
-    def explain(
-        self,
-        M: int,
-        N: int,
-        dtype: str | torch.dtype,
-        weight_dtype: str | torch.dtype | None = None,
-        *,
-        offset: bool = False,
-        residual: str | torch.dtype | None = None,
-    ) -> dict[str, Any]:
-        """Which kernel serves M contiguous, aligned rows of N columns on this package's GPU, why,
-        and what is known about it. Needs no GPU.
-
-        dtype, weight_dtype: a torch dtype or bf16, fp16, fp32; the weight's is x's by default.
-        offset, residual: ask for a kernel that adds a weight_offset itself, or a dresidual of that
-        dtype. Where there is none (how is `none`), the call composes the option around a plain one.
-        Keys: shape, gpu, how (tuned, nearest, fallback or none), reason; with a kernel also kernel,
-        source (None for a fallback), strategy, determinism (its class), evidence and launch; with a
-        tuned one also
-        tuned_shape and provenance (time, tie set, checks passed, study, date, …).
-        """
-        name = dtype_name(dtype)
-        weight_name = name if weight_dtype is None else dtype_name(weight_dtype)
-        if M < 1 or N < 1:
-            raise ValueError(f"M and N must be at least 1, got M={M} and N={N}")
-        option = "" if residual is None else dtype_name(residual)
-        choice = self.table.choose(M, N, name, weight_name, offset=offset, residual=option)
-        facts: dict[str, Any] = {
-            "shape": {"M": M, "N": N, "dtype": name, "weight_dtype": weight_name},
-            "gpu": self.table.target["title"],
-            "how": choice.how,
-            "reason": choice.reason,
-        }
-        if choice.kernel is None:
-            return facts
-        spec = choice.kernel.spec
-        launch = plan_launch(spec, M)
-        facts |= {
-            "kernel": choice.kernel.file,
-            "source": str(self.folder / "kernels" / f"{choice.kernel.file}.cu")
-            if choice.tuned
-            else None,
-            "strategy": spec.strategy,
-            "determinism": spec.determinism,
-            "evidence": choice.tuned.evidence if choice.tuned else "none: a safe, untuned config",
-            "launch": {
-                "kernels": 2 if launch.sum_grid else 1,
-                "grid": launch.grid,
-                "threads": spec.threads,
-                "cluster": spec.cluster,
-                "smem_bytes": spec.smem_bytes,
-                "vector_bytes": spec.vector_bytes,
-                "workspace_bytes": launch.workspace_bytes,
-            },
-        }
-        if choice.tuned:
-            facts["tuned_shape"] = choice.tuned.shape
-            facts["provenance"] = choice.tuned.provenance
-        return facts
-
     def graph_pass(
-        self, how: str = "route", inductor_configs: dict[str, Any] | None = None
+        self, how: str = "route", inductor_configs: Mapping[str, Any] | None = AUTOTUNED
     ) -> Pass:
-        """A pass over traced training graphs (torch.fx.GraphModule in and out). how: `route` gives
-        every RMSNorm to this package; `tag` marks it for torch.fx.passes.regional_inductor, with
-        these settings of torch._inductor.config."""
+        """A pass over traced training graphs: takes a torch.fx.GraphModule (and example inputs, as
+        graph trainers call it) and returns it. how: `route` gives every RMSNorm to this package;
+        `tag` marks it for torch.fx.passes.regional_inductor, with these settings of
+        torch._inductor.config: by default Inductor searches for the fastest, None leaves them."""
         return make_pass(self.ops, how, inductor_configs)
 
     def inductor_backend(self, **inductor_configs: Any) -> Callable[..., Any]:
@@ -284,8 +221,10 @@ class Package(Server):
 
 
 def _digest(folder: Path) -> str:
-    """Eight hex digits that change with the tables of a package, and so with its kernels."""
+    """Eight hex digits that change with the tables of a package, and so with its kernels, and with
+    what its operators take: code that was compiled and kept calls them by these."""
     content = b"".join(path.read_bytes() for path in sorted(folder.glob("*.json")))
+    content += repr(SCHEMAS).encode()
     return hashlib.sha256(content).hexdigest()[:8]
 
 
@@ -297,11 +236,3 @@ def _named(
     if M < 0 or N < 1:
         raise ValueError(f"M must be at least 0 and N at least 1, got M={M} and N={N}")
     return M, N, name, name if weight_dtype is None else dtype_name(weight_dtype)
-
-
-def dtype_name(dtype: str | torch.dtype) -> str:
-    """bf16, fp16 or fp32. Raises ValueError for any other dtype."""
-    name = DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else dtype
-    if name not in DTYPES.values():
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES.values())}, got {dtype}")
-    return str(name)

@@ -40,28 +40,49 @@ empty_strided: Callable[..., torch.Tensor] = _find(
 element gets written by a kernel."""
 
 
-modes_active: Callable[[], int] = _find("_len_torch_dispatch_stack", lambda: 0)
+_forward_ad = torch.autograd.forward_ad
+_SEE_WATCHERS = (
+    hasattr(torch._C, "_len_torch_dispatch_stack")
+    and hasattr(torch._C, "_are_functorch_transforms_active")
+    and hasattr(_forward_ad, "_current_level")
+)
+"""Whether this PyTorch says who sees operators. Where it does not, a mode may always be there, and
+every call goes to the operators, which then find out by public means."""
+
+modes_active: Callable[[], int] = (
+    _find("_len_torch_dispatch_stack", lambda: 1) if _SEE_WATCHERS else lambda: 1
+)
 """How many modes (a tracer, a fake-tensor mode, selective checkpointing) see every operator."""
 
 transforms_active: Callable[[], bool] = _find("_are_functorch_transforms_active", lambda: False)
-"""Whether torch.func is transforming what runs (grad, vmap, …)."""
+"""Whether torch.func is transforming what runs (grad, vmap, …). Where nobody says so, torch.func
+refuses a node of autograd by itself."""
 
 tracing: Callable[[], Any] = _find("_get_tracing_state", lambda: None)
 """What torch.jit.trace writes to, None while it does not run."""
 
+tangents_active: Callable[[], bool] = (
+    (lambda: _forward_ad._current_level >= 0) if _SEE_WATCHERS else lambda: True
+)
+"""Whether a level of forward-mode differentiation is open."""
 
-def tangents_active() -> bool:
-    """Whether a level of forward-mode differentiation is open."""
-    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
+def has_tangent(*values: Any) -> bool:
+    """Whether one of these is a dual tensor of the level that is open."""
+    return tangents_active() and any(
+        _forward_ad.unpack_dual(value).tangent is not None
+        for value in values
+        if isinstance(value, torch.Tensor)
+    )
 
 
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_plain(tensor: torch.Tensor | None) -> bool:
     """False for a subclass, which has its own way with operators (DTensor, fake tensors). True for
     what is no tensor at all."""
-    return type(tensor) in _PLAIN_TYPES or not isinstance(tensor, torch.Tensor)
+    return type(tensor) in PLAIN_TYPES or not isinstance(tensor, torch.Tensor)
 
 
 def resolved(tensor: Any) -> Any:

@@ -67,10 +67,10 @@ def _rms_norm_backward(
     rstd: Any,
     weight: Any,
     dresidual: Any,
+    dw_dtype: Any,
     weight_offset: Any,
     need_dx: Any,
     need_dw: Any,
-    dw_dtype: Any,
 ) -> list[Any]:
     whole = _row_splits(x, weight)[0][0]
     return [

@@ -12,8 +12,9 @@ Inductor that keeps them, and routes them.
 from __future__ import annotations
 
 import hashlib
+import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,14 @@ from torch.fx import GraphModule, Node
 
 from .operators import Operators
 
-Pass = Callable[[GraphModule], GraphModule]
+Pass = Callable[..., GraphModule]
+"""Takes a graph module and, as graph trainers give it, the example inputs; returns the module."""
+
+AUTOTUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
+"""Settings of Inductor with which it searches for the fastest norm."""
+
+_MARK, _REGION = "compile_with_inductor", "inductor_region"
+_log = logging.getLogger(__name__)
 
 
 def norm_operators() -> list[Any]:
@@ -35,10 +43,15 @@ def norm_operators() -> list[Any]:
 
 def find_norms(graph: torch.fx.Graph) -> list[Node]:
     """The forward and backward nodes of RMSNorm, in the order of the graph; not those inside nested
-    GraphModules or higher-order operators.
+    GraphModules.
     """
     targets = norm_operators()
     return [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
+
+
+def graph_modules(module: GraphModule) -> Iterator[GraphModule]:
+    """A module and those nested in it, such as the bodies of higher-order operators."""
+    return (each for each in module.modules() if isinstance(each, GraphModule))
 
 
 def getitems(node: Node) -> list[Node]:
@@ -50,23 +63,36 @@ def getitems(node: Node) -> list[Node]:
     ]
 
 
-def tag(module: GraphModule, inductor_configs: dict[str, Any] | None = None) -> GraphModule:
+def tag(module: GraphModule, inductor_configs: Mapping[str, Any] | None = None) -> GraphModule:
     """Mark every RMSNorm and its getitems for regional compilation with these settings of
-    torch._inductor.config. Changes node.meta only; nodes that are marked already keep their mark.
+    torch._inductor.config, None for those of Inductor. Changes node.meta only. An earlier mark is
+    replaced; of it stays the region that it put the norm into, with its getitems.
     """
-    mark: dict[str, Any] = {"inductor_configs": dict(inductor_configs or {})}
-    for norm in find_norms(module.graph):
+    settings = {} if inductor_configs is None else {"inductor_configs": dict(inductor_configs)}
+    norms = [norm for each in graph_modules(module) for norm in find_norms(each.graph)]
+    for norm in norms:
+        earlier = (norm.meta.get("custom") or {}).get(_MARK)
+        mark = dict(settings)
+        if isinstance(earlier, dict) and _REGION in earlier:
+            mark[_REGION] = earlier[_REGION]
         for node in (norm, *getitems(norm)):
-            custom = dict(node.meta.get("custom") or {})
-            custom.setdefault("compile_with_inductor", mark)
-            node.meta["custom"] = custom
+            # A dictionary of its own: tracers give one to many nodes.
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), _MARK: mark}
+    if norms:
+        _log.info("marked %d RMSNorm nodes for Inductor", len(norms))
     return module
 
 
 def route(module: GraphModule, operators: Operators) -> GraphModule:
     """Replace every RMSNorm over the last dimension by the operators of a package."""
-    if route_graph(module.graph, operators):
-        module.recompile()
+    count = 0
+    for each in graph_modules(module):
+        replaced = route_graph(each.graph, operators)
+        if replaced:
+            each.recompile()
+        count += replaced
+    if count:
+        _log.info("gave %d RMSNorm nodes to %s", count, operators.namespace)
     return module
 
 
@@ -114,7 +140,7 @@ def _route_backward(node: Node, operators: Operators) -> bool:
     if not _served(x, weight, given["normalized_shape"]):
         return False
     need_dx, need_dw = given["output_mask"]
-    arguments = (given["grad_out"], x, given["rstd"], weight, None, 0.0, need_dx, need_dw, None)
+    arguments = (given["grad_out"], x, given["rstd"], weight, None, None, 0.0, need_dx, need_dw)
     _replace(node, operators.rms_norm_backward, arguments)
     return True
 
@@ -125,6 +151,9 @@ def _replace(node: Node, target: Any, arguments: tuple[Any, ...]) -> None:
     with graph.inserting_before(node):
         new = graph.call_function(target, arguments)
     new.meta = dict(node.meta)
+    for each in (new, *getitems(node)):  # Inductor is not to take what is no norm of PyTorch's now
+        if _MARK in (each.meta.get("custom") or {}):
+            each.meta["custom"] = {k: v for k, v in each.meta["custom"].items() if k != _MARK}
     value = _fake_value(target, arguments)
     if value is not None:
         new.meta["val"] = value
@@ -146,14 +175,21 @@ def _fake_value(target: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def make_pass(
-    operators: Operators, how: str = "route", inductor_configs: dict[str, Any] | None = None
+    operators: Operators,
+    how: str = "route",
+    inductor_configs: Mapping[str, Any] | None = AUTOTUNED,
 ) -> Pass:
     """A pass for a graph trainer. how: `route` or `tag`; inductor_configs: for `tag`."""
-    if how == "route":
-        return lambda module: route(module, operators)
-    if how == "tag":
-        return lambda module: tag(module, inductor_configs)
-    raise ValueError(f"how must be 'route' or 'tag', got {how!r}")
+    if how not in ("route", "tag"):
+        raise ValueError(f"how must be 'route' or 'tag', got {how!r}")
+
+    def normforge_route(module: GraphModule, example_inputs: Any = None) -> GraphModule:
+        return route(module, operators)
+
+    def normforge_tag(module: GraphModule, example_inputs: Any = None) -> GraphModule:
+        return tag(module, inductor_configs)
+
+    return normforge_route if how == "route" else normforge_tag
 
 
 class Decompositions(dict[Any, Callable[..., Any]]):

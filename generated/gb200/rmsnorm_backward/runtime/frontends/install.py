@@ -28,11 +28,15 @@ class Installation:
     """The routing of one package. Thread-safe; nothing happens before `install`.
 
     quick: serves plain calls that came before. route: serves what there is a kernel for; takes
-    need_dx and need_dw as well.
+    need_dx and need_dw as well. package: says whose it is; a package that is loaded again takes the
+    place of its former self.
     """
 
-    def __init__(self, quick: Serve, route: Serve, device: str = "CUDA") -> None:
+    def __init__(
+        self, quick: Serve, route: Serve, device: str = "CUDA", package: object = None
+    ) -> None:
         self._quick, self._route, self._device = quick, route, device
+        self.package = self if package is None else package
         self._lock = threading.RLock()
         self._library: torch.library.Library | None = None
         self._wanted = False
@@ -51,6 +55,7 @@ class Installation:
         """Back to the kernel that was there before, as soon as no `installed()` block is open."""
         with self._lock:
             self._wanted = False
+            self._end_predecessor()
             self._apply()
 
     @contextmanager
@@ -74,15 +79,28 @@ class Installation:
     def _apply(self) -> None:
         wanted = self._wanted or self._blocks > 0
         if wanted and self._library is None:
+            self._end_predecessor()
             try:
                 self._library = _override(self._quick, self._route, self._device)
             except BaseException:
                 self._wanted = False
                 raise
-        elif not wanted and self._library is not None:
+            setattr(torch.library, _MARK, self)
+        elif not wanted:
+            self.end()
+
+    def end(self) -> None:
+        """Back to the kernel that was there before, at once."""
+        if self._library is not None:
             self._library._destroy()
             self._library = None
             delattr(torch.library, _MARK)
+
+    def _end_predecessor(self) -> None:
+        """This package was loaded again while it was installed, and nobody else can end that."""
+        other = getattr(torch.library, _MARK, None)
+        if other is not None and other is not self and other.package == self.package:
+            other.end()
 
 
 def _override(quick: Serve, route: Serve, device: str) -> torch.library.Library:
@@ -127,5 +145,4 @@ def _override(quick: Serve, route: Serve, device: str) -> torch.library.Library:
         # PyTorch says that a kernel of its own is overridden, which is the purpose.
         warnings.simplefilter("ignore")
         library.impl(_OPERATOR, routed, device)
-    setattr(torch.library, _MARK, library)
     return library

@@ -1,19 +1,26 @@
-"""`rms_norm`: RMSNorm with autograd, as a function and as a module."""
+"""`rms_norm`: RMSNorm with autograd."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..serve.forward import Forward
 from ..serve.server import Server
-from ..torch_internals import is_plain, modes_active, tangents_active, tracing, transforms_active
-from .differentiable import differentiable_norm
+from ..torch_internals import (
+    PLAIN_TYPES,
+    is_plain,
+    modes_active,
+    tangents_active,
+    tracing,
+    transforms_active,
+)
+from .differentiable import differentiable_norm, foreign_norm, is_foreign
 from .dtensor import register_sharding
-from .operators import NormArguments, Operators
+from .gradients import NormArguments, gradients, gradients_of_sum
+from .operators import Operators
 
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
@@ -28,7 +35,7 @@ class Norm:
 
     def __init__(self, server: Server, forward: Forward, operators: Operators) -> None:
         self.forward, self.operators = forward, operators
-        self._quick, self._run, self._native = server._quick, server._run, server._native
+        self._quick, self.run, self._native = server._quick, server._run, server._native
 
     def rms_norm(
         self,
@@ -52,26 +59,30 @@ class Norm:
 
         May be differentiated twice (create_graph=True), by PyTorch's own operators. Works under
         torch.compile, torch.utils.checkpoint, autocast (which changes nothing here), inference
-        mode, CUDA graphs and with DTensor; torch.func gets PyTorch's own operators. Raises
-        TypeError or ValueError for arguments that do not fit.
+        mode, CUDA graphs and with DTensor; forward-mode differentiation and torch.func get
+        PyTorch's own operators. Raises TypeError or ValueError for arguments that do not fit.
         """
-        weight_offset = float(weight_offset)
-        if weight is not None and weight.dtype != x.dtype and weight.dtype != torch.float32:
-            weight = weight.to(x.dtype)
         if (
             is_dynamo_compiling()
             or modes_active()
             or transforms_active()
-            or not (is_plain(x) and is_plain(weight) and is_plain(residual))
+            or tangents_active()
+            or tracing() is not None
+            or type(x) not in PLAIN_TYPES
+            or (weight is not None and type(weight) not in PLAIN_TYPES)
+            or (residual is not None and type(residual) not in PLAIN_TYPES)
         ):
-            return self._watched(x, weight, eps, weight_offset, residual)
+            return self._watched(x, weight, eps, float(weight_offset), residual)
+        weight_offset = float(weight_offset)
+        if weight is not None and weight.dtype != x.dtype and weight.dtype != torch.float32:
+            weight = weight.to(x.dtype)
         if not torch.is_grad_enabled():
             y, _, *stream = self.forward(x, weight, eps, weight_offset, residual)
             return (y, *stream) if stream else y
         if residual is not None:
             return EagerAddNorm.apply(self, x, residual, weight, eps, weight_offset)
         native = self._native.norm
-        if native is None or tracing() is not None:  # a trace sees Python's node only
+        if native is None:
             return EagerNorm.apply(self, x, weight, eps, weight_offset)
         return native(x, weight, eps, weight_offset)
 
@@ -85,14 +96,67 @@ class Norm:
     ) -> Any:
         """`rms_norm` where a tracer, a mode, a transform or a subclass sees the operators."""
         if not is_dynamo_compiling():
-            if transforms_active():
-                y, stream = differentiable_norm(x, weight, eps, weight_offset, residual)
-                return y if residual is None else (y, stream)
+            if is_foreign(x):
+                return foreign_norm(x, weight, eps, weight_offset, residual)
+            if transforms_active() or tracing() is not None:
+                y, _, *stream = differentiable_norm(x, weight, eps, weight_offset, residual)
+                return (y, *stream) if stream else y
+        y, _, *stream = self._operator(x, weight, eps, weight_offset, residual)
+        return (y, *stream) if stream else y
+
+    def _operator(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float | None,
+        weight_offset: float,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """y, rstd and with a residual the sum, by an operator."""
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+        if weight is not None and weight.dtype != x.dtype and weight.dtype != torch.float32:
+            weight = weight.to(x.dtype)
+        if not is_dynamo_compiling():
             register_sharding(self.operators)
+        results: tuple[torch.Tensor, ...]
         if residual is None:
-            return self.operators.rms_norm(x, weight, eps, weight_offset)[0]
-        y, _, stream = self.operators.add_rms_norm(x, residual, weight, eps, weight_offset)
-        return y, stream
+            results = self.operators.rms_norm(x, weight, eps, weight_offset)
+        else:
+            results = self.operators.add_rms_norm(x, residual, weight, eps, weight_offset)
+        return results
+
+    def rmsnorm_forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+        *,
+        weight_offset: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """(y, rstd) as `rmsnorm_backward` wants them; with a residual (y, rstd, h).
+
+        Arguments, y and h = x + residual are those of `rms_norm`. rstd: fp32 (float64 for float64
+        rows), of shape x.shape[:-1] + (1,). It has no gradient; y and h have one where the
+        arguments want it. Raises TypeError or ValueError for arguments that do not fit.
+        """
+        tensors = (x, weight, residual)
+        if (
+            is_dynamo_compiling()
+            or modes_active()
+            or transforms_active()
+            or tangents_active()
+            or tracing() is not None
+            or not all(map(is_plain, tensors))
+            or (
+                torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
+            )
+        ):
+            return self._operator(x, weight, eps, float(weight_offset), residual)
+        if weight is not None and weight.dtype != x.dtype and weight.dtype != torch.float32:
+            weight = weight.to(x.dtype)
+        return self.forward(x, weight, eps, float(weight_offset), residual)
 
     def gradients(
         self,
@@ -120,8 +184,8 @@ class Norm:
             if results is not None:
                 return results  # type: ignore[return-value]
         norm, wanted = NormArguments(eps, weight_offset), (need_dx, need_dw)
-        run = None if watched else self._run
-        return self.operators.gradients(norm, wanted, dy, x, weight, rstd, None, run)
+        run = self.operators.backward if watched else self.run
+        return gradients(run, norm, wanted, dy, x, weight, rstd)
 
     def gradients_of_sum(
         self, ctx: Any, dy: torch.Tensor | None, dstream: torch.Tensor | None
@@ -130,8 +194,8 @@ class Norm:
         watched = (
             is_dynamo_compiling() or modes_active() or not (is_plain(dy) and is_plain(dstream))
         )
-        run = None if watched else self._run
-        return self.operators.gradients_of_sum(ctx, ctx.needs_input_grad[1:4], dy, dstream, run)
+        run = self.operators.backward if watched else self.run
+        return gradients_of_sum(run, ctx, ctx.needs_input_grad[1:4], dy, dstream)
 
 
 class EagerNorm(torch.autograd.Function):
@@ -186,54 +250,3 @@ class EagerAddNorm(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         dx, dresidual, dw = ctx.norm.gradients_of_sum(ctx, dy, dstream)
         return None, dx, dresidual, dw, None, None
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch.nn.RMSNorm, with its arguments and its state dict, run by this package.
-
-    weight_offset: a number added to the weight in fp32, for models that store w - 1; the weight
-    starts at 1 - weight_offset. The result has x's dtype.
-    """
-
-    _package_norm: ClassVar[Norm]
-    """Of the package: every one has a subclass of this class."""
-    weight_offset: float = 0.0
-
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float | None = None,
-        elementwise_affine: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        weight_offset: float = 0.0,
-    ) -> None:
-        register_sharding(self._package_norm.operators)
-        self.weight_offset = float(weight_offset)
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
-
-    def reset_parameters(self) -> None:
-        if self.elementwise_affine:
-            torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """y; with a residual (y, x + residual), see `rms_norm`."""
-        dims = len(self.normalized_shape)
-        offset = self.weight_offset
-        if dims == 1:
-            return self._package_norm.rms_norm(
-                x, self.weight, self.eps, weight_offset=offset, residual=residual
-            )
-        weight = None if self.weight is None else self.weight.flatten()
-        rows, other = x.flatten(-dims), None if residual is None else residual.flatten(-dims)
-        results = self._package_norm.rms_norm(
-            rows, weight, self.eps, weight_offset=offset, residual=other
-        )
-        if residual is None:
-            return results.view(x.shape)
-        return tuple(result.view(x.shape) for result in results)
-
-    def extra_repr(self) -> str:
-        offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
-        return super().extra_repr() + offset

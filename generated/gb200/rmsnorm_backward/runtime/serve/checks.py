@@ -111,3 +111,11 @@ def foreign_device(target: dict[str, Any], device: int) -> str:
         return ""
     made_for = f"these kernels are for {target['title']} ({target['arch']})"
     return f"{made_for} and do not run on {properties.name}"
+
+
+def dtype_name(dtype: str | torch.dtype) -> str:
+    """bf16, fp16 or fp32. Raises ValueError for any other dtype."""
+    name = DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else dtype
+    if name not in DTYPES.values():
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES.values())}, got {dtype}")
+    return str(name)

@@ -1,7 +1,9 @@
-"""RMSNorm and its backward as differentiable operators of PyTorch: for create_graph=True, and for
-torch.func, whose transforms see through these only."""
+"""RMSNorm and its backward as differentiable operators of PyTorch: for create_graph=True, for
+forward mode and for torch.func, whose transforms see through these only."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -11,9 +13,9 @@ def differentiable_norm(
     weight: torch.Tensor | None,
     eps: float | None,
     weight_offset: float,
-    residual: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y, and x + residual where there is one, as `rms_norm` defines them."""
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """y and rstd, and x + residual where there is a residual, as the operators define them."""
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = x.to(compute)
     stream = None
@@ -22,8 +24,30 @@ def differentiable_norm(
         rows = stream.to(compute)
     eps = torch.finfo(compute).eps if eps is None else eps
     scale = 1.0 + weight_offset if weight is None else weight.to(compute) + weight_offset
-    y = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * scale
-    return y.to(x.dtype), stream
+    rstd = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+    y = (rows * rstd * scale).to(x.dtype)
+    return (y, rstd) if stream is None else (y, rstd, stream)
+
+
+def is_foreign(x: Any) -> bool:
+    """Whether neither a kernel nor an operator of a package can take this: a nested tensor, or what
+    torch.fx traces with, which is no tensor but takes part in PyTorch's functions."""
+    if isinstance(x, torch.Tensor):
+        return x.is_nested
+    return hasattr(type(x), "__torch_function__")
+
+
+def foreign_norm(
+    x: Any, weight: torch.Tensor | None, eps: float | None, weight_offset: float, residual: Any
+) -> Any:
+    """`rms_norm` by PyTorch's function of that name, with PyTorch's rounding."""
+    rows = x if residual is None else x + residual
+    shape = (x.shape[-1] if weight is None else weight.shape[-1],)
+    scale = weight + weight_offset if weight is not None and weight_offset else weight
+    y = torch.nn.functional.rms_norm(rows, shape, scale, eps)
+    if weight is None and weight_offset:
+        y = y * (1.0 + weight_offset)
+    return y if residual is None else (y, rows)
 
 
 def differentiable_backward(

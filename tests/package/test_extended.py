@@ -1,0 +1,100 @@
+"""What a smaller run, or one that finds the same again, leaves of a package."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from generator.package.emit import emit_package
+from generator.package.entries import Forwards, Made
+from generator.package.fallback_kernels import fallback_variants, first_choices, wanted_fallbacks
+from generator.package.known_winners import known_winners
+from generator.problem import Problem
+from generator.runtime.table import ForwardTable, Table
+from generator.space.forward_space import generic_forwards
+from tests.support.packages import H200, compiled, entry, put, snapshot
+
+
+def test_a_run_that_makes_fewer_fallback_kernels_keeps_the_others(package: Path) -> None:
+    """`--fallbacks common` and `none` on a package that has all: each in its place."""
+    put(package, entry("4096x1024:bf16"))
+    before, all_kernels = snapshot(package), Table.load(package).fallback
+    wanted = wanted_fallbacks("common", H200, [Problem.parse("4096x1024:bf16")])
+    common = [(variant, compiled(variant)) for variant in first_choices(wanted)]
+    assert 0 < len(common) < len(all_kernels)
+    for made in (common, []):
+        emit_package([entry("4096x1024:bf16")], made, H200, package, keep_fallbacks=True)
+        assert snapshot(package) == before
+
+    newer = [(variant, compiled(variant, "newer")) for variant, _ in common]
+    emit_package([entry("4096x1024:bf16")], newer, H200, package, keep_fallbacks=True)
+    after = Table.load(package).fallback
+    assert [kernel.spec for kernel in after] == [kernel.spec for kernel in all_kernels]
+    changed = {new.spec.name for new, old in zip(after, all_kernels, strict=True) if new != old}
+    assert changed == {variant.id for variant, _ in common}
+    assert all(kernel.read_cubin(package) for kernel in after)
+
+
+def test_forward_fallbacks_are_kept_in_the_same_way(package: Path) -> None:
+    def made(pair: tuple[str, str]) -> list[Made]:
+        return [(variant, compiled(variant)) for variant in generic_forwards((pair,))]
+
+    both = Forwards((), (*made(("bf16", "bf16")), *made(("fp32", "fp32"))))
+    emit_package([], [], H200, package, both)
+    before = snapshot(package)
+    for fewer in (made(("fp32", "fp32")), []):
+        forwards = Forwards((), tuple(fewer))
+        emit_package([], [], H200, package, forwards, keep_fallbacks=True)
+        assert snapshot(package) == before
+    emit_package([], [], H200, package, Forwards((), ()))
+    table = ForwardTable.load(package)
+    assert table is not None
+    assert table.fallback == ()
+
+
+@pytest.mark.parametrize("which", ["none", "common", "all"])
+def test_what_the_sets_of_fallback_kernels_hold(which: str) -> None:
+    problems = [Problem.parse("4096x1024:bf16"), Problem.parse("64x1000:fp16:fp32")]
+    variants = wanted_fallbacks(which, H200, problems)
+    kinds = {(v.dtype, v.weight_dtype, v["vector_bytes"]) for v in variants}
+    expected = {
+        "none": set(),
+        "common": {("bf16", "bf16", 16), ("fp16", "fp32", 16)},
+        "all": {(v.dtype, v.weight_dtype, v["vector_bytes"]) for v in fallback_variants(H200)},
+    }
+    assert kinds == expected[which]
+    if which == "common":  # every row of whole vectors has one
+        assert {v.N for v in variants} == {
+            v.N for v in fallback_variants(H200) if v["vector_bytes"] == 16
+        }
+
+
+def test_the_same_answer_again_changes_no_file(package: Path) -> None:
+    """Another date, other trials, another machine: what is shipped is the same."""
+    first = entry("4096x1024:bf16", "predicted")
+    put(package, first)
+    before = snapshot(package)
+    later = first.provenance | {"date": "later", "trials": 24, "driver": "other", "tie": []}
+    put(package, replace(first, provenance=later))
+    assert snapshot(package) == before
+    for change in ({"us": 12.0}, {"checks": ["another"]}):
+        put(package, replace(first, provenance=later | change))
+        (tuned,) = Table.load(package).tuned
+        assert tuned.provenance == later | change
+    put(package, replace(first, evidence="measured", provenance=later))
+    (tuned,) = Table.load(package).tuned
+    assert (tuned.evidence, tuned.provenance["date"]) == ("measured", "later")
+
+
+def test_winners_of_a_package_are_read_back(package: Path, tmp_path: Path) -> None:
+    facts = {"us": 2.0, "floor_us": 1.0, "ratio": 2.0, "verified": "verified", "trials": 9}
+    first = entry("4096x1024:bf16+residual")
+    put(package, replace(first, provenance=first.provenance | facts))
+    (winner,) = known_winners(package)
+    assert (winner.problem, winner.target, winner.evidence) == (first.problem, "h200", "measured")
+    assert winner.config == dict(first.variant.config)
+    assert winner.result.ratio == 2.0
+    (package / "table.json").write_text("{")
+    assert known_winners(package) == known_winners(tmp_path / "nothing") == []
