@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -37,7 +38,20 @@ def why_no_gpu() -> str:
     return ""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not ask for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sampled: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            sampled[item.nodeid.partition("[")[0]].append(item)
+    for every in sampled.values():
+        marker = every[0].get_closest_marker("sampled")
+        assert marker is not None
+        count = min(marker.args[0], len(every))
+        kept = {i * len(every) // count for i in range(count)}
+        for place, item in enumerate(every):
+            if place not in kept:
+                item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and (reason := why_no_gpu()):
         for item in marked:

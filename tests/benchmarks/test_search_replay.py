@@ -309,6 +309,7 @@ def test_the_recorded_sweep_covers_every_config_that_is_legal_today(swept: Recor
     assert missing == [], "the space has changed: sweep again"
 
 
+@pytest.mark.slow
 def test_the_search_is_within_2_percent_of_the_optimum_after_100_evaluations(
     swept: Recording,
 ) -> None:

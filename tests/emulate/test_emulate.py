@@ -37,6 +37,7 @@ pytestmark = needs_compiler
 # ---- One set of bits -----------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("pipeline", ["direct", "bulk"])
 @pytest.mark.parametrize("reduction", DETERMINISTIC)
 def test_deterministic_reduction_gives_one_set_of_bits(
@@ -90,6 +91,7 @@ def test_same_seed_gives_the_same_schedule(target: Target) -> None:
 # ---- Words that tell by themselves whether they have arrived -------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("shape", "teams"),
     [
@@ -143,6 +145,7 @@ CLUSTERS = {"threads_per_row": 256, "rows_per_cta": 1, "cluster": 4, "weight_in"
 SHORT_TEAMS = {"threads_per_row": 8, "rows_per_cta": 8}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("shape", "knobs", "pipeline"),
     [
@@ -229,6 +232,7 @@ def sampled(index: int) -> tuple[Problem, Variant, Layout]:
     return problem, variant, layout
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("index", range(51), ids=lambda index: f"seed{SEED}-{index}")
 def test_sampled_variant_is_right_under_every_schedule(index: int) -> None:
     problem, variant, layout = sampled(index)
@@ -249,6 +253,7 @@ def test_the_samples_cover_the_space() -> None:
     assert any(v.weight_dtype != v.dtype for v in variants)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -313,6 +318,7 @@ ONE_TEAM: list[tuple[str, dict[str, int | str], tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("shape", "knobs", "straight", "reduction"),
     [

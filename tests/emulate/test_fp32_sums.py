@@ -52,6 +52,7 @@ def in_a_row(source: str) -> str:
     return source.replace("    blocks.end_batch(partial);\n", "")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     ("shape", "knobs"),
@@ -83,6 +84,7 @@ def test_many_rows_of_a_team_cost_little(
     assert plain > 1.35 * blocked
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("reduction", DETERMINISTIC)
 @pytest.mark.parametrize("shape", ["701x256:fp32", "701x250:bf16:fp32", "701x256:bf16"])
@@ -93,6 +95,7 @@ def test_blocks_lose_nothing(reduction: str, shape: str, target: Target) -> None
         check_rows(variant, M)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("reduction", ["separate", "column_slices", "mailbox"])
 @pytest.mark.parametrize("pipeline", ["direct", "async", "bulk"])
@@ -115,6 +118,7 @@ def check_rows(variant: Variant, M: int) -> None:
     assert check.distinct_results == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 def test_tail_adds_in_pairs(target: Target) -> None:
     """640 partial sums of one row each, in the 64 lanes of the second kernel: as good as PyTorch,

@@ -367,16 +367,19 @@ PLANTED = {
 }
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bug_is_found_and_named(name: str, target: Target) -> None:
     check_planted(PLANTED[name], target)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", untouched(PLANTED))
 def test_unmutated_kernel_passes_the_same_schedules(name: str, target: Target) -> None:
     check_untouched(PLANTED[name], target)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arrival", ["late", "early"])
 @pytest.mark.parametrize("shape", ["43x1024:bf16", "43x1001:bf16"])
 def test_no_word_is_taken_for_arrived_by_the_ledger(
@@ -409,6 +412,7 @@ def test_words_behind_a_release_and_an_acquire_have_arrived(target: Target) -> N
     assert run(mutation, source, variant).problems == ()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reduction", ["mailbox", "column_slices"])
 @pytest.mark.parametrize("shape", ["43x1024:bf16", "43x1001:bf16", "86x512:bf16"])
 def test_any_number_of_resident_ctas_is_enough(reduction: str, shape: str, target: Target) -> None:
@@ -434,6 +438,7 @@ def test_any_number_of_resident_ctas_is_enough(reduction: str, shape: str, targe
         assert (check.schedules, check.distinct_results) == (SCHEDULES, 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("reduction", "knobs"), [("mailbox", {}), ("mailbox", EARLY), ("column_slices", {})]
 )
@@ -451,6 +456,7 @@ def test_slices_may_be_handed_over_at_any_time(
         assert (check.schedules, check.distinct_results) == (SCHEDULES, 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reduction", ["mailbox", "column_slices"])
 def test_clusters_may_wait_for_others_of_their_rank(reduction: str, target: Target) -> None:
     knobs = {"cluster": 2, "pipeline": "direct", "threads_per_row": 128}
