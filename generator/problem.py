@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -172,23 +172,26 @@ def load_problems(shapes: str, operation: str = RMSNORM_BACKWARD) -> list[Proble
             continue
         lists = {path.stem: path for path in sorted(SHAPES_FOLDER.glob("*.yaml"))}
         if entry in lists:
-            found = _load_file(lists[entry])
+            found = _load_file(lists[entry], operation)
         elif entry.endswith((".yaml", ".yml")):
-            found = _load_file(Path(entry))
+            found = _load_file(Path(entry), operation)
         elif re.fullmatch(r"(?!\d+x\d+$)[\w-]+", entry):
             raise NormforgeError(
                 f"unknown shape list '{entry}': known lists are {', '.join(lists)}; "
                 "a single shape is written MxN:dtype, for example 4096x1024:bf16"
             )
         else:
-            found = [Problem.parse(entry)]
-        problems.update(dict.fromkeys(replace(one, operation=operation) for one in found))
+            found = [Problem.parse(entry, operation)]
+        for problem in found:
+            if problem.operation != operation:
+                raise NormforgeError(f"shape {problem} in a run of {operation}: choose with --op")
+        problems.update(dict.fromkeys(found))
     if not problems:
         raise NormforgeError(f"--shapes '{shapes}' names no shape")
     return list(problems)
 
 
-def _load_file(path: Path) -> list[Problem]:
+def _load_file(path: Path, operation: str) -> list[Problem]:
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -222,6 +225,6 @@ def _load_file(path: Path) -> list[Problem]:
             for dtype, weight, option, N, M in product(*lists)
         ]
     try:
-        return [Problem.parse(text) for text in texts]
+        return [Problem.parse(text, operation) for text in texts]
     except NormforgeError as error:
         raise NormforgeError(f"{path}: {error}") from error

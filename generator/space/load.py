@@ -38,8 +38,8 @@ def load_space(path: Path = SPACE_FILE) -> Space:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The knobs and rules of a file. One that `extends` another has those of that one, in their
-    places, but for what it says itself."""
+    """The knobs and rules of a file. One that `extends` another of the project has those of that
+    one, but for what it says itself."""
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
@@ -53,11 +53,13 @@ def _read(path: Path) -> dict[str, Any]:
         raise NormforgeError(f"{path}: 'knobs' is a mapping and 'rules' a list")
     if "extends" not in content:
         return content
-    whole = _read(path.with_name(f"{content['extends']}.yaml"))
-    own = {rule["id"]: rule for rule in content["rules"] if isinstance(rule, dict) and "id" in rule}
-    rules = [own.pop(rule["id"], rule) for rule in whole["rules"]]
-    left = [rule for rule in content["rules"] if rule in own.values() or not isinstance(rule, dict)]
-    return {"knobs": whole["knobs"] | content["knobs"], "rules": rules + left}
+    whole = space_file(str(content["extends"]))
+    if whole.resolve() == path.resolve() or whole not in SEARCH_SPACES.glob("*.yaml"):
+        raise NormforgeError(f"{path}: 'extends' names no other file of {SEARCH_SPACES}")
+    base = _read(whole)
+    own = {rule["id"] for rule in content["rules"] if isinstance(rule, dict) and "id" in rule}
+    rules = [rule for rule in base["rules"] if rule["id"] not in own]
+    return {"knobs": base["knobs"] | content["knobs"], "rules": rules + content["rules"]}
 
 
 def read_rules(path: Path | str, entries: Sequence[Any]) -> tuple[Rule, ...]:

@@ -44,6 +44,7 @@ def call(variant: Variant, inputs: Inputs, call_options: CallOptions | None = No
     return runs
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "knobs",
     [
@@ -96,6 +97,7 @@ def test_planted_wrong_kernel_is_caught(old: str, new: str, found: str, target: 
     assert any(re.search(found, problem) for problem in check.problems), check.problems
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reduction", DETERMINISTIC)
 def test_what_a_call_asks_for_has_the_bits_of_a_plain_call(reduction: str, target: Target) -> None:
     variant = small(reduction, target)
@@ -114,6 +116,7 @@ def test_what_a_call_asks_for_has_the_bits_of_a_plain_call(reduction: str, targe
     assert torch.equal(packed.dw[0], plain.dw[0])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("shape", "knobs"),
     [

@@ -27,7 +27,7 @@ from generator.operations import rmsnorm_forward as forward_module
 from generator.operations.operation import TORCH_DTYPE, over_bytes
 from generator.operations.rmsnorm_forward import ForwardInputs
 from generator.paths import TEMPLATES
-from generator.problem import ITEMSIZE, Problem
+from generator.problem import ITEMSIZE, SUMS, Problem
 from generator.runtime.launch.forward_call import _ARGUMENTS
 from generator.runtime.serve.forward import reference_forward
 from generator.runtime.serve.reference import reference_backward
@@ -104,6 +104,16 @@ def test_an_operation_has_its_template_and_its_name(name: str) -> None:
     operation = OPERATIONS[name]
     assert operation.name == name
     assert name in (TEMPLATES / operation.template).read_text()
+
+
+def test_what_kernels_add_up_is_what_the_operations_say() -> None:
+    assert set(SUMS) == {name for name, one in OPERATIONS.items() if one.sums_rows}
+    problem = Problem.parse("7x40:bf16")
+    for name, sums in SUMS.items():
+        (dw,) = (o for o in OPERATIONS[name].outputs(problem) if o.name == "dw")
+        assert dw.shape == (40 * sums.column_sums,)
+        saved = [a for a in OPERATIONS[name].arguments(problem) if a.shape == (7,)]
+        assert len(saved) == sums.statistics
 
 
 @pytest.mark.parametrize("shape", SHAPES)
