@@ -1,4 +1,4 @@
-"""What is computed: the shape and dtypes of one RMSNorm backward."""
+"""What is computed: an operation, and the shape and dtypes of one call."""
 
 from __future__ import annotations
 
@@ -16,9 +16,32 @@ from generator.runtime.table import ITEMSIZE, shape_name
 MAX_COLUMNS = 1 << 20
 SHAPES_FOLDER = SEARCH_SPACES / "shapes"
 
+
+@dataclass(frozen=True)
+class Sums:
+    """What the kernels of an operation that sums over rows add up. Threads, registers, shared
+    memory, workspace and predictions follow from it.
+
+    row_sums: sums over a row, which all of its dx need; column_sums: sums over the rows of one
+    column, whose partial sums lie behind each other: N of the first, N of the second; statistics:
+    fp32 numbers of each row that the forward saved.
+    """
+
+    row_sums: int = 1
+    column_sums: int = 1
+    statistics: int = 1
+
+
+RMSNORM_BACKWARD = "rmsnorm_backward"
+SUMS: dict[str, Sums] = {
+    RMSNORM_BACKWARD: Sums(),
+    "layernorm_backward": Sums(row_sums=2, column_sums=2, statistics=2),
+}
+"""The operations that sum over rows, by the name that all of their files have."""
+
 # Twelve digits are more rows than any GPU holds.
 _PROBLEM = re.compile(
-    r"(?P<M>-?\d{1,12})x(?P<N>-?\d{1,12}):(?P<dtype>\w+?)(?::(?P<weight>\w+?))?"
+    r"(?:(?P<operation>[a-z]\w*):)?(?P<M>-?\d{1,12})x(?P<N>-?\d{1,12}):(?P<dtype>\w+?)(?::(?P<weight>\w+?))?"
     r"(?P<options>(\+\w+)*)"
 )
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
@@ -50,7 +73,7 @@ class ItemSizes:
 
 @dataclass(frozen=True, order=True)
 class Problem(ItemSizes):
-    """One RMSNorm backward: x, dy, dx are (M, N) of `dtype`; weight and dw are (N,) of
+    """One call of an operation: x, dy, dx are (M, N) of `dtype`; weight and dw are (N,) of
     `weight_dtype`; rstd is (M,) fp32.
 
     offset: a number is added to the weight in fp32, as in models that store w - 1; residual: dtype
@@ -58,7 +81,8 @@ class Problem(ItemSizes):
     dx is written in both.
 
     `str(problem)` is `MxN:dtype[:weight dtype]` and the options, such as `+offset`, `+residual`,
-    `+residual_fp32`: the form used on the command line, in study names and in logs."""
+    `+residual_fp32`: the form used on the command line, in study names and in logs. In front of it
+    stands `operation:` but for the backward of RMSNorm."""
 
     M: int
     N: int
@@ -66,8 +90,12 @@ class Problem(ItemSizes):
     weight_dtype: str
     offset: bool = False
     residual: str = ""
+    operation: str = RMSNORM_BACKWARD
 
     def __post_init__(self) -> None:
+        if self.operation not in SUMS:
+            known = ", ".join(SUMS)
+            raise NormforgeError(f"unknown operation '{self.operation}': known are {known}")
         for name, dtype in (("dtype", self.dtype), ("weight dtype", self.weight_dtype)):
             if dtype not in ITEMSIZE:
                 meant = _LONG_NAMES.get(dtype)
@@ -87,12 +115,20 @@ class Problem(ItemSizes):
             raise NormforgeError(f"shape {self}: N may be at most {MAX_COLUMNS}")
 
     def __str__(self) -> str:
-        return shape_name(self.M, self.N, self.dtype, self.weight_dtype, self.offset, self.residual)
+        shape = (self.M, self.N, self.dtype, self.weight_dtype, self.offset, self.residual)
+        prefix = "" if self.operation == RMSNORM_BACKWARD else f"{self.operation}:"
+        return prefix + shape_name(*shape)
+
+    @property
+    def sums(self) -> Sums:
+        """What its kernels add up."""
+        return SUMS[self.operation]
 
     @classmethod
-    def parse(cls, text: str) -> Problem:
+    def parse(cls, text: str, operation: str = RMSNORM_BACKWARD) -> Problem:
         """Read `MxN:dtype[:weight dtype]` and options, for example `4096x1024:bf16`,
-        `8192x4096:bf16:fp32` or `4096x2048:bf16+offset+residual`.
+        `8192x4096:bf16:fp32` or `4096x2048:bf16+offset+residual`. operation: where the text names
+        none.
 
         Raises NormforgeError with the expected form when the text does not fit it.
         """
@@ -118,12 +154,14 @@ class Problem(ItemSizes):
                     f"shape '{text.strip()}': unknown option '+{option}'; expected {_FORM}"
                 )
         weight = match["weight"] or dtype
-        return cls(int(match["M"]), int(match["N"]), dtype, weight, offset, residual)
+        shape = (int(match["M"]), int(match["N"]), dtype, weight, offset, residual)
+        return cls(*shape, match["operation"] or operation)
 
 
-def load_problems(shapes: str) -> list[Problem]:
+def load_problems(shapes: str, operation: str = RMSNORM_BACKWARD) -> list[Problem]:
     """The problems named by `--shapes`: comma-separated entries, each either the name of a file in
     search_spaces/shapes/, the path of such a file, or one `MxN:dtype[:weight dtype][options]`.
+    They are of one operation.
 
     Order is kept and repeated problems appear once.
     """
@@ -134,23 +172,26 @@ def load_problems(shapes: str) -> list[Problem]:
             continue
         lists = {path.stem: path for path in sorted(SHAPES_FOLDER.glob("*.yaml"))}
         if entry in lists:
-            found = _load_file(lists[entry])
+            found = _load_file(lists[entry], operation)
         elif entry.endswith((".yaml", ".yml")):
-            found = _load_file(Path(entry))
+            found = _load_file(Path(entry), operation)
         elif re.fullmatch(r"(?!\d+x\d+$)[\w-]+", entry):
             raise NormforgeError(
                 f"unknown shape list '{entry}': known lists are {', '.join(lists)}; "
                 "a single shape is written MxN:dtype, for example 4096x1024:bf16"
             )
         else:
-            found = [Problem.parse(entry)]
+            found = [Problem.parse(entry, operation)]
+        for problem in found:
+            if problem.operation != operation:
+                raise NormforgeError(f"shape {problem} in a run of {operation}: choose with --op")
         problems.update(dict.fromkeys(found))
     if not problems:
         raise NormforgeError(f"--shapes '{shapes}' names no shape")
     return list(problems)
 
 
-def _load_file(path: Path) -> list[Problem]:
+def _load_file(path: Path, operation: str) -> list[Problem]:
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -184,6 +225,6 @@ def _load_file(path: Path) -> list[Problem]:
             for dtype, weight, option, N, M in product(*lists)
         ]
     try:
-        return [Problem.parse(text) for text in texts]
+        return [Problem.parse(text, operation) for text in texts]
     except NormforgeError as error:
         raise NormforgeError(f"{path}: {error}") from error

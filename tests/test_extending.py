@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -90,3 +91,55 @@ def test_a_gpu(tmp_path: Path) -> None:
     assert (added.title, added.sms, added.arch) == (said["title"], said["sms"], said["arch"])
     assert added.has_bulk_copy
     assert files_said("A GPU") == 1
+
+
+# ---- An operation --------------------------------------------------------------------------------
+
+OF_LAYERNORM = re.compile(r"layer_?norm", flags=re.I)
+FOLDERS = ("generator", "templates", "search_spaces")
+
+
+def texts(folder: Path) -> dict[str, str]:
+    """What a change may touch, by path."""
+    found = (path for name in FOLDERS for path in (folder / name).rglob("*"))
+    known = {".py", ".cpp", ".h", ".cuh", ".j2", ".yaml", ".css", ".js"}
+    return {str(p.relative_to(folder)): p.read_text() for p in found if p.suffix in known}
+
+
+def test_the_page_lists_every_file_that_speaks_of_layernorm() -> None:
+    listed = re.findall(r"^\| `(\S+)` \|", section("An operation"), flags=re.M)
+    speaking = {path for path, text in texts(REPOSITORY).items() if OF_LAYERNORM.search(text)}
+    assert set(listed) == speaking
+    assert len(listed) == files_said("An operation")
+
+
+@needs_compiler
+def test_an_operation(copy: Path) -> None:
+    """LayerNorm once more, under another name: nothing but its own files may know the old one."""
+    before = texts(copy)
+    apply("An operation", copy)
+    for path, text in before.items():
+        if "layernorm_backward" in path:
+            text = text.replace("layernorm_backward", "another_backward")
+            text = text.replace("LAYERNORM_BACKWARD", "ANOTHER_BACKWARD")
+            text = text.replace("frontends.layer_norm", "frontends.another")
+            (copy / path.replace("layernorm_backward", "another_backward")).write_text(text)
+    frontends = copy / "generator" / "runtime" / "frontends"
+    shutil.copy(frontends / "layer_norm.py", frontends / "another.py")
+    after = texts(copy)
+    assert sum(before.get(path) != after[path] for path in after) == files_said("An operation")
+
+    out = copy / "out"
+    for name in ("tune.py", "pyproject.toml"):
+        shutil.copy(REPOSITORY / name, copy)
+    line = [sys.executable, "tune.py", "--op", "another_backward", "--gpu", "gb200"]
+    line += ["--shapes", "64x1024:bf16", "--trials", "3", "--out", str(out), "--json"]
+    done = subprocess.run(line, cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (shape,) = json.loads(done.stdout)["shapes"]
+    assert shape["shape"] == "another_backward:64x1024:bf16"
+    assert any("host executor" in check for check in shape["checks"])
+    package = "import another_backward as p; print(p.explain(64, 1024, 'bf16')['kernel'])"
+    line = [sys.executable, "-c", package]
+    done = subprocess.run(line, cwd=out, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == shape["variant"], done.stderr

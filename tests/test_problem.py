@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from generator.errors import NormforgeError
-from generator.problem import ITEMSIZE, MAX_COLUMNS, SHAPES_FOLDER, Problem, load_problems
+from generator.problem import ITEMSIZE, MAX_COLUMNS, SHAPES_FOLDER, SUMS, Problem, load_problems
 
 any_problem = st.builds(
-    lambda M, N, dtype, wide: Problem(M, N, dtype, "fp32" if wide else dtype),
+    lambda M, N, dtype, wide, operation: Problem(
+        M, N, dtype, "fp32" if wide else dtype, operation=operation
+    ),
     st.integers(1, 1 << 31),
     st.integers(1, MAX_COLUMNS),
     st.sampled_from(sorted(ITEMSIZE)),
     st.booleans(),
+    st.sampled_from(sorted(SUMS)),
 )
 
 
@@ -36,7 +40,20 @@ def refusal(shapes: str) -> str:
 @given(any_problem)
 def test_text_of_a_problem_reads_back_as_the_problem(problem: Problem) -> None:
     assert Problem.parse(str(problem)) == problem
-    assert load_problems(f" {problem} ,") == [problem]
+    assert load_problems(f" {problem} ,", problem.operation) == [problem]
+
+
+def test_shapes_of_a_run_are_of_its_operation() -> None:
+    found = load_problems("smoke,64x1024:bf16", "layernorm_backward")
+    assert {problem.operation for problem in found} == {"layernorm_backward"}
+    assert [replace(p, operation="rmsnorm_backward") for p in found] == load_problems(
+        "smoke,64x1024:bf16"
+    )
+
+
+def test_unknown_operation_is_refused() -> None:
+    assert "unknown operation 'batchnorm'" in refusal("batchnorm:64x1024:bf16")
+    assert "choose with --op" in refusal("layernorm_backward:64x1024:bf16")
 
 
 def test_weight_has_the_dtype_of_the_rows_unless_named() -> None:

@@ -11,16 +11,15 @@ from pathlib import Path
 
 from generator.errors import NormforgeError
 from generator.paths import GENERATED
-from generator.problem import Problem
+from generator.problem import RMSNORM_BACKWARD, SUMS, Problem
 from generator.report.answer import ask_package, document, render_answer
 from generator.report.explain import Explanation, parse_config
 from generator.report.page import render_page
 from generator.report.summary import summaries
 from generator.report.text import render_text
-from generator.space.load import SPACE_FILE, load_space
+from generator.space.load import load_space, space_file
 from generator.studies.reader import Study, read_studies, shown
 from generator.target import find_target
-from generator.tuner.plan import PACKAGE_NAME
 
 
 def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study], str]:
@@ -33,11 +32,20 @@ def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study]
         studies = [study for study in studies if study.gpu == args.gpu]
         if not studies:
             raise NormforgeError(f"{shown(where)} has no studies of {args.gpu}")
+    studies = [study for study in studies if study.problem.operation == args.op]
+    if not studies:
+        raise NormforgeError(f"{shown(where)} has no studies of {args.op}: choose with --op")
     return studies, shown(where)
 
 
 def _name_studies(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", help="only this GPU; without --out and --storage generated/<gpu>")
+    parser.add_argument(
+        "--op",
+        choices=list(SUMS),
+        default=RMSNORM_BACKWARD,
+        help="the operation (default: %(default)s)",
+    )
     parser.add_argument("--out", type=Path, help="the output folder of the run")
     parser.add_argument("--storage", help="the Optuna storage URL of the run")
 
@@ -59,7 +67,8 @@ def report(argv: list[str]) -> int:
     studies, place = _studies(args, importance=True)
     for summary in summaries(studies, place, context=True):
         folder = args.html or args.out or (Path() if args.storage else GENERATED / summary.gpu)
-        page = folder / f"report_{summary.gpu}.html"
+        kind = "" if args.op == RMSNORM_BACKWARD else f"_{args.op}"
+        page = folder / f"report_{summary.gpu}{kind}.html"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             page.write_text(render_page(summary), encoding="utf-8")
@@ -81,10 +90,13 @@ def explain(argv: list[str]) -> int:
     parser.add_argument(
         "--config", help="knob=value,...: where it leaves a knob open, the winner's value counts"
     )
-    parser.add_argument("--space", type=Path, default=SPACE_FILE, help="the search space's file")
+    parser.add_argument(
+        "--space", type=Path, help="the search space's file (default: the operation's)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse_args(argv)
-    problem, space = Problem.parse(args.shape), load_space(args.space)
+    problem = Problem.parse(args.shape, args.op)
+    space = load_space(args.space or space_file(args.op))
     given = parse_config(args.config, space) if args.config is not None else None
     studies, place = _studies(args, importance=False)
     asked = summaries(studies, place)
@@ -97,7 +109,7 @@ def explain(argv: list[str]) -> int:
         raise NormforgeError(f"{place} has no study of {problem}{hint}")
     why = Explanation(study, space, replace(find_target(study.gpu), sms=study.sms))
     verdict = why.why_not(given) if given is not None else None
-    served = ask_package((args.out or GENERATED / study.gpu) / PACKAGE_NAME, problem)
+    served = ask_package((args.out or GENERATED / study.gpu) / args.op, problem)
     if args.json:
         print(json.dumps(document(why, verdict, served), indent=1))
     else:

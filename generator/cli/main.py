@@ -1,4 +1,4 @@
-"""Find the fastest deterministic RMSNorm-backward kernel of every shape and write the module.
+"""Find the fastest deterministic kernel of every shape and write the module.
 
 Examples:
   python tune.py --gpu gb200
@@ -23,9 +23,9 @@ from pathlib import Path
 from generator.errors import NormforgeError
 from generator.package.fallback_kernels import FALLBACKS
 from generator.paths import REPOSITORY
-from generator.problem import load_problems
+from generator.problem import RMSNORM_BACKWARD, SUMS, load_problems
 from generator.search.budget import TRIALS
-from generator.space.load import SPACE_FILE, load_space
+from generator.space.load import load_space, space_file
 from generator.target import find_target
 
 LOOKING = ("explain", "report")
@@ -72,6 +72,12 @@ def parser() -> argparse.ArgumentParser:
         "measured when it is here, else predicted",
     )
     found.add_argument(
+        "--op",
+        choices=list(SUMS),
+        default=RMSNORM_BACKWARD,
+        help="the operation (default: %(default)s)",
+    )
+    found.add_argument(
         "--shapes",
         default="default",
         help="comma-separated: names or paths of shape files, or MxN:dtype[:weight dtype]",
@@ -94,7 +100,9 @@ def parser() -> argparse.ArgumentParser:
         "(postgresql+psycopg://...) any number of runs on any machines share the work",
     )
     found.add_argument("--out", type=Path, help="output folder (default: generated/<gpu>)")
-    found.add_argument("--space", type=Path, default=SPACE_FILE, help="the search space's file")
+    found.add_argument(
+        "--space", type=Path, help="the search space's file (default: the operation's)"
+    )
     found.add_argument(
         "--devices",
         "--device",
@@ -137,7 +145,8 @@ def main(argv: list[str] | None = None) -> int:
 
             return COMMANDS[command](argv[1:])
         args = parser().parse_args(argv)
-        problems = load_problems(args.shapes)
+        args.space = args.space or space_file(args.op)
+        problems = load_problems(args.shapes, args.op)
         load_space(args.space)
         if args.gpu != "auto":
             find_target(args.gpu)

@@ -12,8 +12,8 @@ from generator.emulate.check import PARTICIPANTS, Check, check_variant
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.kernels.variant import make_variant
-from generator.problem import Problem
-from generator.space.load import load_space
+from generator.problem import RMSNORM_BACKWARD, SUMS, Problem
+from generator.space.load import load_space, space_file
 from generator.space.space import Space
 from generator.target import find_target
 
@@ -38,6 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m generator.emulate", description=__doc__)
     parser.add_argument("--strategy", required=True, help="for example semaphore")
+    parser.add_argument(
+        "--op",
+        choices=list(SUMS),
+        default=RMSNORM_BACKWARD,
+        help="the operation (default: %(default)s)",
+    )
     parser.add_argument("--shape", required=True, help="MxN:dtype[:weight dtype]; keep M small")
     parser.add_argument(
         "--set",
@@ -60,8 +66,8 @@ def _check(options: argparse.Namespace) -> Check:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise NormforgeError(f"--{name} {value}: at least 1 is needed")
-    problem = Problem.parse(options.shape)
-    space = load_space()
+    problem = Problem.parse(options.shape, options.op)
+    space = load_space(space_file(problem.operation))
     target = find_target(options.gpu)
     fixed = {"strategy": options.strategy, **_settings(options.set)}
     _check_knobs(space, fixed)

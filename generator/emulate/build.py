@@ -19,6 +19,7 @@ from pathlib import Path
 
 from generator.errors import NormforgeError
 from generator.paths import CACHE
+from generator.problem import RMSNORM_BACKWARD
 
 HOST = Path(__file__).resolve().parent / "host"
 DEFAULT_CACHE = CACHE / "host"
@@ -69,8 +70,10 @@ def _has_x86_fma() -> bool:
     return "fma" in words
 
 
-def build(source: str, cache_folder: Path = DEFAULT_CACHE) -> Path:
-    """The program that runs `source`, from the cache or compiled now.
+def build(
+    source: str, cache_folder: Path = DEFAULT_CACHE, *, kernel: str = RMSNORM_BACKWARD
+) -> Path:
+    """The program that runs `source`, from the cache or compiled now. kernel: name of the main one.
 
     Raises NormforgeError with the compiler's first error when it refuses the source, and HostError
     without a compiler or when the program cannot be made.
@@ -79,13 +82,18 @@ def build(source: str, cache_folder: Path = DEFAULT_CACHE) -> Path:
     if compiler is None:
         raise HostError(NO_COMPILER)
     executor = _executor(compiler, cache_folder)
-    key = _key(compiler, executor.name, source)
+    key = _key(compiler, executor.name, kernel, source)
     program = cache_folder / key[:2] / key
     if not _is_whole(program):
         with tempfile.TemporaryDirectory() as folder:
-            text = Path(folder) / "rmsnorm_backward.cpp"
+            text = Path(folder) / f"{kernel}.cpp"
             text.write_text(source)
-            options = ["-DNORMFORGE_HOST", "-Wno-unknown-pragmas", f"-I{HOST}"]
+            options = [
+                "-DNORMFORGE_HOST",
+                f"-D{kernel}=main_kernel",
+                "-Wno-unknown-pragmas",
+                f"-I{HOST}",
+            ]
             options.append(f"-Werror=frame-larger-than={_MOST_STACK_BYTES}")
             compile_to(compiler, [*options, str(text), str(executor)], program)
     return program

@@ -15,9 +15,9 @@ from generator.emulate.run import DEADLINE_SECONDS, Layout, Runs, Schedule, run_
 from generator.evaluate.verify.accuracy import compare_all
 from generator.kernels.render import render
 from generator.kernels.variant import Variant
-from generator.operations import RMSNORM_BACKWARD
+from generator.operations import operation_of
 from generator.operations.operation import Bound
-from generator.operations.rmsnorm_backward import Inputs, make_cancelling, make_inputs
+from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
 from generator.runtime.spec import KernelSpec, Launch, plan_launch
 
@@ -102,14 +102,14 @@ def emulate(
 ) -> EmulationResult:
     """Run one variant once on the CPU; dx and dw have the bits that a GPU gives.
 
-    inputs: default `make_inputs(problem)`. residency: CTAs that may run at once, default all.
-    launch: default `plan(variant, problem.M)`; dw depends on the grid, so a comparison with a GPU
+    inputs: default those that the operation makes. residency: CTAs at once, default all. launch:
+    default `plan(variant, problem.M)`; dw depends on the grid, so a comparison with a GPU
     passes the launch that is used there.
 
     Raises NormforgeError as run_schedules does.
     """
     spec, numbers = launch or plan(variant, problem.M)
-    inputs = inputs or make_inputs(problem, CPU)
+    inputs = inputs or operation_of(problem).make_inputs(problem, CPU)
     schedule = Schedule(seed, residency if residency is not None else numbers.grid)
     runs = run_schedules(
         render(variant), spec, numbers, inputs, [schedule], layout=layout, deadline=deadline
@@ -168,8 +168,9 @@ def check_source(
 ) -> Check:
     """`check_variant` for a source and a launch that the caller chose. Raises as run_schedules."""
     residencies = residencies or default_residencies(spec, launch.grid)
-    plain = make_inputs(problem, CPU)
-    cancelling = make_cancelling(problem, plain)
+    operation = operation_of(problem)
+    plain = operation.make_inputs(problem, CPU)
+    cancelling = operation.make_cancelling(problem, plain)
     chosen = [
         Schedule(seed + i, residencies[i % len(residencies)]) for i in range(max(1, schedules))
     ]
@@ -188,7 +189,7 @@ def check_source(
             deadline=deadline,
             cache_folder=cache_folder,
         )
-        found, wrong = _accuracy(runs, RMSNORM_BACKWARD.bounds(problem, inputs))
+        found, wrong = _accuracy(runs, operation.bounds(problem, inputs))
         if inputs is plain:
             errors = found
         for outcome in runs.outcomes:

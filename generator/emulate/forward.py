@@ -26,7 +26,7 @@ _ADAPTER = """
 
 #include "machine.h"
 
-extern "C" void rmsnorm_backward(const normforge::Arguments& b) {{
+extern "C" void main_kernel(const normforge::Arguments& b) {{
   const Arguments forward{{
       static_cast<const Element*>(b.x), static_cast<const Element*>(b.dresidual),
       b.group ? nullptr : static_cast<const WeightElement*>(b.weight), static_cast<Element*>(b.dx),

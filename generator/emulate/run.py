@@ -16,7 +16,7 @@ import torch
 from generator.emulate.build import DEFAULT_CACHE, HostError, build
 from generator.operations.operation import TORCH_DTYPE
 from generator.operations.rmsnorm_backward import Inputs
-from generator.problem import ITEMSIZE
+from generator.problem import ITEMSIZE, RMSNORM_BACKWARD, SUMS
 from generator.runtime.launch.launch import DW_IN_WEIGHT_DTYPE, gap_factor
 from generator.runtime.spec import ForwardSpec, KernelSpec, Launch
 
@@ -51,7 +51,7 @@ class Layout:
 @dataclass(frozen=True)
 class CallOptions:
     """What a call may ask of any kernel: no weight (ones), no dx, no dw, dw as fp32 (DW_IN_FP32)
-    or added to `added_to`, (N,) fp32 (DW_ADDED); inner > 0: x and dy lie as `inner` rows and then a
+    or added to `added_to`, as fp32 (DW_ADDED); inner > 0: x and dy lie as `inner` rows and then a
     gap."""
 
     weight: bool = True
@@ -123,7 +123,8 @@ def run_schedules(
     cannot compile or run it.
     """
     call_options = call_options or CallOptions()
-    tensors = [inputs.x, inputs.dy, inputs.rstd, inputs.weight]
+    statistics = [inputs.rstd] + ([] if inputs.mean is None else [inputs.mean])
+    tensors = [inputs.x, inputs.dy, *statistics, inputs.weight]
     tensors += [] if inputs.residual is None else [inputs.residual]
     tensors += [] if call_options.added_to is None else [call_options.added_to]
     rows = tuple(inputs.x.shape)
@@ -134,10 +135,11 @@ def run_schedules(
         tensors,
         Outputs(
             dx=(TORCH_DTYPE[spec.dtype], rows),
-            dw=(TORCH_DTYPE[dw_dtype], tuple(inputs.weight.shape)),
+            dw=(TORCH_DTYPE[dw_dtype], (inputs.weight.numel() * SUMS[spec.operation].column_sums,)),
             dresidual_out=(TORCH_DTYPE[spec.residual or spec.dtype], rows),
         ),
         schedules,
+        kernel=spec.operation,
         deadline=deadline,
         cache_folder=cache_folder,
     )
@@ -150,12 +152,13 @@ def execute(
     outputs: Outputs,
     schedules: Sequence[Schedule],
     *,
+    kernel: str = RMSNORM_BACKWARD,
     deadline: float = DEADLINE_SECONDS,
     cache_folder: Path = DEFAULT_CACHE,
 ) -> Runs:
     """`run_schedules` for a request that is made up already. fields, tensors: as main.cpp reads
     them, x first and contiguous on the CPU."""
-    program = build(source, cache_folder)
+    program = build(source, cache_folder, kernel=kernel)
     lines = [f"{name} {value}" for name, value in fields.items()]
     lines += [f"run {schedule.seed} {schedule.residency}" for schedule in schedules]
     request = ("\n".join(lines) + "\ndata\n").encode() + b"".join(map(_bytes, tensors))
@@ -232,6 +235,7 @@ def float_bits(number: float) -> int:
 def _fields(
     spec: KernelSpec, launch: Launch, inputs: Inputs, layout: Layout, call_options: CallOptions
 ) -> dict[str, int]:
+    sums = SUMS[spec.operation]
     fp32_dw = call_options.dw_mode != DW_IN_WEIGHT_DTYPE
     return row_fields(spec, inputs.x, layout, call_options.inner) | {
         "grid": launch.grid,
@@ -242,7 +246,9 @@ def _fields(
         "counters": launch.counters,
         "zeroed": launch.zeroed,
         "scratch": launch.scratch,
-        "partial_columns": spec.columns if spec.exact else inputs.x.shape[1],
+        "partial_columns": spec.columns if spec.exact else sums.column_sums * inputs.x.shape[1],
+        "column_sums": sums.column_sums,
+        "statistics": sums.statistics,
         "partial_stride": spec.partial_stride,
         "group": launch.group,
         "partials": launch.participants,

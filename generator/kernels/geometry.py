@@ -12,7 +12,7 @@ from typing import Any
 
 from generator.errors import NormforgeError
 from generator.kernels.strategies import Strategy, strategy_of
-from generator.problem import ItemSizes
+from generator.problem import RMSNORM_BACKWARD, SUMS, ItemSizes, Sums
 from generator.runtime.spec import ceil_div, round_up
 from generator.target import WARP
 
@@ -41,6 +41,12 @@ class Geometry(ItemSizes):
     residual: str = ""
     least: int = 1
     in_blocks: bool = True
+    operation: str = RMSNORM_BACKWARD
+
+    @property
+    def sums(self) -> Sums:
+        """What the kernel adds up."""
+        return SUMS[self.operation]
 
     def __getitem__(self, knob: str) -> Any:
         """Raises NormforgeError where the config has no such knob."""
@@ -112,13 +118,18 @@ class Geometry(ItemSizes):
         return 0 if self.exact else self.vectors - min(self.vectors, known)
 
     @property
-    def accumulators(self) -> int:
-        """fp32 partial sums of dw that one thread keeps."""
+    def row_elements(self) -> int:
+        """Elements of a row that one thread owns."""
         return self.vectors * self.elements
 
     @property
+    def accumulators(self) -> int:
+        """fp32 partial sums over rows that one thread keeps."""
+        return self.row_elements * self.sums.column_sums
+
+    @property
     def idle_columns(self) -> int:
-        return self.accumulators * self["threads_per_row"] - self.columns
+        return self.row_elements * self["threads_per_row"] - self.columns
 
     @property
     def register_estimate(self) -> int:
@@ -126,12 +137,12 @@ class Geometry(ItemSizes):
         time when they are reloaded), the weight where it is kept, and addresses and counters."""
         rows = 1 if self["reload"] == "smem" else self["rows_in_flight"]
         streams = 2 * self.itemsize + self.residual_itemsize
-        row = ceil_div(rows * self.accumulators * streams, 4)
+        row = ceil_div(rows * self.row_elements * streams, 4)
         if self["reload"] == "smem":
             row = min(row, 8)
         weight = 0
         if self["weight_in"] == "registers":
-            weight = ceil_div(self.accumulators * self.weight_itemsize, 4)
+            weight = ceil_div(self.row_elements * self.weight_itemsize, 4)
         return int(self.accumulators + row + weight + 24)
 
     @property
@@ -159,7 +170,8 @@ class Geometry(ItemSizes):
         """Floats of one team in one of the two buffers of the row sum: one per warp of the row."""
         if self.warps_per_row == 1 and self["cluster"] == 1:
             return 0
-        return int(self["rows_in_flight"] * self.warps_per_row * self["cluster"])
+        sums = self["rows_in_flight"] * self.sums.row_sums
+        return int(sums * self.warps_per_row * self["cluster"])
 
     @property
     def weight_offset(self) -> int:
@@ -169,7 +181,7 @@ class Geometry(ItemSizes):
     def weight_bytes(self) -> int:
         if self["weight_in"] == "registers":
             return 0
-        return int(round_up(self.accumulators * self.weight_itemsize, 16) * self["threads_per_row"])
+        return int(round_up(self.row_elements * self.weight_itemsize, 16) * self["threads_per_row"])
 
     @property
     def broadcast_offset(self) -> int:
@@ -212,9 +224,14 @@ class Geometry(ItemSizes):
         return self.columns * self.residual_itemsize
 
     @property
+    def partial_columns(self) -> int:
+        """Sums over rows that one CTA owns: of each kind one for every column."""
+        return self.columns * self.sums.column_sums
+
+    @property
     def partial_stride(self) -> int:
         """Floats from one partial row of dw to the next in the workspace and in shared memory."""
-        return round_up(self.columns, 4)
+        return round_up(self.partial_columns, 4)
 
     @property
     def stores_rows(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from generator.errors import NormforgeError
 from generator.kernels.ptxas import Resources, overrides_cap, read_resources
-from generator.runtime.spec import MAIN_KERNEL
+from generator.runtime.spec import SUM_KERNEL
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Compiled:
 
     @property
     def main(self) -> Resources:
-        return self.kernels[MAIN_KERNEL]
+        """Of the kernel that goes over the rows; it has the name of its operation."""
+        return next(used for name, used in self.kernels.items() if name != SUM_KERNEL)
 
     @property
     def spills(self) -> int:

@@ -85,7 +85,7 @@ def render(variant: Variant, *, comments: bool = True, include: str = "") -> str
         launch_bounds = f"__launch_bounds__({variant.threads}, {variant['min_blocks']})"
     return (
         environment(comments, include)
-        .get_template("rmsnorm_backward.cu.j2")
+        .get_template(f"{variant.operation}.cu.j2")
         .render(
             name=variant.id,
             knobs=variant.config,

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from generator.kernels.geometry import Config, Geometry
 from generator.kernels.knobs import KNOBS
-from generator.problem import Problem
+from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.runtime.spec import KernelSpec
 
 
@@ -39,12 +39,14 @@ class Variant(Geometry):
         text += "" if self.exact else str(self.least)
         text += self.dtype + self.weight_dtype + "offset" * self.offset + self.residual
         text += "" if self.in_blocks else "row by row"
+        family = "" if self.operation == RMSNORM_BACKWARD else f"{self.operation}_"
+        text += family
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         stages = self["stages"] if self["pipeline"] != "direct" else ""
         options = "offset_" * self.offset + (f"residual{self.residual}_" if self.residual else "")
         return (
-            f"{self['strategy']}_{self['pipeline']}{stages}_{width}_{self.dtype}_{weight}{options}"
-            f"{self['threads_per_row']}x{self['rows_per_cta']}_{digest}"
+            f"{family}{self['strategy']}_{self['pipeline']}{stages}_{width}_{self.dtype}_"
+            f"{weight}{options}{self['threads_per_row']}x{self['rows_per_cta']}_{digest}"
         )
 
     @property
@@ -65,7 +67,7 @@ class Variant(Geometry):
             sum_threads=self["sum_threads"],
             smem_bytes=self.smem_bytes,
             vector_bytes=self["vector_bytes"],
-            columns=self.columns,
+            columns=self.partial_columns,
             partial_stride=self.partial_stride,
             slice_columns=self["slice_columns"],
             rows_in_flight=self.batch_rows,
@@ -81,6 +83,7 @@ class Variant(Geometry):
             offset=self.offset,
             residual=self.residual,
             least=self.least_columns,
+            operation=self.operation,
         )
 
 
@@ -100,4 +103,5 @@ def make_variant(
         *(exact, problem.offset, problem.residual),
         least=least,
         in_blocks=in_blocks,
+        operation=problem.operation,
     )

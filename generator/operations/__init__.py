@@ -1,10 +1,32 @@
 """What is computed, one object for each operation: arguments, inputs, float64 references, error
 bounds, bytes moved, template and front end."""
 
+from generator.operations.layernorm_backward import LAYERNORM_BACKWARD
 from generator.operations.operation import Operation
 from generator.operations.rmsnorm_backward import RMSNORM_BACKWARD
 from generator.operations.rmsnorm_forward import RMSNORM_FORWARD
+from generator.problem import Problem
 
-OPERATIONS = {operation.name: operation for operation in (RMSNORM_BACKWARD, RMSNORM_FORWARD)}
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        RMSNORM_BACKWARD,
+        RMSNORM_FORWARD,
+        LAYERNORM_BACKWARD,
+    )
+}
 
-__all__ = ["OPERATIONS", "RMSNORM_BACKWARD", "RMSNORM_FORWARD", "Operation"]
+
+def operation_of(problem: Problem) -> Operation:
+    """What a problem is one call of."""
+    return OPERATIONS[problem.operation]
+
+
+__all__ = [
+    "LAYERNORM_BACKWARD",
+    "OPERATIONS",
+    "RMSNORM_BACKWARD",
+    "RMSNORM_FORWARD",
+    "Operation",
+    "operation_of",
+]

@@ -69,10 +69,22 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True)
+class FrontEnd:
+    """What the package of an operation gives its users. norm: the layer, a class of the package
+    object; module, package: where in the runtime the class of that object is; functions: its
+    others."""
+
+    norm: str
+    module: str
+    package: str
+    functions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Operation:
     """One operation. Every function takes the problem first; `Any` are the operation's own inputs.
 
-    name: also of its template; front_end: the function of an emitted package that users call.
+    name: also of its template; front_end: None for one that is part of another's package.
     sums_rows: whether an output is a sum over rows, whose bits depend on the order of additions.
     arguments, outputs: the tensors of a call.
     make_inputs: random ones on a device, from a seed; make_cancelling: others, made from those, in
@@ -81,10 +93,12 @@ class Operation:
     floor: an operation of PyTorch that moves `traffic_bytes` and computes next to nothing, on these
     inputs and outputs; it is timed beside the kernels, as the least time that they can take.
     load: machine code and its spec to what runs it.
+    forward: the operation whose kernels go into the same package, "" for none; fallbacks: whether
+    fallback kernels do.
     """
 
     name: str
-    front_end: str
+    front_end: FrontEnd | None
     sums_rows: bool
     arguments: Callable[[Problem], tuple[TensorSpec, ...]]
     outputs: Callable[[Problem], tuple[TensorSpec, ...]]
@@ -93,6 +107,8 @@ class Operation:
     bounds: Callable[[Problem, Any], dict[str, Bound]]
     floor: Callable[[Problem, Any, Mapping[str, torch.Tensor]], Callable[[], object]]
     load: Callable[[bytes, Any, Problem], Runner]
+    forward: str = ""
+    fallbacks: bool = False
 
     @property
     def template(self) -> str:

@@ -13,6 +13,7 @@ from generator.operations.operation import (
     HALF_UNIT,
     TORCH_DTYPE,
     Bound,
+    FrontEnd,
     Operation,
     TensorSpec,
     half_subnormal,
@@ -53,7 +54,7 @@ def outputs(problem: Problem) -> tuple[TensorSpec, ...]:
 @dataclass
 class Inputs:
     """x, dy: (M, N); rstd: (M,) fp32; weight: (N,), to which `offset` is added in fp32; residual:
-    (M, N), the gradient that is added to dx."""
+    (M, N), the gradient that is added to dx; mean: (M,) fp32, of an operation that takes it off."""
 
     x: torch.Tensor
     dy: torch.Tensor
@@ -61,6 +62,7 @@ class Inputs:
     weight: torch.Tensor
     offset: float = 0.0
     residual: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
 
 
 @dataclass
@@ -129,8 +131,10 @@ def make_cancelling(problem: Problem, inputs: Inputs, seed: int = 1) -> Inputs:
     if half == 0:
         return inputs
     x, dy, rstd = inputs.x.clone(), inputs.dy.clone(), inputs.rstd.clone()
-    x[half : 2 * half] = x[:half]
-    rstd[half : 2 * half] = rstd[:half]
+    mean = None if inputs.mean is None else inputs.mean.clone()
+    for same in (x, rstd, mean):
+        if same is not None:
+            same[half : 2 * half] = same[:half]
     step = max(1, CHUNK_ELEMENTS // problem.N)
     for start in range(0, half, step):
         stop = min(half, start + step)
@@ -141,7 +145,7 @@ def make_cancelling(problem: Problem, inputs: Inputs, seed: int = 1) -> Inputs:
         dy[start:stop] = large
         dy[half + start : half + stop] = -dy[start:stop]
         dy[half + start : half + stop] += noise * 0.01
-    return replace(inputs, x=x, dy=dy, rstd=rstd)
+    return replace(inputs, x=x, dy=dy, rstd=rstd, mean=mean)
 
 
 def make_reference(problem: Problem, inputs: Inputs) -> Reference:
@@ -191,7 +195,11 @@ def slacks(problem: Problem, reference: Reference) -> tuple[torch.Tensor, torch.
 
 def bounds(problem: Problem, inputs: Inputs) -> dict[str, Bound]:
     """What dx, dw and dresidual_out have to be."""
-    reference = make_reference(problem, inputs)
+    return bounds_of(problem, make_reference(problem, inputs))
+
+
+def bounds_of(problem: Problem, reference: Reference) -> dict[str, Bound]:
+    """The bounds around a reference."""
     slack_dx, slack_dw = slacks(problem, reference)
     found = {
         "dx": Bound(reference.dx, HALF_UNIT[problem.dtype], slack_dx),
@@ -246,12 +254,21 @@ class BackwardRunner:
             dresidual_out=None if dx is None else outputs.get("dresidual_out"),
             dw_mode=dw_mode,
             weight_offset=inputs.offset,
+            mean=inputs.mean,
         )
 
 
 RMSNORM_BACKWARD = Operation(
     name="rmsnorm_backward",
-    front_end="rmsnorm_backward",
+    front_end=FrontEnd(
+        norm="RMSNorm",
+        module="api",
+        package="Package",
+        functions=(
+            *("explain", "graph_pass", "inductor_backend", "install", "installed", "rms_norm"),
+            *("rmsnorm_backward", "rmsnorm_forward", "uninstall", "use_native", "warmup"),
+        ),
+    ),
     sums_rows=True,
     arguments=arguments,
     outputs=outputs,
@@ -260,4 +277,6 @@ RMSNORM_BACKWARD = Operation(
     bounds=bounds,
     floor=floor,
     load=BackwardRunner,
+    forward="rmsnorm_forward",
+    fallbacks=True,
 )

@@ -154,7 +154,7 @@ class ForwardRunner:
 
 RMSNORM_FORWARD = Operation(
     name="rmsnorm_forward",
-    front_end="rms_norm",
+    front_end=None,
     sums_rows=False,
     arguments=arguments,
     outputs=outputs,

@@ -14,7 +14,7 @@ from generator.kernels.variant import Variant
 from generator.package.atomic_folder import check_writable, locked, replaced
 from generator.package.entries import PROVENANCE_KEYS, Emission, Entry, EntryOf, Forwards
 from generator.package.files import KernelFiles, write_package
-from generator.problem import Problem
+from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.runtime.table import ForwardTable, KernelOf, Table, TableOf, TunedOf
 from generator.target import Target
 
@@ -154,7 +154,8 @@ def _facts(target: Target) -> dict[str, Any]:
 
 def _problem(tuned: TunedOf[Any]) -> Problem:
     spec = tuned.kernel.spec
-    return Problem(tuned.M, tuned.N, tuned.dtype, tuned.weight_dtype, spec.offset, spec.residual)
+    shape = (tuned.M, tuned.N, tuned.dtype, tuned.weight_dtype, spec.offset, spec.residual)
+    return Problem(*shape, getattr(spec, "operation", RMSNORM_BACKWARD))
 
 
 def _read(package: Path, target: Target) -> Table | None:

@@ -21,8 +21,10 @@ from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import headers
 from generator.kernels.variant import Variant
+from generator.operations import OPERATIONS
 from generator.package.sources import INCLUDE, config_of, included, revision, source_of
 from generator.paths import GENERATED, RUNTIME
+from generator.problem import RMSNORM_BACKWARD
 from generator.runtime.cubins import CUBINS
 from generator.runtime.table import (
     FORWARD_TABLE,
@@ -37,44 +39,22 @@ from generator.runtime.table import (
 )
 
 _INIT = '''\
-"""RMSNorm for {title}. Written by Normforge; tune again instead of editing."""
+"""{norm} for {title}. Written by Normforge; tune again instead of editing."""
 
 from pathlib import Path
 
-from .runtime.api import Package
+from .runtime.{module} import {package}
 
-_package = Package(Path(__file__).resolve().parent)
+_package = {package}(Path(__file__).resolve().parent)
 
 PROVENANCE = _package.provenance
-explain = _package.explain
-graph_pass = _package.graph_pass
-inductor_backend = _package.inductor_backend
-install = _package.install
-installed = _package.installed
-rms_norm = _package.rms_norm
-rmsnorm_backward = _package.rmsnorm_backward
-rmsnorm_forward = _package.rmsnorm_forward
-uninstall = _package.uninstall
-use_native = _package.use_native
-warmup = _package.warmup
+{functions}
 
-RMSNorm = _package.RMSNorm
-RMSNorm.__module__ = __name__  # where pickle finds it
+{norm} = _package.{norm}
+{norm}.__module__ = __name__  # where pickle finds it
 
 __all__ = [
-    "PROVENANCE",
-    "RMSNorm",
-    "explain",
-    "graph_pass",
-    "inductor_backend",
-    "install",
-    "installed",
-    "rms_norm",
-    "rmsnorm_backward",
-    "rmsnorm_forward",
-    "uninstall",
-    "use_native",
-    "warmup",
+{names}
 ]
 '''
 
@@ -177,14 +157,31 @@ def write_cubins(folder: Path, cubins: Mapping[str, bytes]) -> None:
 
 def write_code(folder: Path, table: Table) -> None:
     """Write the Python and C++ of a package, over those that are there. Raises OSError, and
-    ValueError for a title that cannot be written into it."""
-    for name in runtime_files():
-        (folder / "runtime" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(RUNTIME / name, folder / "runtime" / name)
+    ValueError for a title or an operation that cannot be written into it."""
+    for path in runtime_files():
+        (folder / "runtime" / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(RUNTIME / path, folder / "runtime" / path)
+    (folder / "__init__.py").write_text(_init(table))
+
+
+def _init(table: Table) -> str:
     title = str(table.target["title"])
     if not _TITLE.fullmatch(title):  # it becomes a part of a Python file
         raise ValueError(f"{title!r} is no title of a GPU")
-    (folder / "__init__.py").write_text(_INIT.format(title=title))
+    name = next((kernel.spec.operation for kernel in table.kernels()), RMSNORM_BACKWARD)
+    operation = OPERATIONS.get(name)
+    if operation is None or operation.front_end is None:
+        raise ValueError(f"{name!r} is no operation that has a package")
+    front_end = operation.front_end
+    names = sorted(("PROVENANCE", front_end.norm, *front_end.functions))
+    return _INIT.format(
+        title=title,
+        norm=front_end.norm,
+        module=front_end.module,
+        package=front_end.package,
+        functions="\n".join(f"{name} = _package.{name}" for name in front_end.functions),
+        names="\n".join(f'    "{name}",' for name in names),
+    )
 
 
 def runtime_files() -> list[Path]:
@@ -231,5 +228,5 @@ def _json(value: Any, margin: str = "") -> str:
 
 
 if __name__ == "__main__":
-    for package in sys.argv[1:] or GENERATED.glob("*/rmsnorm_backward"):
+    for package in sys.argv[1:] or GENERATED.glob("*/*_backward"):
         refresh(Path(package))

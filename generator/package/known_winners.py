@@ -25,7 +25,8 @@ def _winner(tuned: Tuned, target: str) -> Winner:
     spec = kernel.spec
     return Winner(
         problem=Problem(
-            tuned.M, tuned.N, tuned.dtype, tuned.weight_dtype, spec.offset, spec.residual
+            *(tuned.M, tuned.N, tuned.dtype, tuned.weight_dtype, spec.offset, spec.residual),
+            spec.operation,
         ),
         target=target,
         config=kernel.config,

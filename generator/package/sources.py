@@ -68,4 +68,5 @@ def variant_of(kernel: Kernel | ForwardKernel) -> Variant | ForwardVariant:
         residual=spec.residual,
         least=1 if spec.exact else spec.least,
         in_blocks=in_blocks,
+        operation=spec.operation,
     )

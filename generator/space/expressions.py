@@ -170,6 +170,7 @@ class Names(dict[str, Any]):
             offset=problem.offset,
             residual=problem.residual,
             in_blocks=in_blocks,
+            operation=problem.operation,
         )
 
     def __missing__(self, name: str) -> Any:

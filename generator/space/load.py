@@ -11,23 +11,22 @@ import yaml
 from generator.errors import NormforgeError
 from generator.kernels.knobs import KNOBS
 from generator.paths import SEARCH_SPACES
+from generator.problem import RMSNORM_BACKWARD
 from generator.space.expressions import DERIVED, PROBLEM_NAMES, TARGET_NAMES, Expression
 from generator.space.space import Knob, Rule, Space
 
-SPACE_FILE = SEARCH_SPACES / "rmsnorm_backward.yaml"
+
+def space_file(operation: str = RMSNORM_BACKWARD) -> Path:
+    """Where the search space of an operation is."""
+    return SEARCH_SPACES / f"{operation}.yaml"
+
+
+SPACE_FILE = space_file()
 
 
 def load_space(path: Path = SPACE_FILE) -> Space:
     """Read and check a space. Raises NormforgeError with the file, the place and the fault."""
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise NormforgeError(f"cannot read the search space {path}: {reason}") from error
-    if not isinstance(content, dict) or set(content) != {"knobs", "rules"}:
-        raise NormforgeError(f"{path}: expected the keys 'knobs' and 'rules' and no others")
-    if not isinstance(content["knobs"], dict) or not isinstance(content["rules"], list):
-        raise NormforgeError(f"{path}: 'knobs' is a mapping and 'rules' a list")
+    content = _read(path)
     known = {*PROBLEM_NAMES, *TARGET_NAMES, *DERIVED}
     knobs: list[Knob] = []
     for name, entry in content["knobs"].items():
@@ -36,6 +35,31 @@ def load_space(path: Path = SPACE_FILE) -> Space:
     if missing:
         raise NormforgeError(f"{path}: knob '{missing[0]}' is missing; one value is enough")
     return Space(path, tuple(knobs), read_rules(path, content["rules"]))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The knobs and rules of a file. One that `extends` another of the project has those of that
+    one, but for what it says itself."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise NormforgeError(f"cannot read the search space {path}: {reason}") from error
+    if not isinstance(content, dict) or set(content) - {"extends"} != {"knobs", "rules"}:
+        raise NormforgeError(
+            f"{path}: expected the keys 'knobs' and 'rules', and 'extends' at most beside them"
+        )
+    if not isinstance(content["knobs"], dict) or not isinstance(content["rules"], list):
+        raise NormforgeError(f"{path}: 'knobs' is a mapping and 'rules' a list")
+    if "extends" not in content:
+        return content
+    whole = space_file(str(content["extends"]))
+    if whole.resolve() == path.resolve() or whole not in SEARCH_SPACES.glob("*.yaml"):
+        raise NormforgeError(f"{path}: 'extends' names no other file of {SEARCH_SPACES}")
+    base = _read(whole)
+    own = {rule["id"] for rule in content["rules"] if isinstance(rule, dict) and "id" in rule}
+    rules = [rule for rule in base["rules"] if rule["id"] not in own]
+    return {"knobs": base["knobs"] | content["knobs"], "rules": rules + content["rules"]}
 
 
 def read_rules(path: Path | str, entries: Sequence[Any]) -> tuple[Rule, ...]:

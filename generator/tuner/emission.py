@@ -54,8 +54,8 @@ def emit(
     pool: CompilePool[Variant],
     watcher: Watcher,
 ) -> Emission:
-    """Write the package with these winners and the fallback kernels of the plan. Those that the
-    package has already for other rows stay, unless the plan makes all."""
+    """Write the package with these winners, and the other kernels of the operation's packages.
+    Fallback kernels that the package has already for other rows stay, unless the plan makes all."""
     target = plan.target
     watcher.phase("winners", 0, len(winners))
     chosen = [make_variant(winner.config, winner.problem) for winner in winners]
@@ -67,18 +67,20 @@ def emit(
     fallbacks = compile_fallbacks(
         target,
         lambda variants: _compile(variants, pool, partial(watcher.phase, "fallback kernels")),
-        wanted_fallbacks(plan.fallbacks, target, plan.problems),
+        wanted_fallbacks(plan.fallback_kernels, target, plan.problems),
     )
-    forwards = tune_forwards(
-        [winner.problem for winner in winners],
-        target,
-        plan.devices,
-        known=read_forward_table(plan.package),
-        processes=_processes(),
-        say=watcher.say,
-        generic=generic_forwards_of(plan),
-        tell=partial(watcher.phase, "forward kernels"),
-    )
+    forwards = None
+    if plan.operation.forward:
+        forwards = tune_forwards(
+            [winner.problem for winner in winners],
+            target,
+            plan.devices,
+            known=read_forward_table(plan.package),
+            processes=_processes(),
+            say=watcher.say,
+            generic=generic_forwards_of(plan),
+            tell=partial(watcher.phase, "forward kernels"),
+        )
     watcher.phase("writing", 0, 1)
     keep = plan.fallbacks != "all"
     emission = emit_package(entries, fallbacks, target, plan.package, forwards, keep_fallbacks=keep)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from generator.operations import RMSNORM_BACKWARD
+from generator.operations import Operation, operation_of
 from generator.problem import Problem
 from generator.search.budget import Budget
 from generator.space.load import load_space
@@ -16,7 +16,6 @@ from generator.studies.records import study_name
 from generator.studies.storage import JOURNAL_NAME, is_shared
 from generator.target import Target
 
-PACKAGE_NAME = "rmsnorm_backward"
 FINALISTS = 8
 
 
@@ -51,6 +50,21 @@ class Plan:
         return "measured" if self.devices else "predicted"
 
     @property
+    def operation(self) -> Operation:
+        """What all of its problems are calls of."""
+        return operation_of(self.problems[0])
+
+    @property
+    def package(self) -> Path:
+        """The package that the run writes or extends."""
+        return self.out / self.operation.name
+
+    @property
+    def fallback_kernels(self) -> str:
+        """`fallbacks`, or none where the operation has none."""
+        return self.fallbacks if self.operation.fallbacks else "none"
+
+    @property
     def lanes(self) -> int:
         """Searches at the same time in this run, on this machine."""
         return max(1, len(self.devices))
@@ -59,11 +73,6 @@ class Plan:
     def space(self) -> Space:
         """Read from its file in every process: a space holds compiled rules."""
         return _load_once(self.space_file)
-
-    @property
-    def package(self) -> Path:
-        """The package that the run writes or extends."""
-        return self.out / PACKAGE_NAME
 
     @property
     def where(self) -> str | Path:
@@ -99,5 +108,5 @@ def longest_first(problems: Sequence[Problem]) -> list[Problem]:
 def expected_seconds(problem: Problem) -> float:
     """Seconds of 400 trials on an H200. Only the ratios of problems count, and other GPUs have
     much the same ones."""
-    gigabytes = RMSNORM_BACKWARD.traffic_bytes(problem) / 1e9
+    gigabytes = operation_of(problem).traffic_bytes(problem) / 1e9
     return _SECONDS_PER_PROBLEM + _SECONDS_PER_GIGABYTE * gigabytes

@@ -96,7 +96,9 @@ def foreseen(plan: Plan) -> list[Variant | ForwardVariant]:
     does. None for a predicted run, whose search leaves no core idle."""
     if not plan.devices:
         return []
+    fallbacks = first_choices(wanted_fallbacks(plan.fallback_kernels, plan.target, plan.problems))
+    if not plan.operation.forward:
+        return [*fallbacks]
     known = read_forward_table(plan.package)
     shapes = unsettled(plan.problems, plan.target, plan.devices, known)
-    fallbacks = first_choices(wanted_fallbacks(plan.fallbacks, plan.target, plan.problems))
     return [*fallbacks, *forwards_to_compile(shapes, plan.target, generic_forwards_of(plan))]

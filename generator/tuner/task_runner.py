@@ -24,7 +24,7 @@ from generator.studies.postgres import SharedStorage
 from generator.studies.records import Winner
 from generator.tuner.ledger import Ledger, Task
 from generator.tuner.lifecycle import Stop
-from generator.tuner.plan import PACKAGE_NAME, Plan
+from generator.tuner.plan import Plan
 
 MAX_COMPILERS = 15
 """Compiler processes of one GPU. What it measures in a second costs six cores to compile, and a
@@ -77,7 +77,7 @@ class Driver:
         storage: BaseStorage,
     ) -> None:
         self.plan, self.pool, self.evaluator, self.storage = plan, pool, evaluator, storage
-        others = sorted(GENERATED.glob(f"*/{PACKAGE_NAME}"))
+        others = sorted(GENERATED.glob(f"*/{plan.operation.name}"))
         self.known_winners = [
             winner for package in (*others, plan.package) for winner in known_winners(package)
         ]

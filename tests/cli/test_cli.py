@@ -25,6 +25,7 @@ from generator.kernels.render import render
 from generator.kernels.variant import Variant, make_variant
 from generator.package.fallback_kernels import compile_fallbacks, wanted_fallbacks
 from generator.paths import REPOSITORY
+from generator.problem import RMSNORM_BACKWARD as PACKAGE_NAME
 from generator.problem import Problem, load_problems
 from generator.runtime.cubins import CUBINS
 from generator.runtime.table import ForwardTable, Table
@@ -33,7 +34,7 @@ from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.target import find_target
 from generator.tuner import run
 from generator.tuner.display import Status
-from generator.tuner.plan import PACKAGE_NAME, Plan
+from generator.tuner.plan import Plan
 from generator.tuner.run import Outcome
 from tests.support.packages import unsealed
 from tests.support.patience import patience

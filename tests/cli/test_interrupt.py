@@ -13,8 +13,8 @@ import pytest
 
 from generator.emulate.build import find_compiler
 from generator.paths import REPOSITORY
+from generator.problem import RMSNORM_BACKWARD as PACKAGE_NAME
 from generator.runtime.table import Table
-from generator.tuner.plan import PACKAGE_NAME
 from tests.support.runs import trials
 
 MOST_SECONDS = 2.0

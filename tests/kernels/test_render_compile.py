@@ -47,6 +47,7 @@ def fragments(v: Variant) -> set[str]:
     reduction = {"turns": "bulk_turns", "free": "bulk_free"}[str(v["order"])]
     strategy = reduction if v["strategy"] == "bulk_reduce" else v["strategy"]
     chosen = {"primitives", "elements", "row_sum", "row_blocks", "partial_dw", f"dw_{strategy}"}
+    chosen |= {"teams", "rows", "schedule", "dw_output", "dw_context", f"weight_{v['weight_in']}"}
     chosen |= {f"rows_{v['pipeline']}", "row_sum_cta" if v["cluster"] == 1 else "row_sum_cluster"}
     if strategy in ("separate", "last_cta", "column_slices", "mailbox"):
         chosen.add("sum_slice")
@@ -88,6 +89,7 @@ def test_every_fragment_is_used_by_some_variant() -> None:
                 plain_variant(SHAPE, find_target("h200"), **reduction, pipeline=pipeline)
             )
     used |= fragments(clustered(find_target("h200")))
+    used |= fragments(plain_variant(SHAPE, find_target("h200"), weight_in="smem"))
     found = {path.stem for path in TEMPLATES.glob("*.cuh")}
     assert used == {name for name in found if not name.startswith("forward_")}
 

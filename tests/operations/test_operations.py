@@ -16,12 +16,18 @@ from generator.evaluate.verify.accuracy import compare_all
 from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.determinism import check_repeats, digest
 from generator.evaluate.verify.guarded import Guarded
-from generator.operations import OPERATIONS, RMSNORM_BACKWARD, RMSNORM_FORWARD, Operation
+from generator.operations import (
+    LAYERNORM_BACKWARD,
+    OPERATIONS,
+    RMSNORM_BACKWARD,
+    RMSNORM_FORWARD,
+    Operation,
+)
 from generator.operations import rmsnorm_forward as forward_module
 from generator.operations.operation import TORCH_DTYPE, over_bytes
 from generator.operations.rmsnorm_forward import ForwardInputs
 from generator.paths import TEMPLATES
-from generator.problem import ITEMSIZE, Problem
+from generator.problem import ITEMSIZE, SUMS, Problem
 from generator.runtime.launch.forward_call import _ARGUMENTS
 from generator.runtime.serve.forward import reference_forward
 from generator.runtime.serve.reference import reference_backward
@@ -63,10 +69,26 @@ def exact(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
             dresidual=inputs.residual,
         )
         return dict(zip(("dx", "dw"), found, strict=False))
+    if operation is LAYERNORM_BACKWARD:
+        return layer_norm(inputs)
     names = ("y", "rstd", "residual_out")
     given = (inputs.x, inputs.weight, EPS, inputs.offset, inputs.residual)
     found = dict(zip(names, reference_forward(*given), strict=False))
     return {**found, "rstd": found["rstd"].reshape(-1)}
+
+
+def layer_norm(inputs: Any) -> dict[str, torch.Tensor]:
+    """What PyTorch gives in float64, rounded once."""
+    weight, dtype = inputs.weight.double() + inputs.offset, inputs.x.dtype
+    statistics = (inputs.mean.double()[:, None], inputs.rstd.double()[:, None])
+    dx, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(
+        *(inputs.dy.double(), inputs.x.double(), [inputs.x.shape[1]], *statistics),
+        *(weight, torch.zeros_like(weight), [True, True, True]),
+    )
+    if inputs.residual is not None:
+        dx += inputs.residual.double()
+    found = {"dx": dx.to(dtype), "dw": torch.cat((dgamma, dbeta)).to(inputs.weight.dtype)}
+    return found
 
 
 def bench_of(operation: Operation, problem: Problem, compute: Any) -> Bench:
@@ -82,6 +104,16 @@ def test_an_operation_has_its_template_and_its_name(name: str) -> None:
     operation = OPERATIONS[name]
     assert operation.name == name
     assert name in (TEMPLATES / operation.template).read_text()
+
+
+def test_what_kernels_add_up_is_what_the_operations_say() -> None:
+    assert set(SUMS) == {name for name, one in OPERATIONS.items() if one.sums_rows}
+    problem = Problem.parse("7x40:bf16")
+    for name, sums in SUMS.items():
+        (dw,) = (o for o in OPERATIONS[name].outputs(problem) if o.name == "dw")
+        assert dw.shape == (40 * sums.column_sums,)
+        saved = [a for a in OPERATIONS[name].arguments(problem) if a.shape == (7,)]
+        assert len(saved) == sums.statistics
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -141,6 +173,7 @@ def test_traffic_is_every_matrix_once(problem: Problem) -> None:
     matrix = problem.M * problem.N * ITEMSIZE[problem.dtype]
     more = 1 if problem.residual else 0
     assert RMSNORM_BACKWARD.traffic_bytes(problem) == (3 + more) * matrix
+    assert LAYERNORM_BACKWARD.traffic_bytes(problem) == (3 + more) * matrix
     assert RMSNORM_FORWARD.traffic_bytes(problem) == (2 + 2 * more) * matrix
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from hypothesis import strategies as st
 
 from generator.errors import NormforgeError
 from generator.kernels.knobs import KNOBS
+from generator.kernels.variant import make_variant
 from generator.problem import Problem, load_problems
 from generator.space import space as space_module
 from generator.space.expressions import Names
-from generator.space.load import SPACE_FILE, load_space
+from generator.space.load import SPACE_FILE, load_space, space_file
 from generator.space.space import Rule, Space
 from generator.target import Target, find_target, load_targets
 from tests.support.samples import REDUCTION, SPACE, problems, targets
@@ -461,3 +463,51 @@ def test_hash_changes_with_values_conditions_and_rules_and_not_with_prose(
         hash_of(with_rule("M > 1", id="renamed")),
     ]
     assert len(set(hashes)) == len(hashes)
+
+
+# ---- A space that extends another ----------------------------------------------------------------
+
+
+def extending(**content: Any) -> dict[str, Any]:
+    return {"extends": "rmsnorm_backward", "knobs": {}, "rules": [], **content}
+
+
+def test_space_that_extends_another_has_its_knobs_and_rules_but_for_its_own(
+    write: Callable[[Any], Path], space: Space
+) -> None:
+    same = load_space(write(extending()))
+    assert same.hash == space.hash
+    knob = {"levels": {"values": [1], "why": "a test"}}
+    rule = {"id": "threads", "require": "threads <= 512", "say": "{threads} threads"}
+    own = load_space(write(extending(knobs=knob, rules=[rule])))
+    assert [k.name for k in own.knobs] == [k.name for k in space.knobs]
+    assert next(k for k in own.knobs if k.name == "levels").values == (1,)
+    assert sorted(r.id for r in own.rules) == sorted(r.id for r in space.rules)
+    assert [r.require.text for r in own.rules if r.id == "threads"] == ["threads <= 512"]
+
+
+@pytest.mark.parametrize("name", ["nothing", "../search_spaces/rmsnorm_backward", "", 3])
+def test_space_that_extends_what_there_is_not_is_refused(
+    write: Callable[[Any], Path], name: Any
+) -> None:
+    assert "'extends' names no other file" in refusal(write(extending(extends=name)))
+
+
+def test_rule_stated_twice_is_refused(write: Callable[[Any], Path]) -> None:
+    rule = {"id": "threads", "require": "threads <= 512", "say": "no"}
+    assert "two rules are called 'threads'" in refusal(write(extending(rules=[rule, rule])))
+
+
+def test_layernorm_counts_both_sums_of_a_thread() -> None:
+    space = load_space(space_file("layernorm_backward"))
+    problem = Problem.parse("layernorm_backward:4096x4096:bf16")
+    target = find_target("h200")
+    for config in islice(space.legal(problem, target), 50):
+        variant = make_variant(config, problem)
+        alike = make_variant(config, replace(problem, operation="rmsnorm_backward"))
+        assert variant.accumulators == 2 * alike.accumulators <= 48
+        assert variant.partial_stride == 2 * alike.partial_stride
+        assert variant.sums_per_team == 2 * alike.sums_per_team
+        assert variant.weight_bytes == alike.weight_bytes
+        assert variant.spec(132).columns == 2 * variant.columns
+        assert variant.id != alike.id

@@ -58,6 +58,10 @@ TARGET = {"name": "h200", "title": "H200", "arch": "sm_90a", "sms": 132}
 SEPARATE = replace(SPEC, name="two_kernels", strategy="separate", dependent=True, cluster=2)
 
 
+_MAIN = {"rmsnorm_backward": "@8Q3Q7qI3if", "layernorm_backward": "@8Q3Q7qI3ifQ"}
+"""The structure that a main kernel takes."""
+
+
 class FakeDriver:
     """Types and constants of the real bindings; calls are recorded and succeed."""
 
@@ -166,9 +170,8 @@ class FakeDriver:
 def read_arguments(function: str, parameters: int) -> tuple[int, ...]:
     """What the driver would copy, given the kernels' parameters: one structure of the main kernel
     (tensors, workspace, extent), five of the second one."""
-    if function == "rmsnorm_backward":
+    if form := _MAIN.get(function):
         (address,) = struct.unpack("Q", ctypes.string_at(parameters, 8))
-        form = "@8Q3Q7qI3if"
         return struct.unpack(form, ctypes.string_at(address, struct.calcsize(form)))
     formats = "QQiii"
     addresses = struct.unpack(f"{len(formats)}Q", ctypes.string_at(parameters, 8 * len(formats)))

@@ -25,7 +25,7 @@ from generator.package.fallback_kernels import compile_fallbacks
 from generator.problem import ITEMSIZE, Problem
 from generator.runtime.api import Package
 from generator.runtime.spec import MAIN_KERNEL
-from generator.space.load import load_space
+from generator.space.load import load_space, space_file
 from generator.space.space import Space
 from generator.target import Target, find_target, load_targets
 from generator.tuner.forward import tune_forwards
@@ -62,17 +62,24 @@ PLAIN: dict[str, int | str] = {
 """Knobs of a conservative config for N = 1024: few registers, no staging."""
 
 
+@cache
+def space_of(operation: str) -> Space:
+    return load_space(space_file(operation))
+
+
 def sample_variant(
     problem: Problem | str,
     target: Target,
     seed: int = 0,
     *,
-    space: Space = SPACE,
+    space: Space | None = None,
     **fixed: int | str,
 ) -> Variant:
-    """A legal variant, the same for the same arguments; `fixed` are knobs that keep their value."""
+    """A legal variant, the same for the same arguments; `fixed` are knobs that keep their value.
+    space: default that of the problem's operation."""
     if isinstance(problem, str):
         problem = Problem.parse(problem)
+    space = space or space_of(problem.operation)
     return make_variant(space.sample(problem, target, random.Random(seed), fixed), problem)
 
 
@@ -82,8 +89,9 @@ def plain_variant(problem: Problem | str, target: Target, **knobs: int | str) ->
         problem = Problem.parse(problem)
     widest = next(v for v in (16, 8, 4, 2) if problem.N * problem.itemsize % v == 0)
     config: Config = {"vector_bytes": widest, **PLAIN, **knobs}
-    config = SPACE.normalize(config, problem, target)
-    assert not (rejection := SPACE.reject(config, problem, target)), rejection
+    space = space_of(problem.operation)
+    config = space.normalize(config, problem, target)
+    assert not (rejection := space.reject(config, problem, target)), rejection
     assert {**config, **knobs} == config, "the space leaves no choice in one of these knobs"
     return make_variant(config, problem)
 

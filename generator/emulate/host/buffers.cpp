@@ -30,9 +30,11 @@ void lay_out_memory() {
   m.buffers[kDy] = {"dy", nullptr, stored_row(kDy, last) + 1, std::size_t{l.dy_stride} * l.item,
                     row, l.item};
   m.buffers[kRstd] = flat("rstd", std::size_t{l.rows} * 4, 4);
+  m.buffers[kMean] = flat("mean", l.statistics > 1 ? std::size_t{l.rows} * 4 : 0, 4);
   m.buffers[kWeight] = flat("weight", std::size_t{l.columns} * l.weight_item, l.weight_item);
   m.buffers[kDx] = {"dx", nullptr, l.rows, std::size_t{l.dx_stride} * l.item, row, l.item};
-  m.buffers[kDw] = flat("dw", std::size_t{l.columns} * l.dw_item, l.dw_item);
+  const std::size_t sums = std::size_t{l.columns} * l.column_sums;
+  m.buffers[kDw] = flat("dw", sums * l.dw_item, l.dw_item);
   const std::size_t residual = std::size_t{l.columns} * l.residual_item;
   const unsigned residual_item = l.residual_item ? l.residual_item : 1;
   m.buffers[kDresidual] = {"dresidual", nullptr, l.residual_item ? l.rows : 0, residual + !residual,
@@ -61,7 +63,7 @@ void lay_out_memory() {
   }
   const std::size_t elements = std::size_t{l.rows} * l.columns;
   m.written[0].resize(l.no_dx ? 0 : elements);
-  m.written[1].resize(l.no_dw ? 0 : l.columns);
+  m.written[1].resize(l.no_dw ? 0 : sums);
   m.written[2].resize(l.residual_out && !l.no_dx ? elements : 0);
   m.words[0].resize(l.zeroed);
   m.words[1].resize(l.scratch);
@@ -140,7 +142,8 @@ void check_aligned(const void* at, std::size_t bytes, const char* verb, int line
 }
 
 void input_read(Input input, const void* from, unsigned bytes, int line) {
-  static const unsigned kMasks[] = {1u << kX | 1u << kDy | 1u << kDresidual, 1u << kRstd,
+  static const unsigned kMasks[] = {1u << kX | 1u << kDy | 1u << kDresidual,
+                                    1u << kRstd | 1u << kMean,
                                     1u << kWeight};
   checked_buffer(kMasks[input], from, bytes, "reads", line);
   check_aligned(from, bytes, "reads", line);
@@ -191,7 +194,7 @@ void check_end_state() {
     if (which != 1)
       return fault(0, "%s[%zu, %zu] was never written, nor %td more elements", kNames[which], row,
                    column, missing - 1);
-    return fault(0, "dw[%zu] was never written, nor %td more elements", column, missing - 1);
+    return fault(0, "dw[%zu] was never written, nor %td more elements", first, missing - 1);
   }
 }
 

@@ -227,7 +227,7 @@ struct Buffer {
 };
 
 enum BufferId {
-  kX, kDy, kRstd, kWeight, kDx, kDw, kDresidual, kDresidualOut, kCounters, kZeroed, kScratch,
+  kX, kDy, kRstd, kMean, kWeight, kDx, kDw, kDresidual, kDresidualOut, kCounters, kZeroed, kScratch,
   kBuffers
 };
 
@@ -277,6 +277,7 @@ struct Launch {
   unsigned counters = 0, zeroed = 0, scratch = 0;
   unsigned partial_columns = 0, partial_stride = 0, group = 0;
   unsigned partials = 0;
+  unsigned column_sums = 1, statistics = 1;  // sums over rows of a column; 2: a mean beside rstd
   unsigned no_weight = 0, no_dx = 0, no_dw = 0;  // null pointers
   unsigned dw_mode = 0, dw_item = 0;
   unsigned weight_offset = 0;  // the bits of a float
@@ -284,7 +285,7 @@ struct Launch {
   unsigned inner = 0, gaps = 0;  // x and dy: a gap of one row (of two in dy) behind every `inner` rows
 };
 
-// The parameter of rmsnorm_backward, as templates/rmsnorm_backward.cu.j2 declares it.
+// The parameter of the main kernel, as its template declares it; not all of them take a mean.
 struct Arguments {
   const void *x, *dy, *rstd, *weight;
   void *dx, *dw;
@@ -295,6 +296,7 @@ struct Arguments {
   unsigned gaps;
   int columns, group, dw_mode;
   float weight_offset;
+  const void* mean;
 };
 
 struct Machine {

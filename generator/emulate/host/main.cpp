@@ -1,8 +1,8 @@
 // Runs one launch under many schedules.
 //
 // stdin:  lines "name value" (the fields of Launch), a line "run seed residency" for every
-//         schedule, a line "data", then the rows of x and of dy, rstd and weight, the rows of
-//         dresidual where there is one, and what dw holds where it is added to, without padding.
+//         schedule, a line "data", then the rows of x and of dy, rstd, the mean where there
+//         is one, weight, the rows of dresidual where there is one, and what dw holds where it is added to, without padding.
 // stdout: for every schedule a line "run DX DW RESIDUAL" with the indices of its results among the
 //         different ones seen so far, or "fault TEXT"; before that, for every result not seen before,
 //         a line "dx BYTES", "dw BYTES" or "dresidual_out BYTES" and the bytes.
@@ -44,7 +44,8 @@ std::vector<Run> read_request() {
       {"misaligned_bytes", &l.misaligned_bytes}, {"counters", &l.counters},
       {"zeroed", &l.zeroed}, {"scratch", &l.scratch}, {"partial_columns", &l.partial_columns},
       {"partial_stride", &l.partial_stride}, {"group", &l.group},
-      {"partials", &l.partials}, {"no_weight", &l.no_weight}, {"no_dx", &l.no_dx},
+      {"partials", &l.partials}, {"column_sums", &l.column_sums},
+      {"statistics", &l.statistics}, {"no_weight", &l.no_weight}, {"no_dx", &l.no_dx},
       {"no_dw", &l.no_dw}, {"dw_mode", &l.dw_mode}, {"dw_item", &l.dw_item},
       {"weight_offset", &l.weight_offset}, {"residual_item", &l.residual_item},
       {"residual_out", &l.residual_out}, {"inner", &l.inner},
@@ -100,7 +101,8 @@ int main(int count, char** arguments) {
   std::ios::sync_with_stdio(false);
   const std::vector<Run> runs = read_request();
   lay_out_memory();
-  for (const BufferId id : {kX, kDy, kRstd, kWeight}) read_rows(id);
+  for (const BufferId id : {kX, kDy, kRstd, kMean, kWeight})
+    if (id != kMean || m.launch.statistics > 1) read_rows(id);
   if (m.launch.residual_item) read_rows(kDresidual);
   if (m.launch.dw_mode == 2) {
     m.initial_dw.resize(m.buffers[kDw].row_bytes);

@@ -11,7 +11,7 @@
 #include "machine.h"
 
 extern "C" {
-void rmsnorm_backward(const normforge::Arguments&);
+void main_kernel(const normforge::Arguments&);  // build.py gives the name
 void sum_partials(const void*, void*, int, int, int) __attribute__((weak));
 }
 
@@ -119,8 +119,9 @@ void thread_main() {
         b[kCounters].base, b[kZeroed].base, b[kScratch].base,
         l.rows, l.x_stride, l.dy_stride, l.columns, l.dx_stride,
         l.x_stride, 2LL * l.dy_stride, l.gaps, static_cast<int>(l.columns), static_cast<int>(l.group),
-        static_cast<int>(l.dw_mode), offset};
-    rmsnorm_backward(arguments);
+        static_cast<int>(l.dw_mode), offset,
+        wanted(b[kMean], l.statistics == 1)};
+    main_kernel(arguments);
   } else {
     sum_partials(b[kScratch].base, b[kDw].base, static_cast<int>(l.partials),
                  static_cast<int>(l.columns), static_cast<int>(l.dw_mode));

@@ -17,7 +17,7 @@ from generator.evaluate.gpu.worker import open_session
 from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
-from generator.operations import RMSNORM_BACKWARD, Operation
+from generator.operations import Operation, operation_of
 from generator.problem import Problem
 from generator.result import Result
 from generator.target import Target
@@ -32,7 +32,8 @@ Entry = tuple[Variant | ForwardVariant, Compiled]
 
 
 class MeasuredEvaluator:
-    """Evaluates candidates of one operation on a real GPU; the search sees only Results.
+    """Evaluates candidates on a real GPU; the search sees only Results. operation: None for that of
+    each problem.
 
     What becomes of lost workers: see Supervisor, which also explains the arguments. Blocks of times
     that generator.evaluate.gpu.noise does not believe are measured again.
@@ -50,9 +51,9 @@ class MeasuredEvaluator:
         method: str = "spawn",
         sleep: Callable[[float], None] = time.sleep,
         supervisor: Supervisor | None = None,
-        operation: Operation = RMSNORM_BACKWARD,
+        operation: Operation | None = None,
     ) -> None:
-        self.target, self.operation = target, operation
+        self.target, self._operation = target, operation
         self._sleep = sleep
         self._supervisor = supervisor or Supervisor(
             device, seconds, open_handler=open_handler, method=method, sleep=sleep
@@ -135,7 +136,7 @@ class MeasuredEvaluator:
         Raises NoisyError when a minute of trying brings no clean blocks."""
         results = self.check_determinism(problem, entries)
         candidates = self._candidates(entries)
-        if self.operation.sums_rows:
+        if self._operation_of(problem).sums_rows:
             self._supervisor.renew(self._job("probe", problem))
             for i, candidate in enumerate(candidates):
                 if results[i].outcome == "ok":
@@ -176,7 +177,11 @@ class MeasuredEvaluator:
     def _job(
         self, kind: str, problem: Problem, candidates: tuple[Candidate, ...] = (), **more: Any
     ) -> Job:
-        return Job(kind, problem, candidates, operation=self.operation.name, **more)
+        name = self._operation_of(problem).name
+        return Job(kind, problem, candidates, operation=name, **more)
+
+    def _operation_of(self, problem: Problem) -> Operation:
+        return self._operation or operation_of(problem)
 
     def _each(self, kind: str, problem: Problem, candidates: tuple[Candidate, ...]) -> list[Result]:
         return [self._result(self._job(kind, problem, (one,))) for one in candidates]
@@ -225,7 +230,7 @@ class MeasuredEvaluator:
                     results[i] = self._alone(problem, candidates[i]) or results[i]
                 continue
             for place, i in enumerate(open_):
-                fields = timing.fields(self.operation.traffic_bytes(problem), place)
+                fields = timing.fields(self._operation_of(problem).traffic_bytes(problem), place)
                 fields["extra"] = results[i].extra | fields["extra"]
                 results[i] = replace(results[i], **fields)
             return results

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.noise import Block
-from generator.operations import RMSNORM_BACKWARD
-from generator.problem import Problem
+from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.result import Result
 from generator.runtime.spec import ForwardSpec, KernelSpec
 
@@ -45,7 +44,7 @@ class Job:
     candidates: tuple[Candidate, ...] = ()
     best_us: float | None = None
     floor_us: float | None = None
-    operation: str = RMSNORM_BACKWARD.name
+    operation: str = RMSNORM_BACKWARD
     rounds: int | None = None
 
     def probe(self) -> Job:

@@ -17,7 +17,7 @@ def _arrival(case: Case, arrivals: int) -> float:
 
 def _column_slices(case: Case) -> dict[str, float]:
     v, launch = case.variant, case.launch
-    count = ceil_div(v.columns, v.tail_columns) * v["cluster"]
+    count = ceil_div(v.partial_columns, v.tail_columns) * v["cluster"]
     return {
         "arrival": _arrival(case, launch.participants),
         "sums": case.slices(launch.participants, v.threads, launch.grid, count),

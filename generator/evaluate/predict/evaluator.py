@@ -18,7 +18,7 @@ from generator.evaluate.predict.model import MODEL, Case, Model, Rates, floor_us
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant
-from generator.operations import RMSNORM_BACKWARD
+from generator.operations import operation_of
 from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.spec import ceil_div, plan_launch
@@ -49,8 +49,9 @@ def _main_loop(case: Case) -> dict[str, float]:
     full, left = divmod(case.problem.M, batch * teams)
     memory = rates.memory * m.row_efficiency
 
-    row_bytes = RMSNORM_BACKWARD.traffic_bytes(case.problem) // case.problem.M + 4  # and rstd
-    moved = case.problem.M * row_bytes + 2 * case.problem.N * case.problem.weight_itemsize
+    problem, sums = case.problem, case.problem.sums
+    row_bytes = operation_of(problem).traffic_bytes(problem) // problem.M + 4 * sums.statistics
+    moved = problem.M * row_bytes + (1 + sums.column_sums) * problem.N * problem.weight_itemsize
     traffic = (moved + rates.written_back(moved)) / memory
     row_us = row_bytes / memory
     # A last round that is not full lasts as long as its batches take, however few they are.
@@ -144,7 +145,7 @@ class Predictor:
             note="" if fixed else "not deterministic by construction: adds in order of arrival",
             extra={
                 "parts": dict(prediction.parts),
-                "floor_bytes": RMSNORM_BACKWARD.traffic_bytes(problem),
+                "floor_bytes": operation_of(problem).traffic_bytes(problem),
             },
         )
 

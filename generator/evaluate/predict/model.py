@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from generator.kernels.variant import Variant
-from generator.operations import RMSNORM_BACKWARD
+from generator.operations import operation_of
 from generator.problem import Problem
 from generator.runtime.spec import Launch, ceil_div
 from generator.target import Target
@@ -39,6 +39,7 @@ class Model:
     # Main loop
     smoothness: float = 5.0  # exponent of the smooth maximum, no unit; kernels
     arithmetic_instructions: float = 8.0  # per element: row sum, dw, dx, narrowing; estimate
+    sum_instructions: float = 1.0  # per element, sum and statistic beyond RMSNorm's; estimate
     widen_bf16: float = 1.0  # instructions per element read: a shift or a mask; from the source
     widen_fp16: float = 2.0  # the same: half a shift, a conversion at half rate; estimate
     access_instructions: float = 2.0  # per vector moved: the access and its address; estimate
@@ -111,10 +112,10 @@ class Rates:
 
 
 def floor_us(problem: Problem, target: Target, model: Model = MODEL) -> float:
-    """µs of the floor of the backward: torch.add over the bytes that it moves, cold L2, inside a
+    """µs of the floor of a backward: torch.add over the bytes that it moves, cold L2, inside a
     CUDA graph."""
     rates = Rates(target, model)
-    traffic = RMSNORM_BACKWARD.traffic_bytes(problem)
+    traffic = operation_of(problem).traffic_bytes(problem)
     moved = traffic + rates.written_back(traffic)
     return model.launch_us + model.memory_latency_us + moved / rates.memory
 
@@ -150,12 +151,14 @@ class Case:
         reload, weight_again = v["reload"] == "smem", v["weight_in"] == "smem"
         # Vectors of x, dy and dx; two more for cp.async, a reload, the weight read in both passes.
         vectors = 3 + 2 * (v["pipeline"] == "async") + 2 * reload + 2 * weight_again
-        per_element = m.arithmetic_instructions + m.access_instructions * vectors / v.elements
+        more = v.sums.row_sums + v.sums.column_sums + v.sums.statistics - 3
+        per_element = m.arithmetic_instructions + m.sum_instructions * more
+        per_element += m.access_instructions * vectors / v.elements
         per_element += (
             2 * (1 + reload) * widen[v.dtype] + (1 + weight_again) * widen[v.weight_dtype]
         )
         per_element += m.bounds_instructions * v.asking_vectors / v.vectors
-        per_warp = v.accumulators * per_element + m.row_instructions
+        per_warp = v.row_elements * per_element + m.row_instructions
         return float(v["rows_in_flight"] * v.warps_per_row * per_warp)
 
     @cached_property

@@ -76,14 +76,14 @@ def check_call_options(bench: Bench, inputs: Inputs) -> str:
     bench.run(inputs, instead={"dx": None})
     fault = fault or differs("without dx", "dw")
 
-    dw, (M, N) = bench.outputs["dw"].tensor, bench.outputs["dx"].tensor.shape
-    wide = Guarded((N,), torch.float32, dw.device)
+    dw, M = bench.outputs["dw"].tensor, len(inputs.x)
+    wide = Guarded((dw.numel(),), torch.float32, dw.device)
     wide.poison()
     bench.run(inputs, instead={"dw": wide.tensor}, dw_mode=DW_IN_FP32)
     narrowed = wide.tensor.to(dw.dtype)
     if not torch.equal(narrowed.view(torch.uint8), plain["dw"].view(torch.uint8)):
         fault = fault or "dw as fp32 does not round to dw"
-    start = torch.linspace(-3, 5, N, device=dw.device)
+    start = torch.linspace(-3, 5, dw.numel(), device=dw.device)
     expected = start + wide.tensor
     wide.tensor.copy_(start)
     bench.run(inputs, instead={"dw": wide.tensor}, dw_mode=DW_ADDED)

@@ -1,0 +1,54 @@
+"""A package of LayerNorm's backward: emitted, imported, explained."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from generator.kernels.variant import make_variant
+from generator.package.emit import emit_package
+from generator.package.entries import PROVENANCE_KEYS, Entry
+from generator.package.sources import variant_of
+from generator.problem import Problem
+from generator.runtime.table import Table
+from tests.support.packages import H200, compiled
+from tests.support.samples import space_of
+
+SHAPE = "layernorm_backward:4096x1024:bf16"
+
+
+def test_emitted_package_is_imported_and_says_which_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem.parse(SHAPE)
+    config = next(space_of(problem.operation).legal(problem, H200))
+    variant = make_variant(config, problem)
+    provenance = dict.fromkeys(PROVENANCE_KEYS, "known")
+    entry = Entry(problem, variant, compiled(variant), "measured", provenance)
+    folder = tmp_path / "layernorm_backward"
+    emission = emit_package([entry], [], H200, folder)
+    assert emission.written == (problem,)
+    again = emit_package([entry], [], H200, folder)
+    assert again.written == (problem,)  # the table reads back as the same problem
+    (kernel,) = Table.load(folder).kernels()
+    assert variant_of(kernel) == variant
+    source = (folder / "kernels" / f"{kernel.file}.cu").read_text()
+    assert "layernorm_backward(ARGUMENTS(Arguments, args))" in source
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = importlib.import_module("layernorm_backward")
+    try:
+        assert "layer_norm_backward" in package.__all__
+        assert package.explain(4096, 1024, "bf16")["kernel"] == kernel.file
+        norm = package.LayerNorm(8)
+        x = torch.randn(2, 8, requires_grad=True)
+        norm(x).sum().backward()
+        assert torch.allclose(norm.bias.grad, torch.full((8,), 2.0))
+        assert x.grad is not None
+    finally:
+        for name in [n for n in sys.modules if n.split(".")[0] == "layernorm_backward"]:
+            del sys.modules[name]
