@@ -247,48 +247,6 @@ def check_refused(said: tuple[int, str, str], says: str) -> None:
     assert says in sentence
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("--gpu gb20", "unknown GPU 'gb20': did you mean 'gb200'?"),
-        ("--gpu gb200 --shapes 4096", "unknown shape list '4096'"),
-        ("--gpu H200", "did you mean 'h200'?"),
-        ("--gpu gb200 --shapes 4096x1024", "has no dtype: write for example 4096x1024:bf16"),
-        ("--gpu gb200 --shapes 4096x1024:bfloat16", "unknown dtype 'bfloat16'"),
-        ("--gpu gb200 --shapes 12345678901234x64:bf16", "malformed shape"),
-        ("--gpu gb200 --storage foo", "--storage takes the URL of a database, got 'foo'"),
-        ("reprot --gpu gb200", "did you mean 'report'?"),
-        ("--gpu gb200 --shapes 4096x1024:bf16,oops:bf16", "malformed shape 'oops:bf16'"),
-        ("--gpu gb200 --shapes 0x1024:bf16", "at least 1"),
-        ("--gpu gb200 --shapes 4096x0:bf16", "at least 1"),
-        ("--gpu gb200 --shapes=-4x1024:bf16", "at least 1"),
-        ("--gpu gb200 --shapes 4096x-1:bf16", "at least 1"),
-        ("--gpu gb200 --shapes 4096x1024:bf17", "unknown dtype 'bf17'"),
-        ("--gpu gb200 --shapes /nowhere/shapes.yaml", "cannot read the shape file"),
-        ("--gpu gb200 --space /nowhere/space.yaml", "cannot read the search space"),
-        ("--gpu gb200 --shapes smoke --storage nonsense://x", "cannot open the storage"),
-        ("--gpu gb200 --storage postgresql+psycopg://u:pw@127.0.0.1:1/db", "Connection refused"),
-        ("--gpu gb200 --storage postgresql+psycopg://u:pw@[bad/db", "psycopg://[bad/db (Op"),
-        ("--gpu gb200 --storage postgresql+psycopg://h:port/db", "check the URL"),
-        ("--gpu gb200 --storage postgresql+psycopg:/h/db", "check the URL"),
-        ("--gpu gb200 --storage postgresql+nosuchdriver://h/db", "check the URL, the driver"),
-        ("--gpu gb200 --devices 0,x", "'0,x' is no list of indices like 0,1,2,3"),
-        ("--gpu gb200 --devices 0,,1", "is no list of indices"),
-        ("--gpu gb200 --trials 0", "must be above 0"),
-        ("--gpu gb200 --trials many", "is no number"),
-        ("--gpu gb200 --seconds -1", "must be above 0"),
-        ("--shapes smoke", "--gpu"),
-        ("--gpu gb200 --speed 11", "--speed"),
-    ],
-)
-def test_bad_argument_is_one_sentence_and_touches_nothing(
-    out: Path, rerun: Callable[..., tuple[int, str, str]], arguments: str, says: str
-) -> None:
-    before = snapshot(out)
-    check_refused(rerun(*arguments.split(), "--out", str(out)), says)
-    assert snapshot(out) == before
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA GPU is here")
 def test_automatic_choice_without_a_gpu_asks_for_a_name(
     out: Path, rerun: Callable[..., tuple[int, str, str]]
