@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from generator.paths import REPOSITORY
 from generator.problem import Problem, load_problems
 from generator.runtime.cubins import CUBINS
 from generator.runtime.table import ForwardTable, Table
-from generator.space.load import SPACE_FILE
+from generator.space.legal_configs import LegalConfigs
+from generator.space.load import SPACE_FILE, load_space
 from generator.studies.storage import JOURNAL_NAME
 from generator.target import find_target
 from generator.tuner import run
@@ -36,6 +38,7 @@ from generator.tuner.plan import PACKAGE_NAME, Plan
 from generator.tuner.run import Outcome
 from tests.support.runs import command, kill_and_resume, trials
 from tests.support.samples import sm_of
+from tests.support.synthetic import shrink
 
 GB200 = find_target("gb200")
 SMOKE = ["--gpu", "gb200", "--shapes", "smoke", "--trials", "6", "--json"]
@@ -156,6 +159,26 @@ def test_finished_run_answers_again_without_a_trial(
     assert document["shapes"] == first_run[1]["shapes"]
     assert document["seconds"] < first_run[1]["seconds"]
     assert snapshot(out) == before
+
+
+def test_a_run_that_finds_the_same_without_its_studies_changes_no_file(
+    tmp_path: Path, rerun: Callable[..., tuple[int, str, str]]
+) -> None:
+    """As in a fresh clone, which has the package and no studies: not even a date changes. The space
+    is tried whole, so the answer is the same."""
+    problem, out = Problem.parse("512x256:bf16"), tmp_path / "gb200"
+    keep = LegalConfigs(load_space(), problem, GB200).first(1)[0]
+    shrink(tmp_path, keep, store_hint=["default", "streaming"])
+    arguments = ["--gpu", "gb200", "--shapes", str(problem), "--trials", "4", "--out", str(out)]
+    arguments += ["--space", str(tmp_path / "tiny.yaml"), "--json"]
+    assert rerun(*arguments, "--fallbacks", "common")[0] == 0
+    before = snapshot(out / PACKAGE_NAME)
+    assert Table.load(out / PACKAGE_NAME).fallback
+    for fallbacks in ("common", "none"):
+        (out / JOURNAL_NAME).unlink()
+        time.sleep(1)  # dates have seconds
+        assert rerun(*arguments, "--fallbacks", fallbacks)[0] == 0
+        assert snapshot(out / PACKAGE_NAME) == before
 
 
 def test_table_names_every_shape_its_winner_and_the_evidence(
