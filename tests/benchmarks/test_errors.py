@@ -75,7 +75,7 @@ def test_who_does_not_take_a_problem_is_left_out() -> None:
     assert row(problem, found, {"how": "tuned"})["ours over"] == {}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dw", ["weight", "fp32"])
 def test_kernels_run_in_the_executor(
     dw: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -217,6 +217,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_committed_result_is_what_the_benchmark_writes(
     tmp_path: Path, target: Target, committed: dict[str, Any]
 ) -> None:

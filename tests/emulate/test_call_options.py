@@ -91,7 +91,7 @@ def test_gap_factor_divides_every_row(heads: int, tokens: int, data: st.DataObje
         assert factor * row >> 32 == row // heads
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("pipeline", "reload"), [("direct", "none"), ("async", "smem"), ("bulk", "none")]
 )

@@ -37,7 +37,7 @@ pytestmark = needs_compiler
 # ---- One set of bits -----------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("pipeline", ["direct", "bulk"])
 @pytest.mark.parametrize("reduction", DETERMINISTIC)
 def test_deterministic_reduction_gives_one_set_of_bits(
@@ -91,7 +91,7 @@ def test_same_seed_gives_the_same_schedule(target: Target) -> None:
 # ---- Words that tell by themselves whether they have arrived -------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shape", "teams"),
     [
@@ -145,7 +145,7 @@ CLUSTERS = {"threads_per_row": 256, "rows_per_cta": 1, "cluster": 4, "weight_in"
 SHORT_TEAMS = {"threads_per_row": 8, "rows_per_cta": 8}
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("shape", "knobs", "pipeline"),
     [
@@ -232,7 +232,7 @@ def sampled(index: int) -> tuple[Problem, Variant, Layout]:
     return problem, variant, layout
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("index", range(51), ids=lambda index: f"seed{SEED}-{index}")
 def test_sampled_variant_is_right_under_every_schedule(index: int) -> None:
     problem, variant, layout = sampled(index)
@@ -243,6 +243,7 @@ def test_sampled_variant_is_right_under_every_schedule(index: int) -> None:
         assert check.distinct_results == 1
 
 
+@pytest.mark.slow
 def test_the_samples_cover_the_space() -> None:
     variants = [sampled(index)[1] for index in range(51)]
     assert {v["strategy"] for v in variants} == {v["strategy"] for v in REDUCTION.values()}
@@ -253,7 +254,7 @@ def test_the_samples_cover_the_space() -> None:
     assert any(v.weight_dtype != v.dtype for v in variants)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -318,7 +319,7 @@ ONE_TEAM: list[tuple[str, dict[str, int | str], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("shape", "knobs", "straight", "reduction"),
     [
@@ -345,6 +346,7 @@ def test_single_team_stores_from_its_registers(
     assert check_variant(variant, Problem.parse(shape), schedules=3, seed=0).problems == ()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("shape", ["1x1:fp32", "1x8:bf16", "2x1024:fp16:fp32"])
 @pytest.mark.parametrize("reduction", REDUCTION)
 def test_few_rows(reduction: str, shape: str, target: Target) -> None:

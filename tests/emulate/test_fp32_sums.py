@@ -52,7 +52,7 @@ def in_a_row(source: str) -> str:
     return source.replace("    blocks.end_batch(partial);\n", "")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     ("shape", "knobs"),
@@ -84,7 +84,7 @@ def test_many_rows_of_a_team_cost_little(
     assert plain > 1.35 * blocked
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("reduction", DETERMINISTIC)
 @pytest.mark.parametrize("shape", ["701x256:fp32", "701x250:bf16:fp32", "701x256:bf16"])
@@ -95,7 +95,7 @@ def test_blocks_lose_nothing(reduction: str, shape: str, target: Target) -> None
         check_rows(variant, M)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("reduction", ["separate", "column_slices", "mailbox"])
 @pytest.mark.parametrize("pipeline", ["direct", "async", "bulk"])

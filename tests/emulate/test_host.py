@@ -76,6 +76,7 @@ def test_conversions_round_as_the_gpu_does(tmp_path: Path) -> None:
         assert (ours[~number] == 0x7FFF).all()
 
 
+@pytest.mark.slow
 def test_portable_fibers_give_the_same_bits(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

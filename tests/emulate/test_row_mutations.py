@@ -312,13 +312,13 @@ PLANTED = {
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bug_is_found_and_named(name: str, target: Target) -> None:
     check_planted(PLANTED[name], target)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", untouched(PLANTED))
 def test_unmutated_kernel_passes_the_same_schedules(name: str, target: Target) -> None:
     check_untouched(PLANTED[name], target)

@@ -50,7 +50,7 @@ def short_variant(shape: str, reduction: str, pipeline: str, per_row: int, index
     raise AssertionError(f"no variant for {shape}")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pipeline", ["direct", "async"])
 @pytest.mark.parametrize("reduction", REDUCTION)
 def test_rows_of_less_than_a_warp(reduction: str, pipeline: str) -> None:

@@ -113,6 +113,7 @@ def check_compiled(v: Variant, compiled: Compiled, target: Target) -> None:
     assert resource_fault(v, compiled, launch, target) == ""
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("reduction", REDUCTION)
 @pytest.mark.parametrize("gpu", GPUS)
 def test_every_strategy_compiles_without_spills_in_every_dtype(gpu: str, reduction: str) -> None:

@@ -57,6 +57,7 @@ def widest(table: Table, N: int, pair: tuple[str, str], alignment: int = 16) -> 
     return max(size for size in sizes if all(unit % size == 0 for unit in units))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", sorted(load_targets()))
 def test_rows_are_read_in_the_widest_vectors_that_divide_them(name: str) -> None:
     """Up to 8192 columns on every GPU; whole words in words up to 16384 where there is room."""
@@ -99,6 +100,7 @@ def test_addresses_that_rule_out_a_vector_leave_it_to_a_narrower_one(pair: tuple
         assert served(table, 1026, pair, weight_alignment=weights // 2)[0] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["h200", "rtx-5090"])
 def test_kernels_of_narrow_vectors_compile_without_spills(name: str) -> None:
     """For every length of rows the first choice or one that takes its place."""

@@ -72,6 +72,7 @@ def emitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_source_alone_makes_the_same_cubin(emitted: Path, name: str) -> None:
     variant = VARIANTS[name]
@@ -83,6 +84,7 @@ def test_source_alone_makes_the_same_cubin(emitted: Path, name: str) -> None:
     assert again.cubin == made(variant).cubin
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, which is not in PATH")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_source_compiles_with_nvcc_wherever_it_is_called(

@@ -83,6 +83,7 @@ def compile_with(cache: Path, *packages: Path) -> list[dict[str, list[int]]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_compiled_code_is_kept_for_its_package_alone(tmp_path: Path) -> None:
     one, other = emit(tmp_path / "one", "one GPU"), emit(tmp_path / "other", "another GPU")
     newer = emit(tmp_path / "newer", "one GPU")  # the tables of `one`, and later code

@@ -115,6 +115,7 @@ def test_builds_at_the_same_time_leave_one_whole_file(
     assert native.build(("-O1",)) not in (path, native.build())
 
 
+@pytest.mark.slow
 def test_extension_that_is_loaded_again_shares_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any
 ) -> None:

@@ -63,6 +63,7 @@ print("done")
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("owner", "name"),
     [

@@ -49,6 +49,7 @@ def compiled(model: Any) -> Any:
     return torch.compile(model, backend="aot_eager", fullgraph=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_two_trainings_have_the_same_bits(package: Package, entry_point: str, how: str) -> None:

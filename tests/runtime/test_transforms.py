@@ -72,6 +72,7 @@ def forward_over_reverse(norm: Norm, x: torch.Tensor = X) -> Any:
 TRANSFORMS = (jvp, linearize, grad, grad_of_each, hessian, forward_over_reverse)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("transform", "how"),
     # torch.func.linearize traces by itself, and is not for torch.compile.

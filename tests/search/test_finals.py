@@ -103,6 +103,7 @@ def test_without_clean_times_side_by_side_the_trials_decide(storage: BaseStorage
     assert called == [LEGAL.key(config) for config in shortlisted[:6]]
 
 
+@pytest.mark.slow
 def test_a_gpu_where_all_ratios_are_small_does_not_fill_the_places(storage: BaseStorage) -> None:
     """A study goes on with another GPU, whose floor takes 10 % longer: what was best on the first
     one is timed beside what the second one thinks best."""

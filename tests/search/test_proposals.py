@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from optuna.storages import BaseStorage
 
 from generator.kernels.strategies import determinism_class
@@ -29,6 +30,7 @@ from tests.support.synthetic import (
 )
 
 
+@pytest.mark.slow
 def test_it_finds_better_than_random_search(tmp_path: Path) -> None:
     gains = []
     for seed in range(4):

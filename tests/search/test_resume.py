@@ -68,6 +68,7 @@ def test_finals_lost_to_a_kill_are_held_on_resume(storage: BaseStorage) -> None:
     assert len(evaluator.finalists) == 1
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment_loses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
     journal, evaluations = tmp_path / "studies.journal", tmp_path / "evaluations"
     command = [

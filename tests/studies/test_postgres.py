@@ -149,6 +149,7 @@ FOR EACH ROW WHEN (NEW.key = 'winner') EXECUTE FUNCTION audit();
 """
 
 
+@pytest.mark.slow
 def test_eight_processes_two_killed_conclude_every_problem_exactly_once(
     url: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
