@@ -33,7 +33,8 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
         else:
             target, workforce, sentence = choose_devices(args.gpu, args.devices)
         evidence = "measured" if workforce else "predicted"
-        print(sentence, file=sys.stderr)
+        status = Status(len(problems))
+        status.say(sentence)
         _tell_noise(workforce)
         plan = Plan(
             target=target,
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
             devices=args.devices if workforce else (),
             fallbacks=args.fallbacks,
         )
-        with Status(len(problems)) as status:
+        with status:
             outcome = tune(plan, workforce, status)
         _tell_noise(workforce)
     except KeyboardInterrupt:

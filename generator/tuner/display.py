@@ -22,6 +22,8 @@ from generator.tuner.run import Outcome
 
 _PLAIN_SECONDS = 10.0
 """How often a phase says how far it is where nothing can be rewritten."""
+_TRIALS_SHARE = 0.8
+"""Of the time that a problem takes; the rest is for its finals."""
 _REFRESHES = 4
 """A second. More would take time from the search, which is in the same process."""
 
@@ -41,7 +43,6 @@ class Status:
             console=self.console,
             refresh_per_second=_REFRESHES,
             transient=True,
-            disable=not self.live,
         )
         self._tasks: dict[str, TaskID] = {}
         self._since: dict[str, float] = {}  # when each phase began
@@ -51,7 +52,8 @@ class Status:
         self._waited: set[Problem] = set()
 
     def __enter__(self) -> Status:
-        self._bars.start()
+        if self.live:
+            self._bars.start()
         return self
 
     def __exit__(
@@ -60,7 +62,8 @@ class Status:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bars.stop()
+        if self.live:
+            self._bars.stop()
 
     def phase(self, name: str, done: int, total: int) -> None:
         now = time.monotonic()
@@ -82,7 +85,7 @@ class Status:
             self._said.pop(name)
 
     def progress(self, index: int, event: Trial) -> None:
-        self._shares[index] = event.done / event.total if event.total else 0.0
+        self._shares[index] = _TRIALS_SHARE * event.done / event.total if event.total else 0.0
         self._searching()
         if self.live:
             best = f"best {event.best_us:.2f} us" if event.best_us else "no time yet"
@@ -109,7 +112,7 @@ class Status:
             self.say(f"{len(holders)} shapes left, which others search: waiting for {who}")
 
     def say(self, line: str) -> None:
-        self.console.print(line, soft_wrap=True)
+        self.console.print(line, soft_wrap=not self.live)
 
     def _searching(self) -> None:
         """The bar of the search as a whole."""
@@ -149,7 +152,7 @@ def describe(problem: Problem, winner: Winner | None) -> str:
     if winner is None:
         return f"{problem}: no variant may win"
     return (
-        f"{problem}: {winner.variant} {winner.result.us:.2f} us, "
+        f"{problem}: {_in_short(winner)}, {winner.result.us:.2f} us, "
         f"{winner.result.ratio:.3f} x {winner.floor}, {winner.evidence}"
     )
 

@@ -64,9 +64,21 @@ def emit(
         Entry(winner.problem, variant, compiled, winner.evidence, provenance(winner, storage))
         for winner, variant, compiled in zip(winners, chosen, made, strict=True)
     ]
+    before = 0
+
+    def compile(variants: list[Variant]) -> list[Compiled]:
+        """Of all that are asked for, those that take the place of others included."""
+        nonlocal before
+        start, before = before, before + len(variants)
+        return _compile(
+            variants,
+            pool,
+            lambda done, total: watcher.phase("fallback kernels", start + done, start + total),
+        )
+
     fallbacks = compile_fallbacks(
         target,
-        lambda variants: _compile(variants, pool, partial(watcher.phase, "fallback kernels")),
+        compile,
         wanted_fallbacks(plan.fallback_kernels, target, plan.problems),
     )
     forwards = None

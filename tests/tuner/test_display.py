@@ -77,7 +77,7 @@ def test_a_file_gets_plain_lines() -> None:
     go(stream)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "planning: 2/2 in 0 s"
-    assert lines[1].startswith(f"[1/2] {PROBLEM}: column_slices_async6")
+    assert lines[1].startswith(f"[1/2] {PROBLEM}: column_slices async6, 1234.57 us")
     assert re.search(r"\| \d+ s left$", lines[1])
     assert lines[2].startswith("[2/2] 4096x1024:bf16: ")
     assert lines[3] == "fallback kernels: 3/3 in 0 s"
