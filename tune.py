@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from io import TextIOWrapper
 
 # The matrices of a search are so small that threads only take cores from the compilers. Read once,
 # when NumPy is loaded.
@@ -35,4 +36,7 @@ def _interrupted(number: int, frame: object) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, _interrupted)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a name that a terminal cannot show is no error
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(main())

@@ -39,12 +39,13 @@ SUMS: dict[str, Sums] = {
 }
 """The operations that sum over rows, by the name that all of their files have."""
 
-# Twelve digits are more rows than any GPU holds.
 _PROBLEM = re.compile(
-    r"(?:(?P<operation>[a-z]\w*):)?(?P<M>-?\d{1,12})x(?P<N>-?\d{1,12}):(?P<dtype>\w+?)(?::(?P<weight>\w+?))?"
+    r"(?:(?P<operation>[a-z]\w*):)?(?P<M>-?\d+)x(?P<N>-?\d+):(?P<dtype>\w+?)(?::(?P<weight>\w+?))?"
     r"(?P<options>(\+\w+)*)"
 )
 _LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
+_MOST_DIGITS = 12
+"""More rows than any GPU holds."""
 _FORM = "MxN:dtype[:weight dtype][+offset][+residual[_dtype]]"
 
 
@@ -153,6 +154,11 @@ class Problem(ItemSizes):
                 raise NormforgeError(
                     f"shape '{text.strip()}': unknown option '+{option}'; expected {_FORM}"
                 )
+        if max(len(match["M"]), len(match["N"])) > _MOST_DIGITS:
+            raise NormforgeError(
+                f"shape '{text.strip()[:80]}' has more than {_MOST_DIGITS} digits in a number, and "
+                "no GPU holds as many rows: write it smaller"
+            )
         weight = match["weight"] or dtype
         shape = (int(match["M"]), int(match["N"]), dtype, weight, offset, residual)
         return cls(*shape, match["operation"] or operation)
@@ -221,7 +227,7 @@ def _load_file(path: Path, operation: str) -> list[Problem]:
                 f"{path}: a block needs the lists M, N and dtype with a value each, got {block!r}"
             )
         texts += [
-            f"{M}x{N}:{dtype}" + (f":{weight}" if weight else "") + (option or "")
+            f"{M}x{N}:{dtype}" + (f":{weight}" if weight else "") + str(option or "")
             for dtype, weight, option, N, M in product(*lists)
         ]
     try:

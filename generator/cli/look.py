@@ -9,6 +9,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from generator.cli.arguments import CommandLine, folder_name, storage_url
 from generator.errors import NormforgeError
 from generator.paths import GENERATED
 from generator.problem import RMSNORM_BACKWARD, SUMS, Problem
@@ -26,6 +27,8 @@ def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study]
     """The studies that the options name, and where they are, without a password."""
     if args.gpu is None and args.out is None and args.storage is None:
         raise NormforgeError("name the studies: --gpu h200, --out FOLDER or --storage URL")
+    if args.gpu is not None:
+        find_target(args.gpu)
     where = args.storage or args.out or GENERATED / args.gpu
     studies = read_studies(where, importance=importance)
     if args.gpu is not None:
@@ -38,7 +41,7 @@ def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study]
     return studies, shown(where)
 
 
-def _name_studies(parser: argparse.ArgumentParser) -> None:
+def _name_studies(parser: CommandLine) -> None:
     parser.add_argument("--gpu", help="only this GPU; without --out and --storage generated/<gpu>")
     parser.add_argument(
         "--op",
@@ -46,24 +49,24 @@ def _name_studies(parser: argparse.ArgumentParser) -> None:
         default=RMSNORM_BACKWARD,
         help="the operation (default: %(default)s)",
     )
-    parser.add_argument("--out", type=Path, help="the output folder of the run")
-    parser.add_argument("--storage", help="the Optuna storage URL of the run")
+    parser.add_argument("--out", type=folder_name, help="the output folder of the run")
+    parser.add_argument("--storage", type=storage_url, help="the Optuna storage URL of the run")
 
 
 def report(argv: list[str]) -> int:
     """`tune.py report`: a page for every GPU, and the same as text."""
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="tune.py report",
         description="Write what the studies say as one HTML page per GPU, and print it as text.",
     )
     _name_studies(parser)
     parser.add_argument(
         "--html",
-        type=Path,
+        type=folder_name,
         metavar="FOLDER",
         help="folder of report_<gpu>.html (default: --out, generated/<gpu> or the current one)",
     )
-    args = parser.parse_args(argv)
+    args = parser.parse(argv)
     studies, place = _studies(args, importance=True)
     for summary in summaries(studies, place, context=True):
         folder = args.html or args.out or (Path() if args.storage else GENERATED / summary.gpu)
@@ -81,12 +84,13 @@ def report(argv: list[str]) -> int:
 
 def explain(argv: list[str]) -> int:
     """`tune.py explain`: why this kernel, and with --config why not that one."""
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="tune.py explain",
         description="Say why a kernel won a shape, or why the config given by --config did not.",
     )
     _name_studies(parser)
-    parser.add_argument("--shape", required=True, help="MxN:dtype[:weight dtype]")
+    parser.add_argument("--shape", help="MxN:dtype[:weight dtype]")
+    parser.add_argument("stray", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument(
         "--config", help="knob=value,...: where it leaves a knob open, the winner's value counts"
     )
@@ -94,7 +98,10 @@ def explain(argv: list[str]) -> int:
         "--space", type=Path, help="the search space's file (default: the operation's)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    args = parser.parse_args(argv)
+    args = parser.parse(argv)
+    if args.shape is None or args.stray is not None:
+        example = args.stray or "4096x4096:bf16"
+        raise NormforgeError(f"the shape to explain has an option: write --shape {example}")
     problem = Problem.parse(args.shape, args.op)
     space = load_space(args.space or space_file(args.op))
     given = parse_config(args.config, space) if args.config is not None else None

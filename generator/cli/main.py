@@ -14,12 +14,22 @@ Looking at what a run left behind (each has a --help of its own):
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import re
 import sys
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from generator.cli.arguments import (
+    CommandLine,
+    device_list,
+    folder_name,
+    positive_number,
+    positive_seconds,
+    storage_url,
+)
 from generator.errors import NormforgeError
 from generator.package.fallback_kernels import FALLBACKS
 from generator.paths import REPOSITORY
@@ -32,25 +42,6 @@ LOOKING = ("explain", "report")
 """First words of the commands that look at finished runs; see their --help."""
 
 
-def _positive(kind: type[int] | type[float]):  # type: ignore[no-untyped-def]
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"'{text}' is no number") from None
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"'{text}' must be above 0")
-        return value
-
-    return parse
-
-
-def _devices(text: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", text):
-        raise argparse.ArgumentTypeError(f"'{text}' is no list of indices like 0,1,2,3")
-    return tuple(dict.fromkeys(map(int, text.split(","))))
-
-
 def _version() -> str:
     try:
         return version("normforge")
@@ -60,9 +51,9 @@ def _version() -> str:
         return found[1] if found else "unknown"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> CommandLine:
     """The command line."""
-    found = argparse.ArgumentParser(
+    found = CommandLine(
         prog="tune.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument(
@@ -84,29 +75,30 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument(
         "--trials",
-        type=_positive(int),
+        type=positive_number,
         help=f"trials of each shape (default: {TRIALS['measured']} measured, "
         f"{TRIALS['predicted']} predicted)",
     )
     found.add_argument(
         "--seconds",
-        type=_positive(float),
+        type=positive_seconds,
         help="search for so long in all, in equal shares for the shapes; what earlier runs of a "
         "shape took counts, its finals (2 s on a GPU) and the module come on top",
     )
     found.add_argument(
         "--storage",
+        type=storage_url,
         help="the URL of a database instead of the file in --out; with PostgreSQL "
         "(postgresql+psycopg://...) any number of runs on any machines share the work",
     )
-    found.add_argument("--out", type=Path, help="output folder (default: generated/<gpu>)")
+    found.add_argument("--out", type=folder_name, help="output folder (default: generated/<gpu>)")
     found.add_argument(
         "--space", type=Path, help="the search space's file (default: the operation's)"
     )
     found.add_argument(
         "--devices",
         "--device",
-        type=_devices,
+        type=device_list,
         default=(0,),
         metavar="N[,N...]",
         help="indices of the GPUs of this machine to measure on, one search on each (default: 0)",
@@ -133,31 +125,43 @@ def main(argv: list[str] | None = None) -> int:
     at once.
     """
     argv = sys.argv[1:] if argv is None else argv
-    command = argv[0] if argv else ""
-    if command and not command.startswith("-") and command not in LOOKING:
-        near = get_close_matches(command, LOOKING, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else "a run starts with --gpu"
-        print(f"tune.py: there is no command '{command}': {hint}", file=sys.stderr)
-        return 2
+    command = argv[0] if argv and argv[0] in LOOKING else ""
     try:
-        if command in LOOKING:
-            from generator.cli.look import COMMANDS
-
-            return COMMANDS[command](argv[1:])
-        args = parser().parse_args(argv)
-        args.space = args.space or space_file(args.op)
-        problems = load_problems(args.shapes, args.op)
-        load_space(args.space)
-        if args.gpu != "auto":
-            find_target(args.gpu)
-        if args.storage and "://" not in args.storage and not args.storage.startswith("postgresql"):
-            raise NormforgeError(
-                f"--storage takes the URL of a database, got '{args.storage}': write for example "
-                "postgresql+psycopg://user@host/normforge, or choose a folder with --out"
-            )
-        from generator.cli.tune import run
-
-        return run(args, problems)
+        try:
+            return _run(argv, command)
+        finally:
+            sys.stdout.flush()
     except NormforgeError as error:
-        print(f"tune.py{' ' + command if command in LOOKING else ''}: {error}", file=sys.stderr)
-        return 2
+        said = str(error)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # Whatever is written to a file has its name in the error. The interpreter must not try
+        # once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:  # who read it has seen enough
+            return 1
+        said = f"cannot write to the standard output ({error.strerror}): send it elsewhere"
+    print(f"tune.py{' ' + command if command else ''}: {said}", file=sys.stderr)
+    return 2
+
+
+def _run(argv: list[str], command: str) -> int:
+    """Raises NormforgeError; OSError where stdout cannot be written."""
+    if command:
+        from generator.cli.look import COMMANDS
+
+        return COMMANDS[command](argv[1:])
+    if argv and not argv[0].startswith("-"):
+        near = get_close_matches(argv[0].lower(), LOOKING, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "a run starts with --gpu"
+        raise NormforgeError(f"there is no command '{argv[0]}': {hint}")
+    args = parser().parse(argv)
+    args.space = args.space or space_file(args.op)
+    problems = load_problems(args.shapes, args.op)
+    load_space(args.space)
+    if args.gpu != "auto":
+        find_target(args.gpu)
+    from generator.cli.tune import run
+
+    return run(args, problems)

@@ -187,7 +187,7 @@ class Package(DescribedServer):
         Raises ValueError for a shape or dtype that there cannot be, RuntimeError without a CUDA
         device, LaunchError.
         """
-        named = [_named(*shape) for shape in shapes]
+        named = [_named(shape) for shape in shapes]
         option = "" if residual is None else dtype_name(residual)
         if not torch.cuda.is_available():
             raise RuntimeError("warmup needs a CUDA device, and PyTorch finds none")
@@ -228,10 +228,12 @@ def _digest(folder: Path) -> str:
     return hashlib.sha256(content).hexdigest()[:8]
 
 
-def _named(
-    M: int, N: int, dtype: str | torch.dtype, weight_dtype: str | torch.dtype | None = None
-) -> tuple[int, int, str, str]:
+def _named(shape: tuple[Any, ...]) -> tuple[int, int, str, str]:
     """A shape of `warmup` with the names of both dtypes. Raises ValueError."""
+    sized = isinstance(shape, (tuple, list)) and len(shape) in (3, 4)
+    if not sized or not all(isinstance(size, int) for size in shape[:2]):
+        raise ValueError(f"a shape is a tuple like (4096, 8192, 'bf16'), got {shape!r}")
+    M, N, dtype, weight_dtype = (*shape, None)[:4]
     name = dtype_name(dtype)
     if M < 0 or N < 1:
         raise ValueError(f"M must be at least 0 and N at least 1, got M={M} and N={N}")

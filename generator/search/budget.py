@@ -9,8 +9,8 @@ from generator.errors import NormforgeError
 from generator.problem import Problem
 
 TRIALS = {"measured": 400, "predicted": 24}
-"""Trials of one problem unless the caller says otherwise. Predicted times err by more than further
-trials gain: over 40 shapes of gb200 that start from the winners of packages, see docs/search.md."""
+"""Trials of one problem unless the caller says otherwise. A prediction errs by more than further
+trials gain (docs/search.md)."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,9 @@ _STEP = (8, 2, 2, 2, 2)
 """Neighbours of the best, second best, ... that become candidates at every turn: finding all of
 them at once takes longer than a trial."""
 _DRAWN = 200
-"""Random legal configs that are candidates all along."""
+"""Random legal configs that are candidates all along, in a search of 50 trials or more."""
+_DRAWN_FOR_EACH = 4
+"""Of a shorter search for each trial: drawing them takes longer than a predicted trial."""
 OVERHEAD_SHARE = 0.05
 """Share of the budget for reduction kinds that are not deterministic, beside their seeds."""
 _MAX_OVERHEAD_SHARE = 0.1  # of a budget that is small for one trial of each such kind
@@ -109,7 +111,7 @@ class Proposals:
                 self._candidates[self.legal.key(near)] = near
         if not self._drawn:
             self._drawn = True
-            for _ in range(_DRAWN):
+            for _ in range(min(_DRAWN, _DRAWN_FOR_EACH * (self.trials or _DRAWN))):
                 drawn = self.legal.draw(self.rng, (), deterministic=True)
                 if drawn is not None:
                     self._candidates[self.legal.key(drawn)] = drawn

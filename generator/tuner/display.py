@@ -160,8 +160,8 @@ _RULED = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 def table(winners: Sequence[tuple[Problem, Winner | None]]) -> str:
     """The final table, of at most 80 columns for shapes without options. The winner is said in
-    short: strategy, pipeline with its stages, threads for a row x rows of a CTA. `overhead`: that
-    of determinism, see Winner.overhead_of_determinism."""
+    short: its strategy, and its pipeline with the stages. `overhead`: that of determinism, see
+    Winner.overhead_of_determinism."""
     shown = Table(box=_RULED, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     shown.add_column("shape", no_wrap=True)
     shown.add_column("winner", no_wrap=True)
@@ -193,8 +193,7 @@ def table(winners: Sequence[tuple[Problem, Winner | None]]) -> str:
 def _in_short(winner: Winner) -> str:
     knobs = winner.config
     stages = "" if knobs["pipeline"] == "direct" else knobs["stages"]
-    layout = f"{knobs['threads_per_row']}x{knobs['rows_per_cta']}"
-    return f"{knobs['strategy']} {knobs['pipeline']}{stages} {layout}"
+    return f"{knobs['strategy']} {knobs['pipeline']}{stages}"
 
 
 def document(plan: Plan, outcome: Outcome, evidence: str, seconds: float) -> dict[str, Any]:

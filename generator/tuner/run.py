@@ -58,13 +58,15 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: 
     problem is searched and concluded by one of them, and all of them end with the same winners.
     """
     check_problems(plan, watcher)
+    # A database that does not answer is told before a folder is made.
+    database = open_storage(plan.storage) if plan.storage else None
     check_package(plan.package, plan.target)
     interrupted = False
     with (
         running(plan.out, plan.shared, database_file(plan.storage)) as stop,
         CompilePool(plan.target.arch, compilers(plan), compile=compile_variant) as pool,
     ):
-        storage = open_storage(plan.where)
+        storage = database or open_storage(plan.where)
         queue = open_queue(plan.storage)
         ledger = Ledger(plan, queue)
         try:

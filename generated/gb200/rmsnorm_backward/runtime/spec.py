@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import isqrt
 from typing import Any, ClassVar
 
 MAIN_KERNEL = "rmsnorm_backward"
 SUM_KERNEL = "sum_partials"
-"""The `extern "C"` names in every cubin; the second exists for the strategy `separate` only."""
+"""The `extern "C"` names in a cubin of RMSNorm's backward; the first is the operation's in others,
+and the second exists for the strategy `separate` only."""
 FORWARD_KERNELS = ("rmsnorm_forward", "rmsnorm_forward_residual")
 """The `extern "C"` names in every forward cubin: without and with a residual."""
 
@@ -27,13 +28,13 @@ class KernelSpec:
     """The facts of one compiled variant that its launches need.
 
     N: row length, or with exact False the longest one served, and `least` the shortest. threads,
-    sum_threads: CTA sizes of the main and the second kernel. columns: columns of one CTA.
-    partial_stride: floats from one partial row of dw to the next. rows_in_flight: consecutive rows
-    of a batch, which the threads of a team work on at once; rows_per_cta: teams of a CTA. sms:
-    multiprocessors the grid counts on; it is a constant of the module, so that the order of every
-    sum is one too. vector_bytes: alignment that pointers and row strides need. offset: adds a
-    number to the weight; residual: dtype of the residual's gradient that it adds to dx, "" for
-    none.
+    sum_threads: CTA sizes of the main and the second kernel. columns: sums over rows of one CTA,
+    one or more for every column. partial_stride: floats from one partial row of dw to the next.
+    rows_in_flight: consecutive rows of a batch, which the threads of a team work on at once;
+    rows_per_cta: teams of a CTA. sms: multiprocessors the grid counts on; it is a constant of the
+    module, so that the order of every sum is one too. vector_bytes: alignment that pointers and row
+    strides need. offset: adds a number to the weight; residual: dtype of the residual's gradient
+    that it adds to dx, "" for none. operation: also the name of the main kernel.
     """
 
     name: str
@@ -63,6 +64,8 @@ class KernelSpec:
     offset: bool = False
     residual: str = ""
     least: int = 1
+    # Not in the repr: what is identified by it had no such field.
+    operation: str = field(default=MAIN_KERNEL, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

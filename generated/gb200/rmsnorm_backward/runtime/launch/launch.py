@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..spec import MAIN_KERNEL, SUM_KERNEL, Launch
+from ..spec import SUM_KERNEL, Launch
 from .driver import LaunchError, cuda_driver
 from .loaded_kernel import LoadedKernel
 
@@ -22,6 +22,8 @@ from .loaded_kernel import LoadedKernel
 # one structure: x, dy, rstd, weight, dx, dw, dresidual, dresidual_out; counters, zeroed, scratch;
 # Extent.
 MAIN_ARGUMENTS = struct.Struct("@8Q3Q7qI3if")
+# The same, and mean behind them: a kernel that takes none does not look there.
+_ALL_ARGUMENTS = struct.Struct("@8Q3Q7qI3ifQ")
 MAIN_OFFSETS = (0,)
 # scratch, dw; rows of partial dw, columns, dw mode.
 SUM_ARGUMENTS = struct.Struct("@2Q3i")
@@ -98,10 +100,10 @@ class _Arguments(threading.local):
     """One block of kernel arguments per thread; the driver copies it before a launch returns."""
 
     def __init__(self) -> None:
-        self.values = ctypes.create_string_buffer(MAIN_ARGUMENTS.size + SUM_ARGUMENTS.size)
+        self.values = ctypes.create_string_buffer(_ALL_ARGUMENTS.size + SUM_ARGUMENTS.size)
         base = ctypes.addressof(self.values)
         self._main = (ctypes.c_void_p * len(MAIN_OFFSETS))(*(base + at for at in MAIN_OFFSETS))
-        base += MAIN_ARGUMENTS.size
+        base += _ALL_ARGUMENTS.size
         self._sum = (ctypes.c_void_p * len(SUM_OFFSETS))(*(base + at for at in SUM_OFFSETS))
         self.main = ctypes.addressof(self._main)
         self.sum = ctypes.addressof(self._sum)
@@ -126,13 +128,15 @@ def launch_backward(
     dresidual_out: torch.Tensor | None = None,
     dw_mode: int = DW_IN_WEIGHT_DTYPE,
     weight_offset: float = 0.0,
+    mean: torch.Tensor | None = None,
 ) -> None:
     """Launch on `stream` (a raw CUDA stream), without waiting.
 
     x, dy, dx: (M, N) of the spec's dtype, the columns contiguous, M >= 1; base addresses and row
     strides multiples of spec.vector_bytes. x and dy may be (M / H, H, N) as well, with any two
-    strides, where H > 1 and M * H < 2^32. rstd: (M,) fp32; weight, dw: (N,) contiguous; dw is fp32
-    unless dw_mode is DW_IN_WEIGHT_DTYPE. weight None stands for ones; dx or dw None is not
+    strides, where H > 1 and M * H < 2^32. rstd, mean: (M,) fp32, of which the kernel reads what its
+    operation has. weight: (N,) contiguous; dw: the same, of every sum over rows; dw is fp32 unless
+    dw_mode is DW_IN_WEIGHT_DTYPE. weight None stands for ones; dx or dw None is not
     computed. dresidual: (M, N) of spec.residual, if it has one; dresidual_out: the same, contiguous
     like dx, where that is not the spec's dtype. weight_offset: counts where spec.offset is set.
     workspace: address of launch.workspace_bytes bytes on the device, of which the first
@@ -163,6 +167,7 @@ def launch_backward(
         zeros=workspace,
         scratch=workspace + launch.scratch_offset,
         addresses=tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+        mean=0 if mean is None else mean.data_ptr(),
     )
 
 
@@ -175,6 +180,7 @@ def enqueue(
     zeros: int,
     scratch: int,
     addresses: tuple[int, ...],
+    mean: int = 0,
 ) -> None:
     """`launch_backward` for a caller that has the extent and the addresses already. addresses: of
     x, dy, rstd, weight, dx, dw, dresidual and dresidual_out, 0 for None. zeros: address of
@@ -182,16 +188,19 @@ def enqueue(
     main, second = kernel.load(device)
     block, driver = _arguments, cuda_driver()
     zeroed = zeros + launch.zeroed_offset
-    MAIN_ARGUMENTS.pack_into(block.values, 0, *addresses, zeros, zeroed, scratch, *extent)
+    workspace = (zeros, zeroed, scratch)
+    _ALL_ARGUMENTS.pack_into(block.values, 0, *addresses, *workspace, *extent, mean)
     config = kernel.main_config(launch.grid, stream)
     (status,) = driver.cuLaunchKernelEx(config, main, block.main, 0)
     if status != 0:
-        raise LaunchError(status.name, "launching", f"{MAIN_KERNEL} of {kernel.spec.name}")
+        raise LaunchError(
+            status.name, "launching", f"{kernel.spec.operation} of {kernel.spec.name}"
+        )
     dw = addresses[5]
     if second is None or dw == 0:  # nobody wants what the second kernel would write
         return
     numbers = (launch.participants, extent.columns, extent.dw_mode)
-    SUM_ARGUMENTS.pack_into(block.values, MAIN_ARGUMENTS.size, scratch, dw, *numbers)
+    SUM_ARGUMENTS.pack_into(block.values, _ALL_ARGUMENTS.size, scratch, dw, *numbers)
     config = kernel.sum_config(launch.sum_grid, stream)
     (status,) = driver.cuLaunchKernelEx(config, second, block.sum, 0)
     if status != 0:

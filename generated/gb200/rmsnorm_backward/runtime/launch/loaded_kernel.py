@@ -73,7 +73,7 @@ class LoadedKernel:
             self._allow(plain)
             self._allow(with_residual)
             return plain, with_residual
-        main = function(MAIN_KERNEL)
+        main = function(self.spec.operation)
         self._allow(main)
         return main, function(SUM_KERNEL) if self.spec.strategy == "separate" else None
 

@@ -1,0 +1,78 @@
+"""Command lines: what every option may be, and one sentence for what it may not."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from generator.errors import NormforgeError
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+
+class CommandLine(argparse.ArgumentParser):
+    """A parser whose complaints are NormforgeErrors, and which knows what was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        raise NormforgeError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        """As argparse does, which drops what a full disk refuses."""
+        (file or sys.stderr).write(message)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Raises NormforgeError."""
+        known = self._option_string_actions
+        for word in argv:
+            name = word.partition("=")[0]
+            if name.startswith("--") and not any(option.startswith(name) for option in known):
+                near = get_close_matches(name, known, n=1)
+                hint = f": did you mean '{near[0]}'?" if near else f"; see {self.prog} --help"
+                raise NormforgeError(f"there is no option '{name}'{hint}")
+        return self.parse_args(argv)
+
+
+def positive_number(text: str) -> int:
+    if not re.fullmatch(r"-?\d{1,9}", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is no whole number")
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' must be above 0")
+    return int(text)
+
+
+def positive_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is no number") from None
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise argparse.ArgumentTypeError(f"'{text}' must be above 0 and finite")
+    return seconds
+
+
+def device_list(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is no list of indices like 0,1,2,3")
+    return tuple(dict.fromkeys(map(int, text.split(","))))
+
+
+def folder_name(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("an empty name is no folder")
+    return Path(text)
+
+
+def storage_url(text: str) -> str:
+    if "://" not in text and not text.startswith("postgresql"):
+        raise argparse.ArgumentTypeError(
+            f"takes the URL of a database, got '{text}': write for example "
+            "postgresql+psycopg://user@host/normforge, or choose a folder with --out"
+        )
+    return text

@@ -1,0 +1,231 @@
+"""Bad input, over all commands: one sentence that says what, where and what to do, exit code 2, no
+traceback, and nothing written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tune
+from generator.paths import GENERATED, REPOSITORY
+from tests.support.entry_points import write_package
+
+RUN = "--gpu gb200 --shapes 4096x1024:bf16 --trials 3"
+H200 = f"--out {GENERATED / 'h200'}"
+ARGUMENTS = [
+    ("", "--gpu; see tune.py --help"),
+    ("--gpu", "--gpu: expected one argument"),
+    ("--gpu gb20", "unknown GPU 'gb20': did you mean 'gb200'?"),
+    ("--gpu H200", "unknown GPU 'H200': did you mean 'h200'?"),
+    ("--gpu=", "unknown GPU '': known are"),
+    ("gb200", "there is no command 'gb200': a run starts with --gpu"),
+    ("reprot --gpu gb200", "did you mean 'report'?"),
+    ("Explain --gpu gb200", "did you mean 'explain'?"),
+    ("--gpu gb200 --shaps smoke", "there is no option '--shaps': did you mean '--shapes'?"),
+    ("--gpu gb200 --speed 11", "did you mean '--seed'?"),
+    ("--gpu gb200 --xyzzy", "there is no option '--xyzzy'; see tune.py --help"),
+    ("--shapes smoke", "--gpu"),
+    (f"{RUN} more", "unrecognized arguments: more"),
+    (f"{RUN} --json=5", "--json: ignored explicit argument '5'"),
+    # Shapes.
+    ("--gpu gb200 --shapes 4096", "unknown shape list '4096'"),
+    ("--gpu gb200 --shapes defualt", "known lists are compare, default"),
+    ("--gpu gb200 --shapes 4096x4096", "has no dtype: write for example 4096x4096:bf16"),
+    ("--gpu gb200 --shapes 4096x4096:", "malformed shape '4096x4096:': expected MxN:dtype"),
+    ("--gpu gb200 --shapes 4096*4096:bf16", "malformed shape"),
+    ("--gpu gb200 --shapes 4.5x4:bf16", "malformed shape"),
+    ("--gpu gb200 --shapes 4096x1024:bf16,oops:bf16", "malformed shape 'oops:bf16'"),
+    ("--gpu gb200 --shapes 4096x1024:bfloat16", "unknown dtype 'bfloat16' in shape"),
+    ("--gpu gb200 --shapes 4096x1024:bf17", "unknown dtype 'bf17'"),
+    ("--gpu gb200 --shapes 4096x1024:bf16:fp16", "of x's dtype (bf16) or fp32"),
+    ("--gpu gb200 --shapes 4096x1024:bf16+resid", "unknown option '+resid'"),
+    ("--gpu gb200 --shapes 4096x1024:bf16+residual_fp16", "the residual's gradient is of"),
+    ("--gpu gb200 --shapes 12345678901234x64:bf16", "has more than 12 digits"),
+    ("--gpu gb200 --shapes 4096x99999999:bf16", "N may be at most 1048576"),
+    ("--gpu gb200 --shapes 0x1024:bf16", "at least 1"),
+    ("--gpu gb200 --shapes 4096x0:bf16", "at least 1"),
+    ("--gpu gb200 --shapes=-4x1024:bf16", "at least 1"),
+    ("--gpu gb200 --shapes 4096x-1:bf16", "at least 1"),
+    ("--gpu gb200 --shapes ,", "names no shape"),
+    ("--gpu gb200 --shapes {folder}/", "malformed shape"),
+    ("--gpu gb200 --shapes /nowhere/shapes.yaml", "cannot read the shape file"),
+    (f"{RUN} --shapes 1x65537:bf16", "no legal config for 1x65537:bf16 on gb200"),
+    # Numbers.
+    (f"{RUN} --trials 0", "--trials: '0' must be above 0"),
+    (f"{RUN} --trials -5", "--trials: '-5' must be above 0"),
+    (f"{RUN} --trials many", "--trials: 'many' is no whole number"),
+    (f"{RUN} --trials 1.5", "--trials: '1.5' is no whole number"),
+    (f"{RUN} --seconds -1", "--seconds: '-1' must be above 0"),
+    (f"{RUN} --seconds nan", "must be above 0 and finite"),
+    (f"{RUN} --seconds inf", "must be above 0 and finite"),
+    (f"{RUN} --seconds ten", "--seconds: 'ten' is no number"),
+    (f"{RUN} --devices 0,x", "'0,x' is no list of indices like 0,1,2,3"),
+    (f"{RUN} --devices 0,,1", "is no list of indices"),
+    (f"{RUN} --devices -1", "is no list of indices"),
+    (f"{RUN} --seed x", "--seed: invalid int value: 'x'"),
+    (f"{RUN} --fallbacks some", "--fallbacks: invalid choice: 'some'"),
+    # Places.
+    (f"{RUN} --storage foo", "takes the URL of a database, got 'foo'"),
+    (f"{RUN} --storage=", "takes the URL of a database, got ''"),
+    (f"{RUN} --storage nonsense://x", "cannot open the storage"),
+    (f"{RUN} --storage sqlite:////nowhere/at/all.db", "unable to open database file"),
+    (f"{RUN} --storage postgresql+psycopg://u:pw@127.0.0.1:1/db", "Connection refused"),
+    (f"{RUN} --storage postgresql+psycopg://u:pw@[bad/db", "psycopg://[bad/db (Op"),
+    (f"{RUN} --storage postgresql+psycopg://h:port/db", "check the URL"),
+    (f"{RUN} --storage postgresql+psycopg:/h/db", "check the URL"),
+    (f"{RUN} --storage postgresql+nosuchdriver://h/db", "check the URL, the driver"),
+    (f"{RUN} --space /nowhere/space.yaml", "cannot read the search space"),
+    (f"{RUN} --space {{folder}}", "Is a directory"),
+    (f"{RUN} --out=", "--out: an empty name is no folder"),
+    (f"{RUN} --out /dev/null", "choose another folder with --out"),
+    (f"{RUN} --out /proc/nothing", "choose another folder with --out"),
+    # Looking at runs.
+    ("report", "name the studies: --gpu h200, --out FOLDER or --storage URL"),
+    ("report --gpu H200", "unknown GPU 'H200': did you mean 'h200'?"),
+    ("report --out {folder}/nothing", "no studies in"),
+    ("report --storage foo", "takes the URL of a database, got 'foo'"),
+    ("report --storage nonsense://x", "cannot open the storage"),
+    ("report --gpu h200 more", "unrecognized arguments: more"),
+    ("report --htlm x", "there is no option '--htlm': did you mean '--html'?"),
+    ("explain", "write --shape 4096x4096:bf16"),
+    ("explain 5x5", "write --shape 5x5"),
+    (f"explain {H200} --shape 5x5", "has no dtype: write for example 5x5:bf16"),
+    ("explain --gpu nope --shape 4096x4096:bf16", "unknown GPU 'nope'"),
+    (f"explain {H200} --shape 4096x4096:bf16 --config foo=1", "unknown knob 'foo'"),
+    (f"explain {H200} --shape 4096x4096:bf16 --config stages=99", "stages is one of"),
+    (f"explain {H200} --shape 4096x4096:bf16 --config=", "--config names no knob"),
+    (f"explain {H200} --shape 4096x4096:bf16 --space /nowhere.yaml", "cannot read the search"),
+]
+FILES = [
+    ("--shapes", "shapes: [4096x1024:bf16]\nmore: 1\n", "unknown key 'more'"),
+    ("--shapes", "shapes:\n  - {M: [1], N: [64], dtype: [bf16], hue: [1]}\n", "'hue': [1]"),
+    ("--shapes", "shapes:\n  - {M: 4096, N: [64], dtype: [bf16]}\n", "needs the lists M, N"),
+    ("--shapes", "shapes:\n  - {M: [x], N: [64], dtype: [bf16]}\n", "malformed shape 'xx64:"),
+    (
+        "--shapes",
+        "shapes:\n  - {M: [1], N: [64], dtype: [bf16], options: [5]}\n",
+        "malformed shape '1x64:bf165'|unknown dtype 'bf165'",
+    ),
+    ("--shapes", "shapes: [1, 2]\n", "a block has lists M, N"),
+    ("--shapes", "shapes: [\n", "cannot read the shape file"),
+    ("--shapes", "", "expected a list under 'shapes'"),
+    ("--shapes", b"\xff\xfe\0", "cannot read the shape file"),
+    ("--space", "knobs: {}\nrules: []\n", "is missing; one value is enough"),
+    ("--space", "knobs: {}\nrules: []\nmore: 1\n", "expected the keys 'knobs' and 'rules'"),
+    ("--space", "knobs: {hue: {values: [1], why: x}}\nrules: []\n", "knob 'hue' is unknown"),
+    ("--space", "knobs: [\n", "cannot read the search space"),
+    ("--space", "- 1\n", "expected the keys 'knobs' and 'rules'"),
+    ("--space", b"\xff\xfe\0", "cannot read the search space"),
+]
+
+
+def everything(*folders: Path) -> set[str]:
+    return {str(path) for folder in folders for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[[list[str], str], None]:
+    """Checks what a command line in a folder of its own says."""
+
+    def check(arguments: list[str], says: str) -> None:
+        if "--out" not in " ".join(arguments) and "--gpu" in arguments[:1]:
+            arguments = [*arguments, "--out", str(tmp_path / "out")]
+        before = everything(tmp_path), set(Path().iterdir()), everything(GENERATED)
+        assert tune.main(arguments) == 2
+        after = everything(tmp_path), set(Path().iterdir()), everything(GENERATED)
+        said = capfd.readouterr()
+        assert said.out == ""
+        assert "Traceback" not in said.err
+        assert "pw@" not in said.err, "a password was shown"
+        sentence = said.err.splitlines()[-1]
+        assert sentence.startswith("tune.py"), said.err
+        assert any(part in sentence for part in says.split("|")), sentence
+        assert after == before, "something was written"
+
+    return check
+
+
+@pytest.mark.parametrize(("arguments", "says"), ARGUMENTS, ids=[a for a, _ in ARGUMENTS])
+def test_bad_argument(
+    tmp_path: Path, refused: Callable[[list[str], str], None], arguments: str, says: str
+) -> None:
+    refused(arguments.format(folder=tmp_path).split(), says)
+
+
+@pytest.mark.parametrize(("option", "content", "says"), FILES)
+def test_damaged_file(
+    tmp_path: Path,
+    refused: Callable[[list[str], str], None],
+    option: str,
+    content: str | bytes,
+    says: str,
+) -> None:
+    path = tmp_path / "given.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    refused(["--gpu", "gb200", "--trials", "3", option, str(path)], says)
+
+
+# ---- The terminal --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdout", "code", "says"),
+    [
+        (["--help"], "/dev/full", 2, "cannot write to the standard output (No space left"),
+        (["--help"], os.devnull, 0, ""),
+        (["--gpu", "gb200", "--shapes", "f\u00fcnf"], os.devnull, 2, "f\\xfcnf"),
+    ],
+    ids=["full disk", "null", "ASCII"],
+)
+def test_output_that_cannot_be_written(
+    arguments: list[str], stdout: str, code: int, says: str
+) -> None:
+    with Path(stdout).open("w") as file:
+        done = subprocess.run(
+            [sys.executable, "tune.py", *arguments],
+            cwd=REPOSITORY,
+            stdout=file,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+            check=False,
+        )
+    said = done.stderr.decode("ascii")
+    assert done.returncode == code, said
+    assert says in said
+    assert len(said.splitlines()) == bool(code)
+
+
+def test_reader_that_has_seen_enough_is_no_error() -> None:
+    line = f"{sys.executable} tune.py --help | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode in (0, 1)  # 0 where the reader was slow to go
+    assert done.stderr == ""
+
+
+# ---- The functions of a package ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "says"),
+    [
+        (["4096x4096:bf16"], "a shape is a tuple like .*got '4096x4096:bf16'"),
+        ((4096, 4096, "bf16"), "a shape is a tuple like .*got 4096"),
+        ([(4096, 4096)], "a shape is a tuple"),
+        ([("4096", 4096, "bf16")], "a shape is a tuple"),
+        ([(4096.5, 4096, "bf16")], "a shape is a tuple"),
+        ([(4096, 4096, "bfloat16")], "dtype must be one of bf16, fp16, fp32, got bfloat16"),
+        ([(4096, 4096, torch.int8)], "dtype must be one of"),
+        ([(-1, 4096, "bf16")], "M must be at least 0"),
+        ([(4096, 0, "bf16")], "N at least 1"),
+    ],
+)
+def test_bad_shape_for_warmup(tmp_path: Path, shapes: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        write_package(tmp_path).warmup(shapes)
