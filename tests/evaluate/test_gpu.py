@@ -40,7 +40,7 @@ from generator.operations.rmsnorm_backward import (
 )
 from generator.package.emit import emit_package
 from generator.package.fallback_kernels import fallback_variants
-from generator.problem import Problem
+from generator.problem import SUMS, Problem
 from generator.result import Result
 from generator.runtime.api import Package
 from generator.runtime.spec import plan_launch
@@ -114,9 +114,11 @@ def bench_of(workload: Workload, v: Variant, target: Target, old: str = "", new:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", REDUCTION)
 @pytest.mark.parametrize(("M", "N"), [(1000, 1024), (777, 3072), (300, 1001), (257, 8192)])
+@pytest.mark.parametrize("operation", sorted(SUMS))
 def test_random_variants_are_accurate_and_repeat_their_bits_exactly_if_they_claim_to(
     here: Target,
     workload: Callable[[str], Workload],
+    operation: str,
     reduction: str,
     dtype: str,
     M: int,
@@ -125,7 +127,7 @@ def test_random_variants_are_accurate_and_repeat_their_bits_exactly_if_they_clai
     if reduction not in reductions_of(here):
         pytest.skip(f"{here} has no bulk copies")
     for seed, weight in ((0, dtype), (1, "fp32")):
-        shape = f"{M}x{N}:{dtype}:{weight}"
+        shape = f"{operation}:{M}x{N}:{dtype}:{weight}"
         v, compiled = runnable(shape, here, seed, **REDUCTION[reduction])
         work = workload(shape)
         bench = work.bench(Candidate(compiled.cubin, v.spec(here.sms)))
@@ -144,6 +146,7 @@ def test_random_variants_are_accurate_and_repeat_their_bits_exactly_if_they_clai
     [
         *("999x1024:bf16", "999x1024:bf16+offset", "300x1001:fp16:fp32", "600x3072:fp32+residual"),
         *("999x1024:bf16+offset+residual", "300x4096:bf16:fp32+residual_fp32"),
+        *("layernorm_backward:999x1024:bf16", "layernorm_backward:300x1001:fp16:fp32+residual"),
     ],
 )
 def test_bits_and_call_options_are_right(

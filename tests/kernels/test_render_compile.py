@@ -26,7 +26,7 @@ from generator.kernels.render import render
 from generator.kernels.resource_gate import refuse, resource_fault
 from generator.kernels.variant import Variant
 from generator.paths import REPOSITORY, TEMPLATES
-from generator.problem import Problem
+from generator.problem import SUMS, Problem
 from generator.runtime.spec import MAIN_KERNEL, SUM_KERNEL, plan_launch
 from generator.target import Target, find_target
 from tests.support.patience import patience
@@ -107,7 +107,7 @@ def check_compiled(v: Variant, compiled: Compiled, target: Target) -> None:
     assert compiled.spills == 0
     assert sm_of(compiled.cubin) == int(re.sub(r"\D", "", target.arch))
     assert set(compiled.kernels) == (
-        {MAIN_KERNEL, SUM_KERNEL} if v["strategy"] == "separate" else {MAIN_KERNEL}
+        {v.operation, SUM_KERNEL} if v["strategy"] == "separate" else {v.operation}
     )
     launch = plan_launch(v.spec(target.sms), 4096)
     assert resource_fault(v, compiled, launch, target) == ""
@@ -116,11 +116,14 @@ def check_compiled(v: Variant, compiled: Compiled, target: Target) -> None:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("reduction", REDUCTION)
 @pytest.mark.parametrize("gpu", GPUS)
-def test_every_strategy_compiles_without_spills_in_every_dtype(gpu: str, reduction: str) -> None:
+@pytest.mark.parametrize("operation", sorted(SUMS))
+def test_every_strategy_compiles_without_spills_in_every_dtype(
+    operation: str, gpu: str, reduction: str
+) -> None:
     target = find_target(gpu)
     assert target.arch == ARCHS[gpu]
     for dtype in DTYPES:
-        problem = Problem.parse(f"4096x1024:{dtype}")
+        problem = Problem.parse(f"4096x1024:{dtype}", operation)
         if gpu == "a100" and reduction.startswith("bulk"):
             # The instructions do not exist there, and the rule says so.
             config = SPACE.normalize(

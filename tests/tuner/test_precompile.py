@@ -92,14 +92,14 @@ def test_what_was_precompiled_is_found_by_who_compiles_it_later(
     assert compile_forward(forward, H200.arch, tmp_path).cubin
 
     pool: Any = SimpleNamespace(arch=H200.arch, cache_folder=tmp_path, submit=refuse)
-    assert emission._compile([BACKWARD], pool) == [found]
+    assert emission._compile([BACKWARD], pool, lambda done, count: None) == [found]
 
 
 def test_what_the_cache_lacks_is_compiled_by_the_pool(tmp_path: Path) -> None:
     made = Compiled(H200.arch, "", b"cubin", {}, "", False, "")
     pool: Any = SimpleNamespace(arch=H200.arch, cache_folder=tmp_path, submit=lambda v: "promise")
     pool.result = lambda variant, future: made if future == "promise" else refuse()
-    assert emission._compile([BACKWARD], pool) == [made]
+    assert emission._compile([BACKWARD], pool, lambda done, count: None) == [made]
 
 
 def test_damaged_entry_of_the_cache_counts_as_none(tmp_path: Path) -> None:

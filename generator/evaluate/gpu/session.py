@@ -22,7 +22,7 @@ from generator.evaluate.verify.determinism import (
     digest,
 )
 from generator.evaluate.verify.guarded import Guarded
-from generator.operations import OPERATIONS, RMSNORM_BACKWARD, Operation
+from generator.operations import OPERATIONS, Operation, operation_of
 from generator.operations.operation import TORCH_DTYPE
 from generator.problem import Problem
 from generator.result import Result
@@ -47,8 +47,10 @@ class Workload:
     and the floor."""
 
     def __init__(
-        self, problem: Problem, device: torch.device, operation: Operation = RMSNORM_BACKWARD
+        self, problem: Problem, device: torch.device, operation: Operation | None = None
     ) -> None:
+        """operation: default that of the problem."""
+        operation = operation or operation_of(problem)
         self.problem, self.device, self.operation = problem, device, operation
         self.inputs = operation.make_inputs(problem, device)
         self.cancelling = operation.make_cancelling(problem, self.inputs)
@@ -79,7 +81,8 @@ class Session:
         self.facts = _facts(device)
         self._workload: Workload | None = None
 
-    def workload(self, problem: Problem, operation: Operation = RMSNORM_BACKWARD) -> Workload:
+    def workload(self, problem: Problem, operation: Operation | None = None) -> Workload:
+        operation = operation or operation_of(problem)
         kept = self._workload
         if kept is None or (kept.problem, kept.operation) != (problem, operation):
             kept = self._workload = None
