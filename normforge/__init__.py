@@ -28,10 +28,12 @@ __all__ = [
     "inductor_backend",
     "install",
     "installed",
+    "patch",
     "rms_norm",
     "rmsnorm_backward",
     "rmsnorm_forward",
     "uninstall",
+    "unpatch",
     "use_native",
     "warmup",
 ]
