@@ -56,9 +56,25 @@ class CentredRMSNorm(PlainRMSNorm):
         return super().forward(x - x.mean(-1, keepdim=True))
 
 
+class HiddenEpsRMSNorm(PlainRMSNorm):
+    """Another eps than the one under the usual name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 3e-4)
+
+
+class PickyRMSNorm(PlainRMSNorm):
+    """Refuses what is not three-dimensional."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() != 3:
+            raise ValueError("x must have three dimensions")
+        return super().forward(x)
+
+
 class GatedRMSNorm(PlainRMSNorm):
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * gate
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x) if gate is None else super().forward(x) * gate
 
 
 class BiasedRMSNorm(PlainRMSNorm):
@@ -114,7 +130,11 @@ def test_norms_are_served_and_given_back(
 
 
 @pytest.mark.parametrize(
-    "kind", [ForgetfulRMSNorm, CentredRMSNorm, GatedRMSNorm, BiasedRMSNorm, nn.LayerNorm]
+    "kind",
+    [
+        *(ForgetfulRMSNorm, CentredRMSNorm, HiddenEpsRMSNorm, PickyRMSNorm),
+        *(GatedRMSNorm, BiasedRMSNorm, nn.LayerNorm),
+    ],
 )
 def test_what_computes_anything_else_is_left_alone(package: Package, kind: Any) -> None:
     norm = kind(16) if kind is nn.LayerNorm else kind()
