@@ -3,20 +3,16 @@
     PYTHONPATH=. python examples/existing_model.py
 
 1. Models that use torch.nn.RMSNorm: `install()` routes the backward of PyTorch's own operator.
-2. Models with a norm class of their own (LlamaRMSNorm, Gemma's with 1 + weight): their instances
-   are given another forward. Parameters, names and state dicts stay as they are.
+2. Models with a norm class of their own (LlamaRMSNorm, Gemma's with 1 + weight): `patch(model)`.
+   Parameters, names and state dicts stay as they are, and `unpatch(model)` takes it back.
 """
 
 from __future__ import annotations
 
-import inspect
-import types
-
 import torch
 from torch import nn
-from torch.func import functional_call
 
-from generated.h200.rmsnorm_backward import installed, rms_norm
+from generated.h200.rmsnorm_backward import installed, patch
 
 
 class LlamaRMSNorm(nn.Module):
@@ -46,51 +42,6 @@ class GemmaRMSNorm(nn.Module):
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return (wide * (1.0 + self.weight.float())).type_as(x)
-
-
-def find_offset(module: nn.Module, eps: float | None) -> float | None:
-    """The weight_offset with which rms_norm computes what a module does, found on a few rows; None
-    when it computes anything else."""
-    alone = list(module.state_dict()) == ["weight"] and module.weight.dim() == 1
-    if not alone or len(inspect.signature(module.forward).parameters) != 1:
-        return None
-    weight = torch.linspace(-1, 2, len(module.weight), device=module.weight.device)
-    # Their mean is not 0, and the smallest show the eps.
-    rows = [size * torch.linspace(-1, 3, len(weight)) for size in (1, 1e-2, 1e-3)]
-    x = torch.stack(rows).to(weight.device)
-    try:
-        with torch.no_grad():
-            y = functional_call(module, {"weight": weight}, (x,))
-            for offset in (0.0, 1.0):
-                ours = rms_norm(x, weight, eps, weight_offset=offset)
-                if torch.allclose(y, ours, rtol=1e-4, atol=1e-5):
-                    return offset
-    except Exception as error:
-        print(f"{type(module).__name__}: {error}")
-    return None
-
-
-def adopt(model: nn.Module) -> int:
-    """Give every norm that computes what rms_norm does another forward; how many there were."""
-    found = 0
-    for name, module in model.named_modules():
-        kind = type(module)
-        if "Norm" not in kind.__name__ or kind.__module__.startswith("torch."):
-            continue
-        eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
-        offset = find_offset(module, eps)
-        if offset is None:
-            print(f"{name}: left alone, {kind.__name__} does not compute what rms_norm does")
-            continue
-
-        def forward(
-            self: nn.Module, x: torch.Tensor, eps: float | None = eps, offset: float = offset
-        ) -> torch.Tensor:
-            return rms_norm(x, self.weight, eps, weight_offset=offset)
-
-        module.forward = types.MethodType(forward, module)
-        found += 1
-    return found
 
 
 def results(model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
@@ -124,7 +75,7 @@ def main() -> dict[str, float]:
     model = nn.Sequential(LlamaRMSNorm(256), nn.Linear(256, 256), GemmaRMSNorm(256))
     model = model.to(device, dtype)
     theirs = results(model, x, dy)
-    count = adopt(model)
+    count = len(patch(model))
     adopted = difference(results(model, x, dy), theirs)
     print(f"{count} norms adopted: results differ by {adopted:.1e}")
     return {"routed": routed, "adopted norms": count, "adopted": adopted}

@@ -265,8 +265,9 @@ RMSNORM_BACKWARD = Operation(
         module="api",
         package="Package",
         functions=(
-            *("explain", "graph_pass", "inductor_backend", "install", "installed", "rms_norm"),
-            *("rmsnorm_backward", "rmsnorm_forward", "uninstall", "use_native", "warmup"),
+            *("explain", "graph_pass", "inductor_backend", "install", "installed", "patch"),
+            *("rms_norm", "rmsnorm_backward", "rmsnorm_forward", "uninstall", "unpatch"),
+            *("use_native", "warmup"),
         ),
     ),
     sums_rows=True,

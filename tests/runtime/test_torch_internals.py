@@ -59,6 +59,9 @@ else:
 leaf = x.clone().requires_grad_()
 loss(mine)(leaf).backward()
 assert close(leaf.grad, wanted)
+traced = torch.jit.trace(mine, x)
+assert close(traced(tangent), theirs(tangent))
+assert not any("normforge" in node.kind() for node in traced.graph.nodes())
 print("done")
 """
 
@@ -68,6 +71,7 @@ print("done")
     ("owner", "name"),
     [
         ("torch._C", "_len_torch_dispatch_stack"),
+        ("torch._C", "_get_tracing_state"),
         ("torch._C", "_are_functorch_transforms_active"),
         ("torch.autograd.forward_ad", "_current_level"),
     ],

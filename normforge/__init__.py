@@ -1,0 +1,158 @@
+"""RMSNorm by the kernels that were tuned for the GPU that this runs on.
+
+    from normforge import RMSNorm, rms_norm, install
+
+What is here is what a package of generated/ has. Which one it is gets decided when the first name
+is asked for, without initialising CUDA, so that a program may fork afterwards. NORMFORGE_GPU=h200
+names one instead. Without a GPU any of them serves: by PyTorch, on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from re import IGNORECASE, escape, search
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = [
+    "PROVENANCE",
+    "RMSNorm",
+    "explain",
+    "graph_pass",
+    "inductor_backend",
+    "install",
+    "installed",
+    "patch",
+    "rms_norm",
+    "rmsnorm_backward",
+    "rmsnorm_forward",
+    "uninstall",
+    "unpatch",
+    "use_native",
+    "warmup",
+]
+
+_CHOICE = "NORMFORGE_GPU"
+
+
+class Tuned(NamedTuple):
+    """A package: its module, and the GPU that it was tuned for."""
+
+    module: str
+    arch: str
+    title: str
+
+
+class Gpu(NamedTuple):
+    """The GPU of this process."""
+
+    name: str
+    capability: tuple[int, int]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    wanted = os.environ.get(_CHOICE, "")
+    module = choose(tuned_packages(), None if wanted else find_gpu(), wanted)
+    found = globals()[name] = getattr(import_module(module), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def tuned_packages() -> dict[str, Tuned]:
+    """The packages that there are, by the name of their GPU: those of a wheel, beside this file, or
+    those of a checkout."""
+    here = Path(__file__).resolve().parent
+    found: dict[str, Tuned] = {}
+    for table, module in (
+        *((path, f"{__name__}.{path.parts[-2]}") for path in here.glob("*/table.json")),
+        *(
+            (path, ".".join(path.parts[-4:-1]))
+            for path in here.parent.glob("generated/*/rmsnorm_backward/table.json")
+        ),
+    ):
+        target = json.loads(table.read_text())["target"]
+        found.setdefault(target["name"], Tuned(module, target["arch"], target["title"]))
+    return dict(sorted(found.items()))
+
+
+def find_gpu() -> Gpu | None:
+    """The GPU that PyTorch's current device is, or will be when CUDA gets initialised. None without
+    one."""
+    if torch.version.cuda is None:
+        return None
+    if not torch.cuda.is_initialized():
+        try:
+            return _first_visible(os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip())
+        except Exception:  # no NVML, or it knows no such device: ask CUDA itself
+            pass
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Gpu(properties.name, (properties.major, properties.minor))
+
+
+def _first_visible(device: str) -> Gpu | None:
+    """A device by its index or UUID, asked of NVML, which initialises nothing of CUDA."""
+    if device in ("", "-1"):
+        return None
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        by_index = pynvml.nvmlDeviceGetHandleByIndex
+        by_uuid = pynvml.nvmlDeviceGetHandleByUUID
+        handle = by_index(int(device)) if device.isdigit() else by_uuid(device)
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        return Gpu(str(pynvml.nvmlDeviceGetName(handle)), (major, minor))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def choose(packages: Mapping[str, Tuned], gpu: Gpu | None, wanted: str = "") -> str:
+    """The module of the package for a GPU, or of the one that is wanted. Raises RuntimeError, with
+    what to do, where there is none."""
+    there = ", ".join(f"{name} ({tuned.arch})" for name, tuned in packages.items())
+    if wanted not in ("", *packages):
+        raise RuntimeError(f"{_CHOICE} is {wanted}, and the packages here are: {there or 'none'}")
+    if not packages:
+        raise RuntimeError("this copy of Normforge has no tuned package: install it from its wheel")
+    if wanted or gpu is None:
+        return packages[wanted or next(iter(packages))].module
+    fit = [name for name in packages if _runs_on(packages[name].arch, gpu.capability)]
+    if not fit:
+        major, minor = gpu.capability
+        raise RuntimeError(
+            f"Normforge has no kernels for {gpu.name} (sm_{major}{minor}), only for {there}. Tune "
+            "some in a checkout (python tune.py --gpu auto), or set "
+            f"{_CHOICE}={next(iter(packages))}: PyTorch's kernels then serve"
+        )
+    for name in fit:
+        if search(rf"\b{escape(name)}\b", gpu.name, IGNORECASE):
+            return packages[name].module
+    warnings.warn(
+        f"{gpu.name} runs the kernels that were tuned for {packages[fit[0]].title}: right, and "
+        "perhaps slower than kernels of its own",
+        stacklevel=3,
+    )
+    return packages[fit[0]].module
+
+
+def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
+    """Whether machine code for an architecture loads on a device. With an "a" at the end it does on
+    exactly one, else also on later minor versions."""
+    digits = arch.removeprefix("sm_").removesuffix("a")
+    major, minor = int(digits[:-1]), int(digits[-1])
+    if arch.endswith("a"):
+        return capability == (major, minor)
+    return capability[0] == major and capability[1] >= minor

@@ -1,0 +1,15 @@
+"""The wheel: `normforge`, with every tuned package of generated/ in it as `normforge.<gpu>`."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+packages, folders, data = ["normforge"], {}, {"normforge": ["py.typed"]}
+for folder in sorted(Path("generated").glob("*/rmsnorm_backward")):
+    package = f"normforge.{folder.parent.name}"
+    folders[package] = str(folder)
+    packages += [package, *(f"{package}.{name}" for name in find_packages(str(folder)))]
+    data[package] = ["*.json", "*.zip", "include/**/*", "kernels/*"]
+    data[f"{package}.runtime.native"] = ["*.cpp", "*.h"]
+
+setup(packages=packages, package_dir=folders, package_data=data, include_package_data=False)

@@ -1,0 +1,180 @@
+"""`import normforge`: which package it is, from a checkout and from a wheel."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import pytest
+import torch
+
+import normforge
+from generator.paths import REPOSITORY
+from normforge import Gpu, Tuned, choose
+
+PACKAGES = {
+    name: Tuned(f"normforge.{name}", arch, f"NVIDIA {name.upper()}")
+    for name, arch in (
+        *(("a100", "sm_80"), ("b200", "sm_100a"), ("gb200", "sm_100a"), ("h200", "sm_90a")),
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "capability", "module"),
+    [
+        ("NVIDIA H200", (9, 0), "h200"),
+        ("NVIDIA GB200", (10, 0), "gb200"),
+        ("NVIDIA B200", (10, 0), "b200"),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "a100"),
+    ],
+)
+def test_package_of_the_gpu_is_taken(gpu: str, capability: Any, module: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose(PACKAGES, Gpu(gpu, capability)) == f"normforge.{module}"
+
+
+def test_kernels_that_run_there_are_taken_with_a_word() -> None:
+    for gpu, capability, module in (
+        ("NVIDIA H100 80GB HBM3", (9, 0), "h200"),
+        ("NVIDIA L40S", (8, 9), "a100"),
+    ):
+        with pytest.warns(UserWarning, match=f"{gpu} runs the kernels that were tuned for NVIDIA"):
+            assert choose(PACKAGES, Gpu(gpu, capability)) == f"normforge.{module}"
+
+
+def test_gpu_without_kernels_gets_a_sentence() -> None:
+    told = r"no kernels for NVIDIA T4 \(sm_75\), only for a100 \(sm_80\), .* NORMFORGE_GPU=a100"
+    with pytest.raises(RuntimeError, match=told):
+        choose(PACKAGES, Gpu("NVIDIA T4", (7, 5)))
+    assert choose(PACKAGES, Gpu("NVIDIA T4", (7, 5)), "h200") == "normforge.h200"
+    with pytest.raises(RuntimeError, match="NORMFORGE_GPU is h20, and the packages here are: a100"):
+        choose(PACKAGES, None, "h20")
+    with pytest.raises(RuntimeError, match="no tuned package"):
+        choose({}, None)
+
+
+def test_machine_without_a_gpu_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(PACKAGES, None) == "normforge.a100"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert normforge.find_gpu() is None
+
+
+class FakeNvml:
+    """Two GPUs; asking them initialises nothing of CUDA."""
+
+    uuids = ("GPU-one", "GPU-two")
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return (0, 1)[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:  # noqa: N802
+        return self.uuids.index(uuid)
+
+    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
+        return ("NVIDIA H200", "NVIDIA T4")[handle]
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:  # noqa: N802
+        return ((9, 0), (7, 5))[handle]
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [
+        (None, "NVIDIA H200"),
+        ("1,0", "NVIDIA T4"),
+        ("GPU-two", "NVIDIA T4"),
+        ("", None),
+        ("7", None),  # NVML knows no such device, and CUDA is asked, which has none here
+    ],
+)
+def test_gpu_is_found_without_cuda(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, found: str | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gpu = normforge.find_gpu()
+    assert (gpu and gpu.name) == found
+
+
+USE = """
+import sys
+import normforge
+assert not any(name.startswith(("normforge.", "generated")) for name in sys.modules)
+from normforge import RMSNorm, explain, installed, rmsnorm_backward
+import torch
+assert RMSNorm.__module__ == "{module}", RMSNorm.__module__
+norm = RMSNorm(64)
+norm(torch.randn(4, 64, requires_grad=True)).sum().backward()
+assert norm.weight.grad is not None
+assert explain(4096, 4096, "bf16")["how"] == "tuned"
+package = sys.modules["{module}"]
+kernel = next(k for e in package._package.table.tuned for k in [e.kernel])
+assert kernel.read_cubin(package._package.folder)
+try:
+    normforge.nothing
+except AttributeError:
+    print("done")
+"""
+
+
+def use(module: str, path: Path, folder: Path) -> None:
+    environment = {**os.environ, "NORMFORGE_GPU": "h200", "PYTHONPATH": str(path)}
+    done = subprocess.run(
+        [sys.executable, "-c", USE.format(module=module)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=folder,
+        timeout=200,
+    )
+    assert done.stdout.strip() == "done", done.stderr[-3000:]
+
+
+def test_checkout_serves_its_packages(tmp_path: Path) -> None:
+    use("generated.h200.rmsnorm_backward", REPOSITORY, tmp_path)
+
+
+def test_wheel_carries_the_packages(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", "77", reason="building needs setuptools 77")
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    for name in ("normforge", "generated"):
+        skip = shutil.ignore_patterns("__pycache__", "studies.journal*")
+        shutil.copytree(REPOSITORY / name, source / name, ignore=skip)
+    build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (wheel,) = source.glob("*.whl")
+    with ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "site")
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"normforge"}
+    for package in REPOSITORY.glob("generated/*/rmsnorm_backward"):
+        there = {
+            str(path.relative_to(package))
+            for path in package.rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
+        }
+        prefix = f"normforge/{package.parent.name}/"
+        assert there == {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    use("normforge.h200", tmp_path / "site", tmp_path)

@@ -1,0 +1,214 @@
+"""`patch`: norms of models that have classes of their own for them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from generator.runtime.api import Package
+from tests.support.entry_points import grads, randn, write_package
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return write_package(tmp_path_factory.mktemp("package"))
+
+
+class PlainRMSNorm(nn.Module):
+    """The norm is rounded before the product, as in the files of Llama and Qwen."""
+
+    def __init__(self, width: int = 16, eps: float = 1e-4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        wide = hidden_states.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(hidden_states.dtype)
+
+
+class OffsetRMSNorm(nn.Module):
+    """The weight is stored minus one, as in the files of Gemma."""
+
+    def __init__(self, width: int = 16, eps: float = 1e-4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * (1.0 + self.weight.float())).type_as(x)
+
+
+class ForgetfulRMSNorm(PlainRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True)))
+
+
+class CentredRMSNorm(PlainRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class HiddenEpsRMSNorm(PlainRMSNorm):
+    """Another eps than the one under the usual name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 3e-4)
+
+
+class PickyRMSNorm(PlainRMSNorm):
+    """Refuses what is not three-dimensional."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() != 3:
+            raise ValueError("x must have three dimensions")
+        return super().forward(x)
+
+
+class GatedRMSNorm(PlainRMSNorm):
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x) if gate is None else super().forward(x) * gate
+
+
+class BiasedRMSNorm(PlainRMSNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(16))
+
+
+def filled(module: nn.Module, dtype: torch.dtype = torch.float32) -> Any:
+    for parameter in module.parameters():
+        parameter.data = randn(*parameter.shape, seed=7)
+    return module.to(dtype)
+
+
+def served(package: Package, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The offsets with which the package gets called."""
+    calls: list[float] = []
+    ran = package._norm.rms_norm
+
+    def rms_norm(*given: Any, weight_offset: float = 0.0, **more: Any) -> Any:
+        calls.append(weight_offset)
+        return ran(*given, weight_offset=weight_offset, **more)
+
+    monkeypatch.setattr(package._norm, "rms_norm", rms_norm)
+    return calls
+
+
+@pytest.mark.parametrize("kind", [PlainRMSNorm, OffsetRMSNorm, nn.RMSNorm])
+def test_norms_are_served_and_given_back(
+    package: Package, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = filled(nn.Sequential(kind(16), nn.Linear(16, 16), kind(16)))
+    before, names = copy.deepcopy(model), list(model.state_dict())
+    x = randn(4, 16).requires_grad_()
+    wanted = [model(x), *grads(model(x), x, *model.parameters())]
+    calls = served(package, monkeypatch)
+    assert package.patch(model) == ["0", "2"]
+    found = [model(x), *grads(model(x), x, *model.parameters())]
+    assert calls == [float(kind is OffsetRMSNorm)] * 4
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
+    assert all(
+        isinstance(model[i], kind) and type(model[i]).__name__ == kind.__name__ for i in (0, 2)
+    )
+    assert list(model.state_dict()) == names
+    again = copy.deepcopy(model)
+    assert torch.equal(again(x), model(x))
+    assert package.unpatch(model) == ["0", "2"]
+    assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
+    calls.clear()
+    assert torch.equal(model(x), wanted[0])
+    assert not calls
+    assert package.unpatch(model) == []
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(ForgetfulRMSNorm, CentredRMSNorm, HiddenEpsRMSNorm, PickyRMSNorm),
+        *(GatedRMSNorm, BiasedRMSNorm, nn.LayerNorm),
+    ],
+)
+def test_what_computes_anything_else_is_left_alone(package: Package, kind: Any) -> None:
+    norm = kind(16) if kind is nn.LayerNorm else kind()
+    assert package.patch(nn.Sequential(norm)) == []
+    assert type(norm) is kind
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_casting_of_llama_has_its_bits(package: Package, weight_dtype: torch.dtype) -> None:
+    norm = filled(PlainRMSNorm(), weight_dtype)
+    x = randn(64, 16, dtype=torch.bfloat16)
+    wanted = norm(x)
+    package.patch(norm, casting="llama")
+    assert norm(x).dtype == wanted.dtype
+    assert torch.equal(norm(x), wanted)
+    package.patch(norm, casting="torch")  # the last one counts
+    assert norm(x).dtype == torch.bfloat16
+    assert not torch.equal(norm(x), wanted)
+    assert torch.allclose(norm(x).float(), wanted.float(), rtol=2**-7, atol=2**-7)
+
+
+def test_casting_of_gemma_has_its_bits(package: Package) -> None:
+    norm = filled(OffsetRMSNorm(), torch.bfloat16)
+    x = randn(64, 16, dtype=torch.bfloat16)
+    wanted = norm(x)
+    package.patch(norm, casting="gemma")
+    assert torch.equal(norm(x), wanted)
+    with pytest.raises(ValueError, match="casting must be one of llama, gemma, torch or None"):
+        package.patch(norm, casting="t5")
+
+
+def test_models_without_memory_yet(package: Package) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(PlainRMSNorm(), OffsetRMSNorm())
+    assert package.patch(model) == ["0", "1"]
+    assert model(torch.empty(4, 16, device="meta")).shape == (4, 16)
+    filled(model.to_empty(device="cpu"))
+    x = randn(4, 16)
+    y = model(x)
+    package.unpatch(model)
+    assert torch.allclose(model(x), y, atol=1e-5)
+
+
+def test_patched_models_compile(package: Package) -> None:
+    model = filled(nn.Sequential(PlainRMSNorm(), OffsetRMSNorm()))
+    package.patch(model)
+    x = randn(4, 16).requires_grad_()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for a, b in zip(grads(compiled(x), x), grads(model(x), x), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3", "Mistral", "Olmo2"])
+def test_models_of_hugging_face(package: Package, name: str) -> None:
+    transformers: Any = pytest.importorskip("transformers", reason="needs transformers")
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "pad_token_id": 0,
+    }
+    kind = "Gemma3Text" if name == "Gemma3" else name
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    ids = torch.randint(0, 32, (2, 9))
+    wanted = model(ids).logits
+    norms = [n for n, m in model.named_modules() if type(m).__name__.endswith("RMSNorm")]
+    assert package.patch(model) == norms != []
+    model(ids).logits.sum().backward()
+    assert torch.allclose(model(ids).logits, wanted, atol=1e-4)
+    package.unpatch(model)
+    assert torch.equal(model(ids).logits, wanted)
