@@ -373,6 +373,22 @@ def test_holder_that_was_overtaken_can_write_nothing(url: str, tmp_path: Path) -
     fast.close()
 
 
+def test_nobody_claims_a_study_while_a_write_checks_its_lease(url: str) -> None:
+    """A lease that has just ended stays its holder's to the end of a transaction that has asked."""
+    engine = connect(url)
+    with engine.begin() as connection:
+        leases.create_table(connection)
+        leases.enlist(connection, ["a"])
+        lease = leases.claim(connection, ["a"], "me", 0.0)
+    assert lease is not None
+    with engine.begin() as writing:
+        assert writing.execute(leases.holds(lease)).first() is not None
+        with connect(url).begin() as asking:
+            assert leases.claim(asking, ["a"], "you", 30) is None
+    with engine.begin() as connection:
+        assert leases.claim(connection, ["a"], "you", 30) == Lease("a", lease.token + 1)
+
+
 def test_runs_for_two_gpu_models_have_nothing_to_do_with_each_other(
     url: str, tmp_path: Path
 ) -> None:
