@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
-from generator.evaluate.gpu.noise import collect
-from generator.evaluate.verify.accuracy import check_accuracy
+from generator.evaluate.gpu.noise import collect, noise_in
+from generator.evaluate.verify import accuracy
+from generator.evaluate.verify.accuracy import check_accuracy, compare
 from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.determinism import check_call_options, check_repeats, digest
 from generator.evaluate.verify.guarded import Guarded
@@ -147,8 +148,25 @@ def test_the_best_floor_counts_not_the_last() -> None:
 
 
 def test_ratios_are_to_the_floor_of_the_same_round() -> None:
-    """A clock that changes in the middle changes both."""
-    floors = [10.0, 10.0, 10.0, 10.1, 10.2, 10.2, 10.2]
-    block = [floors, [2 * floor for floor in floors[:3]] + [2.1 * floor for floor in floors[3:]]]
+    """A clock that changes from round to round changes both."""
+    block = [[10.0, 20.0, 10.0, 20.0, 10.0], [20.0, 40.4, 20.2, 40.0, 20.0]]
     timing = collect(lambda: block, 1, None, (), lambda seconds: None)
-    assert timing.ratios == (pytest.approx(2.1),)
+    assert timing.ratios == (2.0,)
+
+
+@pytest.mark.parametrize(("scatter", "noisy"), [(0.02, False), (0.05, False), (0.12, True)])
+def test_quartiles_that_are_far_apart_are_noise(scatter: float, noisy: bool) -> None:
+    times = [100.0 * (1 + scatter * (i % 3 - 1) / 2) for i in range(15)]
+    assert bool(noise_in([[50.0] * 15, times])) is noisy
+
+
+@pytest.mark.parametrize("row", [0, 1, 7, 9])
+def test_every_chunk_of_rows_is_compared(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "CHUNK_ELEMENTS", 80)  # two rows of forty
+    reference = torch.zeros(10, 40)
+    out = reference.clone()
+    assert compare("dx", out, reference, 2.0**-8, torch.zeros(10, 1))[1] == ""
+    out[row, 3] = 1.0
+    assert compare("dx", out, reference, 2.0**-8, torch.zeros(10, 1))[1].startswith(
+        f"dx[{row}, 3] is 1"
+    )

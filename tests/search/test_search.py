@@ -108,6 +108,7 @@ def test_a_trial_carries_what_a_reader_of_the_study_needs(storage: BaseStorage) 
     assert {"ok", "nondeterministic", "compile_error", "resource"} <= outcomes
     for trial in trials:
         attributes = trial.user_attrs
+        assert attributes["code"] == pool.code(make_variant(trial.params, PROBLEM))
         result = Result.from_json(attributes["result"])
         feasible = attributes["outcome"] == "ok"
         assert attributes["feasible"] is feasible
