@@ -76,7 +76,8 @@ def preload() -> None:
     import optuna
     import pytest
     import sqlalchemy
-    import torch
+    import torch._dynamo
+    import torch._inductor.decomposition
 
     del hypothesis, jinja2, numpy, optuna, pytest, sqlalchemy, torch
 

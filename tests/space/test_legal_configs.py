@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import islice
 
-from generator.kernels.strategies import determinism_class
+from generator.kernels.strategies import REDUCTION_KNOBS, determinism_class
 from generator.space.expressions import Names
 from tests.support.synthetic import LEGAL, PROBLEM, SPACE, TARGET
 
@@ -48,3 +48,28 @@ def test_registers_that_a_config_may_use_are_those_of_its_share_of_an_sm() -> No
     assert budgets == [255, 65536 // 512 // 8 * 8, 65536 // 1024 // 8 * 8]
     names["register_cap"] = 40
     assert names["register_budget"] == 40
+
+
+def test_a_value_that_the_space_does_not_have_is_not_allowed() -> None:
+    """A winner of another space may have one that no rule looks at."""
+    config = LEGAL.first(1)[0]
+    assert LEGAL.allows(config)
+    for knob in SPACE.knobs:
+        other: int | str = "unheard-of" if isinstance(knob.values[0], str) else 12345
+        assert not LEGAL.allows({**config, knob.name: other})
+        assert not LEGAL.allows({k: v for k, v in config.items() if k != knob.name})
+
+
+def test_held_knobs_keep_their_values() -> None:
+    rng = random.Random(2)
+    found = 0
+    for _ in range(12):
+        config = LEGAL.draw(rng, (), deterministic=True)
+        assert config is not None
+        for kind in LEGAL.reduction_kinds:
+            wanted = {name: kind[name] for name in REDUCTION_KNOBS}
+            near = LEGAL.nearest({**config, **wanted}, rng, held=REDUCTION_KNOBS)
+            if near is not None:
+                found += 1
+                assert {name: near[name] for name in REDUCTION_KNOBS} == wanted
+    assert found > 20

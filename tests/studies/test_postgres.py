@@ -297,9 +297,10 @@ def test_heartbeats_keep_a_lease_and_silence_ends_it(url: str) -> None:
     assert lost is not None
     stop_heart(silent)
     until = time.monotonic() + patience(20)
-    while asker.claim(["kept", "lost"]) is None:
+    while (taken := asker.claim(["kept", "lost"])) is None:
         assert time.monotonic() < until, "a dead holder keeps its lease"
         time.sleep(0.05)
+    assert taken.study == "lost", "a living holder loses its lease"
     time.sleep(3)
     assert asker.claim(["kept"]) is None
     alive.close()
