@@ -16,7 +16,7 @@ from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.determinism import check_call_options, check_repeats, digest
 from generator.evaluate.verify.guarded import Guarded
 from generator.operations import RMSNORM_BACKWARD
-from generator.operations.operation import TORCH_DTYPE
+from generator.operations.operation import HALF_UNIT, TORCH_DTYPE
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
 from generator.runtime.launch.launch import DW_ADDED, DW_IN_WEIGHT_DTYPE
@@ -170,3 +170,11 @@ def test_every_chunk_of_rows_is_compared(row: int, monkeypatch: pytest.MonkeyPat
     assert compare("dx", out, reference, 2.0**-8, torch.zeros(10, 1))[1].startswith(
         f"dx[{row}, 3] is 1"
     )
+
+
+@pytest.mark.parametrize("shape", ["6x40:bf16:fp32", "6x40:bf16", "6x40:fp16:fp32"])
+def test_every_output_is_judged_by_its_own_dtype(shape: str) -> None:
+    problem = Problem.parse(shape)
+    bounds = RMSNORM_BACKWARD.bounds(problem, RMSNORM_BACKWARD.make_inputs(problem, CPU))
+    assert bounds["dx"].unit == HALF_UNIT[problem.dtype]
+    assert bounds["dw"].unit == HALF_UNIT[problem.weight_dtype]

@@ -3,16 +3,18 @@ protect the place.
 
     python -m tests.mutate                 all of them, half an hour on two idle cores
     python -m tests.mutate -k finals       those whose file or sentence has the word
+    python -m tests.mutate --again         those that survived or are new, for the same result
 
 Any number of these may run side by side, each in a copy of its own.
 Exit code 1 when more survive than the goal allows, 2 when the list is out of date or a test fails
-without a mutant. A run of all of them writes tests/mutate/RESULT.md.
+without a mutant. RESULT.md beside this file has what became of each the last time.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import sys
@@ -85,7 +87,6 @@ def preload() -> None:
 def _become_pytest(root: Path, tests: Sequence[str], output: Path) -> None:
     """In the child: run the tests of the copy at `root`, and end."""
     os.setsid()
-    os.nice(5)
     handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
@@ -162,6 +163,17 @@ def check_without(mutants: Sequence[Mutant], seconds: float) -> str:
     return "" if outcome == "survived" else f"{said} ({outcome})"
 
 
+def last_verdicts(every: Sequence[Mutant]) -> dict[str, Verdict]:
+    """What RESULT.md says of mutants that were caught or cannot be seen, by their sentences."""
+    mutants = {mutant.what: mutant for mutant in every}
+    rows = re.findall(r"^\| \S+ \| (.+) \| (\w+) \| (\d+) \|$", RESULT.read_text(), re.MULTILINE)
+    return {
+        what: Verdict(mutants[what], outcome, float(seconds), mutants[what].unseen)
+        for what, outcome, seconds in rows
+        if what in mutants and outcome in ("caught", "timeout", "unseen")
+    }
+
+
 def report(verdicts: Sequence[Verdict]) -> str:
     """The result as Markdown: numbers by package, what survived, what cannot be seen."""
     seen = [verdict for verdict in verdicts if verdict.outcome != "unseen"]
@@ -171,7 +183,7 @@ def report(verdicts: Sequence[Verdict]) -> str:
     lines = [
         "# What the tests find",
         "",
-        f"`python -m tests.mutate` on {date}: {caught} of {len(seen)} mutants caught "
+        f"`python -m tests.mutate`, {date}: {caught} of {len(seen)} mutants caught "
         f"({caught / max(1, len(seen)):.1%}), {len(verdicts) - len(seen)} more can only be seen on "
         f"a GPU; {minutes:.0f} minutes.",
         "",
@@ -198,6 +210,7 @@ def report(verdicts: Sequence[Verdict]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__)
     parser.add_argument("-k", dest="word", default="", help="only those whose file or sentence has")
+    parser.add_argument("--again", action="store_true", help="those that survived or are new")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="deadline of one mutant")
     parser.add_argument(
         "--no-check", action="store_true", help="leave out the run without a mutant"
@@ -206,7 +219,9 @@ def main(argv: list[str] | None = None) -> int:
     preload()
     every = load_mutants()
     faults = fault_in(every)
+    known = last_verdicts(every) if args.again else {}
     mutants = [m for m in every if args.word.lower() in f"{m.file} {m.what}".lower()]
+    mutants = [m for m in mutants if m.what not in known]
     if not faults and not mutants:
         faults = [f"no mutant has '{args.word}'"]
     if not faults and not args.no_check and (failing := check_without(mutants, args.seconds)):
@@ -222,8 +237,10 @@ def main(argv: list[str] | None = None) -> int:
             f"{verdict.mutant.what}" + (f"  [{verdict.said}]" if not verdict.caught else ""),
             flush=True,
         )
+    found = known | {verdict.mutant.what: verdict for verdict in verdicts}
+    verdicts = [found[m.what] for m in every if m.what in found]
     text = report(verdicts)
-    if len(mutants) == len(every):
+    if len(verdicts) == len(every):
         RESULT.write_text(text)
     print(text.partition("## All")[0])
     seen = [verdict for verdict in verdicts if verdict.outcome != "unseen"]
