@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from generator.runtime.serve.checks import check_arguments, foreign_device
 from generator.runtime.serve.options import (
     PLAIN,
     Arguments,
@@ -18,6 +20,7 @@ from generator.runtime.serve.options import (
     offset_in_weight,
     per_head,
 )
+from generator.runtime.serve.server import Server
 from tests.support.fake_driver import SPEC, tensors
 
 N = 1024
@@ -80,3 +83,36 @@ def test_a_dw_that_no_kernel_writes_is_stored_or_added(accumulate: bool) -> None
     assert found is out
     assert out.tolist() == [10.0 * accumulate + i for i in range(4)]
     assert (asked["accumulate"], asked["dw_dtype"]) == (False, FP32)
+
+
+@pytest.mark.parametrize("shape", [(2, N // 2), (1, N), (N, 1), (N + 1,), (N - 1,)])
+def test_a_dw_out_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    """Also where it has as many elements: nobody knows which way they would lie."""
+    with pytest.raises(ValueError, match=r"dw_out must have the weight's shape \(1024,\)"):
+        check_arguments(given(dw_out=torch.zeros(shape)), PLAIN)
+    check_arguments(given(dw_out=torch.zeros(N)), PLAIN)
+
+
+def test_kernels_of_another_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = SimpleNamespace(major=9, minor=0, name="H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
+    assert foreign_device({"arch": "sm_90a", "title": "NVIDIA H200"}, 0) == ""
+    said = foreign_device({"arch": "sm_100a", "title": "NVIDIA GB200"}, 0)
+    assert "NVIDIA GB200 (sm_100a)" in said and "do not run on H200" in said
+
+
+@pytest.mark.parametrize("wanting", [(), ("dy",), ("x",), ("dy", "x"), ("weight",)])
+def test_a_second_derivative_is_not_the_quick_calls(wanting: tuple[str, ...]) -> None:
+    """It has none; a weight whose gradient is wanted is what every backward has."""
+    server = object.__new__(Server)
+    dy, x, rstd, weight = tensors(6)
+    results = (dy, weight)
+    cache = SimpleNamespace(find_recent=lambda given: lambda *arguments: results)
+    server._calls = cache  # type: ignore[assignment]
+    server._native = SimpleNamespace(learn=None)  # type: ignore[assignment]
+    for name, tensor in (("dy", dy), ("x", x), ("weight", weight)):
+        tensor.requires_grad_(name in wanting)
+    served = not {"dy", "x"} & set(wanting)
+    assert server._quick(dy, x, rstd, weight) is (results if served else None)
+    with torch.no_grad():
+        assert server._quick(dy, x, rstd, weight) is results
