@@ -53,8 +53,6 @@ class LegalConfigs:
         known = {knob.name: knob.choices for knob in self.space.knobs}
         if config.keys() != known.keys() or any(config[n] not in known[n] for n in known):
             return False
-        if self.space.normalize(config, self.problem, self.target) != config:
-            return False
         return self.space.reject(config, self.problem, self.target) is None
 
     def first(self, limit: int) -> list[Values]:

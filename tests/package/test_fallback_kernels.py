@@ -15,6 +15,7 @@ from generator.package.fallback_kernels import (
     compile_fallbacks,
     fallback_variants,
     first_choices,
+    same_rows,
 )
 from generator.problem import ITEMSIZE
 from generator.runtime.spec import MAIN_KERNEL
@@ -148,3 +149,21 @@ def test_rows_of_a_refused_bracket_go_to_the_next(leasts: tuple[int, ...], wante
         assert served(table, N, ("bf16", "bf16")) == (4, expected)
     assert served(table, 1024 - 2, ("bf16", "bf16")) == (4, 1024)
     assert len({(v["vector_bytes"], v.N) for v, _ in fallback}) == len(fallback)
+
+
+def test_a_refused_first_choice_gives_way_to_the_next_for_the_same_rows() -> None:
+    variants = fallback_variants(H200, [("bf16", "bf16")])
+    choices: dict[tuple[object, ...], list[Variant]] = {}
+    for variant in variants:
+        choices.setdefault(same_rows(variant), []).append(variant)
+    rows, (refused, second) = next((k, v[:2]) for k, v in choices.items() if len(v) > 1)
+
+    def compile(asked: list[Variant]) -> list[Compiled]:
+        kernels = {MAIN_KERNEL: Resources(32, 0, 0, 0)}
+        spills = {MAIN_KERNEL: Resources(32, 8, 0, 0)}
+        return [replace(compiled(v), kernels=spills if v.id == refused.id else kernels)
+                for v in asked]  # fmt: skip
+
+    found = {same_rows(v): v for v, _ in compile_fallbacks(H200, compile, [("bf16", "bf16")])}
+    assert found[rows].id == second.id
+    assert found.keys() == choices.keys()

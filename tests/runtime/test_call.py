@@ -263,3 +263,16 @@ def test_scratch_is_retried_after_pytorch_gave_back_its_cache(
 
     monkeypatch.setattr(calls.driver, "cuMemAllocAsync", allocate_if_free)
     assert calls().scratch
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_every_address_counts_for_the_quick_call(calls: Calls, place: int) -> None:
+    """dy, x and the weight: kernels read them in vectors."""
+    calls.quick = True
+    given = list(tensors(6))
+    call = next(iter(calls._made.values())) if calls() else None
+    assert call is not None and call.quick is not None
+    assert call.quick(*given) is not None
+    memory = torch.zeros(given[place].numel() + 16, dtype=given[place].dtype)
+    given[place] = memory[1 : 1 + given[place].numel()].view(given[place].shape)
+    assert call.quick(*given) is None

@@ -195,3 +195,40 @@ print("done")
 
 def test_frozen_norms_and_used_streams_on_shards(tmp_path: Path) -> None:
     runs_to_its_end(PRELUDE + DTENSOR_FROZEN, tmp_path)
+
+
+PLACEMENTS = """
+import sys
+sys.path.insert(0, "{root}")
+from types import SimpleNamespace
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from generator.runtime.frontends.dtensor import _rms_norm_backward
+
+def given(*shape, dtype=torch.bfloat16):
+    return SimpleNamespace(ndim=len(shape), dtype=dtype)
+
+def placements(dresidual, need_dx=True, need_dw=True, weight=given(8)):
+    x = given(4, 6, 8)
+    found = _rms_norm_backward(x, x, x, weight, dresidual, None, 0.0, need_dx, need_dw)
+    return [results for results, _ in found]
+
+# What is not wanted, and the third result of a residual of x's dtype, is an empty tensor: whole.
+for results in placements(given(4, 6, 8)):
+    assert results[2] == Replicate(), results
+rows = [results[0] for results in placements(None)]
+assert rows == [Replicate(), Shard(0), Shard(1)], rows
+wide = placements(given(4, 6, 8, dtype=torch.float32))
+assert [results[2] for results in wide] == rows, wide
+assert [results[1] for results in wide] == [Replicate(), Partial("sum"), Partial("sum")]
+for wanted in ((True, False), (False, True)):
+    for results, shard in zip(placements(None, *wanted), rows):
+        assert results[0] == (shard if wanted[0] else Replicate())
+        assert wanted[1] or results[1] == Replicate()
+assert all(results[1] == Replicate() for results in placements(None, weight=None))
+print("done")
+"""
+
+
+def test_placement_of_every_result_is_that_of_what_it_holds(tmp_path: Path) -> None:
+    runs_to_its_end(PLACEMENTS, tmp_path)

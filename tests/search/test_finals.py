@@ -17,8 +17,16 @@ from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
 from generator.search.choose_winner import choose
-from generator.search.finals import SHORTLIST, SHORTLIST_US
-from generator.studies.study_log import stored_winners
+from generator.search.finals import (
+    SHORTLIST,
+    SHORTLIST_US,
+    Final,
+    contenders,
+    fastest_ineligible,
+    hold_finals,
+)
+from generator.studies.records import Record
+from generator.studies.study_log import StudyLog, stored_winners
 from tests.support.searches import DETERMINISTIC, ratio_of, records, search, won
 from tests.support.synthetic import (
     FLOOR_US,
@@ -279,3 +287,60 @@ def test_an_illegal_incumbent_is_a_start_and_no_finalist(storage: BaseStorage) -
     search(storage, evaluator, trials=30, incumbent=make_winner(stale))
     assert stale not in evaluator.finalists[0]
     assert evaluator.evaluated[0]["strategy"] == stale["strategy"]
+
+
+def test_the_newest_winner_is_the_incumbent(storage: BaseStorage) -> None:
+    """Whichever of the studies was stored first."""
+    old, new = sorted(DETERMINISTIC, key=ratio_of)[-2:]
+    for config, month in ((new, "02"), (old, "01")):
+        winner = make_winner(config, date=f"2026-{month}-01T00:00:00+00:00")
+        StudyLog(storage, f"{PROBLEM}@h200-132sm:measured:{month}").save_finals(winner, [], 1, {})
+    assert [winner.config for winner in stored_winners(storage)] == [old, new]
+    evaluator = FakeEvaluator()
+    search(storage, evaluator, trials=40)
+    assert new in evaluator.finalists[0]
+    assert old not in evaluator.finalists[0]
+
+
+def record(config: Config, ratio: float, identity: str = "", outcome: str = "ok") -> Record:
+    variant = make_variant(config, PROBLEM)
+    return Record(config, variant.id, timed(ratio, outcome), "seed", 1.0, identity=identity)
+
+
+def held(records: list[Record], pool: FakePool | None = None) -> list[Config]:
+    """Who takes part in the finals of these records."""
+    evaluator = FakeEvaluator()
+    hold_finals(LEGAL, pool or FakePool(), evaluator, records, None, 6)
+    return list(evaluator.finalists[0])
+
+
+def test_the_fastest_that_may_not_win_is_timed_beside_the_winner() -> None:
+    free = [c for c in LEGAL.reduction_kinds if determinism_class(c) == "none"][:2]
+    assert len(free) == 2
+    sound = record(DETERMINISTIC[0], 1.2, "0")
+    slow, fast = (
+        record(c, r, str(r), "nondeterministic") for c, r in zip(free, (1.3, 1.1), strict=True)
+    )
+    for order in ([slow, fast, sound], [fast, sound, slow]):
+        assert held(order) == [fast.config, sound.config]
+    pool = FakePool()
+    finals = [
+        Final(variant, pool.submit(variant).result(), found.result)
+        for found in (slow, fast, sound)
+        for variant in [make_variant(found.config, PROBLEM)]
+    ]
+    told = fastest_ineligible(finals)
+    assert told is not None and told.variant == fast.variant
+
+
+def test_of_equal_machine_codes_the_first_of_the_space_stands_for_all() -> None:
+    first, second = sorted(DETERMINISTIC[:2], key=LEGAL.rank)
+    for tried in ((first, second), (second, first)):
+        found = contenders(LEGAL, [record(config, 1.2, "same") for config in tried])
+        assert [r.config for r in found] == [first]
+
+
+def test_a_variant_that_no_longer_fits_is_no_finalist() -> None:
+    fits, spills = DETERMINISTIC[:2]
+    found = [record(spills, 1.1, "a"), record(fits, 1.2, "b")]
+    assert held(found, FakePool(spilling=lambda config: config == spills)) == [fits]

@@ -173,3 +173,11 @@ def test_longer_rows_start_with_as_many_columns_in_each_cta() -> None:
         adapted = legal.adapt(found[0], random.Random(0))
         assert adapted is not None
         assert legal.allows(adapted)
+
+
+def test_a_space_as_large_as_the_limit_is_swept(storage: BaseStorage, tmp_path: Path) -> None:
+    space = shrink(tmp_path, LEGAL.first(1)[0], slice_columns=[32, 64, 128, 16])
+    count = len(LegalConfigs(space, PROBLEM, TARGET).first(99))
+    winner = won(search(storage, space=space, trials=count))
+    assert winner.trials == count > 1
+    assert {record.origin for record in records(storage, winner.study)} == {"sweep"}

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,17 @@ from optuna.storages import BaseStorage
 
 from generator.paths import REPOSITORY
 from generator.result import Result
+from generator.search.sampler import LegalSampler
+from generator.space.legal_configs import LegalConfigs
 from generator.studies.storage import open_storage
-from generator.studies.study_log import stored_winners
+from generator.studies.study_log import StudyLog, stored_winners
 from tests.support.patience import patience
-from tests.support.searches import records, search, won
+from tests.support.searches import DETERMINISTIC, NAME, records, search, won
 from tests.support.synthetic import (
     LEGAL,
     FakeEvaluator,
     FakePool,
+    make_winner,
 )
 
 
@@ -111,3 +115,40 @@ def test_kill_9_at_any_moment_loses_nothing_and_repeats_nothing(tmp_path: Path) 
     assert sum(lines.values()) - len(lines) <= kills
     [winner] = stored_winners(open_storage(journal))
     assert winner.trials == 130
+
+
+def test_a_resumed_search_draws_another_sequence(
+    storage: BaseStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one would propose what is known, and the budget would go into repairs."""
+    seeds = []
+
+    class Watched(LegalSampler):
+        def __init__(self, legal: LegalConfigs, seed: int) -> None:
+            seeds.append(seed)
+            super().__init__(legal, seed)
+
+    monkeypatch.setattr("generator.search.search.LegalSampler", Watched)
+    for trials in (3, 5, 6):
+        search(storage, trials=trials)
+    assert len(set(seeds)) == 3
+
+
+def test_seconds_before_a_resume_count(storage: BaseStorage) -> None:
+    search(storage, FakeEvaluator(delay=0.05), trials=4)
+    before = max(record.elapsed for record in records(storage))
+    assert before > 0.15
+    search(storage, FakeEvaluator(delay=0.05), trials=6)
+    assert min(record.elapsed for record in records(storage)[4:]) > before
+
+
+def test_a_winner_whose_machine_code_is_another_one_does_not_answer(storage: BaseStorage) -> None:
+    """Its trials may all be up to date: it was an incumbent, made by other code."""
+    search(storage, trials=8)
+    stale = make_winner(DETERMINISTIC[0], trials=8, cubin="0" * 16)
+    for trials in (8, 7):  # whether or not its finals had all the trials of its budget
+        StudyLog(storage, NAME).save_finals(replace(stale, trials=trials), [], 8, {})
+        evaluator = FakeEvaluator()
+        winner = won(search(storage, evaluator, trials=8))
+        assert len(evaluator.finalists) == 1
+        assert winner.cubin != stale.cubin

@@ -15,7 +15,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from generator.errors import NormforgeError
-from generator.kernels.variant import make_variant
+from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
 from generator.search.budget import Budget, Progress
@@ -31,6 +31,7 @@ from tests.support.synthetic import (
     TARGET,
     FakeEvaluator,
     FakePool,
+    cost,
     shrink,
 )
 
@@ -107,6 +108,7 @@ def test_a_trial_carries_what_a_reader_of_the_study_needs(storage: BaseStorage) 
     assert {"ok", "nondeterministic", "compile_error", "resource"} <= outcomes
     for trial in trials:
         attributes = trial.user_attrs
+        assert attributes["code"] == pool.code(make_variant(trial.params, PROBLEM))
         result = Result.from_json(attributes["result"])
         feasible = attributes["outcome"] == "ok"
         assert attributes["feasible"] is feasible
@@ -195,3 +197,31 @@ def test_equal_seeds_find_the_same_winner(tmp_path: Path) -> None:
         won(search(open_storage(tmp_path / name), trials=50, seed=3)) for name in ("a", "b")
     ]
     assert replace(runs[0], date="") == replace(runs[1], date="")
+
+
+def test_either_limit_ends_a_budget() -> None:
+    both = Budget(trials=10, seconds=100.0)
+    assert (both.used(5, 10.0), both.used(10, 1.0), both.used(1, 100.0)) == (0.5, 1.0, 1.0)
+    assert (Budget(trials=4).used(1, 1e9), Budget(seconds=4.0).used(10**9, 1.0)) == (0.25, 0.25)
+
+
+def test_only_what_may_win_makes_others_slow(storage: BaseStorage) -> None:
+    """The time that a worker compares with, to give up early, is of the best that may win."""
+    asked: list[float | None] = []
+
+    class Watching(FakeEvaluator):
+        def evaluate(self, *arguments: Any) -> Result:
+            asked.append(arguments[3])
+            return super().evaluate(*arguments)
+
+    def atomics_are_fast(variant: Variant) -> float:
+        return cost(variant) - 0.5 * (variant.determinism == "none")
+
+    search(storage, Watching(atomics_are_fast), trials=30)
+    found = [record for record in records(storage) if record.shared_with is None]
+    assert any(record.result.outcome == "nondeterministic" for record in found[:-1])
+    best = None
+    for record, given in zip(found, asked, strict=True):
+        assert given == best
+        if record.feasible:
+            best = min(best or record.result.us or 0.0, record.result.us or 0.0)

@@ -298,9 +298,10 @@ def test_heartbeats_keep_a_lease_and_silence_ends_it(url: str) -> None:
     assert lost is not None
     stop_heart(silent)
     until = time.monotonic() + patience(20)
-    while asker.claim(["kept", "lost"]) is None:
+    while (taken := asker.claim(["kept", "lost"])) is None:
         assert time.monotonic() < until, "a dead holder keeps its lease"
         time.sleep(0.05)
+    assert taken.study == "lost", "a living holder loses its lease"
     time.sleep(3)
     assert asker.claim(["kept"]) is None
     alive.close()
@@ -372,6 +373,22 @@ def test_holder_that_was_overtaken_can_write_nothing(url: str, tmp_path: Path) -
     log.add(trial)
     assert len(StudyLog(zombie, study)._study.trials) == len(before) + 1
     fast.close()
+
+
+def test_nobody_claims_a_study_while_a_write_checks_its_lease(url: str) -> None:
+    """A lease that has just ended stays its holder's to the end of a transaction that has asked."""
+    engine = connect(url)
+    with engine.begin() as connection:
+        leases.create_table(connection)
+        leases.enlist(connection, ["a"])
+        lease = leases.claim(connection, ["a"], "me", 0.0)
+    assert lease is not None
+    with engine.begin() as writing:
+        assert writing.execute(leases.holds(lease)).first() is not None
+        with connect(url).begin() as asking:
+            assert leases.claim(asking, ["a"], "you", 30) is None
+    with engine.begin() as connection:
+        assert leases.claim(connection, ["a"], "you", 30) == Lease("a", lease.token + 1)
 
 
 def test_runs_for_two_gpu_models_have_nothing_to_do_with_each_other(

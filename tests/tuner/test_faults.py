@@ -406,8 +406,9 @@ def test_second_run_on_an_sqlite_file_is_refused_whatever_its_folder(
         return tune(plan, None, Status(1))
 
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "alias.db").symlink_to(tmp_path / "studies.db")
     with running(tmp_path / "a", database=database_file(url)):
-        for same in (url, "sqlite:///studies.db", f"sqlite:///{tmp_path}/b/../studies.db"):
+        for same in (url, "sqlite:///studies.db", "sqlite:///alias.db"):
             with pytest.raises(NormforgeError, match=r"studies\.db .*process \d+ .*PostgreSQL"):
                 one("b", same)
         with running(tmp_path / "c", database=database_file("sqlite:///other.db")):

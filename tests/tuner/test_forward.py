@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from generator.emulate.build import HostError
 from generator.errors import NormforgeError, ProblemError
 from generator.kernels.compile_pool import LIVES, CompilePool
 from generator.kernels.forward import (
@@ -284,6 +285,20 @@ def test_a_kernel_that_the_executor_refutes_is_not_predicted(
     # The backward's winner is not lost for it: any row is served by the generic ones.
     assert forwards.tuned == () and forwards.fallback != ()
     assert "no forward kernel for" in said[0] and "passes (y[0, 0] is 1)" in said[0]
+
+
+def test_a_full_executor_cache_ends_the_choice_of_a_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(variant: ForwardVariant, problem: Problem) -> str:
+        raise HostError("no space left on device")
+
+    monkeypatch.setattr(forward_tune, "find_compiler", lambda: "c++")
+    monkeypatch.setattr(forward_tune, "emulate_forward", full)
+    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
+    monkeypatch.setattr(forward_tune, "generic_forwards", lambda dtypes: [])
+    with pytest.raises(HostError, match="no space left"):
+        tune_forwards([Problem.parse("4096x1024:bf16")], H200)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a machine without a GPU")

@@ -1,0 +1,39 @@
+"""What the executor's outcomes say about a variant; no program runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from generator.emulate import check as check_module
+from generator.emulate.check import check_source, plan
+from generator.emulate.run import Outcome, Runs
+from generator.operations.rmsnorm_backward import make_reference
+from generator.problem import Problem
+from generator.target import find_target
+from tests.support.samples import REDUCTION, plain_variant
+
+PROBLEM = Problem.parse("13x1024:fp32")
+
+
+@pytest.mark.parametrize(("reduction", "claims"), [("separate", True), ("atomic", False)])
+def test_different_results_refute_a_claim(
+    monkeypatch: pytest.MonkeyPatch, reduction: str, claims: bool
+) -> None:
+    """One that claims nothing may have as many as it likes."""
+    variant = plain_variant(PROBLEM, find_target("h200"), **REDUCTION[reduction])
+    spec, launch = plan(variant, PROBLEM.M)
+
+    def two_results(*arguments: Any, **options: Any) -> Runs:
+        inputs, schedules = arguments[3:5]
+        reference = make_reference(PROBLEM, inputs)
+        dx = reference.dx.float()
+        runs = Runs(dx=[dx, dx], dw=[reference.dw.float()])
+        runs.outcomes = [Outcome(s, place % 2, 0, 0) for place, s in enumerate(schedules)]
+        return runs
+
+    monkeypatch.setattr(check_module, "run_schedules", two_results)
+    check = check_source("", spec, launch, PROBLEM, schedules=6)
+    assert check.distinct_results == 2
+    assert any("2 different results" in problem for problem in check.problems) is claims

@@ -1,0 +1,180 @@
+"""The checks of a kernel, on a "kernel" that computes in PyTorch and makes one planted mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from generator.evaluate.gpu.evaluator import MeasuredEvaluator
+from generator.evaluate.gpu.noise import collect, noise_in
+from generator.evaluate.verify import accuracy
+from generator.evaluate.verify.accuracy import check_accuracy, compare
+from generator.evaluate.verify.bench import Bench
+from generator.evaluate.verify.determinism import check_call_options, check_repeats, digest
+from generator.evaluate.verify.guarded import Guarded
+from generator.operations import RMSNORM_BACKWARD
+from generator.operations.operation import HALF_UNIT, TORCH_DTYPE
+from generator.operations.rmsnorm_backward import Inputs
+from generator.problem import Problem
+from generator.runtime.launch.launch import DW_ADDED, DW_IN_WEIGHT_DTYPE
+from generator.runtime.serve.reference import reference_backward
+
+CPU = torch.device("cpu")
+PROBLEM = Problem.parse("24x40:bf16")
+INPUTS = RMSNORM_BACKWARD.make_inputs(PROBLEM, CPU)
+Mistake = Callable[[dict[str, Any]], None]
+
+
+class Formula:
+    """A runner. mistake: is shown every call, with its outputs when they are written."""
+
+    workspace_bytes, clean_bytes = 256, 128
+
+    def __init__(self, mistake: Mistake) -> None:
+        self.mistake = mistake
+
+    def run(
+        self,
+        inputs: Inputs,
+        outputs: dict[str, torch.Tensor | None],
+        workspace: torch.Tensor,
+        *,
+        dw_mode: int = DW_IN_WEIGHT_DTYPE,
+    ) -> None:
+        N = inputs.x.shape[-1]
+        x, dy = (tensor.reshape(-1, N) for tensor in (inputs.x, inputs.dy))
+        weight = torch.ones(N, dtype=x.dtype) if inputs.weight is None else inputs.weight
+        dx, dw = reference_backward(dy, x, inputs.rstd, weight, dw_dtype=torch.float32)
+        places = {"dx": outputs["dx"], "dw": outputs["dw"]}
+        if places["dx"] is not None:
+            places["dx"].copy_(dx)
+        if places["dw"] is not None:
+            assert dw is not None
+            places["dw"].copy_(places["dw"] + dw if dw_mode == DW_ADDED else dw)
+        self.mistake({**places, "mode": dw_mode, "packed": inputs.x.dim() == 3, "in": inputs,
+                      "workspace": workspace})  # fmt: skip
+
+
+def bench(mistake: Mistake = lambda call: None) -> Bench:
+    outputs = {
+        out.name: Guarded(out.shape, TORCH_DTYPE[out.dtype], CPU)
+        for out in RMSNORM_BACKWARD.outputs(PROBLEM)
+    }
+    return Bench(Formula(mistake), outputs, CPU)
+
+
+def bump(tensor: torch.Tensor | None) -> None:
+    assert tensor is not None
+    tensor.view(-1)[3] += 1
+
+
+MISTAKES: dict[str, tuple[Mistake, str]] = {
+    "without dw": (lambda c: c["dw"] is None and bump(c["dx"]), "dx of a call without dw"),
+    "without dx": (lambda c: c["dx"] is None and bump(c["dw"]), "dw of a call without dx"),
+    "fp32": (lambda c: c["mode"] == 1 and bump(c["dw"]), "dw as fp32 does not round to dw"),
+    "added": (lambda c: c["mode"] == 2 and bump(c["dw"]), "dw added to a buffer is not"),
+    "no weight": (lambda c: c["in"].weight is None and bump(c["dw"]), "without a weight"),
+    "packed": (lambda c: c["packed"] and bump(c["dx"]), "packed heads"),
+}
+
+
+def test_call_options_of_a_right_kernel_pass() -> None:
+    assert check_call_options(bench(), INPUTS) == ""
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_one_call_option_is_found_and_named(name: str) -> None:
+    mistake, said = MISTAKES[name]
+    assert said in check_call_options(bench(mistake), INPUTS)
+
+
+def test_what_an_output_held_before_must_not_show() -> None:
+    """A kernel that adds to what is there, or leaves something out, differs from run to run."""
+
+    def lazy(call: dict[str, Any]) -> None:
+        call["dx"].view(torch.uint8).view(-1)[5] = kept[0]
+
+    own = bench(lazy)
+    kept = own.outputs["dx"].inside[5:6]
+    plain = own.run
+
+    def run(*arguments: Any, **options: Any) -> None:
+        kept[0] = own.outputs["dx"].inside[5]
+        plain(*arguments, **options)
+
+    kept = torch.zeros(1, dtype=torch.uint8)
+    own.run = run  # type: ignore[method-assign]
+    assert "dx of run" in check_repeats(own, INPUTS)
+    assert check_repeats(bench(), INPUTS) == ""
+
+
+def test_damage_outside_the_outputs_is_a_fault_of_accuracy() -> None:
+    expected = RMSNORM_BACKWARD.bounds(PROBLEM, INPUTS)
+    assert check_accuracy(bench(), INPUTS, expected).fault == ""
+    for name in ("dx", "dw"):
+        for place in (0, -1):
+            own = bench()
+            buffer = own.outputs[name].buffer
+            own.runner.mistake = lambda c, b=buffer, p=place: b.__setitem__(p, 0)  # type: ignore[attr-defined]
+            assert "wrote outside" in check_accuracy(own, INPUTS, expected).fault
+
+
+def test_a_counter_that_is_left_changed_is_a_fault() -> None:
+    expected = RMSNORM_BACKWARD.bounds(PROBLEM, INPUTS)
+    own = bench(lambda call: call["workspace"].__setitem__(7, 1))
+    assert "left a counter" in check_accuracy(own, INPUTS, expected).fault
+    assert "left a counter" in check_repeats(own, INPUTS)
+    scratch = bench(lambda call: call["workspace"].__setitem__(200, 1))
+    assert check_accuracy(scratch, INPUTS, expected).fault == ""
+
+
+def test_the_digest_knows_the_order_of_the_words_of_a_matrix() -> None:
+    def swap(call: dict[str, Any]) -> None:
+        words = call["dx"].view(torch.int32).view(-1)
+        words[2], words[9] = words[9].clone(), words[2].clone()
+
+    assert digest(bench(swap), INPUTS) != digest(bench(), INPUTS)
+
+
+def test_the_best_floor_counts_not_the_last() -> None:
+    evaluator = object.__new__(MeasuredEvaluator)
+    evaluator._floors = {}
+    for floor_us in (12.0, 10.0, 11.0):
+        evaluator._learn(PROBLEM, floor_us)
+    assert evaluator._floors == {PROBLEM: 10.0}
+
+
+def test_ratios_are_to_the_floor_of_the_same_round() -> None:
+    """A clock that changes from round to round changes both."""
+    block = [[10.0, 20.0, 10.0, 20.0, 10.0], [20.0, 40.4, 20.2, 40.0, 20.0]]
+    timing = collect(lambda: block, 1, None, (), lambda seconds: None)
+    assert timing.ratios == (2.0,)
+
+
+@pytest.mark.parametrize(("scatter", "noisy"), [(0.02, False), (0.05, False), (0.12, True)])
+def test_quartiles_that_are_far_apart_are_noise(scatter: float, noisy: bool) -> None:
+    times = [100.0 * (1 + scatter * (i % 3 - 1) / 2) for i in range(15)]
+    assert bool(noise_in([[50.0] * 15, times])) is noisy
+
+
+@pytest.mark.parametrize("row", [0, 1, 7, 9])
+def test_every_chunk_of_rows_is_compared(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "CHUNK_ELEMENTS", 80)  # two rows of forty
+    reference = torch.zeros(10, 40)
+    out = reference.clone()
+    assert compare("dx", out, reference, 2.0**-8, torch.zeros(10, 1))[1] == ""
+    out[row, 3] = 1.0
+    assert compare("dx", out, reference, 2.0**-8, torch.zeros(10, 1))[1].startswith(
+        f"dx[{row}, 3] is 1"
+    )
+
+
+@pytest.mark.parametrize("shape", ["6x40:bf16:fp32", "6x40:bf16", "6x40:fp16:fp32"])
+def test_every_output_is_judged_by_its_own_dtype(shape: str) -> None:
+    problem = Problem.parse(shape)
+    bounds = RMSNORM_BACKWARD.bounds(problem, RMSNORM_BACKWARD.make_inputs(problem, CPU))
+    assert bounds["dx"].unit == HALF_UNIT[problem.dtype]
+    assert bounds["dw"].unit == HALF_UNIT[problem.weight_dtype]

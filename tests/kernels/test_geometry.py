@@ -1,0 +1,60 @@
+"""What a config means, counted by hand where the templates rely on the number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.ptxas import Resources
+from generator.kernels.resource_gate import identity
+from generator.kernels.revision import code_digest
+from generator.kernels.variant import Variant
+from generator.problem import Problem
+from generator.runtime.spec import MAIN_KERNEL
+from generator.target import find_target
+from tests.support.samples import plain_variant
+
+TARGET = find_target("h200")
+PROBLEM = Problem.parse("4096x1024:bf16")
+FITS = Compiled(TARGET.arch, "", b"cubin", {MAIN_KERNEL: Resources(32, 0, 0, 0)}, "13.0", False, "")
+
+
+def variant(shape: str = "4096x1024:bf16", **knobs: int | str) -> Variant:
+    return plain_variant(shape, TARGET, strategy="separate", **knobs)
+
+
+def changed(own: Variant, **knobs: int | str) -> Variant:
+    """With other values, whether or not a rule allows them."""
+    return replace(own, config={**own.config, **knobs})
+
+
+@pytest.mark.parametrize("pipeline", ["bulk", "async"])
+@pytest.mark.parametrize(("shape", "row"), [("4096x1024:bf16", 4096), ("4096x1024:fp32", 8192)])
+def test_stages_hold_x_and_dy_of_every_team(pipeline: str, shape: str, row: int) -> None:
+    """row: bytes of a row of x and of one of dy."""
+    own = variant(shape, pipeline=pipeline, stages=3, rows_per_cta=2, rows_in_flight=2)
+    assert own.tile_bytes == 2 * 3 * 2 * row
+    residual = variant(f"{shape}+residual", pipeline=pipeline, stages=3, rows_per_cta=2)
+    assert residual.tile_bytes == 2 * 3 * row * 3 // 2
+
+
+@pytest.mark.parametrize(("threads", "in_flight", "rows"), [(32, 1, 1), (32, 2, 2), (8, 1, 4)])
+def test_a_launch_counts_all_rows_of_a_batch(threads: int, in_flight: int, rows: int) -> None:
+    """Rows of less than a warp lie side by side in it."""
+    own = changed(variant(), threads_per_row=threads, rows_in_flight=in_flight)
+    assert own.spec(132).rows_in_flight == rows
+
+
+def test_one_measurement_serves_equal_code_at_equal_launches_only() -> None:
+    one, two = (variant(ctas_per_sm=count) for count in (1, 2))
+    few = Problem.parse("64x1024:bf16")
+    assert identity(one, FITS, PROBLEM, TARGET) != identity(two, FITS, PROBLEM, TARGET)
+    assert identity(one, FITS, few, TARGET) == identity(two, FITS, few, TARGET)
+
+
+def test_the_compilers_options_are_a_part_of_the_code() -> None:
+    free, capped = variant(), changed(variant(), register_cap=64)
+    assert code_digest(free, "sm_90a") != code_digest(capped, "sm_90a")
+    assert code_digest(free, "sm_90a") != code_digest(free, "sm_100a")

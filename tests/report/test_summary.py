@@ -1,0 +1,102 @@
+"""What the studies of a GPU say together, on studies that are made up."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from dataclasses import replace
+
+from generator.problem import Problem
+from generator.report import charts
+from generator.report.page import csp_hash
+from generator.report.summary import Standing, Summary, ratio_of, summaries
+from generator.result import Result
+from generator.studies.reader import Study
+from generator.studies.records import Record, Winner
+from tests.support.searches import DETERMINISTIC
+from tests.support.synthetic import PROBLEM, make_winner, timed
+
+CONFIG = DETERMINISTIC[0]
+
+
+def record(result: Result) -> Record:
+    return Record(CONFIG, "some_variant", result, "seed", 1.0)
+
+
+def study(
+    evidence: str = "measured",
+    *records: Record,
+    winner: Winner | None = None,
+    problem: Problem = PROBLEM,
+    number: int = 0,
+) -> Study:
+    kept = records or (record(timed(1.2)),)
+    return Study(
+        *("name", number, problem, "h200", 132, evidence, "space"),
+        records=kept,
+        winner=winner,
+        finals=(),
+        importance={},
+    )
+
+
+def test_a_later_prediction_hides_no_measurement() -> None:
+    old, new = (make_winner(CONFIG, date=f"2026-0{month}-01T00:00:00") for month in (1, 2))
+    measured = study("measured", winner=old, number=1)
+    predicted = study("predicted", winner=new, number=2)
+    newer = study("measured", winner=new, number=0)
+    for given, kept in (
+        ([measured, predicted], measured),
+        ([predicted, measured], measured),
+        ([newer, measured], newer),
+        ([measured, newer, predicted], newer),
+        ([study("measured", number=9), measured], measured),
+    ):
+        (summary,) = summaries(given, "somewhere")
+        assert summary.studies == (kept,)
+        assert summary.left_out == len(given) - 1
+
+
+def test_notes_of_healthy_trials_are_no_failures() -> None:
+    trials = [
+        record(replace(timed(1.2), note="noisy: 3 us")),
+        record(Result("slow", note="12 us, the best has 3")),
+        record(Result("wrong", note="dx[3, 7] is 4.5")),
+        record(Result("wrong", note="dx[1, 9] is 6.25")),
+        record(Result("crashed", note="")),
+    ]
+    summary = Summary("h200", "somewhere", (study("measured", *trials),), 0)
+    assert summary.reasons == [("wrong", "dx[…, …] is …", 2)]
+
+
+def test_ratios_to_another_floor_are_left_out_of_the_mean() -> None:
+    residual = Problem.parse("4096x1024:bf16+residual")
+    plain, own = timed(3.0), replace(timed(2.0), extra={"floor_bytes": 1})
+    studies = (
+        study("measured", record(timed(1.5))),
+        study("measured", record(plain), problem=residual),
+        study("measured", record(own), problem=residual),
+    )
+    summary = Summary("h200", "somewhere", studies, 0)
+    assert summary.plain_floors == 1
+    assert summary.ratio is not None
+    assert abs(summary.ratio - (1.5 * 2.0) ** 0.5) < 1e-12
+
+
+def test_before_the_finals_the_fastest_trial_has_the_ratio() -> None:
+    trials = [record(timed(r)) for r in (1.4, 1.2, 1.3)]
+    assert ratio_of(study("measured", *trials)) == 1.2
+    assert ratio_of(study("measured", *trials, winner=make_winner(CONFIG, 1.25))) == 1.25
+
+
+def test_the_policy_names_a_text_by_its_content() -> None:
+    digest = base64.b64encode(hashlib.sha256(b"a { }").digest()).decode()
+    assert csp_hash("a { }") == f"sha256-{digest}"
+
+
+def test_a_drawing_escapes_what_a_journal_says() -> None:
+    evil = '"><script>evil()</script>'
+    own = study("measured", winner=make_winner(CONFIG))
+    drawing = str(charts.strategies([Standing(evil, False, ((own, 1.1),))]))
+    assert "<script" not in drawing
+    assert 'class="s-&#34;&gt;&lt;script&gt;' in drawing

@@ -1,0 +1,75 @@
+"""What may be asked of the legal configs of a problem, beside what the sampler's tests ask."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+
+from generator.kernels.strategies import REDUCTION_KNOBS, determinism_class
+from generator.space.expressions import Names
+from tests.support.synthetic import LEGAL, PROBLEM, SPACE, TARGET
+
+
+def test_a_config_with_a_knob_that_means_nothing_is_not_allowed() -> None:
+    """Two configs that differ in it would be one kernel under two names."""
+    one = SPACE.sample(PROBLEM, TARGET, random.Random(1), {"pipeline": "direct"})
+    assert LEGAL.allows(one)
+    for knob in SPACE.knobs:
+        for value in knob.choices:
+            other = {**one, knob.name: value}
+            normal = SPACE.normalize(other, PROBLEM, TARGET)
+            if normal != other:
+                assert not LEGAL.allows(other), (knob.name, value)
+    stages = next(knob for knob in SPACE.knobs if knob.name == "stages")
+    meaningless = next(value for value in stages.choices if value != one["stages"])
+    assert not LEGAL.allows({**one, "stages": meaningless})
+
+
+def test_neighbours_may_all_win() -> None:
+    rng = random.Random(5)
+    for _ in range(3):
+        config = LEGAL.draw(rng, (), deterministic=True)
+        assert config is not None
+        found = list(islice(LEGAL.around(config, rng), 60))
+        assert found
+        assert all(determinism_class(near) != "none" for near in found)
+        changed = {name for near in found for name in near if near[name] != config[name]}
+        assert "strategy" in changed or "order" in changed
+
+
+def test_registers_that_a_config_may_use_are_those_of_its_share_of_an_sm() -> None:
+    names = Names(PROBLEM, TARGET, True)
+    config = LEGAL.first(1)[0]
+    names.update({**config, "threads_per_row": 128, "rows_per_cta": 2, "register_cap": 0})
+    budgets = []
+    for ctas in (1, 2, 4):
+        names["ctas_per_sm"] = ctas
+        budgets.append(names["register_budget"])
+    assert budgets == [255, 65536 // 512 // 8 * 8, 65536 // 1024 // 8 * 8]
+    names["register_cap"] = 40
+    assert names["register_budget"] == 40
+
+
+def test_a_value_that_the_space_does_not_have_is_not_allowed() -> None:
+    """A winner of another space may have one that no rule looks at."""
+    config = LEGAL.first(1)[0]
+    assert LEGAL.allows(config)
+    for knob in SPACE.knobs:
+        other: int | str = "unheard-of" if isinstance(knob.values[0], str) else 12345
+        assert not LEGAL.allows({**config, knob.name: other})
+        assert not LEGAL.allows({k: v for k, v in config.items() if k != knob.name})
+
+
+def test_held_knobs_keep_their_values() -> None:
+    rng = random.Random(2)
+    found = 0
+    for _ in range(12):
+        config = LEGAL.draw(rng, (), deterministic=True)
+        assert config is not None
+        for kind in LEGAL.reduction_kinds:
+            wanted = {name: kind[name] for name in REDUCTION_KNOBS}
+            near = LEGAL.nearest({**config, **wanted}, rng, held=REDUCTION_KNOBS)
+            if near is not None:
+                found += 1
+                assert {name: near[name] for name in REDUCTION_KNOBS} == wanted
+    assert found > 20

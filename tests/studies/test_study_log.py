@@ -1,0 +1,79 @@
+"""What a study says about its finals and its trials, also after a kill in the middle."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.storages import BaseStorage
+
+from generator.errors import NormforgeError
+from generator.studies.reader import read_studies
+from generator.studies.storage import JOURNAL_NAME, open_storage
+from generator.studies.study_log import StudyLog
+from tests.support.searches import DETERMINISTIC, NAME, search
+from tests.support.synthetic import make_winner
+
+WINNER = make_winner(DETERMINISTIC[0])
+
+
+def test_a_kill_while_finals_are_kept_leaves_them_to_be_held_again(
+    storage: BaseStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever part was written last, the finals do not count as over."""
+    log = StudyLog(storage, NAME)
+    original = optuna.Study.set_user_attr
+    left = 0
+
+    def killed(self: optuna.Study, key: str, value: Any) -> None:
+        nonlocal left
+        if left == 0:
+            raise KeyboardInterrupt
+        left -= 1
+        original(self, key, value)
+
+    monkeypatch.setattr(optuna.Study, "set_user_attr", killed)
+    for written in range(4):
+        left = written
+        with pytest.raises(KeyboardInterrupt):
+            log.save_finals(WINNER, [], 7, {})
+        assert log._attributes().get("trials_at_finals") is None
+    left = 4
+    log.save_finals(WINNER, [], 7, {})
+    assert (log.winner, log.trials_at_finals) == (WINNER, 7)
+
+
+def test_the_last_finals_say_who_won(storage: BaseStorage) -> None:
+    log, other = StudyLog(storage, NAME), make_winner(DETERMINISTIC[1])
+    for winner in (None, WINNER, other, None, WINNER):
+        log.save_finals(winner, [], 1, {})
+        assert StudyLog(storage, NAME).winner == winner
+
+
+def test_trials_out_of_date_stay_marked(storage: BaseStorage) -> None:
+    log = StudyLog(storage, NAME)
+    for numbers in ([3, 1], [1, 3, 4], [2], []):
+        log.mark_outdated(numbers)
+        assert StudyLog(storage, NAME).outdated == frozenset(numbers)
+
+
+def test_trials_out_of_date_are_not_read(storage: BaseStorage, tmp_path: Path) -> None:
+    search(storage, trials=6)
+    StudyLog(storage, NAME).mark_outdated([0, 4])
+    (study,) = read_studies(tmp_path)
+    kept = [t for t in StudyLog(storage, NAME).trials() if t.number in (1, 2, 3, 5)]
+    assert [record.variant for record in study.records] == [t.user_attrs["variant"] for t in kept]
+
+
+def test_a_failing_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = StudyLog(open_storage(tmp_path / JOURNAL_NAME), NAME)
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(optuna.Study, "add_trial", full)
+    with pytest.raises(NormforgeError, match=r"No space left .*finished trials are kept"):
+        log.add(optuna.create_trial(values=[1.0]))
