@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from generator.kernels.knobs import KNOBS
 from generator.report import charts
-from generator.report.summary import MEANING, Summary, overhead_of, ratio_of
+from generator.report.summary import Summary, overhead_of, ratio_of, runners_up
 from generator.studies.reader import Study, reduction_kind
 from generator.studies.records import PLAIN_FLOOR
 
@@ -33,7 +33,8 @@ def render_page(summary: Summary) -> str:
     return environment.get_template("page.html.j2").render(
         summary=summary,
         charts=charts,
-        meaning=MEANING,
+        meaning=summary.meaning,
+        runners_up=runners_up,
         ratio_of=ratio_of,
         overhead_of=overhead_of,
         reduction_kind=reduction_kind,

@@ -1,0 +1,66 @@
+"""What the committed measurements taught, as stored beside this file: the learned residual, its
+error, and the measured winners.
+
+`python -m benchmarks.prediction fit` writes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from generator.evaluate.predict.prior import Prior
+from generator.evaluate.predict.residual import Residual
+
+FITTED_FILE = Path(__file__).with_name("fitted.json")
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """residual, prior: as their classes say; error: root mean square of measured over predicted
+    time, less 1, at the configs that it chose for shapes of widths that it had not seen; studies:
+    name and digest of every study file behind it."""
+
+    residual: Residual
+    prior: Prior
+    error: float
+    studies: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "error": self.error,
+            "studies": dict(self.studies),
+            "residual": self.residual.to_json(),
+            "prior": self.prior.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Fitted:
+        return cls(
+            Residual.from_json(data["residual"]),
+            Prior.from_json(data["prior"]),
+            data["error"],
+            data["studies"],
+        )
+
+
+@cache
+def load_fitted() -> Fitted:
+    """The one of this project."""
+    return Fitted.from_json(json.loads(FITTED_FILE.read_text()))
+
+
+@cache
+def model_revision() -> str:
+    """Names the model: predictions of models that differ in it do not compare. A digest of the code
+    and the data of this folder."""
+    files = sorted(p for p in FITTED_FILE.parent.iterdir() if p.suffix in (".py", ".json"))
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:8]
