@@ -1,4 +1,4 @@
-"""Score the predictions, or fit the residual that they learn.
+"""Score the predictions, or fit the correction that they learn.
 
 python -m benchmarks.prediction score --out benchmarks/results/prediction_h200.json
 python -m benchmarks.prediction fit
@@ -42,7 +42,7 @@ def without_width(shapes: Sequence[Shape], width: int) -> Prior:
 
 
 def predictions(shapes: Sequence[Shape]) -> list[list[float]]:
-    """Of every trial of every shape, by a residual that has not seen the shape's width."""
+    """Of every trial of every shape, by a correction that has not seen the shape's width."""
     factors = held_out(shapes, *examples(shapes))
     return [
         [us * exp(factor) for us, factor in zip(physical(shape), found, strict=True)]
@@ -92,8 +92,8 @@ def score_command(shapes: Sequence[Shape], out: Path | None) -> int:
     learned = predictions(shapes)
     by_model = {
         "physical terms": (list(map(physical, shapes)), False),
-        "with residual": (learned, False),
-        "with residual and prior": (learned, True),
+        "with correction": (learned, False),
+        "with correction and prior": (learned, True),
     }
     scores = {}
     for name, (predicted, with_prior) in by_model.items():

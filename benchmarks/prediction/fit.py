@@ -1,4 +1,4 @@
-"""The fit of the learned residual: gradient boosting with trees of one split per level, in numpy.
+"""The fit of the learned correction: gradient boosting with trees of one split per level, in numpy.
 
 Such trees are CatBoost's (Prokhorenkova et al., "CatBoost: unbiased boosting with categorical
 features", 2018).
@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.prediction.shapes import Shape
+from generator.evaluate.predict.correction import Correction, Tree
 from generator.evaluate.predict.evaluator import described
-from generator.evaluate.predict.residual import Residual, Tree
 
 TREES, DEPTH, RATE = 120, 4, 0.08
 SHRINKAGE = 20.0
@@ -54,7 +54,7 @@ def weights(shape: Shape) -> Floats:
 
 def fit(
     names: tuple[str, ...], rows: Floats, rest: Floats, weight: Floats, trees: int = TREES
-) -> Residual:
+) -> Correction:
     """Trees for `rest` of the rows, one after another for what those before it leave."""
     used = weight > 0
     rows, rest, weight = rows[used], rest[used], weight[used]
@@ -72,7 +72,7 @@ def fit(
         left = left - values[leaf]
         chosen = tuple((place, float(edges[place][bin_])) for place, bin_ in splits)
         grown.append(Tree(chosen, tuple(map(float, values))))
-    return Residual(names, round(base, 5), tuple(grown))
+    return Correction(names, round(base, 5), tuple(grown))
 
 
 def _thresholds(column: Floats) -> Floats:
@@ -114,8 +114,8 @@ def _gains(cell: NDArray[np.int64], leaves: int, pull: Floats, weight: Floats) -
     return gains
 
 
-def fit_all(shapes: Sequence[Shape], trees: int = TREES) -> Residual:
-    """The residual of all shapes."""
+def fit_all(shapes: Sequence[Shape], trees: int = TREES) -> Correction:
+    """The correction of all shapes."""
     names, rows, rest = examples(shapes)
     weight = [weights(shape) for shape in shapes]
     return fit(names, np.concatenate(rows), np.concatenate(rest), np.concatenate(weight), trees)
@@ -124,8 +124,8 @@ def fit_all(shapes: Sequence[Shape], trees: int = TREES) -> Residual:
 def held_out(
     shapes: Sequence[Shape], names: tuple[str, ...], rows: list[Floats], rest: list[Floats]
 ) -> list[list[float]]:
-    """Of every shape the logarithms of the factors by a residual that was fitted without the shapes
-    of its width. The others are as in `examples`."""
+    """Of every shape the logarithms of the factors by a correction that was fitted without the
+    shapes of its width. The others are as in `examples`."""
     weight = [weights(shape) for shape in shapes]
     found: list[list[float]] = [[] for _ in shapes]
     for width in sorted({shape.problem.N for shape in shapes}):

@@ -1,4 +1,4 @@
-"""The learned residual and the prior: what is stored is what a fit gives, is bounded, and ranks."""
+"""The learned correction and the prior: stored as the fit gives them, bounded, and they rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from benchmarks.prediction.fit import examples, fit_all
 from benchmarks.prediction.score import least, score
 from benchmarks.prediction.shapes import Shape, physical, read_shapes
+from generator.evaluate.predict.correction import BOUND
 from generator.evaluate.predict.evaluator import Predictor
 from generator.evaluate.predict.fitted import FITTED_FILE, Fitted, load_fitted, model_revision
 from generator.evaluate.predict.prior import CARRIED, agreement
-from generator.evaluate.predict.residual import BOUND
 from generator.kernels.strategies import launches
 from generator.paths import GENERATED
 from generator.problem import Problem
@@ -47,21 +47,21 @@ def test_fitted_file_is_of_the_committed_studies() -> None:
 def test_fitted_file_is_what_the_fit_gives(shapes: list[Shape]) -> None:
     # Trees are grown one after another: the first ones tell of other trials, features or constants.
     again = fit_all(shapes, trees=2)
-    assert again.names == FITTED.residual.names
-    assert again.base == FITTED.residual.base
-    assert again.trees == FITTED.residual.trees[:2]
+    assert again.names == FITTED.correction.names
+    assert again.base == FITTED.correction.base
+    assert again.trees == FITTED.correction.trees[:2]
     won = {(str(s.problem), s.won["strategy"]) for s in shapes}
     assert {(str(w.problem), w.config["strategy"]) for w in FITTED.prior.winners} == won
 
 
-def test_residual_ranks_better_than_the_physical_terms(shapes: list[Shape]) -> None:
+def test_correction_ranks_better_than_the_physical_terms(shapes: list[Shape]) -> None:
     some = shapes[::9]
     _, rows, _ = examples(some)
     before, after = [], []
     for shape, row in zip(some, rows, strict=True):
         times = physical(shape)
-        names = FITTED.residual.names
-        factors = [exp(FITTED.residual.log_factor(dict(zip(names, r, strict=True)))) for r in row]
+        names = FITTED.correction.names
+        factors = [exp(FITTED.correction.log_factor(dict(zip(names, r, strict=True)))) for r in row]
         before.append(score(shape, times, least))
         after.append(score(shape, [t * f for t, f in zip(times, factors, strict=True)], least))
     assert fmean(s.spearman for s in after) > fmean(s.spearman for s in before) + 0.1
@@ -74,10 +74,10 @@ def test_fitted_survives_its_file() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.floats(-1e3, 1e3), min_size=len(FITTED.residual.names), max_size=100))
+@given(st.lists(st.floats(-1e3, 1e3), min_size=len(FITTED.correction.names), max_size=100))
 def test_factor_is_bounded_whatever_the_features(values: list[float]) -> None:
-    known = dict(zip(FITTED.residual.names, values, strict=False))
-    assert abs(FITTED.residual.log_factor(known)) <= BOUND
+    known = dict(zip(FITTED.correction.names, values, strict=False))
+    assert abs(FITTED.correction.log_factor(known)) <= BOUND
 
 
 def test_expected_error_is_a_sober_number() -> None:

@@ -140,7 +140,7 @@ def described(
     target: Target,
     model: Model = MODEL,
 ) -> dict[str, float]:
-    """The features of the physical prediction, of which the learned residual makes a factor."""
+    """The features of the physical prediction, of which the learned correction makes a factor."""
     case = _case(variant, resources, problem, target, model)
     return features(case, _physical(case).parts, resources)
 
@@ -166,7 +166,7 @@ class Predictor:
         case = _case(variant, compiled.main, problem, self.target, self.model)
         physical = _physical(case)
         known = features(case, physical.parts, compiled.main)
-        us = physical.us * exp(self.fitted.residual.log_factor(known))
+        us = physical.us * exp(self.fitted.correction.log_factor(known))
         floor = floor_us(problem, self.target, self.model)
         fixed = variant.determinism != "none"
         return Result(

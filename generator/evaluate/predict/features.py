@@ -1,5 +1,5 @@
-"""What the learned residual is told of a prediction: shares, counts per SM and sizes over those of
-the GPU, so that they mean the same on another GPU."""
+"""What the learned correction is told of a prediction: shares, counts per SM and sizes over those
+of the GPU, so that they mean the same on another GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the committed measurements taught, as stored beside this file: the learned residual, its
+"""What the committed measurements taught, as stored beside this file: the learned correction, its
 error, and the measured winners.
 
 `python -m benchmarks.prediction fit` writes it.
@@ -14,19 +14,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from generator.evaluate.predict.correction import Correction
 from generator.evaluate.predict.prior import Prior
-from generator.evaluate.predict.residual import Residual
 
 FITTED_FILE = Path(__file__).with_name("fitted.json")
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """residual, prior: as their classes say; error: root mean square of measured over predicted
+    """correction, prior: as their classes say; error: root mean square of measured over predicted
     time, less 1, at the configs that it chose for shapes of widths that it had not seen; studies:
     name and digest of every study file behind it."""
 
-    residual: Residual
+    correction: Correction
     prior: Prior
     error: float
     studies: Mapping[str, str]
@@ -35,14 +35,14 @@ class Fitted:
         return {
             "error": self.error,
             "studies": dict(self.studies),
-            "residual": self.residual.to_json(),
+            "correction": self.correction.to_json(),
             "prior": self.prior.to_json(),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Fitted:
         return cls(
-            Residual.from_json(data["residual"]),
+            Correction.from_json(data["correction"]),
             Prior.from_json(data["prior"]),
             data["error"],
             data["studies"],

@@ -31,7 +31,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class Residual:
+class Correction:
     """A sum of trees. names: of the features, in the order of a row."""
 
     names: tuple[str, ...]
@@ -49,7 +49,7 @@ class Residual:
         return {"names": list(self.names), "base": self.base, "trees": trees}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Residual:
+    def from_json(cls, data: Mapping[str, Any]) -> Correction:
         trees = (
             Tree(tuple((place, threshold) for place, threshold in splits), tuple(leaves))
             for splits, leaves in data["trees"]
