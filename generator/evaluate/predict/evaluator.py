@@ -1,4 +1,5 @@
-"""How long a compiled variant takes on a target that is not here: an analytical model.
+"""How long a compiled variant takes on a target that is not here: an analytical model, and a
+correction of it that was learned from measurements.
 
 The main loop is the smooth maximum of five bounds (memory traffic, bytes in flight, instruction
 issue, copy engine, the SM's memory port); launch, pipeline fill, drain and the strategy's dw
