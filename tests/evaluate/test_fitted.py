@@ -16,7 +16,7 @@ from benchmarks.prediction.score import least, score
 from benchmarks.prediction.shapes import Shape, physical, read_shapes
 from generator.evaluate.predict.correction import BOUND
 from generator.evaluate.predict.evaluator import Predictor
-from generator.evaluate.predict.fitted import FITTED_FILE, Fitted, load_fitted, model_revision
+from generator.evaluate.predict.fitted import FITTED_FILE, Fitted, bare, load_fitted, model_revision
 from generator.evaluate.predict.prior import CARRIED, agreement
 from generator.kernels.strategies import launches
 from generator.paths import GENERATED
@@ -82,6 +82,12 @@ def test_factor_is_bounded_whatever_the_features(values: list[float]) -> None:
 
 def test_expected_error_is_a_sober_number() -> None:
     assert 0.01 < FITTED.error < 0.2
+
+
+def test_revision_follows_the_code_and_not_what_people_read() -> None:
+    code = 'def f(x):\n    """Double."""\n    return 2 * x  # fast\n'
+    assert bare(code) == bare(code.replace("Double", "Twice").replace("fast", "slow"))
+    assert bare(code) != bare(code.replace("2 * x", "3 * x"))
 
 
 # The prior.
