@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
+from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
 from generator.problem import Problem
@@ -66,4 +67,21 @@ class Confirming(Evaluator, Protocol):
 
     def confirm(self, problem: Problem, variant: Variant, result: Result) -> Result:
         """The result of a finalist with what the check found."""
+        ...
+
+
+@runtime_checkable
+class Preferring(Evaluator, Protocol):
+    """An evaluator whose times are uncertain, and which knows what won elsewhere. tie: times this
+    close, relative to the best, are equal."""
+
+    @property
+    def tie(self) -> float: ...
+
+    def starts(self, problem: Problem) -> list[Config]:
+        """Configs to begin with, most promising first; they need not be legal."""
+        ...
+
+    def agreement(self, problem: Problem, config: Config) -> float:
+        """How far a config is like those: among equals the highest wins."""
         ...

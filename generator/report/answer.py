@@ -56,8 +56,9 @@ def render_answer(why: Explanation, verdict: Verdict | None, served: dict[str, A
     parts[0] += f"\n  {len(study.records)} trials: {counts}"
     parts.append("Config\n" + columns([(f"{name}", value) for name, value in why.winner.items()]))
     if winner is not None:
+        how = "side by side" if winner.evidence == "measured" else "predicted"
         tied = [(f.variant, number(f.us), number(f.ratio, 3)) for f in winner.tied]
-        parts.append(columns([("in the tie (finals, side by side)", "us", "x floor"), *tied]))
+        parts.append(columns([(f"in the tie (finals, {how})", "us", "x floor"), *tied]))
     strategies = [
         (name + (" *" if ineligible else ""), *_cells(timed), timed.variant)
         for name, ineligible, timed in why.runners_up

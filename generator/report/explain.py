@@ -173,17 +173,21 @@ class Explanation:
             return "failed", f"{final.outcome} in the finals: {final.note}"
         if final is not None and reference and final.ratio:
             behind = final.ratio / reference - 1
+            then = "the first in the order of the space"
+            if study.evidence == "predicted":
+                then = "what is most like winners on measured GPUs"
             if study.winner and any(self._today(t.config) == config for t in study.winner.tied):
                 return "tied", (
                     f"{_signed(behind)} to the winner in the finals: counts as equal, and then one "
-                    "launch comes before two and the first in the order of the space wins"
+                    f"launch comes before two and {then} wins"
                 )
             if behind < 0:
                 return "tied", (
                     f"{_signed(behind)} to the winner in the finals, which is worth less than the "
                     "launch that the winner saves"
                 )
-            return "slower", f"{_signed(behind)} in the finals, side by side with the winner"
+            how = "side by side with the winner" if study.evidence == "measured" else "predicted"
+            return "slower", f"{_signed(behind)} in the finals, {how}"
         if result.ratio is None:
             return "failed", f"{result.outcome}: {result.note}"
         behind = self._behind(record)

@@ -12,7 +12,13 @@ from markupsafe import Markup
 
 from generator.kernels.knobs import KNOBS
 from generator.report import charts
-from generator.report.summary import MEANING, Summary, bandwidth_share, overhead_of, ratio_of
+from generator.report.summary import (
+    Summary,
+    bandwidth_share,
+    overhead_of,
+    ratio_of,
+    runners_up,
+)
 from generator.studies.reader import Study, reduction_kind
 from generator.studies.records import PLAIN_FLOOR
 
@@ -40,7 +46,8 @@ def render_page(summary: Summary) -> str:
     return environment.get_template("page.html.j2").render(
         summary=summary,
         charts=charts,
-        meaning=MEANING,
+        meaning=summary.meaning,
+        runners_up=runners_up,
         ratio_of=ratio_of,
         overhead_of=overhead_of,
         bandwidth_share=bandwidth_share,

@@ -11,13 +11,15 @@ from statistics import geometric_mean, mean
 
 from generator.errors import NormforgeError
 from generator.kernels.strategies import determinism_class
-from generator.operations import RMSNORM_BACKWARD
+from generator.kernels.variant import make_variant
+from generator.operations import operation_of
 from generator.paths import GENERATED, REPOSITORY
 from generator.problem import Problem
 from generator.report.history import Point, history
 from generator.report.peers import Comparison
 from generator.result import OUTCOMES
 from generator.studies.reader import Study, reduction_kind
+from generator.studies.records import may_win
 from generator.target import find_target
 
 MEANING = {
@@ -32,6 +34,11 @@ MEANING = {
     "slow": "far behind the best, not checked further",
 }
 """One phrase for every outcome."""
+PREDICTED_MEANING = {
+    "ok": "predicted; nothing ran on the GPU",
+    "nondeterministic": "bits depend on the order of arrival, by construction",
+}
+"""The phrases that differ where times are predicted."""
 REASONS = 8
 
 
@@ -86,6 +93,24 @@ class Summary:
     @cached_property
     def evidence(self) -> str:
         return " and ".join(sorted({study.evidence for study in self.studies}))
+
+    @property
+    def measured(self) -> bool:
+        return "measured" in self.evidence
+
+    @property
+    def predicted(self) -> bool:
+        return "predicted" in self.evidence
+
+    @cached_property
+    def meaning(self) -> dict[str, str]:
+        """What its outcomes mean."""
+        if not self.predicted:
+            return MEANING
+        if not self.measured:
+            return MEANING | PREDICTED_MEANING
+        both = {name: f"{MEANING[name]}; or {text}" for name, text in PREDICTED_MEANING.items()}
+        return MEANING | both
 
     @cached_property
     def trials(self) -> int:
@@ -225,8 +250,21 @@ def bandwidth_share(study: Study) -> float | None:
     except NormforgeError:
         return None
     seconds = study.winner.result.us * 1e-6
-    moved = RMSNORM_BACKWARD.traffic_bytes(study.problem)
+    moved = operation_of(study.problem).traffic_bytes(study.problem)
     return moved / (seconds * target.bandwidth)
+
+
+def runners_up(study: Study, count: int = 3) -> list[tuple[str, float]]:
+    """The best finalists beside the winner: variant, and time over the winner's less 1."""
+    winner = study.winner
+    if winner is None or not winner.result.ratio:
+        return []
+    others = [
+        (make_variant(config, study.problem).id, result.ratio / winner.result.ratio - 1)
+        for config, result in study.finals
+        if result.ratio and may_win(config, result) and config != winner.config
+    ]
+    return sorted(others, key=lambda other: other[1])[:count]
 
 
 def overhead_of(study: Study) -> float | None:

@@ -7,12 +7,12 @@ from typing import Any
 
 from generator.report.peers import Comparison
 from generator.report.summary import (
-    MEANING,
     Grid,
     Summary,
     bandwidth_share,
     overhead_of,
     ratio_of,
+    runners_up,
 )
 from generator.studies.reader import Study, reduction_kind
 from generator.studies.records import PLAIN_FLOOR
@@ -85,7 +85,7 @@ def render_text(summary: Summary) -> str:
             + columns([("knob", "mean", "largest", "winners have"), *knobs])
         )
     outcomes = [
-        (outcome, count, f"{count / summary.trials:.1%}", MEANING[outcome])
+        (outcome, count, f"{count / summary.trials:.1%}", summary.meaning[outcome])
         for outcome, count in summary.outcomes.items()
     ]
     parts.append("Outcomes\n" + columns([("outcome", "trials", "share", ""), *outcomes]))
@@ -93,6 +93,8 @@ def render_text(summary: Summary) -> str:
         reasons = [(count, outcome, note) for outcome, note, count in summary.reasons]
         parts.append("Commonest reasons\n" + columns([("trials", "outcome", "reason"), *reasons]))
     parts.append("Studies\n" + columns([_STUDY_HEAD, *map(_study, summary.studies)]))
+    if summary.predicted:
+        parts.append(_predicted(summary))
     parts.append(f"Every trial: {summary.dashboard}")
     return "\n\n".join(parts)
 
@@ -108,6 +110,17 @@ def _compared(comparison: Comparison) -> str:
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f}"
+
+
+def _predicted(summary: Summary) -> str:
+    """Every predicted winner with its expected error and what came next."""
+    rows = [("shape", "expected error", "runners-up, predicted time to the winner's")]
+    for study in summary.studies:
+        if study.evidence == "predicted" and study.winner:
+            error = study.winner.result.extra.get("expected_error")
+            others = ", ".join(f"{name} {behind:+.1%}" for name, behind in runners_up(study))
+            rows.append((str(study.problem), f"{error:.0%}" if error else "-", others or "none"))
+    return "Predicted winners: nothing ran on this GPU\n" + columns(rows)
 
 
 _STUDY_HEAD = ("shape", "winner", "us", "x floor", "trials", "found at", "no time")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from generator.evaluate.evaluator import Evaluator, Preferring
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import launches
+from generator.problem import Problem
 from generator.result import Result
 from generator.studies.records import may_win
 
@@ -23,12 +26,38 @@ LAUNCH_US = 0.25
 """What a launch less may cost the GPU in each of them: it saves the host 2 to 3 us."""
 
 
-def slack(best: Result, config: Config, best_config: Config) -> float:
+def slack(best: Result, config: Config, best_config: Config, tie: float = TIE) -> float:
     """How much slower than the best one a variant may be and count as equal, relative to it."""
     saved = launches(best_config) - launches(config)
     if best.us is None or best.us >= HOST_US or saved <= 0:
-        return TIE
-    return max(TIE, saved * LAUNCH_US / best.us)
+        return tie
+    return max(tie, saved * LAUNCH_US / best.us)
+
+
+@dataclass(frozen=True)
+class Preference:
+    """What decides among uncertain times. tie: those this close, relative to the best, are equal;
+    agreement: of equals the one with the highest wins."""
+
+    tie: float
+    agreement: Callable[[Config], float]
+
+
+def preference_of(evaluator: Evaluator, problem: Problem) -> Preference | None:
+    """That of an evaluator for a problem, None where its times decide."""
+    if not isinstance(evaluator, Preferring):
+        return None
+    return Preference(evaluator.tie, partial(evaluator.agreement, problem))
+
+
+def expected_error(result: Result) -> str:
+    """A clause about a predicted time, nothing about a measured one."""
+    error = result.extra.get("expected_error")
+    return (
+        f"; expected error {error:.0%} of the time over the floor, as on measured GPUs"
+        if error
+        else ""
+    )
 
 
 @dataclass(frozen=True)
@@ -44,6 +73,7 @@ def choose(
     finals: Sequence[tuple[Config, Result]],
     rank: Callable[[Config], tuple[int, ...]],
     incumbent: Config | None,
+    preference: Preference | None = None,
 ) -> Choice | None:
     """The winner of the finals, None when none may win.
 
@@ -52,8 +82,10 @@ def choose(
     and equal are those within 1 % of the fastest of them. Among equals the first in the order of
     `rank` wins: places of the values in the space's file, knob by knob, strategy first. Nothing
     that was measured takes part in that, so repeated finals agree. The incumbent stays while it is
-    among them, unless it needs one launch more than another.
+    among them, unless it needs one launch more than another. With a preference equal are those
+    within its tie, and the one that it agrees with most wins, of several the fastest.
     """
+    tie = preference.tie if preference else TIE
     times = {
         place: result.ratio
         for place, (config, result) in enumerate(finals)
@@ -67,24 +99,27 @@ def choose(
     def behind(place: int) -> str:
         return f"{times[place] / best - 1:.1%} behind the fastest"
 
+    def order(place: int) -> tuple[object, ...]:
+        config = finals[place][0]
+        if preference is None:
+            return launches(config), rank(config)
+        return launches(config), -preference.agreement(config), times[place], rank(config)
+
     near = [
         place
         for place, ratio in times.items()
-        if ratio <= best * (1 + slack(fastest_result, finals[place][0], fastest))
+        if ratio <= best * (1 + slack(fastest_result, finals[place][0], fastest, tie))
     ]
     fewest = min(launches(finals[place][0]) for place in near)
     leading = min(times[place] for place in near if launches(finals[place][0]) == fewest)
-    tied = sorted(
-        (place for place in near if times[place] <= leading * (1 + TIE)),
-        key=lambda place: (launches(finals[place][0]), rank(finals[place][0])),
-    )
+    tied = sorted((place for place in near if times[place] <= leading * (1 + tie)), key=order)
     before = ""
     for place, (config, result) in enumerate(finals):
         if config != incumbent:
             continue
         if place in tied and launches(config) == launches(finals[tied[0]][0]):
-            stays = "not beaten by more than 1 %"
-            if times[place] > best * (1 + TIE):
+            stays = f"not beaten by more than {100 * tie:g} %"
+            if times[place] > best * (1 + tie):
                 stays = f"{behind(place)}, in one launch instead of two"
             return Choice(place, tuple(tied), f"the incumbent: {stays}")
         if place in tied:
@@ -96,10 +131,13 @@ def choose(
                 before = f"the incumbent is {behind(place)}: "
         else:
             before = f"the incumbent failed in the finals ({result.outcome}): "
-    if times[tied[0]] > best * (1 + TIE):
+    if times[tied[0]] > best * (1 + tie):
         reason = f"{behind(tied[0])}, in one launch instead of two"
     elif len(tied) == 1:
         reason = f"fastest of {len(times)} finalists that may win"
     else:
-        reason = f"first in the order of the space of {len(tied)} finalists that count as equal"
+        first_in = "first in the order of the space"
+        if preference:
+            first_in = "most like winners on measured GPUs"
+        reason = f"{first_in} of {len(tied)} finalists that count as equal"
     return Choice(tied[0], tuple(tied), before + reason)

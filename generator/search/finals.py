@@ -17,7 +17,7 @@ from generator.kernels.strategies import launches
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
-from generator.search.choose_winner import HOST_US, choose
+from generator.search.choose_winner import HOST_US, Preference, choose, preference_of
 from generator.space.legal_configs import LegalConfigs
 from generator.studies.records import Finalist, Record, may_win
 
@@ -78,7 +78,10 @@ def hold_finals(
     ranked = [record for record in contenders(legal, records) if record.config not in called]
     us = _fastest_us(records)
     waiting = _shortlisted(legal, pool, evaluator, ranked, us, size)
-    if us < HOST_US:
+    preference = preference_of(evaluator, legal.problem)
+    if preference is not None:
+        waiting = _preferred(ranked, preference)
+    elif us < HOST_US:
         waiting = _with_one_launch(waiting, size)
     finals: list[Final] = []
     while (called or waiting) and not any(final.may_win for final in finals):
@@ -109,7 +112,7 @@ def hold_round(
     asked: set[int] = set()
     while True:
         found = [(v.config, r) for (v, _), r in zip(entries, results, strict=True)]
-        choice = choose(found, rank, incumbent)
+        choice = choose(found, rank, incumbent, preference_of(evaluator, problem))
         if choice is None or choice.winner in asked:
             return results
         asked.add(choice.winner)
@@ -184,6 +187,20 @@ def of_every_gpu(ranked: Iterable[Record]) -> list[Record]:
         by_gpu.setdefault(record.result.gpu, []).append(record)
     turns = zip_longest(*by_gpu.values())
     return [record for turn in turns for record in turn if record is not None]
+
+
+def _preferred(ranked: Sequence[Record], preference: Preference) -> list[Config]:
+    """The configs of records, fastest first, those that count as equal in the order in which they
+    would win."""
+    tied = ranked[0].ratio * (1 + preference.tie) if ranked else inf
+
+    def order(record: Record) -> tuple[bool, int, float, float]:
+        if record.ratio > tied:
+            return True, 0, 0.0, record.ratio
+        agreement = preference.agreement(record.config)
+        return False, launches(record.config), -agreement, record.ratio
+
+    return [record.config for record in sorted(ranked, key=order)]
 
 
 def _with_one_launch(ranked: list[Config], size: int) -> list[Config]:

@@ -22,13 +22,13 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from generator.evaluate.evaluator import Evaluator, Pool
+from generator.evaluate.evaluator import Evaluator, Pool, Preferring
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.resource_gate import identity, refuse
 from generator.kernels.variant import Variant, make_variant
 from generator.result import Result
 from generator.search.budget import Budget, Progress
-from generator.search.choose_winner import choose
+from generator.search.choose_winner import choose, expected_error, preference_of
 from generator.search.finals import fastest_ineligible, hold_finals
 from generator.search.proposals import Proposals, warm_starts
 from generator.search.resume import Known, still_made, up_to_date
@@ -150,10 +150,14 @@ class _Search:
 
         place = (legal.problem, legal.target.name, evaluator.evidence)
         incumbents = [w for w in winners if (w.problem, w.target, w.evidence) == place]
+        if evaluator.evidence == "predicted":  # by this very model
+            incumbents = [w for w in incumbents if w.study == log.name]
         others = [w for w in winners if w not in incumbents]
         incumbent = dict(incumbents[-1].config) if incumbents else None
         self.incumbent = incumbent if incumbent and legal.allows(incumbent) else None
-        starts = warm_starts(legal.problem, legal.target, others)[:WARM_STARTS]
+        known_good = evaluator.starts(legal.problem) if isinstance(evaluator, Preferring) else []
+        starts = warm_starts(legal.problem, legal.target, others)
+        starts = [*known_good, *starts][:WARM_STARTS]
         self.proposals = Proposals(
             legal=legal,
             rng=rng,
@@ -198,7 +202,8 @@ class _Search:
             self.budget.n_finalists,
         )
         results = [(final.variant.config, final.result) for final in finals]
-        choice = choose(results, self.legal.rank, self.incumbent)
+        preference = preference_of(self.evaluator, self.legal.problem)
+        choice = choose(results, self.legal.rank, self.incumbent, preference)
         winner = None
         if choice is not None:
             final = finals[choice.winner]
@@ -216,7 +221,7 @@ class _Search:
                 counts=self._counts(),
                 study=self.log.name,
                 space_hash=self.legal.space.hash,
-                reason=choice.reason,
+                reason=choice.reason + expected_error(final.result),
                 date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             )
         self.log.save_finals(winner, results, self.stored, machine)

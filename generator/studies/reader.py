@@ -30,7 +30,7 @@ from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog
 
 _NAME = re.compile(
-    r"(?P<problem>[^@]+)@(?P<gpu>.+)-(?P<sms>\d+)sm:(?P<evidence>\w+):(?P<space>\w+)"
+    r"(?P<problem>[^@]+)@(?P<gpu>.+)-(?P<sms>\d+)sm:(?P<evidence>\w+)(-\w+)?:(?P<space>\w+)"
 )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
+from generator.evaluate.predict.fitted import model_revision
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import determinism_class
 from generator.problem import Problem
@@ -102,8 +103,10 @@ class Winner:
 def study_name(problem: Problem, target: Target, evidence: str, space: Space) -> str:
     """Names the study of a problem: results that must not mix have different names. The number of
     SMs takes part because a slice of a GPU keeps its name. Templates and compiler take no part:
-    each record says which code it was measured with."""
-    return f"{problem}@{target}-{target.sms}sm:{evidence}:{space.hash}"
+    each record says which code it was measured with. Predictions of another model do not compare,
+    so its revision takes part."""
+    by = f"{evidence}-{model_revision()}" if evidence == "predicted" else evidence
+    return f"{problem}@{target}-{target.sms}sm:{by}:{space.hash}"
 
 
 @dataclass(frozen=True)

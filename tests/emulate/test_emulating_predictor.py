@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,8 @@ from generator.emulate import evaluator as emulate
 from generator.emulate.build import HostError
 from generator.emulate.evaluator import EmulatingPredictor
 from generator.errors import NormforgeError
+from generator.evaluate.predict.correction import Correction
+from generator.evaluate.predict.fitted import load_fitted
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
@@ -20,7 +23,7 @@ from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.spec import MAIN_KERNEL
-from generator.search.choose_winner import Choice, choose
+from generator.search.choose_winner import Choice, choose, preference_of
 from generator.search.finals import hold_round
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
@@ -29,6 +32,8 @@ from generator.target import find_target
 PROBLEM = Problem.parse("4096x1024:bf16")
 TARGET = find_target("gb200")
 SPACE = load_space()
+PHYSICAL = replace(load_fitted(), correction=Correction((), 0.0, ()))
+"""Sees no hints."""
 
 
 def finalists(count: int) -> list[tuple[Variant, Compiled]]:
@@ -69,9 +74,10 @@ def held(
 ) -> tuple[list[Result], Choice | None]:
     """The results of finals, and who wins."""
     rank = LegalConfigs(SPACE, PROBLEM, TARGET).rank
-    results = hold_round(EmulatingPredictor(TARGET), PROBLEM, entries, rank, incumbent)
+    predictor = EmulatingPredictor(TARGET, fitted=PHYSICAL)
+    results = hold_round(predictor, PROBLEM, entries, rank, incumbent)
     pairs = [(v.config, result) for (v, _), result in zip(entries, results, strict=True)]
-    return results, choose(pairs, rank, incumbent)
+    return results, choose(pairs, rank, incumbent, preference_of(predictor, PROBLEM))
 
 
 def test_the_winner_was_executed_and_nobody_else(executor) -> None:  # type: ignore[no-untyped-def]

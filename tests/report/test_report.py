@@ -30,7 +30,7 @@ from generator.paths import GENERATED, REPOSITORY
 from generator.problem import Problem
 from generator.report import charts
 from generator.report.page import anchor, render_page, shade
-from generator.report.summary import Summary, summaries
+from generator.report.summary import Summary, runners_up, summaries
 from generator.report.text import render_text
 from generator.result import OUTCOMES, Result
 from generator.search.budget import Budget
@@ -157,6 +157,25 @@ def test_of_several_studies_of_a_problem_the_measured_one_counts(
     [alone] = summaries([predicted], "x")
     assert "Predicted times are computed" in render_page(alone)
     assert "Predicted times are computed" not in render_page(summary)
+
+
+def test_words_follow_the_evidence(studies: list[Study], summary: Summary) -> None:
+    claims = ("measured side by side", "bits never change", "accurate, the same bits")
+    predicted = next(study for study in studies if study.evidence == "predicted")
+    assert predicted.winner is not None
+    result = replace(predicted.winner.result, extra={"expected_error": 0.07})
+    told = replace(predicted, winner=replace(predicted.winner, result=result))
+    [alone] = summaries([told], "x")
+    page, text = render_page(alone), render_text(alone)
+    for claim in claims:
+        assert claim in render_page(summary)
+        assert claim not in page and claim not in text
+    assert "both predicted" in page and "Runners-up" in page
+    section = text[text.index("Predicted winners: nothing ran on this GPU") :]
+    assert "7%" in section
+    assert all(name in section and name in page for name, _ in runners_up(told))
+    assert len(runners_up(told)) == 3
+    assert "Predicted winners" not in render_text(summary)
 
 
 def test_gpus_have_summaries_of_their_own(studies: list[Study]) -> None:

@@ -1,4 +1,5 @@
-"""How long a compiled variant takes on a target that is not here: an analytical model.
+"""How long a compiled variant takes on a target that is not here: an analytical model, and a
+correction of it that was learned from measurements.
 
 The main loop is the smooth maximum of five bounds (memory traffic, bytes in flight, instruction
 issue, copy engine, the SM's memory port); launch, pipeline fill, drain and the strategy's dw
@@ -9,12 +10,17 @@ throughout.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import exp
 from typing import ClassVar
 
 from generator.errors import NormforgeError
 from generator.evaluate.predict.dw_reduction import DW_REDUCTIONS
+from generator.evaluate.predict.features import features
+from generator.evaluate.predict.fitted import Fitted, load_fitted
 from generator.evaluate.predict.model import MODEL, Case, Model, Rates, floor_us
+from generator.evaluate.predict.prior import TIE, agreement
+from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant
@@ -103,30 +109,55 @@ def predict_us(
 
     compiled_resources are those of the main kernel (registers per thread, static smem per CTA).
     Raises NormforgeError when not even one CTA fits an SM."""
-    smem = variant.smem_bytes + compiled_resources.smem_bytes
-    fit = target.occupancy(variant.threads, compiled_resources.registers, smem)
+    return _physical(_case(variant, compiled_resources, problem, target, model))
+
+
+def _case(
+    variant: Variant, resources: Resources, problem: Problem, target: Target, model: Model
+) -> Case:
+    smem = variant.smem_bytes + resources.smem_bytes
+    fit = target.occupancy(variant.threads, resources.registers, smem)
     if fit == 0:
         raise NormforgeError(
             f"{variant} cannot be predicted: a CTA of {variant.threads} threads with "
-            f"{compiled_resources.registers} registers and {smem} bytes of shared memory does not "
+            f"{resources.registers} registers and {smem} bytes of shared memory does not "
             f"fit an SM of {target}; choose a config with a smaller CTA"
         )
     launch = plan_launch(variant.spec(target.sms), problem.M)
-    case = Case(variant, problem, Rates(target, model), launch, fit)
+    return Case(variant, problem, Rates(target, model), launch, fit)
+
+
+def _physical(case: Case) -> Prediction:
+    variant = case.variant
     parts = _main_loop(case) | _partials(case) | DW_REDUCTIONS[str(variant.strategy)](case)
     if variant["cluster"] > 1:
-        parts["cluster"] = model.cluster_us
+        parts["cluster"] = case.model.cluster_us
     return Prediction(parts)
+
+
+def described(
+    variant: Variant,
+    resources: Resources,
+    problem: Problem,
+    target: Target,
+    model: Model = MODEL,
+) -> dict[str, float]:
+    """The features of the physical prediction, of which the learned correction makes a factor."""
+    case = _case(variant, resources, problem, target, model)
+    return features(case, _physical(case).parts, resources)
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """Answers the search where the target is absent, in the place of a GPU worker."""
+    """Answers the search where the target is absent, in the place of a GPU worker: the physical
+    terms, corrected by what measurements taught."""
 
     target: Target
     model: Model = MODEL
+    fitted: Fitted = field(default_factory=load_fitted, compare=False, repr=False)
 
     evidence: ClassVar[str] = "predicted"
+    tie: ClassVar[float] = TIE
 
     def evaluate(
         self, problem: Problem, variant: Variant, compiled: Compiled, best_us: float | None
@@ -134,20 +165,33 @@ class Predictor:
         """The predicted time as a Result. Nothing ran: determinism stays unverified, and a variant
         whose class is `none` is nondeterministic by construction. best_us, with which a worker
         gives up early on a slow variant, is not needed here."""
-        prediction = predict_us(variant, compiled.main, problem, self.target, self.model)
+        case = _case(variant, compiled.main, problem, self.target, self.model)
+        physical = _physical(case)
+        known = features(case, physical.parts, compiled.main)
+        us = physical.us * exp(self.fitted.correction.log_factor(known))
         floor = floor_us(problem, self.target, self.model)
         fixed = variant.determinism != "none"
         return Result(
             outcome="ok" if fixed else "nondeterministic",
-            us=prediction.us,
+            us=us,
             floor_us=floor,
-            ratio=prediction.us / floor,
+            ratio=us / floor,
             note="" if fixed else "not deterministic by construction: adds in order of arrival",
             extra={
-                "parts": dict(prediction.parts),
+                "parts": {**physical.parts, "learned": us - physical.us},
+                "expected_error": self.fitted.error,
                 "floor_bytes": operation_of(problem).traffic_bytes(problem),
             },
         )
+
+    def starts(self, problem: Problem) -> list[Config]:
+        """Winners of the nearest measured shapes."""
+        nearest = self.fitted.prior.nearest(problem, self.target)
+        return [winner.config for winner in nearest]
+
+    def agreement(self, problem: Problem, config: Config) -> float:
+        """How far a config is like those winners."""
+        return agreement(self.fitted.prior.votes(problem, self.target), config)
 
     def finals(self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]) -> list[Result]:
         """Results of the finalists in the order given: the numbers of `evaluate` again."""

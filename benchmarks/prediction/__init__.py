@@ -1,0 +1,1 @@
+"""Predictions against the committed measurements: the score, and the fit of the correction."""

@@ -1,0 +1,167 @@
+"""The learned correction and the prior: stored as the fit gives them, bounded, and they rank."""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from math import exp
+from statistics import fmean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.prediction.fit import examples, fit_all
+from benchmarks.prediction.score import least, score
+from benchmarks.prediction.shapes import Shape, physical, read_shapes
+from generator.evaluate.predict.correction import BOUND
+from generator.evaluate.predict.evaluator import Predictor
+from generator.evaluate.predict.fitted import FITTED_FILE, Fitted, bare, load_fitted, model_revision
+from generator.evaluate.predict.prior import CARRIED, agreement
+from generator.kernels.strategies import launches
+from generator.paths import GENERATED
+from generator.problem import Problem
+from generator.result import Result
+from generator.search.choose_winner import Preference, choose
+from generator.space.load import load_space
+from generator.studies.records import study_name
+from generator.target import find_target, load_targets
+
+SPACE = load_space()
+FITTED = load_fitted()
+GB200 = find_target("gb200")
+PLAIN = Problem.parse("4096x4096:bf16")
+
+
+@pytest.fixture(scope="module")
+def shapes() -> list[Shape]:
+    return read_shapes([GENERATED / "h200"])
+
+
+def test_fitted_file_is_of_the_committed_studies() -> None:
+    for name, digest in FITTED.studies.items():
+        found = sha256((GENERATED / name).read_bytes()).hexdigest()
+        assert found.startswith(digest), f"{name} changed: python -m benchmarks.prediction fit"
+
+
+def test_fitted_file_is_what_the_fit_gives(shapes: list[Shape]) -> None:
+    # Trees are grown one after another: the first ones tell of other trials, features or constants.
+    again = fit_all(shapes, trees=2)
+    assert again.names == FITTED.correction.names
+    assert again.base == FITTED.correction.base
+    assert again.trees == FITTED.correction.trees[:2]
+    won = {(str(s.problem), s.won["strategy"]) for s in shapes}
+    assert {(str(w.problem), w.config["strategy"]) for w in FITTED.prior.winners} == won
+
+
+def test_correction_ranks_better_than_the_physical_terms(shapes: list[Shape]) -> None:
+    some = shapes[::9]
+    _, rows, _ = examples(some)
+    before, after = [], []
+    for shape, row in zip(some, rows, strict=True):
+        times = physical(shape)
+        names = FITTED.correction.names
+        factors = [exp(FITTED.correction.log_factor(dict(zip(names, r, strict=True)))) for r in row]
+        before.append(score(shape, times, least))
+        after.append(score(shape, [t * f for t, f in zip(times, factors, strict=True)], least))
+    assert fmean(s.spearman for s in after) > fmean(s.spearman for s in before) + 0.1
+    assert fmean(s.first for s in after) < fmean(s.first for s in before)
+
+
+def test_fitted_survives_its_file() -> None:
+    assert Fitted.from_json(json.loads(json.dumps(FITTED.to_json()))) == FITTED
+    assert FITTED_FILE.stat().st_size < 100_000
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(-1e3, 1e3), min_size=len(FITTED.correction.names), max_size=100))
+def test_factor_is_bounded_whatever_the_features(values: list[float]) -> None:
+    known = dict(zip(FITTED.correction.names, values, strict=False))
+    assert abs(FITTED.correction.log_factor(known)) <= BOUND
+
+
+def test_expected_error_is_a_sober_number() -> None:
+    assert 0.01 < FITTED.error < 0.2
+
+
+def test_revision_follows_the_code_and_not_what_people_read() -> None:
+    code = 'def f(x):\n    """Double."""\n    return 2 * x  # fast\n'
+    assert bare(code) == bare(code.replace("Double", "Twice").replace("fast", "slow"))
+    assert bare(code) != bare(code.replace("2 * x", "3 * x"))
+
+
+# The prior.
+
+
+@pytest.mark.parametrize("name", sorted(load_targets()))
+def test_starts_are_measured_winners_near_the_shape(name: str) -> None:
+    target = find_target(name)
+    starts = Predictor(target).starts(Problem.parse("4096x4096:bf16"))
+    assert len(starts) == 8
+    nearest = FITTED.prior.nearest(Problem.parse("4096x4096:bf16"), target)
+    assert all(1024 <= winner.problem.N <= 16384 for winner in nearest)
+    assert nearest[0].problem.dtype == "bf16"
+
+
+def test_winner_of_the_very_shape_is_the_nearest() -> None:
+    assert FITTED.prior.nearest(PLAIN, find_target("h200"))[0].problem == PLAIN
+
+
+def test_knobs_that_no_term_sees_are_carried_over() -> None:
+    predictor = Predictor(GB200)
+    won = FITTED.prior.nearest(PLAIN, GB200)[0].config
+    assert won["load_hint"] == "evict_last"
+    for knob in CARRIED:
+        values = [value for k in SPACE.knobs if k.name == knob for value in k.values]
+        best = max(values, key=lambda v: predictor.agreement(PLAIN, {**won, knob: v}))
+        votes = FITTED.prior.votes(PLAIN, GB200)
+        assert votes[knob, best] == max(votes.get((knob, v), 0.0) for v in values)
+
+
+def test_strategy_counts_more_than_all_carried_knobs() -> None:
+    votes = {("strategy", "mailbox"): 0.5, ("strategy", "separate"): 0.45}
+    votes |= {(knob, "default"): 1.0 for knob in CARRIED}
+    bare = dict.fromkeys(CARRIED, "streaming")
+    carried = dict.fromkeys(CARRIED, "default")
+    mailbox, separate = {"strategy": "mailbox"}, {"strategy": "separate"}
+    assert agreement(votes, mailbox | bare) > agreement(votes, separate | carried)
+    assert agreement(votes, mailbox | carried) > agreement(votes, mailbox | bare)
+
+
+# What follows for winners.
+
+
+def final(ratio: float, **knobs: str) -> tuple[dict[str, int | str], Result]:
+    config: dict[str, int | str] = {"strategy": "mailbox", "order": "turns", **knobs}
+    return config, Result("ok", us=100 * ratio, floor_us=100.0, ratio=ratio)
+
+
+def test_equal_predictions_go_to_one_launch_and_then_to_what_won() -> None:
+    finals = [
+        final(1.000, strategy="separate"),
+        final(1.010, strategy="column_slices"),
+        final(1.015),
+        final(1.012),
+        final(1.100),
+    ]
+    likes_mailbox = Preference(0.02, lambda config: float(config["strategy"] == "mailbox"))
+    choice = choose(finals, lambda config: (0,), None, likes_mailbox)
+    assert choice is not None
+    assert choice.winner == 3 and 4 not in choice.tied
+    assert launches(finals[choice.winner][0]) == 1
+    assert "most like winners on measured GPUs" in choice.reason
+
+
+def test_clear_differences_are_not_overruled() -> None:
+    finals = [final(1.0, strategy="separate"), final(1.03)]
+    choice = choose(finals, lambda config: (0,), None, Preference(0.02, lambda config: 1.0))
+    assert choice is not None
+    assert choice.winner == 0
+
+
+def test_predictions_of_another_model_are_other_studies(monkeypatch: pytest.MonkeyPatch) -> None:
+    today = study_name(PLAIN, GB200, "predicted", SPACE)
+    assert model_revision() in today
+    assert study_name(PLAIN, GB200, "measured", SPACE).count(model_revision()) == 0
+    monkeypatch.setattr("generator.studies.records.model_revision", lambda: "00000000")
+    assert study_name(PLAIN, GB200, "predicted", SPACE) != today
