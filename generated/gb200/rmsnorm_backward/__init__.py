@@ -12,10 +12,12 @@ graph_pass = _package.graph_pass
 inductor_backend = _package.inductor_backend
 install = _package.install
 installed = _package.installed
+patch = _package.patch
 rms_norm = _package.rms_norm
 rmsnorm_backward = _package.rmsnorm_backward
 rmsnorm_forward = _package.rmsnorm_forward
 uninstall = _package.uninstall
+unpatch = _package.unpatch
 use_native = _package.use_native
 warmup = _package.warmup
 
@@ -30,10 +32,12 @@ __all__ = [
     "inductor_backend",
     "install",
     "installed",
+    "patch",
     "rms_norm",
     "rmsnorm_backward",
     "rmsnorm_forward",
     "uninstall",
+    "unpatch",
     "use_native",
     "warmup",
 ]

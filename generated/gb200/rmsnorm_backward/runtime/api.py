@@ -16,6 +16,7 @@ from .frontends.graph_pass import AUTOTUNED, Pass, make_backend, make_pass
 from .frontends.install import Installation
 from .frontends.module import RMSNorm
 from .frontends.operators import SCHEMAS, Operators
+from .frontends.patch import patch, unpatch
 from .frontends.rms_norm import Norm
 from .serve.checks import dtype_name
 from .serve.describe import DescribedServer
@@ -149,6 +150,16 @@ class Package(DescribedServer):
     def inductor_backend(self, **inductor_configs: Any) -> Callable[..., Any]:
         """A backend for torch.compile: Inductor, but every torch.nn.RMSNorm is this package's."""
         return make_backend(self.ops, **inductor_configs)
+
+    def patch(self, model: torch.nn.Module, casting: str | None = None) -> list[str]:
+        """Serve the norms of a model that has classes of its own for them, as Hugging Face's Llama,
+        Qwen and Gemma have; returns their names. casting: "torch", "gemma" or "llama" says what
+        they compute, None finds it out. `unpatch(model)` takes it back."""
+        return patch(self._norm, model, casting)
+
+    def unpatch(self, model: torch.nn.Module) -> list[str]:
+        """Give the norms that `patch` changed their own forward back; returns their names."""
+        return unpatch(model)
 
     def use_native(self) -> None:
         """Serve plain training steps in C++ from now on: same kernels, same bits, less host time in

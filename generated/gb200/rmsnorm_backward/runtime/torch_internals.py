@@ -58,7 +58,7 @@ transforms_active: Callable[[], bool] = _find("_are_functorch_transforms_active"
 """Whether torch.func is transforming what runs (grad, vmap, …). Where nobody says so, torch.func
 refuses a node of autograd by itself."""
 
-tracing: Callable[[], Any] = _find("_get_tracing_state", lambda: None)
+tracing: Callable[[], Any] = _find("_get_tracing_state", lambda: torch.jit.is_tracing() or None)
 """What torch.jit.trace writes to, None while it does not run."""
 
 tangents_active: Callable[[], bool] = (

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
@@ -14,7 +15,6 @@ from .gradients import NormArguments, gradients
 from .rms_norm import Norm
 
 
-@torch.compiler.disable  # a graph would not see what happens to attributes of a parameter
 def main_grad_norm(
     norm: Norm,
     x: torch.Tensor,
@@ -26,7 +26,12 @@ def main_grad_norm(
 ) -> Any:
     """`rms_norm` whose backward adds dw to parameter.main_grad. weight: the parameter, or a flat
     view of it. Once a gradient of dx is asked for, there is an error."""
-    return _MainGradNorm.apply(norm, x, residual, weight, parameter, eps, weight_offset)
+    arguments = (norm, x, residual, weight, parameter, eps, weight_offset)
+    if is_dynamo_compiling():
+        # A graph would not see what happens to attributes of a parameter. Not a decorator: the
+        # import of this module would import the compiler.
+        return torch.compiler.disable(_MainGradNorm.apply)(*arguments)
+    return _MainGradNorm.apply(*arguments)
 
 
 class _MainGradNorm(torch.autograd.Function):

@@ -72,7 +72,7 @@ class RMSNorm(torch.nn.RMSNorm):
         if dims > 1:
             weight = None if weight is None else weight.flatten()
             rows, other = x.flatten(-dims), None if residual is None else residual.flatten(-dims)
-        if self.main_grad:
+        if self.main_grad and weight is not None:
             results = main_grad_norm(
                 self._package_norm, rows, other, weight, self.weight, self.eps, self.weight_offset
             )
