@@ -164,6 +164,6 @@ def test_a_refused_first_choice_gives_way_to_the_next_for_the_same_rows() -> Non
         return [replace(compiled(v), kernels=spills if v.id == refused.id else kernels)
                 for v in asked]  # fmt: skip
 
-    found = {same_rows(v): v for v, _ in compile_fallbacks(H200, compile, [("bf16", "bf16")])}
+    found = {same_rows(v): v for v, _ in compile_fallbacks(H200, compile, variants)}
     assert found[rows].id == second.id
     assert found.keys() == choices.keys()
