@@ -164,8 +164,8 @@ def _ineligible(config: Config) -> bool:
 def warm_starts(problem: Problem, target: Target, winners: Sequence[Winner]) -> list[Config]:
     """Configs of known winners, nearest first: those of the same target, then of elements as wide,
     then by the distance in log2 of M and N, to which another dtype adds as much as a factor of
-    1.4 does, and another dtype of the weight as much as one of 1.2. Where N differs, the config for
-    as many columns in each CTA comes before the winner's own."""
+    1.4 does, and another dtype of the weight or another operation as much as one of 1.2. Where N
+    differs, the config for as many columns in each CTA comes before the winner's own."""
 
     def distance(winner: Winner) -> tuple[bool, bool, float]:
         other = winner.problem
@@ -174,7 +174,8 @@ def warm_starts(problem: Problem, target: Target, winners: Sequence[Winner]) -> 
             other.itemsize != problem.itemsize,
             math.hypot(math.log2(other.M / problem.M), math.log2(other.N / problem.N))
             + 0.5 * (other.dtype != problem.dtype)
-            + 0.25 * (other.weight_dtype != problem.weight_dtype),
+            + 0.25 * (other.weight_dtype != problem.weight_dtype)
+            + 0.25 * (other.operation != problem.operation),
         )
 
     found: list[Config] = []

@@ -16,6 +16,7 @@ from generator.kernels.nvrtc import nvrtc_version
 from generator.package.known_winners import known_winners
 from generator.paths import GENERATED
 from generator.problem import Problem
+from generator.runtime.table import TABLE
 from generator.search.budget import Progress
 from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs
@@ -77,7 +78,8 @@ class Driver:
         storage: BaseStorage,
     ) -> None:
         self.plan, self.pool, self.evaluator, self.storage = plan, pool, evaluator, storage
-        others = sorted(GENERATED.glob(f"*/{plan.operation.name}"))
+        # Of every operation: what won for one is a good start for another.
+        others = sorted(table.parent for table in GENERATED.glob(f"*/*/{TABLE}"))
         self.known_winners = [
             winner for package in (*others, plan.package) for winner in known_winners(package)
         ]

@@ -145,12 +145,13 @@ def test_warm_starts_come_nearest_first() -> None:
     near = at("8192x1024:bf16", 1)
     as_wide = at("4096x1024:fp16", 4)
     other_weight = at("4096x1024:bf16:fp32", 5)
+    other_operation = at("layernorm_backward:8192x1024:bf16", 6)
     wider = at("4096x1024:fp32", 2)
     other_gpu = at("4096x1024:bf16", 3, "h100")
     same_config = at("16384x1024:bf16", 1)
-    winners = [other_gpu, wider, far, same_config, near, as_wide, other_weight]
+    winners = [other_gpu, wider, far, same_config, other_operation, near, as_wide, other_weight]
     found = warm_starts(PROBLEM, TARGET, winners)
-    nearest_first = (other_weight, as_wide, near, far, wider, other_gpu)
+    nearest_first = (other_weight, as_wide, near, other_operation, far, wider, other_gpu)
     assert found == [w.config for w in nearest_first]
 
 
