@@ -137,9 +137,11 @@ def test_winners_of_near_problems_are_tried_first(storage: BaseStorage) -> None:
 
 
 def test_warm_starts_come_nearest_first() -> None:
+    configs = [*DETERMINISTIC, *({**DETERMINISTIC[0], "register_cap": cap} for cap in (96, 128))]
+
     def at(problem: str, place: int, target: str = "h200") -> Winner:
         where = Problem.parse(problem)
-        return make_winner(DETERMINISTIC[place], problem=where, target=target)
+        return make_winner(configs[place], problem=where, target=target)
 
     far = at("65536x1024:bf16", 0)
     near = at("8192x1024:bf16", 1)
