@@ -116,18 +116,20 @@ def _bind(timer: Timer | None) -> Bind:
 
 def choose_plan(graph: CudnnGraph, timer: Timer | None) -> int:
     """The first plan that can be built, with a timer the fastest. Raises RuntimeError for none."""
-    times: dict[int, float] = {}
+    calls: dict[int, Callable[[], Gradients]] = {}
     failure: Exception | None = None
     for plan in range(graph.plans):
         try:
             call = graph.call(plan)
             if timer is None:
                 return plan
-            (own,) = timer.block([call], TUNER_ROUNDS)
-            times[plan] = median(own)
+            call()
+            torch.cuda.synchronize()
+            calls[plan] = call
         except Exception as error:
             failure = failure or error
             torch.cuda.synchronize()  # raises where the plan left the GPU unusable
-    if not times:
+    if timer is None or not calls:
         raise RuntimeError(f"none of cuDNN's {graph.plans} plans runs: {failure}") from failure
-    return min(times, key=lambda plan: times[plan])
+    times = map(median, timer.block([*calls.values()], TUNER_ROUNDS))
+    return min(zip(times, calls, strict=True))[1]
