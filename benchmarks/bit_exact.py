@@ -2,11 +2,11 @@
 
     python benchmarks/bit_exact.py --out benchmarks/results/bit_exact_h200.json
 
-Needs a GPU, its driver and a C++ compiler. Variants are drawn over all strategies, dtypes,
-pipelines and clusters, and from the kernels for any N that packages have, on even and odd shapes,
-with padded rows and unaligned bases for half of them. Both sides run the same rendered source with
-the same launch on the same two sets of inputs. The strategies whose CTAs add in any order get two
-participants: with two, every order gives the same sum.
+Needs a GPU, its driver and a C++ compiler. Variants of an operation (--op) are drawn over all
+strategies, dtypes, pipelines and clusters, and from the kernels for any N where its packages have
+some, on even and odd shapes, with padded rows and unaligned bases for half of them. Both sides run
+the same rendered source with the same launch on the same two sets of inputs. The strategies whose
+CTAs add in any order get two participants: with two, every order gives the same sum.
 
 Exit code 0 when every bit of every compared variant agrees.
 """
@@ -43,21 +43,22 @@ from generator.kernels.nvrtc import nvrtc_version  # noqa: E402
 from generator.kernels.render import render  # noqa: E402
 from generator.kernels.strategies import STRATEGIES, determinism_class  # noqa: E402
 from generator.kernels.variant import Variant, make_variant  # noqa: E402
-from generator.operations.rmsnorm_backward import Inputs, make_cancelling, make_inputs  # noqa: E402
+from generator.operations import OPERATIONS, operation_of  # noqa: E402
+from generator.operations.rmsnorm_backward import Inputs  # noqa: E402
 from generator.package.fallback_kernels import fallback_variants, first_choices, takes_rows  # noqa: E402
-from generator.problem import Problem  # noqa: E402
+from generator.problem import RMSNORM_BACKWARD, SUMS, Problem  # noqa: E402
 from generator.runtime.launch.driver import LaunchError  # noqa: E402
 from generator.runtime.launch.launch import launch_backward  # noqa: E402
 from generator.runtime.launch.loaded_kernel import LoadedKernel  # noqa: E402
 from generator.runtime.spec import KernelSpec, Launch  # noqa: E402
-from generator.space.load import load_space  # noqa: E402
+from generator.space.load import load_space, space_file  # noqa: E402
 from generator.target import Target, match_device  # noqa: E402
 
 REDUCTIONS: tuple[Config | None, ...] = (
     *({"strategy": strategy.name, "order": strategy.order} for strategy in STRATEGIES),
     None,
 )
-"""None: a kernel for any N."""
+"""None: a kernel for any N, of an operation that has some."""
 DTYPES = (("bf16",) * 2, ("fp16",) * 2, ("fp32",) * 2, ("bf16", "fp32"), ("fp16", "fp32"))
 WIDTHS = (
     *(1, 6, 33, 64, 77, 128, 129, 256, 333, 512, 1000, 1001, 1024, 1536, 2048, 2050, 3072, 4096),
@@ -77,19 +78,21 @@ class Case:
     layout: Layout
 
     def inputs(self) -> list[Inputs]:
-        plain = make_inputs(self.problem, CPU, seed=self.index)
-        return [plain, make_cancelling(self.problem, plain, seed=self.index + 1)]
+        operation = operation_of(self.problem)
+        plain = operation.make_inputs(self.problem, CPU, seed=self.index)
+        return [plain, operation.make_cancelling(self.problem, plain, seed=self.index + 1)]
 
 
-def draw_case(index: int, seed: int, target: Target) -> Case:
+def draw_case(index: int, seed: int, target: Target, operation: str = RMSNORM_BACKWARD) -> Case:
     """Case `index`: reduction kinds and dtypes in turn, the rest at random."""
     rng = random.Random(f"{seed} {index}")
-    reduction = REDUCTIONS[index % len(REDUCTIONS)]
-    dtype, weight_dtype = DTYPES[index // len(REDUCTIONS) % len(DTYPES)]
+    reductions = REDUCTIONS if OPERATIONS[operation].fallbacks else REDUCTIONS[:-1]
+    reduction = reductions[index % len(reductions)]
+    dtype, weight_dtype = DTYPES[index // len(reductions) % len(DTYPES)]
     while True:
         N = rng.choice(WIDTHS)
         M = rng.randint(1, max(1, min(700, MOST_ELEMENTS // N)))
-        problem = Problem(M, N, dtype, weight_dtype)
+        problem = Problem(M, N, dtype, weight_dtype, operation=operation)
         if reduction is None:
             variant = draw_fallback(problem, target, rng)
         else:
@@ -127,7 +130,7 @@ def draw_variant(
     ]
     if problem.N * problem.itemsize <= 1024:
         extras.append({"threads_per_row": rng.choice((8, 16, 32))})
-    space = load_space()
+    space = load_space(space_file(problem.operation))
     for count in range(len(extras), -1, -1):
         fixed = dict(reduction)
         for extra in extras[:count]:
@@ -161,10 +164,10 @@ class Emulated:
     failure: str
 
 
-def emulate_case(index: int, seed: int, target: Target) -> Emulated:
+def emulate_case(index: int, seed: int, target: Target, operation: str) -> Emulated:
     """Draw a case, compile it for both sides and run it on the CPU; in a worker process."""
     torch.set_num_threads(1)
-    case = draw_case(index, seed, target)
+    case = draw_case(index, seed, target, operation)
     compiled = compile_variant(case.variant, target.arch)
     if compiled.error:
         return Emulated(case, [], b"", f"does not compile: {compiled.error}")
@@ -198,9 +201,10 @@ def run_on_gpu(
     base = layout.misaligned_bytes
     x, dy = place(inputs.x, layout.pad_x, base), place(inputs.dy, layout.pad_dy, base)
     rstd, weight = inputs.rstd.cuda(), inputs.weight.cuda()
+    mean = None if inputs.mean is None else inputs.mean.cuda()
     poison = torch.full_like(inputs.x, float("nan"))
     dx = place(poison, layout.pad_dx, base)
-    dw = torch.full_like(weight, float("nan"))
+    dw = torch.full_like(weight.repeat(SUMS[spec.operation].column_sums), torch.nan)
     workspace = torch.full((launch.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
     workspace[: launch.scratch_offset] = 0
     stream = torch.cuda.current_stream().cuda_stream
@@ -215,6 +219,7 @@ def run_on_gpu(
         dx=dx,
         dw=dw,
         workspace=workspace.data_ptr(),
+        mean=mean,
     )
     torch.cuda.synchronize()
     if bool(workspace[: launch.scratch_offset].any()):
@@ -288,6 +293,7 @@ def environment(target: Target, processes: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--op", choices=list(SUMS), default=RMSNORM_BACKWARD)
     parser.add_argument("--variants", type=int, default=450, help="to draw; a few may not launch")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
@@ -307,7 +313,7 @@ def main() -> int:
     rows: dict[int, dict[str, Any]] = {}
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
         pending = [
-            pool.submit(emulate_case, index, options.seed, target)
+            pool.submit(emulate_case, index, options.seed, target, options.op)
             for index in range(options.variants)
         ]
         for future in as_completed(pending):
@@ -319,6 +325,7 @@ def main() -> int:
     outcomes = Counter(row["outcome"] for row in rows.values())
     report = {
         "what": "dx and dw of the GPU and of the CPU executor, compared bit for bit",
+        "operation": options.op,
         "environment": environment(target, options.processes),
         "seed": options.seed,
         "seconds": round(time.perf_counter() - started, 1),

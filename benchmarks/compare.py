@@ -4,10 +4,11 @@
     python benchmarks/compare.py --module generated/h200/rmsnorm_backward --shapes compare \
         --peers all --out benchmarks/results/h200.json --seconds 540
 
-Writes the results file after every shape and, at the end, a page (.md) and a plot (.svg) beside it.
-A run that was interrupted, or whose seconds were used up, goes on with --resume. Peers that tune
-themselves take up to a minute per shape and run on the shapes of --tuned only. --render draws page
-and plot anew from a results file, and needs no GPU.
+The package says of which operation its kernels are; --op makes sure of it. Writes the results file
+after every shape and, at the end, a page (.md) and a plot (.svg) beside it. A run that was
+interrupted, or whose seconds were used up, goes on with --resume. Peers that tune themselves take
+up to a minute per shape and run on the shapes of --tuned only. --render draws page and plot anew
+from a results file, and needs no GPU.
 
 Exit code: 0 when every shape was measured, 1 when some are left or ours failed on one, 2 for bad
 input.
@@ -30,6 +31,7 @@ from benchmarks.comparison import (  # noqa: E402
     describe,
     load_module,
     load_peers,
+    operation_of_package,
     say,
     write_page,
 )
@@ -40,7 +42,7 @@ from benchmarks.report import missing_sentence  # noqa: E402
 from benchmarks.results import Results  # noqa: E402
 from generator.errors import NormforgeError  # noqa: E402
 from generator.evaluate.gpu.session import Session  # noqa: E402
-from generator.problem import load_problems  # noqa: E402
+from generator.problem import SUMS, load_problems  # noqa: E402
 
 TUNED = (
     "4096x256:bf16,4096x1024:bf16,16384x1024:bf16,65536x3072:bf16,4096x4096:bf16,"
@@ -59,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
         prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--module", type=Path, help="folder of the emitted package")
+    found.add_argument("--op", choices=list(SUMS), help="of the package (default: read from it)")
     found.add_argument("--shapes", default="compare", help="as for tune.py")
     found.add_argument("--peers", default="all", help="all, or a comma-separated list")
     found.add_argument(
@@ -90,12 +93,13 @@ def main(argv: list[str] | None = None) -> int:
 def compare(args: argparse.Namespace) -> int:
     """Measure what --out lacks; returns the exit code."""
     until = time.monotonic() + args.seconds
-    problems = load_problems(args.shapes)
-    tuned = [] if args.tuned == "none" else load_problems(args.tuned)
-    wanted = choose_peers(args.peers)
     if args.module is None:
         raise NormforgeError("--module is missing: it names the folder of an emitted package")
     module = load_module(args.module)
+    operation = operation_of_package(args.module, args.op)
+    problems = load_problems(args.shapes, operation)
+    tuned = [] if args.tuned == "none" else load_problems(args.tuned, operation)
+    wanted = choose_peers(args.peers, operation)
     processes = max(1, len(os.sched_getaffinity(0)) - 1)
     _set_environment(processes)
     try:
@@ -105,8 +109,8 @@ def compare(args: argparse.Namespace) -> int:
     contenders, missing = load_peers(wanted, session.timer)
     say(missing_sentence(missing))
     peers = tuple(peer for peer in wanted if peer.name in contenders)
-    plan = Plan(tuple(problems), frozenset(tuned), peers, until)
-    environment = describe(session.facts, peers, missing, args.module)
+    plan = Plan(tuple(problems), frozenset(tuned), peers, until, operation)
+    environment = describe(session.facts, peers, missing, args.module, operation)
     results = Results(args.out, environment)
     if args.resume:
         results = Results.resume(args.out, environment)

@@ -18,30 +18,44 @@ import torch
 from benchmarks import harness
 from benchmarks.goals import best_peer, ratio
 from benchmarks.harness import Cell, Contender, Entrant, ShapeRun, check_gpu, kernel_path, sentence
-from benchmarks.peers import Gradients, Peer, installed_version
+from benchmarks.peers.peer import Gradients, Peer, arguments, installed_version
 from benchmarks.prepare import any_inputs
-from benchmarks.results import OURS, Environment, Results, Row, machine, write_text
+from benchmarks.results import (
+    OURS,
+    Environment,
+    Results,
+    Row,
+    machine,
+    problem_of,
+    write_text,
+)
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.l2_flush import FLUSH_BYTES
 from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.verify.determinism import RUNS
+from generator.operations import OPERATIONS
 from generator.operations.rmsnorm_backward import Inputs
-from generator.problem import Problem
-from generator.runtime.table import TABLE
+from generator.problem import RMSNORM_BACKWARD, Problem
+from generator.runtime.table import TABLE, Table
 
 RESERVE_SECONDS = 40.0
 """Kept for the code paths and the report; no shape is begun in them."""
 
 
+FUNCTIONS = {RMSNORM_BACKWARD: "rmsnorm_backward", "layernorm_backward": "layer_norm_backward"}
+"""The function of a package that is compared, by operation."""
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What to compare. tuned: the shapes for peers that tune themselves; until: the end, on the
-    monotonic clock."""
+    """What to compare. problems: all of `operation`; tuned: the shapes for peers that tune
+    themselves; until: the end, on the monotonic clock."""
 
     problems: tuple[Problem, ...]
     tuned: frozenset[Problem]
     peers: tuple[Peer, ...]
     until: float
+    operation: str = RMSNORM_BACKWARD
 
     def peers_of(self, problem: Problem) -> list[Peer]:
         return [peer for peer in self.peers if not peer.tuned or problem in self.tuned]
@@ -64,7 +78,8 @@ class Comparison:
         self, plan: Plan, contenders: dict[str, Contender], module: ModuleType, timer: Timer
     ) -> None:
         # The package's public function, called as a training program calls it.
-        ours = Contender(lambda i: partial(module.rmsnorm_backward, i.dy, i.x, i.rstd, i.weight))
+        backward = getattr(module, FUNCTIONS[plan.operation])
+        ours = Contender(lambda inputs: partial(backward, *arguments(inputs)))
         self.plan, self.module, self.timer = plan, module, timer
         self.contenders = {OURS: ours, **contenders}
 
@@ -114,9 +129,9 @@ class Comparison:
                 if lacks_path(row, name):
                     strategy = row["strategy"] if name == OURS else ""
                     groups.setdefault((name, strategy, *kind), []).append(row)
-        for (name, _, N, dtype, weight_dtype), rows in groups.items():
+        for (name, *_), rows in groups.items():
             if time.monotonic() < self.plan.until:
-                path = self._path(name, Problem(rows[0]["M"], N, dtype, weight_dtype))
+                path = self._path(name, problem_of(rows[0], results.operation))
                 for row in rows:
                     set_path(row, name, path)
         results.write()
@@ -149,6 +164,20 @@ def load_module(folder: Path) -> ModuleType:
     return module
 
 
+def operation_of_package(folder: Path, asked: str | None = None) -> str:
+    """The operation of a package's kernels. Raises NormforgeError when it is not the one that was
+    asked for."""
+    try:
+        found = next(Table.load(folder).kernels()).spec.operation
+    except (OSError, ValueError, StopIteration) as error:
+        raise NormforgeError(f"{folder / TABLE} cannot be read: {sentence(error)}") from error
+    if asked not in (None, found):
+        raise NormforgeError(f"{folder} is a package of {found}, not of {asked}")
+    if found not in OPERATIONS:
+        raise NormforgeError(f"{folder} is a package of {found}, which is unknown here")
+    return found
+
+
 def load_peers(wanted: Sequence[Peer], timer: Timer) -> tuple[dict[str, Contender], dict[str, str]]:
     """By name the peers that are there, and why the others are not."""
     found: dict[str, Contender] = {}
@@ -166,11 +195,16 @@ def load_peers(wanted: Sequence[Peer], timer: Timer) -> tuple[dict[str, Contende
 
 
 def describe(
-    facts: dict[str, Any], peers: Sequence[Peer], missing: dict[str, str], module: Path
+    facts: dict[str, Any],
+    peers: Sequence[Peer],
+    missing: dict[str, str],
+    module: Path,
+    operation: str,
 ) -> Environment:
     """The conditions of the rows. facts: what the GPU session says of the device."""
     table = (module / TABLE).read_bytes()
     return {
+        "operation": operation,
         **machine(facts),
         "triton": installed_version("triton"),
         "python": sys.version.split()[0],

@@ -33,7 +33,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.comparison import load_module  # noqa: E402
-from benchmarks.peers import EPS, Bind, Gradients, aten, decomposed_backward  # noqa: E402
+from benchmarks.peers.libraries import EPS  # noqa: E402
+from benchmarks.peers.peer import Bind, Gradients  # noqa: E402
+from benchmarks.peers.pytorch import aten, decomposed_backward  # noqa: E402
 from benchmarks.results import OURS, machine, write_json  # noqa: E402
 from benchmarks.untuned import log_uniform  # noqa: E402
 from generator.emulate import Schedule, find_compiler, run_schedules  # noqa: E402

@@ -1,4 +1,4 @@
-"""Measures any number of implementations of one RMSNorm backward in the same blocks."""
+"""Measures any number of implementations of one operation in the same blocks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.peers import Bind, Gradients
+from benchmarks.peers.peer import Bind, Gradients
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.verify.accuracy import compare
 from generator.evaluate.verify.determinism import RUNS
-from generator.operations.rmsnorm_backward import (
-    FP32_SLACK,
-    HALF_UNIT,
-    Inputs,
-    Reference,
-    make_cancelling,
-    make_inputs,
-    make_reference,
-)
+from generator.operations import operation_of
+from generator.operations.operation import TORCH_DTYPE, Bound
+from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
 
 BLOCKS = 3
@@ -50,9 +44,10 @@ class Cell:
     """What is known about one implementation on one shape.
 
     us: median GPU time of the whole operation; host_us: time of one call on the host; error_dx,
-    error_dw: ||out - ref|| / ||ref|| against float64; deterministic: equal bits in all runs on
-    inputs that show any reordering; path: the kernels it ran; timed: `graph`, or `events` when it
-    cannot be captured and launch gaps may be inside; reason: why the rest is missing.
+    error_dw: ||out - ref|| / ||ref|| against float64, dw being all sums over rows; deterministic:
+    equal bits in all runs on inputs that show any reordering; path: the kernels it ran; timed:
+    `graph`, or `events` when it cannot be captured and launch gaps may be inside; reason: why the
+    rest is missing.
     """
 
     us: float | None = None
@@ -97,26 +92,27 @@ class ShapeRun:
         beside: Bind | None = None,
     ) -> None:
         self.problem, self.contenders, self.timer = problem, contenders, timer
+        self.operation = operation_of(problem)
         self.beside = beside
         self.beside_us: float | None = None
         self.cells = {name: Cell() for name in contenders}
         self._entrants: dict[str, Entrant] = {}
 
     def run(self) -> float:
-        """Does everything but the paths; microseconds of `torch.add(x, dy, out=dx)`.
+        """Does everything but the paths; microseconds of the floor.
 
         Raises NormforgeError when a contender leaves the GPU unusable for this process.
         """
-        inputs = make_inputs(self.problem, self.timer.device)
-        reference = make_reference(self.problem, inputs)
+        inputs = self.operation.make_inputs(self.problem, self.timer.device)
+        bounds = self.operation.bounds(self.problem, inputs)
         for name in self.contenders:
             self._attempt(name, partial(self._enter, name, inputs))
-        self._each(partial(self._check_accuracy, inputs, reference))
-        del reference
+        self._each(partial(self._check_accuracy, bounds))
+        del bounds
         add_us = self._time(inputs)
         self._each(self._time_host)
         self._entrants.clear()
-        cancelling = make_cancelling(self.problem, inputs)
+        cancelling = self.operation.make_cancelling(self.problem, inputs)
         del inputs
         for name, cell in self.cells.items():
             if not cell.reason:
@@ -142,34 +138,25 @@ class ShapeRun:
     def _enter(self, name: str, inputs: Inputs) -> None:
         self._entrants[name] = Entrant(self.contenders[name], inputs)
 
-    def _check_accuracy(
-        self, inputs: Inputs, reference: Reference, name: str, entrant: Entrant
-    ) -> None:
+    def _check_accuracy(self, bounds: Mapping[str, Bound], name: str, entrant: Entrant) -> None:
         errors = []
-        unit = {"dx": HALF_UNIT[self.problem.dtype], "dw": HALF_UNIT[self.problem.weight_dtype]}
-        scale = {"dx": reference.row_scale, "dw": reference.dw_scale}
-        for what, out, like, exact in zip(
-            ("dx", "dw"),
-            entrant.run(),
-            (inputs.x, inputs.weight),
-            (reference.dx, reference.dw),
-            strict=True,
+        dx, *sums = entrant.run()
+        for spec, out in zip(
+            self.operation.outputs(self.problem), (dx, torch.cat(sums)), strict=True
         ):
-            if (out.shape, out.dtype) != (like.shape, like.dtype):
-                raise ValueError(f"{what} is {tuple(out.shape)} of {out.dtype}")
-            error, _ = compare(what, out, exact, unit[what], scale[what] * FP32_SLACK)
+            if (tuple(out.shape), out.dtype) != (spec.shape, TORCH_DTYPE[spec.dtype]):
+                raise ValueError(f"{spec.name} is {tuple(out.shape)} of {out.dtype}")
+            bound = bounds[spec.name]
+            error, _ = compare(spec.name, out, bound.reference, bound.unit, bound.slack)
             if not isfinite(error):
-                raise ValueError(f"{what} is not finite")
+                raise ValueError(f"{spec.name} is not finite")
             errors.append(error)
         self.cells[name].error_dx, self.cells[name].error_dw = errors
 
     def _time(self, inputs: Inputs) -> float:
         """Times all in the same blocks, beside the floor; returns the floor's microseconds."""
-        out = torch.empty_like(inputs.x)
-
-        def floor() -> object:
-            return torch.add(inputs.x, inputs.dy, out=out)
-
+        dx = torch.empty_like(inputs.x)
+        floor = self.operation.floor(self.problem, inputs, {"dx": dx})
         together = []
         for name, entrant in self._entrants.items():
             try:
@@ -240,7 +227,7 @@ def host_time(call: Callable[[], object]) -> float:
 
 
 def repeats(entrant: Entrant) -> bool:
-    """True when the bits of dx and dw are the same in all runs."""
+    """True when the bits of all gradients are the same in all runs."""
     entrant.restore()
     first = [_bits(out).clone() for out in entrant.run()]
     for _ in range(1, RUNS):

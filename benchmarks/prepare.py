@@ -10,14 +10,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, TimeoutError, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 
 from benchmarks.harness import Contender, Entrant, sentence
-from benchmarks.peers import PEERS, Bind, Peer
+from benchmarks.peers import choose_peers
+from benchmarks.peers.peer import Bind, Peer
 from generator.evaluate.gpu.timer import Timer
-from generator.operations.rmsnorm_backward import TORCH_DTYPE, Inputs
+from generator.operations import operation_of
+from generator.operations.operation import TORCH_DTYPE
+from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
 from generator.processes import end_with_parent
 
@@ -62,7 +67,7 @@ def prepare(
 
 def _compile_here(tasks: Sequence[tuple[Peer, Problem]], until: float, device: int) -> None:
     widths = dict.fromkeys(
-        (peer, Problem(FEW_ROWS, problem.N, problem.dtype, problem.weight_dtype))
+        (peer, replace(problem, M=FEW_ROWS))
         for peer, problem in tasks
         if peer.compiles == "process"
     )
@@ -78,8 +83,9 @@ def _start(device: int) -> None:
 
 def compile_one(name: str, shape: str) -> str:
     """Run a peer once on a shape; "" or why it could not."""
-    (peer,) = (peer for peer in PEERS if peer.name == name)
-    return run_once(peer, Problem.parse(shape), torch.device("cuda", torch.cuda.current_device()))
+    problem = Problem.parse(shape)
+    (peer,) = choose_peers(name, problem.operation)
+    return run_once(peer, problem, torch.device("cuda", torch.cuda.current_device()))
 
 
 def run_once(peer: Peer, problem: Problem, device: torch.device) -> str:
@@ -102,10 +108,8 @@ def _loaded(peer: Peer, device: torch.device) -> Bind:
 
 def any_inputs(problem: Problem, device: torch.device) -> Inputs:
     """Inputs of the right shapes and dtypes, quickly."""
-    shape, dtype = (problem.M, problem.N), TORCH_DTYPE[problem.dtype]
-    return Inputs(
-        x=torch.ones(shape, dtype=dtype, device=device),
-        dy=torch.ones(shape, dtype=dtype, device=device),
-        rstd=torch.ones(problem.M, device=device),
-        weight=torch.ones(problem.N, dtype=TORCH_DTYPE[problem.weight_dtype], device=device),
-    )
+    tensors: dict[str, Any] = {
+        spec.name: torch.ones(spec.shape, dtype=TORCH_DTYPE[spec.dtype], device=device)
+        for spec in operation_of(problem).arguments(problem)
+    }
+    return Inputs(**tensors)

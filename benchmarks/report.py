@@ -10,17 +10,20 @@ from statistics import median
 
 from benchmarks.goals import best_peer, geometric_mean, goals, ratio
 from benchmarks.peers import PEERS
-from benchmarks.results import Environment, Row, problem_of
+from benchmarks.results import Environment, Row, operation_in, problem_of
+from generator.operations import OPERATIONS
+from generator.report.peers import TITLES
 
-TITLES = {peer.name: peer.title for peer in PEERS}
 MET = {True: "yes", False: "**no**", None: "-"}
 
 
 def markdown(environment: Environment, rows: Sequence[Row]) -> str:
     """The whole page: conditions, ratios, goals, then host times, accuracy and code paths."""
-    names = [peer.name for peer in PEERS if any(peer.name in row["peers"] for row in rows)]
+    operation = operation_in(environment)
+    known = [peer.name for peer in PEERS[operation]]
+    names = [name for name in known if any(name in row["peers"] for row in rows)]
     parts = [
-        f"# RMSNorm backward on {environment['gpu']}",
+        f"# {_title(environment)} on {environment['gpu']}",
         _conditions(environment),
         "## GPU time",
         "Ratio to `torch.add(x, dy, out=dx)`, which moves the same bytes: x and dy read, dx "
@@ -30,7 +33,7 @@ def markdown(environment: Environment, rows: Sequence[Row]) -> str:
         "inside; empty: not run on this shape.",
         _ratios(rows, names),
         "## Goals",
-        _goals(rows),
+        _goals(rows, operation),
         "## Host time, accuracy, determinism",
         "Host time: one call, in µs, the median over the shapes. Errors: "
         "||out - ref|| / ||ref|| against float64, the largest over the shapes of a dtype. "
@@ -46,6 +49,12 @@ def markdown(environment: Environment, rows: Sequence[Row]) -> str:
     if failures:
         parts += ["## Not available", failures]
     return "\n\n".join(parts) + "\n"
+
+
+def _title(environment: Environment) -> str:
+    front_end = OPERATIONS[operation_in(environment)].front_end
+    assert front_end is not None
+    return f"{front_end.norm} backward"
 
 
 def missing_sentence(missing: dict[str, str]) -> str:
@@ -130,8 +139,10 @@ def _ratio_cell(row: Row, name: str) -> str:
     return _number(cell["us"] / row["add_us"]) + mark
 
 
-def _goals(rows: Sequence[Row]) -> str:
-    lines = [[goal.text, goal.limit, goal.reached, MET[goal.met]] for goal in goals(rows)]
+def _goals(rows: Sequence[Row], operation: str) -> str:
+    lines = [
+        [goal.text, goal.limit, goal.reached, MET[goal.met]] for goal in goals(rows, operation)
+    ]
     return _table(["goal", "limit", "reached", "met"], lines)
 
 
@@ -221,7 +232,7 @@ def plot(environment: Environment, rows: Sequence[Row], path: Path) -> str:
     axes.set_xscale("log", base=2)
     axes.set_xlabel("M · N (bf16)")
     axes.set_ylabel("time / torch.add(x, dy, out=dx)")
-    axes.set_title(f"RMSNorm backward, {environment['gpu']}: ours solid, best peer dashed")
+    axes.set_title(f"{_title(environment)}, {environment['gpu']}: ours solid, best peer dashed")
     axes.legend(fontsize="small", ncols=2)
     axes.grid(alpha=0.3)
     figure.tight_layout()

@@ -1,14 +1,16 @@
 """The results file: written whole after every shape, so that an interrupted run keeps what it has.
 
-    {"environment": {"gpu", "driver", "torch", "triton", "peers", "missing", "module", "date", …},
+    {"environment": {"operation", "gpu", "driver", "torch", "triton", "peers", "missing", "module",
+                     "date", …},
      "rows": [{"M", "N", "dtype", "weight_dtype", "add_us", "ours_us", "ours_host_us", "strategy",
                "plain_weight_us",
                "peers": {name: {"us", "host_us", "error_dx", "error_dw", "deterministic", "path"}},
                …}]}
 
-`plain_weight_us`: of ours with a weight of x's dtype, in the blocks of a row whose weight has
-another. Times are in microseconds; None stands for what could not be measured, with a `reason`
-beside it.
+`operation`: that of all rows, RMSNorm's backward where none is named. `error_dw`: of all sums over
+rows together. `plain_weight_us`: of ours with a weight of x's dtype, in the blocks of a row whose
+weight has another. Times are in microseconds; None stands for what could not be measured, with a
+`reason` beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from generator.errors import NormforgeError
-from generator.problem import Problem
+from generator.problem import RMSNORM_BACKWARD, Problem
 
 Row = dict[str, Any]
 Environment = dict[str, Any]
@@ -32,8 +34,13 @@ SAME = ("gpu", "driver", "torch", "triton", "peers", "module")
 """What must not differ between the rows of one file. Of the module, its digest."""
 
 
-def problem_of(row: Row) -> Problem:
-    return Problem(row["M"], row["N"], row["dtype"], str(row.get("weight_dtype", row["dtype"])))
+def problem_of(row: Row, operation: str = RMSNORM_BACKWARD) -> Problem:
+    shape = (row["M"], row["N"], row["dtype"], str(row.get("weight_dtype", row["dtype"])))
+    return Problem(*shape, operation=operation)
+
+
+def operation_in(environment: Environment) -> str:
+    return str(environment.get("operation", RMSNORM_BACKWARD))
 
 
 class Results:
@@ -41,7 +48,8 @@ class Results:
 
     def __init__(self, path: Path, environment: Environment, rows: Sequence[Row] = ()) -> None:
         self.path, self.environment = path, environment
-        self._rows = {problem_of(row): row for row in rows}
+        self.operation = operation_in(environment)
+        self._rows = {problem_of(row, self.operation): row for row in rows}
 
     @classmethod
     def read(cls, path: Path) -> Results:
@@ -94,7 +102,7 @@ class Results:
         return row is not None and set(peers) <= set(row["peers"])
 
     def put(self, row: Row) -> None:
-        self._rows[problem_of(row)] = row
+        self._rows[problem_of(row, self.operation)] = row
 
     def sort(self, problems: Sequence[Problem]) -> None:
         """Put the rows into the order of the problems; others follow."""

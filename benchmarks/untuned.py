@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from benchmarks.peers import aten  # noqa: E402
+from benchmarks.peers.pytorch import aten  # noqa: E402
 from benchmarks.results import write_json  # noqa: E402
 from generator.evaluate.gpu.protocol import Candidate  # noqa: E402
 from generator.evaluate.gpu.session import Session, Workload  # noqa: E402

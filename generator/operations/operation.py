@@ -87,8 +87,8 @@ class Operation:
     name: also of its template; front_end: None for one that is part of another's package.
     sums_rows: whether an output is a sum over rows, whose bits depend on the order of additions.
     arguments, outputs: the tensors of a call.
-    make_inputs: random ones on a device, from a seed; make_cancelling: others, made from those, in
-    which any other order of additions shows.
+    make_inputs: random ones on a device, from a `seed`; make_cancelling: others, made from those
+    and a `seed`, in which any other order of additions shows.
     bounds: what every output has to be for these inputs.
     floor: an operation of PyTorch that moves `traffic_bytes` and computes next to nothing, on these
     inputs and outputs; it is timed beside the kernels, as the least time that they can take.
@@ -102,8 +102,8 @@ class Operation:
     sums_rows: bool
     arguments: Callable[[Problem], tuple[TensorSpec, ...]]
     outputs: Callable[[Problem], tuple[TensorSpec, ...]]
-    make_inputs: Callable[[Problem, torch.device], Any]
-    make_cancelling: Callable[[Problem, Any], Any]
+    make_inputs: Callable[..., Any]
+    make_cancelling: Callable[..., Any]
     bounds: Callable[[Problem, Any], dict[str, Bound]]
     floor: Callable[[Problem, Any, Mapping[str, torch.Tensor]], Callable[[], object]]
     load: Callable[[bytes, Any, Problem], Runner]

@@ -18,8 +18,10 @@ TITLES = {
     "inductor": "Inductor",
     "inductor_max": "Inductor max-autotune",
     "aten": "ATen",
+    "cudnn": "cuDNN best plan",
+    "cudnn_heuristic": "cuDNN first plan",
 }
-"""Of every implementation that benchmarks/peers.py runs."""
+"""Of every implementation that benchmarks/peers runs."""
 
 
 @dataclass(frozen=True)

@@ -16,49 +16,17 @@ from benchmarks.compare import TUNED, main
 from benchmarks.comparison import Comparison, Plan, load_module, load_peers, make_row
 from benchmarks.goals import best_peer, geometric_mean, goals
 from benchmarks.harness import BLOCKS, Cell, Contender, Entrant, ShapeRun, repeats, short_name
-from benchmarks.peers import PEERS, choose_peers, decomposed_backward
+from benchmarks.peers import PEERS, choose_peers
+from benchmarks.peers.pytorch import decomposed_backward
 from benchmarks.report import markdown, missing_sentence, plot
-from benchmarks.results import Environment, Results, Row, problem_of, write_json
+from benchmarks.results import Results, Row, problem_of, write_json
 from generator.errors import NormforgeError
-from generator.operations import RMSNORM_BACKWARD
 from generator.operations.rmsnorm_backward import Inputs, make_inputs
 from generator.problem import Problem, load_problems
 from generator.runtime.serve.reference import reference_backward
+from tests.support.comparison import ENVIRONMENT, CpuTimer, cell, row
 
 EVERY = load_problems("compare")
-ENVIRONMENT: Environment = {
-    "gpu": "NVIDIA H200",
-    "driver": "580.1",
-    "torch": "2.11.0",
-    "triton": "3.6.0",
-    "date": "2026-01-02",
-    "peers": {"aten": "torch 2.11.0", "quack": "quack-kernels 0.6.5"},
-    "missing": {"liger_triton": "liger-kernel not installed"},
-    "module": {"path": "generated/h200/rmsnorm_backward", "digest": "0123456789abcdef"},
-}
-
-
-def cell(us: float | None, **more: Any) -> dict[str, Any]:
-    known = Cell(us, 12.0, 1e-3, 2e-3, True, "kernel") if us is not None else Cell()
-    return replace(known, **more).to_json()
-
-
-def row(problem: Problem, ratio: float = 1.03, peers: dict[str, float] | None = None) -> Row:
-    """A row whose floor takes 10 us + 1 us per MB, with ours and peers at ratios to it."""
-    add_us = 10 + RMSNORM_BACKWARD.traffic_bytes(problem) * 1e-6
-    peers = {"aten": 2.5, "quack": 1.5} if peers is None else peers
-    ours = {f"ours_{key}": value for key, value in cell(add_us * ratio).items()}
-    return {
-        "M": problem.M,
-        "N": problem.N,
-        "dtype": problem.dtype,
-        "weight_dtype": problem.weight_dtype,
-        "add_us": add_us,
-        **ours,
-        "strategy": "column_slices",
-        "how": "tuned",
-        "peers": {name: cell(add_us * value) for name, value in peers.items()},
-    }
 
 
 def rows(**changed: float) -> list[Row]:
@@ -184,12 +152,13 @@ def test_nothing_is_said_about_missing_peers_when_none_is_missing() -> None:
 
 
 def test_a_peer_that_is_not_installed_is_reported_and_left_out() -> None:
-    absent = replace(PEERS[0], name="quack", needs=("no-such-distribution",))
+    peer = PEERS["rmsnorm_backward"][0]
+    absent = replace(peer, name="quack", needs=("no-such-distribution",))
 
     def broken(timer: object) -> Any:
         raise ImportError("libcuda.so.1: no such file")
 
-    present = replace(PEERS[0], needs=("torch",), load=broken)
+    present = replace(peer, needs=("torch",), load=broken)
     found, missing = load_peers([absent, present], None)  # type: ignore[arg-type]
     assert found == {}
     assert missing == {
@@ -199,7 +168,10 @@ def test_a_peer_that_is_not_installed_is_reported_and_left_out() -> None:
 
 
 def test_peers_are_chosen_by_name() -> None:
-    assert choose_peers("all") == list(PEERS)
+    assert choose_peers("all") == list(PEERS["rmsnorm_backward"])
+    assert choose_peers("all", "layernorm_backward") == list(PEERS["layernorm_backward"])
+    with pytest.raises(NormforgeError, match="unknown peer 'liger_cutedsl'"):
+        choose_peers("liger_cutedsl", "layernorm_backward")
     assert [peer.name for peer in choose_peers("quack, aten")] == ["aten", "quack"]
     with pytest.raises(NormforgeError, match="unknown peer 'quak': use all or some of aten"):
         choose_peers("quak")
@@ -317,18 +289,6 @@ def test_the_compiled_formula_is_the_backward() -> None:
     ):
         assert out.dtype == expected.dtype
         torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-5)
-
-
-class CpuTimer:
-    """Runs operations once and reports as many microseconds as the rounds have."""
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-
-    def block(self, operations: list[Any], rounds: int) -> list[list[float]]:
-        for operation in operations:
-            operation()
-        return [[100.0 + index] * rounds for index in range(len(operations))]
 
 
 def good(inputs: Inputs) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.comparison import load_module, operation_of_package
 from generator.kernels.variant import make_variant
 from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Entry
@@ -36,6 +37,8 @@ def test_emitted_package_is_imported_and_says_which_kernel(
     assert again.written == (problem,)  # the table reads back as the same problem
     (kernel,) = Table.load(folder).kernels()
     assert variant_of(kernel) == variant
+    assert operation_of_package(folder) == "layernorm_backward"
+    assert load_module(folder).layer_norm_backward
     source = (folder / "kernels" / f"{kernel.file}.cu").read_text()
     assert "layernorm_backward(ARGUMENTS(Arguments, args))" in source
 

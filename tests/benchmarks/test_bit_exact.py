@@ -1,0 +1,37 @@
+"""The comparison of GPU and executor, bit for bit: what is drawn, and the executor's side of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.bit_exact import REDUCTIONS, draw_case, emulate_case
+from generator.emulate import find_compiler
+from generator.kernels.strategies import STRATEGIES
+from generator.target import Target
+
+LAYERNORM = "layernorm_backward"
+
+
+def test_cases_go_through_all_strategies_and_the_fallback_kernels(target: Target) -> None:
+    cases = [draw_case(index, 1, target) for index in range(len(REDUCTIONS))]
+    kinds = [case.variant["strategy"] for case in cases if case.variant.exact]
+    assert kinds == [strategy.name for strategy in STRATEGIES]
+    assert not cases[-1].variant.exact
+
+
+def test_layernorm_has_all_strategies_and_no_fallback_kernels(target: Target) -> None:
+    cases = [draw_case(index, 1, target, LAYERNORM) for index in range(2 * len(STRATEGIES))]
+    kinds = [case.variant["strategy"] for case in cases]
+    assert kinds == 2 * [strategy.name for strategy in STRATEGIES]
+    assert {case.variant.operation for case in cases} == {LAYERNORM}
+    assert all(case.variant.exact for case in cases)
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+def test_the_executor_gives_both_sums_for_both_sets_of_inputs(target: Target) -> None:
+    made = emulate_case(1, 1, target, LAYERNORM)
+    assert made.failure == ""
+    assert made.cubin
+    N = made.case.problem.N
+    assert [dw.shape for _, dw in made.results] == [(2 * N,)] * 2
+    assert all(inputs.mean is not None for inputs in made.case.inputs())
