@@ -1,8 +1,10 @@
 """Score the predictions, or fit the correction that they learn.
 
 python -m benchmarks.prediction score --out benchmarks/results/prediction_h200.json
+python -m benchmarks.prediction score --op layernorm_backward
 python -m benchmarks.prediction fit
 
+The second scores the fitted model as it stands on an operation that it was not fitted to.
 Neither needs a GPU. docs/prediction.md explains the columns.
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
@@ -21,15 +23,19 @@ from statistics import fmean
 
 from benchmarks.prediction.fit import examples, fit_all, held_out
 from benchmarks.prediction.score import least, preferred, score, summary, table
-from benchmarks.prediction.shapes import Shape, physical, read_shapes
+from benchmarks.prediction.shapes import Shape, Trial, physical, read_shapes
 from benchmarks.results import write_json, write_text
 from generator.errors import NormforgeError
-from generator.evaluate.predict.fitted import FITTED_FILE, Fitted
+from generator.evaluate.predict.evaluator import described
+from generator.evaluate.predict.fitted import FITTED_FILE, Fitted, load_fitted
 from generator.evaluate.predict.model import floor_us
 from generator.evaluate.predict.prior import Measured, Prior
 from generator.paths import GENERATED
+from generator.problem import RMSNORM_BACKWARD
 
 SHORT_US = 12.0
+UNSEEN = ("layernorm_backward",)
+"""Operations that the correction is not fitted to, and is scored on."""
 
 
 def prior_of(shapes: Sequence[Shape]) -> Prior:
@@ -50,6 +56,19 @@ def predictions(shapes: Sequence[Shape]) -> list[list[float]]:
     ]
 
 
+def fitted_predictions(shapes: Sequence[Shape], fitted: Fitted) -> list[list[float]]:
+    """Of every trial of every shape, by a correction as it is stored."""
+
+    def factor(shape: Shape, trial: Trial) -> float:
+        known = described(trial.variant, trial.resources, shape.problem, shape.target)
+        return exp(fitted.correction.log_factor(known))
+
+    return [
+        [us * factor(shape, t) for us, t in zip(physical(shape), shape.trials, strict=True)]
+        for shape in shapes
+    ]
+
+
 def floors(shapes: Sequence[Shape]) -> dict[str, float]:
     """Measured over predicted floors less 1, geometric means: of all shapes without a residual, and
     of those below SHORT_US. (With one, studies may have the floor without.)"""
@@ -63,12 +82,13 @@ def floors(shapes: Sequence[Shape]) -> dict[str, float]:
     return {"all": behind(plain), "short": behind(short)}
 
 
-def error_at_picks(shapes: Sequence[Shape], predicted: Sequence[list[float]]) -> float:
+def error_at_picks(
+    shapes: Sequence[Shape], predicted: Sequence[list[float]], prior: Callable[[Shape], Prior]
+) -> float:
     """Root mean square over the shapes of measured over predicted time, less 1, of the pick."""
     found = []
     for shape, times in zip(shapes, predicted, strict=True):
-        prior = without_width(shapes, shape.problem.N)
-        pick = preferred(prior, shape, shape.feasible, times)
+        pick = preferred(prior(shape), shape, shape.feasible, times)
         ratio = log(times[pick] / floor_us(shape.problem, shape.target))
         found.append(shape.trials[pick].log_ratio - ratio)
     return sqrt(fmean((exp(value) - 1) ** 2 for value in found))
@@ -80,16 +100,29 @@ def fit_command(shapes: Sequence[Shape], folders: Sequence[Path]) -> int:
     for folder in folders:
         for file in sorted(folder.glob("studies.journal*")):
             digests[f"{folder.name}/{file.name}"] = sha256(file.read_bytes()).hexdigest()[:16]
-    error = error_at_picks(shapes, predictions(shapes))
-    fitted = Fitted(fit_all(shapes), prior_of(shapes), round(error, 3), digests)
+    error = error_at_picks(
+        shapes, predictions(shapes), lambda shape: without_width(shapes, shape.problem.N)
+    )
+    errors = {RMSNORM_BACKWARD: round(error, 3)}
+    fitted = Fitted(fit_all(shapes), prior_of(shapes), errors, digests)
+    for name in UNSEEN:
+        if others := read_shapes(folders, name):
+            times = fitted_predictions(others, fitted)
+            errors[name] = round(error_at_picks(others, times, lambda _: fitted.prior), 3)
     write_text(FITTED_FILE, json.dumps(fitted.to_json(), separators=(",", ":")) + "\n")
-    print(f"{FITTED_FILE}: expected error {fitted.error:.1%}")
+    for name, error in errors.items():
+        print(f"{FITTED_FILE}: expected error {error:.1%} ({name})")
     return 0
 
 
 def score_command(shapes: Sequence[Shape], out: Path | None) -> int:
     """Print the table, and write it with the score of every shape."""
-    learned = predictions(shapes)
+    seen = all(shape.problem.operation == RMSNORM_BACKWARD for shape in shapes)
+    learned = predictions(shapes) if seen else fitted_predictions(shapes, load_fitted())
+
+    def prior(shape: Shape) -> Prior:
+        return without_width(shapes, shape.problem.N) if seen else load_fitted().prior
+
     by_model = {
         "physical terms": (list(map(physical, shapes)), False),
         "with correction": (learned, False),
@@ -98,11 +131,7 @@ def score_command(shapes: Sequence[Shape], out: Path | None) -> int:
     scores = {}
     for name, (predicted, with_prior) in by_model.items():
         scores[name] = [
-            score(
-                shape,
-                times,
-                partial(preferred, without_width(shapes, shape.problem.N)) if with_prior else least,
-            )
+            score(shape, times, partial(preferred, prior(shape)) if with_prior else least)
             for shape, times in zip(shapes, predicted, strict=True)
         ]
     summaries = {name: summary(found) for name, found in scores.items()}
@@ -114,7 +143,7 @@ def score_command(shapes: Sequence[Shape], out: Path | None) -> int:
         for us, plain in zip(times, physical(shape), strict=True)
     ]
     facts = {
-        "error_at_choices": round(error_at_picks(shapes, learned), 3),
+        "error_at_choices": round(error_at_picks(shapes, learned, prior), 3),
         "factors": [round(min(factors), 3), round(max(factors), 3)],
         "floors_over_predicted": floors(shapes),
     }
@@ -137,13 +166,18 @@ def main(argv: list[str] | None = None) -> int:
         action="append",
         help="a folder with measured studies, any number of times (default: generated/h200)",
     )
+    parser.add_argument(
+        "--op",
+        choices=(RMSNORM_BACKWARD, *UNSEEN),
+        default=RMSNORM_BACKWARD,
+        help="of score: the operation whose studies are scored",
+    )
     parser.add_argument("--out", type=Path, help="of score: the results file, .json")
     args = parser.parse_args(argv)
     folders = args.studies or [GENERATED / "h200"]
-    shapes = read_shapes(folders)
     if args.command == "fit":
-        return fit_command(shapes, folders)
-    return score_command(shapes, args.out)
+        return fit_command(read_shapes(folders), folders)
+    return score_command(read_shapes(folders, args.op), args.out)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from generator.evaluate.predict.model import floor_us
 from generator.kernels.geometry import Config
 from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant, make_variant
-from generator.problem import Problem
+from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.studies.reader import Study, read_studies
 from generator.studies.records import Record
 from generator.target import Target, find_target
@@ -54,10 +54,15 @@ class Shape:
         return [place for place, trial in enumerate(self.trials) if trial.feasible]
 
 
-def read_shapes(folders: Sequence[Path]) -> list[Shape]:
-    """The measured studies with a winner in some folders."""
-    studies = [study for folder in folders for study in read_studies(folder)]
-    return [_shape(s) for s in studies if s.evidence == "measured" and s.winner is not None]
+def read_shapes(folders: Sequence[Path], operation: str = RMSNORM_BACKWARD) -> list[Shape]:
+    """The measured studies of `operation` with a winner in some folders."""
+    studies = [
+        study
+        for folder in folders
+        for study in read_studies(folder)
+        if study.problem.operation == operation and study.evidence == "measured"
+    ]
+    return [_shape(study) for study in studies if study.winner is not None]
 
 
 def _shape(study: Study) -> Shape:

@@ -179,7 +179,7 @@ class Predictor:
             note="" if fixed else "not deterministic by construction: adds in order of arrival",
             extra={
                 "parts": {**physical.parts, "learned": us - physical.us},
-                "expected_error": self.fitted.error,
+                "expected_error": self.fitted.errors.get(problem.operation),
                 "floor_bytes": operation_of(problem).traffic_bytes(problem),
             },
         )

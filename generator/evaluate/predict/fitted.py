@@ -23,18 +23,19 @@ FITTED_FILE = Path(__file__).with_name("fitted.json")
 
 @dataclass(frozen=True)
 class Fitted:
-    """correction, prior: as their classes say; error: root mean square of measured over predicted
-    time, less 1, at the configs that it chose for shapes of widths that it had not seen; studies:
-    name and digest of every study file behind it."""
+    """correction, prior: as their classes say; errors: by operation the root mean square of
+    measured over predicted time, less 1, at the configs that it chose for shapes that it had not
+    seen (of other widths, and where it was not fitted to the operation, all); studies: name and
+    digest of every study file behind it."""
 
     correction: Correction
     prior: Prior
-    error: float
+    errors: Mapping[str, float]
     studies: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "error": self.error,
+            "errors": dict(self.errors),
             "studies": dict(self.studies),
             "correction": self.correction.to_json(),
             "prior": self.prior.to_json(),
@@ -45,7 +46,7 @@ class Fitted:
         return cls(
             Correction.from_json(data["correction"]),
             Prior.from_json(data["prior"]),
-            data["error"],
+            data["errors"],
             data["studies"],
         )
 

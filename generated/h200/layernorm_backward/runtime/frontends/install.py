@@ -1,0 +1,148 @@
+"""`install()`: existing models, without a change to their code.
+
+While installed, `aten::_fused_rms_norm_backward` on CUDA (what torch.nn.RMSNorm and
+torch.nn.functional.rms_norm call in their backward) is served by a package. What the package has no
+kernel for goes to the kernel that was there before. Code that torch.compile lowers decomposes the
+operator before it gets here; see graph_pass.py for that.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_OPERATOR = "_fused_rms_norm_backward"
+
+_MARK = "_normforge_installed"
+
+Serve = Callable[..., "tuple[torch.Tensor | None, ...] | None"]
+"""Takes dy, x, rstd and weight; None for what it does not serve."""
+
+
+class Installation:
+    """The routing of one package. Thread-safe; nothing happens before `install`.
+
+    quick: serves plain calls that came before. route: serves what there is a kernel for; takes
+    need_dx and need_dw as well. package: says whose it is; a package that is loaded again takes the
+    place of its former self.
+    """
+
+    def __init__(
+        self, quick: Serve, route: Serve, device: str = "CUDA", package: object = None
+    ) -> None:
+        self._quick, self._route, self._device = quick, route, device
+        self.package = self if package is None else package
+        self._lock = threading.RLock()
+        self._library: torch.library.Library | None = None
+        self._wanted = False
+        self._blocks = 0
+
+    def install(self) -> None:
+        """Route from now on; nothing to do when it is so already.
+
+        Raises RuntimeError when this PyTorch has no such operator, or another package is installed.
+        """
+        with self._lock:
+            self._wanted = True
+            self._apply()
+
+    def uninstall(self) -> None:
+        """Back to the kernel that was there before, as soon as no `installed()` block is open."""
+        with self._lock:
+            self._wanted = False
+            self._end_predecessor()
+            self._apply()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Route inside a `with` block, for all threads; blocks may nest. Afterwards it is as
+        before."""
+        with self._lock:
+            self._blocks += 1
+            try:
+                self._apply()
+            except BaseException:
+                self._blocks -= 1
+                raise
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._blocks -= 1
+                self._apply()
+
+    def _apply(self) -> None:
+        wanted = self._wanted or self._blocks > 0
+        if wanted and self._library is None:
+            self._end_predecessor()
+            try:
+                self._library = _override(self._quick, self._route, self._device)
+            except BaseException:
+                self._wanted = False
+                raise
+            setattr(torch.library, _MARK, self)
+        elif not wanted:
+            self.end()
+
+    def end(self) -> None:
+        """Back to the kernel that was there before, at once."""
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+            delattr(torch.library, _MARK)
+
+    def _end_predecessor(self) -> None:
+        """This package was loaded again while it was installed, and nobody else can end that."""
+        other = getattr(torch.library, _MARK, None)
+        if other is not None and other is not self and other.package == self.package:
+            other.end()
+
+
+def _override(quick: Serve, route: Serve, device: str) -> torch.library.Library:
+    if not hasattr(torch.ops.aten, _OPERATOR):
+        raise RuntimeError(
+            f"PyTorch {torch.__version__} has no aten::{_OPERATOR}: use rms_norm or RMSNorm"
+        )
+    # On PyTorch, because packages carry copies of this file. Each would take the other's kernel for
+    # PyTorch's own and call it after it is gone.
+    if hasattr(torch.library, _MARK):
+        raise RuntimeError("another package of Normforge is installed: uninstall it first")
+    try:
+        original = torch.library.get_kernel(f"aten::{_OPERATOR}", device)
+    except RuntimeError:  # PyTorch was built without this device, and there are no tensors on it
+        original = None
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
+
+    both = [True, True]
+
+    def routed(
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        normalized_shape: list[int],
+        rstd: torch.Tensor,
+        weight: torch.Tensor | None,
+        output_mask: list[bool],
+    ) -> Any:
+        if len(normalized_shape) == 1:
+            if output_mask == both and weight is not None:
+                results = quick(dy, x, rstd, weight)
+                if results is not None:
+                    return results
+            results = route(dy, x, rstd, weight, *output_mask)
+            if results is not None:
+                return results
+        if original is None:
+            raise RuntimeError(f"PyTorch has no aten::{_OPERATOR} for {device} to fall back to")
+        return original.call_boxed(keys, dy, x, normalized_shape, rstd, weight, output_mask)
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        # PyTorch says that a kernel of its own is overridden, which is the purpose.
+        warnings.simplefilter("ignore")
+        library.impl(_OPERATOR, routed, device)
+    return library
