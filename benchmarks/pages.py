@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.goals import geometric_mean, goals
 from generator.paths import REPOSITORY
 from generator.problem import Problem, load_problems
-from generator.report.peers import Comparison
+from generator.report.peers import TITLES, Comparison
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- numbers: (\w+) -->\n).*?(<!-- end of numbers -->)", re.S)
@@ -328,7 +328,61 @@ def dw_precision() -> str:
     )
 
 
+# ---- layernorm.md --------------------------------------------------------------------------------
+
+
+def layernorm() -> str:
+    """Ours and its peers at the shapes that are tuned, in one run."""
+    rows = [row for row in read("layernorm_h200")["rows"] if row["how"] == "tuned"]
+    ours = geometric_mean(row["ours_us"] / row["add_us"] for row in rows)
+    lines = [("**Normforge**", f"**{ours:.2f}**", "", "")]
+    for name in rows[0]["peers"]:
+        over = [row["peers"][name]["us"] / row["ours_us"] for row in rows]
+        floor = geometric_mean(row["peers"][name]["us"] / row["add_us"] for row in rows)
+        lines.append(
+            (TITLES[name], f"{floor:.2f}", f"{geometric_mean(over):.2f}", f"{min(over):.3f}")
+        )
+    header = ["", "time over the floor", "its time over Normforge's", "least"]
+    worst = max(
+        row[f"ours_error_{what}"] / row["peers"]["aten"][f"error_{what}"]
+        for row in rows
+        for what in ("dx", "dw")
+    )
+    return "\n".join(
+        (
+            table(header, lines),
+            "",
+            f"{len(rows)} shapes, geometric means. The error of dx, dgamma and dbeta is at most"
+            f" {worst:.3f} times that of ATen's kernel.",
+        )
+    )
+
+
+def cudnn() -> str:
+    """The best of all of cuDNN's plans beside ours, for both operations."""
+    lines = []
+    for title, name in (("RMSNorm", "cudnn_h200"), ("LayerNorm", "cudnn_layernorm_h200")):
+        rows = read(name)["rows"]
+        best = [min(row["peers"][p]["us"] for p in ("cudnn", "cudnn_heuristic")) for row in rows]
+        over = [us / row["ours_us"] for us, row in zip(best, rows, strict=True)]
+        least = min(over)
+        where = rows[over.index(least)]
+        floors = [us / row["add_us"] for us, row in zip(best, rows, strict=True)]
+        lines.append(
+            (
+                title,
+                str(len(rows)),
+                f"{geometric_mean(floors):.2f}",
+                f"{geometric_mean(over):.2f}",
+                f"{least:.2f} ({where['M']}x{where['N']}:{where['dtype']})",
+            )
+        )
+    return table(["", "shapes", "over the floor", "over Normforge's", "least"], lines)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "layernorm": layernorm,
+    "cudnn": cudnn,
     "peers": peers,
     "gpus": gpus,
     "goals": goal_table,
