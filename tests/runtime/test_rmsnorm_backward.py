@@ -129,25 +129,15 @@ def test_composition_around_a_plain_kernel_gives_what_the_formula_says(case: str
     options = Options(**keywords)
     depth = 0
 
-    def backward(
-        dy: Any,
-        x: Any,
-        rstd: Any,
-        weight: Any = None,
-        *,
-        dresidual: Any = None,
-        dw_out: Any = None,
-        **rest: Any,
-    ) -> Any:
+    def backward(inner: Arguments, call_options: Options) -> Any:
         nonlocal depth
         depth += 1
         assert depth < 20, "a composition has to take something away"
-        inner, call_options = Arguments(dy, x, rstd, weight, dresidual, dw_out), Options(**rest)
         compose = composition(inner, call_options, spec())
         if compose is not None:
             return compose(backward, inner, call_options)
-        assert dresidual is None and not call_options.weight_offset
-        return reference_backward(dy, x, rstd, weight, dw_out=dw_out, **rest)
+        assert inner.dresidual is None and not call_options.weight_offset
+        return reference_backward(**vars(inner), **vars(call_options))
 
     wanted_out = None if given.dw_out is None else given.dw_out.clone()
     wanted = reference_backward(
@@ -156,9 +146,7 @@ def test_composition_around_a_plain_kernel_gives_what_the_formula_says(case: str
         dw_out=wanted_out,
         **vars(options),
     )
-    results = backward(
-        dy, x, rstd, given.weight, dresidual=given.dresidual, dw_out=given.dw_out, **vars(options)
-    )
+    results = backward(given, options)
     assert len(results) == len(wanted)
     for got, expected in zip(results, wanted, strict=True):
         assert (got is None) == (expected is None)

@@ -26,7 +26,7 @@ from .options import PLAIN, Arguments, Composition, Options, composition, per_he
 from .reference import Results
 from .warn_once import WarnOnce
 
-_OPTIONAL = ("weight", "dresidual", "dw_out")
+_OPTIONAL = ("weight", "dresidual", "dw_out", "mean")
 
 
 class Server:
@@ -88,10 +88,12 @@ class Server:
         weight: torch.Tensor | None,
         need_dx: bool,
         need_dw: bool,
+        mean: torch.Tensor | None = None,
     ) -> Results | None:
         """`install()`: like `rmsnorm_backward`, but None for what there is no kernel for."""
         options = Options(need_dx=need_dx, need_dw=need_dw)
-        return self._run(Arguments(dy, x, rstd, weight), options, routed=True) or None
+        given = Arguments(dy, x, rstd, weight, mean=mean)
+        return self._run(given, options, routed=True) or None
 
     def _prepare_routed(self, given: Arguments, options: Options) -> Call:
         """What serves every routed call of a signature; for PyTorch's kernel it gives ()."""
@@ -103,20 +105,6 @@ class Server:
             self.warn(f"{found}; using PyTorch's own kernel")
             return _leave_it
         return found
-
-    def _backward(
-        self,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        rstd: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        *,
-        dresidual: torch.Tensor | None = None,
-        dw_out: torch.Tensor | None = None,
-        **options: Any,
-    ) -> Results:
-        """`rmsnorm_backward` as compositions call it."""
-        return self._run(Arguments(dy, x, rstd, weight, dresidual, dw_out), Options(**options))
 
     def _prepare(self, given: Arguments, options: Options) -> Call:
         """Check the arguments and decide what serves every call of their signature."""
@@ -169,7 +157,7 @@ class Server:
     def _composed(self, composition: Composition, options: Options) -> Call:
         def call(*tensors: Any) -> Results:
             with torch.no_grad():
-                return composition(self._backward, Arguments(*tensors), options)
+                return composition(self._run, Arguments(*tensors), options)
 
         return call
 
@@ -205,7 +193,7 @@ class Server:
             self.warn(f"{reason}; using the formula in plain PyTorch")
             return formula(options)
         same = weight is None or weight.dtype == given.x.dtype
-        has_aten = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+        has_aten = given.mean is not None or hasattr(torch.ops.aten, "_fused_rms_norm_backward")
         if has_aten and same and (options.dw_dtype is None or not options.need_dw):
             self.warn(f"{reason}; using PyTorch's own kernel")
             return aten_call(options)
