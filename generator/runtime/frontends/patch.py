@@ -116,10 +116,13 @@ def rows_to_try(width: int) -> torch.Tensor:
     return torch.stack([size * torch.linspace(-1, 3, width) for size in (1, 1e-2, 1e-3)])
 
 
-def try_forward(module: Any, parameters: dict[str, torch.Tensor], x: torch.Tensor) -> Any:
+def try_forward(module: Any, parameters: dict[str, torch.Tensor | None], x: torch.Tensor) -> Any:
     """What a module with these parameters makes of x; None when it cannot."""
     alike = copy.copy(module)  # on the CPU, without hooks, whatever device and sharding it has
-    alike.__dict__["_parameters"] = {n: torch.nn.Parameter(p) for n, p in parameters.items()}
+    alike.__dict__["_parameters"] = {
+        name: None if value is None else torch.nn.Parameter(value)
+        for name, value in parameters.items()
+    }
     try:
         with torch.no_grad(), torch.device("cpu"):
             return type(module).forward(alike, x)

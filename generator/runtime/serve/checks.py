@@ -46,15 +46,17 @@ def check_arguments(given: Arguments, options: Options) -> None:
     _check_options(given, options)
 
 
-def _check_weight(x: torch.Tensor, weight: torch.Tensor | None, heads: bool = True) -> None:
+def _check_weight(
+    x: torch.Tensor, weight: torch.Tensor | None, heads: bool = True, name: str = "weight"
+) -> None:
     if weight is None:
         return
     if weight.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"weight must have x's dtype {x.dtype} or float32, got {weight.dtype}")
+        raise TypeError(f"{name} must have x's dtype {x.dtype} or float32, got {weight.dtype}")
     if weight.shape not in (x.shape[-1:], x.shape[-2:] if heads else ()):
         other = f" or {tuple(x.shape[-2:])}" if heads and x.dim() > 1 else ""
         raise ValueError(
-            f"weight must have shape ({x.shape[-1]},){other}, got {tuple(weight.shape)}"
+            f"{name} must have shape ({x.shape[-1]},){other}, got {tuple(weight.shape)}"
         )
 
 
@@ -88,17 +90,24 @@ def _check_options(given: Arguments, options: Options) -> None:
 
 
 def check_forward(
-    x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    *,
+    bias: torch.Tensor | None = None,
+    heads: bool = True,
 ) -> None:
-    """Raise TypeError or ValueError, with one sentence, for arguments that do not fit together."""
+    """Raise TypeError or ValueError, with one sentence, for arguments that do not fit together.
+    heads: whether there may be a weight for each head."""
     if x.dtype not in FLOATS:
         raise TypeError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x must be (..., N) with N >= 1, got shape {tuple(x.shape)}")
-    for name, tensor in (("weight", weight), ("residual", residual)):
+    for name, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device} and x on {x.device}")
-    _check_weight(x, weight)
+    _check_weight(x, weight, heads)
+    _check_weight(x, bias, heads=False, name="bias")
     if residual is not None:
         if residual.dtype not in FLOATS or (residual.dtype == torch.float64) != (
             x.dtype == torch.float64
