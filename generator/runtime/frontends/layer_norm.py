@@ -140,7 +140,7 @@ class LayerNormPackage(DescribedServer):
         given = Arguments(dy, x, rstd, weight, dresidual, dw_out, mean)
         options = Options(0.0, need_dx, need_dw, accumulate, dw_dtype)
         dx, sums, *third = self._serve(given, options)
-        return (dx, *((None, None) if sums is None else (sums[0], sums[1])), *third)
+        return (dx, *((None, None) if sums is None else sums.unbind()), *third)
 
     def _serve(self, given: Arguments, options: Options) -> Results:
         return self.ops.serve(self._run, given, options)

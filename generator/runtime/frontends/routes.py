@@ -73,7 +73,7 @@ def _route_layer_norm_backward(node: Node, operators: Any) -> bool:
         return False
     arguments = (given["grad_out"], x, rstd, weight, None, None, 0.0, need_dx, any(sums))
     new = _replace(node, operators.layer_norm_backward, (*arguments, given["mean"]))
-    halves = [item for item in items if any(sums) and item.args[1] != 0]
+    halves = [item for item in items if item.args[1] != 0 and sums[int(item.args[1] == 2)]]
     if halves:
         with node.graph.inserting_after(new):
             both = node.graph.call_function(operator.getitem, (new, 1))
