@@ -15,6 +15,7 @@ from torch.nn import functional
 from generator.runtime.api import Package
 from generator.runtime.frontends.graph_pass import find_norms, route, tag
 from generator.runtime.frontends.layer_norm import LayerNormPackage
+from generator.runtime.frontends.layer_norm_operators import LayerNormOperators
 from generator.runtime.serve.warn_once import WarnOnce
 from tests.support.entry_points import (
     aten_on_cpu,
@@ -299,7 +300,7 @@ def inputs(seed: int = 0) -> tuple[torch.Tensor, ...]:
 
 def backwards(module: torch.fx.GraphModule) -> int:
     name = "native_layer_norm_backward"
-    return sum(name in str(norm.target) for norm in find_norms(module.graph, "LayerNorm"))
+    return sum(name in str(norm.target) for norm in find_norms(module.graph, LayerNormOperators))
 
 
 @pytest.mark.parametrize("mode", ["fake", "symbolic", "real"])
@@ -307,7 +308,7 @@ def test_every_backward_is_routed_and_the_numbers_stay(
     package: LayerNormPackage, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = make_fx(step_of, tracing_mode=mode)(*inputs())
-    assert len(find_norms(module.graph, "LayerNorm")) == 6
+    assert len(find_norms(module.graph, LayerNormOperators)) == 6
     wanted = module(*inputs(3))
     with caplog.at_level("INFO"):
         rewrite = package.graph_pass()
@@ -315,7 +316,7 @@ def test_every_backward_is_routed_and_the_numbers_stay(
     assert rewrite.__name__ == "normforge_route_layernorm"
     told = [message for message in caplog.messages if "nodes" in message]
     assert told == [f"gave 3 LayerNorm nodes to {package.ops.namespace}"]
-    assert len(find_norms(module.graph, "LayerNorm")) == 3  # the forward is PyTorch's
+    assert len(find_norms(module.graph, LayerNormOperators)) == 3  # the forward is PyTorch's
     for one, other in zip(module(*inputs(3)), wanted, strict=True):
         assert torch.allclose(one, other, atol=1e-4)
     if mode != "real":
@@ -374,7 +375,7 @@ def test_nested_modules_marks_and_other_norms(
     assert backwards(inner) == 3
     assert package.graph_pass("tag")(module) is module
     marked = [n for n in inner.graph.nodes if "compile_with_inductor" in n.meta.get("custom", {})]
-    assert {*find_norms(inner.graph, "LayerNorm")} <= {*marked}
+    assert {*find_norms(inner.graph, package.ops)} <= {*marked}
     route(module, package.ops)
     assert backwards(inner) == 0
     for node in inner.graph.nodes:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from generator.runtime.api import Package
-from generator.runtime.frontends.install import LAYER_NORM, RMS_NORM, Installation
+from generator.runtime.frontends.install import RMS_NORM, Installation
 from generator.runtime.frontends.layer_norm import LayerNormPackage
+from generator.runtime.frontends.layer_norm_routes import LAYER_NORM
 from generator.runtime.serve.reference import Results, reference_backward, reference_forward
 from generator.runtime.table import TABLE, Table
 

@@ -62,8 +62,8 @@ def differentiable_backward(
     centred: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dx and dw as `reference_backward` has them, but with gradients of their own: rstd is computed
-    again from x, and with `centred`, for LayerNorm, the mean. In fp32 (float64 for float64),
-    rounded at the end."""
+    again from x, and with `centred`, of a norm that takes the mean off, the mean. In fp32 (float64
+    for float64), rounded at the end."""
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     wide_x, grad = x.to(compute), dy.to(compute)
     if centred:

@@ -34,8 +34,8 @@ def gradients(
     dresidual: torch.Tensor | None = None,
     mean: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dx and dw of a node, dx in x's dtype; with a mean, those of LayerNorm. backward: what
-    computes them; norm: has eps and weight_offset, as a node's context and NormArguments do."""
+    """dx and dw of a node, dx in x's dtype. backward: what computes them; norm: has eps and
+    weight_offset, as a node's context and NormArguments do; mean: of a norm that takes it off."""
     need_dx, need_dw = wanted[0], wanted[1] and weight is not None
     if dy is None:
         return (dresidual if need_dx else None), None
@@ -183,8 +183,8 @@ def _want_gradient(given: tuple[Any, ...]) -> bool:
 
 def _refuse(ctx: Any, *_: Any) -> Any:
     raise RuntimeError(
-        "this backward has no gradient of its own: differentiate rms_norm or layer_norm, which "
-        "serve create_graph=True"
+        "this backward has no gradient of its own: differentiate the norm, which serves "
+        "create_graph=True"
     )
 
 

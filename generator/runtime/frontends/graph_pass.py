@@ -1,11 +1,10 @@
 """A pass over FX graphs of a training step: the norms to this package, or to Inductor.
 
 A graph that `make_fx` traced without decompositions (as graph trainers do) holds RMSNorm as
-`aten._fused_rms_norm.default` and `aten._fused_rms_norm_backward.default` with their getitem users.
-LayerNorm is `aten.native_layer_norm.default` and `aten.native_layer_norm_backward.default`.
-`route` gives them to a package's operators, of LayerNorm the backward alone. `tag` marks them,
-getitems included, for `torch.fx.passes.regional_inductor`, which compiles what is marked and leaves
-the rest as it is.
+`aten._fused_rms_norm.default` and `aten._fused_rms_norm_backward.default` with their getitem users;
+the operators of other norms are those that `NormOperators.aten` says. `route` gives them to a
+package's operators. `tag` marks them, getitems included, for `torch.fx.passes.regional_inductor`,
+which compiles what is marked and leaves the rest as it is.
 
 Plain torch.compile decomposes these operators before any pass can see them; `make_backend` is an
 Inductor that keeps them, and routes them.
@@ -23,8 +22,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from .operators import NormOperators
-from .routes import MARK, ROUTES, getitems
+from .operators import NormOperators, Operators
+from .routes import MARK, getitems
 
 Pass = Callable[..., GraphModule]
 """Takes a graph module and, as graph trainers give it, the example inputs; returns the module."""
@@ -36,19 +35,17 @@ _REGION = "inductor_region"
 _log = logging.getLogger(__name__)
 
 
-_ATEN = {
-    "RMSNorm": ("_fused_rms_norm", "_fused_rms_norm_backward"),
-    "LayerNorm": ("native_layer_norm", "native_layer_norm_backward"),
-}
+Norm = NormOperators | type[NormOperators]
+"""Says which norm is meant."""
 
 
-def norm_operators(norm: str = "RMSNorm") -> list[Any]:
+def norm_operators(norm: Norm = Operators) -> list[Any]:
     """PyTorch's operators of a norm, forward and backward: those that this PyTorch has."""
     aten = torch.ops.aten
-    return [getattr(aten, name).default for name in _ATEN[norm] if hasattr(aten, name)]
+    return [getattr(aten, name).default for name in norm.aten if hasattr(aten, name)]
 
 
-def find_norms(graph: torch.fx.Graph, norm: str = "RMSNorm") -> list[Node]:
+def find_norms(graph: torch.fx.Graph, norm: Norm = Operators) -> list[Node]:
     """The forward and backward nodes of a norm, in the order of the graph; not those inside nested
     GraphModules.
     """
@@ -64,7 +61,7 @@ def graph_modules(module: GraphModule) -> Iterator[GraphModule]:
 def tag(
     module: GraphModule,
     inductor_configs: Mapping[str, Any] | None = None,
-    norm: str = "RMSNorm",
+    norm: Norm = Operators,
 ) -> GraphModule:
     """Mark every norm and its getitems for regional compilation with these settings of
     torch._inductor.config, None for those of Inductor. Changes node.meta only. An earlier mark is
@@ -81,7 +78,7 @@ def tag(
             # A dictionary of its own: tracers give one to many nodes.
             node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: mark}
     if norms:
-        _log.info("marked %d %s nodes for Inductor", len(norms), norm)
+        _log.info("marked %d %s nodes for Inductor", len(norms), norm.norm)
     return module
 
 
@@ -101,9 +98,9 @@ def route(module: GraphModule, operators: NormOperators) -> GraphModule:
 def route_graph(graph: torch.fx.Graph, operators: NormOperators) -> int:
     """`route` on a graph; how many nodes it replaced."""
     replaced = 0
-    for node in find_norms(graph, operators.norm):
+    for node in find_norms(graph, operators):
         target: Any = node.target
-        route_node = ROUTES.get(target._schema.name)
+        route_node = operators.routes.get(target._schema.name)
         replaced += route_node is not None and route_node(node, operators)
     if replaced:
         graph.lint()
@@ -124,7 +121,7 @@ def make_pass(
         return route(module, operators)
 
     def normforge_tag(module: GraphModule, example_inputs: Any = None) -> GraphModule:
-        return tag(module, inductor_configs, operators.norm)
+        return tag(module, inductor_configs, operators)
 
     made = normforge_route if how == "route" else normforge_tag
     if operators.norm != "RMSNorm":
@@ -141,11 +138,11 @@ class Decompositions(dict[Any, Callable[..., Any]]):
     name where the modules of a package are no longer in sys.modules.
     """
 
-    def __init__(self, norm: str = "RMSNorm") -> None:
+    def __init__(self, norm: Norm = Operators) -> None:
         from torch._inductor.decomposition import select_decomp_table
 
-        self._norm = norm
-        kept = [op for op in norm_operators(norm) if op._schema.name in ROUTES]
+        self._norm = norm.norm
+        kept = [op for op in norm_operators(norm) if op._schema.name in norm.routes]
         super().__init__((op, fn) for op, fn in select_decomp_table().items() if op not in kept)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -204,7 +201,7 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
 
         with config.patch(inductor_configs):
             _refuse_other(getattr(config, _SLOT))
-            table = Decompositions(operators.norm)
+            table = Decompositions(operators)
         settings = {**inductor_configs, _SLOT: RouteNorms()}
         return compile_fx(
             module, example_inputs, decompositions=table, config_patches=settings, **options

@@ -1,10 +1,9 @@
 """`install()`: existing models, without a change to their code.
 
-While installed, `aten::_fused_rms_norm_backward` on CUDA (what torch.nn.RMSNorm and
-torch.nn.functional.rms_norm call in their backward) is served by a package, or
-`aten::native_layer_norm_backward` by one of LayerNorm. What the package has no kernel for goes to
-the kernel that was there before. Code that torch.compile lowers decomposes the operator before it
-gets here; see graph_pass.py for that.
+While installed, an operator of PyTorch on CUDA is served by a package: of RMSNorm
+`aten::_fused_rms_norm_backward`, what torch.nn.RMSNorm and torch.nn.functional.rms_norm call in
+their backward. What the package has no kernel for goes to the kernel that was there before. Code
+that torch.compile lowers decomposes the operator before it gets here; see graph_pass.py for that.
 """
 
 from __future__ import annotations
@@ -56,44 +55,11 @@ def _rms_norm_backward(quick: Serve, route: Serve, leave: Callable[..., Any]) ->
     return routed
 
 
-def _layer_norm_backward(
-    quick: Serve, route: Serve, leave: Callable[..., Any]
-) -> Callable[..., Any]:
-    def routed(
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        normalized_shape: list[int],
-        mean: torch.Tensor,
-        rstd: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        output_mask: list[bool],
-    ) -> Any:
-        need_dx, need_dw, need_db = output_mask
-        alike = weight is None or bias is None or weight.dtype == bias.dtype
-        # A kernel gives both sums or none, in the weight's dtype.
-        if len(normalized_shape) == 1 and alike and (weight is not None or not need_db):
-            results = route(dy, x, rstd, weight, need_dx, need_dw or need_db, mean)
-            if results is not None:
-                dx, sums = results
-                dw, db = (None, None) if sums is None else sums
-                return dx, dw if need_dw else None, db if need_db else None
-        return leave(dy, x, normalized_shape, mean, rstd, weight, bias, output_mask)
-
-    return routed
-
-
 RMS_NORM = Routed(
     "_fused_rms_norm_backward",
     "_normforge_installed",
     "rms_norm or RMSNorm",
     _rms_norm_backward,
-)
-LAYER_NORM = Routed(
-    "native_layer_norm_backward",
-    "_normforge_installed_layer_norm",
-    "layer_norm or LayerNorm",
-    _layer_norm_backward,
 )
 
 
@@ -101,7 +67,7 @@ class Installation:
     """The routing of one package. Thread-safe; nothing happens before `install`.
 
     quick: serves plain calls that came before. route: serves what there is a kernel for; takes
-    need_dx and need_dw as well, and the mean for LayerNorm. package: says whose it is; a package
+    need_dx and need_dw as well, and perhaps the mean. package: says whose it is; a package
     that is loaded again takes the place of its former self. routed: the operator.
     """
 

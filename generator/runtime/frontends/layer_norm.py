@@ -16,13 +16,14 @@ from ..serve.reference import Results
 from ..torch_internals import is_plain, modes_active, tangents_active, tracing, transforms_active
 from .differentiable import is_foreign
 from .graph_pass import AUTOTUNED, Pass, make_backend, make_pass
-from .install import LAYER_NORM, Installation
+from .install import Installation
 from .layer_norm_operators import (
     LAYER_NORM_SCHEMAS,
     LayerNormOperators,
     layer_norm_forward,
     layer_norm_node,
 )
+from .layer_norm_routes import LAYER_NORM, layer_norm_aten_call
 from .module import flat, like
 from .operators import digest_of
 from .patch import is_close, replace_forwards, rows_to_try, try_forward, unpatch
@@ -30,6 +31,9 @@ from .patch import is_close, replace_forwards, rows_to_try, try_forward, unpatch
 
 class LayerNormPackage(DescribedServer):
     """One emitted package of LayerNorm's backward. Safe to use from several threads."""
+
+    _aten_call = staticmethod(layer_norm_aten_call)
+    _has_aten = True
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

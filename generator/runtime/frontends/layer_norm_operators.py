@@ -9,6 +9,7 @@ import torch
 
 from ..serve.checks import check_forward
 from .gradients import Backward, Kernel, autograd_of, below_autograd, gradients
+from .layer_norm_routes import LAYER_NORM_ROUTES
 from .operators import NormOperators, statistic_like
 
 # The fourth result is the sum, or empty without a residual.
@@ -82,6 +83,8 @@ class LayerNormOperators(NormOperators):
     """Those of LayerNorm; its forward is `layer_norm_forward`."""
 
     norm = "LayerNorm"
+    aten = ("native_layer_norm", "native_layer_norm_backward")
+    routes = LAYER_NORM_ROUTES
 
     def __init__(self, digest: str, backward: Backward) -> None:
         super().__init__(digest, LAYER_NORM_SCHEMAS, layer_norm_forward, backward)

@@ -27,6 +27,7 @@ from .gradients import (
     wants_gradient,
     without_gradient,
 )
+from .routes import RMS_NORM_ROUTES, Routes
 
 Backward = Callable[[Arguments, Options], Results]
 
@@ -54,6 +55,10 @@ class NormOperators:
 
     norm: ClassVar[str]
     """The layer."""
+    aten: ClassVar[tuple[str, ...]]
+    """PyTorch's operators of it, forward and backward."""
+    routes: ClassVar[Routes]
+    """How those go to the operators here, in a graph."""
 
     def __init__(
         self,
@@ -163,6 +168,8 @@ class Operators(NormOperators):
     residual_out])."""
 
     norm = "RMSNorm"
+    aten = ("_fused_rms_norm", "_fused_rms_norm_backward")
+    routes = RMS_NORM_ROUTES
 
     def __init__(
         self, digest: str, forward: Callable[..., tuple[torch.Tensor, ...]], backward: Backward

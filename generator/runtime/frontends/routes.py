@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,14 +22,14 @@ def getitems(node: Node) -> list[Node]:
     ]
 
 
-def _named(node: Node) -> dict[str, Any]:
+def arguments_of(node: Node) -> dict[str, Any]:
     """The arguments of a node by the names of its operator's schema."""
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
-def _served(x: Any, weight: Any, normalized_shape: Any) -> bool:
+def takes(x: Any, weight: Any, normalized_shape: Any) -> bool:
     """Whether the package's operators take these: one normalised dimension, dtypes they know."""
     if len(normalized_shape) != 1:
         return False
@@ -40,70 +40,27 @@ def _served(x: Any, weight: Any, normalized_shape: Any) -> bool:
 
 
 def _route_norm(node: Node, operators: Any) -> bool:
-    given = _named(node)
+    given = arguments_of(node)
     x, weight = given["input"], given.get("weight")
-    if not _served(x, weight, given["normalized_shape"]):
+    if not takes(x, weight, given["normalized_shape"]):
         return False
     arguments = (x, weight, given.get("eps"), 0.0)
-    _replace(node, operators.rms_norm, arguments)
+    replace_node(node, operators.rms_norm, arguments)
     return True
 
 
 def _route_backward(node: Node, operators: Any) -> bool:
-    given = _named(node)
+    given = arguments_of(node)
     x, weight = given["input"], given.get("weight")
-    if not _served(x, weight, given["normalized_shape"]):
+    if not takes(x, weight, given["normalized_shape"]):
         return False
     need_dx, need_dw = given["output_mask"]
     arguments = (given["grad_out"], x, given["rstd"], weight, None, None, 0.0, need_dx, need_dw)
-    _replace(node, operators.rms_norm_backward, arguments)
+    replace_node(node, operators.rms_norm_backward, arguments)
     return True
 
 
-def _route_layer_norm_backward(node: Node, operators: Any) -> bool:
-    given = _named(node)
-    x, weight, bias, rstd = given["input"], given["weight"], given["bias"], given["rstd"]
-    need_dx, *sums = given["output_mask"]
-    if not _served(x, weight, given["normalized_shape"]) or not _saved_wide(x, rstd):
-        return False
-    if any(sums) and (weight is None or _dtype(bias) not in (None, _dtype(weight))):
-        return False
-    items = getitems(node)
-    if len(items) < len(node.users):  # somebody takes all results, and both sums are one here
-        return False
-    arguments = (given["grad_out"], x, rstd, weight, None, None, 0.0, need_dx, any(sums))
-    new = _replace(node, operators.layer_norm_backward, (*arguments, given["mean"]))
-    halves = [item for item in items if item.args[1] != 0 and sums[int(item.args[1] == 2)]]
-    if halves:
-        with node.graph.inserting_after(new):
-            both = node.graph.call_function(operator.getitem, (new, 1))
-        known = ("val", "tensor_meta")
-        both.meta = {name: m for name, m in halves[0].meta.items() if name not in known}
-        if "val" in new.meta:
-            both.meta["val"] = new.meta["val"][1]
-    for item in halves:
-        with node.graph.inserting_before(item):
-            half = node.graph.call_function(
-                torch.ops.aten.select.int, (both, 0, int(item.args[1] == 2))
-            )
-        half.meta = dict(item.meta)
-        item.replace_all_uses_with(half)
-        node.graph.erase_node(item)
-    return True
-
-
-def _dtype(given: Any) -> torch.dtype | None:
-    """Of a node, where tracing left its value."""
-    return getattr(given.meta.get("val"), "dtype", None) if isinstance(given, Node) else None
-
-
-def _saved_wide(x: Any, rstd: Any) -> bool:
-    """Whether rstd is of a dtype that the operators take; PyTorch's LayerNorm of narrow rows saves
-    narrow ones on the CPU."""
-    return _dtype(rstd) in (None, torch.float32) or _dtype(rstd) == _dtype(x) == torch.float64
-
-
-def _replace(node: Node, target: Any, arguments: tuple[Any, ...]) -> Node:
+def replace_node(node: Node, target: Any, arguments: tuple[Any, ...]) -> Node:
     """Put a call of `target` in the place of a node. Its first results are the node's."""
     graph = node.graph
     with graph.inserting_before(node):
@@ -134,9 +91,11 @@ def _fake_value(target: Any, arguments: tuple[Any, ...]) -> Any:
         return target(*values)
 
 
-ROUTES: dict[str, Callable[[Node, Any], bool]] = {
+Routes = Mapping[str, Callable[[Node, Any], bool]]
+"""By the names of PyTorch's operators: replaces a node by a call of one of the operators of a
+package, or says that it is left alone."""
+
+RMS_NORM_ROUTES: Routes = {
     "aten::_fused_rms_norm": _route_norm,
     "aten::_fused_rms_norm_backward": _route_backward,
-    "aten::native_layer_norm_backward": _route_layer_norm_backward,
 }
-"""By the names of PyTorch's operators: replaces a node, or says that it is left alone."""

@@ -11,6 +11,7 @@ A kernel call allocates what it returns, and launches in one of two ways:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -75,35 +76,25 @@ def aten_call(options: Options) -> Call:
         x: torch.Tensor,
         rstd: torch.Tensor,
         weight: torch.Tensor | None,
-        dresidual: None = None,
-        dw_out: None = None,
-        mean: torch.Tensor | None = None,
+        *_: Any,
     ) -> Results:
         wanted = [options.need_dx, options.need_dw and weight is not None]
-        shape, rows = [x.shape[-1]], (*x.shape[:-1], 1)
         with torch.no_grad():
-            if mean is None:
-                dx, dw = torch.ops.aten._fused_rms_norm_backward(
-                    dy, x, shape, rstd.reshape(rows), weight, wanted
-                )
-            else:
-                statistics, scales = (mean.reshape(rows), rstd.reshape(rows)), (weight, weight)
-                dx, dw, db = torch.ops.aten.native_layer_norm_backward(
-                    dy, x, shape, *statistics, *scales, [*wanted, wanted[1]]
-                )
-                dw = torch.stack((dw, db)) if wanted[1] else None
+            dx, dw = torch.ops.aten._fused_rms_norm_backward(
+                dy, x, [x.shape[-1]], rstd.reshape(*x.shape[:-1], 1), weight, wanted
+            )
         return (dx if wanted[0] else None), (dw if wanted[1] else None)
 
     return call
 
 
 class KernelCall:
-    """Serves every call of one signature with one kernel, of RMSNorm or of LayerNorm.
+    """Serves every call of one signature with one kernel.
 
     *_size: shape, strides and dtype of what a call allocates, None for nothing. copy: which of dy,
     x, rstd, weight and dresidual are made dense first. quick: the same in less time for what most
     calls of a training are, those with a weight that want dx and dw and need no copy; None for
-    other signatures, and for LayerNorm. It takes dy, x, rstd and weight, and answers None when an
+    other signatures, and with a mean. It takes dy, x, rstd and weight, and answers None when an
     address is not a multiple of MAX_ALIGNMENT; its attribute `slow` is this object.
     """
 

@@ -33,8 +33,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The tensors of one call. mean: of each row, for LayerNorm alone; its dw is (2, N), of which
-    the second row is the bias's gradient."""
+    """The tensors of one call. mean: of each row, for a norm that takes it off; dw is (2, N) then,
+    and its second row the gradient of a bias."""
 
     dy: torch.Tensor
     x: torch.Tensor

@@ -34,8 +34,8 @@ def reference_backward(
     returned. With `dresidual` there is a third result: dx in dresidual's dtype, which is dx itself
     when that is x's.
 
-    With `mean`, of each row, those of LayerNorm: xhat = (x - mean) * rstd, dx is less by rstd *
-    mean(g), and dw has a second row, the sum of dy over the rows.
+    With `mean`, of each row, xhat = (x - mean) * rstd, dx is less by rstd * mean(g), and dw has a
+    second row: the gradient of a bias, the sum of dy over the rows.
     """
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     with torch.no_grad():

@@ -35,6 +35,10 @@ class Server:
     Reading it compiles nothing and does not touch CUDA. Safe to use from several threads.
     """
 
+    _aten_call = staticmethod(aten_call)
+    """PyTorch's own kernel, of the norm that this is of."""
+    _has_aten = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.table = Table.load(folder)
@@ -193,10 +197,9 @@ class Server:
             self.warn(f"{reason}; using the formula in plain PyTorch")
             return formula(options)
         same = weight is None or weight.dtype == given.x.dtype
-        has_aten = given.mean is not None or hasattr(torch.ops.aten, "_fused_rms_norm_backward")
-        if has_aten and same and (options.dw_dtype is None or not options.need_dw):
+        if self._has_aten and same and (options.dw_dtype is None or not options.need_dw):
             self.warn(f"{reason}; using PyTorch's own kernel")
-            return aten_call(options)
+            return self._aten_call(options)
         self.warn(f"{reason}, and no fused one in PyTorch; using the formula in plain PyTorch")
         return formula(options)
 
