@@ -225,9 +225,23 @@ def test_gradients_that_nobody_wants(
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("mask", [[True, False, True], [False, True, False], [True, True, True]])
+def test_results_are_those_of_the_mask(package: LayerNormPackage, mask: list[bool]) -> None:
+    x, weight, _ = inputs()
+    _, mean, rstd = ATEN.native_layer_norm(x, [16], weight, weight, 1e-5)
+    given = (x.cos(), x, [16], mean, rstd, weight, weight, mask)
+    wanted = ATEN.native_layer_norm_backward(*given)
+    with routing_on_cpu(package).installed():
+        found = ATEN.native_layer_norm_backward(*given)
+    assert [result is not None for result in found] == mask
+    for one, other, asked in zip(found, wanted, mask, strict=True):
+        assert not asked or torch.allclose(one, other, atol=1e-5)
+
+
 def test_what_is_not_served_has_the_bits_of_pytorch(
     package: LayerNormPackage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    served = Served(package, monkeypatch)
     x, weight, bias = leaf(4, 3, 16), leaf(16, seed=1), leaf(16, seed=2)
     steps = {
         "a bias alone": lambda: grads(functional.layer_norm(x, (16,), None, bias), x, bias),
@@ -242,6 +256,7 @@ def test_what_is_not_served_has_the_bits_of_pytorch(
         wanted = step()
         with routing_on_cpu(package).installed():
             assert same(step(), wanted), what
+    assert served.calls == [(True, True, False)]  # by the narrow one
     monkeypatch.setattr(package, "warn", WarnOnce())
     monkeypatch.setattr(package, "_find", lambda given, options: "nothing was tuned")
     norm = filled(nn.LayerNorm(16))
