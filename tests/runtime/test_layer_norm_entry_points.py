@@ -84,6 +84,20 @@ def test_compiled_step_is_one_operator_with_the_bits_of_the_eager_one(
     assert not any("native_layer_norm" in target for graph in graphs for target in graph)
 
 
+def test_compiled_backward_writes_its_buffer(package: LayerNormPackage) -> None:
+    dy, x, weight = randn(4, 16), randn(4, 16, seed=1), randn(16, seed=2)
+    mean, rstd = torch.zeros(4, 1), torch.rand(4, 1)
+
+    def step(buffer: torch.Tensor) -> Any:
+        options: Any = {"dresidual": dy.double(), "dw_out": buffer, "accumulate": True}
+        return package.layer_norm_backward(dy, x, mean, rstd, weight, **options)
+
+    buffers = torch.ones(2, 16), torch.ones(2, 16)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert same(compiled(buffers[0]), step(buffers[1]))
+    assert same(*buffers) and not torch.equal(buffers[0], torch.ones(2, 16))
+
+
 def test_inductor_runs_the_operator_and_its_backend_routes(package: LayerNormPackage) -> None:
     """The one test here that compiles code."""
     norm, x = filled(package.LayerNorm(16)), leaf(4, 16)
@@ -236,6 +250,22 @@ def test_results_are_those_of_the_mask(package: LayerNormPackage, mask: list[boo
     assert [result is not None for result in found] == mask
     for one, other, asked in zip(found, wanted, mask, strict=True):
         assert not asked or torch.allclose(one, other, atol=1e-5)
+
+
+def test_routing_serves_second_derivatives_by_pytorch(package: LayerNormPackage) -> None:
+    wide = torch.float64
+    leaves = [leaf(3, 6, dtype=wide), leaf(6, dtype=wide, seed=1), leaf(6, dtype=wide, seed=2)]
+
+    def penalty() -> list[torch.Tensor]:
+        y = functional.layer_norm(leaves[0], (6,), *leaves[1:])
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
+
+    wanted = penalty()
+    with routing_on_cpu(package).installed():
+        found = penalty()
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_what_is_not_served_has_the_bits_of_pytorch(

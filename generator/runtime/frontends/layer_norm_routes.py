@@ -54,10 +54,11 @@ def _layer_norm_backward(
         output_mask: list[bool],
     ) -> Any:
         need_dx, need_dw, need_db = output_mask
-        alike = weight is None or bias is None or weight.dtype == bias.dtype
+        need_sums = need_dw or need_db
         # A kernel gives both sums or none, in the weight's dtype.
-        if len(normalized_shape) == 1 and alike and (weight is not None or not need_db):
-            results = route(dy, x, rstd, weight, need_dx, need_dw or need_db, mean)
+        alike = weight is None or bias is None or weight.dtype == bias.dtype
+        if len(normalized_shape) == 1 and alike and (weight is not None or not need_sums):
+            results = route(dy, x, rstd, weight, need_dx, need_sums, mean)
             if results is not None:
                 dx, sums = results
                 dw, db = (None, None) if sums is None else sums
