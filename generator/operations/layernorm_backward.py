@@ -104,7 +104,10 @@ LAYERNORM_BACKWARD = Operation(
         norm="LayerNorm",
         module="frontends.layer_norm",
         package="LayerNormPackage",
-        functions=("explain", "layer_norm", "layer_norm_backward"),
+        functions=(
+            *("explain", "graph_pass", "inductor_backend", "install", "installed", "layer_norm"),
+            *("layer_norm_backward", "patch", "uninstall", "unpatch"),
+        ),
     ),
     sums_rows=True,
     arguments=arguments,

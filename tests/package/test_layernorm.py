@@ -52,6 +52,11 @@ def test_emitted_package_is_imported_and_says_which_kernel(
         norm(x).sum().backward()
         assert torch.allclose(norm.bias.grad, torch.full((8,), 2.0))
         assert x.grad is not None
+        with package.installed():
+            pass
+        model = torch.nn.Sequential(torch.nn.LayerNorm(8))
+        assert package.patch(model) == ["0"] == package.unpatch(model)
+        assert package.graph_pass().__name__ == "normforge_route_layernorm"
     finally:
         for name in [n for n in sys.modules if n.split(".")[0] == "layernorm_backward"]:
             del sys.modules[name]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ import pytest
 import torch
 
 from generator.package.files import KernelFiles, write_package
-from generator.runtime.frontends import layer_norm as front_end
 from generator.runtime.frontends.layer_norm import LayerNormPackage
+from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32, DW_IN_WEIGHT_DTYPE
 from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.spec import plan_launch
+from generator.runtime.serve.options import Arguments, Options, composition
+from generator.runtime.serve.reference import reference_backward
+from generator.runtime.spec import KernelSpec, plan_launch
 from generator.runtime.table import Table
+from tests.support.entry_points import leaf, randn
 from tests.support.fake_driver import SPEC, TARGET, FakeDevice, FakeDriver, entry, tensors
 
 KERNEL = replace(SPEC, operation="layernorm_backward", columns=2048, partial_stride=2048)
@@ -86,6 +91,11 @@ def test_only_what_is_wanted_is_there(package: LayerNormPackage, affine: bool) -
         ("mean", None, "mean must be a torch.Tensor"),
         ("weight", torch.ones(4, 8), "weight must have shape"),
         ("dy", torch.zeros(4, 9), "dy must have x's shape"),
+        ("accumulate", True, "give the tensor to add to"),
+        ("dw_out", torch.zeros(8), r"dw_out must have shape \(2, 8\), got \(8,\)"),
+        ("dw_out", torch.zeros(2, 8).double(), "dw_out must have the weight's dtype or"),
+        ("dw_dtype", torch.float16, "dw_dtype must be the weight's or"),
+        ("dresidual", torch.zeros(4, 9), "dresidual must have x's shape"),
     ],
 )
 def test_arguments_that_do_not_fit_are_one_sentence(
@@ -93,52 +103,295 @@ def test_arguments_that_do_not_fit_are_one_sentence(
 ) -> None:
     x = torch.randn(4, 8)
     given: dict[str, Any] = {"dy": x, "x": x, "mean": torch.zeros(4), "rstd": torch.ones(4)}
+    given["weight"] = torch.ones(8)
     with pytest.raises((TypeError, ValueError), match=error):
         package.layer_norm_backward(**{**given, name: value})
 
 
-@pytest.mark.parametrize("capturing", [False, True])
-def test_the_kernel_gets_every_tensor_and_its_mean(
-    package: LayerNormPackage,
-    driver: FakeDriver,
-    device: FakeDevice,
-    monkeypatch: pytest.MonkeyPatch,
-    capturing: bool,
+# ---- Options -------------------------------------------------------------------------------------
+
+
+def exact(given: dict[str, Any]) -> list[torch.Tensor]:
+    """dx, dw and db of F.layer_norm by autograd, in float64."""
+    x, weight = (given[name].double().requires_grad_() for name in ("x", "weight"))
+    bias = torch.zeros_like(weight, requires_grad=True)
+    y = torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias)
+    return list(torch.autograd.grad(y, (x, weight, bias), given["dy"].double()))
+
+
+def saved(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    wide = x.double()
+    rstd = torch.rsqrt(wide.var(-1, unbiased=False, keepdim=True) + 1e-5)
+    return {"mean": wide.mean(-1, keepdim=True).float(), "rstd": rstd.float()}
+
+
+def call_of(dtype: torch.dtype, weight_dtype: torch.dtype, N: int = 24) -> dict[str, Any]:
+    x, dy = 2 + randn(5, 6, N, seed=1).to(dtype), randn(5, 6, N, seed=2).to(dtype)
+    return {"dy": dy, "x": x, "weight": randn(N, seed=3).to(weight_dtype), **saved(x)}
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"dw_dtype": torch.float32},
+    {"dresidual": torch.bfloat16},
+    {"dresidual": torch.float32, "dw_out": torch.float32},
+    {"dw_out": torch.float32, "accumulate": True},
+    {"dw_out": torch.bfloat16, "accumulate": True},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_options_of_the_backward(
+    package: LayerNormPackage, weight_dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(front_end, "raw_stream", lambda index: 7)
-    monkeypatch.setattr(front_end, "is_capturing", lambda: capturing)
+    given, options = call_of(torch.bfloat16, weight_dtype), dict(options)
+    if options.get("dw_out") not in (None, torch.float32, weight_dtype):
+        options["dw_out"] = weight_dtype
+    wanted_dx, *wanted_sums = exact(given)
+    kind, before = options.pop("dw_out", None), torch.zeros(2, 24)
+    if options.get("accumulate"):
+        before = randn(2, 24, seed=4)
+    if kind is not None:
+        options["dw_out"] = before.to(kind, copy=True)
+    residual = options.get("dresidual")
+    if residual is not None:
+        options["dresidual"] = randn(5, 6, 24, seed=5).to(residual)
+        wanted_dx = wanted_dx + options["dresidual"].double()
+    dx, dw, db, *third = package.layer_norm_backward(**given, **options)
+    assert close(dx, wanted_dx, torch.bfloat16)
+    for found, wanted, row in zip((dw, db), wanted_sums, before.double(), strict=True):
+        assert found is not None
+        assert found.dtype == (kind or options.get("dw_dtype") or weight_dtype)
+        assert close(found, wanted + row, found.dtype)
+    if kind is not None:
+        assert dw is not None
+        assert dw.data_ptr() == options["dw_out"].data_ptr()
+    assert len(third) == (residual is not None)
+    if third:
+        assert third[0] is not None
+        assert third[0].dtype == residual
+        assert close(third[0], wanted_dx, residual)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_what_a_kernel_lacks_is_composed_around_it(options: dict[str, Any]) -> None:
+    """Around a stand-in that takes no residual's gradient and no dw_out that a kernel refuses."""
+    given, options = call_of(torch.bfloat16, torch.bfloat16), dict(options)
+    if kind := options.pop("dw_out", None):
+        given["dw_out"] = torch.ones(2, 24, dtype=kind)
+    if kind := options.pop("dresidual", None):
+        given["dresidual"] = randn(5, 6, 24).to(kind)
+
+    def backward(inner: Arguments, asked: Options) -> Any:
+        compose = composition(inner, asked, KERNEL)
+        if compose is not None:
+            return compose(backward, inner, asked)
+        assert inner.dresidual is None and inner.mean is not None
+        return reference_backward(**vars(inner), **vars(asked))
+
+    copied = {name: value.clone() for name, value in given.items()}
+    wanted = reference_backward(**copied, **options)
+    found = backward(Arguments(**given), Options(**options))
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.allclose(one.double(), other.double(), rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("frozen", ["", "weight", "bias", "both", "x"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_gradients_of_what_wants_one(package: LayerNormPackage, frozen: str, biased: bool) -> None:
+    norm, exact = package.LayerNorm(16, bias=biased), torch.nn.LayerNorm(16, bias=biased)
+    x, mine = leaf(4, 16), leaf(4, 16)
+    for module in (norm, exact):
+        module.weight.requires_grad_(frozen not in ("weight", "both"))
+        if biased:
+            module.bias.requires_grad_(frozen not in ("bias", "both"))
+    if frozen == "x":
+        x, mine = x.detach(), mine.detach()
+    dy = randn(4, 16, seed=1)
+    norm(mine).backward(dy)
+    exact(x).backward(dy)
+    pairs = [(mine, x), (norm.weight, exact.weight), *([(norm.bias, exact.bias)] * biased)]
+    for one, other in pairs:
+        assert (one.grad is None) == (other.grad is None)
+        assert other.grad is None or torch.allclose(one.grad, other.grad, atol=1e-5)
+
+
+@pytest.mark.parametrize("residual_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_residual_is_added_before_and_its_gradient_after(
+    package: LayerNormPackage, dtype: torch.dtype, residual_dtype: torch.dtype
+) -> None:
+    norm = package.LayerNorm(16, dtype=dtype)
+    torch.nn.init.normal_(norm.bias)
+    x, residual = leaf(4, 16, dtype=dtype), leaf(4, 16, dtype=residual_dtype, seed=1)
+    dy, dh = randn(4, 16, seed=2).to(dtype), randn(4, 16, seed=3).to(residual_dtype)
+    y, h = norm(x, residual)
+    assert (y.dtype, h.dtype) == (dtype, residual_dtype)
+    leaves = (x, residual, norm.weight, norm.bias)
+    found = torch.autograd.grad((y, h), leaves, (dy, dh))
+    wide = [given.detach().double().requires_grad_() for given in leaves]
+    total = (wide[0] + wide[1]).to(residual_dtype).double()  # rounded as it is
+    other = torch.nn.functional.layer_norm(total, (16,), *wide[2:])
+    assert close(y, other.detach(), dtype) and torch.equal(h.double(), total)
+    wanted = torch.autograd.grad((other, total), wide, (dy.double(), dh.double()))
+    narrowest = torch.bfloat16 if torch.bfloat16 in (dtype, residual_dtype) else dtype
+    for one, exact_one, given in zip(found, wanted, leaves, strict=True):
+        assert one.dtype == given.dtype
+        assert close(one, exact_one, narrowest)
+    only_stream = norm(x, residual)[1]
+    (dx,) = torch.autograd.grad(only_stream, x, dh)
+    assert torch.equal(dx, dh.to(dtype))
+
+
+def test_second_derivatives_are_pytorchs(package: LayerNormPackage) -> None:
+    wide = torch.float64
+    leaves = [leaf(3, 6, dtype=wide), leaf(6, dtype=wide, seed=1), leaf(6, dtype=wide, seed=2)]
+
+    def penalty(norm: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        y = norm(*leaves)
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
+
+    wanted = penalty(lambda x, w, b: torch.nn.functional.layer_norm(x, (6,), w, b))
+    for one, other in zip(penalty(package.layer_norm), wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    given = {name: value.float() for name, value in call_of(torch.float32, torch.float32).items()}
+    for result in package.layer_norm_backward(**{**given, "x": given["x"].requires_grad_()}):
+        assert result is not None
+        with pytest.raises(RuntimeError, match="no gradient of its own"):
+            result.sum().backward()
+
+
+def test_arguments_of_the_forward(package: LayerNormPackage) -> None:
+    x = torch.randn(4, 8)
+    for given, error in (
+        ({"weight": torch.ones(7)}, r"weight must have shape \(8,\)"),
+        ({"weight": torch.ones(4, 8)}, r"weight must have shape \(8,\)"),
+        ({"bias": torch.ones(7)}, r"bias must have shape \(8,\)"),
+        ({"residual": torch.ones(4, 7)}, "residual must have x's shape"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            package.layer_norm(x, **given)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, got list"):
+        package.layer_norm([1.0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"x must have shape \(\.\.\., 2, 8\)"):
+        package.LayerNorm((2, 8))(x)
+
+
+# ---- Launches ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launching(
+    tmp_path: Path, driver: FakeDriver, device: FakeDevice
+) -> Callable[..., LayerNormPackage]:
+    """Makes a package whose kernel is launched for CPU tensors, by a driver that records it."""
+
+    def make(spec: KernelSpec = KERNEL) -> LayerNormPackage:
+        write_package(tmp_path, KernelFiles(tmp_path, 132), Table(TARGET, (entry(6, spec),)), None)
+        package = LayerNormPackage(tmp_path)
+        kernel = LoadedKernel(b"cubin", spec)
+        package._kernels.get = lambda _: kernel  # type: ignore[method-assign]
+        package._find = partial(package._with_kernel, device=0)  # type: ignore[method-assign]
+        package._calls._device = ""
+        return package
+
+    return make
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("strategy", ["column_slices", "separate"])
+def test_the_kernel_gets_every_tensor_and_its_mean(
+    launching: Any, driver: FakeDriver, device: FakeDevice, strategy: str, capturing: bool
+) -> None:
+    spec = replace(KERNEL, strategy=strategy)
+    package, device.capturing = launching(spec), capturing
     dy, x, rstd, weight = tensors()
-    mean = torch.randn(6)
-    package._kernels.get = lambda kernel: LoadedKernel(b"cubin", kernel.spec)  # type: ignore[method-assign]
-    kernel = package._find_kernel(front_end.Arguments(dy, x, rstd, weight), 0)
-    assert isinstance(kernel, LoadedKernel)
-    dx, dw, db = package._launch(kernel, dy, x, mean, rstd, weight, True, True)
-    assert dx is not None
-    assert dw is not None
-    assert db is not None
-    (seen,) = driver.launches
-    launch = plan_launch(KERNEL, 6)
+    mean = torch.randn(6, 2)[:, 0]  # is made contiguous
+    dx, dw, db = package.layer_norm_backward(dy, x, mean, rstd, weight)
+    seen, *second = driver.launches
+    launch = plan_launch(spec, 6)
     assert (seen.function, seen.grid, seen.stream) == ("layernorm_backward", launch.grid, 7)
     given = (x, dy, rstd, weight, dx, dw)
     assert seen.arguments[:8] == (*(tensor.data_ptr() for tensor in given), 0, 0)
-    assert seen.arguments[-1] == mean.data_ptr()
-    assert seen.arguments[11] == 6
+    assert seen.arguments[-1] not in (0, mean.data_ptr())
+    assert seen.arguments[11:16] == (6, *[1024] * 4)  # rows; strides of x, dy, dresidual, dx
+    assert seen.arguments[19] == 1024  # columns: N, though dw has 2 N
+    assert seen.arguments[21:23] == (DW_IN_WEIGHT_DTYPE, 0.0)
     assert db.data_ptr() == dw.data_ptr() + 1024 * 2  # the kernel writes dbeta behind dgamma
-    if not capturing:
-        package._launch(kernel, dy, x, mean, rstd, weight, True, True)
-        assert driver.launches[1].arguments[8:11] == seen.arguments[8:11]  # one workspace
+    assert [sums.arguments[1:4] for sums in second] == [
+        (dw.data_ptr(), launch.participants, 1024)
+    ] * (strategy == "separate")
+    mean = mean.contiguous()
+    package.layer_norm_backward(dy, x, mean, rstd, weight)
+    again = driver.launches[len(driver.launches) // 2]
+    assert again.arguments[-1] == mean.data_ptr()
+    assert capturing or again.arguments[8:11] == seen.arguments[8:11]  # one workspace
 
 
-def test_what_has_no_kernel_is_pytorchs_and_said_once(package: LayerNormPackage) -> None:
+def test_the_kernel_gets_options_and_strides(launching: Any, driver: FakeDriver) -> None:
+    package = launching(replace(KERNEL, residual="fp32"))
+    dy, x, rstd, weight = tensors(6, 2048)
+    dy, x, weight, mean = dy[:, :1024], x[:, 1024:], weight[:1024], torch.randn(6)
+    dresidual, buffer = torch.randn(6, 1024), torch.zeros(2, 1024)
+    options = {"dresidual": dresidual, "dw_out": buffer, "accumulate": True}
+    dx, dw, _, third = package.layer_norm_backward(dy, x, mean, rstd, weight, **options)
+    (seen,) = driver.launches
+    given = (x, dy, rstd, weight, dx, buffer, dresidual, third)
+    assert seen.arguments[:8] == tuple(tensor.data_ptr() for tensor in given)
+    assert seen.arguments[11:16] == (6, 2048, 2048, 1024, 1024)
+    assert seen.arguments[21] == DW_ADDED
+    assert seen.arguments[-1] == mean.data_ptr()
+    assert dw.data_ptr() == buffer.data_ptr()
+
+
+@pytest.mark.parametrize("need_dx", [False, True])
+@pytest.mark.parametrize("need_dw", [False, True])
+def test_what_is_not_wanted_has_no_address(
+    launching: Any, driver: FakeDriver, need_dx: bool, need_dw: bool
+) -> None:
+    package, (dy, x, rstd, weight) = launching(), tensors()
+    wanted = {"need_dx": need_dx, "need_dw": need_dw, "dw_dtype": torch.float32}
+    dx, dw, db = package.layer_norm_backward(dy, x, rstd, rstd, weight, **wanted)
+    (seen,) = driver.launches
+    assert [result is not None for result in (dx, dw, db)] == [need_dx, need_dw, need_dw]
+    assert [address != 0 for address in seen.arguments[4:6]] == [need_dx, need_dw]
+    assert seen.arguments[21] == (DW_IN_FP32 if need_dw else DW_IN_WEIGHT_DTYPE)
+    assert dw is None or dw.dtype == torch.float32
+
+
+def test_a_module_launches_its_backward(launching: Any, driver: FakeDriver) -> None:
+    package = launching()
+    norm = package.LayerNorm(1024, dtype=torch.bfloat16)
+    _, x, _, _ = tensors()
+    norm(x.requires_grad_()).sum().backward()
+    (seen,) = driver.launches
+    assert (seen.function, seen.arguments[3]) == ("layernorm_backward", norm.weight.data_ptr())
+    assert x.grad is not None
+    assert seen.arguments[4] == x.grad.data_ptr()
+    assert norm.bias.grad.data_ptr() == seen.arguments[5] + 2048
+
+
+def test_what_has_no_kernel_is_pytorchs_and_said_once(
+    package: LayerNormPackage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, weight = torch.randn(4, 8), torch.randn(8)
     _, mean, rstd = torch.native_layer_norm(x, (8,), weight, weight, 1e-5)
     right = package.layer_norm_backward(x, x, mean, rstd, weight)
+    monkeypatch.setattr(package, "_find", lambda given, options: "no kernel")
+    package._calls._by_key.clear()
     with pytest.warns(UserWarning, match="PyTorch's own kernel"):
-        found = package._without_kernel("no kernel", x, x, mean, rstd, weight, True, True)
+        found = package.layer_norm_backward(x, x, mean, rstd, weight)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        package._without_kernel("no kernel", x, x, mean, rstd, weight, True, True)
-    for one, other in zip(found, right, strict=True):
+        only = package.layer_norm_backward(x, x, mean, rstd, weight, need_dw=False)
+    assert only[1:] == (None, None)
+    for one, other in zip((*found, only[0]), (*right, right[0]), strict=True):
         assert one is not None
         assert other is not None
         assert torch.allclose(one, other, atol=1e-5)
+    with pytest.warns(UserWarning, match="the formula in plain PyTorch"):
+        package.layer_norm_backward(x.half(), x.half(), mean, rstd, weight)

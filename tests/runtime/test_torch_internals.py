@@ -45,7 +45,7 @@ for enabled in (True, False):
         try:
             package.rmsnorm_backward(dual, x, torch.ones(4, 1), weight)
         except RuntimeError as error:
-            assert "differentiate rms_norm" in str(error)
+            assert "differentiate the norm" in str(error)
         else:
             raise AssertionError("a tangent was lost")
 loss = lambda norm: lambda x: norm(x).sin().sum()

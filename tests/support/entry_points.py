@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,19 +11,28 @@ from typing import Any
 import torch
 
 from generator.runtime.api import Package
-from generator.runtime.frontends.install import Installation
+from generator.runtime.frontends.install import RMS_NORM, Installation
+from generator.runtime.frontends.layer_norm import LayerNormPackage
+from generator.runtime.frontends.layer_norm_routes import LAYER_NORM
 from generator.runtime.serve.reference import Results, reference_backward, reference_forward
 from generator.runtime.table import TABLE, Table
 
 
 def write_package(folder: Path) -> Package:
     """A package without kernels: on the CPU the formula serves everything."""
-    import json
+    return Package(_write_table(folder))
 
+
+def write_layer_norm_package(folder: Path) -> LayerNormPackage:
+    """The same of LayerNorm."""
+    return LayerNormPackage(_write_table(folder))
+
+
+def _write_table(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     target = {"name": "none", "title": "no GPU", "arch": "sm_90a", "sms": 1}
     (folder / TABLE).write_text(json.dumps(Table(target, (), ()).to_json()))
-    return Package(folder)
+    return folder
 
 
 @contextmanager
@@ -46,9 +56,10 @@ def aten_on_cpu(calls: list[str] | None = None) -> Iterator[None]:
         yield
 
 
-def routing_on_cpu(package: Package) -> Installation:
+def routing_on_cpu(package: Package | LayerNormPackage) -> Installation:
     """`install()` of a package for CPU tensors."""
-    return Installation(package._quick, package._route, "CPU")
+    routed = LAYER_NORM if isinstance(package, LayerNormPackage) else RMS_NORM
+    return Installation(package._quick, package._route, "CPU", routed=routed)
 
 
 @contextmanager

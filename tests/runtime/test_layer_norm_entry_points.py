@@ -1,0 +1,514 @@
+"""LayerNorm's package under what watches operators, `install`, `graph_pass` and `patch`."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+from generator.runtime.api import Package
+from generator.runtime.frontends.graph_pass import find_norms, route, tag
+from generator.runtime.frontends.layer_norm import LayerNormPackage
+from generator.runtime.frontends.layer_norm_operators import LayerNormOperators
+from generator.runtime.serve.warn_once import WarnOnce
+from tests.support.entry_points import (
+    aten_on_cpu,
+    grads,
+    leaf,
+    randn,
+    routing_on_cpu,
+    same,
+    write_layer_norm_package,
+    write_package,
+)
+
+ATEN = torch.ops.aten
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> LayerNormPackage:
+    return write_layer_norm_package(tmp_path_factory.mktemp("package"))
+
+
+@pytest.fixture(scope="module")
+def rms_package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return write_package(tmp_path_factory.mktemp("rms"))
+
+
+def filled(model: Any) -> Any:
+    for i, parameter in enumerate(model.parameters()):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(i))
+    return model
+
+
+# ---- Operators -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_step_is_one_operator_with_the_bits_of_the_eager_one(
+    package: LayerNormPackage, dynamic: bool, residual: bool
+) -> None:
+    norm, graphs = filled(package.LayerNorm(16, dtype=torch.bfloat16)), []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        def keep(graph: Any, _: Any) -> Any:
+            graphs.append({str(n.target) for n in graph.graph.nodes if n.op == "call_function"})
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=keep)(module, inputs)
+
+    def step(x: Any, other: Any) -> Any:
+        if not residual:
+            return norm(x)
+        y, h = norm(x, other)
+        return torch.cat((y, h))
+
+    compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=dynamic)
+    x, h = leaf(4, 16, dtype=torch.bfloat16), leaf(4, 16, dtype=torch.bfloat16, seed=1)
+    leaves = (x, *([h] * residual), norm.weight, norm.bias)
+    assert same(grads(compiled(x, h), *leaves), grads(step(x, h), *leaves))
+    longer = leaf(7, 16, dtype=torch.bfloat16, seed=3)
+    assert torch.equal(compiled(longer, longer), step(longer, longer))
+    named = [{t.split(".")[-2] for t in graph if "normforge" in t} for graph in graphs]
+    assert named[:2] == [{"layer_norm"}, {"layer_norm_backward"}]
+    assert not any("native_layer_norm" in target for graph in graphs for target in graph)
+
+
+def test_compiled_backward_writes_its_buffer(package: LayerNormPackage) -> None:
+    dy, x, weight = randn(4, 16), randn(4, 16, seed=1), randn(16, seed=2)
+    mean, rstd = torch.zeros(4, 1), torch.rand(4, 1)
+
+    def step(buffer: torch.Tensor) -> Any:
+        options: Any = {"dresidual": dy.double(), "dw_out": buffer, "accumulate": True}
+        return package.layer_norm_backward(dy, x, mean, rstd, weight, **options)
+
+    buffers = torch.ones(2, 16), torch.ones(2, 16)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert same(compiled(buffers[0]), step(buffers[1]))
+    assert same(*buffers) and not torch.equal(buffers[0], torch.ones(2, 16))
+
+
+def test_inductor_runs_the_operator_and_its_backend_routes(package: LayerNormPackage) -> None:
+    """The one test here that compiles code."""
+    norm, x = filled(package.LayerNorm(16)), leaf(4, 16)
+    plain = nn.LayerNorm(16)
+    plain.load_state_dict(norm.state_dict())
+    compiled = torch.compile(norm, fullgraph=True)
+    leaves = (x, norm.weight, norm.bias)
+    assert same(grads(compiled(x), *leaves), grads(norm(x), *leaves))
+    asked = []
+    ran = package.ops._backward
+    package.ops._backward = lambda *given: asked.append(1) or ran(*given)
+    try:
+        routed = torch.compile(plain, backend=package.inductor_backend(), fullgraph=True)
+        found = grads(routed(x), x, plain.weight, plain.bias)
+    finally:
+        package.ops._backward = ran
+    assert asked == [1]
+    for one, other in zip(found, grads(plain(x), x, plain.weight, plain.bias), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_operators_pass_opcheck(package: LayerNormPackage) -> None:
+    x, residual = leaf(4, 6, 16), leaf(4, 6, 16, seed=1)
+    weight, bias = leaf(16, seed=2), leaf(16, seed=3)
+    check = torch.library.opcheck
+    check(package.ops.layer_norm, (x, None, weight, bias, 1e-5))
+    check(package.ops.layer_norm, (x, residual.bfloat16(), weight, None, 1e-5))
+    check(package.ops.layer_norm, (x, None, None, bias, 1e-5))
+    dy, plain, rstd = randn(4, 6, 16, seed=3), x.detach(), torch.rand(4, 6, 1)
+    backward = package.ops.layer_norm_backward
+    scale = weight.detach()
+    check(backward, (dy, plain, rstd, scale, None, None, 0.0, True, True, rstd))
+    check(backward, (dy, plain, rstd, scale, dy.double(), None, 0.0, True, False, rstd))
+    check(backward, (dy, plain, rstd, None, None, None, 0.0, False, False, rstd))
+    narrow = [t.bfloat16() for t in (dy, plain)]
+    scale = scale.bfloat16()
+    check(backward, (*narrow, rstd, scale, None, torch.float32, 0.0, True, True, rstd))
+
+
+def test_what_watches_gets_an_answer(package: LayerNormPackage) -> None:
+    """Fake tensors, torch.func, forward mode, torch.jit.trace, torch.fx, checkpoints, autocast."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.checkpoint import checkpoint
+
+    x, weight, bias = leaf(4, 16), leaf(16, seed=1), leaf(16, seed=2)
+    wanted = functional.layer_norm(x, (16,), weight, bias)
+    with FakeTensorMode():
+        fake = torch.empty(4, 16, device="cuda")
+        y = package.layer_norm(fake, torch.empty(16, device="cuda"))
+        saved = torch.empty(4, 1, device="cuda")
+        scale = torch.empty(16, device="cuda")
+        dx, dw, db = package.layer_norm_backward(y, fake, saved, saved, scale)
+        assert dx is not None and dw is not None and db is not None
+        assert (y.device.type, dx.shape, dw.shape, db.shape) == ("cuda", (4, 16), (16,), (16,))
+    given = (x.detach(), weight.detach(), bias.detach())
+
+    def loss(*given: torch.Tensor) -> torch.Tensor:
+        return package.layer_norm(*given).square().sum()
+
+    of_func = torch.func.grad(loss, (0, 1, 2))(*given)
+    by_hand = torch.autograd.grad(wanted.square().sum(), (x, weight, bias), retain_graph=True)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(of_func, by_hand, strict=True))
+    _, tangent = torch.func.jvp(loss, given, tuple(map(torch.ones_like, given)))
+    assert torch.allclose(tangent, sum(g.sum() for g in by_hand), rtol=1e-3)
+    traced = torch.fx.symbolic_trace(nn.Sequential(package.LayerNorm(16)))
+    assert functional.layer_norm in [node.target for node in traced.graph.nodes]
+    assert torch.allclose(traced(x), functional.layer_norm(x, (16,)), atol=1e-6)
+    nested = torch.nested.as_nested_tensor([x.detach(), x.detach()[:1]], layout=torch.jagged)
+    rows = package.layer_norm(nested, weight, bias).values()
+    assert torch.allclose(rows, torch.cat((wanted, wanted[:1])), atol=1e-6)
+    scripted = torch.jit.trace(lambda x: package.layer_norm(x), x.detach())
+    assert torch.allclose(scripted(x), functional.layer_norm(x, (16,)), atol=1e-6)
+    again = checkpoint(lambda x: package.layer_norm(x, weight, bias), x, use_reentrant=False)
+    once = package.layer_norm(x, weight, bias)
+    assert same(grads(again, x, weight, bias), grads(once, x, weight, bias))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert package.layer_norm(x.bfloat16(), weight).dtype == torch.bfloat16
+    with torch.no_grad():
+        assert torch.equal(package.layer_norm(x, weight, bias), wanted)
+    assert package.layer_norm(torch.empty(4, 16, device="meta")).device.type == "meta"
+    assert package.layer_norm(torch.empty(0, 16)).shape == (0, 16)
+
+
+# ---- install -------------------------------------------------------------------------------------
+
+
+def train_once(norm: Any) -> list[torch.Tensor]:
+    x = leaf(4, 16)
+    return grads(norm(x), x, *norm.parameters())
+
+
+class Served:
+    """What a package was asked for, and whether it served."""
+
+    def __init__(self, package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[bool, bool, bool]] = []
+        route = package._route
+
+        def watch(dy: Any, x: Any, rstd: Any, weight: Any, dx: bool, dw: bool, *mean: Any) -> Any:
+            results = route(dy, x, rstd, weight, dx, dw, *mean)
+            self.calls.append((dx, dw, results is not None))
+            return results
+
+        monkeypatch.setattr(package, "_route", watch)
+
+
+def test_existing_model_is_routed_while_installed_only(
+    package: LayerNormPackage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served(package, monkeypatch)
+    norm, entry_point = filled(nn.LayerNorm(16)), routing_on_cpu(package)
+    wanted = train_once(norm)
+    with entry_point.installed():
+        found = train_once(norm)
+        assert served.calls == [(True, True, True)]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
+    assert same(train_once(norm), wanted)
+    assert len(served.calls) == 1
+
+
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("bias",), ("weight", "bias"), ("x",)])
+def test_gradients_that_nobody_wants(
+    package: LayerNormPackage, monkeypatch: pytest.MonkeyPatch, frozen: tuple[str, ...]
+) -> None:
+    served = Served(package, monkeypatch)
+    given = {"x": leaf(4, 16), "weight": leaf(16, seed=1), "bias": leaf(16, seed=2)}
+    for name in frozen:
+        given[name].requires_grad_(False)
+    leaves = [given[name] for name in given if name not in frozen]
+
+    def step() -> list[torch.Tensor]:
+        y = functional.layer_norm(given["x"], (16,), given["weight"], given["bias"])
+        return grads(y, *leaves)
+
+    wanted = step()
+    with routing_on_cpu(package).installed():
+        found = step()
+    assert served.calls == [("x" not in frozen, frozen != ("weight", "bias"), True)]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("mask", [[True, False, True], [False, True, False], [True, True, True]])
+def test_results_are_those_of_the_mask(package: LayerNormPackage, mask: list[bool]) -> None:
+    x, weight, _ = inputs()
+    _, mean, rstd = ATEN.native_layer_norm(x, [16], weight, weight, 1e-5)
+    given = (x.cos(), x, [16], mean, rstd, weight, weight, mask)
+    wanted = ATEN.native_layer_norm_backward(*given)
+    with routing_on_cpu(package).installed():
+        found = ATEN.native_layer_norm_backward(*given)
+    assert [result is not None for result in found] == mask
+    for one, other, asked in zip(found, wanted, mask, strict=True):
+        assert not asked or torch.allclose(one, other, atol=1e-5)
+
+
+def test_routing_serves_second_derivatives_by_pytorch(package: LayerNormPackage) -> None:
+    wide = torch.float64
+    leaves = [leaf(3, 6, dtype=wide), leaf(6, dtype=wide, seed=1), leaf(6, dtype=wide, seed=2)]
+
+    def penalty() -> list[torch.Tensor]:
+        y = functional.layer_norm(leaves[0], (6,), *leaves[1:])
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
+
+    wanted = penalty()
+    with routing_on_cpu(package).installed():
+        found = penalty()
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_what_is_not_served_has_the_bits_of_pytorch(
+    package: LayerNormPackage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served(package, monkeypatch)
+    x, weight, bias = leaf(4, 3, 16), leaf(16, seed=1), leaf(16, seed=2)
+    steps = {
+        "a bias alone": lambda: grads(functional.layer_norm(x, (16,), None, bias), x, bias),
+        "two dimensions": lambda: grads(
+            functional.layer_norm(x, (3, 16), weight.expand(3, 16)), x, weight
+        ),
+        "narrow statistics": lambda: grads(
+            functional.layer_norm(x.bfloat16(), (16,), weight.bfloat16(), bias.bfloat16()), x, bias
+        ),
+    }
+    for what, step in steps.items():
+        wanted = step()
+        with routing_on_cpu(package).installed():
+            assert same(step(), wanted), what
+    assert served.calls == [(True, True, False)]  # by the narrow one
+    monkeypatch.setattr(package, "warn", WarnOnce())
+    monkeypatch.setattr(package, "_find", lambda given, options: "nothing was tuned")
+    norm = filled(nn.LayerNorm(16))
+    wanted = train_once(norm)
+    told = pytest.warns(UserWarning, match="nothing was tuned; using PyTorch's own kernel")
+    with routing_on_cpu(package).installed(), told:
+        assert same(train_once(norm), wanted)
+
+
+def test_packages_of_both_norms_are_installed_at_once(
+    package: LayerNormPackage, rms_package: Package, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = [Served(each, monkeypatch) for each in (package, rms_package)]
+    with aten_on_cpu():
+        one, two = routing_on_cpu(package), routing_on_cpu(rms_package)
+        one.install()
+        two.install()
+        train_once(nn.LayerNorm(16))
+        assert [len(served.calls) for served in seen] == [1, 0]
+        other = write_layer_norm_package(tmp_path)
+        with pytest.raises(RuntimeError, match="uninstall it first"):
+            routing_on_cpu(other).install()
+        one.uninstall()
+        monkeypatch.setattr(rms_package, "_quick", lambda *_: None)
+        train_once(nn.RMSNorm(16))
+        assert [len(served.calls) for served in seen] == [1, 1]
+        two.uninstall()
+
+
+# ---- graph_pass ----------------------------------------------------------------------------------
+
+
+def step_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+    """A training step: LayerNorms with a weight and a bias, with a weight, with neither."""
+    leaves = [given.detach().requires_grad_() for given in (x, weight, bias)]
+    x, weight, bias = leaves
+    y = functional.layer_norm(x, (16,), weight, bias)
+    y = functional.layer_norm(torch.tanh(y), (16,))
+    y = functional.layer_norm(y + x, (16,), weight)
+    return torch.autograd.grad(y.square().mean() + y.sin().sum(), leaves)
+
+
+def masked(mask: list[bool], shape: tuple[int, ...] = (16,)) -> Any:
+    def step(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+        if len(shape) > 1:
+            weight, bias = (given.expand(shape) for given in (weight, bias))
+        _, mean, rstd = ATEN.native_layer_norm(x, shape, weight, bias, 1e-5)
+        return ATEN.native_layer_norm_backward(x.cos(), x, shape, mean, rstd, weight, bias, mask)
+
+    return step
+
+
+def inputs(seed: int = 0) -> tuple[torch.Tensor, ...]:
+    return randn(4, 16, seed=seed), randn(16, seed=seed + 1), randn(16, seed=seed + 2)
+
+
+def backwards(module: torch.fx.GraphModule) -> int:
+    name = "native_layer_norm_backward"
+    return sum(name in str(norm.target) for norm in find_norms(module.graph, LayerNormOperators))
+
+
+@pytest.mark.parametrize("mode", ["fake", "symbolic", "real"])
+def test_every_backward_is_routed_and_the_numbers_stay(
+    package: LayerNormPackage, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = make_fx(step_of, tracing_mode=mode)(*inputs())
+    assert len(find_norms(module.graph, LayerNormOperators)) == 6
+    wanted = module(*inputs(3))
+    with caplog.at_level("INFO"):
+        rewrite = package.graph_pass()
+        assert rewrite(module, inputs()) is module
+    assert rewrite.__name__ == "normforge_route_layernorm"
+    told = [message for message in caplog.messages if "nodes" in message]
+    assert told == [f"gave 3 LayerNorm nodes to {package.ops.namespace}"]
+    assert len(find_norms(module.graph, LayerNormOperators)) == 3  # the forward is PyTorch's
+    for one, other in zip(module(*inputs(3)), wanted, strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+    if mode != "real":
+        for node in module.graph.nodes:
+            if node.op == "call_function" and node.target is ATEN.select.int:
+                row, both = node.meta["val"], node.args[0].meta["val"]
+                assert (both.shape, both.dtype) == ((2, *row.shape), row.dtype)
+
+
+@pytest.mark.parametrize("mask", [[a, b, c] for a in (0, 1) for b in (0, 1) for c in (0, 1)])
+def test_masks_of_a_graph(
+    package: LayerNormPackage, monkeypatch: pytest.MonkeyPatch, mask: list[Any]
+) -> None:
+    mask = list(map(bool, mask))
+    module, asked = make_fx(masked(mask), tracing_mode="fake")(*inputs()), []
+    wanted = module(*inputs(3))
+    ran = package.ops._backward
+
+    def watch(given: Any, options: Any) -> Any:
+        asked.append((options.need_dx, options.need_dw))
+        return ran(given, options)
+
+    monkeypatch.setattr(package.ops, "_backward", watch)
+    found = route(module, package.ops)(*inputs(3))
+    assert backwards(module) == 0
+    assert asked == [(mask[0], mask[1] or mask[2])]
+    assert [result is not None for result in wanted] == mask
+    for one, other in zip(found, wanted, strict=True):
+        assert one is other is None or torch.allclose(one, other, atol=1e-5)
+
+
+def test_what_the_operator_does_not_take_stays(package: LayerNormPackage) -> None:
+    everything = [True, True, True]
+    steps = {
+        "two dimensions": (masked(everything, (4, 16)), inputs()),
+        "narrow statistics": (masked(everything), [given.bfloat16() for given in inputs()]),
+        "a bias alone": (
+            lambda x, w, b: masked([True, False, True])(x, None, b),  # type: ignore[arg-type]
+            inputs(),
+        ),
+    }
+    for what, (step, given) in steps.items():
+        module = route(make_fx(step, tracing_mode="fake")(*given), package.ops)
+        assert backwards(module) == 1, what
+
+
+def test_nested_modules_marks_and_other_norms(
+    package: LayerNormPackage, rms_package: Package
+) -> None:
+    graph = torch.fx.Graph()
+    given = [graph.placeholder(name) for name in ("x", "w", "b")]
+    graph.output(graph.call_module("called", tuple(given)))
+    inner = make_fx(step_of, tracing_mode="fake")(*inputs())
+    module = torch.fx.GraphModule({"called": inner}, graph)
+    route(tag(module), rms_package.ops)  # of RMSNorm: leaves everything
+    assert backwards(inner) == 3
+    assert package.graph_pass("tag")(module) is module
+    marked = [n for n in inner.graph.nodes if "compile_with_inductor" in n.meta.get("custom", {})]
+    assert {*find_norms(inner.graph, package.ops)} <= {*marked}
+    route(module, package.ops)
+    assert backwards(inner) == 0
+    for node in inner.graph.nodes:
+        if package.ops.namespace in str(node.target) or node.target is ATEN.select.int:
+            assert "compile_with_inductor" not in node.meta["custom"]
+
+
+# ---- patch ---------------------------------------------------------------------------------------
+
+
+class WideLayerNorm(nn.LayerNorm):
+    """As models have it that keep their norms in fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float()).type_as(x)
+
+
+class DoubleLayerNorm(nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class OffsetLayerNorm(nn.LayerNorm):
+    """The weight is stored minus one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
+
+
+class ScaledLayerNorm(nn.LayerNorm):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Centred(nn.LayerNorm):
+    """Not called so."""
+
+
+def nodes_of(y: torch.Tensor) -> str:
+    return type(y.grad_fn).__name__
+
+
+@pytest.mark.parametrize("affine", [{}, {"bias": False}, {"elementwise_affine": False}])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, WideLayerNorm])
+def test_norms_are_served_and_given_back(
+    package: LayerNormPackage, kind: Any, affine: dict[str, bool]
+) -> None:
+    model = filled(nn.Sequential(kind(16, **affine), nn.Linear(16, 16), kind(16, 1e-3, **affine)))
+    before, names = copy.deepcopy(model), list(model.state_dict())
+    x = leaf(4, 16)
+    wanted = [model(x), *grads(model(x), x, *model.parameters())]
+    assert package.patch(model) == ["0", "2"] == package.patch(model)
+    assert nodes_of(model(x)) == "LayerNormNodeBackward"
+    found = [model(x), *grads(model(x), x, *model.parameters())]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
+    assert all(isinstance(model[i], kind) for i in (0, 2))
+    assert type(model[0]) is type(model[2])
+    assert list(model.state_dict()) == names
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert same(grads(compiled(x), x), grads(model(x), x))
+    assert package.unpatch(model) == ["0", "2"]
+    assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
+    assert torch.equal(model(x), wanted[0])
+    assert package.unpatch(model) == []
+
+
+@pytest.mark.parametrize("kind", [DoubleLayerNorm, OffsetLayerNorm, ScaledLayerNorm, Centred])
+def test_what_computes_anything_else_is_left_alone(package: LayerNormPackage, kind: Any) -> None:
+    norm = kind(16)
+    two = nn.LayerNorm((4, 16))
+    assert package.patch(nn.Sequential(norm, two, nn.RMSNorm(16), package.LayerNorm(16))) == []
+    assert (type(norm), type(two)) == (kind, nn.LayerNorm)
+
+
+def test_packages_of_both_norms_patch_one_model(
+    package: LayerNormPackage, rms_package: Package
+) -> None:
+    model = nn.Sequential(nn.LayerNorm(16), nn.RMSNorm(16))
+    assert package.patch(model) == ["0"]
+    assert rms_package.patch(model) == ["1"]
+    assert package.patch(model) == ["0"]
+    assert nodes_of(model(leaf(4, 16))) == "EagerNormBackward"
+    assert nodes_of(model[0](leaf(4, 16))) == "LayerNormNodeBackward"
+    assert rms_package.unpatch(model) == ["1"]
+    assert type(model[0]) is not nn.LayerNorm
+    assert package.unpatch(model) == ["0"]
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.LayerNorm(16), WideLayerNorm(16))
+    assert package.patch(empty) == ["0", "1"]
