@@ -8,8 +8,15 @@ _package = LayerNormPackage(Path(__file__).resolve().parent)
 
 PROVENANCE = _package.provenance
 explain = _package.explain
+graph_pass = _package.graph_pass
+inductor_backend = _package.inductor_backend
+install = _package.install
+installed = _package.installed
 layer_norm = _package.layer_norm
 layer_norm_backward = _package.layer_norm_backward
+patch = _package.patch
+uninstall = _package.uninstall
+unpatch = _package.unpatch
 
 LayerNorm = _package.LayerNorm
 LayerNorm.__module__ = __name__  # where pickle finds it
@@ -18,6 +25,13 @@ __all__ = [
     "LayerNorm",
     "PROVENANCE",
     "explain",
+    "graph_pass",
+    "inductor_backend",
+    "install",
+    "installed",
     "layer_norm",
     "layer_norm_backward",
+    "patch",
+    "uninstall",
+    "unpatch",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from .frontends.dtensor import register_sharding
-from .frontends.gradients import wants_gradient, without_gradient
 from .frontends.graph_pass import AUTOTUNED, Pass, make_backend, make_pass
 from .frontends.install import Installation
 from .frontends.module import RMSNorm
-from .frontends.operators import SCHEMAS, Operators
+from .frontends.operators import SCHEMAS, Operators, digest_of
 from .frontends.patch import patch, unpatch
 from .frontends.rms_norm import Norm
 from .serve.checks import dtype_name
@@ -25,13 +23,7 @@ from .serve.options import Arguments, Options
 from .serve.reference import Results
 from .spec import plan_launch
 from .table import Kernel
-from .torch_internals import (
-    is_plain,
-    modes_active,
-    raw_stream,
-    tangents_active,
-    transforms_active,
-)
+from .torch_internals import modes_active, raw_stream, tangents_active
 
 
 class Package(DescribedServer):
@@ -43,7 +35,7 @@ class Package(DescribedServer):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._forward = Forward(folder)
-        self.ops = Operators(_digest(folder), self._forward, self._run)
+        self.ops = Operators(digest_of(folder, SCHEMAS), self._forward, self._run)
         self._norm = Norm(self, self._forward, self.ops)
         self.rms_norm = self._norm.rms_norm
         self.rmsnorm_forward = self._norm.rmsnorm_forward
@@ -124,19 +116,9 @@ class Package(DescribedServer):
 
     def _serve(self, given: Arguments, options: Options) -> Results:
         """Any call: through an operator where somebody watches those, else at once."""
-        if (
-            is_dynamo_compiling()
-            or modes_active()
-            or transforms_active()
-            or tangents_active()
-            or not all(map(is_plain, vars(given).values()))
-        ):
-            if not is_dynamo_compiling():
-                register_sharding(self.ops)
-            return self.ops.backward(given, options)
-        if wants_gradient(given):
-            return without_gradient(self._run, given, options)
-        return self._run(given, options)
+        if not is_dynamo_compiling():
+            register_sharding(self.ops)
+        return self.ops.serve(self._run, given, options)
 
     def graph_pass(
         self, how: str = "route", inductor_configs: Mapping[str, Any] | None = AUTOTUNED
@@ -229,14 +211,6 @@ class Package(DescribedServer):
             left = kernel.spec.residual if kernel else ""
             return self._kernel_for(device, (*shape[:3], "fp32"), False, left)
         return kernel
-
-
-def _digest(folder: Path) -> str:
-    """Eight hex digits that change with the tables of a package, and so with its kernels, and with
-    what its operators take: code that was compiled and kept calls them by these."""
-    content = b"".join(path.read_bytes() for path in sorted(folder.glob("*.json")))
-    content += repr(SCHEMAS).encode()
-    return hashlib.sha256(content).hexdigest()[:8]
 
 
 def _named(shape: tuple[Any, ...]) -> tuple[int, int, str, str]:

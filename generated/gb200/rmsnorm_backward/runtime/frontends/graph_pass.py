@@ -1,11 +1,12 @@
-"""A pass over FX graphs of a training step: RMSNorm to this package, or to Inductor.
+"""A pass over FX graphs of a training step: the norms to this package, or to Inductor.
 
 A graph that `make_fx` traced without decompositions (as graph trainers do) holds RMSNorm as
-`aten._fused_rms_norm.default` and `aten._fused_rms_norm_backward.default` with their getitem users.
-`route` gives them to a package's operators. `tag` marks them, getitems included, for
-`torch.fx.passes.regional_inductor`, which compiles what is marked and leaves the rest as it is.
+`aten._fused_rms_norm.default` and `aten._fused_rms_norm_backward.default` with their getitem users;
+the operators of other norms are those that `NormOperators.aten` says. `route` gives them to a
+package's operators. `tag` marks them, getitems included, for `torch.fx.passes.regional_inductor`,
+which compiles what is marked and leaves the rest as it is.
 
-Plain torch.compile decomposes both operators before any pass can see them; `make_backend` is an
+Plain torch.compile decomposes these operators before any pass can see them; `make_backend` is an
 Inductor that keeps them, and routes them.
 """
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from .operators import Operators
+from .operators import NormOperators, Operators
+from .routes import MARK, getitems
 
 Pass = Callable[..., GraphModule]
 """Takes a graph module and, as graph trainers give it, the example inputs; returns the module."""
@@ -30,22 +31,25 @@ Pass = Callable[..., GraphModule]
 AUTOTUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
 """Settings of Inductor with which it searches for the fastest norm."""
 
-_MARK, _REGION = "compile_with_inductor", "inductor_region"
+_REGION = "inductor_region"
 _log = logging.getLogger(__name__)
 
 
-def norm_operators() -> list[Any]:
-    """PyTorch's operators of RMSNorm, forward and backward: those that this PyTorch has."""
+Norm = NormOperators | type[NormOperators]
+"""Says which norm is meant."""
+
+
+def norm_operators(norm: Norm = Operators) -> list[Any]:
+    """PyTorch's operators of a norm, forward and backward: those that this PyTorch has."""
     aten = torch.ops.aten
-    names = ("_fused_rms_norm", "_fused_rms_norm_backward")
-    return [getattr(aten, name).default for name in names if hasattr(aten, name)]
+    return [getattr(aten, name).default for name in norm.aten if hasattr(aten, name)]
 
 
-def find_norms(graph: torch.fx.Graph) -> list[Node]:
-    """The forward and backward nodes of RMSNorm, in the order of the graph; not those inside nested
+def find_norms(graph: torch.fx.Graph, norm: Norm = Operators) -> list[Node]:
+    """The forward and backward nodes of a norm, in the order of the graph; not those inside nested
     GraphModules.
     """
-    targets = norm_operators()
+    targets = norm_operators(norm)
     return [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
 
 
@@ -54,37 +58,32 @@ def graph_modules(module: GraphModule) -> Iterator[GraphModule]:
     return (each for each in module.modules() if isinstance(each, GraphModule))
 
 
-def getitems(node: Node) -> list[Node]:
-    """The users of a node that take one of its results."""
-    return [
-        user
-        for user in node.users
-        if user.op == "call_function" and user.target is operator.getitem
-    ]
-
-
-def tag(module: GraphModule, inductor_configs: Mapping[str, Any] | None = None) -> GraphModule:
-    """Mark every RMSNorm and its getitems for regional compilation with these settings of
+def tag(
+    module: GraphModule,
+    inductor_configs: Mapping[str, Any] | None = None,
+    norm: Norm = Operators,
+) -> GraphModule:
+    """Mark every norm and its getitems for regional compilation with these settings of
     torch._inductor.config, None for those of Inductor. Changes node.meta only. An earlier mark is
     replaced; of it stays the region that it put the norm into, with its getitems.
     """
     settings = {} if inductor_configs is None else {"inductor_configs": dict(inductor_configs)}
-    norms = [norm for each in graph_modules(module) for norm in find_norms(each.graph)]
-    for norm in norms:
-        earlier = (norm.meta.get("custom") or {}).get(_MARK)
+    norms = [found for each in graph_modules(module) for found in find_norms(each.graph, norm)]
+    for found in norms:
+        earlier = (found.meta.get("custom") or {}).get(MARK)
         mark = dict(settings)
         if isinstance(earlier, dict) and _REGION in earlier:
             mark[_REGION] = earlier[_REGION]
-        for node in (norm, *getitems(norm)):
+        for node in (found, *getitems(found)):
             # A dictionary of its own: tracers give one to many nodes.
-            node.meta["custom"] = {**(node.meta.get("custom") or {}), _MARK: mark}
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: mark}
     if norms:
-        _log.info("marked %d RMSNorm nodes for Inductor", len(norms))
+        _log.info("marked %d %s nodes for Inductor", len(norms), norm.norm)
     return module
 
 
-def route(module: GraphModule, operators: Operators) -> GraphModule:
-    """Replace every RMSNorm over the last dimension by the operators of a package."""
+def route(module: GraphModule, operators: NormOperators) -> GraphModule:
+    """Replace every norm over the last dimension by the operators of a package."""
     count = 0
     for each in graph_modules(module):
         replaced = route_graph(each.graph, operators)
@@ -92,94 +91,29 @@ def route(module: GraphModule, operators: Operators) -> GraphModule:
             each.recompile()
         count += replaced
     if count:
-        _log.info("gave %d RMSNorm nodes to %s", count, operators.namespace)
+        _log.info("gave %d %s nodes to %s", count, operators.norm, operators.namespace)
     return module
 
 
-def route_graph(graph: torch.fx.Graph, operators: Operators) -> int:
+def route_graph(graph: torch.fx.Graph, operators: NormOperators) -> int:
     """`route` on a graph; how many nodes it replaced."""
     replaced = 0
-    for node in find_norms(graph):
-        backward = node.target is torch.ops.aten._fused_rms_norm_backward.default
-        replaced += _route_backward(node, operators) if backward else _route_norm(node, operators)
+    for node in find_norms(graph, operators):
+        target: Any = node.target
+        route_node = operators.routes.get(target._schema.name)
+        replaced += route_node is not None and route_node(node, operators)
     if replaced:
         graph.lint()
     return replaced
 
 
-def _named(node: Node) -> dict[str, Any]:
-    """The arguments of a node by the names of its operator's schema."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
-def _served(x: Any, weight: Any, normalized_shape: Any) -> bool:
-    """Whether the package's operators take these: one normalised dimension, dtypes they know."""
-    if len(normalized_shape) != 1:
-        return False
-    if not isinstance(weight, Node) or not isinstance(x, Node):
-        return True
-    rows, scale = x.meta.get("val"), weight.meta.get("val")
-    return rows is None or scale is None or scale.dtype in (rows.dtype, torch.float32)
-
-
-def _route_norm(node: Node, operators: Operators) -> bool:
-    given = _named(node)
-    x, weight = given["input"], given.get("weight")
-    if not _served(x, weight, given["normalized_shape"]):
-        return False
-    arguments = (x, weight, given.get("eps"), 0.0)
-    _replace(node, operators.rms_norm, arguments)
-    return True
-
-
-def _route_backward(node: Node, operators: Operators) -> bool:
-    given = _named(node)
-    x, weight = given["input"], given.get("weight")
-    if not _served(x, weight, given["normalized_shape"]):
-        return False
-    need_dx, need_dw = given["output_mask"]
-    arguments = (given["grad_out"], x, given["rstd"], weight, None, None, 0.0, need_dx, need_dw)
-    _replace(node, operators.rms_norm_backward, arguments)
-    return True
-
-
-def _replace(node: Node, target: Any, arguments: tuple[Any, ...]) -> None:
-    """Put a call of `target` in the place of a node. Its first results are the node's."""
-    graph = node.graph
-    with graph.inserting_before(node):
-        new = graph.call_function(target, arguments)
-    new.meta = dict(node.meta)
-    for each in (new, *getitems(node)):  # Inductor is not to take what is no norm of PyTorch's now
-        if _MARK in (each.meta.get("custom") or {}):
-            each.meta["custom"] = {k: v for k, v in each.meta["custom"].items() if k != _MARK}
-    value = _fake_value(target, arguments)
-    if value is not None:
-        new.meta["val"] = value
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
-
-
-def _fake_value(target: Any, arguments: tuple[Any, ...]) -> Any:
-    """What the call gives, on the values that tracing left in the nodes; None without them."""
-    values = [a.meta.get("val") if isinstance(a, Node) else a for a in arguments]
-    missing = any(
-        isinstance(a, Node) and value is None for a, value in zip(arguments, values, strict=True)
-    )
-    modes = [mode for value in values if (mode := getattr(value, "fake_mode", None)) is not None]
-    if missing or not modes or any(mode is not modes[0] for mode in modes):
-        return None
-    with modes[0]:
-        return target(*values)
-
-
 def make_pass(
-    operators: Operators,
+    operators: NormOperators,
     how: str = "route",
     inductor_configs: Mapping[str, Any] | None = AUTOTUNED,
 ) -> Pass:
-    """A pass for a graph trainer. how: `route` or `tag`; inductor_configs: for `tag`."""
+    """A pass for a graph trainer, called normforge_<how> for RMSNorm and normforge_<how>_<norm> for
+    others. how: `route` or `tag`; inductor_configs: for `tag`."""
     if how not in ("route", "tag"):
         raise ValueError(f"how must be 'route' or 'tag', got {how!r}")
 
@@ -187,27 +121,32 @@ def make_pass(
         return route(module, operators)
 
     def normforge_tag(module: GraphModule, example_inputs: Any = None) -> GraphModule:
-        return tag(module, inductor_configs)
+        return tag(module, inductor_configs, operators)
 
-    return normforge_route if how == "route" else normforge_tag
+    made = normforge_route if how == "route" else normforge_tag
+    if operators.norm != "RMSNorm":
+        made.__name__ += f"_{operators.norm.lower()}"
+    return made
 
 
 class Decompositions(dict[Any, Callable[..., Any]]):
-    """Inductor's decompositions under its settings of now, without those of RMSNorm.
+    """Inductor's decompositions under its settings of now, without those of the operators of a norm
+    that `route` takes.
 
     Pickled it is a constant. Inductor pickles it for the keys of its caches, which hold the
     settings and `cache_key` as well. The functions in it cannot be pickled, nor can this class by
     name where the modules of a package are no longer in sys.modules.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, norm: Norm = Operators) -> None:
         from torch._inductor.decomposition import select_decomp_table
 
-        kept = norm_operators()
+        self._norm = norm.norm
+        kept = [op for op in norm_operators(norm) if op._schema.name in norm.routes]
         super().__init__((op, fn) for op, fn in select_decomp_table().items() if op not in kept)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, ({"Inductor's decompositions, without": "RMSNorm"},)
+        return dict, ({"Inductor's decompositions, without": self._norm},)
 
 
 @cache
@@ -220,7 +159,7 @@ def code_digest(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def cache_key(operators: Operators) -> str:
+def cache_key(operators: NormOperators) -> str:
     """What code compiled with a package is cached under. It changes with the tables of the package
     and with the code of its runtime."""
     return f"{operators.namespace} {code_digest(Path(__file__).resolve().parents[1])}"
@@ -237,9 +176,9 @@ def _refuse_other(given: Any) -> None:
         )
 
 
-def make_backend(operators: Operators, **inductor_configs: Any) -> Callable[..., Any]:
-    """A backend for torch.compile: Inductor with these settings, but every RMSNorm stays one
-    operator and is this package's. Inductor's caches keep what it compiles under keys that have
+def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[..., Any]:
+    """A backend for torch.compile: Inductor with these settings, but what `route` takes of the norm
+    stays whole and is this package's. Inductor's caches keep what it compiles under keys that have
     `cache_key` in them.
 
     Raises ValueError where post_grad_custom_pre_pass is set, here or, once it compiles, in
@@ -262,7 +201,7 @@ def make_backend(operators: Operators, **inductor_configs: Any) -> Callable[...,
 
         with config.patch(inductor_configs):
             _refuse_other(getattr(config, _SLOT))
-            table = Decompositions()
+            table = Decompositions(operators)
         settings = {**inductor_configs, _SLOT: RouteNorms()}
         return compile_fx(
             module, example_inputs, decompositions=table, config_patches=settings, **options

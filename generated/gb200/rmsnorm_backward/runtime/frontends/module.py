@@ -60,18 +60,7 @@ class RMSNorm(torch.nn.RMSNorm):
             return self._package_norm.rms_norm(
                 x, self.weight, self.eps, weight_offset=self.weight_offset, residual=residual
             )
-        dims = len(self.normalized_shape)
-        # torch.fx traces with what is no tensor.
-        if isinstance(x, torch.Tensor) and x.shape[-dims:] != self.normalized_shape:
-            raise ValueError(
-                f"x must have shape (..., {', '.join(map(str, self.normalized_shape))}), "
-                f"got {tuple(x.shape)}"
-            )
-        weight: torch.Tensor | None = self.weight
-        rows, other = x, residual
-        if dims > 1:
-            weight = None if weight is None else weight.flatten()
-            rows, other = x.flatten(-dims), None if residual is None else residual.flatten(-dims)
+        rows, other, weight = flat(self.normalized_shape, x, residual, self.weight)
         if self.main_grad and weight is not None:
             results = main_grad_norm(
                 self._package_norm, rows, other, weight, self.weight, self.eps, self.weight_offset
@@ -80,13 +69,32 @@ class RMSNorm(torch.nn.RMSNorm):
             results = self._package_norm.rms_norm(
                 rows, weight, self.eps, weight_offset=self.weight_offset, residual=other
             )
-        if dims == 1:
-            return results
-        if residual is None:
-            return results.view(x.shape)
-        return tuple(result.view(x.shape) for result in results)
+        return like(x, results, self.normalized_shape)
 
     def extra_repr(self) -> str:
         offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
         main_grad = ", main_grad=True" if self.main_grad else ""
         return super().extra_repr() + offset + main_grad
+
+
+def flat(shape: tuple[int, ...], x: Any, *others: torch.Tensor | None) -> tuple[Any, ...]:
+    """All tensors with one dimension in the place of those that are normalised. Raises ValueError
+    where x has others."""
+    dims = len(shape)
+    # torch.fx traces with what is no tensor.
+    if isinstance(x, torch.Tensor) and x.shape[-dims:] != shape:
+        raise ValueError(
+            f"x must have shape (..., {', '.join(map(str, shape))}), got {tuple(x.shape)}"
+        )
+    if dims == 1:
+        return x, *others
+    return tuple(None if given is None else given.flatten(-dims) for given in (x, *others))
+
+
+def like(x: Any, results: Any, shape: tuple[int, ...]) -> Any:
+    """The results of `flat` rows, one tensor or several, with the dimensions of x."""
+    if len(shape) == 1:
+        return results
+    if isinstance(results, tuple):
+        return tuple(result.view(x.shape) for result in results)
+    return results.view(x.shape)

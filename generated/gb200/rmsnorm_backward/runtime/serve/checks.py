@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..table import runs_on
-from .options import Arguments, Options
+from .options import Arguments, Options, dw_shape
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 """The dtypes that kernels have, by their short names."""
@@ -31,24 +31,32 @@ def check_arguments(given: Arguments, options: Options) -> None:
     N = x.shape[-1]
     if dy.shape != x.shape:
         raise ValueError(f"dy must have x's shape {tuple(x.shape)}, got {tuple(dy.shape)}")
-    _check_weight(x, weight)
+    _check_weight(x, weight, heads=given.mean is None)
     if rstd.numel() * N != x.numel():
         raise ValueError(
             f"rstd must have one value for each of the {x.numel() // N} rows of x, "
             f"got {rstd.numel()}"
         )
+    mean = given.mean
+    if mean is not None and (mean.dtype, mean.numel()) != (rstd.dtype, rstd.numel()):
+        raise ValueError(
+            f"mean must be like rstd ({rstd.numel()} of {rstd.dtype}), "
+            f"got {mean.numel()} of {mean.dtype}"
+        )
     _check_options(given, options)
 
 
-def _check_weight(x: torch.Tensor, weight: torch.Tensor | None) -> None:
+def _check_weight(
+    x: torch.Tensor, weight: torch.Tensor | None, heads: bool = True, name: str = "weight"
+) -> None:
     if weight is None:
         return
     if weight.dtype not in (x.dtype, torch.float32):
-        raise TypeError(f"weight must have x's dtype {x.dtype} or float32, got {weight.dtype}")
-    if weight.shape not in (x.shape[-1:], x.shape[-2:]):
-        heads = f" or {tuple(x.shape[-2:])}" if x.dim() > 1 else ""
+        raise TypeError(f"{name} must have x's dtype {x.dtype} or float32, got {weight.dtype}")
+    if weight.shape not in (x.shape[-1:], x.shape[-2:] if heads else ()):
+        other = f" or {tuple(x.shape[-2:])}" if heads and x.dim() > 1 else ""
         raise ValueError(
-            f"weight must have shape ({x.shape[-1]},){heads}, got {tuple(weight.shape)}"
+            f"{name} must have shape ({x.shape[-1]},){other}, got {tuple(weight.shape)}"
         )
 
 
@@ -73,26 +81,33 @@ def _check_options(given: Arguments, options: Options) -> None:
         return
     if weight is None or not options.need_dw:
         raise ValueError("dw_out is given, but dw is not computed: it needs a weight and need_dw")
-    if dw_out.shape != weight.shape:
-        raise ValueError(
-            f"dw_out must have the weight's shape {tuple(weight.shape)}, got {tuple(dw_out.shape)}"
-        )
+    shape = dw_shape(given)
+    if dw_out.shape != shape:
+        whose = "the weight's shape" if given.mean is None else "shape"
+        raise ValueError(f"dw_out must have {whose} {shape}, got {tuple(dw_out.shape)}")
     if dw_out.dtype not in kinds or options.dw_dtype not in (None, dw_out.dtype):
         raise TypeError(f"dw_out must have the weight's dtype or {wide}, got {dw_out.dtype}")
 
 
 def check_forward(
-    x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    *,
+    bias: torch.Tensor | None = None,
+    heads: bool = True,
 ) -> None:
-    """Raise TypeError or ValueError, with one sentence, for arguments that do not fit together."""
+    """Raise TypeError or ValueError, with one sentence, for arguments that do not fit together.
+    heads: whether there may be a weight for each head."""
     if x.dtype not in FLOATS:
         raise TypeError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x must be (..., N) with N >= 1, got shape {tuple(x.shape)}")
-    for name, tensor in (("weight", weight), ("residual", residual)):
+    for name, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device} and x on {x.device}")
-    _check_weight(x, weight)
+    _check_weight(x, weight, heads)
+    _check_weight(x, bias, heads=False, name="bias")
     if residual is not None:
         if residual.dtype not in FLOATS or (residual.dtype == torch.float64) != (
             x.dtype == torch.float64

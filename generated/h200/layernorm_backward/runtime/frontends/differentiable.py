@@ -1,4 +1,4 @@
-"""RMSNorm and its backward as differentiable operators of PyTorch: for create_graph=True, for
+"""Norms and their backward as differentiable operators of PyTorch: for create_graph=True, for
 forward mode and for torch.func, whose transforms see through these only."""
 
 from __future__ import annotations
@@ -59,11 +59,15 @@ def differentiable_backward(
     dresidual: torch.Tensor | None,
     need_dx: bool,
     need_dw: bool,
+    centred: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dx and dw as `reference_backward` has them, but with gradients of their own: rstd is computed
-    again from x. In fp32 (float64 for float64), rounded at the end."""
+    again from x, and with `centred`, of a norm that takes the mean off, the mean. In fp32 (float64
+    for float64), rounded at the end."""
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     wide_x, grad = x.to(compute), dy.to(compute)
+    if centred:
+        wide_x = wide_x - wide_x.mean(-1, keepdim=True)
     eps = torch.finfo(compute).eps if eps is None else eps
     rstd = torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
     normalized = wide_x * rstd
@@ -71,10 +75,16 @@ def differentiable_backward(
     if need_dx:
         scale = 1.0 + weight_offset if weight is None else weight.to(compute) + weight_offset
         weighted = grad * scale
-        dx = rstd * (weighted - normalized * (weighted * normalized).mean(-1, keepdim=True))
+        along = normalized * (weighted * normalized).mean(-1, keepdim=True)
+        if centred:
+            weighted = weighted - weighted.mean(-1, keepdim=True)
+        dx = rstd * (weighted - along)
         if dresidual is not None:
             dx = dx + dresidual.to(compute)
         dx = dx.to(x.dtype)
     if need_dw and weight is not None:
-        dw = (grad * normalized).reshape(-1, *weight.shape).sum(0).to(weight.dtype)
+        dw = (grad * normalized).reshape(-1, *weight.shape).sum(0)
+        if centred:
+            dw = torch.stack((dw, grad.reshape(-1, *weight.shape).sum(0)))
+        dw = dw.to(weight.dtype)
     return dx, dw

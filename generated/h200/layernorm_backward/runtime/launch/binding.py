@@ -20,6 +20,9 @@ from .workspace import StreamWorkspace
 pack_addresses = struct.Struct("@8Q").pack_into
 """Writes x, dy, rstd, weight, dx, dw, dresidual and dresidual_out (0 for None), which the main
 kernel's arguments begin with."""
+pack_mean = struct.Struct("@Q").pack_into
+"""Writes mean at MEAN."""
+MEAN = MAIN_ARGUMENTS.size - 8
 _DW, _SCRATCH = 5 * 8, 10 * 8
 
 
@@ -62,7 +65,7 @@ def argument_block(launch: Launch, extent: Extent, zeros: int, scratch: int) -> 
     """The arguments of a launch, with 0 for the addresses of all tensors."""
     values = ctypes.create_string_buffer(MAIN_ARGUMENTS.size + SUM_ARGUMENTS.size)
     MAIN_ARGUMENTS.pack_into(
-        values, 0, *([0] * 8), zeros, zeros + launch.zeroed_offset, scratch, *extent
+        values, 0, *([0] * 8), zeros, zeros + launch.zeroed_offset, scratch, *extent, 0
     )
     SUM_ARGUMENTS.pack_into(
         values, MAIN_ARGUMENTS.size, scratch, 0, launch.participants, extent.columns, extent.dw_mode

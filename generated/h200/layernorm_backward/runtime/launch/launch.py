@@ -20,10 +20,8 @@ from .loaded_kernel import LoadedKernel
 
 # The arguments as the compiler lays them out, every one naturally aligned. The main kernel's are
 # one structure: x, dy, rstd, weight, dx, dw, dresidual, dresidual_out; counters, zeroed, scratch;
-# Extent.
-MAIN_ARGUMENTS = struct.Struct("@8Q3Q7qI3if")
-# The same, and mean behind them: a kernel that takes none does not look there.
-_ALL_ARGUMENTS = struct.Struct("@8Q3Q7qI3ifQ")
+# Extent; mean, where a kernel that takes none does not look.
+MAIN_ARGUMENTS = struct.Struct("@8Q3Q7qI3ifQ")
 MAIN_OFFSETS = (0,)
 # scratch, dw; rows of partial dw, columns, dw mode.
 SUM_ARGUMENTS = struct.Struct("@2Q3i")
@@ -100,10 +98,10 @@ class _Arguments(threading.local):
     """One block of kernel arguments per thread; the driver copies it before a launch returns."""
 
     def __init__(self) -> None:
-        self.values = ctypes.create_string_buffer(_ALL_ARGUMENTS.size + SUM_ARGUMENTS.size)
+        self.values = ctypes.create_string_buffer(MAIN_ARGUMENTS.size + SUM_ARGUMENTS.size)
         base = ctypes.addressof(self.values)
         self._main = (ctypes.c_void_p * len(MAIN_OFFSETS))(*(base + at for at in MAIN_OFFSETS))
-        base += _ALL_ARGUMENTS.size
+        base += MAIN_ARGUMENTS.size
         self._sum = (ctypes.c_void_p * len(SUM_OFFSETS))(*(base + at for at in SUM_OFFSETS))
         self.main = ctypes.addressof(self._main)
         self.sum = ctypes.addressof(self._sum)
@@ -189,7 +187,7 @@ def enqueue(
     block, driver = _arguments, cuda_driver()
     zeroed = zeros + launch.zeroed_offset
     workspace = (zeros, zeroed, scratch)
-    _ALL_ARGUMENTS.pack_into(block.values, 0, *addresses, *workspace, *extent, mean)
+    MAIN_ARGUMENTS.pack_into(block.values, 0, *addresses, *workspace, *extent, mean)
     config = kernel.main_config(launch.grid, stream)
     (status,) = driver.cuLaunchKernelEx(config, main, block.main, 0)
     if status != 0:
@@ -200,7 +198,7 @@ def enqueue(
     if second is None or dw == 0:  # nobody wants what the second kernel would write
         return
     numbers = (launch.participants, extent.columns, extent.dw_mode)
-    SUM_ARGUMENTS.pack_into(block.values, _ALL_ARGUMENTS.size, scratch, dw, *numbers)
+    SUM_ARGUMENTS.pack_into(block.values, MAIN_ARGUMENTS.size, scratch, dw, *numbers)
     config = kernel.sum_config(launch.sum_grid, stream)
     (status,) = driver.cuLaunchKernelEx(config, second, block.sum, 0)
     if status != 0:

@@ -3,14 +3,13 @@
 Every kernel takes as arguments of its launch: no weight, no dx, no dw, dw as fp32, dw added into an
 fp32 buffer. A weight offset and a residual gradient are compiled into kernels that were tuned for
 them. What the kernel of a call has not got is composed around one that has less: each function
-below takes one option away and calls `backward` (`rmsnorm_backward`) with the rest.
+below takes one option away and calls `backward` (that of the server) with the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -19,8 +18,6 @@ from .reference import Results
 
 RESIDUALS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Dtypes of a kernel's dresidual by their names in KernelSpec."""
-
-Backward = Callable[..., Results]
 
 
 @dataclass(frozen=True)
@@ -33,13 +30,11 @@ class Options:
     accumulate: bool = False
     dw_dtype: torch.dtype | None = None
 
-    def keywords(self, **changes: Any) -> dict[str, Any]:
-        return vars(replace(self, **changes))
-
 
 @dataclass(frozen=True)
 class Arguments:
-    """The tensors of one call."""
+    """The tensors of one call. mean: of each row, for a norm that takes it off; dw is (2, N) then,
+    and its second row the gradient of a bias."""
 
     dy: torch.Tensor
     x: torch.Tensor
@@ -47,9 +42,19 @@ class Arguments:
     weight: torch.Tensor | None
     dresidual: torch.Tensor | None = None
     dw_out: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+
+
+def dw_shape(given: Arguments) -> tuple[int, ...]:
+    """Of a call with a weight."""
+    assert given.weight is not None
+    shape = tuple(given.weight.shape)
+    return shape if given.mean is None else (2, *shape)
 
 
 PLAIN = Options()
+
+Backward = Callable[[Arguments, Options], Results]
 
 Composition = Callable[[Backward, Arguments, Options], Results]
 
@@ -90,10 +95,12 @@ def per_head(backward: Backward, given: Arguments, options: Options) -> Results:
     rstd = given.rstd.reshape(x.shape[:-1])
     heads = [
         backward(
-            *(given.dy[..., h, :], x[..., h, :], rstd[..., h].contiguous(), weight[h]),
-            dresidual=None if given.dresidual is None else given.dresidual[..., h, :],
-            dw_out=None if given.dw_out is None else given.dw_out[h],
-            **vars(options),
+            Arguments(
+                *(given.dy[..., h, :], x[..., h, :], rstd[..., h].contiguous(), weight[h]),
+                dresidual=None if given.dresidual is None else given.dresidual[..., h, :],
+                dw_out=None if given.dw_out is None else given.dw_out[h],
+            ),
+            options,
         )
         for h in range(len(weight))
     ]
@@ -115,9 +122,7 @@ def add_residual(backward: Backward, given: Arguments, options: Options) -> Resu
     """dresidual: added to the rounded dx in fp32."""
     dresidual = given.dresidual
     assert dresidual is not None
-    dx, dw = backward(
-        given.dy, given.x, given.rstd, given.weight, dw_out=given.dw_out, **vars(options)
-    )
+    dx, dw = backward(replace(given, dresidual=None), options)
     assert dx is not None
     if dresidual.dtype == dx.dtype:
         dx.add_(dresidual)  # one pass: PyTorch adds narrow types in fp32, too
@@ -128,20 +133,18 @@ def add_residual(backward: Backward, given: Arguments, options: Options) -> Resu
 
 def offset_in_weight(backward: Backward, given: Arguments, options: Options) -> Results:
     """weight_offset: an fp32 weight that has it, and dw rounded to the dtype of the given one."""
-    weight, dw_out, x = given.weight, given.dw_out, given.x
+    weight, x = given.weight, given.x
     if weight is None:
         wide = torch.full(
             (x.shape[-1],), 1.0 + options.weight_offset, dtype=torch.float32, device=x.device
         )
-        plain = options.keywords(weight_offset=0.0, need_dw=False)
-        results = backward(given.dy, x, given.rstd, wide, dresidual=given.dresidual, **plain)
+        plain = replace(options, weight_offset=0.0, need_dw=False)
+        results = backward(replace(given, weight=wide), plain)
         return (results[0], None, *results[2:])
-    plain = options.keywords(weight_offset=0.0, dw_dtype=None)
+    plain = replace(options, weight_offset=0.0, dw_dtype=None)
     wide = weight.float() + options.weight_offset
-    dx, dw, *third = backward(
-        given.dy, x, given.rstd, wide, dresidual=given.dresidual, dw_out=dw_out, **plain
-    )
-    if dw is not None and dw_out is None:
+    dx, dw, *third = backward(replace(given, weight=wide), plain)
+    if dw is not None and given.dw_out is None:
         dw = dw.to(options.dw_dtype or weight.dtype)
     return (dx, dw, *third)
 
@@ -150,9 +153,7 @@ def dw_elsewhere(backward: Backward, given: Arguments, options: Options) -> Resu
     """dw_out that no kernel writes (its dtype, layout or address): dw in fp32 first."""
     dw_out = given.dw_out
     assert dw_out is not None
-    plain = options.keywords(accumulate=False, dw_dtype=torch.float32)
-    dx, dw, *third = backward(
-        given.dy, given.x, given.rstd, given.weight, dresidual=given.dresidual, **plain
-    )
+    plain = replace(options, accumulate=False, dw_dtype=torch.float32)
+    dx, dw, *third = backward(replace(given, dw_out=None), plain)
     assert dw is not None
     return (dx, dw_out.add_(dw) if options.accumulate else dw_out.copy_(dw), *third)

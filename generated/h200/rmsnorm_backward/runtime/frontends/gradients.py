@@ -32,9 +32,10 @@ def gradients(
     weight: torch.Tensor | None,
     rstd: torch.Tensor,
     dresidual: torch.Tensor | None = None,
+    mean: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dx and dw of a node, dx in x's dtype. backward: what computes them; norm: has eps and
-    weight_offset, as a node's context and NormArguments do."""
+    weight_offset, as a node's context and NormArguments do; mean: of a norm that takes it off."""
     need_dx, need_dw = wanted[0], wanted[1] and weight is not None
     if dy is None:
         return (dresidual if need_dx else None), None
@@ -43,13 +44,12 @@ def gradients(
         dresidual = dresidual.to(x.dtype)
     # With create_graph=True, or in forward mode.
     if torch.is_grad_enabled() or has_tangent(dy, x, weight, dresidual):
-        return differentiable_backward(
-            dy, x, weight, norm.eps, norm.weight_offset, dresidual, need_dx, need_dw
-        )
+        arguments = (norm.eps, norm.weight_offset, dresidual, need_dx, need_dw)
+        return differentiable_backward(dy, x, weight, *arguments, centred=mean is not None)
     # Rows that a wider residual made wide keep the weight they had.
     wide = weight is not None and weight.dtype not in (x.dtype, torch.float32)
     scale = weight.float() if wide and weight is not None else weight
-    given = Arguments(dy, x, rstd, scale, dresidual if need_dx else None)
+    given = Arguments(dy, x, rstd, scale, dresidual if need_dx else None, mean=mean)
     dx, dw, *_ = backward(given, Options(norm.weight_offset, need_dx, need_dw))
     return dx, dw.to(weight.dtype) if wide and dw is not None and weight is not None else dw
 
@@ -83,7 +83,7 @@ def autograd_of_norm(operator: Any, backward: Backward) -> Kernel:
         @staticmethod
         def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:
             x, weight, ctx.eps, ctx.weight_offset = given
-            y, rstd = _below(operator, given)
+            y, rstd = below_autograd(operator, given)
             ctx.save_for_backward(x, weight, rstd)
             ctx.mark_non_differentiable(rstd)
             ctx.set_materialize_grads(False)
@@ -94,7 +94,7 @@ def autograd_of_norm(operator: Any, backward: Backward) -> Kernel:
             wanted = ctx.needs_input_grad[:2]
             return *gradients(backward, ctx, wanted, dy, *ctx.saved_tensors), None, None
 
-    return _autograd(operator, OperatorNorm, differentiable_norm)
+    return autograd_of(operator, OperatorNorm, differentiable_norm)
 
 
 def autograd_of_add_norm(operator: Any, backward: Backward) -> Kernel:
@@ -104,7 +104,7 @@ def autograd_of_add_norm(operator: Any, backward: Backward) -> Kernel:
         @staticmethod
         def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:
             x, _, weight, ctx.eps, ctx.weight_offset = given
-            y, rstd, stream = _below(operator, given)
+            y, rstd, stream = below_autograd(operator, given)
             ctx.x_dtype = x.dtype
             ctx.save_for_backward(stream, weight, rstd)
             ctx.mark_non_differentiable(rstd)
@@ -125,28 +125,30 @@ def autograd_of_add_norm(operator: Any, backward: Backward) -> Kernel:
     ) -> tuple[torch.Tensor, ...]:
         return differentiable_norm(x, weight, eps, weight_offset, residual)
 
-    return _autograd(operator, OperatorAddNorm, formula)
+    return autograd_of(operator, OperatorAddNorm, formula)
 
 
-def _autograd(operator: Any, node: type[torch.autograd.Function], formula: Kernel) -> Kernel:
+def autograd_of(operator: Any, node: type[torch.autograd.Function], formula: Kernel) -> Kernel:
+    """For an operator with this node. formula: the same by operators of PyTorch."""
+
     def kernel(*given: Any) -> tuple[torch.Tensor, ...]:
         if transforms_active() or has_tangent(*given):  # which see through PyTorch's operators only
             return formula(*given)
         if _want_gradient(given):
             results: tuple[torch.Tensor, ...] = node.apply(*given)
             return results
-        return _below(operator, given)
+        return below_autograd(operator, given)
 
     return kernel
 
 
 def autograd_of_backward(operator: Any) -> Kernel:
-    """For `rms_norm_backward`, which has no derivative: who asks for one gets an error."""
+    """For the backward of a norm, which has no derivative: who asks for one gets an error."""
 
     class OperatorBackward(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:
-            return _below(operator, given)
+            return below_autograd(operator, given)
 
         backward = staticmethod(_refuse)
 
@@ -158,12 +160,12 @@ def autograd_of_backward(operator: Any) -> Kernel:
                 _refuse(None)
             results: tuple[torch.Tensor, ...] = OperatorBackward.apply(*given)
             return results
-        return _below(operator, given)
+        return below_autograd(operator, given)
 
     return kernel
 
 
-def _below(operator: Any, given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+def below_autograd(operator: Any, given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     """What the operator does on its tensors, without autograd."""
     with torch._C._AutoDispatchBelowAutograd():
         results: tuple[torch.Tensor, ...] = operator(*given)
@@ -176,12 +178,12 @@ def _want_gradient(given: tuple[Any, ...]) -> bool:
     )
 
 
-# ---- No second derivative of `rmsnorm_backward` --------------------------------------------------
+# ---- No second derivative of a backward ----------------------------------------------------------
 
 
 def _refuse(ctx: Any, *_: Any) -> Any:
     raise RuntimeError(
-        "rmsnorm_backward has no gradient of its own: differentiate rms_norm, which serves "
+        "this backward has no gradient of its own: differentiate the norm, which serves "
         "create_graph=True"
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..launch.binding import Binding, bind, pack_addresses
+from ..launch.binding import MEAN, Binding, bind, pack_addresses, pack_mean
 from ..launch.driver import LaunchError
 from ..launch.launch import DW_ADDED, DW_IN_FP32, DW_IN_WEIGHT_DTYPE, enqueue, plain_extent
 from ..launch.loaded_kernel import LoadedKernel
@@ -31,11 +31,11 @@ from ..torch_internals import (
     raw_stream,
 )
 from .layout import Layout
-from .options import Arguments, Options
+from .options import Arguments, Options, dw_shape
 from .reference import Results, reference_backward
 
 Call = Callable[..., Results]
-"""Takes dy, x, rstd, weight and, when the signature has them, dresidual and dw_out."""
+"""Takes dy, x, rstd, weight and, when the signature has them, dresidual, dw_out and mean."""
 
 _MOST_STREAMS = 64
 """Streams remembered per signature."""
@@ -58,9 +58,10 @@ def formula(options: Options) -> Call:
         weight: torch.Tensor | None,
         dresidual: torch.Tensor | None = None,
         dw_out: torch.Tensor | None = None,
+        mean: torch.Tensor | None = None,
     ) -> Results:
         return reference_backward(
-            dy, x, rstd, weight, dresidual=dresidual, dw_out=dw_out, **keywords
+            dy, x, rstd, weight, dresidual=dresidual, dw_out=dw_out, mean=mean, **keywords
         )
 
     return call
@@ -93,8 +94,8 @@ class KernelCall:
     *_size: shape, strides and dtype of what a call allocates, None for nothing. copy: which of dy,
     x, rstd, weight and dresidual are made dense first. quick: the same in less time for what most
     calls of a training are, those with a weight that want dx and dw and need no copy; None for
-    other signatures. It takes dy, x, rstd and weight, and answers None when an address is not a
-    multiple of MAX_ALIGNMENT; its attribute `slow` is this object.
+    other signatures, and with a mean. It takes dy, x, rstd and weight, and answers None when an
+    address is not a multiple of MAX_ALIGNMENT; its attribute `slow` is this object.
     """
 
     def __init__(
@@ -115,19 +116,19 @@ class KernelCall:
         x, weight, dresidual, dw_out = given.x, given.weight, given.dresidual, given.dw_out
         self.wants_dw = weight is not None and options.need_dw
         self.with_third = dresidual is not None
-        self.dx_size = _size(x, x.dtype) if options.need_dx else None
+        self.dx_size = _size(x.shape, x.dtype) if options.need_dx else None
         self.dw_size: Size | None = None
         self.third_size: Size | None = None
         dw_mode = DW_IN_WEIGHT_DTYPE
         if dresidual is not None and dresidual.dtype != x.dtype:
-            self.third_size = _size(x, dresidual.dtype)
+            self.third_size = _size(x.shape, dresidual.dtype)
         if weight is not None and options.need_dw:
             dw_dtype = dw_out.dtype if dw_out is not None else options.dw_dtype or weight.dtype
             if options.accumulate:
                 dw_mode = DW_ADDED
             elif dw_dtype != weight.dtype:
                 dw_mode = DW_IN_FP32
-            self.dw_size = _size(weight, dw_dtype) if dw_out is None else None
+            self.dw_size = _size(dw_shape(given), dw_dtype) if dw_out is None else None
         self.extent = plain_extent(
             launch,
             rows=layout.rows,
@@ -140,7 +141,7 @@ class KernelCall:
             weight_offset=options.weight_offset,
         )
         plain = self.dx_size and self.dw_size and not self.with_third and not self.copy
-        self.quick = _quick_call(self) if plain else None
+        self.quick = _quick_call(self) if plain and given.mean is None else None
 
     def __call__(
         self,
@@ -150,10 +151,11 @@ class KernelCall:
         weight: torch.Tensor | None,
         dresidual: torch.Tensor | None = None,
         dw_out: torch.Tensor | None = None,
+        mean: torch.Tensor | None = None,
     ) -> Results:
         if current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(dy, x, rstd, weight, dresidual, dw_out)
+                return self(dy, x, rstd, weight, dresidual, dw_out, mean)
         if self.copy:
             copy_dy, copy_x, copy_rstd, copy_weight, copy_dresidual = self.copy
             dy = dense(dy) if copy_dy else dy
@@ -163,6 +165,7 @@ class KernelCall:
                 weight = weight.detach().contiguous()
             if dresidual is not None and copy_dresidual:
                 dresidual = dense(dresidual)
+        mean = None if mean is None else mean.detach().contiguous()
         dx = empty_strided(*self.dx_size) if self.dx_size else None
         dw = empty_strided(*self.dw_size) if self.dw_size else dw_out
         third = empty_strided(*self.third_size) if self.third_size else None
@@ -179,6 +182,7 @@ class KernelCall:
             0 if dw is None else dw.data_ptr(),
             0 if dresidual is None else dresidual.data_ptr(),
             0 if third is None else third.data_ptr(),
+            mean=0 if mean is None else mean.data_ptr(),
         )
         if dw_out is not None and not dw_out.is_inference():
             torch.autograd.graph.increment_version(dw_out)  # as every write in place does
@@ -204,7 +208,7 @@ class KernelCall:
             self.bindings[stream] = binding
         return binding
 
-    def enqueue(self, stream: int, *addresses: int) -> None:
+    def enqueue(self, stream: int, *addresses: int, mean: int) -> None:
         """Launch with the given addresses, in the order of `pack_addresses`. Raises LaunchError."""
         binding = self.bindings.get(stream) or self.bind(stream)
         while True:
@@ -212,6 +216,7 @@ class KernelCall:
                 # A call with more scratch may have replaced the workspace.
                 if binding.workspace.scratch == binding.scratch:
                     pack_addresses(binding.values, 0, *addresses)
+                    pack_mean(binding.values, MEAN, mean)
                     (status,) = binding.launch(
                         binding.main_config, binding.main, binding.main_arguments, 0
                     )
@@ -224,7 +229,7 @@ class KernelCall:
         if status != 0:
             raise LaunchError(status.name, "launching", self.kernel.spec.name)
 
-    def capture(self, stream: int, *addresses: int) -> None:
+    def capture(self, stream: int, *addresses: int, mean: int) -> None:
         """The same into a graph: with zeroed words of this capture and scratch from its pool."""
         zeros = self.workspaces.of_capture(self.device, stream, self.launch.scratch_offset)
         scratch = empty_strided((self.launch.scratch,), (1,), torch.float32)
@@ -237,12 +242,12 @@ class KernelCall:
             zeros=zeros,
             scratch=scratch.data_ptr(),
             addresses=addresses,
+            mean=mean,
         )
 
 
-def _size(tensor: torch.Tensor, dtype: torch.dtype) -> Size:
-    shape = tuple(tensor.shape)
-    return shape, contiguous_strides(shape), dtype
+def _size(shape: tuple[int, ...], dtype: torch.dtype) -> Size:
+    return tuple(shape), contiguous_strides(shape), dtype
 
 
 def _quick_call(slow: KernelCall) -> QuickCall:

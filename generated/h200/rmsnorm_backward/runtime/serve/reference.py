@@ -20,6 +20,7 @@ def reference_backward(
     dw_out: torch.Tensor | None = None,
     accumulate: bool = False,
     dw_dtype: torch.dtype | None = None,
+    mean: torch.Tensor | None = None,
 ) -> Results:
     """dx and dw of y = x * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(x^2) + eps).
 
@@ -32,17 +33,25 @@ def reference_backward(
     stored there, or added there with `accumulate` (in fp32 at least, rounded once), and dw_out is
     returned. With `dresidual` there is a third result: dx in dresidual's dtype, which is dx itself
     when that is x's.
+
+    With `mean`, of each row, xhat = (x - mean) * rstd, dx is less by rstd * mean(g), and dw has a
+    second row: the gradient of a bias, the sum of dy over the rows.
     """
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     with torch.no_grad():
         grad = dy.to(compute)
         scale = rstd.to(compute).reshape(*x.shape[:-1], 1)
-        normalized = x.to(compute) * scale
+        centred = x.to(compute)
+        if mean is not None:
+            centred = centred - mean.to(compute).reshape(scale.shape)
+        normalized = centred * scale
         dx = third = None
         if need_dx:
             weighted = grad * _effective(weight, weight_offset, compute)
-            mean = (weighted * normalized).mean(-1, keepdim=True)
-            total = scale * (weighted - normalized * mean)
+            along = (weighted * normalized).mean(-1, keepdim=True)
+            if mean is not None:
+                weighted = weighted - weighted.mean(-1, keepdim=True)
+            total = scale * (weighted - normalized * along)
             if dresidual is not None:
                 total = total + dresidual.to(compute)
             dx = third = total.to(x.dtype).contiguous()
@@ -52,6 +61,8 @@ def reference_backward(
         if need_dw and weight is not None:
             rows = x.numel() // max(1, weight.numel())
             dw = (grad * normalized).reshape(rows, *weight.shape).sum(0)
+            if mean is not None:
+                dw = torch.stack((dw, grad.reshape(rows, *weight.shape).sum(0)))
             if dw_out is None:
                 dw = dw.to(dw_dtype or weight.dtype)
             else:

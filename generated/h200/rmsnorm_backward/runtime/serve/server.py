@@ -26,7 +26,7 @@ from .options import PLAIN, Arguments, Composition, Options, composition, per_he
 from .reference import Results
 from .warn_once import WarnOnce
 
-_OPTIONAL = ("weight", "dresidual", "dw_out")
+_OPTIONAL = ("weight", "dresidual", "dw_out", "mean")
 
 
 class Server:
@@ -34,6 +34,10 @@ class Server:
 
     Reading it compiles nothing and does not touch CUDA. Safe to use from several threads.
     """
+
+    _aten_call = staticmethod(aten_call)
+    """PyTorch's own kernel, of the norm that this is of."""
+    _has_aten = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -88,10 +92,12 @@ class Server:
         weight: torch.Tensor | None,
         need_dx: bool,
         need_dw: bool,
+        mean: torch.Tensor | None = None,
     ) -> Results | None:
         """`install()`: like `rmsnorm_backward`, but None for what there is no kernel for."""
         options = Options(need_dx=need_dx, need_dw=need_dw)
-        return self._run(Arguments(dy, x, rstd, weight), options, routed=True) or None
+        given = Arguments(dy, x, rstd, weight, mean=mean)
+        return self._run(given, options, routed=True) or None
 
     def _prepare_routed(self, given: Arguments, options: Options) -> Call:
         """What serves every routed call of a signature; for PyTorch's kernel it gives ()."""
@@ -103,20 +109,6 @@ class Server:
             self.warn(f"{found}; using PyTorch's own kernel")
             return _leave_it
         return found
-
-    def _backward(
-        self,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        rstd: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        *,
-        dresidual: torch.Tensor | None = None,
-        dw_out: torch.Tensor | None = None,
-        **options: Any,
-    ) -> Results:
-        """`rmsnorm_backward` as compositions call it."""
-        return self._run(Arguments(dy, x, rstd, weight, dresidual, dw_out), Options(**options))
 
     def _prepare(self, given: Arguments, options: Options) -> Call:
         """Check the arguments and decide what serves every call of their signature."""
@@ -169,7 +161,7 @@ class Server:
     def _composed(self, composition: Composition, options: Options) -> Call:
         def call(*tensors: Any) -> Results:
             with torch.no_grad():
-                return composition(self._backward, Arguments(*tensors), options)
+                return composition(self._run, Arguments(*tensors), options)
 
         return call
 
@@ -205,10 +197,9 @@ class Server:
             self.warn(f"{reason}; using the formula in plain PyTorch")
             return formula(options)
         same = weight is None or weight.dtype == given.x.dtype
-        has_aten = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
-        if has_aten and same and (options.dw_dtype is None or not options.need_dw):
+        if self._has_aten and same and (options.dw_dtype is None or not options.need_dw):
             self.warn(f"{reason}; using PyTorch's own kernel")
-            return aten_call(options)
+            return self._aten_call(options)
         self.warn(f"{reason}, and no fused one in PyTorch; using the formula in plain PyTorch")
         return formula(options)
 
