@@ -63,6 +63,7 @@ def emulate(folder: Path, *arguments: str) -> str:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_strategy(copy: Path) -> None:
     changed = apply("A strategy", copy)
     (fragment,) = blocks("A strategy", "cuda")
@@ -114,6 +115,7 @@ def test_the_page_lists_every_file_that_speaks_of_layernorm() -> None:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_an_operation(copy: Path) -> None:
     """LayerNorm once more, under another name: nothing but its own files may know the old one."""
     before = texts(copy)

@@ -171,6 +171,7 @@ def form(document: dict[str, Any]) -> list[set[tuple[str, ...]]]:
     ]
 
 
+@pytest.mark.slow
 def test_best_of_neighbours_are_timed_along(tmp_path: Path, target: Target) -> None:
     found = measured(tmp_path, target, fake_gpu())
     assert [(g["vector_bytes"], g["columns"]) for g in found["groups"]] == [
@@ -201,6 +202,7 @@ def test_group_without_times_is_left_and_the_others_go_on(tmp_path: Path, target
     assert len(found["groups"]) == len(BRACKETS[4]) - 1
 
 
+@pytest.mark.slow
 def test_no_group_begins_after_the_time(tmp_path: Path, target: Target) -> None:
     gpu = fake_gpu()
     found = measured(tmp_path, target, gpu, sizes=(4,), until=0.0)

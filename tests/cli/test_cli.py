@@ -240,6 +240,7 @@ def test_corrupt_entry_of_the_cubin_cache_is_mended_silently(
 # ---- Kill -9 -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_killed_run_resumes_without_losing_or_repeating_a_trial(tmp_path: Path) -> None:
     out = tmp_path / "gb200"
     line = command("--gpu", "gb200", "--shapes", "4096x2048:bf16", "--trials", "30", "--json")
@@ -419,6 +420,7 @@ def test_interrupt_before_the_search_is_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_interrupt_while_workers_end_costs_no_results(
     tmp_path: Path,
     first_run: tuple[Path, dict[str, Any], str],

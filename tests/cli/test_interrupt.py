@@ -81,6 +81,7 @@ def interrupted_in(phase: str, arguments: list[str]) -> tuple[int, str, float]:
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="the finals need a C++ compiler to take time")
+@pytest.mark.slow
 def test_ctrl_c_is_answered_in_every_phase_and_the_run_can_be_continued(tmp_path: Path) -> None:
     out = tmp_path / "gb200"
     arguments = ["--gpu", "gb200", "--shapes", "512x256:bf16", "--trials", str(COUNT)]

@@ -44,6 +44,7 @@ def test_fitted_file_is_of_the_committed_studies() -> None:
         assert found.startswith(digest), f"{name} changed: python -m benchmarks.prediction fit"
 
 
+@pytest.mark.slow
 def test_fitted_file_is_what_the_fit_gives(shapes: list[Shape]) -> None:
     # Trees are grown one after another: the first ones tell of other trials, features or constants.
     again = fit_all(shapes, trees=2)
@@ -54,6 +55,7 @@ def test_fitted_file_is_what_the_fit_gives(shapes: list[Shape]) -> None:
     assert {(str(w.problem), w.config["strategy"]) for w in FITTED.prior.winners} == won
 
 
+@pytest.mark.slow
 def test_correction_ranks_better_than_the_physical_terms(shapes: list[Shape]) -> None:
     some = shapes[::9]
     _, rows, _ = examples(some)

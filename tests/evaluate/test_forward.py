@@ -129,6 +129,7 @@ def test_a_gpu_that_stays_noisy_gives_no_times(tmp_path: Path) -> None:
         measured(tmp_path, landscape(), jitter=0.3)
 
 
+@pytest.mark.slow
 def test_the_choice_of_a_run_is_the_first_of_the_rule_within_one_percent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -355,6 +355,7 @@ def test_the_command_writes_the_page_and_prints_the_text(
     assert "--gpu" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_page_of_all_studies_is_small(committed: Path) -> None:
     assert committed.stat().st_size < 2_000_000
     assert committed.read_text(encoding="utf-8").count("<article") == 106
@@ -483,6 +484,7 @@ def test_the_page_fits_a_narrow_window(committed: Path, tmp_path: Path) -> None:
     assert content <= window <= 500
 
 
+@pytest.mark.slow
 def test_the_dashboard_command_names_the_file_not_its_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

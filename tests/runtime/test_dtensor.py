@@ -161,6 +161,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_what_is_wanted_is_no_matter_of_an_earlier_call(tmp_path: Path) -> None:
     """DTensor remembers how the results of an operator are split, and their shapes."""
     runs_to_its_end(PRELUDE + DTENSOR_WANTED, tmp_path)
@@ -193,6 +194,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_frozen_norms_and_used_streams_on_shards(tmp_path: Path) -> None:
     runs_to_its_end(PRELUDE + DTENSOR_FROZEN, tmp_path)
 

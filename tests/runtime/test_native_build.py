@@ -128,6 +128,7 @@ def test_extension_that_is_loaded_again_shares_nothing(
     assert equal_bits(*(outcome(package) for package in packages))
 
 
+@pytest.mark.slow
 def test_starting_it_again_changes_nothing(tmp_path: Path, module: Any) -> None:
     package = write_package(tmp_path)
     seen = []

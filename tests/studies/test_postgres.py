@@ -200,6 +200,7 @@ def test_eight_processes_two_killed_conclude_every_problem_exactly_once(
     print(f"{rate:.1f} trials/s by 8 processes, two of them killed, in {seconds:.1f} s")
 
 
+@pytest.mark.slow
 def test_run_that_joins_continues_the_problem_of_a_dead_one(url: str, tmp_path: Path) -> None:
     plan = make_plan(tmp_path, 30, storage=url, problems=PROBLEMS[:1])
 
@@ -285,12 +286,14 @@ def test_study_is_claimed_by_one_and_again_when_it_was_given_back(url: str) -> N
     one.close()
 
 
+@pytest.mark.slow
 def test_order_of_the_asker_decides_what_is_claimed(url: str) -> None:
     queue = SharedQueue(url)
     assert [queue.claim(["z", "a", "m"]).study for _ in range(3)] == ["z", "a", "m"]  # type: ignore[union-attr]
     queue.close()
 
 
+@pytest.mark.slow
 def test_heartbeats_keep_a_lease_and_silence_ends_it(url: str) -> None:
     alive, silent, asker = SharedQueue(url, 2), SharedQueue(url, 2), SharedQueue(url)
     kept, lost = alive.claim(["kept"]), silent.claim(["lost"])
@@ -308,6 +311,7 @@ def test_heartbeats_keep_a_lease_and_silence_ends_it(url: str) -> None:
     asker.close()
 
 
+@pytest.mark.slow
 def test_late_heartbeat_does_not_bring_back_what_was_given_back(url: str) -> None:
     queue, other = SharedQueue(url), SharedQueue(url)
     lease = queue.claim(["a"])
@@ -320,6 +324,7 @@ def test_late_heartbeat_does_not_bring_back_what_was_given_back(url: str) -> Non
     other.close()
 
 
+@pytest.mark.slow
 def test_no_clock_of_this_machine_reaches_the_database(url: str) -> None:
     engine = connect(url)
     sent: list[object] = []
@@ -375,6 +380,7 @@ def test_holder_that_was_overtaken_can_write_nothing(url: str, tmp_path: Path) -
     fast.close()
 
 
+@pytest.mark.slow
 def test_nobody_claims_a_study_while_a_write_checks_its_lease(url: str) -> None:
     """A lease that has just ended stays its holder's to the end of a transaction that has asked."""
     engine = connect(url)
@@ -391,6 +397,7 @@ def test_nobody_claims_a_study_while_a_write_checks_its_lease(url: str) -> None:
         assert leases.claim(connection, ["a"], "you", 30) == Lease("a", lease.token + 1)
 
 
+@pytest.mark.slow
 def test_runs_for_two_gpu_models_have_nothing_to_do_with_each_other(
     url: str, tmp_path: Path
 ) -> None:
@@ -407,6 +414,7 @@ def test_runs_for_two_gpu_models_have_nothing_to_do_with_each_other(
 # ---- The studies ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_trial_is_stored_as_optuna_itself_stores_it(url: str, server: Server) -> None:
     storage = optuna.storages.InMemoryStorage()
     legal = LegalConfigs(LEGAL.space, PROBLEMS[0], LEGAL.target)
@@ -433,6 +441,7 @@ def plan_budget(trials: int) -> Any:
     return make_plan(Path(), trials).budget
 
 
+@pytest.mark.slow
 def test_trial_whose_commit_was_not_confirmed_is_not_stored_twice(url: str) -> None:
     log = StudyLog(SharedStorage(url), "study")
     trials = [optuna.create_trial(values=[float(n)]) for n in range(3)]
@@ -450,6 +459,7 @@ def test_trial_whose_commit_was_not_confirmed_is_not_stored_twice(url: str) -> N
 # ---- A server that goes away ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_lost_connection_in_the_middle_of_a_run_loses_and_repeats_nothing(
     server: Server, url: str, tmp_path: Path
 ) -> None:
@@ -473,6 +483,7 @@ def test_lost_connection_in_the_middle_of_a_run_loses_and_repeats_nothing(
     assert watcher.winners[PROBLEMS[0]] is not None
 
 
+@pytest.mark.slow
 def test_server_that_stays_away_ends_the_run_with_a_sentence_and_loses_nothing(
     server: Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -510,6 +521,7 @@ def test_server_that_stays_away_ends_the_run_with_a_sentence_and_loses_nothing(
 # ---- The command line ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_command_lines_share_a_run_and_write_the_same_module(url: str, tmp_path: Path) -> None:
     options = ["--gpu", "gb200", "--shapes", "512x256:bf16,256x256:bf16", "--trials", "3"]
     runs = []

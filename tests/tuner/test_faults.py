@@ -335,6 +335,7 @@ def test_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     await_(lambda: not any(born(w["pid"]) == w["born"] for w in workers))
 
 
+@pytest.mark.slow
 def test_disk_that_fills_up_in_the_middle_of_a_record_costs_that_record_only(
     tmp_path: Path,
 ) -> None:
@@ -446,6 +447,7 @@ def tortured(folder: Path, seed: int) -> tuple[Run, Counter[str], list[Record]]:
     return killer.run, killer.kills, records
 
 
+@pytest.mark.slow
 def test_200_kills_lose_nothing_repeat_nothing_and_change_no_winner(tmp_path: Path) -> None:
     forks()
     with ThreadPoolExecutor(4) as threads:
