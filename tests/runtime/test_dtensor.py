@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from generator.paths import REPOSITORY
 from tests.support.patience import patience
 

@@ -63,34 +63,40 @@ class Package(DescribedServer):
         accumulate: bool = False,
         dw_dtype: torch.dtype | None = None,
     ) -> Results:
-        """dx and dw of y = x * rstd * (weight + weight_offset), where rstd = 1 / sqrt(mean(x^2) +
-        eps) of each row; with dresidual a third result.
+        """The gradients of y = x * rstd * (weight + weight_offset), where rstd = 1 / sqrt(mean(x^2)
+        + eps) of each row.
 
-        dy, x: (..., N) of one dtype (bf16, fp16, fp32), in any layout: rows that are contiguous in
-        themselves and lie at one stride, or at two (the heads of a packed tensor), are read in
-        place, and so is one row repeated by `expand`; others are copied first. rstd: fp32, one
-        value per row, as the forward saved it. weight: (N,) of x's dtype or fp32; None for ones;
-        (H, N) with x (..., H, N) for a weight per head.
-
-        Returns (dx, dw). dx: contiguous, of x's shape and dtype; None with need_dx=False. dw: of
-        the weight's shape and dtype; None with need_dw=False and without a weight.
-          weight_offset  a number added to the weight in fp32 (1.0 for models that store w - 1).
-          dresidual      the gradient that reaches x past the norm, of x's shape and any floating
-                         dtype: added to dx in fp32. Returns (dx, dw, dresidual_out), the last one
-                         being dx in dresidual's dtype: dx itself when that is x's.
-          dw_dtype       torch.float32 for dw before its rounding to the weight's dtype.
-          dw_out         where dw goes, of the weight's dtype or fp32; it is the dw returned.
-          accumulate     dw is added to dw_out (in fp32, in the same fixed order) instead.
         No gradient flows through the results: with create_graph=True, or where dy or x wants one
-        otherwise, asking for it raises RuntimeError.
+        otherwise, asking for it raises RuntimeError. Everything runs on the current stream, may be
+        captured into a CUDA graph and never waits. Under torch.compile and other tracers it becomes
+        one operator. CPU and meta tensors are served by the formula in PyTorch; what has no kernel
+        here by ATen where it can, else by the formula, with one warning per reason.
 
-        CPU and meta tensors (float64 too, with rstd in fp32 or float64) are served by the formula
-        in PyTorch; what has no kernel here by ATen where it can, else by the formula, with one
-        warning per reason. Under torch.compile and other tracers it becomes one operator.
-        Everything runs on the current stream, may be captured into a CUDA graph and never waits.
+        Args:
+            dy: (..., N), bf16, fp16 or fp32, in any layout. Read in place: contiguous rows at one
+                stride, or at two (the heads of a packed tensor), and one row repeated by `expand`.
+                Others are copied first.
+            x: as dy, of its shape and dtype.
+            rstd: fp32, one value per row, as the forward saved it.
+            weight: (N,) of x's dtype or fp32; (H, N) with x (..., H, N) for a weight per head; None
+                for ones.
+            weight_offset: a number added to the weight in fp32 (1.0 for models that store w - 1).
+            dresidual: the gradient that reaches x past the norm, of x's shape and any floating
+                dtype. It is added to dx in fp32.
+            need_dx: False to leave out dx.
+            need_dw: False to leave out dw.
+            dw_out: where dw goes, of the weight's dtype or fp32; it is the dw returned.
+            accumulate: add dw to dw_out instead, in fp32 and in the same fixed order.
+            dw_dtype: torch.float32 for dw before its rounding to the weight's dtype.
 
-        Raises TypeError or ValueError for arguments that do not fit, LaunchError when the driver
-        refuses a launch.
+        Returns:
+            (dx, dw), and with dresidual (dx, dw, dresidual_out). dx is contiguous, of x's shape and
+                dtype, or None. dw is of the weight's shape and dtype, or None. dresidual_out is dx
+                in dresidual's dtype, and dx itself when that is x's.
+
+        Raises:
+            TypeError, ValueError: for arguments that do not fit.
+            LaunchError: when the driver refuses a launch.
         """
         if (
             weight is not None
@@ -123,10 +129,18 @@ class Package(DescribedServer):
     def graph_pass(
         self, how: str = "route", inductor_configs: Mapping[str, Any] | None = AUTOTUNED
     ) -> Pass:
-        """A pass over traced training graphs: takes a torch.fx.GraphModule (and example inputs, as
-        graph trainers call it) and returns it. how: `route` gives every RMSNorm to this package;
-        `tag` marks it for torch.fx.passes.regional_inductor, with these settings of
-        torch._inductor.config: by default Inductor searches for the fastest, None leaves them."""
+        """A pass over traced training graphs, for graph trainers.
+
+        Args:
+            how: `route` gives every RMSNorm to this package; `tag` marks it for
+                torch.fx.passes.regional_inductor.
+            inductor_configs: settings of torch._inductor.config for `tag`. By default Inductor
+                searches for the fastest; None leaves the settings as they are.
+
+        Returns:
+            A function that takes a torch.fx.GraphModule, and example inputs perhaps, and returns
+                it.
+        """
         return make_pass(self.ops, how, inductor_configs)
 
     def inductor_backend(self, **inductor_configs: Any) -> Callable[..., Any]:
@@ -135,8 +149,15 @@ class Package(DescribedServer):
 
     def patch(self, model: torch.nn.Module, casting: str | None = None) -> list[str]:
         """Serve the norms of a model that has classes of its own for them, as Hugging Face's Llama,
-        Qwen and Gemma have; returns their names. casting: "torch", "gemma" or "llama" says what
-        they compute, None finds it out. `unpatch(model)` takes it back."""
+        Qwen and Gemma have. `unpatch(model)` takes it back.
+
+        Args:
+            model: any module, on any device, the meta device too.
+            casting: "torch", "gemma" or "llama" says what the norms compute; None finds it out.
+
+        Returns:
+            The names of the norms that are served now.
+        """
         return patch(self._norm, model, casting)
 
     def unpatch(self, model: torch.nn.Module) -> list[str]:
@@ -168,17 +189,21 @@ class Package(DescribedServer):
         offset: bool = False,
         residual: str | torch.dtype | None = None,
     ) -> None:
-        """Load the kernels of some shapes, forward and backward, on a CUDA device (by default the
-        current one) and reserve the workspace of its current stream (after `use_native`, its own
-        as well), so that no later call pays for either.
+        """Load the kernels of some shapes, forward and backward, and reserve the workspace of the
+        current stream, so that no later call pays for either.
 
-        shapes: (M, N, dtype) or (M, N, dtype, weight dtype) each, dtypes as in `explain`. No rows
-        (M = 0) need nothing, and shapes that no kernel serves are left to the call.
-        offset, residual: for calls with a weight_offset or a residual stream (a dresidual) of that
-        dtype, as in `explain`; where no kernel has the option itself, what the call is composed of.
+        Args:
+            shapes: (M, N, dtype) or (M, N, dtype, weight dtype) each, dtypes as in `explain`. No
+                rows (M = 0) need nothing. Shapes that no kernel serves are left to the call.
+            device: the CUDA device; by default the current one.
+            offset: for calls with a weight_offset. Where no kernel has the option itself, what the
+                call is composed of is loaded.
+            residual: for calls with a residual stream (a dresidual) of that dtype, as in `explain`.
 
-        Raises ValueError for a shape or dtype that there cannot be, RuntimeError without a CUDA
-        device, LaunchError.
+        Raises:
+            ValueError: for a shape or dtype that there cannot be.
+            RuntimeError: without a CUDA device.
+            LaunchError: when the driver refuses.
         """
         named = [_named(shape) for shape in shapes]
         option = "" if residual is None else dtype_name(residual)

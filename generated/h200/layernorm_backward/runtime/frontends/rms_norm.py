@@ -49,18 +49,26 @@ class Norm:
         """y = x * rstd * (weight + weight_offset) with rstd = 1 / sqrt(mean(x^2) + eps) of each
         row, differentiable in x, weight and residual.
 
-        x: (..., N), bf16, fp16 or fp32. weight: (N,), (H, N) with x (..., H, N), or None for ones.
-        Its gradient has its dtype. eps: None for the machine epsilon of fp32, as in
-        torch.nn.functional.rms_norm. y: x's shape and dtype, computed in fp32 and rounded once.
-
-        residual: of x's shape and any floating dtype. Then h = x + residual is what gets
-        normalised, in the residual's dtype, and the result is (y, h): add the next layer's output
-        to h. The gradient that comes back along h is added to that of the norm by the kernel.
-
         May be differentiated twice (create_graph=True), by PyTorch's own operators. Works under
         torch.compile, torch.utils.checkpoint, autocast (which changes nothing here), inference
-        mode, CUDA graphs and with DTensor; forward-mode differentiation and torch.func get
-        PyTorch's own operators. Raises TypeError or ValueError for arguments that do not fit.
+        mode, CUDA graphs and with DTensor. Forward-mode differentiation and torch.func get
+        PyTorch's own operators.
+
+        Args:
+            x: (..., N), bf16, fp16 or fp32.
+            weight: (N,), (H, N) with x (..., H, N), or None for ones. Its gradient has its dtype.
+            eps: None for the machine epsilon of fp32, as in torch.nn.functional.rms_norm.
+            weight_offset: a number added to the weight in fp32.
+            residual: of x's shape and any floating dtype. Then h = x + residual is what gets
+                normalised, in the residual's dtype. The gradient that comes back along h is added
+                to that of the norm by the kernel.
+
+        Returns:
+            y, of x's shape and dtype, computed in fp32 and rounded once; with a residual (y, h).
+                Add the next layer's output to h.
+
+        Raises:
+            TypeError, ValueError: for arguments that do not fit.
         """
         if (
             is_dynamo_compiling()

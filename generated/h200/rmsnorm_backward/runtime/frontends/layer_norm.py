@@ -61,17 +61,26 @@ class LayerNormPackage(DescribedServer):
         residual: torch.Tensor | None = None,
     ) -> Any:
         """torch.nn.functional.layer_norm over the last dimension, whose backward is
-        `layer_norm_backward`. x: (..., N); weight, bias: (N,) of x's dtype or fp32. The result has
-        x's dtype, computed in fp32.
-
-        residual: of x's shape and any floating dtype. Then h = x + residual is what gets
-        normalised, in the residual's dtype, and the result is (y, h). The gradient that comes back
-        along h is added to that of the norm by the kernel.
+        `layer_norm_backward`.
 
         May be differentiated twice (create_graph=True), by PyTorch's own operators. Under
         torch.compile it is one operator. DTensor, nested tensors, torch.func, forward-mode
-        differentiation and torch.jit.trace get PyTorch's own LayerNorm and its backward. Raises
-        TypeError or ValueError for arguments that do not fit.
+        differentiation and torch.jit.trace get PyTorch's own LayerNorm and its backward.
+
+        Args:
+            x: (..., N), bf16, fp16 or fp32.
+            weight: (N,) of x's dtype or fp32, or None for ones.
+            bias: as the weight, or None for zeros.
+            eps: added to the variance.
+            residual: of x's shape and any floating dtype. Then h = x + residual is what gets
+                normalised, in the residual's dtype. The gradient that comes back along h is added
+                to that of the norm by the kernel.
+
+        Returns:
+            The result in x's dtype, computed in fp32; with a residual (y, h).
+
+        Raises:
+            TypeError, ValueError: for arguments that do not fit.
         """
         if not is_dynamo_compiling() and is_foreign(x):
             rows = x if residual is None else x + residual
@@ -113,31 +122,41 @@ class LayerNormPackage(DescribedServer):
         accumulate: bool = False,
         dw_dtype: torch.dtype | None = None,
     ) -> Results:
-        """dx, dw and db of y = (x - mean) * rstd * weight + bias, where mean and rstd = 1 /
-        sqrt(var(x) + eps) are of each row; with dresidual a fourth result.
+        """The gradients of y = (x - mean) * rstd * weight + bias, where mean and rstd = 1 /
+        sqrt(var(x) + eps) are of each row.
 
-        dy, x: (..., N) of one dtype (bf16, fp16, fp32), in any layout; what no kernel can read in
-        place is copied. mean, rstd: fp32, one value per row, as the forward saved them. weight:
-        (N,) of x's dtype or fp32; None for ones, and then there is no dw and no db either.
+        No gradient flows through the results: asking for one raises RuntimeError. Everything runs
+        on the current stream, may be captured into a CUDA graph and never waits. Under
+        torch.compile and other tracers it becomes one operator. CPU and meta tensors are served by
+        the formula in PyTorch; what has no kernel here by PyTorch's kernel where it can, else by
+        the formula, with one warning per reason.
 
-        Returns (dx, dw, db). dx: contiguous, of x's shape and dtype; None with need_dx=False. dw,
-        db: (N,) of the weight's dtype, the rows of one tensor; None with need_dw=False.
-          dresidual      the gradient that reaches x past the norm, of x's shape and any floating
-                         dtype: added to dx in fp32. Returns (dx, dw, db, dresidual_out), the last
-                         one being dx in dresidual's dtype: dx itself when that is x's.
-          dw_dtype       torch.float32 for dw and db before their rounding to the weight's dtype.
-          dw_out         (2, N), where dw and then db go, of the weight's dtype or fp32; the dw and
-                         db returned are its rows.
-          accumulate     dw and db are added to dw_out (in fp32, in the same fixed order) instead.
-        No gradient flows through the results: asking for one raises RuntimeError.
+        Args:
+            dy: (..., N), bf16, fp16 or fp32, in any layout. What no kernel can read in place is
+                copied.
+            x: as dy, of its shape and dtype.
+            mean: fp32, one value per row, as the forward saved it.
+            rstd: as mean.
+            weight: (N,) of x's dtype or fp32; None for ones, and then there is no dw and no db
+                either.
+            dresidual: the gradient that reaches x past the norm, of x's shape and any floating
+                dtype. It is added to dx in fp32.
+            need_dx: False to leave out dx.
+            need_dw: False to leave out dw and db.
+            dw_out: (2, N), where dw and then db go, of the weight's dtype or fp32. The dw and db
+                returned are its rows.
+            accumulate: add dw and db to dw_out instead, in fp32 and in the same fixed order.
+            dw_dtype: torch.float32 for dw and db before their rounding to the weight's dtype.
 
-        CPU and meta tensors (float64 too) are served by the formula in PyTorch; what has no kernel
-        here by PyTorch's kernel where it can, else by the formula, with one warning per reason.
-        Under torch.compile and other tracers it becomes one operator. Everything runs on the
-        current stream, may be captured into a CUDA graph and never waits.
+        Returns:
+            (dx, dw, db), and with dresidual (dx, dw, db, dresidual_out). dx is contiguous, of x's
+                shape and dtype, or None. dw and db are (N,) of the weight's dtype, the rows of one
+                tensor, or None. dresidual_out is dx in dresidual's dtype, and dx itself when
+                that is x's.
 
-        Raises TypeError or ValueError for arguments that do not fit, LaunchError when the driver
-        refuses a launch.
+        Raises:
+            TypeError, ValueError: for arguments that do not fit.
+            LaunchError: when the driver refuses a launch.
         """
         if not isinstance(mean, torch.Tensor):
             raise TypeError(f"mean must be a torch.Tensor, got {type(mean).__name__}")

@@ -13,17 +13,20 @@ from .rms_norm import Norm
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch.nn.RMSNorm, with its arguments and its state dict, run by this package.
+    """torch.nn.RMSNorm, with its arguments and its state dict, run by this package. The result has
+    x's dtype.
 
-    weight_offset: a number added to the weight in fp32, for models that store w - 1; the weight
-    starts at 1 - weight_offset. The result has x's dtype.
+    Args:
+        weight_offset: a number added to the weight in fp32, for models that store w - 1. The weight
+            starts at 1 - weight_offset.
+        main_grad: for trainers that accumulate gradients in a buffer, as Megatron does. The kernel
+            adds dw to weight.main_grad (fp32, or of the weight's dtype), or stores it there where
+            weight.overwrite_main_grad is set. The buffer must be there when the backward runs.
+            torch.compile runs such a norm outside its graphs.
 
-    main_grad: for trainers that accumulate gradients in a buffer, as Megatron does. The kernel adds
-    dw to weight.main_grad (fp32, or of the weight's dtype), or stores it there where
-    weight.overwrite_main_grad is set. Where the weight has an attribute grad_added_to_main_grad,
-    that becomes True and the gradient that autograd sees is a dummy: zeros where
-    weight.zero_out_wgrad is set, else memory as it comes. Otherwise autograd sees none. The buffer
-    must be there when the backward runs; torch.compile runs such a norm outside its graphs.
+    With main_grad, where the weight has an attribute grad_added_to_main_grad, that becomes True and
+    the gradient that autograd sees is a dummy: zeros where weight.zero_out_wgrad is set, else
+    memory as it comes. Otherwise autograd sees none.
     """
 
     _package_norm: ClassVar[Norm]
