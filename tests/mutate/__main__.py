@@ -170,7 +170,8 @@ def last_verdicts(every: Sequence[Mutant]) -> dict[str, Verdict]:
     return {
         what: Verdict(mutants[what], outcome, float(seconds), mutants[what].unseen)
         for what, outcome, seconds in rows
-        if what in mutants and outcome in ("caught", "timeout", "unseen")
+        if what in mutants
+        and (outcome in ("caught", "timeout") or (outcome == "unseen" and mutants[what].unseen))
     }
 
 

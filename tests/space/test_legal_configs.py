@@ -73,3 +73,22 @@ def test_held_knobs_keep_their_values() -> None:
                 found += 1
                 assert {name: near[name] for name in REDUCTION_KNOBS} == wanted
     assert found > 20
+
+
+def test_a_held_knob_stays_where_another_value_is_nearer() -> None:
+    rng = random.Random(3)
+    repaired = 0
+    knobs = {knob.name: knob.choices for knob in SPACE.knobs}
+    for name in ("threads_per_row", "rows_per_cta", "cluster", "stages"):
+        for _ in range(12):
+            config = LEGAL.draw(rng, (), deterministic=True)
+            assert config is not None
+            for value in knobs[name]:
+                wanted = {**config, name: value}
+                if SPACE.normalize(wanted, LEGAL.problem, LEGAL.target)[name] != value:
+                    continue  # it means nothing there
+                near = LEGAL.nearest(wanted, rng, held=(name,))
+                free = LEGAL.nearest(wanted, rng)
+                repaired += near is not None and free is not None and free[name] != value
+                assert near is None or near[name] == value or near["pipeline"] != wanted["pipeline"]
+    assert repaired > 3
