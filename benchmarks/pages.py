@@ -85,11 +85,17 @@ def peers() -> str:
 def gpus() -> str:
     """Tuned packages and the evidence of their kernels."""
     rows = []
-    for path in sorted((REPOSITORY / "generated").glob("*/rmsnorm_backward/table.json")):
-        package = json.loads(path.read_text())
-        found = Counter(entry["evidence"] for entry in package["tuned"])
-        rows.append((package["target"]["title"], ", ".join(f"{n} {e}" for e, n in found.items())))
-    return table(["package for", "tuned shapes"], rows)
+    for gpu in sorted(path for path in (REPOSITORY / "generated").iterdir() if path.is_dir()):
+        told = {}
+        for operation in ("rmsnorm_backward", "layernorm_backward"):
+            path = gpu / operation / "table.json"
+            if path.exists():
+                package = json.loads(path.read_text())
+                found = Counter(entry["evidence"] for entry in package["tuned"])
+                told[operation] = ", ".join(f"{n} {e}" for e, n in found.items())
+        title = package["target"]["title"]
+        rows.append((title, told["rmsnorm_backward"], told.get("layernorm_backward", "")))
+    return table(["package for", "shapes of RMSNorm", "of LayerNorm"], rows)
 
 
 # ---- performance.md ------------------------------------------------------------------------------
