@@ -22,9 +22,20 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; see generator.cli.main.main."""
-    from generator.cli.main import main as run
+    try:
+        from generator.cli.main import main as run
 
-    return run(argv)
+        return run(argv)
+    except ModuleNotFoundError as error:
+        name = (error.name or "").split(".")[0]
+        if name in ("", "generator"):
+            raise
+        print(
+            f"tune.py: this Python ({sys.executable}) has no package '{name}': install what is "
+            "needed with `pip install -r requirements.txt`, or run tune.py by .venv/bin/python",
+            file=sys.stderr,
+        )
+        return 2
 
 
 def _interrupted(number: int, frame: object) -> None:

@@ -202,6 +202,19 @@ def test_output_that_cannot_be_written(
     assert len(said.splitlines()) == bool(code)
 
 
+def test_missing_package_is_said() -> None:
+    """Where tune.py is started by another Python than that of the environment."""
+    script = (
+        f"import sys; sys.modules['optuna'] = None; import tune; sys.exit(tune.main({RUN.split()}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    (sentence,) = done.stderr.splitlines()
+    assert "has no package 'optuna': install what is needed" in sentence
+
+
 def test_reader_that_has_seen_enough_is_no_error() -> None:
     line = f"{sys.executable} tune.py --help | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], cwd=REPOSITORY, capture_output=True, text=True)
