@@ -6,7 +6,8 @@ import ctypes
 import itertools
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +17,7 @@ from cuda.bindings import driver as cuda
 
 from generator.runtime.launch.driver import LaunchError
 from generator.runtime.launch.workspace import LINE, PER_THREAD, SLAB, Workspaces, Zeros
-from generator.runtime.serve.options import (
-    Options,
-)
+from generator.runtime.serve.options import Arguments, Options
 from tests.support.fake_driver import (
     SEPARATE,
     Calls,
@@ -197,6 +196,31 @@ def test_threads_have_workspaces_of_their_own_on_the_per_thread_stream(calls: Ca
         mine, again, other = calls(), calls(), in_another_thread(calls)
         assert (mine.zeros, mine.scratch) == (again.zeros, again.scratch)
         assert (mine.zeros == other.zeros) is (mine.scratch == other.scratch) is shared
+
+
+def test_call_for_another_device_than_the_current_one(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is launched on its own, with all that it has."""
+    mine = calls()
+    calls.device.device, entered = 1, []
+
+    @contextmanager
+    def change(index: int) -> Iterator[None]:
+        entered.append(index)
+        calls.device.device = index
+        yield
+        calls.device.device = 1
+
+    monkeypatch.setattr(torch.cuda, "device", change)
+    (call,) = calls._made.values()
+    given = calls.plain()
+    assert calls.serve(call, Arguments(**given)) is not None
+    assert entered == [0] and calls.device.device == 1
+    seen = calls.driver.launches[-1].arguments
+    assert seen[8:11] == mine.seen.arguments[8:11]
+    assert seen[:4] == tuple(given[name].data_ptr() for name in ("x", "dy", "rstd", "weight"))
+    assert not calls.centred or seen[23] == given["mean"].data_ptr()
 
 
 def test_binding_of_another_thread_is_not_taken(calls: Calls) -> None:

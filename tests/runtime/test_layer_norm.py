@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -432,13 +433,19 @@ class Node:
         for tensor, wants in zip(self.leaves, wanted, strict=True):
             tensor.requires_grad_(wants)
 
-    def step(self, residual: torch.Tensor | None = None) -> Any:
-        """What the kernel of a step got, which has to be where the gradients are."""
+    def step(
+        self,
+        residual: torch.Tensor | None = None,
+        around: AbstractContextManager[Any] | None = None,
+    ) -> Any:
+        """What the kernel of a step got, which has to be where the gradients are. around: of the
+        backward alone."""
         for tensor in self.leaves:
             tensor.grad = None
         result = self.norm(self.leaves[0], residual)
         results = (result,) if residual is None else result
-        torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+        with around or nullcontext():
+            torch.autograd.backward(results, [torch.ones_like(one) for one in results])
         got = self.driver.launches[-1].arguments
         places = (got[4], got[5], got[5] + 2048)
         for tensor, place in zip(self.leaves, places, strict=True):
@@ -469,17 +476,33 @@ def test_a_node_that_came_before_goes_the_quick_way(
 
     monkeypatch.setattr(package, "_run", count)
     monkeypatch.setattr(package.ops, "_backward", count)
-    with FlopCounterMode(display=False) if watched else nullcontext():
-        node.step()
+    node.step(around=FlopCounterMode(display=False) if watched else None)
     assert len(driver.launches) == 4
     assert len(asked) == watched
+
+
+def test_the_tangent_of_a_gradient_is_that_of_a_known_node_too(
+    launching: Any, driver: FakeDriver
+) -> None:
+    """No check of tensors sees a tangent, and no kernel passes it on."""
+    node, dual = Node(launching(), driver, True, True, True), torch.autograd.forward_ad
+    for _ in range(3):
+        node.step()
+    y = node.norm(node.leaves[0])
+    with dual.dual_level():
+        dy = dual.make_dual(torch.ones_like(y), torch.ones_like(y))
+        for result in torch.autograd.grad(y, node.leaves, dy):
+            assert dual.unpack_dual(result).tangent is not None
+    assert len(driver.launches) == 3
 
 
 def test_a_node_wants_what_an_earlier_one_did_not(
     launching: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = launching()
-    for wanted in ((True, True, True), (False, True, True), (True, False, False)):
+    for wanted in product((True, False), repeat=3):
+        if not any(wanted):
+            continue
         node = Node(package, driver, *wanted)
         for _ in range(3):
             got = node.step()
