@@ -153,7 +153,8 @@ class LayerNormPackage(DescribedServer):
             results = self._quick(dy, x, rstd, weight, mean)
             if results is not None:
                 dx, sums = results
-                return dx, *sums.unbind()  # type: ignore[union-attr]
+                dw, db = sums.unbind()  # type: ignore[union-attr]
+                return dx, dw, db
         if not isinstance(mean, torch.Tensor):
             raise TypeError(f"mean must be a torch.Tensor, got {type(mean).__name__}")
         given = Arguments(dy, x, rstd, weight, dresidual, dw_out, mean)
