@@ -1,13 +1,13 @@
 """Host time of one call, piece by piece, on a GPU.
 
-    python benchmarks/host_time.py --out host.json
+    python benchmarks/host_time.py [--op layernorm_backward] --out host.json
 
 Every number is microseconds of one call on the host: the median over many short batches, each of
 which starts with an idle GPU and stays far below the length of the launch queue, so that nothing
 waits for the GPU. What is compared takes turns for several passes, because a host's times drift,
 those of autograd's thread by a fifth and more: a ratio is the median of those of the passes, which
 are in the document as well. Prints one JSON document: what ran, then the pieces of
-`rmsnorm_backward`, whole calls, and alternatives that were considered.
+`rmsnorm_backward`, whole calls, and alternatives that were considered; of LayerNorm whole calls.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from benchmarks.results import write_json  # noqa: E402
-from generator.operations.rmsnorm_backward import Inputs, make_inputs  # noqa: E402
-from generator.problem import Problem  # noqa: E402
+from generator.operations import operation_of  # noqa: E402
+from generator.operations.rmsnorm_backward import Inputs  # noqa: E402
+from generator.problem import RMSNORM_BACKWARD, SUMS, Problem  # noqa: E402
 from generator.runtime import torch_internals as cuda  # noqa: E402
 from generator.runtime.api import Package  # noqa: E402
+from generator.runtime.frontends.layer_norm import LayerNormPackage  # noqa: E402
 from generator.runtime.launch.binding import Binding, bind, pack_addresses  # noqa: E402
 from generator.runtime.launch.driver import cuda_driver  # noqa: E402
 from generator.runtime.launch.launch import plain_extent  # noqa: E402
@@ -44,21 +46,20 @@ from generator.runtime.spec import plan_launch  # noqa: E402
 BATCH = 50
 BATCHES = 25
 PASSES = 9
-PACKAGE = ROOT / "generated" / "h200" / "rmsnorm_backward"
-
-
 Calls = dict[str, Callable[[], Any]]
 COMPARED = (
     ("rmsnorm_backward", "aten op"),
     ("install() op", "aten op"),
     ("rms_norm backward", "aten autograd backward"),
+    ("layer_norm_backward", "aten op"),
+    ("layer_norm backward", "aten autograd backward"),
     ("rmsnorm_backward, native", "aten op"),
     ("rms_norm backward, native", "aten autograd backward"),
     ("rms_norm forward, native", "aten autograd forward"),
 )
 
 
-def host_us(calls: Calls, package: Package) -> dict[str, list[float]]:
+def host_us(calls: Calls, package: Package | LayerNormPackage) -> dict[str, list[float]]:
     """Microseconds of each call in every pass, the cost of an empty one taken off. The package is
     installed for the lines of `install()` only."""
     found: dict[str, list[float]] = {name: [] for name in calls}
@@ -243,6 +244,21 @@ def _binding(package: Package, inputs: Inputs) -> Binding:
     )
 
 
+def routed(call: Callable[[], Any]) -> Callable[[], Any]:
+    """A line of `install()`."""
+
+    def run() -> Any:
+        return call()
+
+    run.routed = True  # type: ignore[attr-defined]
+    return run
+
+
+def grad(result: torch.Tensor, leaves: tuple[torch.Tensor, ...], dy: torch.Tensor) -> Any:
+    """A line of autograd."""
+    return lambda: torch.autograd.grad(result, leaves, dy, retain_graph=True)
+
+
 def whole_calls(package: Package, inputs: Inputs) -> Calls:
     """The entry points and what they are compared with."""
     dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
@@ -256,17 +272,7 @@ def whole_calls(package: Package, inputs: Inputs) -> Calls:
     mine = package.rms_norm(leaf, scale, 1e-6)
     main_grad = torch.zeros(N, device=x.device)
     norm, eager = torch.nn.functional.rms_norm, package.rmsnorm_backward
-
-    def grad(result: torch.Tensor) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad(result, (leaf, scale), dy, retain_graph=True)
-
-    def routed(call: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            return call()
-
-        run.routed = True  # type: ignore[attr-defined]
-        return run
-
+    leaves = (leaf, scale)
     return {
         "rmsnorm_backward": lambda: eager(dy, x, rstd, weight),
         "rmsnorm_backward, dw only": lambda: eager(dy, x, rstd, weight, need_dx=False),
@@ -279,13 +285,42 @@ def whole_calls(package: Package, inputs: Inputs) -> Calls:
         "aten op": lambda: aten(dy, x, [N], column, weight, mask),
         "aten op, overload": lambda: aten.default(dy, x, [N], column, weight, mask),
         "install() op": routed(lambda: aten(dy, x, [N], column, weight, mask)),
-        "rms_norm backward": grad(mine),
-        "aten autograd backward": grad(y),
-        "install() autograd backward": routed(grad(y)),
+        "rms_norm backward": grad(mine, leaves, dy),
+        "aten autograd backward": grad(y, leaves, dy),
+        "install() autograd backward": routed(grad(y, leaves, dy)),
         "rms_norm forward": lambda: package.rms_norm(leaf, scale, 1e-6),
         "aten autograd forward": lambda: norm(leaf, (N,), scale, 1e-6),
         "rms_norm without grad": lambda: package.rms_norm(x, weight, 1e-6),
         "aten without grad": lambda: norm(x, (N,), weight, 1e-6),
+    }
+
+
+def layer_norm_calls(package: LayerNormPackage, inputs: Inputs) -> Calls:
+    """The same of LayerNorm, with a bias."""
+    dy, x, weight, mean, rstd = inputs.dy, inputs.x, inputs.weight, inputs.mean, inputs.rstd
+    assert mean is not None
+    N, mask, aten = x.shape[-1], [True, True, True], torch.ops.aten.native_layer_norm_backward
+    mean, rstd = mean.reshape(-1, 1), rstd.reshape(-1, 1)
+    module = torch.nn.LayerNorm(N, device=x.device, dtype=weight.dtype)
+    leaf, bias = x.detach().requires_grad_(), module.bias
+    leaves = (leaf, module.weight, bias)
+    y, mine = module(leaf), package.layer_norm(*leaves)
+    eager = package.layer_norm_backward
+    return {
+        "layer_norm_backward": lambda: eager(dy, x, mean, rstd, weight),
+        "layer_norm_backward, dw only": lambda: eager(dy, x, mean, rstd, weight, need_dx=False),
+        "layer_norm_backward, operator": lambda: package.ops.layer_norm_backward(
+            dy, x, rstd, weight, None, None, 0.0, True, True, mean
+        ),
+        "aten op": lambda: aten(dy, x, [N], mean, rstd, weight, weight, mask),
+        "install() op": routed(lambda: aten(dy, x, [N], mean, rstd, weight, weight, mask)),
+        "layer_norm backward": grad(mine, leaves, dy),
+        "aten autograd backward": grad(y, leaves, dy),
+        "install() autograd backward": routed(grad(y, leaves, dy)),
+        "layer_norm forward": lambda: package.layer_norm(*leaves),
+        "aten autograd forward": lambda: module(leaf),
+        "layer_norm without grad": lambda: package.layer_norm(x, weight, weight),
+        "aten without grad": lambda: torch.layer_norm(x, (N,), weight, weight),
     }
 
 
@@ -307,19 +342,25 @@ def native_calls(folder: Path, inputs: Inputs) -> Calls:
     }
 
 
-def run(package: Package, problem: Problem) -> dict[str, Any]:
+def run(folder: Path, problem: Problem) -> dict[str, Any]:
     """The document for one problem on the current device."""
     device = torch.device("cuda", torch.cuda.current_device())
-    inputs = make_inputs(problem, device)
-    try:
-        native, refused = native_calls(package.folder, inputs), ""
-    except RuntimeError as error:
-        native, refused = {}, str(error)
-    groups = {
-        "whole calls": whole_calls(package, inputs) | native,
-        "pieces of rmsnorm_backward": pieces(package, inputs),
-        "alternatives": alternatives(package, inputs),
-    }
+    inputs, refused = operation_of(problem).make_inputs(problem, device), ""
+    package: Package | LayerNormPackage
+    if problem.operation == RMSNORM_BACKWARD:
+        package, native = Package(folder), {}
+        try:
+            native = native_calls(folder, inputs)
+        except RuntimeError as error:
+            refused = str(error)
+        groups = {
+            "whole calls": whole_calls(package, inputs) | native,
+            "pieces of rmsnorm_backward": pieces(package, inputs),
+            "alternatives": alternatives(package, inputs),
+        }
+    else:
+        package = LayerNormPackage(folder)
+        groups = {"whole calls": layer_norm_calls(package, inputs)}
     document: dict[str, Any] = {
         "shape": str(problem),
         "kernel": package.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype).get(
@@ -345,14 +386,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--package", type=Path, default=PACKAGE)
+    parser.add_argument("--op", choices=list(SUMS), default=RMSNORM_BACKWARD)
+    parser.add_argument("--package", type=Path, help="default: the H200's for the operation")
     parser.add_argument("--shape", default="4096x256:bf16")
     parser.add_argument("--out", type=Path, help="also write the document to this file")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("host_time.py: needs a CUDA GPU, and PyTorch sees none", file=sys.stderr)
         return 2
-    document = run(Package(options.package), Problem.parse(options.shape))
+    folder = options.package or ROOT / "generated" / "h200" / options.op
+    document = run(folder, Problem.parse(options.shape, options.op))
     print(json.dumps(document, indent=1))
     if options.out:
         write_json(options.out, document)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import host_time
+from generator.operations import LAYERNORM_BACKWARD
+from generator.problem import Problem
+from tests.support.entry_points import write_layer_norm_package
 
 
 class FakePackage:
@@ -57,3 +61,21 @@ def test_lines_take_turns_and_the_package_is_installed_for_its_own_only(
 def test_ratios_are_of_one_pass() -> None:
     times = {"rmsnorm_backward": [1.0, 4.0], "aten op": [2.0, 16.0], "other": [0.0, 0.0]}
     assert host_time.ratios(times) == {"rmsnorm_backward / aten op": [0.5, 0.25]}
+
+
+def test_lines_of_layer_norm_run(tmp_path: Path) -> None:
+    """On the CPU, where the formula serves them."""
+    problem = Problem.parse("6x16:fp32", LAYERNORM_BACKWARD.name)
+    inputs = LAYERNORM_BACKWARD.make_inputs(problem, torch.device("cpu"))
+    calls = host_time.layer_norm_calls(write_layer_norm_package(tmp_path), inputs)
+    results = {name: call() for name, call in calls.items()}
+    dx, dw, db = results["aten op"]
+    for one, other in zip((dx, dw, db), results["layer_norm_backward"], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    operator_dx, sums, _ = results["layer_norm_backward, operator"]
+    torch.testing.assert_close((operator_dx, *sums), (dx, dw, db), rtol=1e-4, atol=1e-4)
+    assert len([pair for pair in host_time.COMPARED if {*pair} <= {*calls}]) == 3
+    assert [name for name, call in calls.items() if hasattr(call, "routed")] == [
+        "install() op",
+        "install() autograd backward",
+    ]

@@ -48,9 +48,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return FakeDevice(monkeypatch)
 
 
-@pytest.fixture(params=["any", "quick"])
+@pytest.fixture(params=["any", "quick", "any with mean", "quick with mean"])
 def calls(request: pytest.FixtureRequest, driver: FakeDriver, device: FakeDevice) -> Calls:
-    return Calls(driver, device, quick=request.param == "quick")
+    how: str = request.param
+    return Calls(driver, device, quick=how.startswith("quick"), centred=how.endswith("mean"))
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,8 @@ import ctypes
 import itertools
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -15,11 +16,8 @@ import torch
 from cuda.bindings import driver as cuda
 
 from generator.runtime.launch.driver import LaunchError
-from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.launch.workspace import LINE, PER_THREAD, SLAB, Workspaces, Zeros
-from generator.runtime.serve.options import (
-    Options,
-)
+from generator.runtime.serve.options import Arguments, Options
 from tests.support.fake_driver import (
     SEPARATE,
     Calls,
@@ -103,19 +101,22 @@ def test_layouts_that_kernels_cannot_read_are_copied(calls: Calls) -> None:
     assert call.tensors[1] == call.given.dy.data_ptr()
 
 
-def test_repeated_rstd_and_weight_are_copied_whole(calls: Calls) -> None:
+def test_repeated_statistics_and_weight_are_copied_whole(calls: Calls) -> None:
     """Kernels read them one after the other, whatever their strides were."""
     launched, seen = calls.driver.cuLaunchKernelEx, []
 
     def read(config: Any, function: str, parameters: int, extra: int) -> Any:
-        _, _, rstd, weight, *_ = read_arguments(function, parameters)
-        seen.append(struct.unpack("6f", ctypes.string_at(rstd, 24)))
+        _, _, rstd, weight, *_, last = read_arguments(function, parameters)
+        saved = (rstd, last) if calls.centred else (rstd,)
+        seen.extend(struct.unpack("6f", ctypes.string_at(at, 24)) for at in saved)
         seen.append(struct.unpack("1024H", ctypes.string_at(weight, 2048)))
         return launched(config, function, parameters, extra)
 
     calls.driver.cuLaunchKernelEx = read  # type: ignore[method-assign]
-    calls(rstd=torch.ones(1, 1).expand(6, 1), weight=torch.ones(()).bfloat16().expand(1024))
-    assert seen == [(1.0,) * 6, (0x3F80,) * 1024]
+    mean = {"mean": torch.full((1, 1), 2.0).expand(6, 1)} if calls.centred else {}
+    weight = torch.ones(()).bfloat16().expand(1024)
+    calls(rstd=torch.ones(1, 1).expand(6, 1), weight=weight, **mean)
+    assert seen == [(1.0,) * 6, *([(2.0,) * 6] if mean else []), (0x3F80,) * 1024]
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -130,23 +131,29 @@ def address(tensor: torch.Tensor | None) -> int:
         (Options(need_dw=False), {}, 0),
         (Options(), {"weight": None}, 0),
         (Options(dw_dtype=torch.float32), {}, 1),
-        (Options(), {"dw_out": torch.zeros(1024)}, 1),
-        (Options(accumulate=True), {"dw_out": torch.zeros(1024)}, 2),
-        (Options(), {"dw_out": torch.zeros(1024).bfloat16()}, 0),
+        (Options(), {"dw_out": torch.float32}, 1),
+        (Options(accumulate=True), {"dw_out": torch.float32}, 2),
+        (Options(), {"dw_out": torch.bfloat16}, 0),
     ],
 )
+@pytest.mark.parametrize("capturing", [False, True])
 def test_kernel_gets_what_the_options_ask_for(
-    calls: Calls, options: Options, change: dict[str, Any], dw_mode: int
+    calls: Calls, options: Options, change: dict[str, Any], dw_mode: int, capturing: bool
 ) -> None:
+    calls.device.capturing = capturing
+    if "dw_out" in change:
+        change = {"dw_out": calls.dw(change["dw_out"])}
     call = calls(options=options, **change)
     given, (dx, dw) = call.given, call.results
     inputs = (given.x, given.dy, given.rstd, given.weight)
     assert call.tensors == (*map(address, inputs), address(dx), address(dw), 0, 0)
     assert call.dw_mode == dw_mode
+    assert call.mean == (given.mean.data_ptr() if calls.centred else None)
     assert (dx is None) is not options.need_dx
     assert (dw is None) is (not options.need_dw or given.weight is None)
     if dw is not None:
         assert dw.dtype == (torch.float32 if dw_mode else torch.bfloat16)
+        assert dw.shape == calls.dw().shape and dw.is_contiguous()
         assert given.dw_out is None or dw is given.dw_out
 
 
@@ -167,7 +174,8 @@ def test_without_dw_there_is_no_second_kernel(
     calls: Calls, capturing: bool, change: dict[str, Any]
 ) -> None:
     """It would write to address 0."""
-    calls.kernel, calls.device.capturing = LoadedKernel(b"cubin", SEPARATE), capturing
+    calls.take(SEPARATE)
+    calls.device.capturing = capturing
     assert calls(**change).sum is None
     call = calls()
     assert call.sum.arguments[1] == address(call.results[1])
@@ -190,6 +198,31 @@ def test_threads_have_workspaces_of_their_own_on_the_per_thread_stream(calls: Ca
         assert (mine.zeros == other.zeros) is (mine.scratch == other.scratch) is shared
 
 
+def test_call_for_another_device_than_the_current_one(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is launched on its own, with all that it has."""
+    mine = calls()
+    calls.device.device, entered = 1, []
+
+    @contextmanager
+    def change(index: int) -> Iterator[None]:
+        entered.append(index)
+        calls.device.device = index
+        yield
+        calls.device.device = 1
+
+    monkeypatch.setattr(torch.cuda, "device", change)
+    (call,) = calls._made.values()
+    given = calls.plain()
+    assert calls.serve(call, Arguments(**given)) is not None
+    assert entered == [0] and calls.device.device == 1
+    seen = calls.driver.launches[-1].arguments
+    assert seen[8:11] == mine.seen.arguments[8:11]
+    assert seen[:4] == tuple(given[name].data_ptr() for name in ("x", "dy", "rstd", "weight"))
+    assert not calls.centred or seen[23] == given["mean"].data_ptr()
+
+
 def test_binding_of_another_thread_is_not_taken(calls: Calls) -> None:
     """Of one that made a call of the same signature before, with the arguments of its own."""
     calls.device.stream = PER_THREAD
@@ -205,9 +238,9 @@ def test_quick_call_leaves_unaligned_addresses_to_others(calls: Calls) -> None:
     aligned = calls()
     launches = len(calls.driver.launches)
     odd = torch.empty(6 * 1024 + 1, dtype=torch.bfloat16)[1:].view(6, 1024)
-    given = aligned.given
     (call,) = calls._made.values()
-    assert call.quick(given.dy, odd, given.rstd, given.weight) is None
+    given = aligned.given
+    assert call.quick(given.dy, odd, given.rstd, given.weight, given.mean) is None
     assert len(calls.driver.launches) == launches
 
 
@@ -226,20 +259,21 @@ def test_threads_on_one_stream_do_not_mix_their_arguments(calls: Calls) -> None:
 
     def slow_launch(config: Any, function: str, parameters: int, extra: int) -> Any:
         threading.Event().wait(0.002)  # lets the other thread run
-        seen.append(read_arguments(function, parameters)[:2])
+        x, dy, *_, last = read_arguments(function, parameters)
+        seen.append((x, dy, last if calls.centred else 0))
         return launched(config, function, parameters, extra)
 
     calls.driver.cuLaunchKernelEx = slow_launch  # type: ignore[method-assign]
     calls._made.clear()
-    wanted: list[tuple[int, int]] = []
+    wanted: list[tuple[int, ...]] = []
     kept = []
 
     def work() -> None:
         for _ in range(5):
-            dy, x, *_ = tensors()
-            kept.append((dy, x))
-            wanted.append((x.data_ptr(), dy.data_ptr()))
-            calls(dy=dy, x=x)
+            given = calls.plain()
+            kept.append(given)
+            wanted.append(tuple(address(given.get(name)) for name in ("x", "dy", "mean")))
+            calls(**given)
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
@@ -269,7 +303,7 @@ def test_scratch_is_retried_after_pytorch_gave_back_its_cache(
 def test_every_address_counts_for_the_quick_call(calls: Calls, place: int) -> None:
     """dy, x and the weight: kernels read them in vectors."""
     calls.quick = True
-    given = list(tensors(6))
+    given = [*calls.plain().values()]
     call = next(iter(calls._made.values())) if calls() else None
     assert call is not None and call.quick is not None
     assert call.quick(*given) is not None

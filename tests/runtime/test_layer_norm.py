@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from generator.package.files import KernelFiles, write_package
 from generator.runtime.frontends.layer_norm import LayerNormPackage
@@ -20,10 +23,18 @@ from generator.runtime.serve.options import Arguments, Options, composition
 from generator.runtime.serve.reference import reference_backward
 from generator.runtime.spec import KernelSpec, plan_launch
 from generator.runtime.table import Table
-from tests.support.entry_points import leaf, randn
-from tests.support.fake_driver import SPEC, TARGET, FakeDevice, FakeDriver, entry, tensors
+from tests.support.entry_points import leaf, randn, routing_on_cpu
+from tests.support.fake_driver import (
+    LAYER_NORM,
+    SPEC,
+    TARGET,
+    FakeDevice,
+    FakeDriver,
+    entry,
+    tensors,
+)
 
-KERNEL = replace(SPEC, operation="layernorm_backward", columns=2048, partial_stride=2048)
+KERNEL = replace(SPEC, **LAYER_NORM)  # type: ignore[arg-type]
 GRAD = torch.float32, torch.bfloat16, torch.float16, torch.float64
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 4e-3, torch.float64: 1e-12}
 
@@ -373,6 +384,164 @@ def test_a_module_launches_its_backward(launching: Any, driver: FakeDriver) -> N
     assert x.grad is not None
     assert seen.arguments[4] == x.grad.data_ptr()
     assert norm.bias.grad.data_ptr() == seen.arguments[5] + 2048
+
+
+# ---- Calls like an earlier one -------------------------------------------------------------------
+
+
+def test_a_call_that_came_before_goes_the_quick_way(
+    launching: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, (dy, x, rstd, weight) = launching(), tensors()
+    mean = torch.zeros(6, 1)
+    for _ in range(2):
+        package.layer_norm_backward(dy, x, mean, rstd, weight)
+    monkeypatch.setattr(package, "_run", None)
+    dx, dw, db = package.layer_norm_backward(dy, x, mean, rstd, weight)
+    first, second, third = (seen.arguments for seen in driver.launches)
+    assert second[8:23] == third[8:23] == first[8:23]
+    assert third[:4] == (address(x), address(dy), address(rstd), address(weight))
+    assert (*third[4:6], third[-1]) == (address(dx), address(dw), address(mean))
+    assert address(db) == address(dw) + 2048
+    assert dw is not None
+    assert db is not None
+    assert dw.shape == db.shape == weight.shape
+    assert dw.is_contiguous() and db.is_contiguous()
+
+
+def test_known_call_is_seen_by_a_mode(
+    launching: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, (dy, x, rstd, weight) = launching(), tensors()
+    given = (dy, x, torch.zeros(6, 1), rstd, weight)
+    for _ in range(3):
+        package.layer_norm_backward(*given)
+    monkeypatch.setattr(package, "_quick", None)
+    with FlopCounterMode(display=False):
+        package.layer_norm_backward(*given)
+    with torch.autograd.forward_ad.dual_level():
+        package.layer_norm_backward(*given)
+    assert len(driver.launches) == 5
+
+
+class Node:
+    """A training step of a module on the fake GPU. wanted: of x, weight and bias."""
+
+    def __init__(self, package: Any, driver: FakeDriver, *wanted: bool) -> None:
+        self.norm, self.driver = package.LayerNorm(1024, dtype=torch.bfloat16), driver
+        self.leaves = (tensors()[1], self.norm.weight, self.norm.bias)
+        for tensor, wants in zip(self.leaves, wanted, strict=True):
+            tensor.requires_grad_(wants)
+
+    def step(
+        self,
+        residual: torch.Tensor | None = None,
+        around: AbstractContextManager[Any] | None = None,
+    ) -> Any:
+        """What the kernel of a step got, which has to be where the gradients are. around: of the
+        backward alone."""
+        for tensor in self.leaves:
+            tensor.grad = None
+        result = self.norm(self.leaves[0], residual)
+        results = (result,) if residual is None else result
+        with around or nullcontext():
+            torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+        got = self.driver.launches[-1].arguments
+        places = (got[4], got[5], got[5] + 2048)
+        for tensor, place in zip(self.leaves, places, strict=True):
+            assert address(tensor.grad) == (place if tensor.requires_grad else 0)
+        return got
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("wanted", [(True, True, True), (True, True, False), (True, False, True)])
+def test_a_node_that_came_before_goes_the_quick_way(
+    launching: Any,
+    driver: FakeDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: tuple[bool, ...],
+    watched: bool,
+) -> None:
+    """Whichever of the two sums is wanted; but never where somebody watches operators."""
+    package = launching()
+    node = Node(package, driver, *wanted)
+    for _ in range(3):
+        node.step()
+    asked: list[Arguments] = []
+    run = package._run
+
+    def count(given: Arguments, options: Options) -> Any:
+        asked.append(given)
+        return run(given, options)
+
+    monkeypatch.setattr(package, "_run", count)
+    monkeypatch.setattr(package.ops, "_backward", count)
+    node.step(around=FlopCounterMode(display=False) if watched else None)
+    assert len(driver.launches) == 4
+    assert len(asked) == watched
+
+
+def test_the_tangent_of_a_gradient_is_that_of_a_known_node_too(
+    launching: Any, driver: FakeDriver
+) -> None:
+    """No check of tensors sees a tangent, and no kernel passes it on."""
+    node, dual = Node(launching(), driver, True, True, True), torch.autograd.forward_ad
+    for _ in range(3):
+        node.step()
+    y = node.norm(node.leaves[0])
+    with dual.dual_level():
+        dy = dual.make_dual(torch.ones_like(y), torch.ones_like(y))
+        for result in torch.autograd.grad(y, node.leaves, dy):
+            assert dual.unpack_dual(result).tangent is not None
+    assert len(driver.launches) == 3
+
+
+def test_a_node_wants_what_an_earlier_one_did_not(
+    launching: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = launching()
+    for wanted in product((True, False), repeat=3):
+        if not any(wanted):
+            continue
+        node = Node(package, driver, *wanted)
+        for _ in range(3):
+            got = node.step()
+            assert [place != 0 for place in got[4:6]] == [wanted[0], any(wanted[1:])]
+    node = Node(package, driver, True, True, True)
+    asked: list[Arguments] = []
+    run = package._run
+    monkeypatch.setattr(package, "_run", lambda *a, **k: asked.append(a[0]) or run(*a, **k))
+    node.step()
+    assert not asked
+    node.step(torch.zeros(6, 1024, dtype=torch.bfloat16))
+    assert asked[0].dresidual is not None
+
+
+@pytest.mark.parametrize("mask", [[True, True, True], [True, False, True], [False, True, True]])
+def test_routed_calls_go_the_quick_way_by_their_mask(
+    launching: Any, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, mask: list[bool]
+) -> None:
+    package, (dy, x, rstd, weight) = launching(), tensors()
+    backward, mean = torch.ops.aten.native_layer_norm_backward, torch.zeros(6, 1)
+    given = (dy, x, [1024], mean, rstd, weight, weight)
+    asked: list[Arguments] = []
+    with torch.no_grad(), routing_on_cpu(package).installed():
+        for _ in range(3):
+            backward(*given, [True, True, True])
+        run = package._run
+        monkeypatch.setattr(package, "_run", lambda *a, **k: asked.append(a[0]) or run(*a, **k))
+        found = backward(*given, mask)
+    got = driver.launches[-1].arguments
+    places = (got[4], got[5], got[5] + 2048)
+    assert [address(one) for one in found] == [
+        place if wants else 0 for place, wants in zip(places, mask, strict=True)
+    ]
+    assert (got[4] != 0, got[-1]) == (mask[0], address(mean))
+    assert bool(asked) is not mask[0]
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def test_what_has_no_kernel_is_pytorchs_and_said_once(

@@ -49,7 +49,7 @@ def test_every_step_between_rows_counts(which: str, gap: int) -> None:
         given[which] = strided((2, 3, N), strides)
         layout, alignment = layout_of(**given)
         assert alignment == 2 * gap
-        assert layout.copy == (False,) * 5
+        assert not any(layout.copy)
 
 
 def test_rows_that_are_stepped_through_in_two_ways_are_copied_once() -> None:

@@ -102,7 +102,10 @@ def test_kernels_of_another_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("wanting", [(), ("dy",), ("x",), ("dy", "x"), ("weight",)])
-def test_a_second_derivative_is_not_the_quick_calls(wanting: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("centred", [False, True])
+def test_a_second_derivative_is_not_the_quick_calls(
+    wanting: tuple[str, ...], centred: bool
+) -> None:
     """It has none; a weight whose gradient is wanted is what every backward has."""
     server = object.__new__(Server)
     dy, x, rstd, weight = tensors(6)
@@ -113,6 +116,7 @@ def test_a_second_derivative_is_not_the_quick_calls(wanting: tuple[str, ...]) ->
     for name, tensor in (("dy", dy), ("x", x), ("weight", weight)):
         tensor.requires_grad_(name in wanting)
     served = not {"dy", "x"} & set(wanting)
-    assert server._quick(dy, x, rstd, weight) is (results if served else None)
+    given = (dy, x, rstd, weight, *([rstd.clone()] if centred else []))
+    assert server._quick(*given) is (results if served else None)
     with torch.no_grad():
-        assert server._quick(dy, x, rstd, weight) is results
+        assert server._quick(*given) is results

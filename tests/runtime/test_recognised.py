@@ -28,7 +28,12 @@ from generator.runtime.serve.call_cache import CallCache
 from generator.runtime.serve.forward import Forward
 from generator.runtime.serve.options import Arguments, Options
 from generator.runtime.table import MAX_ALIGNMENT
-from tests.support.entry_points import aten_on_cpu, routing_on_cpu, write_package
+from tests.support.entry_points import (
+    aten_on_cpu,
+    routing_on_cpu,
+    write_layer_norm_package,
+    write_package,
+)
 
 Tensors = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -47,29 +52,32 @@ class Own:
 
     def __init__(self, options: Options, *tensors: Any) -> None:
         self.options, self.facts = options, tuple(map(facts, tensors))
-        whole = all(t is not None for t in tensors[:4]) and set(tensors[4:]) == {None}
+        whole = all(t is not None for t in tensors[:4]) and tensors[4:6] == (None, None)
         self.quick = self._quick if whole else None
 
     def __call__(self, *tensors: Any) -> Tensors:
         assert tuple(map(facts, tensors)) == self.facts
         assert not any(tensor is not None and tensor.is_neg() for tensor in tensors)
-        return tensors[1], tensors[3]
+        weight, mean = tensors[3], tensors[6]
+        sums = weight if weight is None or mean is None else torch.stack((weight, weight))
+        return tensors[1], sums
 
     def _quick(self, *tensors: Any) -> Tensors | None:
         if any(tensors[i].data_ptr() % MAX_ALIGNMENT for i in (0, 1, 3)):
             return None
-        return self(*tensors, None, None, None)
+        return self(*tensors[:4], None, None, tensors[4])
 
 
 class EntryPoint:
     """A way to make a call. arguments of a call: its tensors, None where there is none; keywords.
 
-    names: of the tensors. call_options: whether the call takes options. prepared: how many calls
-    were prepared.
+    write: makes its package. names: of the tensors. options: that the call takes, one at a time.
+    prepared: how many calls were prepared.
     """
 
+    write: Callable[[Path], Any] = staticmethod(write_package)
     names: tuple[str, ...] = ("dy", "x", "rstd", "weight", "dresidual", "dw_out")
-    call_options = False
+    options: tuple[Keywords, ...] = ()
     prepared = 0
 
     def call(self, *tensors: Any, **options: Any) -> None:
@@ -122,10 +130,19 @@ class TheForward(EntryPoint):
         self.forward(x, weight, 1e-6, 0.5, residual)
 
 
-class Backward(EntryPoint):
-    call_options = True
+OPTIONS: tuple[Keywords, ...] = (
+    {"need_dx": False},
+    {"need_dw": False},
+    {"accumulate": True},
+    {"dw_dtype": torch.float32},
+    {"weight_offset": 1.0},
+)
 
-    def __init__(self, package: Package) -> None:
+
+class Backward(EntryPoint):
+    options = OPTIONS
+
+    def __init__(self, package: Any) -> None:
         self.package = package
         package._find = self.count(package._find)  # type: ignore[method-assign]
 
@@ -146,9 +163,9 @@ class Composed(Backward):
 class Installed(EntryPoint):
     names = ("dy", "x", "rstd", "weight")
 
-    def __init__(self, package: Package) -> None:
+    def __init__(self, package: Any) -> None:
         self.package = package
-        package._find = self.count(package._find)  # type: ignore[method-assign]
+        package._find = self.count(package._find)
 
     def call(self, *tensors: Any, **options: Any) -> None:
         dy, x, rstd, weight = tensors
@@ -159,12 +176,37 @@ class Installed(EntryPoint):
         return routing_on_cpu(self.package).installed()
 
 
-ENTRY_POINTS: tuple[Callable[[Package], EntryPoint], ...] = (
+class LayerNorm(Backward):
+    write = staticmethod(write_layer_norm_package)
+    names = (*EntryPoint.names, "mean")
+    options = OPTIONS[:-1]
+
+    def call(self, *tensors: Any, **options: Any) -> None:
+        dy, x, rstd, weight, dresidual, dw_out, mean = tensors
+        more = {"dresidual": dresidual, "dw_out": dw_out, **options}
+        self.package.layer_norm_backward(dy, x, mean, rstd, weight, **more)
+
+
+class InstalledLayerNorm(Installed):
+    write = staticmethod(write_layer_norm_package)
+    names = ("dy", "x", "rstd", "weight", "mean")
+
+    def call(self, *tensors: Any, **options: Any) -> None:
+        dy, x, rstd, weight, mean = tensors
+        backward, shape = torch.ops.aten.native_layer_norm_backward, x.shape[-1:]
+        with torch.no_grad():
+            backward(dy, x, shape, mean, rstd, weight, weight, [True, True, True])
+
+
+ENTRY_POINTS: tuple[type[Any], ...] = (
     TheForward,
     Backward,
     Composed,
     Installed,
+    LayerNorm,
+    InstalledLayerNorm,
 )
+BACKWARDS = (Backward, LayerNorm)
 
 
 def forward_on_cpu(folder: Path) -> Forward:
@@ -175,13 +217,11 @@ def forward_on_cpu(folder: Path) -> Forward:
     return forward
 
 
-def a_package(folder: Path) -> Package:
+def a_package(folder: Path, write: Callable[[Path], Any] = write_package) -> Any:
     """A package whose calls are recognised and served by an `Own` each, on the CPU."""
-    package = write_package(folder)
+    package = write(folder)
     package._calls._device = ""
-    package._find = lambda given, options: Own(  # type: ignore[method-assign]
-        options, *vars(given).values()
-    )
+    package._find = lambda given, options: Own(options, *vars(given).values())
     return package
 
 
@@ -191,8 +231,8 @@ def package(tmp_path: Path) -> Package:
 
 
 @pytest.fixture(params=ENTRY_POINTS)
-def entry_point(request: pytest.FixtureRequest, package: Package) -> Iterator[EntryPoint]:
-    made: EntryPoint = request.param(package)
+def entry_point(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EntryPoint]:
+    made: EntryPoint = request.param(a_package(tmp_path, request.param.write))
     with aten_on_cpu(), made.around():
         yield made
 
@@ -200,7 +240,7 @@ def entry_point(request: pytest.FixtureRequest, package: Package) -> Iterator[En
 def tensors_of(entry_point: EntryPoint, M: int = 6, **changes: Any) -> Tensors:
     plain = {
         **{"dy": torch.zeros(M, 64), "x": torch.zeros(M, 64), "rstd": torch.zeros(M, 1)},
-        "weight": torch.zeros(64),
+        **{"weight": torch.zeros(64), "mean": torch.zeros(M, 1)},
     } | changes
     return tuple(plain.get(name) for name in entry_point.names)
 
@@ -250,15 +290,9 @@ CHANGES: dict[str, dict[str, Callable[[], Any]]] = {
     "weight": OTHERS | {"none": lambda: None},
     "residual": {"given": lambda: torch.zeros(6, 64)},
     "dresidual": {"given": lambda: torch.zeros(6, 64)},
-    "dw_out": {"given": lambda: torch.zeros(64)},
+    "dw_out": {"given": lambda: torch.zeros(2, 64)},
+    "mean": RSTD,
 }
-OPTIONS: tuple[Keywords, ...] = (
-    {"weight_offset": 1.0},
-    {"need_dx": False},
-    {"need_dw": False},
-    {"accumulate": True},
-    {"dw_dtype": torch.float32},
-)
 
 
 def changes_of(entry_point: EntryPoint, base: Tensors) -> Iterator[tuple[str, Tensors, Keywords]]:
@@ -273,7 +307,7 @@ def changes_of(entry_point: EntryPoint, base: Tensors) -> Iterator[tuple[str, Te
             if isinstance(entry_point, Installed) and what in ("device", "dispatch keys", "none"):
                 continue  # the dispatcher refuses or resolves these, or wants no gradient of it
             yield f"{name}: {what}", (*base[:i], make(), *base[i + 1 :]), {}
-    for option in OPTIONS if entry_point.call_options else ():
+    for option in entry_point.options:
         yield str(option), base, option
 
 
@@ -284,7 +318,7 @@ def test_call_that_differs_in_one_thing_is_not_recognised(
 ) -> None:
     """Neither by the checks that are tried in turn, nor where a shape's calls are looked for."""
     more = {"residual": torch.zeros(6, 64), "dresidual": torch.zeros(6, 64)}
-    base = tensors_of(entry_point, **({**more, "dw_out": torch.zeros(64)} if whole else {}))
+    base = tensors_of(entry_point, **({**more, "dw_out": torch.zeros(2, 64)} if whole else {}))
     if late:
         for M, _ in itertools.product(range(10, 10 + _MOST), range(3)):
             entry_point.call(*tensors_of(entry_point, M, **(change_rows(M, more) if whole else {})))
@@ -304,7 +338,7 @@ def test_call_that_differs_in_one_thing_is_not_recognised(
 
 def change_rows(M: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     rows = {name: torch.zeros(M, 64) for name in tensors}
-    return {**rows, "dw_out": torch.zeros(64)}
+    return {**rows, "dw_out": torch.zeros(2, 64)}
 
 
 def test_calls_of_many_kinds_are_recognised_in_turn(entry_point: EntryPoint) -> None:
@@ -312,7 +346,7 @@ def test_calls_of_many_kinds_are_recognised_in_turn(entry_point: EntryPoint) -> 
     kinds += [
         tensors_of(entry_point, M, weight=torch.nn.Parameter(torch.zeros(64))) for M in range(1, 6)
     ]
-    for call_options in [{}, {"weight_offset": 1.0}] if entry_point.call_options else [{}]:
+    for call_options in [{}, *entry_point.options[-1:]]:
         for _, tensors in itertools.product(range(2), kinds):
             entry_point.call(*tensors, **call_options)
         for _, tensors in itertools.product(range(40), kinds):  # the list is renewed on the way
@@ -323,13 +357,12 @@ def test_calls_of_many_kinds_are_recognised_in_turn(entry_point: EntryPoint) -> 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(picks=st.lists(st.integers(0, 10**6), min_size=30, max_size=150))
 def test_every_call_is_served_as_its_own_in_any_order(
-    make: Callable[[Package], EntryPoint],
+    make: type[Any],
     picks: list[int],
     tmp_path: Path,
 ) -> None:
     """While lists are renewed and tables cleared all the time. An `Own` refuses other calls."""
-    package = a_package(tmp_path)
-    entry_point = make(package)
+    entry_point = make(a_package(tmp_path, make.write))
     with pytest.MonkeyPatch.context() as patch, aten_on_cpu(), entry_point.around():
         patch.setattr("generator.runtime.serve.call_cache._MOST_KEYS", 5)
         patch.setattr("generator.runtime.serve.call_cache._MISSES_TO_FORGET", 3)
@@ -346,7 +379,10 @@ def test_every_call_is_served_as_its_own_in_any_order(
                 entry_point.call(*tensors, **call_options)
 
 
-@pytest.mark.parametrize("entry_point", [TheForward, Backward, Installed], indirect=True)
+QUICK = [made for made in ENTRY_POINTS if made is not Composed]
+
+
+@pytest.mark.parametrize("entry_point", QUICK, indirect=True)
 def test_recent_calls_are_found_by_the_first_checks_alone(
     entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,9 +394,9 @@ def test_recent_calls_are_found_by_the_first_checks_alone(
         assert entry_point.known_after(*tensors)
 
 
-def test_calls_of_the_formula_off_the_gpu_are_not_kept(tmp_path: Path) -> None:
-    package = write_package(tmp_path)
-    entry_point = Backward(package)
+@pytest.mark.parametrize("make", BACKWARDS)
+def test_calls_of_the_formula_off_the_gpu_are_not_kept(tmp_path: Path, make: type[Any]) -> None:
+    entry_point = make(make.write(tmp_path))
     for _ in range(3):
         assert not entry_point.known_after(*tensors_of(entry_point))
 
@@ -387,18 +423,26 @@ def test_threads_are_served_each_with_its_own(
     assert not errors
 
 
-def test_autograd_gets_the_gradients_of_the_formula_for_many_kinds(tmp_path: Path) -> None:
-    package = write_package(tmp_path)
+@pytest.mark.parametrize("make", BACKWARDS)
+def test_autograd_gets_the_gradients_of_the_formula_for_many_kinds(
+    tmp_path: Path, make: type[Any]
+) -> None:
+    package = make.write(tmp_path)
     package._calls._device = ""
-    entry_point = Backward(package)  # counts
+    entry_point, functional = make(package), torch.nn.functional  # counts
     for step in range(4):
         before = entry_point.prepared
         for M in range(1, 2 * _MOST):
             x = torch.randn(M, 32, requires_grad=True)
             weight = torch.randn(32, requires_grad=True)
             dy = torch.randn(M, 32)
-            found = torch.autograd.grad(package.rms_norm(x, weight, 1e-6), (x, weight), dy)
-            y = torch.nn.functional.rms_norm(x, (32,), weight, 1e-6)
+            if make is LayerNorm:
+                mine = package.layer_norm(x, weight, eps=1e-6)
+                y = functional.layer_norm(x, (32,), weight, eps=1e-6)
+            else:
+                mine = package.rms_norm(x, weight, 1e-6)
+                y = functional.rms_norm(x, (32,), weight, 1e-6)
+            found = torch.autograd.grad(mine, (x, weight), dy)
             for got, wanted in zip(found, torch.autograd.grad(y, (x, weight), dy), strict=True):
                 torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
         assert (entry_point.prepared == before) is (step >= 1)
@@ -425,39 +469,63 @@ def test_call_that_pytorch_serves_is_pytorchs_under_install_too(
     assert calls == ["backward"] * 12
 
 
+def test_layer_norm_that_pytorch_serves_is_pytorchs_under_install_too(tmp_path: Path) -> None:
+    package = a_package(tmp_path, write_layer_norm_package)
+    package._find = lambda given, options: "nothing was tuned"
+    entry_point = InstalledLayerNorm(package)
+    tensors = tensors_of(entry_point)
+    dy, x, rstd, weight, mean = tensors
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for around in (nullcontext, entry_point.around):
+            with around():
+                for _ in range(4):
+                    entry_point.call(*tensors)
+                    assert len(package.layer_norm_backward(dy, x, mean, rstd, weight)) == 3
+    assert not package._calls.recent
+
+
 @pytest.mark.parametrize("asks", ["x", "dy"])
-def test_known_call_whose_gradient_is_wanted_refuses_it(package: Package, asks: str) -> None:
+@pytest.mark.parametrize("make", BACKWARDS)
+def test_known_call_whose_gradient_is_wanted_refuses_it(
+    tmp_path: Path, asks: str, make: type[Any]
+) -> None:
     """The checks see that a tensor requires a gradient, and not whether that counts."""
 
     def find(given: Arguments, options: Options) -> Any:
         found: Any = formula(options)
-        found.quick = found
+        found.quick = lambda dy, x, rstd, weight, mean: found(dy, x, rstd, weight, mean=mean)
         return found
 
-    package._find = find  # type: ignore[method-assign]
+    package = a_package(tmp_path, make.write)
+    package._find = find
+    backward = package.rmsnorm_backward if make is Backward else package.layer_norm_backward
     tensors = {"dy": torch.randn(6, 64), "x": torch.randn(6, 64), "rstd": torch.ones(6, 1)}
-    given = (*tensors.values(), torch.ones(64))
+    given = known = (*tensors.values(), torch.ones(64))
+    if make is LayerNorm:
+        mean = torch.zeros(6, 1)
+        given, known = (*given[:2], mean, *given[2:]), (*known, mean)
     tensors[asks].requires_grad_()
     with torch.no_grad():
         for _ in range(4):
-            wanted = package.rmsnorm_backward(*given)
-    assert package._calls.find_recent(given) is not None
+            wanted = backward(*given)
+    assert package._calls.find_recent(known) is not None
     for _ in range(3):
-        dx, dw = package.rmsnorm_backward(*given)
-        assert torch.equal(dx, wanted[0]) and torch.equal(dw, wanted[1])
+        results = backward(*given)
+        assert all(torch.equal(one, other) for one, other in zip(results, wanted, strict=True))
         with pytest.raises(RuntimeError, match="differentiate the norm"):
-            (dx.sum() + dw.sum()).backward()
+            sum(result.sum() for result in results).backward()
     with torch.no_grad():
-        assert not any(result.requires_grad for result in package.rmsnorm_backward(*given))
+        assert not any(result.requires_grad for result in backward(*given))
 
 
-@pytest.mark.parametrize("entry_point", [TheForward, Backward, Composed], indirect=True)
+@pytest.mark.parametrize("entry_point", [TheForward, Composed, *BACKWARDS], indirect=True)
 def test_what_is_no_tensor_is_named_though_others_are_known(entry_point: EntryPoint) -> None:
     for M in range(1, 2 * _MOST):
         for _ in range(3):
             entry_point.call(*tensors_of(entry_point, M))
-    for name in ("x", "weight"):
-        for wrong in ([1.0], 1.0):
+    for name in {"x", "weight", "mean"} & {*entry_point.names}:
+        for wrong in ([1.0], 1.0, *([None] if name == "mean" else [])):
             with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got"):
                 entry_point.call(*tensors_of(entry_point, **{name: wrong}))
 

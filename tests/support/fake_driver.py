@@ -56,6 +56,8 @@ SPEC = KernelSpec(
 )
 TARGET = {"name": "h200", "title": "H200", "arch": "sm_90a", "sms": 132}
 SEPARATE = replace(SPEC, name="two_kernels", strategy="separate", dependent=True, cluster=2)
+LAYER_NORM = {"operation": "layernorm_backward", "columns": 2048, "partial_stride": 2048}
+"""What differs in a kernel of LayerNorm of the same row length."""
 
 
 _MAIN = {"rmsnorm_backward": "@8Q3Q7qI3if", "layernorm_backward": "@8Q3Q7qI3ifQ"}
@@ -253,17 +255,41 @@ def tensors(
 
 
 class Calls:
-    """Calls of one kernel on CPU tensors. quick: by the quick call, where there is one."""
+    """Calls of one kernel on CPU tensors. quick: by the quick call, where there is one; centred:
+    with a mean, as LayerNorm's are."""
 
-    def __init__(self, driver: FakeDriver, device: FakeDevice, quick: bool = False) -> None:
-        self.driver, self.device, self.quick = driver, device, quick
+    def __init__(
+        self, driver: FakeDriver, device: FakeDevice, quick: bool = False, centred: bool = False
+    ) -> None:
+        self.driver, self.device, self.quick, self.centred = driver, device, quick, centred
         self.workspaces = Workspaces()
-        self.kernel = LoadedKernel(b"cubin", SPEC)
+        self.take(SPEC)
         self._made: dict[Any, KernelCall] = {}
 
+    def take(self, spec: KernelSpec) -> None:
+        """From now on with this kernel."""
+        spec = replace(spec, **LAYER_NORM) if self.centred else spec  # type: ignore[arg-type]
+        self.kernel = LoadedKernel(b"cubin", spec)
+
+    def plain(self, M: int = 6) -> dict[str, torch.Tensor]:
+        """The tensors of a call without options, in the order in which a quick call takes them."""
+        names = ("dy", "x", "rstd", "weight", "mean")
+        given = dict(zip(names, tensors(M), strict=False))
+        return given | ({"mean": torch.zeros(M, 1)} if self.centred else {})
+
+    def dw(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Zeros of the shape of dw."""
+        return torch.zeros((2, 1024) if self.centred else (1024,), dtype=dtype)
+
+    def serve(self, call: KernelCall, given: Arguments) -> Any:
+        """The results of a call that `call` was made for."""
+        results = None
+        if self.quick and call.quick is not None:
+            results = call.quick(given.dy, given.x, given.rstd, given.weight, given.mean)
+        return call(*vars(given).values()) if results is None else results
+
     def __call__(self, M: int = 6, options: Options = PLAIN, **change: Any) -> Any:
-        dy, x, rstd, weight = tensors(M)
-        given = Arguments(**({"dy": dy, "x": x, "rstd": rstd, "weight": weight} | change))
+        given = Arguments(**(self.plain(M) | change))
         layout, _ = read_layout(given)
         spec = self.kernel.spec
         # One call object per signature, as the package keeps them.
@@ -282,19 +308,16 @@ class Calls:
                 layout=layout,
                 workspaces=self.workspaces,
             )
-        call, results = self._made[key], None
-        if self.quick and call.quick is not None:
-            results = call.quick(given.dy, given.x, given.rstd, given.weight)
-        if results is None:
-            results = call(*vars(given).values())
+        results = self.serve(self._made[key], given)
         launched = {seen.function: seen for seen in self.driver.launches}
-        seen = launched["rmsnorm_backward"]
+        seen = launched[spec.operation]
         return SimpleNamespace(
             zeros=seen.arguments[8],
             scratch=seen.arguments[10],
             seen=seen,
             tensors=seen.arguments[:8],
-            dw_mode=seen.arguments[-2],
+            dw_mode=seen.arguments[21],
+            mean=seen.arguments[23] if self.centred else None,
             sum=launched.get("sum_partials"),
             results=results,
             given=given,
