@@ -9,6 +9,9 @@ Examples:
 Looking at what a run left behind (each has a --help of its own):
   python tune.py report --gpu h200
   python tune.py explain --gpu h200 --shape 4096x4096:bf16 --config strategy=last_cta
+
+Taking its package elsewhere, as a repository of Hugging Face's kernels:
+  python tune.py export --gpu h200 --hf FOLDER
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ from generator.search.budget import TRIALS
 from generator.space.load import load_space, space_file
 from generator.target import find_target
 
-LOOKING = ("explain", "report")
-"""First words of the commands that look at finished runs; see their --help."""
+COMMANDS = ("explain", "export", "report")
+"""First words of the commands that tune nothing; see their --help."""
 
 
 def _version() -> str:
@@ -125,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     at once.
     """
     argv = sys.argv[1:] if argv is None else argv
-    command = argv[0] if argv and argv[0] in LOOKING else ""
+    command = argv[0] if argv and argv[0] in COMMANDS else ""
     try:
         try:
             return _run(argv, command)
@@ -148,12 +151,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str], command: str) -> int:
     """Raises NormforgeError; OSError where stdout cannot be written."""
-    if command:
-        from generator.cli.look import COMMANDS
+    if command == "export":
+        from generator.cli.export import export
 
-        return COMMANDS[command](argv[1:])
+        return export(argv[1:])
+    if command:
+        from generator.cli import look
+
+        return look.COMMANDS[command](argv[1:])
     if argv and not argv[0].startswith("-"):
-        near = get_close_matches(argv[0].lower(), LOOKING, n=1)
+        near = get_close_matches(argv[0].lower(), COMMANDS, n=1)
         hint = f"did you mean '{near[0]}'?" if near else "a run starts with --gpu"
         raise NormforgeError(f"there is no command '{argv[0]}': {hint}")
     args = parser().parse(argv)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
+from generator.kernels.machine_code import illegal_copies
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
 from generator.problem import Problem
@@ -19,6 +20,9 @@ def refuse(variant: Variant, compiled: Compiled, problem: Problem, target: Targe
         lines = [line.strip() for line in compiled.error.splitlines() if line.strip()]
         first = next((line for line in lines if "error" in line), " ".join(lines))
         return Result("compile_error", note=first)
+    if illegal := illegal_copies(compiled.cubin):
+        fault = f"NVRTC {compiled.nvrtc} wrote {illegal} illegal instructions (cp.async, policy)"
+        return Result("compile_error", note=fault)
     launch = plan_launch(variant.spec(target.sms), problem.M)
     fault = resource_fault(variant, compiled, launch, target)
     return Result("resource", note=fault) if fault else None

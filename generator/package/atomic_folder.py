@@ -16,8 +16,9 @@ from generator.disk import sync
 from generator.errors import NormforgeError
 
 
-def check_writable(folder: Path) -> None:
-    """Raise NormforgeError unless `folder` can be written or replaced; creates its parent."""
+def check_writable(folder: Path, option: str = "--out") -> None:
+    """Raise NormforgeError unless `folder` can be written or replaced; creates its parent. option:
+    that of the command line which names it."""
     try:
         if folder.exists() and not folder.is_dir():
             raise NotADirectoryError(f"{folder} is a file")
@@ -26,7 +27,8 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise NormforgeError(
-            f"cannot write {folder} ({error.strerror or error}): choose another folder with --out"
+            f"cannot write {folder} ({error.strerror or error}): "
+            f"choose another folder with {option}"
         ) from error
 
 

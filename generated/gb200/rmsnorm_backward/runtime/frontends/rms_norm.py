@@ -19,7 +19,7 @@ from ..torch_internals import (
 )
 from .differentiable import differentiable_norm, foreign_norm, is_foreign
 from .dtensor import register_sharding
-from .gradients import NormArguments, gradients, gradients_of_sum
+from .gradients import NormArguments, gradients, gradients_of_sum, is_watched
 from .operators import Operators
 
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
@@ -178,15 +178,7 @@ class Norm:
         need_dw: bool,
     ) -> Gradients:
         """dx and dw of a node, the one in Python or that in C++."""
-        # Dynamo first: it cannot trace the question whether a mode is active. A gradient may be
-        # a subclass though x was none, such as a collective's result that has not arrived.
-        watched = (
-            is_dynamo_compiling()
-            or torch.is_grad_enabled()
-            or modes_active()
-            or tangents_active()
-            or not is_plain(dy)
-        )
+        watched = is_watched(dy)
         if need_dx and need_dw and weight is not None and not watched and not weight_offset:
             results = self._quick(dy, x, rstd, weight)
             if results is not None:

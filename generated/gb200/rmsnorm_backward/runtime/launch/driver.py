@@ -1,4 +1,4 @@
-"""The CUDA driver through cuda-python: statuses as errors, captures, launch configurations."""
+"""The CUDA driver: statuses as errors, captures, launch configurations."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class LaunchError(RuntimeError):
 
 @cache
 def cuda_driver() -> Any:
-    """cuda.bindings.driver, imported when it is first needed."""
-    from cuda.bindings import driver
+    """The driver's functions, types and constants, imported when they are first needed."""
+    from . import bindings
 
-    return driver
+    return bindings
 
 
 def checked(status_and_values: tuple[Any, ...], action: str, kernel: str) -> Any:

@@ -40,8 +40,8 @@ Call = Callable[..., Results]
 _MOST_STREAMS = 64
 """Streams remembered per signature."""
 
-QuickCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], "Results | None"]
-"""Takes dy, x, rstd and weight; None: not served."""
+QuickCall = Callable[..., "Results | None"]
+"""Takes dy, x, rstd, weight and, when the signature has it, mean; None: not served."""
 Size = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype."""
 _DONE = (0,)  # what a driver call returns: CUDA_SUCCESS
@@ -49,7 +49,6 @@ _DONE = (0,)  # what a driver call returns: CUDA_SUCCESS
 
 def formula(options: Options) -> Call:
     """The formula in PyTorch, for whatever has no kernel."""
-    keywords = vars(options)
 
     def call(
         dy: torch.Tensor,
@@ -61,7 +60,7 @@ def formula(options: Options) -> Call:
         mean: torch.Tensor | None = None,
     ) -> Results:
         return reference_backward(
-            dy, x, rstd, weight, dresidual=dresidual, dw_out=dw_out, mean=mean, **keywords
+            dy, x, rstd, weight, dresidual=dresidual, dw_out=dw_out, mean=mean, **vars(options)
         )
 
     return call
@@ -92,10 +91,10 @@ class KernelCall:
     """Serves every call of one signature with one kernel.
 
     *_size: shape, strides and dtype of what a call allocates, None for nothing. copy: which of dy,
-    x, rstd, weight and dresidual are made dense first. quick: the same in less time for what most
-    calls of a training are, those with a weight that want dx and dw and need no copy; None for
-    other signatures, and with a mean. It takes dy, x, rstd and weight, and answers None when an
-    address is not a multiple of MAX_ALIGNMENT; its attribute `slow` is this object.
+    x, rstd, weight, dresidual and mean are made dense first. quick: the same in less time for most
+    calls of a training, those with a weight that want dx and dw and need no copy; None for other
+    signatures. It answers None where dy, x or the weight is not at a multiple of MAX_ALIGNMENT; its
+    attribute `slow` is this object.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class KernelCall:
             weight_offset=options.weight_offset,
         )
         plain = self.dx_size and self.dw_size and not self.with_third and not self.copy
-        self.quick = _quick_call(self) if plain and given.mean is None else None
+        self.quick = _quick_call(self) if plain else None
 
     def __call__(
         self,
@@ -157,7 +156,7 @@ class KernelCall:
             with torch.cuda.device(self.device):
                 return self(dy, x, rstd, weight, dresidual, dw_out, mean)
         if self.copy:
-            copy_dy, copy_x, copy_rstd, copy_weight, copy_dresidual = self.copy
+            copy_dy, copy_x, copy_rstd, copy_weight, copy_dresidual, copy_mean = self.copy
             dy = dense(dy) if copy_dy else dy
             x = dense(x) if copy_x else x
             rstd = rstd.detach().contiguous() if copy_rstd else rstd
@@ -165,7 +164,8 @@ class KernelCall:
                 weight = weight.detach().contiguous()
             if dresidual is not None and copy_dresidual:
                 dresidual = dense(dresidual)
-        mean = None if mean is None else mean.detach().contiguous()
+            if mean is not None and copy_mean:
+                mean = mean.detach().contiguous()
         dx = empty_strided(*self.dx_size) if self.dx_size else None
         dw = empty_strided(*self.dw_size) if self.dw_size else dw_out
         third = empty_strided(*self.third_size) if self.third_size else None
@@ -260,17 +260,21 @@ def _quick_call(slow: KernelCall) -> QuickCall:
     unaligned = MAX_ALIGNMENT - 1
 
     def call(
-        dy: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        rstd: torch.Tensor,
+        weight: torch.Tensor,
+        mean: torch.Tensor | None = None,
     ) -> Results | None:
         x_at, dy_at, weight_at = x.data_ptr(), dy.data_ptr(), weight.data_ptr()
         if (x_at | dy_at | weight_at) & unaligned:
             return None
         if current_device() != device:
-            return slow(dy, x, rstd, weight)
+            return slow(dy, x, rstd, weight, mean=mean)
         stream = raw_stream(device)
         # This also makes the device's context current in a thread that has not used it yet.
         if is_capturing():
-            return slow(dy, x, rstd, weight)
+            return slow(dy, x, rstd, weight, mean=mean)
         dx = empty_strided(dx_shape, dx_strides, dx_dtype)
         dw = empty_strided(dw_shape, dw_strides, dw_dtype)
         # fmt: off
@@ -284,12 +288,14 @@ def _quick_call(slow: KernelCall) -> QuickCall:
                     values, 0, x_at, dy_at, rstd.data_ptr(), weight_at,
                     dx.data_ptr(), dw.data_ptr(), 0, 0,
                 )
+                if mean is not None:
+                    pack_mean(values, MEAN, mean.data_ptr())
                 if launch(main_config, main, main_arguments, 0) == _DONE and (
                     second is None or launch(sum_config, second, sum_arguments, 0) == _DONE
                 ):
                     return dx, dw
         # fmt: on
-        return slow(dy, x, rstd, weight)  # with another workspace, or to raise the error
+        return slow(dy, x, rstd, weight, mean=mean)  # with another workspace, or to raise the error
 
     call.slow = slow  # type: ignore[attr-defined]
     return call

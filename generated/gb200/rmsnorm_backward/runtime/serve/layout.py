@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from ..launch.row_layout import RowLayout, dense, row_layout
 from ..table import MAX_ALIGNMENT
 from .options import Arguments
@@ -12,7 +14,7 @@ from .options import Arguments
 class Layout(NamedTuple):
     """What `KernelCall` needs to know about the arguments of a signature.
 
-    copy: which of dy, x, rstd, weight and dresidual have to be made dense first.
+    copy: which of dy, x, rstd, weight, dresidual and mean have to be made dense first.
     """
 
     rows: int
@@ -52,11 +54,14 @@ def read_layout(given: Arguments) -> tuple[Layout, int]:
         ):
             copy_dresidual, found = True, row_layout(dense(dresidual))
         stride = N if found is None else found.stride
-    small = (given.rstd, given.weight)
     copies = (
         *(copy_dy, copy_x),
-        *(tensor is not None and not tensor.is_contiguous() for tensor in small),
-        copy_dresidual,
+        *(_has_gaps(given.rstd), _has_gaps(given.weight)),
+        *(copy_dresidual, _has_gaps(given.mean)),
     )
     layout = Layout(x.numel() // N, N, x_rows, dy_rows, stride, copies)
     return layout, places
+
+
+def _has_gaps(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and not tensor.is_contiguous()

@@ -49,14 +49,20 @@ class Server:
         self._native = Native()
 
     def _quick(
-        self, dy: torch.Tensor, x: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        rstd: torch.Tensor,
+        weight: torch.Tensor,
+        mean: torch.Tensor | None = None,
     ) -> Results | None:
         """dx and dw of a plain call (a weight, both wanted, no option) like one that came before;
         None for any other. Every entry point tries this first."""
-        call = self._calls.find_recent((dy, x, rstd, weight))
+        tensors = (dy, x, rstd, weight) if mean is None else (dy, x, rstd, weight, mean)
+        call = self._calls.find_recent(tensors)
         if call is None or (torch.is_grad_enabled() and (dy.requires_grad or x.requires_grad)):
             return None
-        results = call(dy, x, rstd, weight)
+        results: Results | None = call(dy, x, rstd, weight, mean)
         if self._native.learn is not None and results is not None:
             self._native.learn(call)
         return results

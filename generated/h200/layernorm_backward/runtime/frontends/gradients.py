@@ -6,10 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
-from ..torch_internals import has_tangent, transforms_active
+from ..torch_internals import (
+    has_tangent,
+    is_plain,
+    modes_active,
+    tangents_active,
+    transforms_active,
+)
 from .differentiable import differentiable_backward, differentiable_norm
 
 Backward = Callable[[Arguments, Options], Results]
@@ -21,6 +28,19 @@ class NormArguments(NamedTuple):
 
     eps: float | None
     weight_offset: float
+
+
+def is_watched(dy: torch.Tensor | None) -> bool:
+    """Whether somebody sees the operators of a node's backward, or wants a gradient of its own."""
+    # Dynamo first: it cannot trace the question whether a mode is active. A gradient may be a
+    # subclass though x was none, such as a collective's result that has not arrived.
+    return bool(
+        is_dynamo_compiling()
+        or torch.is_grad_enabled()
+        or modes_active()
+        or tangents_active()
+        or not is_plain(dy)
+    )
 
 
 def gradients(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 Serve = Callable[..., "tuple[torch.Tensor | None, ...] | None"]
-"""Takes dy, x, rstd and weight; None for what it does not serve."""
+"""Takes dy, x, rstd, weight and perhaps more; None for what it does not serve."""
 
 
 class Routed(NamedTuple):

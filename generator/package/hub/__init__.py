@@ -1,0 +1,1 @@
+"""Packages as repositories of Hugging Face's `kernels`."""
