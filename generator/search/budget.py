@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from generator.errors import NormforgeError
 from generator.problem import Problem
 
-TRIALS = {"measured": 400, "predicted": 24}
+TRIALS = {"measured": 400, "predicted": 14}
 """Trials of one problem unless the caller says otherwise. A prediction errs by more than further
 trials gain (docs/search.md)."""
 
