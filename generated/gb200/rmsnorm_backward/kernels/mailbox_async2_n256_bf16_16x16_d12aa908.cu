@@ -1,4 +1,4 @@
-// mailbox_async2_n256_bf16_8x16_590dc0f6
+// mailbox_async2_n256_bf16_16x16_d12aa908
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),
 // dw = sum over rows of dy * xhat, with xhat = x * rstd.
@@ -14,19 +14,19 @@ constexpr bool kExact = true;  // N is a constant
 constexpr int kRowColumns = 256;  // N
 constexpr int kColumns = 256;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 8;
+constexpr int kThreadsPerRow = 16;
 constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
-constexpr int kRowsAbreast = 4;  // rows that a team works on side by side
+constexpr int kRowsAbreast = 2;  // rows that a team works on side by side
 constexpr int kTeams = 16;  // of a CTA, each with rows of its own
 constexpr int kThreads = 512;  // of one CTA
-constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
+constexpr int kRowsInFlight = 2;  // rows that a thread works on at once
 constexpr int kBatchRows = 4;  // rows that a team works on at once
 constexpr int kStages = 2;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
-constexpr int kReload = 1;  // x and dy are read again for dx
+constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 4;  // vectors of a row in one thread
+constexpr int kVectors = 2;  // vectors of a row in one thread
 constexpr int kWarpsPerRow = 1;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
 constexpr int kRowBytes = 512;  // of one CTA's part of a row of x
@@ -41,8 +41,8 @@ constexpr int kSumThreads = 0;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 0;  // bytes into shared memory
 constexpr int kWeightOffset = 0;
 constexpr int kBroadcastOffset = 0;
-constexpr int kTilesOffset = 65664;
-constexpr int kBlockBatches = 16;  // batches that are added up at once
+constexpr int kTilesOffset = 32896;
+constexpr int kBlockBatches = 8;  // batches that are added up at once
 constexpr int kBlockSumsOffset = 16;
 constexpr int kArrivesEarly = 1;  // a CTA, when it begins its last rows
 #define ROW_LOAD ".nc"
@@ -50,7 +50,7 @@ constexpr int kArrivesEarly = 1;  // a CTA, when it begins its last rows
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
-#define ROW_STORE ""
+#define ROW_STORE ".cs"
 #define LEAST_COLUMNS 256  // of a row
 
 #include "../include/b2e52431df75/primitives.cuh"
