@@ -1,12 +1,13 @@
-"""The wheel: `normforge`, with every tuned package of generated/ in it as `normforge.<gpu>`."""
+"""The wheel: `normforge`, with every tuned package of generated/ in it, below `normforge.generated`."""
 
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 packages, folders, data = ["normforge"], {}, {"normforge": ["py.typed"]}
-for folder in sorted(Path("generated").glob("*/rmsnorm_backward")):
-    package = f"normforge.{folder.parent.name}"
+for table in sorted(Path("generated").glob("*/*/table.json")):
+    folder = table.parent
+    package = ".".join(("normforge", *folder.parts))
     folders[package] = str(folder)
     packages += [package, *(f"{package}.{name}" for name in find_packages(str(folder)))]
     data[package] = ["*.json", "*.zip", "include/**/*", "kernels/*"]

@@ -2,9 +2,10 @@
 
     from normforge import RMSNorm, rms_norm, install
 
-What is here is what a package of generated/ has. Which one it is gets decided when the first name
-is asked for, without initialising CUDA, so that a program may fork afterwards. NORMFORGE_GPU=h200
-names one instead. Without a GPU any of them serves: by PyTorch, on the CPU.
+What is here is what a package of generated/ has; `normforge.layernorm` has LayerNorm's. Which one it
+is gets decided when the first name is asked for, without initialising CUDA, so that a program may
+fork afterwards. NORMFORGE_GPU=h200 names one instead. Without a GPU any of them serves: by PyTorch,
+on the CPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from re import IGNORECASE, escape, search
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -59,9 +61,7 @@ class Gpu(NamedTuple):
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    wanted = os.environ.get(_CHOICE, "")
-    module = choose(tuned_packages(), None if wanted else find_gpu(), wanted)
-    found = globals()[name] = getattr(import_module(module), name)
+    found = globals()[name] = getattr(chosen_package("rmsnorm_backward"), name)
     return found
 
 
@@ -69,20 +69,23 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def tuned_packages() -> dict[str, Tuned]:
-    """The packages that there are, by the name of their GPU: those of a wheel, beside this file, or
-    those of a checkout."""
+def chosen_package(operation: str) -> ModuleType:
+    """The package of an operation that serves this process. Raises RuntimeError for none."""
+    wanted = os.environ.get(_CHOICE, "")
+    module = choose(tuned_packages(operation), None if wanted else find_gpu(), wanted)
+    return import_module(module)
+
+
+def tuned_packages(operation: str) -> dict[str, Tuned]:
+    """The packages of an operation, by the name of their GPU: those of a wheel, in this folder, or
+    those of a checkout, beside it."""
     here = Path(__file__).resolve().parent
     found: dict[str, Tuned] = {}
-    for table, module in (
-        *((path, f"{__name__}.{path.parts[-2]}") for path in here.glob("*/table.json")),
-        *(
-            (path, ".".join(path.parts[-4:-1]))
-            for path in here.parent.glob("generated/*/rmsnorm_backward/table.json")
-        ),
-    ):
-        target = json.loads(table.read_text())["target"]
-        found.setdefault(target["name"], Tuned(module, target["arch"], target["title"]))
+    for root in (here, here.parent):
+        for table in root.glob(f"generated/*/{operation}/table.json"):
+            target = json.loads(table.read_text())["target"]
+            module = ".".join(table.parent.relative_to(here.parent).parts)
+            found.setdefault(target["name"], Tuned(module, target["arch"], target["title"]))
     return dict(sorted(found.items()))
 
 

@@ -126,6 +126,12 @@ assert explain(4096, 4096, "bf16")["how"] == "tuned"
 package = sys.modules["{module}"]
 kernel = next(k for e in package._package.table.tuned for k in [e.kernel])
 assert kernel.read_cubin(package._package.folder)
+from normforge import layernorm
+other = "{module}".replace("rmsnorm", "layernorm")
+assert layernorm.LayerNorm.__module__ == other
+assert sorted(layernorm.__all__) == sorted(sys.modules[other].__all__)
+assert sorted(normforge.__all__) == sorted(package.__all__)
+layernorm.layer_norm(torch.randn(4, 64, requires_grad=True), torch.ones(64)).sum().backward()
 try:
     normforge.nothing
 except AttributeError:
@@ -169,12 +175,14 @@ def test_wheel_carries_the_packages(tmp_path: Path) -> None:
         names = archive.namelist()
         archive.extractall(tmp_path / "site")
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"normforge"}
-    for package in REPOSITORY.glob("generated/*/rmsnorm_backward"):
+    packages = [table.parent for table in REPOSITORY.glob("generated/*/*/table.json")]
+    assert len(packages) >= 3
+    for package in packages:
         there = {
             str(path.relative_to(package))
             for path in package.rglob("*")
             if path.is_file() and "__pycache__" not in path.parts
         }
-        prefix = f"normforge/{package.parent.name}/"
+        prefix = f"normforge/{package.relative_to(REPOSITORY)}/"
         assert there == {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-    use("normforge.h200", tmp_path / "site", tmp_path)
+    use("normforge.generated.h200.rmsnorm_backward", tmp_path / "site", tmp_path)
