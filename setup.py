@@ -1,4 +1,4 @@
-"""The wheel: `normforge`, with every tuned package of generated/ in it, below `normforge.generated`."""
+"""The wheel: `normforge`, with every tuned package as `normforge.generated.<gpu>.<operation>`."""
 
 from pathlib import Path
 

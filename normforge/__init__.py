@@ -2,10 +2,10 @@
 
     from normforge import RMSNorm, rms_norm, install
 
-What is here is what a package of generated/ has; `normforge.layernorm` has LayerNorm's. Which one it
-is gets decided when the first name is asked for, without initialising CUDA, so that a program may
-fork afterwards. NORMFORGE_GPU=h200 names one instead. Without a GPU any of them serves: by PyTorch,
-on the CPU.
+What is here is what a package of generated/ has; `normforge.layernorm` has LayerNorm's. Which one
+is decided when the first name is asked for, without initialising CUDA, so that a program may fork
+afterwards. NORMFORGE_GPU=h200 names one instead. Without a GPU any of them serves: by PyTorch, on
+the CPU.
 """
 
 from __future__ import annotations
