@@ -75,6 +75,7 @@ def test_a_strategy(copy: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_knob(copy: Path) -> None:
     changed = apply("A knob", copy)
     options = ("--strategy", "separate", "--set", "pipeline=direct", "--set", "row_unroll=2")

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import geometric_mean, mean
+from typing import Any
 
 from generator.errors import NormforgeError
 from generator.kernels.strategies import determinism_class
 from generator.kernels.variant import make_variant
 from generator.operations import operation_of
 from generator.paths import GENERATED, REPOSITORY
-from generator.problem import Problem
+from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.report.history import Point, history
 from generator.report.peers import Comparison
 from generator.result import OUTCOMES
@@ -148,9 +149,10 @@ class Summary:
     @cached_property
     def ratio_set(self) -> str:
         """The shapes that the mean of the ratios is of."""
-        if not self.plain_floors:
-            return f"all {len(self.studies)} shapes"
-        return f"the {len(self.studies) - self.plain_floors} shapes without a residual"
+        timed = [s for s in self.studies if not s.plain_floor and ratio_of(s) is not None]
+        if self.plain_floors:
+            return f"the {len(timed)} shapes without a residual"
+        return f"{'all' if len(timed) == len(self.studies) else 'the'} {len(timed)} shapes"
 
     @cached_property
     def plain_floors(self) -> int:
@@ -229,8 +231,8 @@ class Grid:
 
 
 def kind_of(problem: Problem) -> str:
-    """Everything about a problem but its shape, for example `bf16` or `bf16:fp32`."""
-    return str(problem).split(":", 1)[1]
+    """Everything about a problem but its shape and operation, for example `bf16` or `bf16:fp32`."""
+    return str(replace(problem, operation=RMSNORM_BACKWARD)).split(":", 1)[1]
 
 
 def ratio_of(study: Study) -> float | None:
@@ -276,6 +278,16 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return geometric_mean(known) if known else None
 
 
+def _context(gpu: str, operation: str) -> dict[str, Any]:
+    """What the repository says of a GPU beside the studies; the history is that of RMSNorm."""
+    results = REPOSITORY / "benchmarks" / "results"
+    if operation == RMSNORM_BACKWARD:
+        former = history(GENERATED / gpu / "results.json")
+        return {"comparison": Comparison.load(results / f"{gpu}.json"), "history": former}
+    name = operation.removesuffix("_backward")
+    return {"comparison": Comparison.load(results / f"{name}_{gpu}.json")}
+
+
 def summaries(studies: Sequence[Study], place: str, *, context: bool = False) -> list[Summary]:
     """One summary for each GPU. Of several studies of one problem that one counts which is measured
     rather than predicted, has a winner, and has the latest one. context: read the comparison with
@@ -297,8 +309,6 @@ def summaries(studies: Sequence[Study], place: str, *, context: bool = False) ->
         kept = sorted(latest.values(), key=lambda s: (kind_of(s.problem), s.problem.N, s.problem.M))
         summary = Summary(gpu, place, tuple(kept), len(mine) - len(kept))
         if context and summary.evidence == "measured":
-            comparison = Comparison.load(REPOSITORY / "benchmarks" / "results" / f"{gpu}.json")
-            former = history(GENERATED / gpu / "results.json")
-            summary = replace(summary, comparison=comparison, history=former)
+            summary = replace(summary, **_context(gpu, kept[0].problem.operation))
         found.append(summary)
     return found

@@ -27,6 +27,7 @@ from generator.studies.records import Record, study_name
 from generator.studies.study_log import StudyLog
 from generator.target import find_target
 from generator.tuner.forward import space_code
+from tests.support.samples import space_of
 from tests.support.synthetic import LEGAL, PROBLEM, TARGET, FakeEvaluator, FakePool
 
 SPACE = load_space()
@@ -171,17 +172,19 @@ def test_committed_studies_are_of_todays_code(
     committed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every hundredth trial and every winner: a change that this test does not pass measures
-    106 shapes again."""
+    153 shapes again."""
     monkeypatch.setattr(revision, "nvrtc_version", lambda: "13.0")  # that measured them
     monkeypatch.setattr(revision, "_known", {})
     names = [entry["study_name"] for entry in committed if entry["op_code"] == 0]
     trials = [entry for entry in committed if entry["op_code"] == 4]
-    assert len(names) == 106
+    assert len(names) == 153 and sum(name.startswith("layernorm") for name in names) == 47
     for entry in trials[::100]:
         choices = {k: json.loads(d)["attributes"] for k, d in entry["distributions"].items()}
         config = {k: choices[k]["choices"][int(i)] for k, i in entry["params"].items()}
         problem = Problem.parse(names[entry["study_id"]].partition("@")[0])
-        assert names[entry["study_id"]] == study_name(problem, TARGET, "measured", SPACE)
+        assert names[entry["study_id"]] == study_name(
+            problem, TARGET, "measured", space_of(problem.operation)
+        )
         variant = make_variant(config, problem)
         assert code_digest(variant, TARGET.arch) == entry["user_attrs"]["code"]
 

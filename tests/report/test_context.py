@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from generator.paths import GENERATED
 from generator.report.history import history
 from generator.report.peers import TITLES, Comparison
+from generator.report.summary import summaries
+from generator.studies.reader import read_studies
 
 
 def row(N: int, ours: float | None, weight_dtype: str = "bf16", **peers: float | None) -> Any:
@@ -32,6 +35,7 @@ def comparison(tmp_path: Path) -> Comparison:
         row(512, 20.0, aten=30.0, quack=60.0, quack_tuned=None),
         row(1024, None, aten=30.0, quack=15.0),
         row(2048, 20.0, "fp32", aten=5.0, quack=15.0),
+        row(4096, 30.0, aten=30.0, quack=15.0) | {"how": "none"},  # no kernel of ours
     ]
     peers = {"aten": "torch 2.11.0", "quack": "quack-kernels 0.6.5, x 4.8", "quack_tuned": "q 0.6"}
     path = tmp_path / "x.json"
@@ -112,3 +116,20 @@ def test_a_commit_that_changes_no_ratio_is_left_out(tmp_path: Path) -> None:
 def test_no_history_without_git(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text('{"shapes": []}')
     assert history(tmp_path / "results.json") == []
+
+
+def test_the_page_of_an_operation_has_its_own_shapes_and_peers(tmp_path: Path) -> None:
+    """Of the committed studies, a few for each operation."""
+    every = read_studies(GENERATED / "h200")
+    of = {
+        operation: [study for study in every if study.problem.operation == operation]
+        for operation in ("rmsnorm_backward", "layernorm_backward")
+    }
+    found = {name: summaries(studies, "x", context=True)[0] for name, studies in of.items()}
+    layer_norm = found["layernorm_backward"]
+    assert [grid.kind for grid in layer_norm.grids] == ["bf16", "fp16", "fp32"]
+    assert "layernorm_backward" in str(layer_norm.studies[0].problem)
+    peers = [found[name].comparison for name in of]
+    assert all(peers) and peers[0] != peers[1]
+    assert layer_norm.comparison is not None and len(layer_norm.comparison.rows) == 37
+    assert layer_norm.history == ()

@@ -54,6 +54,16 @@ def calls(request: pytest.FixtureRequest, driver: FakeDriver, device: FakeDevice
     return Calls(driver, device, quick=how.startswith("quick"), centred=how.endswith("mean"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not ask for
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs the extension is slow, because that is compiled first."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and {"module", "make"} & {
+            *getattr(item, "fixturenames", ())
+        }:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The extension, built once for all workers of a run."""

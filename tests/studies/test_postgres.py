@@ -237,6 +237,7 @@ def stop_heart(queue: SharedQueue) -> None:
     queue._heart.join()
 
 
+@pytest.mark.slow
 def test_two_machines_with_two_gpus_each_share_a_run(url: str, tmp_path: Path) -> None:
     """One of the four processes is killed; its parent gives the problem back at once."""
     problems = PROBLEMS[:6]
