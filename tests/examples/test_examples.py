@@ -110,7 +110,13 @@ class Runs(NamedTuple):
     runs: dict[str, Run]
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(on, marks=getattr(pytest.mark, mark))
+        for on, mark in (("cpu", "slow"), ("gpu", "gpu"))
+    ],
+)
 def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Every line in a process whose only other module is the package: with the kernels for any
     shape on a GPU, and without kernels elsewhere. The examples choose their device."""

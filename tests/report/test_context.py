@@ -118,6 +118,7 @@ def test_no_history_without_git(tmp_path: Path) -> None:
     assert history(tmp_path / "results.json") == []
 
 
+@pytest.mark.slow
 def test_the_page_of_an_operation_has_its_own_shapes_and_peers(tmp_path: Path) -> None:
     """Of the committed studies, a few for each operation."""
     every = read_studies(GENERATED / "h200")

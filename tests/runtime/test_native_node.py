@@ -23,7 +23,7 @@ from tests.support.native import (
 Tensors = tuple[torch.Tensor, ...]
 
 
-@pytest.fixture(params=["python", "native"])
+@pytest.fixture(params=["python", pytest.param("native", marks=pytest.mark.slow)])
 def package(request: pytest.FixtureRequest, tmp_path: Path) -> Package:
     """The formula serves everything; with and without the node in C++. What is true of one has to
     be true of the other."""

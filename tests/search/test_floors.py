@@ -102,6 +102,7 @@ def test_lines_and_tables_say_what_a_ratio_is_to(tmp_path: Path) -> None:
     assert "*" not in table([(PROBLEM, plain)])
 
 
+@pytest.mark.slow
 def test_a_report_marks_ratios_to_a_plain_floor_and_leaves_them_out_of_the_mean(
     tmp_path: Path,
 ) -> None:

@@ -34,6 +34,7 @@ from tests.support.forward import H200, of_kind
 from tests.support.patience import patience
 
 
+@pytest.mark.slow
 def test_rule_gives_every_shape_a_kernel_without_a_gpu() -> None:
     shapes = [Problem.parse("4096x1024:bf16"), Problem.parse("4096x1024:bf16+offset")]
     lines: list[str] = []
