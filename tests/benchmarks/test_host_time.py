@@ -27,6 +27,7 @@ class FakePackage:
         self.open = False
 
 
+@pytest.mark.slow
 def test_lines_take_turns_and_the_package_is_installed_for_its_own_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -117,6 +117,7 @@ def test_missing_and_damaged_packages_are_one_sentence(
     assert "table.json is damaged" in said
 
 
+@pytest.mark.slow
 def test_some_kernels_of_the_committed_packages_agree(capsys: pytest.CaptureFixture[str]) -> None:
     """All that are drawn from a package that this NVRTC made."""
     for mode in ([], ["--sources"]):

@@ -530,6 +530,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     root = REPOSITORY
     code = ORPHAN.format(folder=str(tmp_path))

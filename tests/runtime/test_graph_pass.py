@@ -330,6 +330,7 @@ def test_tagged_regions_are_what_regional_inductor_compiles() -> None:
 
 
 @pytest.mark.parametrize("step", [forward_only, backward_only])
+@pytest.mark.slow
 def test_regional_inductor_compiles_what_is_tagged_as_the_tag_says(
     compiler: None, step: Step
 ) -> None:

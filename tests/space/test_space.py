@@ -107,6 +107,7 @@ def test_sample_is_legal_has_what_is_fixed_and_follows_from_the_seed(
     assert SPACE.sample(problem, target, random.Random(seed), fixed) == config
 
 
+@pytest.mark.slow
 def test_enumeration_finds_what_brute_force_finds(write: Callable[[Any], Path]) -> None:
     """A space small enough to try every combination of values."""
     values = {

@@ -74,6 +74,7 @@ def measured(made: list[Any]) -> list[Result]:
 
 
 @pytest.mark.usefixtures("gpus")
+@pytest.mark.slow
 def test_longest_shapes_are_measured_first_and_the_order_of_the_result_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
