@@ -126,6 +126,9 @@ def choose(packages: Mapping[str, Tuned], gpu: Gpu | None, wanted: str = "") -> 
     """The module of the package for a GPU, or of the one that is wanted. Raises RuntimeError, with
     what to do, where there is none."""
     there = ", ".join(f"{name} ({tuned.arch})" for name, tuned in packages.items())
+    asked = wanted
+    if "," in asked:  # one for each operation, where no GPU has packages of all
+        wanted = next((name for name in asked.split(",") if name in packages), asked)
     if wanted not in ("", *packages):
         raise RuntimeError(f"{_CHOICE} is {wanted}, and the packages here are: {there or 'none'}")
     if not packages:
@@ -146,7 +149,7 @@ def choose(packages: Mapping[str, Tuned], gpu: Gpu | None, wanted: str = "") -> 
     warnings.warn(
         f"{gpu.name} runs the kernels that were tuned for {packages[fit[0]].title}: right, and "
         "perhaps slower than kernels of its own",
-        stacklevel=3,
+        stacklevel=4,  # where the name was asked for
     )
     return packages[fit[0]].module
 

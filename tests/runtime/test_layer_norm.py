@@ -281,6 +281,8 @@ def test_arguments_of_the_forward(package: LayerNormPackage) -> None:
     for given, error in (
         ({"weight": torch.ones(7)}, r"weight must have shape \(8,\)"),
         ({"weight": torch.ones(4, 8)}, r"weight must have shape \(8,\)"),
+        ({"weight": torch.tensor(1.0)}, r"weight must have shape \(8,\)"),
+        ({"bias": torch.tensor(1.0)}, r"bias must have shape \(8,\)"),
         ({"bias": torch.ones(7)}, r"bias must have shape \(8,\)"),
         ({"residual": torch.ones(4, 7)}, "residual must have x's shape"),
     ):
@@ -290,6 +292,26 @@ def test_arguments_of_the_forward(package: LayerNormPackage) -> None:
         package.layer_norm([1.0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"x must have shape \(\.\.\., 2, 8\)"):
         package.LayerNorm((2, 8))(x)
+
+
+def test_a_wide_bias_gets_a_wide_gradient(package: LayerNormPackage) -> None:
+    x = torch.randn(512, 16, dtype=torch.bfloat16)
+    weight = torch.ones(16, dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.zeros(16, requires_grad=True)
+    dy = torch.randn(512, 16, dtype=torch.bfloat16)
+    package.layer_norm(x, weight, bias).backward(dy)
+    assert weight.grad is not None and bias.grad is not None
+    assert (weight.grad.dtype, bias.grad.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(bias.grad, dy.float().sum(0), rtol=1e-5, atol=1e-4)
+
+
+def test_gradients_may_be_changed_in_place(package: LayerNormPackage) -> None:
+    x = torch.randn(4, 8)
+    given = {"dy": torch.randn(4, 8), "x": x, "weight": torch.ones(8), **saved(x)}
+    _, dw, db = package.layer_norm_backward(**given)
+    assert dw is not None and db is not None
+    dw.mul_(2.0)
+    db.add_(1.0)
 
 
 # ---- Launches ------------------------------------------------------------------------------------

@@ -512,3 +512,35 @@ def test_packages_of_both_norms_patch_one_model(
     with torch.device("meta"):
         empty = nn.Sequential(nn.LayerNorm(16), WideLayerNorm(16))
     assert package.patch(empty) == ["0", "1"]
+
+
+class FloatLayerNorm(nn.LayerNorm):
+    """Gives fp32, as some do to keep precision."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        scales = self.weight.float(), self.bias.float()
+        return nn.functional.layer_norm(input.float(), self.normalized_shape, *scales, self.eps)
+
+
+class ImageLayerNorm(nn.LayerNorm):
+    """Takes four dimensions for channels before rows and columns."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.dim() != 4:
+            return super().forward(input)
+        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def test_norms_that_compute_something_else_are_left_alone(package: LayerNormPackage) -> None:
+    model = nn.Sequential(FloatLayerNorm(16), ImageLayerNorm(16), WideLayerNorm(16))
+    assert package.patch(model) == ["2"]
+
+
+def test_a_tensor_that_is_on_its_way_is_served(package: LayerNormPackage) -> None:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    x = AsyncCollectiveTensor(torch.randn(4, 16))
+    y = package.layer_norm(x, leaf(16), leaf(16))
+    assert "Native" not in nodes_of(y)
+    wanted = package.layer_norm(x.elem, torch.ones(16), torch.zeros(16))
+    assert y.shape == wanted.shape

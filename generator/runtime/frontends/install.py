@@ -105,7 +105,8 @@ class Installation:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Route inside a `with` block, for all threads; blocks may nest. Afterwards it is as
-        before."""
+        before. No backward may run while the block ends, or during `uninstall`: PyTorch takes the
+        kernel away under it."""
         with self._lock:
             self._blocks += 1
             try:

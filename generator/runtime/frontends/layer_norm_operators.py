@@ -69,6 +69,9 @@ def layer_norm_node(
             needs_x, needs_residual, needs_dw, needs_db, _ = ctx.needs_input_grad
             if weight is None and needs_db:
                 weight = rows.new_ones(rows.shape[-1], dtype=ctx.bias_dtype)
+            scale_dtype = None if weight is None else weight.dtype
+            if needs_db and weight is not None and ctx.bias_dtype == torch.float32:
+                weight = weight.float()  # db comes in its dtype
             wanted = (needs_x or needs_residual, needs_dw or needs_db)
             found = None
             if all(wanted) and weight is not None and dstream is None and not is_watched(dy):
@@ -76,11 +79,11 @@ def layer_norm_node(
             dx, sums = found or gradients(
                 backward, ctx, wanted, dy, rows, weight, rstd, dstream, mean
             )
-            dw, db = (None, None) if sums is None else sums.unbind()
+            dw, db = (None, None) if sums is None else (sums.select(0, 0), sums.select(0, 1))
             return (
                 dx.to(ctx.x_dtype) if needs_x and dx is not None else None,
                 dx if needs_residual else None,
-                dw if needs_dw else None,
+                dw.to(scale_dtype) if needs_dw and dw is not None else None,
                 db.to(ctx.bias_dtype) if needs_db and db is not None else None,
                 None,
             )

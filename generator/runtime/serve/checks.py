@@ -53,7 +53,7 @@ def _check_weight(
         return
     if weight.dtype not in (x.dtype, torch.float32):
         raise TypeError(f"{name} must have x's dtype {x.dtype} or float32, got {weight.dtype}")
-    if weight.shape not in (x.shape[-1:], x.shape[-2:] if heads else ()):
+    if weight.shape != x.shape[-1:] and not (heads and weight.shape == x.shape[-2:]):
         other = f" or {tuple(x.shape[-2:])}" if heads and x.dim() > 1 else ""
         raise ValueError(
             f"{name} must have shape ({x.shape[-1]},){other}, got {tuple(weight.shape)}"

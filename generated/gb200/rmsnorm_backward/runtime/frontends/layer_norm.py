@@ -172,14 +172,18 @@ class LayerNormPackage(DescribedServer):
             results = self._quick(dy, x, rstd, weight, mean)
             if results is not None:
                 dx, sums = results
-                dw, db = sums.unbind()  # type: ignore[union-attr]
+                dw, db = sums.select(0, 0), sums.select(0, 1)  # type: ignore[union-attr]
                 return dx, dw, db
         if not isinstance(mean, torch.Tensor):
             raise TypeError(f"mean must be a torch.Tensor, got {type(mean).__name__}")
         given = Arguments(dy, x, rstd, weight, dresidual, dw_out, mean)
         options = Options(0.0, need_dx, need_dw, accumulate, dw_dtype)
         dx, sums, *third = self._serve(given, options)
-        return (dx, *((None, None) if sums is None else sums.unbind()), *third)
+        return (
+            dx,
+            *((None, None) if sums is None else (sums.select(0, 0), sums.select(0, 1))),
+            *third,
+        )
 
     def _serve(self, given: Arguments, options: Options) -> Results:
         return self.ops.serve(self._run, given, options)
@@ -229,10 +233,10 @@ def _served_dtype(scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor |
 
 
 def _is_sharded(given: Any) -> bool:
-    """Whether it is a DTensor or the like, for which the operators have no rule."""
-    return isinstance(given, torch.Tensor) and type(given).__module__.startswith(
-        "torch.distributed."
-    )
+    """Whether it is a DTensor, for which the operators have no rule. By name, because whoever has
+    none need not wait for its import."""
+    kind = type(given)
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
 
 
 def _may_be_served(module: Any) -> bool:
@@ -247,8 +251,14 @@ def _may_be_served(module: Any) -> bool:
     if not alone or len(inspect.signature(module.forward).parameters) != 1:
         return False
     (width,) = module.normalized_shape
-    tried = {"weight": torch.linspace(-1, 2, width), "bias": torch.linspace(2, -3, width)}
-    scales = {name: None if getattr(module, name) is None else tried[name] for name in tried}
-    x = rows_to_try(width)
-    wanted = torch.nn.functional.layer_norm(x, (width,), **scales, eps=module.eps)
-    return is_close(try_forward(module, {**scales}, x), wanted)
+    values = {"weight": torch.linspace(-1, 2, width), "bias": torch.linspace(2, -3, width)}
+    scales = {name: None if getattr(module, name) is None else values[name] for name in values}
+    rows = rows_to_try(width)
+    # Some take four dimensions for channels before rows, and some compute narrow rows in fp32.
+    for x in (rows, rows.view(1, 3, 1, width)):
+        wanted = torch.nn.functional.layer_norm(x, (width,), **scales, eps=module.eps)
+        if not is_close(try_forward(module, {**scales}, x), wanted):
+            return False
+    narrow = {name: None if t is None else t.bfloat16() for name, t in scales.items()}
+    tried = [try_forward(module, {**given}, rows.bfloat16()) for given in (scales, narrow)]
+    return {y.dtype for y in tried if isinstance(y, torch.Tensor)} == {torch.bfloat16}

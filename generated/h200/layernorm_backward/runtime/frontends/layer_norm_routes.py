@@ -63,7 +63,7 @@ def _layer_norm_backward(
                 results = route(dy, x, rstd, weight, need_dx, need_sums, mean)
             if results is not None:
                 dx, sums = results
-                dw, db = (None, None) if sums is None else sums.unbind()
+                dw, db = (None, None) if sums is None else (sums.select(0, 0), sums.select(0, 1))
                 return dx, dw if need_dw else None, db if need_db else None
         return leave(dy, x, normalized_shape, mean, rstd, weight, bias, output_mask)
 
