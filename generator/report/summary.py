@@ -146,6 +146,12 @@ class Summary:
         """Geometric mean of the winners' ratios to the floor, without those to a plain one."""
         return _mean(ratio_of(study) for study in self.studies if not study.plain_floor)
 
+    @property
+    def norm(self) -> str:
+        """What the kernels are the backward of."""
+        front_end = operation_of(self.studies[0].problem).front_end
+        return front_end.norm if front_end else "RMSNorm"
+
     @cached_property
     def ratio_set(self) -> str:
         """The shapes that the mean of the ratios is of."""

@@ -11,6 +11,7 @@ import pytest
 
 from generator.paths import GENERATED
 from generator.report.history import history
+from generator.report.page import render_page
 from generator.report.peers import TITLES, Comparison
 from generator.report.summary import summaries
 from generator.studies.reader import read_studies
@@ -134,3 +135,4 @@ def test_the_page_of_an_operation_has_its_own_shapes_and_peers(tmp_path: Path) -
     assert all(peers) and peers[0] != peers[1]
     assert layer_norm.comparison is not None and len(layer_norm.comparison.rows) == 37
     assert layer_norm.history == ()
+    assert "LayerNorm backward whose bits" in render_page(layer_norm)
