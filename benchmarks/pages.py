@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.goals import geometric_mean, goals
 from generator.paths import REPOSITORY
 from generator.problem import Problem, load_problems
-from generator.report.peers import TITLES, Comparison
+from generator.report.peers import Comparison
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- numbers: (\w+) -->\n).*?(<!-- end of numbers -->)", re.S)
@@ -44,9 +44,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def comparison() -> Comparison:
+def comparison(name: str = "h200") -> Comparison:
     """Ours and its peers in one run."""
-    found = Comparison.load(RESULTS / "h200.json")
+    found = Comparison.load(RESULTS / f"{name}.json")
     assert found is not None
     return found
 
@@ -339,50 +339,41 @@ def dw_precision() -> str:
 
 def layernorm() -> str:
     """Ours and its peers at the shapes that are tuned, in one run."""
-    rows = [row for row in read("layernorm_h200")["rows"] if row["how"] == "tuned"]
-    ours = geometric_mean(row["ours_us"] / row["add_us"] for row in rows)
-    lines = [("**Normforge**", f"**{ours:.2f}**", "", "")]
-    for name in rows[0]["peers"]:
-        over = [row["peers"][name]["us"] / row["ours_us"] for row in rows]
-        floor = geometric_mean(row["peers"][name]["us"] / row["add_us"] for row in rows)
+    found = comparison("layernorm_h200")
+    lines = [("**Normforge**", f"**{found.ours:.2f}**", "", "")]
+    for peer in found.standings:
+        least = min(row["peers"][peer.name]["us"] / row["ours_us"] for row in found.rows)
         lines.append(
-            (TITLES[name], f"{floor:.2f}", f"{geometric_mean(over):.2f}", f"{min(over):.3f}")
+            (peer.title, f"{peer.over_floor:.2f}", f"{peer.over_ours:.2f}", f"{least:.3f}")
         )
     header = ["", "time over the floor", "its time over Normforge's", "least"]
     worst = max(
         row[f"ours_error_{what}"] / row["peers"]["aten"][f"error_{what}"]
-        for row in rows
+        for row in found.rows
         for what in ("dx", "dw")
     )
-    return "\n".join(
-        (
-            table(header, lines),
-            "",
-            f"{len(rows)} shapes, geometric means. The error of dx, dgamma and dbeta is at most"
-            f" {worst:.3f} times that of ATen's kernel.",
-        )
+    said = (
+        f"{len(found.rows)} shapes, geometric means. The error of dx, dgamma and dbeta is at most"
+        f" {worst:.3f} times that of ATen's kernel."
     )
+    return "\n".join((table(header, lines), "", said))
 
 
 def cudnn() -> str:
     """The best of all of cuDNN's plans beside ours, for both operations."""
     lines = []
     for title, name in (("RMSNorm", "cudnn_h200"), ("LayerNorm", "cudnn_layernorm_h200")):
-        rows = read(name)["rows"]
-        best = [min(row["peers"][p]["us"] for p in ("cudnn", "cudnn_heuristic")) for row in rows]
-        over = [us / row["ours_us"] for us, row in zip(best, rows, strict=True)]
-        least = min(over)
-        where = rows[over.index(least)]
-        floors = [us / row["add_us"] for us, row in zip(best, rows, strict=True)]
-        lines.append(
-            (
-                title,
-                str(len(rows)),
-                f"{geometric_mean(floors):.2f}",
-                f"{geometric_mean(over):.2f}",
-                f"{least:.2f} ({where['M']}x{where['N']}:{where['dtype']})",
-            )
-        )
+        found = comparison(name)
+        best = [
+            min(row["peers"][p]["us"] for p in ("cudnn", "cudnn_heuristic")) for row in found.rows
+        ]
+        over = {
+            key: geometric_mean(us / row[key] for us, row in zip(best, found.rows, strict=True))
+            for key in ("add_us", "ours_us")
+        }
+        least, where = found.least
+        means = (f"{over['add_us']:.2f}", f"{over['ours_us']:.2f}")
+        lines.append((title, str(len(found.rows)), *means, f"{least:.2f} ({where})"))
     return table(["", "shapes", "over the floor", "over Normforge's", "least"], lines)
 
 

@@ -126,9 +126,8 @@ def choose(packages: Mapping[str, Tuned], gpu: Gpu | None, wanted: str = "") -> 
     """The module of the package for a GPU, or of the one that is wanted. Raises RuntimeError, with
     what to do, where there is none."""
     there = ", ".join(f"{name} ({tuned.arch})" for name, tuned in packages.items())
-    asked = wanted
-    if "," in asked:  # one for each operation, where no GPU has packages of all
-        wanted = next((name for name in asked.split(",") if name in packages), asked)
+    # Several where no GPU has packages of all operations.
+    wanted = next((name for name in wanted.split(",") if name in packages), wanted)
     if wanted not in ("", *packages):
         raise RuntimeError(f"{_CHOICE} is {wanted}, and the packages here are: {there or 'none'}")
     if not packages:

@@ -8,6 +8,7 @@ import re
 import pytest
 from cuda.bindings import nvrtc
 
+from generator.kernels.nvrtc import _text
 from generator.paths import TEMPLATES
 
 PRELUDE = """
@@ -74,13 +75,9 @@ def ptx_of(source: str, arch: str) -> str:
     program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"primitives.cu", 0, [], []))
     options = [f"--gpu-architecture=compute_{arch}", "--std=c++17"]
     encoded = [option.encode() for option in options]
-    if nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0].value:
-        log = b" " * int(str(checked(nvrtc.nvrtcGetProgramLogSize(program))))
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise AssertionError(log.decode())
-    text = b" " * int(str(checked(nvrtc.nvrtcGetPTXSize(program))))
-    checked(nvrtc.nvrtcGetPTX(program, text))
-    return text.decode()
+    failed = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0].value
+    assert not failed, _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+    return _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).decode()
 
 
 @pytest.fixture(scope="module")

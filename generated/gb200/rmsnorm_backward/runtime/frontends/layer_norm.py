@@ -23,7 +23,7 @@ from .layer_norm_operators import (
     layer_norm_forward,
     layer_norm_node,
 )
-from .layer_norm_routes import LAYER_NORM, layer_norm_aten_call
+from .layer_norm_routes import LAYER_NORM, dw_and_db, layer_norm_aten_call
 from .module import flat, like
 from .operators import digest_of
 from .patch import is_close, replace_forwards, rows_to_try, try_forward, unpatch
@@ -172,18 +172,13 @@ class LayerNormPackage(DescribedServer):
             results = self._quick(dy, x, rstd, weight, mean)
             if results is not None:
                 dx, sums = results
-                dw, db = sums.select(0, 0), sums.select(0, 1)  # type: ignore[union-attr]
-                return dx, dw, db
+                return dx, *dw_and_db(sums)
         if not isinstance(mean, torch.Tensor):
             raise TypeError(f"mean must be a torch.Tensor, got {type(mean).__name__}")
         given = Arguments(dy, x, rstd, weight, dresidual, dw_out, mean)
         options = Options(0.0, need_dx, need_dw, accumulate, dw_dtype)
         dx, sums, *third = self._serve(given, options)
-        return (
-            dx,
-            *((None, None) if sums is None else (sums.select(0, 0), sums.select(0, 1))),
-            *third,
-        )
+        return (dx, *dw_and_db(sums), *third)
 
     def _serve(self, given: Arguments, options: Options) -> Results:
         return self.ops.serve(self._run, given, options)

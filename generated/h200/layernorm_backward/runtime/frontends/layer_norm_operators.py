@@ -10,7 +10,7 @@ import torch
 from ..serve.call import QuickCall
 from ..serve.checks import check_forward
 from .gradients import Backward, Kernel, autograd_of, below_autograd, gradients, is_watched
-from .layer_norm_routes import LAYER_NORM_ROUTES
+from .layer_norm_routes import LAYER_NORM_ROUTES, dw_and_db
 from .operators import NormOperators, statistic_like
 
 # The fourth result is the sum, or empty without a residual.
@@ -79,7 +79,7 @@ def layer_norm_node(
             dx, sums = found or gradients(
                 backward, ctx, wanted, dy, rows, weight, rstd, dstream, mean
             )
-            dw, db = (None, None) if sums is None else (sums.select(0, 0), sums.select(0, 1))
+            dw, db = dw_and_db(sums)
             return (
                 dx.to(ctx.x_dtype) if needs_x and dx is not None else None,
                 dx if needs_residual else None,

@@ -17,6 +17,12 @@ from .install import Routed, Serve
 from .routes import Routes, arguments_of, getitems, replace_node, takes
 
 
+def dw_and_db(sums: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The rows of what a kernel gives for both. Not by unbind, whose results may not be changed in
+    place."""
+    return (None, None) if sums is None else (sums.select(0, 0), sums.select(0, 1))
+
+
 def layer_norm_aten_call(options: Options) -> Call:
     """PyTorch's own kernel, as `aten_call` for RMSNorm."""
 
@@ -63,7 +69,7 @@ def _layer_norm_backward(
                 results = route(dy, x, rstd, weight, need_dx, need_sums, mean)
             if results is not None:
                 dx, sums = results
-                dw, db = (None, None) if sums is None else (sums.select(0, 0), sums.select(0, 1))
+                dw, db = dw_and_db(sums)
                 return dx, dw if need_dw else None, db if need_db else None
         return leave(dy, x, normalized_shape, mean, rstd, weight, bias, output_mask)
 
