@@ -51,7 +51,7 @@ class Variant(Geometry):
 
     @property
     def determinism(self) -> str:
-        return self.strategy.determinism
+        return "batch_invariant" if self.run_rows else self.strategy.determinism
 
     def spec(self, sms: int) -> KernelSpec:
         """The facts that a launch on a GPU of `sms` multiprocessors needs."""
@@ -84,6 +84,7 @@ class Variant(Geometry):
             residual=self.residual,
             least=self.least_columns,
             operation=self.operation,
+            unit_rows=self.unit_rows,
         )
 
 

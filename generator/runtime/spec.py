@@ -34,7 +34,8 @@ class KernelSpec:
     rows_per_cta: teams of a CTA. sms: multiprocessors the grid counts on; it is a constant of the
     module, so that the order of every sum is one too. vector_bytes: alignment that pointers and row
     strides need. offset: adds a number to the weight; residual: dtype of the residual's gradient
-    that it adds to dx, "" for none. operation: also the name of the main kernel.
+    that it adds to dx, "" for none. operation: also the name of the main kernel. unit_rows: rows of
+    which a team leaves the sum in the workspace; 0 for all of a CTA.
     """
 
     name: str
@@ -66,6 +67,7 @@ class KernelSpec:
     least: int = 1
     # Not in the repr: what is identified by it had no such field.
     operation: str = field(default=MAIN_KERNEL, repr=False)
+    unit_rows: int = field(default=0, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -136,8 +138,8 @@ class Launch:
 
     grid: CTAs; participants: CTAs that contribute to one column of dw (grid / cluster);
     group: participants in one group of a two-level strategy; sum_grid: CTAs of the second kernel, 0
-    without one; counters and zeroed: uint32 and fp32 words that are zero before and after every
-    call; scratch: fp32 words of any content.
+    without one; partials: sums in the workspace of each column; counters and zeroed: uint32 and fp32
+    words that are zero before and after every call; scratch: fp32 words of any content.
     """
 
     grid: int
@@ -147,6 +149,7 @@ class Launch:
     counters: int
     zeroed: int
     scratch: int
+    partials: int
 
     @cached_property
     def zeroed_offset(self) -> int:
@@ -166,12 +169,14 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
     """The launch of `spec` for M >= 1 rows. The first team of every CTA has a batch: a CTA of
     `mailbox` that arrives early does so when its first team begins its last one."""
     batches = ceil_div(M, spec.rows_in_flight)
-    needed = ceil_div(batches, spec.rows_per_cta)
+    units = ceil_div(M, spec.unit_rows) if spec.unit_rows else 0
+    needed = ceil_div(units or batches, spec.rows_per_cta)
     participants = min(spec.participants, needed)
     if spec.even_grid:
         participants = ceil_div(needed, ceil_div(needed, spec.participants))
     group = participants if spec.levels == 1 else isqrt(participants - 1) + 1
     groups = ceil_div(participants, group)
+    partials = units or participants
     row = spec.partial_stride * spec.cluster
     counters = zeroed = scratch = sum_grid = 0
     if spec.accumulates:
@@ -184,11 +189,11 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
         scratch = (participants + (groups if spec.levels == 2 else 0)) * row
     elif spec.strategy == "column_slices":
         counters = spec.cluster * spec.ledger_words
-        scratch = participants * row
+        scratch = partials * row
     elif spec.strategy == "mailbox":
         counters, zeroed = spec.cluster * spec.ledger_words, participants * row
     elif spec.strategy == "separate":
-        scratch = participants * row
+        scratch = partials * row
         sum_grid = ceil_div(spec.columns, spec.slice_columns) * spec.cluster
     return Launch(
         grid=participants * spec.cluster,
@@ -198,4 +203,5 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
         counters=counters,
         zeroed=zeroed,
         scratch=scratch,
+        partials=partials,
     )

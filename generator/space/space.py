@@ -68,6 +68,15 @@ def _formatted(expression: Expression, value: Any, spec: str) -> str:
 
 
 @dataclass(frozen=True)
+class Fixed:
+    """The only values that knobs have at some widths N and dtypes of x."""
+
+    widths: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    knobs: tuple[tuple[str, int | str], ...]
+
+
+@dataclass(frozen=True)
 class Rejection:
     """Why a config is illegal for a problem on a target."""
 
@@ -80,11 +89,19 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Space:
-    """The knobs and rules of one YAML file."""
+    """The knobs and rules of one YAML file, and what it fixes for some problems."""
 
     path: Path
     knobs: tuple[Knob, ...]
     rules: tuple[Rule, ...]
+    fixed: tuple[Fixed, ...] = ()
+
+    def fixed_for(self, problem: Problem) -> dict[str, int | str]:
+        """The knobs that have one value for all problems of this one's N and dtype."""
+        for entry in self.fixed:
+            if problem.N in entry.widths and problem.dtype in entry.dtypes:
+                return dict(entry.knobs)
+        return {}
 
     @cached_property
     def hash(self) -> str:
@@ -92,7 +109,7 @@ class Space:
         content = [
             [(k.name, k.values, k.when and k.when.text, k.otherwise) for k in self.knobs],
             [(r.id, r.require.text) for r in self.rules],
-        ]
+        ] + [[(f.widths, f.dtypes, f.knobs) for f in self.fixed]] * bool(self.fixed)
         return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
 
     @cached_property
@@ -123,9 +140,10 @@ class Space:
             if value not in choices:
                 raise NormforgeError(f"knob '{name}' has no value {value!r}: it has {choices}")
         names = Names(problem, target, True)
+        fixed = self.fixed_for(problem)
         for knob in self.knobs:
             active = knob.when is None or bool(knob.when(names))
-            value = config.get(knob.name, knob.values[0])
+            value = fixed.get(knob.name, config.get(knob.name, knob.values[0]))
             if not active:
                 value = knob.otherwise
             elif value not in knob.values:
@@ -148,7 +166,14 @@ class Space:
         for rule in self.rules:
             if not rule.require(names):
                 return Rejection(rule.id, rule.sentence(names))
+        fixed = self.fixed_for(problem)
         for knob in self.knobs:
+            if config[knob.name] != fixed.get(knob.name, config[knob.name]):
+                sentence = (
+                    f"{knob.name} is {fixed[knob.name]} for all {problem.N} columns of "
+                    f"{problem.dtype}, not {config[knob.name]}: their bits depend on it"
+                )
+                return Rejection("fixed", sentence)
             active = knob.when is None or bool(knob.when(names))
             if config[knob.name] not in (knob.values if active else (knob.otherwise,)):
                 sentence = f"{knob.name} cannot be {config[knob.name]} here: when {knob.when}"
@@ -166,7 +191,7 @@ class Space:
         """Legal configs, each once: in the order of the file, or in an order drawn by `rng`
         (a random walk of the same tree). `fixed` narrows knobs to one value each. Ends early when
         PATIENCE values were tried since the last legal config."""
-        fixed = fixed or {}
+        fixed = {**(fixed or {}), **self.fixed_for(problem)}
         tried = 0
         names = Names(problem, target, True)
         if not all(rule.require(names) for rule in self._rules_after[0]):

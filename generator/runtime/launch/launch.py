@@ -197,7 +197,7 @@ def enqueue(
     dw = addresses[5]
     if second is None or dw == 0:  # nobody wants what the second kernel would write
         return
-    numbers = (launch.participants, extent.columns, extent.dw_mode)
+    numbers = (launch.partials, extent.columns, extent.dw_mode)
     SUM_ARGUMENTS.pack_into(block.values, MAIN_ARGUMENTS.size, scratch, dw, *numbers)
     config = kernel.sum_config(launch.sum_grid, stream)
     (status,) = driver.cuLaunchKernelEx(config, second, block.sum, 0)
