@@ -16,7 +16,7 @@ template <int kBlock, int kWidth> struct UnitSums {
   static constexpr int kAbreast = kInWarp < kGroupsOfChunk ? kInWarp : kGroupsOfChunk;
   // Groups that a thread has under way: whole chunks at least.
   static constexpr int kLeast = kGroupsOfChunk > kLanes ? kGroupsOfChunk / kLanes : 1;
-  static constexpr int kAhead = kUnitsOfGroup == 1 && kLeast < 4 ? 4 : kLeast;
+  static constexpr int kAhead = kUnitsOfGroup == 1 && kLeast < 8 ? 8 : kLeast;
   static constexpr int kRound = kAhead * kLanes;          // groups of the CTA
   static constexpr int kRows = kRound / kAbreast;         // what the butterflies leave of them
   static constexpr int kRowsOfChunk = kGroupsOfChunk / kAbreast;

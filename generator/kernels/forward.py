@@ -168,7 +168,6 @@ def forward_fault(variant: ForwardVariant, compiled: Compiled, target: Target) -
     for name in FORWARD_KERNELS:
         used = compiled.kernels[name]
         smem_bytes = variant.smem_bytes + used.smem_bytes
-        barriers = max(1, used.barriers)
-        if not target.occupancy(variant.threads, used.registers, smem_bytes, barriers):
+        if not target.occupancy(variant.threads, used.registers, smem_bytes, used.barriers):
             return f"no CTA fits an SM of {target} ({used.registers} registers)"
     return ""

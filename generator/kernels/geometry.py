@@ -13,7 +13,7 @@ from typing import Any
 from generator.errors import NormforgeError
 from generator.kernels.strategies import Strategy, strategy_of
 from generator.problem import RMSNORM_BACKWARD, SUMS, ItemSizes, Sums
-from generator.runtime.spec import ceil_div, round_up
+from generator.runtime.spec import CHUNK_ROWS, ceil_div, round_up
 from generator.target import WARP
 
 Config = Mapping[str, int | str]
@@ -24,11 +24,6 @@ BLOCK_ROWS = 16
 """Rows that a thread adds up at once. With blocks of b rows the error of a sum of n grows like that
 of b + n / b additions, not of n (Higham, "Accuracy and Stability of Numerical Algorithms", 4.2),
 least for b = sqrt(n); teams on an H200 have 31 to 500 rows."""
-
-
-CHUNK_ROWS = 1024
-"""Rows of a chunk, where the order of all sums follows from the rows alone: a batch may be divided
-into others at multiples of it without a change of dw's bits."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +289,7 @@ class Geometry(ItemSizes):
         lanes = self.lanes(threads)
         abreast = min(max(1, WARP // (self.tail_columns // 4)), groups)
         least = max(1, groups // lanes)
-        ahead = 4 if self.unit_rows > self.run_rows and least < 4 else least
+        ahead = 8 if self.unit_rows == self["group_rows"] and least < 8 else least
         return ahead * lanes // abreast
 
     @property

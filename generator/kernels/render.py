@@ -8,9 +8,9 @@ from functools import cache
 
 import jinja2
 
-from generator.kernels.geometry import CHUNK_ROWS
 from generator.kernels.variant import Variant
 from generator.paths import TEMPLATES
+from generator.runtime.spec import CHUNK_ROWS
 
 _ELEMENT = {"bf16": "bf16", "fp16": "fp16", "fp32": "float"}
 _LOAD_HINT = {

@@ -14,6 +14,10 @@ and the second exists for the strategy `separate` only."""
 FORWARD_KERNELS = ("rmsnorm_forward", "rmsnorm_forward_residual")
 """The `extern "C"` names in every forward cubin: without and with a residual."""
 
+CHUNK_ROWS = 1024
+"""Rows of a chunk of a batch-invariant kernel, whose chunks are added one after another: a batch
+may be divided at multiples of it into calls that add to one dw without a change of its bits."""
+
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
@@ -137,9 +141,9 @@ class Launch:
     """The numbers of one launch.
 
     grid: CTAs; participants: CTAs that contribute to one column of dw (grid / cluster);
-    group: participants in one group of a two-level strategy; sum_grid: CTAs of the second kernel, 0
-    without one; partials: sums in the workspace of each column; counters and zeroed: uint32 and fp32
-    words that are zero before and after every call; scratch: fp32 words of any content.
+    group: participants in one group of a two-level strategy; sum_grid: CTAs of the second kernel,
+    0 without one; partials: sums in the workspace of each column; counters and zeroed: uint32 and
+    fp32 words that are zero before and after every call; scratch: fp32 words of any content.
     """
 
     grid: int

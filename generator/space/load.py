@@ -63,9 +63,11 @@ def _read(path: Path) -> dict[str, Any]:
     base = _read(whole)
     own = {rule["id"] for rule in content["rules"] if isinstance(rule, dict) and "id" in rule}
     rules = [rule for rule in base["rules"] if rule["id"] not in own]
+    # Its new knobs come first: what the rules of the other file compute may need them.
+    new = {name: knob for name, knob in content["knobs"].items() if name not in base["knobs"]}
     return {
         **content,
-        "knobs": base["knobs"] | content["knobs"],
+        "knobs": new | base["knobs"] | content["knobs"],
         "rules": rules + content["rules"],
     }
 
