@@ -1,43 +1,51 @@
-// ---- Runs, groups and units of rows -----------------------------------------------------------
+// ---- Runs and groups of rows --------------------------------------------------------------------
 // Here the order in which rows are added depends on the rows alone, not on the grid:
 //   run    kRunRows consecutive rows, added one after another by the threads of one team;
 //   group  kGroupRows rows: its runs, added one after another;
-//   chunk  kChunkRows rows: its groups, added in pairs and pairs of pairs (sum_units.cuh);
+//   chunk  kChunkRows rows: its groups, added in pairs and pairs of pairs (sum_groups.cuh);
 //   dw     its chunks, added one after another.
-// A team works on whole units and leaves the sum of each in the workspace: a unit is a run or a
-// group. Which of them, how many teams there are and which team has which unit changes no bit.
+// A team works on whole groups and leaves the sum of each in the workspace, or on single runs and
+// leaves those. The launch says how many groups are left as a whole, `args.group`: the runs of the
+// others let all teams end at about the same time. That number, how many teams there are and which of
+// them does what change no bit.
 
-// Every team works on every participants * kTeams-th unit, batch by batch.
+// The groups that are left as a whole go round the teams, then the runs of the others do.
 struct Schedule {
-  static constexpr unsigned long long kUnitBatches = kUnitRows / kBatchRows;
-  static constexpr unsigned long long kRunBatches = kRunRows / kBatchRows;
-  static_assert(kRunRows % kBatchRows == 0 && kUnitRows % kRunRows == 0, "whole batches and runs");
+  static constexpr unsigned kGroupBatches = kGroupRows / kBatchRows;
+  static constexpr unsigned kRunBatches = kRunRows / kBatchRows;
+  static_assert(kRunRows % kBatchRows == 0 && kGroupRows % kRunRows == 0, "whole batches and runs");
 
-  long long batch;  // the one that is due
-  long long skip;   // batches of other teams between two units of this one
+  unsigned team, teams, groups;
+  unsigned own;        // batches of this team's groups
+  unsigned place = 0;  // of the batch that is due among those of this team
+  long long batch;     // that is due
 
-  DEVICE Schedule(long long unit, long long step)
-      : batch(unit * static_cast<long long>(kUnitBatches)),
-        skip((step - 1) * static_cast<long long>(kUnitBatches)) {}
-  DEVICE unsigned long long in_unit() const {
-    return static_cast<unsigned long long>(batch) % kUnitBatches;
+  DEVICE Schedule(unsigned first, unsigned step, unsigned whole)
+      : team(first), teams(step), groups(whole),
+        own(whole > first ? ((whole - first - 1) / step + 1) * kGroupBatches : 0), batch(at(0)) {}
+  // The batch at a place. They ascend; behind one past the end of the rows there is none before it.
+  DEVICE long long at(unsigned p) const {
+    if (p < own)
+      return static_cast<long long>(team + p / kGroupBatches * teams) * kGroupBatches +
+             p % kGroupBatches;
+    p -= own;
+    return static_cast<long long>(groups) * kGroupBatches +
+           static_cast<long long>(team + p / kRunBatches * teams) * kRunBatches + p % kRunBatches;
   }
-  // The batch that comes `count` after it; past the end when it is no less than rows.batches. Units
-  // follow each other in the order of their rows, so behind one past the end there is none before.
-  DEVICE long long ahead(int count) const {
-    return batch + count + static_cast<long long>((in_unit() + count) / kUnitBatches) * skip;
-  }
-  DEVICE void next() { batch = ahead(1); }
-  // The unit of the batch that is due, its run in the unit, and whether it is the last of either.
-  DEVICE unsigned unit() const {
-    return static_cast<unsigned>(static_cast<unsigned long long>(batch) / kUnitBatches);
-  }
-  DEVICE bool in_first_run() const { return in_unit() < kRunBatches; }
+  DEVICE long long ahead(int count) const { return at(place + count); }
+  DEVICE void next() { batch = at(++place); }
+
+  DEVICE bool in_first_run() const { return place >= own || place % kGroupBatches < kRunBatches; }
   DEVICE bool ends_run(long long batches) const {
-    return (in_unit() + 1) % kRunBatches == 0 || batch + 1 == batches;
+    return (place + 1) % kRunBatches == 0 || batch + 1 == batches;
   }
-  DEVICE bool ends_unit(long long batches) const {
-    return in_unit() + 1 == kUnitBatches || batch + 1 == batches;
+  // At the end of a run: whether what it ends is left in the workspace, and in which row.
+  DEVICE bool leaves_sum(long long batches) const {
+    return place >= own || (place + 1) % kGroupBatches == 0 || batch + 1 == batches;
+  }
+  DEVICE unsigned row() const {
+    return place < own ? team + place / kGroupBatches * teams
+                       : groups + team + (place - own) / kRunBatches * teams;
   }
 };
 

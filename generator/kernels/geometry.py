@@ -63,9 +63,9 @@ class Geometry(ItemSizes):
         return int(self.config.get("run_rows", 0))
 
     @property
-    def unit_rows(self) -> int:
-        """Rows of which a team leaves the sum in the workspace; 0 as in `run_rows`."""
-        return self.run_rows and int(self["run_rows" if self["unit"] == "run" else "group_rows"])
+    def group_rows(self) -> int:
+        """Rows whose runs are added one after another; 0 as in `run_rows`."""
+        return int(self.config.get("group_rows", 0))
 
     @property
     def strategy(self) -> Strategy:
@@ -214,7 +214,7 @@ class Geometry(ItemSizes):
     @property
     def block_sums_bytes(self) -> int:
         """The sums of the blocks, or of the runs of a group, so far, of every thread."""
-        needed = self.block_batches or self.unit_rows > self.run_rows
+        needed = self.block_batches or self.run_rows
         return self.accumulators * self.threads * 4 if needed else 0
 
     @property
@@ -280,17 +280,16 @@ class Geometry(ItemSizes):
         if self.strategy.launches > 1:  # the second kernel has shared memory of its own
             return 0
         if self.run_rows:
-            return self.unit_rows_at_once(self.threads) * self.tail_columns * 4
+            return self.group_sums_at_once(self.threads) * self.tail_columns * 4
         return self.lanes(self.threads) * self.tail_columns * 4
 
-    def unit_rows_at_once(self, threads: int) -> int:
-        """Rows in the shared memory of `threads` threads that add up units: UnitSums::kRows."""
-        groups = CHUNK_ROWS // self["group_rows"]
-        lanes = self.lanes(threads)
+    def group_sums_at_once(self, threads: int) -> int:
+        """Rows in the shared memory of `threads` threads that add up groups: Lanes::kRows."""
+        groups = CHUNK_ROWS // self.group_rows
+        lanes = 1 << max(1, self.lanes(threads)).bit_length() - 1
         abreast = min(max(1, WARP // (self.tail_columns // 4)), groups)
         least = max(1, groups // lanes)
-        ahead = 8 if self.unit_rows == self["group_rows"] and least < 8 else least
-        return ahead * lanes // abreast
+        return max(min(8, 2048 * abreast // threads), least) * lanes // abreast
 
     @property
     def smem_bytes(self) -> int:

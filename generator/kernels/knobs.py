@@ -45,7 +45,12 @@ KNOBS: dict[str, KnobFacts] = {
     "group_rows": KnobFacts(
         "rows whose runs are added one after another", range(1025), optional=True
     ),
-    "unit": KnobFacts("of which rows a team leaves the sum", ("run", "group"), optional=True),
+    "leaves": KnobFacts(
+        "the sums that a team leaves: of groups, of runs, or of runs only at the end",
+        ("groups", "runs", "both"),
+        launch_only=True,
+        optional=True,
+    ),
     "pipeline": KnobFacts("how rows reach the threads", ("bulk", "direct", "async")),
     "stages": KnobFacts("batches of rows under way in shared memory", range(1, 17)),
     "threads_per_row": KnobFacts("threads that share a row", (8, 16, *range(32, 1025, 32))),

@@ -150,9 +150,8 @@ def _constants(v: Variant, comments: bool) -> list[str]:
     if v.run_rows:
         rows += [
             ("kRunRows", v.run_rows, "added one after another"),
-            ("kGroupRows", v["group_rows"], "whose runs are added one after another"),
+            ("kGroupRows", v.group_rows, "whose runs are added one after another"),
             ("kChunkRows", CHUNK_ROWS, "whose groups are added in pairs"),
-            ("kUnitRows", v.unit_rows, "of which a team leaves the sum"),
             ("kBlockSumsOffset", v.block_sums_offset, ""),
         ]
     exact = f"constexpr bool kExact = {str(v.exact).lower()};"

@@ -84,7 +84,9 @@ class Variant(Geometry):
             residual=self.residual,
             least=self.least_columns,
             operation=self.operation,
-            unit_rows=self.unit_rows,
+            run_rows=self.run_rows,
+            group_rows=self.group_rows,
+            leaves=self["leaves"] if self.run_rows else "",
         )
 
 

@@ -47,11 +47,6 @@ DERIVED: dict[str, tuple[tuple[str, ...], Derive]] = {
         lambda v, p, t: v.idle_columns,
     ),
     "batch_rows": (("threads_per_row", "rows_in_flight"), lambda v, p, t: v.batch_rows),
-    "unit_rows": (("run_rows", "group_rows", "unit"), lambda v, p, t: v.unit_rows),
-    "units": (
-        ("run_rows", "group_rows", "unit"),
-        lambda v, p, t: ceil_div(p.M, v.unit_rows) if v.unit_rows else 0,
-    ),
     "teams": (("rows_per_cta",), lambda v, p, t: v.teams),
     "resident_threads": (
         ("threads_per_row", "rows_per_cta", "ctas_per_sm"),
@@ -88,7 +83,7 @@ DERIVED: dict[str, tuple[tuple[str, ...], Derive]] = {
         (
             *("strategy", "slice_columns", "cluster", "pipeline", "stages", "threads_per_row"),
             *("rows_per_cta", "rows_in_flight", "vector_bytes", "weight_in"),
-            *("run_rows", "group_rows", "unit"),
+            *("run_rows", "group_rows"),
         ),
         lambda v, p, t: v.smem_bytes,
     ),
@@ -96,7 +91,7 @@ DERIVED: dict[str, tuple[tuple[str, ...], Derive]] = {
         (
             *("strategy", "slice_columns", "cluster", "pipeline", "stages", "threads_per_row"),
             *("rows_per_cta", "rows_in_flight", "vector_bytes", "weight_in", "ctas_per_sm"),
-            *("run_rows", "group_rows", "unit"),
+            *("run_rows", "group_rows"),
         ),
         lambda v, p, t: v["ctas_per_sm"] * (round_up(v.smem_bytes, 128) + 1024),
     ),

@@ -30,7 +30,7 @@ class Candidate:
     @property
     def by_chunks(self) -> bool:
         """Whether its bits are those of a batch-invariant kernel, whose dw is a sum of chunks."""
-        return isinstance(self.spec, KernelSpec) and self.spec.unit_rows > 0
+        return isinstance(self.spec, KernelSpec) and self.spec.run_rows > 0
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-// ---- Strategy `column_slices` on units: arrive, then sum slices side by side -------------------
-// As dw_column_slices.cuh, but the rows of the workspace are those of units (runs.cuh), written by
-// all threads of a CTA before it arrives; last_arrived.cuh says who waits for whom and why that ends.
+// ---- Strategy `column_slices` on groups: arrive, then sum slices side by side ------------------
+// As dw_column_slices.cuh, but the rows of the workspace are those of groups and runs (runs.cuh),
+// written by all threads of a CTA before it arrives; last_arrived.cuh says who waits for whom and why that ends.
 //
-// Order of memory: the CTA barrier orders all threads' stores, those of earlier units included,
+// Order of memory: the CTA barrier orders all threads' stores, those of earlier rows included,
 // before thread 0's arrival (release at gpu scope, cumulative; every later entry is a
 // read-modify-write and continues its release sequence). Thread 0 acquires the ledger after the last
 // arrival, by a look or by the last arrival itself, and the CTA barrier hands that to its threads.
@@ -11,7 +11,10 @@ struct DwStrategy : LastArrived {
   DEVICE void finish(const Rows& rows, const float (&)[kVectors][kElements],
                      unsigned participant) const {
     const unsigned slices = (columns + kTailColumns - 1) / kTailColumns;
-    const unsigned units = units_of(rows.count);
+    const unsigned whole = group;
+    const long long behind = rows.count - static_cast<long long>(whole) * kGroupRows;
+    const long long runs = behind > 0 ? (behind + kRunRows - 1) / kRunRows : 0;
+    const GroupSums workspace{row(0), kRowStride, whole, whole + static_cast<unsigned>(runs)};
     unsigned* words = reinterpret_cast<unsigned*>(smem + kBroadcastOffset);
     float* buffer = reinterpret_cast<float*>(smem + kTilesOffset);
     const DwOutput out = own_dw();
@@ -35,9 +38,8 @@ struct DwStrategy : LastArrived {
       if (i > 0) place = broadcast(smem, threadIdx.x == 0 ? take_over(i - 1) : 0);
 #pragma unroll 1
       for (unsigned slice = place; slice < slices; slice += participants)
-        sum_units<kThreads, kTailColumns>(row(0), kRowStride, units,
-                                          static_cast<int>(slice) * kTailColumns, columns, buffer,
-                                          out);
+        sum_groups<kThreads, kTailColumns>(workspace, static_cast<int>(slice) * kTailColumns,
+                                           columns, buffer, out);
     }
   }
 };
