@@ -30,7 +30,7 @@ struct GroupSums {
 };
 
 // The largest power of two that is no more than `count`.
-constexpr int power_below(int count) { return count < 2 ? count : 2 * power_below(count / 2); }
+DEVICE constexpr int power_below(int count) { return count < 2 ? count : 2 * power_below(count / 2); }
 
 // How kBlock threads share the sums of kWidth columns: four columns to a thread, and as many groups
 // side by side as there are threads for.

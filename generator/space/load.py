@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from generator.errors import NormforgeError
+from generator.kernels.forward import FORWARD_FIELDS
 from generator.kernels.knobs import KNOBS
 from generator.paths import SEARCH_SPACES
 from generator.problem import RMSNORM_BACKWARD
@@ -79,18 +80,24 @@ def _read_fixed(path: Path, entries: Any, knobs: Mapping[str, Knob]) -> tuple[Fi
     found: list[Fixed] = []
     for entry in entries:
         where = f"{path}: 'fixed'"
-        if not isinstance(entry, dict) or set(entry) != {"N", "dtype", "knobs"}:
-            raise NormforgeError(f"{where}: an entry has exactly N, dtype and knobs, got {entry!r}")
-        chosen = entry["knobs"]
+        if not isinstance(entry, dict) or set(entry) != {"N", "dtype", "knobs", "forward"}:
+            raise NormforgeError(
+                f"{where}: an entry has exactly N, dtype, knobs and forward, got {entry!r}"
+            )
+        chosen, forward = entry["knobs"], entry["forward"]
         if not isinstance(chosen, dict) or not all(
             name in knobs and value in knobs[name].choices for name, value in chosen.items()
         ):
             raise NormforgeError(f"{where}: {chosen!r} has other knobs or values than this space")
         if not isinstance(entry["N"], list) or not isinstance(entry["dtype"], list):
             raise NormforgeError(f"{where}: N and dtype are lists, got {entry!r}")
-        found.append(Fixed(tuple(entry["N"]), tuple(entry["dtype"]), tuple(chosen.items())))
-    widths = [(N, dtype) for entry in found for N in entry.widths for dtype in entry.dtypes]
-    twice = sorted({width for width in widths if widths.count(width) > 1})
+        if not isinstance(forward, dict) or not forward.keys() <= FORWARD_FIELDS:
+            known = ", ".join(sorted(FORWARD_FIELDS))
+            raise NormforgeError(f"{where}: 'forward' has some of {known}, got {forward!r}")
+        widths = (tuple(entry["N"]), tuple(entry["dtype"]))
+        found.append(Fixed(*widths, tuple(chosen.items()), tuple(forward.items())))
+    pairs = [(N, dtype) for entry in found for N in entry.widths for dtype in entry.dtypes]
+    twice = sorted({pair for pair in pairs if pairs.count(pair) > 1})
     if twice:
         raise NormforgeError(f"{path}: 'fixed' has {twice[0][0]} columns of {twice[0][1]} twice")
     return tuple(found)

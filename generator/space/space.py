@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,13 @@ def _formatted(expression: Expression, value: Any, spec: str) -> str:
 
 @dataclass(frozen=True)
 class Fixed:
-    """The only values that knobs have at some widths N and dtypes of x."""
+    """The only values that knobs have at some widths N and dtypes of x. forward: fields of a
+    ForwardVariant and the only values that they have there."""
 
     widths: tuple[int, ...]
     dtypes: tuple[str, ...]
     knobs: tuple[tuple[str, int | str], ...]
+    forward: tuple[tuple[str, int | str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,26 @@ class Space:
     fixed: tuple[Fixed, ...] = ()
 
     def fixed_for(self, problem: Problem) -> dict[str, int | str]:
-        """The knobs that have one value for all problems of this one's N and dtype."""
+        """The knobs that have one value for all problems of this one's N and dtype. Raises
+        NormforgeError where the space fixes knobs for others only."""
+        entry = self._fixed_entry(problem)
+        return dict(entry.knobs) if entry else {}
+
+    def fixed_forward_for(self, problem: Problem) -> dict[str, int | str]:
+        """The same of its forward, by the fields of a ForwardVariant."""
+        entry = self._fixed_entry(problem)
+        return dict(entry.forward) if entry else {}
+
+    def _fixed_entry(self, problem: Problem) -> Fixed | None:
         for entry in self.fixed:
             if problem.N in entry.widths and problem.dtype in entry.dtypes:
-                return dict(entry.knobs)
-        return {}
+                return entry
+        if self.fixed:
+            raise NormforgeError(
+                f"{self.path.name} fixes nothing for rows of {problem.N} {problem.dtype}, and the "
+                "bits would depend on M: add an entry to 'fixed'"
+            )
+        return None
 
     @cached_property
     def hash(self) -> str:
@@ -109,7 +126,7 @@ class Space:
         content = [
             [(k.name, k.values, k.when and k.when.text, k.otherwise) for k in self.knobs],
             [(r.id, r.require.text) for r in self.rules],
-        ] + [[(f.widths, f.dtypes, f.knobs) for f in self.fixed]] * bool(self.fixed)
+        ] + [[astuple(f) for f in self.fixed]] * bool(self.fixed)
         return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
 
     @cached_property
