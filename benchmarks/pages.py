@@ -11,17 +11,18 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.goals import geometric_mean, goals
+from benchmarks.method_pages import METHOD_BLOCKS
+from benchmarks.page_text import RESULTS, read, table
 from generator.paths import REPOSITORY
 from generator.problem import Problem, load_problems
 from generator.report.peers import Comparison
 
-RESULTS = REPOSITORY / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- numbers: (\w+) -->\n).*?(<!-- end of numbers -->)", re.S)
 
 
@@ -33,15 +34,6 @@ def pages() -> list[Path]:
 def updated(page: str) -> str:
     """A page with its blocks written anew. Raises KeyError for a block of unknown name."""
     return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", page)
-
-
-def read(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def comparison(name: str = "h200") -> Comparison:
@@ -394,6 +386,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "errors": errors,
     "errors_in_executor": errors_in_executor,
     "dw_precision": dw_precision,
+    **METHOD_BLOCKS,
 }
 
 if __name__ == "__main__":
