@@ -199,7 +199,8 @@ def _read(
     """Target, tuned and fallback kernels of a table. Raises ValueError, OSError."""
 
     names = {known.name for known in fields(spec_of)}
-    newer = names & {"operation"}  # than some tables; the default stands for it
+    # Than some tables; the defaults stand for them.
+    newer = names & {"operation", "run_rows", "group_rows", "leaves"}
 
     def kernel(data: dict[str, Any]) -> KernelOf[S]:
         # As by the constructor, which takes 2 ms of an import for a few hundred frozen objects.

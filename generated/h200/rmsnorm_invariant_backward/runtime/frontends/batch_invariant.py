@@ -1,0 +1,96 @@
+"""RMSNorm with bits that do not depend on the batch: the functions of such a package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..api import Package
+from ..launch.forward_call import ForwardCall
+from ..launch.row_layout import row_layout
+from ..serve.call import Call
+from ..serve.forward import Forward
+from ..serve.options import Arguments, Options
+from ..serve.reference import Results
+from ..table import MAX_ALIGNMENT
+
+_ADVICE = (
+    "the bits of any other kernel may depend on the batch. Tune this width (docs/determinism.md "
+    "says how), or take the package whose kernels do not promise it"
+)
+
+
+class BatchInvariantForward(Forward):
+    """As Forward, but with these kernels or none: y and rstd of a row depend on that row, N, the
+    dtypes and the options alone. Raises RuntimeError where there is no kernel for a CUDA call."""
+
+    def _prepare(
+        self, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> ForwardCall:
+        if x.device.type == "cuda" and any(map(_misplaced, (x, weight, residual))):
+            return self._copied
+        return super()._prepare(x, weight, residual)
+
+    def _copied(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float | None,
+        weight_offset: float,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Where another kernel would be needed: the same kernel on copies."""
+        x_copy, weight_copy, residual_copy = map(_copy, (x, weight, residual))
+        assert x_copy is not None
+        return self(x_copy, weight_copy, eps, weight_offset, residual_copy)
+
+    def _fallback(self, reason: str) -> ForwardCall:
+        raise RuntimeError(f"{reason}, and {_ADVICE}")
+
+
+class BatchInvariantPackage(Package):
+    """One emitted package of batch-invariant kernels. dx of a row depends on that row, N, the
+    dtypes and the options alone; dw on the rows in their order. No kernel of another order ever
+    serves a CUDA call: what is not aligned is copied, and for what there is no kernel a call raises
+    RuntimeError. Off the GPU the formula serves, which promises nothing of the kind."""
+
+    _forward_class = BatchInvariantForward
+
+    def _find(self, given: Arguments, options: Options) -> Call | str:
+        found = super()._find(given, options)
+        if isinstance(found, str):
+            raise RuntimeError(f"{found}, and {_ADVICE}")
+        return found
+
+    def _with_kernel(self, given: Arguments, options: Options, device: int) -> Call | str:
+        if any(map(_misplaced, (given.dy, given.x, given.weight, given.dresidual))):
+            return self._copied(options)
+        return super()._with_kernel(given, options, device)
+
+    def _copied(self, options: Options) -> Call:
+        """Where another kernel would be needed: the same kernel on copies."""
+
+        def call(dy: Any, x: Any, rstd: Any, weight: Any, dresidual: Any, *others: Any) -> Results:
+            dy, x, weight, dresidual = map(_copy, (dy, x, weight, dresidual))
+            return self._run(Arguments(dy, x, rstd, weight, dresidual, *others), options)
+
+        return call
+
+
+def _misplaced(tensor: torch.Tensor | None) -> bool:
+    """Whether the rows of a tensor are not all at multiples of MAX_ALIGNMENT, or not at one
+    stride or two."""
+    if tensor is None:
+        return False
+    rows = row_layout(tensor)
+    if rows is None:
+        return True
+    places = tensor.data_ptr() | (rows.stride | rows.outer) * tensor.element_size()
+    return places % MAX_ALIGNMENT != 0
+
+
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None:
+        return None
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
