@@ -77,18 +77,23 @@ def peers() -> str:
 
 def gpus() -> str:
     """Tuned packages and the evidence of their kernels."""
+    kinds = {
+        "rmsnorm_backward": "shapes of RMSNorm",
+        "rmsnorm_invariant_backward": "batch-invariant",
+        "layernorm_backward": "of LayerNorm",
+    }
     rows = []
     for gpu in sorted(path for path in (REPOSITORY / "generated").iterdir() if path.is_dir()):
         told = {}
-        for operation in ("rmsnorm_backward", "layernorm_backward"):
+        for operation in kinds:
             path = gpu / operation / "table.json"
             if path.exists():
                 package = json.loads(path.read_text())
                 found = Counter(entry["evidence"] for entry in package["tuned"])
                 told[operation] = ", ".join(f"{n} {e}" for e, n in found.items())
         title = package["target"]["title"]
-        rows.append((title, told["rmsnorm_backward"], told.get("layernorm_backward", "")))
-    return table(["package for", "shapes of RMSNorm", "of LayerNorm"], rows)
+        rows.append((title, *(told.get(operation, "") for operation in kinds)))
+    return table(["package for", *kinds.values()], rows)
 
 
 # ---- performance.md ------------------------------------------------------------------------------

@@ -42,9 +42,11 @@ template <int kBlock, int kWidth> struct Lanes {
   static constexpr int kAbreast = kInWarp < kGroupsOfChunk ? kInWarp : kGroupsOfChunk;
   // Groups of a lane in one round: whole chunks at least, and up to 8 where 32 KiB hold them.
   static constexpr int kLeast = kGroupsOfChunk > kLanes ? kGroupsOfChunk / kLanes : 1;
-  static constexpr int kRoom = kBlock < 256 * kAbreast ? 8 : 2048 * kAbreast / kBlock;
+  static constexpr int kRoom =
+      power_below(kBlock < 256 * kAbreast ? 8 : 2048 * kAbreast / kBlock);
   static constexpr int kAhead = kLeast < kRoom ? kRoom : kLeast;
   static constexpr int kRound = kAhead * kLanes;  // groups of the CTA
+  static_assert(kRound % kGroupsOfChunk == 0 && kLanes >= kAbreast, "whole chunks");
   static constexpr int kRows = kRound / kAbreast;  // what the butterflies leave of them
   static constexpr int kRowsOfChunk = kGroupsOfChunk / kAbreast;
   static constexpr int kFloats = kRows * kWidth;  // of shared memory

@@ -289,7 +289,8 @@ class Geometry(ItemSizes):
         lanes = 1 << max(1, self.lanes(threads)).bit_length() - 1
         abreast = min(max(1, WARP // (self.tail_columns // 4)), groups)
         least = max(1, groups // lanes)
-        return max(min(8, 2048 * abreast // threads), least) * lanes // abreast
+        room = 1 << min(8, 2048 * abreast // threads).bit_length() - 1
+        return max(room, least) * lanes // abreast
 
     @property
     def smem_bytes(self) -> int:

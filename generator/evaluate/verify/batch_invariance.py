@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import torch
@@ -14,6 +15,8 @@ from generator.runtime.spec import CHUNK_ROWS, KernelSpec, plan_launch
 
 CASES = 12
 """Of a finalist; each takes three to five launches."""
+LEAST_ROWS = 4 * CHUNK_ROWS + 300
+"""Of the whole batch; smaller ones are repeated. Any kernel may be asked to serve so many."""
 _PADDING = (0, 64)
 """Elements between rows: a multiple of every vector."""
 
@@ -28,6 +31,8 @@ def check_batch_invariance(
     inputs: of the whole batch, 2-D. Returns "" or what differed.
     """
     random = Random(seed)
+    if len(inputs.x) < LEAST_ROWS:
+        inputs = _repeated(inputs, -(-LEAST_ROWS // len(inputs.x)))
     M = len(inputs.x)
     spec: KernelSpec = kernel.spec
     whole = _Batch(kernel, inputs, 0, M)
@@ -45,12 +50,13 @@ def check_batch_invariance(
             return f"dw {where} is not that on {other} SMs"
         chunks = (count - 1) // CHUNK_ROWS
         if chunks:
-            cut = start + CHUNK_ROWS * random.randint(1, chunks)
+            inner = [start + CHUNK_ROWS * (1 + i) for i in range(chunks)]
+            cuts = sorted(random.sample(inner, random.randint(1, chunks)))
             total = torch.zeros_like(dw)
-            _Batch(kernel, inputs, start, cut).run(sms, total)
-            _Batch(kernel, inputs, cut, start + count).run(other, total)
+            for first, last in pairwise((start, *cuts, start + count)):
+                _Batch(kernel, inputs, first, last).run(random.choice((sms, other)), total)
             if not _equal(total, dw):
-                return f"dw {where} is not that of two micro-batches, cut at row {cut}"
+                return f"dw {where} is not that of micro-batches, cut at {cuts}"
     return ""
 
 
@@ -98,6 +104,16 @@ class _Batch:
             weight_offset=given.offset,
         )
         return dx, dw
+
+
+def _repeated(inputs: Inputs, times: int) -> Inputs:
+    return replace(
+        inputs,
+        x=inputs.x.repeat(times, 1),
+        dy=inputs.dy.repeat(times, 1),
+        rstd=inputs.rstd.repeat(times),
+        residual=None if inputs.residual is None else inputs.residual.repeat(times, 1),
+    )
 
 
 def _padded(rows: torch.Tensor, padding: int) -> torch.Tensor:

@@ -13,8 +13,9 @@ from ..serve.call import Call
 from ..serve.forward import Forward
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
-from ..table import MAX_ALIGNMENT
 
+_VECTOR_BYTES = 16
+"""What all kernels of such a package read at once."""
 _ADVICE = (
     "the bits of any other kernel may depend on the batch. Tune this width (docs/determinism.md "
     "says how), or take the package whose kernels do not promise it"
@@ -28,7 +29,8 @@ class BatchInvariantForward(Forward):
     def _prepare(
         self, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
     ) -> ForwardCall:
-        if x.device.type == "cuda" and any(map(_misplaced, (x, weight, residual))):
+        served = x.device.type == "cuda" and x.dim() and x.numel()
+        if served and any(map(_misplaced, (x, weight, residual))):
             return self._copied
         return super()._prepare(x, weight, residual)
 
@@ -68,6 +70,16 @@ class BatchInvariantPackage(Package):
             return self._copied(options)
         return super()._with_kernel(given, options, device)
 
+    def patch(self, model: torch.nn.Module, casting: str | None = None) -> list[str]:
+        """As `Package.patch`, but for the casting "llama", whose product with the weight and its
+        gradient are PyTorch's. Raises ValueError for it."""
+        if casting == "llama":
+            raise ValueError(
+                'with casting="llama" PyTorch computes the gradient of the weight, and its bits '
+                'depend on the batch: take "torch", or None'
+            )
+        return super().patch(model, casting)
+
     def _copied(self, options: Options) -> Call:
         """Where another kernel would be needed: the same kernel on copies."""
 
@@ -79,15 +91,15 @@ class BatchInvariantPackage(Package):
 
 
 def _misplaced(tensor: torch.Tensor | None) -> bool:
-    """Whether the rows of a tensor are not all at multiples of MAX_ALIGNMENT, or not at one
-    stride or two."""
-    if tensor is None:
+    """Whether a copy of a tensor has rows that a kernel can read and the tensor has not: not at
+    multiples of the vector, or not at one stride or two."""
+    if tensor is None or tensor.shape[-1] * tensor.element_size() % _VECTOR_BYTES:
         return False
     rows = row_layout(tensor)
     if rows is None:
         return True
     places = tensor.data_ptr() | (rows.stride | rows.outer) * tensor.element_size()
-    return places % MAX_ALIGNMENT != 0
+    return places % _VECTOR_BYTES != 0
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
