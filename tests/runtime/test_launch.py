@@ -162,5 +162,5 @@ def test_refused_launch_names_the_error_and_the_kernel(driver: FakeDriver) -> No
 
 
 def test_launch_numbers_are_computed_once() -> None:
-    plan = Launch(132, 132, 132, 0, counters=33, zeroed=5, scratch=10)
+    plan = Launch(132, 132, 132, 0, counters=33, zeroed=5, scratch=10, partials=132)
     assert (plan.zeroed_offset, plan.scratch_offset, plan.workspace_bytes) == (256, 384, 424)
