@@ -24,11 +24,11 @@ from generator.kernels.nvrtc import Compiled
 from generator.package.fallback_kernels import DTYPES
 from generator.problem import Problem
 from generator.result import Result
-from generator.space.forward_space import forward_variants, generic_forwards
+from generator.space.forward_space import forward_variants, forwards_with, generic_forwards
 from generator.target import Target
 from generator.tuner import forward as forward_tune
 from generator.tuner import forward_compiler
-from generator.tuner.forward import MOST_VARIANTS, tune_forwards
+from generator.tuner.forward import MOST_VARIANTS, tune_forwards, unsettled
 from tests.support.fake_gpu import CrashingCompiler, Log
 from tests.support.fake_run import forks
 from tests.support.forward import H200, of_kind
@@ -288,6 +288,30 @@ def test_a_kernel_that_the_executor_refutes_is_not_predicted(
     # The backward's winner is not lost for it: any row is served by the generic ones.
     assert forwards.tuned == () and forwards.fallback != ()
     assert "no forward kernel for" in said[0] and "passes (y[0, 0] is 1)" in said[0]
+
+
+@pytest.mark.parametrize("devices", [(), (0,)])
+@pytest.mark.usefixtures("gpus")
+def test_forward_is_one_of_the_choices_that_there_are(
+    monkeypatch: pytest.MonkeyPatch, devices: tuple[int, ...]
+) -> None:
+    problem = Problem.parse("4096x1024:bf16")
+    fields = {"threads_per_row": 128}
+
+    def choices(problem: Problem, target: Target) -> list[ForwardVariant]:
+        return forwards_with(fields, problem, target)[:2]
+
+    monkeypatch.setattr(forward_tune, "measure_forwards", lambda gpu, p, made: measured(made))
+    (entry,) = tune_forwards([problem], H200, devices, generic=[], choices=choices).tuned
+    assert entry.evidence == ("measured" if devices else "predicted")
+    assert entry.variant in choices(problem, H200)
+    assert forward_variants(problem, H200)[0] not in choices(problem, H200)
+    # The choice stays as long as it would be made among the same.
+    known: Any = SimpleNamespace(
+        tuned=[SimpleNamespace(**vars(problem), evidence="measured", provenance=entry.provenance)]
+    )
+    assert unsettled([problem], H200, devices, known, choices) == []
+    assert unsettled([problem], H200, devices, known) == [problem]
 
 
 def test_a_full_executor_cache_ends_the_choice_of_a_forward(
