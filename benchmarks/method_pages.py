@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import lzma
 import re
 from collections.abc import Callable
 from functools import partial
 
+from benchmarks.goals import geometric_mean
 from benchmarks.page_text import read, table
 from benchmarks.search_replay.replay import CLOSE
 from generator.paths import GENERATED
@@ -73,14 +75,14 @@ def search_replay() -> str:
     )
 
 
-def bit_exact() -> str:
+def bit_exact(name: str = "bit_exact_h200") -> str:
     """Kernels on the GPU and in the executor."""
-    found = read("bit_exact_h200")
+    found = read(name)
     cases = [case for case in found["cases"] if case["outcome"] != "skipped"]
     any_n = sum(re.search(r"_n\d+to\d+_", case["variant"]) is not None for case in cases)
     return (
         f"On one {found['environment']['gpu']}, {found['outcomes']['equal']} of {len(cases)}"
-        f" sampled variants agreed, {any_n} of them kernels for any N."
+        " sampled variants agreed" + (f", {any_n} of them kernels for any N." if any_n else ".")
     )
 
 
@@ -94,11 +96,56 @@ def noisy_trials() -> str:
     return f"Of the {trials:,} trials of `generated/h200`, {noisy} stayed noisy."
 
 
+def tuned_ratios(operation: str) -> dict[tuple[int, int, str], float]:
+    """Times over the floor in the finals of the H200's winners, without options, by M, N, dtype."""
+    tuned = json.loads((GENERATED / "h200" / operation / "table.json").read_text())["tuned"]
+    return {
+        (entry["M"], entry["N"], entry["dtype"]): facts["us"] / facts["floor_us"]
+        for entry in tuned
+        for facts, spec in [(entry["provenance"], entry["kernel"]["spec"])]
+        if entry["dtype"] == entry["weight_dtype"] and not (spec["offset"] or spec["residual"])
+    }
+
+
+def price_of_invariance() -> str:
+    """Batch-invariant winners over the winners without that promise."""
+    free, ours = tuned_ratios("rmsnorm_backward"), tuned_ratios("rmsnorm_invariant_backward")
+    price = {shape: ours[shape] / free[shape] for shape in ours if shape in free}
+    batches = sorted({M for M, _, _ in price})
+    widths = sorted({(dtype, N) for _, N, dtype in price})
+
+    def cell(M: int, N: int, dtype: str) -> str:
+        shape = (M, N, dtype)
+        return f"{price[shape]:.2f} ({ours[shape]:.2f})" if shape in price else ""
+
+    rows = [(f"{N}, {dtype}", *(cell(M, N, dtype) for M in batches)) for dtype, N in widths]
+    mean, floor = (geometric_mean([each[s] for s in price]) for each in (price, ours))
+    header = ("N, dtype", *(f"M = {M}" for M in batches))
+    return (
+        table(header, rows) + f"\n\nOver {len(price)} shapes the geometric mean is {mean:.2f}, and"
+        f" {floor:.2f} of the floor; at most {max(price.values()):.2f}."
+    )
+
+
+def invariance_cases() -> str:
+    """Random batches whose bits were compared on a GPU."""
+    found = read("batch_invariance_h200")
+    rows = found["rows"]
+    cases, least = sum(row["cases"] for row in rows), min(row["cases"] for row in rows)
+    return (
+        f"On one {found['environment']['gpu']}, {cases:,} random batches of {len(rows)} widths, at"
+        f" least {least:,} of each: {sum(row['differing'] for row in rows)} had a differing bit."
+    )
+
+
 METHOD_BLOCKS: dict[str, Callable[[], str]] = {
     "prediction_ranks": partial(ranks, SCORES["RMSNorm"]),
     "prediction_ranks_layernorm": partial(ranks, SCORES["LayerNorm"]),
     "prediction_errors": prediction_errors,
     "search_replay": search_replay,
     "bit_exact": bit_exact,
+    "bit_exact_layernorm": partial(bit_exact, "bit_exact_layernorm_h200"),
     "noisy_trials": noisy_trials,
+    "price_of_invariance": price_of_invariance,
+    "invariance_cases": invariance_cases,
 }

@@ -12,6 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -167,9 +168,9 @@ def host_times() -> str:
     )
 
 
-def host_ratios() -> str:
+def host_ratios(name: str = "host_time_h200") -> str:
     """Ratios to PyTorch with their spread over the passes."""
-    d = read("host_time_h200")
+    d = read(name)
     return table(
         ["ratio of host times", "median of the passes", "least", "most"],
         [
@@ -378,6 +379,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "headlines": headlines,
     "host_times": host_times,
     "host_ratios": host_ratios,
+    "layernorm_host_ratios": partial(host_ratios, "host_time_layernorm_h200"),
     "untuned": untuned,
     "brackets": brackets,
     "first_search": first_search,
