@@ -12,7 +12,7 @@ from generator.errors import NormforgeError
 from generator.kernels.forward import FORWARD_FIELDS
 from generator.kernels.knobs import KNOBS
 from generator.paths import SEARCH_SPACES
-from generator.problem import RMSNORM_BACKWARD
+from generator.problem import ITEMSIZE, RMSNORM_BACKWARD
 from generator.space.expressions import DERIVED, PROBLEM_NAMES, TARGET_NAMES, Expression
 from generator.space.space import Fixed, Knob, Rule, Space
 
@@ -89,13 +89,19 @@ def _read_fixed(path: Path, entries: Any, knobs: Mapping[str, Knob]) -> tuple[Fi
             name in knobs and value in knobs[name].choices for name, value in chosen.items()
         ):
             raise NormforgeError(f"{where}: {chosen!r} has other knobs or values than this space")
-        if not isinstance(entry["N"], list) or not isinstance(entry["dtype"], list):
+        widths, dtypes = entry["N"], entry["dtype"]
+        if not isinstance(widths, list) or not isinstance(dtypes, list):
             raise NormforgeError(f"{where}: N and dtype are lists, got {entry!r}")
+        if {type(N) for N in widths} != {int} or any(d not in [*ITEMSIZE] for d in dtypes):
+            known = ", ".join(ITEMSIZE)
+            raise NormforgeError(
+                f"{where}: N has integers and dtype some of {known}, got {widths} and {dtypes}"
+            )
         if not isinstance(forward, dict) or not forward.keys() <= FORWARD_FIELDS:
             known = ", ".join(sorted(FORWARD_FIELDS))
             raise NormforgeError(f"{where}: 'forward' has some of {known}, got {forward!r}")
-        widths = (tuple(entry["N"]), tuple(entry["dtype"]))
-        found.append(Fixed(*widths, tuple(chosen.items()), tuple(forward.items())))
+        kind = (tuple(widths), tuple(dtypes))
+        found.append(Fixed(*kind, tuple(chosen.items()), tuple(forward.items())))
     pairs = [(N, dtype) for entry in found for N in entry.widths for dtype in entry.dtypes]
     twice = sorted({pair for pair in pairs if pairs.count(pair) > 1})
     if twice:

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 from generator.emulate.build import HostError, find_compiler
-from generator.emulate.forward import FORWARD_SCHEDULES, emulate_forward
+from generator.emulate.forward import FORWARD_SCHEDULES
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.forward import measure_forwards
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.forward import ForwardVariant, compile_forward, forward_fault
-from generator.kernels.nvrtc import Compiled, nvrtc_version
-from generator.kernels.precompile import cached
+from generator.kernels.forward import ForwardVariant, compile_forward
+from generator.kernels.nvrtc import nvrtc_version
 from generator.kernels.revision import code_of_all
 from generator.operations import RMSNORM_FORWARD
 from generator.package.entries import ForwardEntry, Forwards, Made
@@ -34,6 +33,7 @@ from generator.runtime.table import ForwardTable
 from generator.search.choose_winner import TIE
 from generator.space.forward_space import forward_variants, generic_forwards
 from generator.target import Target
+from generator.tuner.forward_compiler import ForwardCompiler
 from generator.tuner.plan import longest_first
 
 MOST_VARIANTS = 60
@@ -132,7 +132,7 @@ def tune_forwards(
         for gpu in gpus:
             stack.callback(_close, gpu)
         pool = stack.enter_context(CompilePool(target.arch, processes, compile=compile_forward))
-        compiler = stack.enter_context(closing(_Compiler(pool, target, say)))
+        compiler = stack.enter_context(closing(ForwardCompiler(pool, target, say)))
         if gpus:
             compiler.start(forwards_to_compile(waiting, target, generic, choices))
         steps = len(generic) + len(waiting)
@@ -166,7 +166,7 @@ class _Chooser:
         waiting: Sequence[Problem],
         target: Target,
         choices: Choices,
-        compiler: _Compiler,
+        compiler: ForwardCompiler,
         say: Callable[[str], None],
         tell: Callable[[int], None],
     ) -> None:
@@ -279,48 +279,3 @@ class _Chooser:
             "torch": torch.__version__,
             "date": date,
         }
-
-
-class _Compiler:
-    """Compiles in a pool what the cache lacks, and remembers, since shapes that differ in M share
-    their kernels."""
-
-    def __init__(
-        self, pool: CompilePool[ForwardVariant], target: Target, say: Callable[[str], None]
-    ) -> None:
-        self.pool, self.target, self._say = pool, target, say
-        # What waits, waits here: a process that dies takes along all that its pool has been given.
-        self._threads = ThreadPoolExecutor(pool.processes)
-        self._jobs: dict[str, Compiled | Future[Compiled]] = {}
-        self._emulated: dict[ForwardVariant, str] = {}
-
-    def start(self, variants: Sequence[ForwardVariant]) -> list[Compiled | Future[Compiled]]:
-        """The kernels, or the promise of those that the cache lacks, compiled in this order."""
-        pool, jobs = self.pool, self._jobs
-        for v in variants:
-            if v.id not in jobs:
-                found = cached(v, pool.arch, pool.cache_folder)
-                jobs[v.id] = found or self._threads.submit(self._compile, v)
-        return [jobs[v.id] for v in variants]
-
-    def _compile(self, variant: ForwardVariant) -> Compiled:
-        compiled = self.pool.result(variant, self.pool.submit(variant))
-        if compiled.error:
-            self._say(f"forward {variant}: {compiled.error.splitlines()[0]}")
-        return compiled
-
-    def usable(self, variants: Sequence[ForwardVariant]) -> list[Made]:
-        """Those that compile and neither spill nor ask for more than an SM has."""
-        jobs = zip(variants, self.start(variants), strict=True)
-        made = [(v, job.result() if isinstance(job, Future) else job) for v, job in jobs]
-        return [(v, c) for v, c in made if not forward_fault(v, c, self.target)]
-
-    def emulate(self, variant: ForwardVariant, problem: Problem) -> str:
-        """What executing a variant on the CPU found, once for all M; "" for nothing."""
-        if variant not in self._emulated:
-            self._emulated[variant] = emulate_forward(variant, problem)
-        return self._emulated[variant]
-
-    def close(self) -> None:
-        """Drops what waits. What is being compiled ends with the pool."""
-        self._threads.shutdown(wait=False, cancel_futures=True)

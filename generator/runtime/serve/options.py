@@ -76,9 +76,7 @@ def composition(given: Arguments, options: Options, spec: KernelSpec | None) -> 
         narrow = dw_out is not None and dw_out.dtype != torch.float32
         return dw_elsewhere if narrow else offset_in_weight
     if dw_out is not None and (spec is None or not _kernel_writes(dw_out, weight, options)):
-        chunks = spec is not None and spec.run_rows > 0
-        wide = chunks and options.accumulate and dw_out.dtype == torch.float32
-        return dw_by_chunks if wide else dw_elsewhere
+        return dw_elsewhere
     return None
 
 
@@ -159,12 +157,3 @@ def dw_elsewhere(backward: Backward, given: Arguments, options: Options) -> Resu
     dx, dw, *third = backward(replace(given, dw_out=None), plain)
     assert dw is not None
     return (dx, dw_out.add_(dw) if options.accumulate else dw_out.copy_(dw), *third)
-
-
-def dw_by_chunks(backward: Backward, given: Arguments, options: Options) -> Results:
-    """As `dw_elsewhere`, for a kernel that adds to dw chunk by chunk: to a copy of dw_out."""
-    dw_out = given.dw_out
-    assert dw_out is not None
-    copy = dw_out.clone(memory_format=torch.contiguous_format)
-    dx, _, *third = backward(replace(given, dw_out=copy), options)
-    return (dx, dw_out.copy_(copy), *third)
