@@ -18,6 +18,8 @@ CHUNK_ROWS = 1024
 """Rows of a chunk of a batch-invariant kernel, whose chunks are added one after another: a batch
 may be divided at multiples of it into calls that add to one dw without a change of its bits."""
 
+_MOST_ROUNDS_OF_RUNS = 4
+
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
@@ -224,4 +226,6 @@ def _whole_groups(spec: KernelSpec, M: int, teams: int) -> int:
     """Groups of rows of which a team leaves the whole sum."""
     if spec.leaves == "groups":
         return ceil_div(M, spec.group_rows)
-    return M // spec.group_rows // teams * teams if spec.leaves == "both" else 0
+    rounds = M // spec.group_rows // teams
+    # The sums of so many runs would take more memory than they save time.
+    return rounds * teams if spec.leaves == "both" or rounds >= _MOST_ROUNDS_OF_RUNS else 0

@@ -199,8 +199,7 @@ def _read(
     """Target, tuned and fallback kernels of a table. Raises ValueError, OSError."""
 
     names = {known.name for known in fields(spec_of)}
-    # Than some tables; the defaults stand for them.
-    newer = names & {"operation", "run_rows", "group_rows", "leaves"}
+    newer = names & {"operation", "run_rows", "group_rows", "leaves"}  # than some tables
 
     def kernel(data: dict[str, Any]) -> KernelOf[S]:
         # As by the constructor, which takes 2 ms of an import for a few hundred frozen objects.
