@@ -158,6 +158,18 @@ def test_clusters_and_odd_teams_as_well(shape: tuple[int, str]) -> None:
         assert torch.equal(dw, results[0][1])
 
 
+@pytest.mark.parametrize("slice_columns", [32, 128, 256])
+def test_rounds_of_the_sum_are_whole_chunks(slice_columns: int) -> None:
+    """384 threads, which no power of two divides, over several chunks."""
+    problem = Problem(2100, 3072, "bf16", "bf16", operation=OPERATION)
+    inputs = inputs_of(problem)
+    wanted = {"strategy": "column_slices", "slice_columns": slice_columns, "rows_per_cta": 2}
+    variant = draw(problem, 1, leaves="groups", rows_in_flight=1, **wanted)
+    assert variant.threads == 384
+    _, dw = run(variant, inputs, 3)
+    assert torch.equal(dw, stated_order()(inputs.x, inputs.dy, inputs.rstd, **order_of(variant)))
+
+
 @pytest.mark.parametrize("strategy", ["separate", "column_slices"])
 def test_micro_batches_give_the_bits_of_the_batch(strategy: str) -> None:
     M = 2 * CHUNK_ROWS + 300

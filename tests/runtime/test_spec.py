@@ -94,7 +94,9 @@ def test_groups_and_runs_of_a_launch_are_all_rows_once(case: tuple[KernelSpec, i
     teams = launch.participants * spec.rows_per_cta
     behind = M - whole * spec.group_rows
     assert whole >= 0 and runs >= 0
-    assert {"groups": runs == 0, "runs": whole == 0, "both": True}[spec.leaves]
+    rounds = M // spec.group_rows // teams
+    few = whole == (0 if rounds < 4 else rounds * teams)
+    assert {"groups": runs == 0, "runs": few, "both": True}[spec.leaves]
     # The last sum may be of fewer rows, and it is never of none.
     if runs:
         assert (runs - 1) * spec.run_rows < behind <= runs * spec.run_rows
