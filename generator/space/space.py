@@ -183,18 +183,22 @@ class Space:
         for rule in self.rules:
             if not rule.require(names):
                 return Rejection(rule.id, rule.sentence(names))
-        fixed = self.fixed_for(problem)
+        if other := self._not_fixed(config, problem):
+            return other
         for knob in self.knobs:
-            if config[knob.name] != fixed.get(knob.name, config[knob.name]):
-                sentence = (
-                    f"{knob.name} is {fixed[knob.name]} for all {problem.N} columns of "
-                    f"{problem.dtype}, not {config[knob.name]}: their bits depend on it"
-                )
-                return Rejection("fixed", sentence)
             active = knob.when is None or bool(knob.when(names))
             if config[knob.name] not in (knob.values if active else (knob.otherwise,)):
                 sentence = f"{knob.name} cannot be {config[knob.name]} here: when {knob.when}"
                 return Rejection("when", sentence)
+        return None
+
+    def _not_fixed(self, config: Config, problem: Problem) -> Rejection | None:
+        """The first knob that has another value than the space fixes."""
+        for name, value in self.fixed_for(problem).items():
+            if config[name] != value:
+                kind = f"all {problem.N} columns of {problem.dtype}"
+                why = f"{name} is {value} for {kind}, not {config[name]}: their bits depend on it"
+                return Rejection("fixed", why)
         return None
 
     def legal(
@@ -208,7 +212,8 @@ class Space:
         """Legal configs, each once: in the order of the file, or in an order drawn by `rng`
         (a random walk of the same tree). `fixed` narrows knobs to one value each. Ends early when
         PATIENCE values were tried since the last legal config."""
-        fixed = {**(fixed or {}), **self.fixed_for(problem)}
+        own = self.fixed_for(problem)  # whether or not a knob has a meaning
+        fixed = {**(fixed or {}), **own}
         tried = 0
         names = Names(problem, target, True)
         if not all(rule.require(names) for rule in self._rules_after[0]):
@@ -223,7 +228,7 @@ class Space:
             knob = self.knobs[index]
             active = knob.when is None or bool(knob.when(names))
             values: Sequence[int | str] = knob.values if active else (knob.otherwise,)
-            if knob.name in fixed and active:
+            if knob.name in own or (knob.name in fixed and active):
                 values = [value for value in values if value == fixed[knob.name]]
             if rng is not None and len(values) > 1:
                 values = rng.sample(values, len(values))
@@ -260,7 +265,10 @@ class Space:
         for _ in range(300):
             drawn = {k.name: fixed.get(k.name, rng.choice(k.values)) for k in self.knobs}
             names = Names(problem, target, True)
-            names.update(self.normalize(drawn, problem, target))
+            config = self.normalize(drawn, problem, target)
+            names.update(config)
+            if other := self._not_fixed(config, problem):
+                return f"; {other}"
             broken = [rule for rule in self.rules if not rule.require(names)]
             for rule in broken:
                 counts[rule.id] += 1

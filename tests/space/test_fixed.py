@@ -210,3 +210,18 @@ def test_every_width_that_is_fixed_has_kernels_of_both_directions() -> None:
                 problem = Problem(16384, N, dtype, dtype, operation=OPERATION)
                 assert next(INVARIANT.legal(problem, H200), None), problem
                 assert forwards_with(dict(entry.forward), problem, H200), problem
+
+
+def test_gpu_that_cannot_have_what_is_fixed_is_refused_by_name(
+    write: Callable[[Any], Path],
+) -> None:
+    """A cluster is one CTA on an A100, which has none: another order of dx's sums."""
+    knobs = {"cluster": 2, "threads_per_row": 256}
+    space, a100 = load_space(write([{**ENTRY, "knobs": knobs}])), find_target("a100")
+    assert space.sample(PROBLEM, H200, random.Random(0))["cluster"] == 2
+    told = "fixed: cluster is 2 for all 4096 columns of bf16, not 1: their bits depend on it"
+    with pytest.raises(NormforgeError, match=told):
+        space.sample(PROBLEM, a100, random.Random(0))
+    assert list(space.legal(PROBLEM, a100)) == []
+    legal = LegalConfigs(space, PROBLEM, a100)
+    assert legal.nearest(space.sample(PROBLEM, H200, random.Random(0)), random.Random(0)) is None
