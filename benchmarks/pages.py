@@ -11,17 +11,19 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.goals import geometric_mean, goals
+from benchmarks.method_pages import METHOD_BLOCKS
+from benchmarks.page_text import RESULTS, read, table
 from generator.paths import REPOSITORY
 from generator.problem import Problem, load_problems
 from generator.report.peers import Comparison
 
-RESULTS = REPOSITORY / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- numbers: (\w+) -->\n).*?(<!-- end of numbers -->)", re.S)
 
 
@@ -33,15 +35,6 @@ def pages() -> list[Path]:
 def updated(page: str) -> str:
     """A page with its blocks written anew. Raises KeyError for a block of unknown name."""
     return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", page)
-
-
-def read(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def comparison(name: str = "h200") -> Comparison:
@@ -84,18 +77,23 @@ def peers() -> str:
 
 def gpus() -> str:
     """Tuned packages and the evidence of their kernels."""
+    kinds = {
+        "rmsnorm_backward": "shapes of RMSNorm",
+        "rmsnorm_invariant_backward": "batch-invariant",
+        "layernorm_backward": "of LayerNorm",
+    }
     rows = []
     for gpu in sorted(path for path in (REPOSITORY / "generated").iterdir() if path.is_dir()):
         told = {}
-        for operation in ("rmsnorm_backward", "layernorm_backward"):
+        for operation in kinds:
             path = gpu / operation / "table.json"
             if path.exists():
                 package = json.loads(path.read_text())
                 found = Counter(entry["evidence"] for entry in package["tuned"])
                 told[operation] = ", ".join(f"{n} {e}" for e, n in found.items())
         title = package["target"]["title"]
-        rows.append((title, told["rmsnorm_backward"], told.get("layernorm_backward", "")))
-    return table(["package for", "shapes of RMSNorm", "of LayerNorm"], rows)
+        rows.append((title, *(told.get(operation, "") for operation in kinds)))
+    return table(["package for", *kinds.values()], rows)
 
 
 # ---- performance.md ------------------------------------------------------------------------------
@@ -175,9 +173,9 @@ def host_times() -> str:
     )
 
 
-def host_ratios() -> str:
+def host_ratios(name: str = "host_time_h200") -> str:
     """Ratios to PyTorch with their spread over the passes."""
-    d = read("host_time_h200")
+    d = read(name)
     return table(
         ["ratio of host times", "median of the passes", "least", "most"],
         [
@@ -386,6 +384,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "headlines": headlines,
     "host_times": host_times,
     "host_ratios": host_ratios,
+    "layernorm_host_ratios": partial(host_ratios, "host_time_layernorm_h200"),
     "untuned": untuned,
     "brackets": brackets,
     "first_search": first_search,
@@ -394,6 +393,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "errors": errors,
     "errors_in_executor": errors_in_executor,
     "dw_precision": dw_precision,
+    **METHOD_BLOCKS,
 }
 
 if __name__ == "__main__":

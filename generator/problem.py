@@ -36,6 +36,7 @@ RMSNORM_BACKWARD = "rmsnorm_backward"
 SUMS: dict[str, Sums] = {
     RMSNORM_BACKWARD: Sums(),
     "layernorm_backward": Sums(row_sums=2, column_sums=2, statistics=2),
+    "rmsnorm_invariant_backward": Sums(),
 }
 """The operations that sum over rows, by the name that all of their files have."""
 

@@ -70,7 +70,7 @@ class Target:
             self.max_threads_per_sm // (warps * WARP),
             self.smem_per_sm // smem,
             self.max_ctas_per_sm,
-            self.barriers_per_sm // barriers,
+            self.barriers_per_sm // max(1, barriers),
         )
 
 

@@ -20,7 +20,7 @@ from benchmarks.search_replay.recording import (
     load_narrow,
     record,
 )
-from benchmarks.search_replay.replay import CHECKPOINTS, compare, table
+from benchmarks.search_replay.replay import CHECKPOINTS, Replayed, compare, table
 from generator.errors import NormforgeError
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.cubin_cache import compile_variant
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     recording = Recording.load(args.recording)
     compared = compare(recording, args.seeds)
     if args.json:
-        said = {"problem": str(recording.problem), "configs": len(recording.entries)}
+        said = {"problem": str(recording.problem), **Replayed(recording).counts()}
         said |= {"optimum": recording.optimum, "facts": recording.facts, "after": CHECKPOINTS}
         print(json.dumps(said | {"searches": [asdict(row) for row in compared]}, indent=1))
     else:

@@ -76,6 +76,16 @@ class Replayed:
         result, _ = self._entry(config)
         return result.ratio if result.ratio is not None and may_win(config, result) else inf
 
+    def counts(self) -> dict[str, int]:
+        """Configs that were recorded, that are legal, and legal ones within CLOSE of the best."""
+        limit = self.recording.optimum * (1 + CLOSE)
+        close = sum(self.ratio(config) <= limit for config in self.allowed)
+        return {
+            "recorded": len(self.recording.entries),
+            "legal": len(self.allowed),
+            "close": close,
+        }
+
     def submit(self, variant: Variant) -> Future[Compiled]:
         _, cubin = self._entry(variant.config)
         arch = self.legal.target.arch
@@ -207,11 +217,11 @@ def table(
     recording: Recording, compared: Sequence[Comparison], checkpoints: Sequence[int] = CHECKPOINTS
 ) -> str:
     """The comparison as text."""
-    recorded, legal = len(recording.entries), len(Replayed(recording).allowed)
-    of_all = f" (of {recorded} recorded)" * (legal < recorded)
+    counts = Replayed(recording).counts()
     lines = [
-        f"{recording.problem} on {recording.facts.get('gpu', recording.gpu)}: "
-        f"{legal} legal configs{of_all}, the best at {recording.optimum:.4f} x floor.",
+        f"{recording.problem} on {recording.facts.get('gpu', recording.gpu)}: {counts['legal']} "
+        f"legal configs of {counts['recorded']} recorded, {counts['close']} of them within "
+        f"{CLOSE:.0%} of the best, which is at {recording.optimum:.4f} x floor.",
         "Mean share of the optimum's speed, and share of seeds within "
         f"{CLOSE:.0%} of it, after so many evaluations:",
         "",

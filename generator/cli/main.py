@@ -59,54 +59,35 @@ def parser() -> CommandLine:
     found = CommandLine(
         prog="tune.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument(
+    _what(found.add_argument_group("what is tuned"))
+    _how(found.add_argument_group("how long, and on which GPUs"))
+    _where(found.add_argument_group("where results go"))
+    found.add_argument("--version", action="version", version=f"normforge {_version()}")
+    return found
+
+
+def _what(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--gpu",
         required=True,
         help="a name of search_spaces/gpus.yaml, or auto for the GPU of this machine; "
         "measured when it is here, else predicted",
     )
-    found.add_argument(
+    group.add_argument(
         "--op",
         choices=list(SUMS),
         default=RMSNORM_BACKWARD,
         help="the operation (default: %(default)s)",
     )
-    found.add_argument(
+    group.add_argument(
         "--shapes",
         default="default",
         help="comma-separated: names or paths of shape files, or MxN:dtype[:weight dtype]",
     )
-    found.add_argument(
-        "--trials",
-        type=positive_number,
-        help=f"trials of each shape (default: {TRIALS['measured']} measured, "
-        f"{TRIALS['predicted']} predicted)",
-    )
-    found.add_argument(
-        "--seconds",
-        type=positive_seconds,
-        help="search for so long in all, in equal shares for the shapes; what earlier runs of a "
-        "shape took counts, its finals (2 s on a GPU) and the module come on top",
-    )
-    found.add_argument(
-        "--storage",
-        type=storage_url,
-        help="the URL of a database instead of the file in --out; with PostgreSQL "
-        "(postgresql+psycopg://...) any number of runs on any machines share the work",
-    )
-    found.add_argument("--out", type=folder_name, help="output folder (default: generated/<gpu>)")
-    found.add_argument(
+    group.add_argument(
         "--space", type=Path, help="the search space's file (default: the operation's)"
     )
-    found.add_argument(
-        "--devices",
-        "--device",
-        type=device_list,
-        default=(0,),
-        metavar="N[,N...]",
-        help="indices of the GPUs of this machine to measure on, one search on each (default: 0)",
-    )
-    found.add_argument(
+    group.add_argument(
         "--fallbacks",
         choices=FALLBACKS,
         default="common",
@@ -114,10 +95,41 @@ def parser() -> CommandLine:
         "the dtypes of the run (default); all, hundreds for every dtype and row length; or none. "
         "Those that the package has already stay",
     )
-    found.add_argument("--seed", type=int, default=0, help="of the search")
-    found.add_argument("--json", action="store_true", help="print one JSON document at the end")
-    found.add_argument("--version", action="version", version=f"normforge {_version()}")
-    return found
+
+
+def _how(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--trials",
+        type=positive_number,
+        help=f"trials of each shape (default: {TRIALS['measured']} measured, "
+        f"{TRIALS['predicted']} predicted)",
+    )
+    group.add_argument(
+        "--seconds",
+        type=positive_seconds,
+        help="search for so long in all, in equal shares for the shapes; what earlier runs of a "
+        "shape took counts, its finals (2 s on a GPU) and the module come on top",
+    )
+    group.add_argument("--seed", type=int, default=0, help="of the search")
+    group.add_argument(
+        "--devices",
+        "--device",
+        type=device_list,
+        default=(0,),
+        metavar="N[,N...]",
+        help="indices of the GPUs of this machine to measure on, one search on each (default: 0)",
+    )
+
+
+def _where(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--storage",
+        type=storage_url,
+        help="the URL of a database instead of the file in --out; with PostgreSQL "
+        "(postgresql+psycopg://...) any number of runs on any machines share the work",
+    )
+    group.add_argument("--out", type=folder_name, help="output folder (default: generated/<gpu>)")
+    group.add_argument("--json", action="store_true", help="print one JSON document at the end")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,11 +19,13 @@ from generator.operations import operation_of
 from generator.operations.operation import Bound
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
-from generator.runtime.spec import KernelSpec, Launch, plan_launch
+from generator.runtime.spec import CHUNK_ROWS, KernelSpec, Launch, plan_launch
 
 PARTICIPANTS = 5
 """CTAs (or clusters) that an emulated grid has at most: two levels of groups, the last one ragged,
 and several batches for every CTA at a small M."""
+MOST_ELEMENTS = 1 << 21
+"""Of x, where a reduced problem takes more rows than its stages and blocks need."""
 CPU = torch.device("cpu")
 
 
@@ -81,6 +83,11 @@ def reduced(variant: Variant, problem: Problem, participants: int = PARTICIPANTS
     rest = batch // 2 + 1 if batch > 2 else 1
     rounds = max(variant["stages"] + 1, 2 * variant.block_batches + 1)
     rows = participants * batch * rounds + rest
+    if (
+        variant.run_rows
+    ):  # whole groups and runs behind them, and several chunks where rows are short
+        groups = participants * variant.teams * variant.group_rows + 2 * variant.run_rows + 1
+        rows = max(rows, min(max(groups, 2 * CHUNK_ROWS + 300), MOST_ELEMENTS // variant.N))
     return replace(problem, M=min(problem.M, rows))
 
 

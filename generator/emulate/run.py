@@ -251,7 +251,7 @@ def _fields(
         "statistics": sums.statistics,
         "partial_stride": spec.partial_stride,
         "group": launch.group,
-        "partials": launch.participants,
+        "partials": launch.partials,
         "no_weight": int(not call_options.weight),
         "no_dx": int(not call_options.dx),
         "no_dw": int(not call_options.dw),

@@ -108,6 +108,10 @@ class ForwardVariant:
         )
 
 
+FORWARD_FIELDS = frozenset(("cluster", "threads_per_row", "vector_bytes"))
+"""What the bits of a forward in registers depend on, beside the row."""
+
+
 def render_forward(variant: ForwardVariant, *, comments: bool = True, include: str = "") -> str:
     """The CUDA C++ source of a variant. comments, include: as of `generator.kernels.render`."""
     v = variant
@@ -168,7 +172,6 @@ def forward_fault(variant: ForwardVariant, compiled: Compiled, target: Target) -
     for name in FORWARD_KERNELS:
         used = compiled.kernels[name]
         smem_bytes = variant.smem_bytes + used.smem_bytes
-        barriers = max(1, used.barriers)
-        if not target.occupancy(variant.threads, used.registers, smem_bytes, barriers):
+        if not target.occupancy(variant.threads, used.registers, smem_bytes, used.barriers):
             return f"no CTA fits an SM of {target} ({used.registers} registers)"
     return ""

@@ -13,7 +13,7 @@ from typing import Any
 from generator.errors import NormforgeError
 from generator.kernels.strategies import Strategy, strategy_of
 from generator.problem import RMSNORM_BACKWARD, SUMS, ItemSizes, Sums
-from generator.runtime.spec import ceil_div, round_up
+from generator.runtime.spec import CHUNK_ROWS, ceil_div, round_up
 from generator.target import WARP
 
 Config = Mapping[str, int | str]
@@ -55,6 +55,17 @@ class Geometry(ItemSizes):
         except KeyError:
             why = f"a config for N = {self.N} has no '{knob}': it was made for other templates"
             raise NormforgeError(f"{why}; tune its shape again") from None
+
+    @property
+    def run_rows(self) -> int:
+        """Rows that are added one after another where the order of all sums follows from the rows
+        alone (templates/runs.cuh); 0 where it follows from the grid as well."""
+        return int(self.config.get("run_rows", 0))
+
+    @property
+    def group_rows(self) -> int:
+        """Rows whose runs are added one after another; 0 as in `run_rows`."""
+        return int(self.config.get("group_rows", 0))
 
     @property
     def strategy(self) -> Strategy:
@@ -192,7 +203,9 @@ class Geometry(ItemSizes):
     def block_batches(self) -> int:
         """Batches that a thread adds up before it adds their sum to the sum of its rows so far; 0:
         it adds all one after another."""
-        return max(1, BLOCK_ROWS // self["rows_in_flight"]) if self.in_blocks else 0
+        if self.run_rows or not self.in_blocks:
+            return 0
+        return max(1, BLOCK_ROWS // self["rows_in_flight"])
 
     @property
     def block_sums_offset(self) -> int:
@@ -200,8 +213,9 @@ class Geometry(ItemSizes):
 
     @property
     def block_sums_bytes(self) -> int:
-        """The sums of the blocks so far, of every thread."""
-        return self.accumulators * self.threads * 4 if self.block_batches else 0
+        """The sums of the blocks, or of the runs of a group, so far, of every thread."""
+        needed = self.block_batches or self.run_rows
+        return self.accumulators * self.threads * 4 if needed else 0
 
     @property
     def tiles_offset(self) -> int:
@@ -242,8 +256,9 @@ class Geometry(ItemSizes):
     @property
     def fold_bytes(self) -> int:
         """Partial dw of every team, in the memory of the stages once they are done; none where a
-        single team stores whole float4s from its registers."""
-        if self.teams == 1 and self.elements % 4 == 0 and self.stores_rows:
+        single team stores whole float4s from its registers, or every team does."""
+        alone = self.teams == 1 and self.elements % 4 == 0 and self.stores_rows
+        if alone or self.run_rows:
             return 0
         return self.teams * self.partial_stride * 4
 
@@ -264,7 +279,18 @@ class Geometry(ItemSizes):
     def tail_bytes(self) -> int:
         if self.strategy.launches > 1:  # the second kernel has shared memory of its own
             return 0
+        if self.run_rows:
+            return self.group_sums_at_once(self.threads) * self.tail_columns * 4
         return self.lanes(self.threads) * self.tail_columns * 4
+
+    def group_sums_at_once(self, threads: int) -> int:
+        """Rows in the shared memory of `threads` threads that add up groups: Lanes::kRows."""
+        groups = CHUNK_ROWS // self.group_rows
+        lanes = 1 << max(1, self.lanes(threads)).bit_length() - 1
+        abreast = min(max(1, WARP // (self.tail_columns // 4)), groups)
+        least = max(1, groups // lanes)
+        room = 1 << min(8, 2048 * abreast // threads).bit_length() - 1
+        return max(room, least) * lanes // abreast
 
     @property
     def smem_bytes(self) -> int:

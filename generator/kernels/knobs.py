@@ -20,12 +20,14 @@ class KnobFacts:
     domain: values for which the templates make a kernel. meaning: one line. launch_only: it changes
     the launch and not the source, so that variants which differ in it share their cubin. neutral:
     the value of a knob that was added later under which a variant keeps the id that it had before.
+    optional: not every search space has it.
     """
 
     meaning: str
     domain: tuple[Value, ...] | range
     launch_only: bool = False
     neutral: Value | None = None
+    optional: bool = False
 
 
 KNOBS: dict[str, KnobFacts] = {
@@ -39,6 +41,16 @@ KNOBS: dict[str, KnobFacts] = {
     "sum_threads": KnobFacts("threads of a CTA of the second kernel", range(0, 1025, 32)),
     "slice_columns": KnobFacts("columns of dw that a CTA of the tail sums", range(0, 1025, 4)),
     "cluster": KnobFacts("CTAs that share a row", (1, 2, 4, 8, 16)),
+    "run_rows": KnobFacts("rows that are added one after another", range(1025), optional=True),
+    "group_rows": KnobFacts(
+        "rows whose runs are added one after another", range(1025), optional=True
+    ),
+    "leaves": KnobFacts(
+        "the sums that a team leaves: of groups, of runs, or of runs only at the end",
+        ("groups", "runs", "both"),
+        launch_only=True,
+        optional=True,
+    ),
     "pipeline": KnobFacts("how rows reach the threads", ("bulk", "direct", "async")),
     "stages": KnobFacts("batches of rows under way in shared memory", range(1, 17)),
     "threads_per_row": KnobFacts("threads that share a row", (8, 16, *range(32, 1025, 32))),

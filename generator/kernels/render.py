@@ -10,6 +10,7 @@ import jinja2
 
 from generator.kernels.variant import Variant
 from generator.paths import TEMPLATES
+from generator.runtime.spec import CHUNK_ROWS
 
 _ELEMENT = {"bf16": "bf16", "fp16": "fp16", "fp32": "float"}
 _LOAD_HINT = {
@@ -88,6 +89,7 @@ def render(variant: Variant, *, comments: bool = True, include: str = "") -> str
         .get_template(f"{variant.operation}.cu.j2")
         .render(
             name=variant.id,
+            operation=variant.operation,
             knobs=variant.config,
             strategy=variant.strategy,
             determinism=variant.determinism,
@@ -145,5 +147,12 @@ def _constants(v: Variant, comments: bool) -> list[str]:
     if v.block_batches:
         rows.append(("kBlockBatches", v.block_batches, "batches that are added up at once"))
         rows.append(("kBlockSumsOffset", v.block_sums_offset, ""))
+    if v.run_rows:
+        rows += [
+            ("kRunRows", v.run_rows, "added one after another"),
+            ("kGroupRows", v.group_rows, "whose runs are added one after another"),
+            ("kChunkRows", CHUNK_ROWS, "whose groups are added in pairs"),
+            ("kBlockSumsOffset", v.block_sums_offset, ""),
+        ]
     exact = f"constexpr bool kExact = {str(v.exact).lower()};"
     return [exact + "  // N is a constant" * comments, *constant_lines(rows, comments)]

@@ -51,7 +51,7 @@ class Variant(Geometry):
 
     @property
     def determinism(self) -> str:
-        return self.strategy.determinism
+        return "batch_invariant" if self.run_rows else self.strategy.determinism
 
     def spec(self, sms: int) -> KernelSpec:
         """The facts that a launch on a GPU of `sms` multiprocessors needs."""
@@ -84,6 +84,9 @@ class Variant(Geometry):
             residual=self.residual,
             least=self.least_columns,
             operation=self.operation,
+            run_rows=self.run_rows,
+            group_rows=self.group_rows,
+            leaves=self["leaves"] if self.run_rows else "",
         )
 
 

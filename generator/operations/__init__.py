@@ -5,6 +5,7 @@ from generator.operations.layernorm_backward import LAYERNORM_BACKWARD
 from generator.operations.operation import Operation
 from generator.operations.rmsnorm_backward import RMSNORM_BACKWARD
 from generator.operations.rmsnorm_forward import RMSNORM_FORWARD
+from generator.operations.rmsnorm_invariant_backward import RMSNORM_INVARIANT_BACKWARD
 from generator.problem import Problem
 
 OPERATIONS = {
@@ -13,6 +14,7 @@ OPERATIONS = {
         RMSNORM_BACKWARD,
         RMSNORM_FORWARD,
         LAYERNORM_BACKWARD,
+        RMSNORM_INVARIANT_BACKWARD,
     )
 }
 
@@ -27,6 +29,7 @@ __all__ = [
     "OPERATIONS",
     "RMSNORM_BACKWARD",
     "RMSNORM_FORWARD",
+    "RMSNORM_INVARIANT_BACKWARD",
     "Operation",
     "operation_of",
 ]

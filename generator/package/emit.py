@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from generator.errors import NormforgeError
-from generator.kernels.forward import ForwardVariant
+from generator.kernels.forward import FORWARD_FIELDS, ForwardVariant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
 from generator.package.atomic_folder import check_writable, locked, replaced
@@ -62,6 +62,7 @@ def emit_package(
         kept = old.fallback if old and keep_fallbacks else ()
         table = Table(_facts(target), merged.tuned, _fallbacks(fallback, kept, files))
         forward_table = _forward_table(forwards, old_forward, files, target, keep_fallbacks)
+        _check_arithmetic(table, forward_table)
         with replaced(package) as fresh:
             write_package(fresh, files, table, forward_table)
     return Emission(package, merged.written, merged.refused, merged.kept)
@@ -134,6 +135,26 @@ def _check(entry: Entry, target: Target) -> None:
     if missing:
         raise NormforgeError(f"{what} does not state its {', '.join(missing)}")
     _check_cubin(entry.variant, entry.compiled, target)
+
+
+def _check_arithmetic(table: Table, forward: ForwardTable | None) -> None:
+    """Raise NormforgeError unless all batch-invariant kernels of a width add up in one order."""
+    if not any(kernel.spec.run_rows for kernel in table.kernels()):
+        return
+    found: dict[tuple[str, int, str], tuple[str, list[Any]]] = {}
+    tables: list[tuple[str, Table | ForwardTable, tuple[str, ...]]]
+    tables = [("dx and dw", table, (*FORWARD_FIELDS, "run_rows", "group_rows"))]
+    tables += [("y", forward, (*FORWARD_FIELDS, "form"))] if forward else []
+    for what, of, names in tables:
+        for entry in of.tuned:
+            order = [entry.kernel.config.get(name) for name in names]
+            width = (what, entry.N, entry.dtype)
+            shape, other = found.setdefault(width, (entry.shape, order))
+            if order != other:
+                raise NormforgeError(
+                    f"{what} of {entry.shape} would have other bits than those of {shape}: tune "
+                    "all shapes of a width in one space, or move the package away to start anew"
+                )
 
 
 def _check_cubin(variant: Variant | ForwardVariant, compiled: Compiled, target: Target) -> None:

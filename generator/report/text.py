@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from generator.report.peers import Comparison
@@ -20,20 +20,7 @@ from generator.studies.records import PLAIN_FLOOR
 
 def render_text(summary: Summary) -> str:
     """The summary of one GPU, about a screen for every ten shapes."""
-    first, last = summary.dates
-    when = f", {first}" + (f" to {last}" if last != first else "") if first else ""
-    parts = [
-        f"Normforge on {summary.gpu}: {len(summary.studies)} shapes, {summary.trials} trials, "
-        f"{summary.evidence}{when}\n"
-        f"Time over the floor, geometric mean of {summary.ratio_set}: {number(summary.ratio, 3)}\n"
-        f"Overhead of determinism, geometric mean: {number(summary.overhead, 3)} "
-        "(winner over the fastest variant found whose bits change)",
-    ]
-    if summary.comparison:
-        parts[0] += f"\n{_compared(summary.comparison)}"
-    if summary.plain_floors:
-        left_out = f"{summary.plain_floors} shapes, not in the mean"
-        parts[0] += f"\n* {left_out}: over {PLAIN_FLOOR}"
+    parts = [_head(summary)]
     for title, cell in (
         ("Winning strategy", _strategy),
         ("Ratio to the floor", lambda study: _ratio(study, 2)),
@@ -42,20 +29,76 @@ def render_text(summary: Summary) -> str:
     ):
         parts += [_map(title, grid, cell) for grid in summary.grids]
     if summary.comparison:
-        peers = [
-            (peer.title, peer.shapes, number(peer.over_floor), number(peer.over_ours))
-            for peer in summary.comparison.standings
-        ]
-        parts.append(
-            "Peers\n" + columns([("implementation", "shapes", "x floor", "x ours"), *peers])
-        )
+        parts.append(_peers(summary.comparison))
     if summary.history:
-        commits = [
-            (point.date, point.commit, point.common, number(point.ratio, 3), number(point.now, 3))
-            for point in summary.history
-        ]
-        head = ("date", "commit", "shapes", "x floor", "the newest at these")
-        parts.append("Committed results\n" + columns([head, *commits]))
+        parts.append(_history(summary))
+    parts.append(_standings(summary))
+    if summary.knobs:
+        parts.append(_knobs(summary))
+    outcomes = [
+        (outcome, count, f"{count / summary.trials:.1%}", summary.meaning[outcome])
+        for outcome, count in summary.outcomes.items()
+    ]
+    parts.append(_table("Outcomes", ("outcome", "trials", "share", ""), outcomes))
+    if summary.reasons:
+        reasons = [(count, outcome, note) for outcome, note, count in summary.reasons]
+        parts.append(_table("Commonest reasons", ("trials", "outcome", "reason"), reasons))
+    parts.append(_table("Studies", _STUDY_HEAD, map(_study, summary.studies)))
+    if summary.predicted:
+        parts.append(_predicted(summary))
+    parts.append(f"Every trial: {summary.dashboard}")
+    return "\n\n".join(parts)
+
+
+def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    return f"{title}\n" + columns([head, *rows])
+
+
+def _head(summary: Summary) -> str:
+    """What there is, and the means."""
+    first, last = summary.dates
+    when = f", {first}" + (f" to {last}" if last != first else "") if first else ""
+    lines = [
+        f"Normforge on {summary.gpu}: {len(summary.studies)} shapes, {summary.trials} trials, "
+        f"{summary.evidence}{when}",
+        f"Time over the floor, geometric mean of {summary.ratio_set}: {number(summary.ratio, 3)}",
+        f"Overhead of determinism, geometric mean: {number(summary.overhead, 3)} "
+        "(winner over the fastest variant found whose bits change)",
+    ]
+    if summary.comparison:
+        lines.append(_compared(summary.comparison))
+    if summary.plain_floors:
+        lines.append(f"* {summary.plain_floors} shapes, not in the mean: over {PLAIN_FLOOR}")
+    return "\n".join(lines)
+
+
+def _compared(comparison: Comparison) -> str:
+    least, shape = comparison.least
+    return (
+        f"Beside its peers, {len(comparison.rows)} shapes in one run: "
+        f"{number(comparison.ours, 3)} of the floor; "
+        f"the fastest peer takes {number(least, 3)} times as long at least ({shape})"
+    )
+
+
+def _peers(comparison: Comparison) -> str:
+    rows = [
+        (peer.title, peer.shapes, number(peer.over_floor), number(peer.over_ours))
+        for peer in comparison.standings
+    ]
+    return _table("Peers", ("implementation", "shapes", "x floor", "x ours"), rows)
+
+
+def _history(summary: Summary) -> str:
+    rows = [
+        (point.date, point.commit, point.common, number(point.ratio, 3), number(point.now, 3))
+        for point in summary.history
+    ]
+    head = ("date", "commit", "shapes", "x floor", "the newest at these")
+    return _table("Committed results", head, rows)
+
+
+def _standings(summary: Summary) -> str:
     rows = [
         (
             standing.reduction_kind + (" *" if standing.ineligible else ""),
@@ -66,46 +109,22 @@ def render_text(summary: Summary) -> str:
         )
         for standing in summary.standings
     ]
-    parts.append(
-        "Strategies: the fastest trial over the fastest that may win (* cannot win)\n"
-        + columns([("strategy", "mean", "least", "most", "shapes"), *rows])
-    )
-    if summary.knobs:
-        knobs = [
-            (
-                knob.name,
-                f"{knob.share:.1%}",
-                f"{knob.most:.0%} ({knob.most_at})",
-                ", ".join(f"{value}: {count}" for value, count in knob.winning[:4]),
-            )
-            for knob in summary.knobs
-        ]
-        parts.append(
-            "Importance of knobs (PED-ANOVA)\n"
-            + columns([("knob", "mean", "largest", "winners have"), *knobs])
+    title = "Strategies: the fastest trial over the fastest that may win (* cannot win)"
+    return _table(title, ("strategy", "mean", "least", "most", "shapes"), rows)
+
+
+def _knobs(summary: Summary) -> str:
+    rows = [
+        (
+            knob.name,
+            f"{knob.share:.1%}",
+            f"{knob.most:.0%} ({knob.most_at})",
+            ", ".join(f"{value}: {count}" for value, count in knob.winning[:4]),
         )
-    outcomes = [
-        (outcome, count, f"{count / summary.trials:.1%}", summary.meaning[outcome])
-        for outcome, count in summary.outcomes.items()
+        for knob in summary.knobs
     ]
-    parts.append("Outcomes\n" + columns([("outcome", "trials", "share", ""), *outcomes]))
-    if summary.reasons:
-        reasons = [(count, outcome, note) for outcome, note, count in summary.reasons]
-        parts.append("Commonest reasons\n" + columns([("trials", "outcome", "reason"), *reasons]))
-    parts.append("Studies\n" + columns([_STUDY_HEAD, *map(_study, summary.studies)]))
-    if summary.predicted:
-        parts.append(_predicted(summary))
-    parts.append(f"Every trial: {summary.dashboard}")
-    return "\n\n".join(parts)
-
-
-def _compared(comparison: Comparison) -> str:
-    least, shape = comparison.least
-    return (
-        f"Beside its peers, {len(comparison.rows)} shapes in one run: "
-        f"{number(comparison.ours, 3)} of the floor; "
-        f"the fastest peer takes {number(least, 3)} times as long at least ({shape})"
-    )
+    head = ("knob", "mean", "largest", "winners have")
+    return _table("Importance of knobs (PED-ANOVA)", head, rows)
 
 
 def _percent(share: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -32,9 +32,11 @@ class Package(DescribedServer):
     Reading it compiles nothing and does not touch CUDA. Safe to use from several threads.
     """
 
+    _forward_class: ClassVar[type[Forward]] = Forward
+
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._forward = Forward(folder)
+        self._forward = self._forward_class(folder)
         self.ops = Operators(digest_of(folder, SCHEMAS), self._forward, self._run)
         self._norm = Norm(self, self._forward, self.ops)
         self.rms_norm = self._norm.rms_norm

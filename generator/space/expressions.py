@@ -46,6 +46,7 @@ DERIVED: dict[str, tuple[tuple[str, ...], Derive]] = {
         ("cluster", "threads_per_row", "vector_bytes"),
         lambda v, p, t: v.idle_columns,
     ),
+    "batch_rows": (("threads_per_row", "rows_in_flight"), lambda v, p, t: v.batch_rows),
     "teams": (("rows_per_cta",), lambda v, p, t: v.teams),
     "resident_threads": (
         ("threads_per_row", "rows_per_cta", "ctas_per_sm"),
@@ -82,6 +83,7 @@ DERIVED: dict[str, tuple[tuple[str, ...], Derive]] = {
         (
             *("strategy", "slice_columns", "cluster", "pipeline", "stages", "threads_per_row"),
             *("rows_per_cta", "rows_in_flight", "vector_bytes", "weight_in"),
+            *("run_rows", "group_rows"),
         ),
         lambda v, p, t: v.smem_bytes,
     ),
@@ -89,11 +91,12 @@ DERIVED: dict[str, tuple[tuple[str, ...], Derive]] = {
         (
             *("strategy", "slice_columns", "cluster", "pipeline", "stages", "threads_per_row"),
             *("rows_per_cta", "rows_in_flight", "vector_bytes", "weight_in", "ctas_per_sm"),
+            *("run_rows", "group_rows"),
         ),
         lambda v, p, t: v["ctas_per_sm"] * (round_up(v.smem_bytes, 128) + 1024),
     ),
 }
-"""By name: the knobs that the number needs, and its value."""
+"""By name: the knobs that the number needs, of those that the space has, and its value."""
 
 MOST_CHARACTERS = 1000
 _ALLOWED = (

@@ -7,7 +7,7 @@ rows they take at once, and whether CTAs walk over the rows or each takes its sh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from generator.kernels.forward import ANY_COLUMNS, READ_TWICE, ForwardVariant
 from generator.problem import ITEMSIZE, Problem
@@ -37,6 +37,18 @@ def forward_variants(problem: Problem, target: Target) -> list[ForwardVariant]:
     `preference`) first. All of them serve any M."""
     found = dict.fromkeys(_variants(problem.N, problem.dtype, problem.weight_dtype, target))
     return sorted(found, key=lambda v: preference(v, problem, target))
+
+
+def forwards_with(
+    fixed: Mapping[str, int | str], problem: Problem, target: Target
+) -> list[ForwardVariant]:
+    """Those of `forward_variants` that have these values; in registers, if there are any."""
+    return [
+        variant
+        for variant in forward_variants(problem, target)
+        if all(getattr(variant, name) == value for name, value in fixed.items())
+        and (not fixed or variant.form == "registers")
+    ]
 
 
 def _variants(N: int, dtype: str, weight_dtype: str, target: Target) -> Iterator[ForwardVariant]:

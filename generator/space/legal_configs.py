@@ -180,7 +180,8 @@ class LegalConfigs:
             return frozenset(REDUCTION_KNOBS)
         rejection = self.space.reject(config, self.problem, self.target)
         if rejection is not None:
-            return self._knobs_of_rule[rejection.rule]
+            # No knob helps where what the space fixes cannot be had.
+            return self._knobs_of_rule.get(rejection.rule, frozenset(self._values))
         return frozenset(self._values) if key in taken else frozenset()
 
     @cached_property

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from generator.errors import NormforgeError
+from generator.kernels.forward import FORWARD_FIELDS
 from generator.kernels.knobs import KNOBS
 from generator.paths import SEARCH_SPACES
-from generator.problem import RMSNORM_BACKWARD
+from generator.problem import ITEMSIZE, RMSNORM_BACKWARD
 from generator.space.expressions import DERIVED, PROBLEM_NAMES, TARGET_NAMES, Expression
-from generator.space.space import Knob, Rule, Space
+from generator.space.space import Fixed, Knob, Rule, Space
 
 
 def space_file(operation: str = RMSNORM_BACKWARD) -> Path:
@@ -31,10 +32,12 @@ def load_space(path: Path = SPACE_FILE) -> Space:
     knobs: list[Knob] = []
     for name, entry in content["knobs"].items():
         knobs.append(_read_knob(path, name, entry, known, {knob.name for knob in knobs}))
-    missing = sorted(KNOBS.keys() - {knob.name for knob in knobs})
+    needed = {name for name, facts in KNOBS.items() if not facts.optional}
+    missing = sorted(needed - {knob.name for knob in knobs})
     if missing:
         raise NormforgeError(f"{path}: knob '{missing[0]}' is missing; one value is enough")
-    return Space(path, tuple(knobs), read_rules(path, content["rules"]))
+    fixed = _read_fixed(path, content.get("fixed", []), {knob.name: knob for knob in knobs})
+    return Space(path, tuple(knobs), read_rules(path, content["rules"]), fixed)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -45,9 +48,11 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise NormforgeError(f"cannot read the search space {path}: {reason}") from error
-    if not isinstance(content, dict) or set(content) - {"extends"} != {"knobs", "rules"}:
+    beside = {"extends", "fixed"}
+    if not isinstance(content, dict) or set(content) - beside != {"knobs", "rules"}:
         raise NormforgeError(
-            f"{path}: expected the keys 'knobs' and 'rules', and 'extends' at most beside them"
+            f"{path}: expected the keys 'knobs' and 'rules', and beside them at most 'extends' and "
+            "'fixed'"
         )
     if not isinstance(content["knobs"], dict) or not isinstance(content["rules"], list):
         raise NormforgeError(f"{path}: 'knobs' is a mapping and 'rules' a list")
@@ -59,7 +64,49 @@ def _read(path: Path) -> dict[str, Any]:
     base = _read(whole)
     own = {rule["id"] for rule in content["rules"] if isinstance(rule, dict) and "id" in rule}
     rules = [rule for rule in base["rules"] if rule["id"] not in own]
-    return {"knobs": base["knobs"] | content["knobs"], "rules": rules + content["rules"]}
+    # Its new knobs come first: what the rules of the other file compute may need them.
+    new = {name: knob for name, knob in content["knobs"].items() if name not in base["knobs"]}
+    return {
+        **content,
+        "knobs": new | base["knobs"] | content["knobs"],
+        "rules": rules + content["rules"],
+    }
+
+
+def _read_fixed(path: Path, entries: Any, knobs: Mapping[str, Knob]) -> tuple[Fixed, ...]:
+    """The entries of `fixed`: the only values of some knobs at some widths and dtypes."""
+    if not isinstance(entries, list):
+        raise NormforgeError(f"{path}: 'fixed' is a list")
+    found: list[Fixed] = []
+    for entry in entries:
+        where = f"{path}: 'fixed'"
+        if not isinstance(entry, dict) or set(entry) != {"N", "dtype", "knobs", "forward"}:
+            raise NormforgeError(
+                f"{where}: an entry has exactly N, dtype, knobs and forward, got {entry!r}"
+            )
+        chosen, forward = entry["knobs"], entry["forward"]
+        if not isinstance(chosen, dict) or not all(
+            name in knobs and value in knobs[name].choices for name, value in chosen.items()
+        ):
+            raise NormforgeError(f"{where}: {chosen!r} has other knobs or values than this space")
+        widths, dtypes = entry["N"], entry["dtype"]
+        if not isinstance(widths, list) or not isinstance(dtypes, list):
+            raise NormforgeError(f"{where}: N and dtype are lists, got {entry!r}")
+        if {type(N) for N in widths} != {int} or any(d not in [*ITEMSIZE] for d in dtypes):
+            known = ", ".join(ITEMSIZE)
+            raise NormforgeError(
+                f"{where}: N has integers and dtype some of {known}, got {widths} and {dtypes}"
+            )
+        if not isinstance(forward, dict) or not forward.keys() <= FORWARD_FIELDS:
+            known = ", ".join(sorted(FORWARD_FIELDS))
+            raise NormforgeError(f"{where}: 'forward' has some of {known}, got {forward!r}")
+        kind = (tuple(widths), tuple(dtypes))
+        found.append(Fixed(*kind, tuple(chosen.items()), tuple(forward.items())))
+    pairs = [(N, dtype) for entry in found for N in entry.widths for dtype in entry.dtypes]
+    twice = sorted({pair for pair in pairs if pairs.count(pair) > 1})
+    if twice:
+        raise NormforgeError(f"{path}: 'fixed' has {twice[0][0]} columns of {twice[0][1]} twice")
+    return tuple(found)
 
 
 def read_rules(path: Path | str, entries: Sequence[Any]) -> tuple[Rule, ...]:

@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,17 @@ def _formatted(expression: Expression, value: Any, spec: str) -> str:
 
 
 @dataclass(frozen=True)
+class Fixed:
+    """The only values that knobs have at some widths N and dtypes of x. forward: fields of a
+    ForwardVariant and the only values that they have there."""
+
+    widths: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    knobs: tuple[tuple[str, int | str], ...]
+    forward: tuple[tuple[str, int | str], ...] = ()
+
+
+@dataclass(frozen=True)
 class Rejection:
     """Why a config is illegal for a problem on a target."""
 
@@ -80,11 +91,34 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Space:
-    """The knobs and rules of one YAML file."""
+    """The knobs and rules of one YAML file, and what it fixes for some problems."""
 
     path: Path
     knobs: tuple[Knob, ...]
     rules: tuple[Rule, ...]
+    fixed: tuple[Fixed, ...] = ()
+
+    def fixed_for(self, problem: Problem) -> dict[str, int | str]:
+        """The knobs that have one value for all problems of this one's N and dtype. Raises
+        NormforgeError where the space fixes knobs for others only."""
+        entry = self._fixed_entry(problem)
+        return dict(entry.knobs) if entry else {}
+
+    def fixed_forward_for(self, problem: Problem) -> dict[str, int | str]:
+        """The same of its forward, by the fields of a ForwardVariant."""
+        entry = self._fixed_entry(problem)
+        return dict(entry.forward) if entry else {}
+
+    def _fixed_entry(self, problem: Problem) -> Fixed | None:
+        for entry in self.fixed:
+            if problem.N in entry.widths and problem.dtype in entry.dtypes:
+                return entry
+        if self.fixed:
+            raise NormforgeError(
+                f"{self.path.name} fixes nothing for rows of {problem.N} {problem.dtype}, and the "
+                "bits would depend on M: add an entry to 'fixed'"
+            )
+        return None
 
     @cached_property
     def hash(self) -> str:
@@ -92,7 +126,7 @@ class Space:
         content = [
             [(k.name, k.values, k.when and k.when.text, k.otherwise) for k in self.knobs],
             [(r.id, r.require.text) for r in self.rules],
-        ]
+        ] + [[astuple(f) for f in self.fixed]] * bool(self.fixed)
         return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
 
     @cached_property
@@ -123,9 +157,10 @@ class Space:
             if value not in choices:
                 raise NormforgeError(f"knob '{name}' has no value {value!r}: it has {choices}")
         names = Names(problem, target, True)
+        fixed = self.fixed_for(problem)
         for knob in self.knobs:
             active = knob.when is None or bool(knob.when(names))
-            value = config.get(knob.name, knob.values[0])
+            value = fixed.get(knob.name, config.get(knob.name, knob.values[0]))
             if not active:
                 value = knob.otherwise
             elif value not in knob.values:
@@ -148,11 +183,22 @@ class Space:
         for rule in self.rules:
             if not rule.require(names):
                 return Rejection(rule.id, rule.sentence(names))
+        if other := self._not_fixed(config, problem):
+            return other
         for knob in self.knobs:
             active = knob.when is None or bool(knob.when(names))
             if config[knob.name] not in (knob.values if active else (knob.otherwise,)):
                 sentence = f"{knob.name} cannot be {config[knob.name]} here: when {knob.when}"
                 return Rejection("when", sentence)
+        return None
+
+    def _not_fixed(self, config: Config, problem: Problem) -> Rejection | None:
+        """The first knob that has another value than the space fixes."""
+        for name, value in self.fixed_for(problem).items():
+            if config[name] != value:
+                kind = f"all {problem.N} columns of {problem.dtype}"
+                why = f"{name} is {value} for {kind}, not {config[name]}: their bits depend on it"
+                return Rejection("fixed", why)
         return None
 
     def legal(
@@ -166,7 +212,8 @@ class Space:
         """Legal configs, each once: in the order of the file, or in an order drawn by `rng`
         (a random walk of the same tree). `fixed` narrows knobs to one value each. Ends early when
         PATIENCE values were tried since the last legal config."""
-        fixed = fixed or {}
+        own = self.fixed_for(problem)  # whether or not a knob has a meaning
+        fixed = {**(fixed or {}), **own}
         tried = 0
         names = Names(problem, target, True)
         if not all(rule.require(names) for rule in self._rules_after[0]):
@@ -181,7 +228,7 @@ class Space:
             knob = self.knobs[index]
             active = knob.when is None or bool(knob.when(names))
             values: Sequence[int | str] = knob.values if active else (knob.otherwise,)
-            if knob.name in fixed and active:
+            if knob.name in own or (knob.name in fixed and active):
                 values = [value for value in values if value == fixed[knob.name]]
             if rng is not None and len(values) > 1:
                 values = rng.sample(values, len(values))
@@ -218,7 +265,10 @@ class Space:
         for _ in range(300):
             drawn = {k.name: fixed.get(k.name, rng.choice(k.values)) for k in self.knobs}
             names = Names(problem, target, True)
-            names.update(self.normalize(drawn, problem, target))
+            config = self.normalize(drawn, problem, target)
+            names.update(config)
+            if other := self._not_fixed(config, problem):
+                return f"; {other}"
             broken = [rule for rule in self.rules if not rule.require(names)]
             for rule in broken:
                 counts[rule.id] += 1

@@ -40,7 +40,7 @@ def _processes() -> int:
 
 def generic_forwards_of(plan: Plan) -> list[ForwardVariant]:
     """The forward kernels for any rows that the package of a plan is to have."""
-    pairs = wanted_dtypes(plan.fallbacks, plan.problems)
+    pairs = wanted_dtypes(plan.fallback_kernels, plan.problems)
     found = generic_forwards(tuple(pairs))
     if plan.fallbacks == "common":
         return [v for v in found if v.vector_bytes == COMMON_VECTOR_BYTES]
@@ -91,6 +91,7 @@ def emit(
             processes=_processes(),
             say=watcher.say,
             generic=generic_forwards_of(plan),
+            choices=plan.forwards,
             tell=partial(watcher.phase, "forward kernels"),
         )
     watcher.phase("writing", 0, 1)

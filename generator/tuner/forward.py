@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 from generator.emulate.build import HostError, find_compiler
-from generator.emulate.forward import FORWARD_SCHEDULES, emulate_forward
+from generator.emulate.forward import FORWARD_SCHEDULES
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.forward import measure_forwards
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.forward import ForwardVariant, compile_forward, forward_fault
-from generator.kernels.nvrtc import Compiled, nvrtc_version
-from generator.kernels.precompile import cached
+from generator.kernels.forward import ForwardVariant, compile_forward
+from generator.kernels.nvrtc import nvrtc_version
 from generator.kernels.revision import code_of_all
 from generator.operations import RMSNORM_FORWARD
 from generator.package.entries import ForwardEntry, Forwards, Made
@@ -34,9 +33,13 @@ from generator.runtime.table import ForwardTable
 from generator.search.choose_winner import TIE
 from generator.space.forward_space import forward_variants, generic_forwards
 from generator.target import Target
+from generator.tuner.forward_compiler import ForwardCompiler
 from generator.tuner.plan import longest_first
 
 MOST_VARIANTS = 60
+
+Choices = Callable[[Problem, Target], list[ForwardVariant]]
+"""The variants of a shape that there are to choose from, the preferred one first."""
 
 
 def unsettled(
@@ -44,6 +47,7 @@ def unsettled(
     target: Target,
     devices: Sequence[int],
     known: ForwardTable | None,
+    choices: Choices | None = None,
 ) -> list[Problem]:
     """The shapes (M, N and dtypes) whose forward `tune_forwards` chooses, in its order: all but
     those whose choice in `known` was made among the same code. Measured are the longest first, so
@@ -51,16 +55,16 @@ def unsettled(
     kept = set()
     for old in known.tuned if known else ():
         shape = Problem(old.M, old.N, old.dtype, old.weight_dtype)
-        fresh = old.provenance.get("code") == space_code(shape, target)
+        fresh = old.provenance.get("code") == space_code(shape, target, choices)
         if fresh and (not devices or old.evidence == "measured"):
             kept.add(shape)
     found = [shape for shape in _shapes(problems) if shape not in kept]
     return longest_first(found) if devices else found
 
 
-def space_code(problem: Problem, target: Target) -> str:
+def space_code(problem: Problem, target: Target, choices: Choices | None = None) -> str:
     """Digest of the code that a shape's forward is chosen from."""
-    return code_of_all(forward_variants(problem, target), target.arch)
+    return code_of_all((choices or forward_variants)(problem, target), target.arch)
 
 
 def _shapes(problems: Sequence[Problem]) -> list[Problem]:
@@ -69,18 +73,17 @@ def _shapes(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def forwards_to_compile(
-    shapes: Sequence[Problem], target: Target, generic: Sequence[ForwardVariant]
+    shapes: Sequence[Problem],
+    target: Target,
+    generic: Sequence[ForwardVariant],
+    choices: Choices | None = None,
 ) -> list[ForwardVariant]:
     """All that `tune_forwards` compiles to measure these shapes, in the order in which it needs
     them: each source once."""
     found = list(generic)
     for shape in shapes:
-        found += _candidates(shape, target)
+        found += (choices or forward_variants)(shape, target)[:MOST_VARIANTS]
     return list({variant.id: variant for variant in found}.values())
-
-
-def _candidates(problem: Problem, target: Target) -> list[ForwardVariant]:
-    return forward_variants(problem, target)[:MOST_VARIANTS]
 
 
 def open_gpu(device: int, target: Target) -> MeasuredEvaluator:
@@ -102,6 +105,7 @@ def tune_forwards(
     processes: int = 1,
     say: Callable[[str], None] = lambda line: None,
     generic: Sequence[ForwardVariant] | None = None,
+    choices: Choices | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Forwards:
     """The forwards for these shapes (M, N and dtypes count) and for any other.
@@ -112,11 +116,13 @@ def tune_forwards(
     are measured where they can be.
     processes: compilers at a time. After Ctrl-C the shapes that are left are chosen by the rule.
     generic: the forwards for any other shape, default all of them.
+    choices: those for a shape, default all of them.
     tell: is told how many kernels and shapes are done, and of how many.
     A shape of which no kernel compiles or passes its checks is left to the fallback kernels, with a
     line that says so.
     """
-    waiting = unsettled(problems, target, devices, known)
+    choices = choices or forward_variants
+    waiting = unsettled(problems, target, devices, known, choices)
     generic = generic_forwards(DTYPES) if generic is None else generic
     with ExitStack() as stack:
         # Their processes take seconds to start, in which the kernels are compiled.
@@ -126,9 +132,9 @@ def tune_forwards(
         for gpu in gpus:
             stack.callback(_close, gpu)
         pool = stack.enter_context(CompilePool(target.arch, processes, compile=compile_forward))
-        compiler = stack.enter_context(closing(_Compiler(pool, target, say)))
+        compiler = stack.enter_context(closing(ForwardCompiler(pool, target, say)))
         if gpus:
-            compiler.start(forwards_to_compile(waiting, target, generic))
+            compiler.start(forwards_to_compile(waiting, target, generic, choices))
         steps = len(generic) + len(waiting)
         tell(0, steps)
         compiler.start(generic)
@@ -137,7 +143,8 @@ def tune_forwards(
             fallback += compiler.usable([variant])
             tell(done, steps)
         chooser = _Chooser(
-            waiting, target, compiler, say, lambda done: tell(len(generic) + done, steps)
+            *(waiting, target, choices, compiler, say),
+            lambda done: tell(len(generic) + done, steps),
         )
         try:
             for measured in [lanes.submit(chooser.measure, gpu) for gpu in gpus]:
@@ -158,10 +165,12 @@ class _Chooser:
         self,
         waiting: Sequence[Problem],
         target: Target,
-        compiler: _Compiler,
+        choices: Choices,
+        compiler: ForwardCompiler,
         say: Callable[[str], None],
         tell: Callable[[int], None],
     ) -> None:
+        self.choices = choices
         self._tell, self._done = tell, 0
         self.waiting, self.left = deque(waiting), list[Problem]()
         self.target, self.compiler, self._say = target, compiler, say
@@ -181,7 +190,7 @@ class _Chooser:
                 problem = self.waiting.popleft()
             except IndexError:
                 return
-            made = self.compiler.usable(_candidates(problem, self.target))
+            made = self.compiler.usable(self.choices(problem, self.target)[:MOST_VARIANTS])
             try:
                 results = measure_forwards(gpu.result(), problem, made)
             except ProblemError as error:
@@ -191,7 +200,7 @@ class _Chooser:
                 self._why = f", because measuring failed: {error}"
                 self.waiting.append(problem)
                 return
-            self._keep(problem, partial(_fastest, problem, self.target, made, results))
+            self._keep(problem, partial(self._fastest, problem, made, results))
 
     def predict(self) -> None:
         """Choose by the rule where nothing was measured."""
@@ -200,7 +209,7 @@ class _Chooser:
 
     def _predict(self, problem: Problem, why: str) -> None:
         reason = f"the rule's first choice that compiles without spills{why}"
-        self._keep(problem, partial(_first, problem, self.target, self.compiler, reason))
+        self._keep(problem, partial(self._first, problem, reason))
 
     def _keep(self, problem: Problem, choose: Callable[[], ForwardEntry]) -> None:
         self._choose(problem, choose)
@@ -220,99 +229,53 @@ class _Chooser:
         timed = f"{facts['us']:.1f} us, {facts['ratio']:.3f} of a copy" if "us" in facts else ""
         self._say(f"forward {problem}: {entry.variant} ({timed or 'by rule'})")
 
+    def _first(self, problem: Problem, reason: str) -> ForwardEntry:
+        """The first in the order of the rule that passes."""
+        checks: list[str] = []
+        fault = "none compiles"
+        for variant in self.choices(problem, self.target):
+            for usable, compiled in self.compiler.usable([variant]):
+                fault = ""
+                if find_compiler() is not None:
+                    fault = self.compiler.emulate(usable, problem)
+                    checks = [f"{len(FORWARD_SCHEDULES)} schedules on the CPU"]
+                if not fault:
+                    facts = self._facts(reason, problem) | {"checks": checks}
+                    return ForwardEntry(problem, usable, compiled, "predicted", facts)
+        raise NormforgeError(f"{problem}: no forward kernel for {self.target} passes ({fault})")
 
-class _Compiler:
-    """Compiles in a pool what the cache lacks, and remembers, since shapes that differ in M share
-    their kernels."""
+    def _fastest(
+        self, problem: Problem, made: Sequence[Made], results: Sequence[Result]
+    ) -> ForwardEntry:
+        """The first, in the order of the rule, of those within TIE of the fastest."""
+        ratios = {i: r.ratio for i, r in enumerate(results) if r.may_win and r.ratio is not None}
+        if not ratios:
+            faults = next((result.note for result in results if result.note), "no candidate")
+            raise NormforgeError(f"{problem}: no forward kernel passes its checks ({faults})")
+        best = min(ratios.values())
+        tied = [i for i, ratio in ratios.items() if ratio <= best * (1 + TIE)]
+        chosen = tied[0]  # the candidates are in the order of the rule
+        result = results[chosen]
+        reason = f"first in the order of the rule of {len(tied)} within 1 % of the best"
+        facts = self._facts(reason, problem) | {
+            "us": result.us,
+            "floor_us": result.floor_us,
+            "ratio": result.ratio,
+            "candidates": len(results),
+            "faults": sum(result.outcome != "ok" for result in results),
+            "checks": ["accuracy", "20 runs", "residual"],
+            "tie": [
+                {"variant": made[i][0].id, "us": results[i].us, "ratio": ratios[i]} for i in tied
+            ],
+        }
+        return ForwardEntry(problem, *made[chosen], "measured", facts)
 
-    def __init__(
-        self, pool: CompilePool[ForwardVariant], target: Target, say: Callable[[str], None]
-    ) -> None:
-        self.pool, self.target, self._say = pool, target, say
-        # What waits, waits here: a process that dies takes along all that its pool has been given.
-        self._threads = ThreadPoolExecutor(pool.processes)
-        self._jobs: dict[str, Compiled | Future[Compiled]] = {}
-        self._emulated: dict[ForwardVariant, str] = {}
-
-    def start(self, variants: Sequence[ForwardVariant]) -> list[Compiled | Future[Compiled]]:
-        """The kernels, or the promise of those that the cache lacks, compiled in this order."""
-        pool, jobs = self.pool, self._jobs
-        for v in variants:
-            if v.id not in jobs:
-                found = cached(v, pool.arch, pool.cache_folder)
-                jobs[v.id] = found or self._threads.submit(self._compile, v)
-        return [jobs[v.id] for v in variants]
-
-    def _compile(self, variant: ForwardVariant) -> Compiled:
-        compiled = self.pool.result(variant, self.pool.submit(variant))
-        if compiled.error:
-            self._say(f"forward {variant}: {compiled.error.splitlines()[0]}")
-        return compiled
-
-    def usable(self, variants: Sequence[ForwardVariant]) -> list[Made]:
-        """Those that compile and neither spill nor ask for more than an SM has."""
-        jobs = zip(variants, self.start(variants), strict=True)
-        made = [(v, job.result() if isinstance(job, Future) else job) for v, job in jobs]
-        return [(v, c) for v, c in made if not forward_fault(v, c, self.target)]
-
-    def emulate(self, variant: ForwardVariant, problem: Problem) -> str:
-        """What executing a variant on the CPU found, once for all M; "" for nothing."""
-        if variant not in self._emulated:
-            self._emulated[variant] = emulate_forward(variant, problem)
-        return self._emulated[variant]
-
-    def close(self) -> None:
-        """Drops what waits. What is being compiled ends with the pool."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _first(problem: Problem, target: Target, compiler: _Compiler, reason: str) -> ForwardEntry:
-    """The first in the order of the rule that passes."""
-    checks: list[str] = []
-    fault = "none compiles"
-    for variant in forward_variants(problem, target):
-        for usable, compiled in compiler.usable([variant]):
-            fault = ""
-            if find_compiler() is not None:
-                fault = compiler.emulate(usable, problem)
-                checks = [f"{len(FORWARD_SCHEDULES)} schedules on the CPU"]
-            if not fault:
-                facts = _facts(reason, problem, target) | {"checks": checks}
-                return ForwardEntry(problem, usable, compiled, "predicted", facts)
-    raise NormforgeError(f"{problem}: no forward kernel for {target} passes ({fault})")
-
-
-def _fastest(
-    problem: Problem, target: Target, made: Sequence[Made], results: Sequence[Result]
-) -> ForwardEntry:
-    """The first, in the order of the rule, of those within TIE of the fastest."""
-    ratios = {i: r.ratio for i, r in enumerate(results) if r.may_win and r.ratio is not None}
-    if not ratios:
-        faults = next((result.note for result in results if result.note), "no candidate")
-        raise NormforgeError(f"{problem}: no forward kernel passes its checks ({faults})")
-    best = min(ratios.values())
-    tied = [i for i, ratio in ratios.items() if ratio <= best * (1 + TIE)]
-    chosen = tied[0]  # the candidates are in the order of the rule
-    result = results[chosen]
-    reason = f"first in the order of the rule of {len(tied)} within 1 % of the best"
-    facts = _facts(reason, problem, target) | {
-        "us": result.us,
-        "floor_us": result.floor_us,
-        "ratio": result.ratio,
-        "candidates": len(results),
-        "faults": sum(result.outcome != "ok" for result in results),
-        "checks": ["accuracy", "20 runs", "residual"],
-        "tie": [{"variant": made[i][0].id, "us": results[i].us, "ratio": ratios[i]} for i in tied],
-    }
-    return ForwardEntry(problem, *made[chosen], "measured", facts)
-
-
-def _facts(reason: str, problem: Problem, target: Target) -> dict[str, Any]:
-    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {
-        "reason": reason,
-        "code": space_code(problem, target),
-        "nvrtc": nvrtc_version(),
-        "torch": torch.__version__,
-        "date": date,
-    }
+    def _facts(self, reason: str, problem: Problem) -> dict[str, Any]:
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return {
+            "reason": reason,
+            "code": space_code(problem, self.target, self.choices),
+            "nvrtc": nvrtc_version(),
+            "torch": torch.__version__,
+            "date": date,
+        }

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from generator.kernels.forward import ForwardVariant
 from generator.operations import Operation, operation_of
 from generator.problem import Problem
 from generator.search.budget import Budget
+from generator.space.forward_space import forwards_with
 from generator.space.load import load_space
 from generator.space.space import Space
 from generator.studies.records import study_name
@@ -89,6 +91,10 @@ class Plan:
         """Of one problem."""
         seconds = self.seconds and self.seconds * self.lanes / len(self.problems)
         return Budget(self.trials, seconds, FINALISTS)
+
+    def forwards(self, problem: Problem, target: Target) -> list[ForwardVariant]:
+        """Those that a shape's forward is chosen from: all, but for what the search space fixes."""
+        return forwards_with(self.space.fixed_forward_for(problem), problem, target)
 
     def study(self, problem: Problem) -> str:
         """The name of the study of a problem."""

@@ -102,5 +102,6 @@ def foreseen(plan: Plan) -> list[Variant | ForwardVariant]:
     if not plan.operation.forward:
         return [*fallbacks]
     known = read_forward_table(plan.package)
-    shapes = unsettled(plan.problems, plan.target, plan.devices, known)
-    return [*fallbacks, *forwards_to_compile(shapes, plan.target, generic_forwards_of(plan))]
+    generic = generic_forwards_of(plan)
+    shapes = unsettled(plan.problems, plan.target, plan.devices, known, plan.forwards)
+    return [*fallbacks, *forwards_to_compile(shapes, plan.target, generic, plan.forwards)]

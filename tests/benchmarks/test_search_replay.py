@@ -309,6 +309,13 @@ def test_the_recorded_sweep_covers_every_config_that_is_legal_today(swept: Recor
     assert missing == [], "the space has changed: sweep again"
 
 
+def test_committed_comparison_is_of_the_configs_that_are_legal_today(swept: Recording) -> None:
+    committed = json.loads((RECORDING_FILE.parent / "search_replay_h200.json").read_text())
+    counts = Replayed(swept).counts()
+    assert {name: committed[name] for name in counts} == counts
+    assert committed["optimum"] == swept.optimum
+
+
 @pytest.mark.slow
 def test_the_search_is_within_2_percent_of_the_optimum_after_100_evaluations(
     swept: Recording,

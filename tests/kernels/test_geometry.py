@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from generator.emulate.build import find_compiler
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
 from generator.kernels.resource_gate import identity
 from generator.kernels.revision import code_digest
 from generator.kernels.variant import Variant
+from generator.paths import TEMPLATES
 from generator.problem import Problem
-from generator.runtime.spec import MAIN_KERNEL
+from generator.runtime.spec import CHUNK_ROWS, MAIN_KERNEL
 from generator.target import find_target
-from tests.support.samples import plain_variant
+from tests.support.samples import plain_variant, space_of
 
 TARGET = find_target("h200")
+INVARIANT = "rmsnorm_invariant_backward"
 PROBLEM = Problem.parse("4096x1024:bf16")
 FITS = Compiled(TARGET.arch, "", b"cubin", {MAIN_KERNEL: Resources(32, 0, 0, 0)}, "13.0", False, "")
 
@@ -58,3 +64,40 @@ def test_the_compilers_options_are_a_part_of_the_code() -> None:
     free, capped = variant(), changed(variant(), register_cap=64)
     assert code_digest(free, "sm_90a") != code_digest(capped, "sm_90a")
     assert code_digest(free, "sm_90a") != code_digest(free, "sm_100a")
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+def test_tail_of_groups_has_the_shared_memory_that_its_threads_use(tmp_path: Path) -> None:
+    """The template and the host count alike, for every CTA and slice that the space has."""
+    source = (TEMPLATES / "sum_groups.cuh").read_text()
+    shape = re.search(r"DEVICE constexpr int power_below.*?^template.*?^};", source, re.M | re.S)
+    assert shape is not None
+    space = space_of(INVARIANT)
+    values = {knob.name: knob.values for knob in space.knobs}
+    cases = [
+        (group_rows, threads, width)
+        for group_rows in values["group_rows"]
+        for threads in range(32, 1025, 32)
+        for width in values["slice_columns"]
+        if isinstance(width, int) and width and width <= 4 * threads
+    ]
+    assert len(cases) > 300
+    program = ["#include <cstdio>", "#define DEVICE"]
+    for group_rows in values["group_rows"]:
+        groups = f"constexpr int kGroupsOfChunk = {CHUNK_ROWS} / {group_rows};"
+        program += [f"namespace g{group_rows} {{", groups, shape[0], "}"]
+    program.append("int main() {")
+    for group_rows, threads, width in cases:
+        floats = f"g{group_rows}::Lanes<{threads}, {width}>::kFloats"
+        program.append(f'  std::printf("%d\\n", {floats});')
+    (tmp_path / "lanes.cpp").write_text("\n".join([*program, "}"]))
+    build = [str(find_compiler()), "-std=c++17", "-o", "lanes", "lanes.cpp"]
+    subprocess.run(build, cwd=tmp_path, check=True, timeout=100)
+    done = subprocess.run(["./lanes"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    problem = Problem.parse("65536x1024:bf16", INVARIANT)
+    own = plain_variant(problem, TARGET, strategy="column_slices")
+    for (group_rows, threads, width), floats in zip(cases, done.stdout.split(), strict=True):
+        knobs = {"group_rows": group_rows, "threads_per_row": 32, "rows_per_cta": threads // 32}
+        tail = changed(own, slice_columns=width, **knobs)
+        assert (tail.threads, tail.tail_columns) == (threads, width)
+        assert tail.tail_bytes == 4 * int(floats), (group_rows, threads, width)

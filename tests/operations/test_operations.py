@@ -16,11 +16,13 @@ from generator.evaluate.verify.accuracy import compare_all
 from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.determinism import check_repeats, digest
 from generator.evaluate.verify.guarded import Guarded
+from generator.kernels.render import render
 from generator.operations import (
     LAYERNORM_BACKWARD,
     OPERATIONS,
     RMSNORM_BACKWARD,
     RMSNORM_FORWARD,
+    RMSNORM_INVARIANT_BACKWARD,
     Operation,
 )
 from generator.operations import rmsnorm_forward as forward_module
@@ -31,8 +33,8 @@ from generator.problem import ITEMSIZE, SUMS, Problem
 from generator.runtime.launch.forward_call import _ARGUMENTS
 from generator.runtime.serve.forward import reference_forward
 from generator.runtime.serve.reference import reference_backward
-from tests.support.forward import EPS, drawn, of_kind, output_fault
-from tests.support.samples import DTYPES
+from tests.support.forward import EPS, H200, drawn, of_kind, output_fault
+from tests.support.samples import DTYPES, sample_variant
 
 CPU = torch.device("cpu")
 NAMES = sorted(OPERATIONS)
@@ -62,7 +64,7 @@ class Doubling:
 
 def exact(operation: Operation, inputs: Any) -> dict[str, torch.Tensor]:
     """What the formula in plain PyTorch gives."""
-    if operation is RMSNORM_BACKWARD:
+    if operation in (RMSNORM_BACKWARD, RMSNORM_INVARIANT_BACKWARD):
         found = reference_backward(
             *(inputs.dy, inputs.x, inputs.rstd, inputs.weight),
             weight_offset=inputs.offset,
@@ -103,7 +105,10 @@ def bench_of(operation: Operation, problem: Problem, compute: Any) -> Bench:
 def test_an_operation_has_its_template_and_its_name(name: str) -> None:
     operation = OPERATIONS[name]
     assert operation.name == name
-    assert name in (TEMPLATES / operation.template).read_text()
+    source = (TEMPLATES / operation.template).read_text()
+    if operation.sums_rows:
+        source = render(sample_variant(Problem.parse("4096x1024:bf16", name), H200))
+    assert f" {name}(" in source
 
 
 def test_what_kernels_add_up_is_what_the_operations_say() -> None:

@@ -12,8 +12,10 @@ from generator.kernels.machine_code import illegal_copies
 from generator.package.files import RUNTIME, runtime_files, write_code
 from generator.package.sources import config_of, included, revision, variant_of
 from generator.paths import GENERATED
+from generator.problem import Problem
 from generator.runtime.cubins import CUBINS
 from generator.runtime.table import FORWARD_TABLE, TABLE, ForwardTable, KernelOf, Table, seal
+from generator.space.load import load_space, space_file
 from tests.support.packages import snapshot, unsealed
 
 PACKAGES = sorted(table.parent for table in GENERATED.glob(f"*/*/{TABLE}"))
@@ -30,7 +32,8 @@ def kernels_of(package: Path) -> list[KernelOf[Any]]:
 
 def test_every_committed_package_is_tested() -> None:
     names = ["/".join(package.parts[-2:]) for package in PACKAGES]
-    assert names == ["gb200/rmsnorm_backward", "h200/layernorm_backward", "h200/rmsnorm_backward"]
+    h200 = [f"h200/{name}_backward" for name in ("layernorm", "rmsnorm", "rmsnorm_invariant")]
+    assert names == ["gb200/rmsnorm_backward", "gb200/rmsnorm_invariant_backward", *h200]
 
 
 @each_package
@@ -107,3 +110,39 @@ def test_committed_package_of_the_h200_serves_widths_that_nobody_tuned(
 ) -> None:
     table = Table.load(GENERATED / "h200" / "rmsnorm_backward")
     assert table.choose(4096, N, *dtypes).how == "fallback"
+
+
+# ---- Bits that do not depend on the batch --------------------------------------------------------
+
+INVARIANT = GENERATED / "h200" / "rmsnorm_invariant_backward"
+
+
+def test_batch_invariant_kernels_of_a_width_have_what_the_space_fixes() -> None:
+    """So whichever of them serves a number of rows, the bits are the same."""
+    table, forward = Table.load(INVARIANT), ForwardTable.load(INVARIANT)
+    assert forward is not None
+    space = load_space(space_file("rmsnorm_invariant_backward"))
+    shapes = [(one.M, one.N, one.dtype, one.weight_dtype) for one in table.tuned]
+    assert shapes == [(one.M, one.N, one.dtype, one.weight_dtype) for one in forward.tuned]
+    assert len({(N, dtype) for _, N, dtype, _ in shapes}) < len(shapes) / 2
+    for backward, before in zip(table.tuned, forward.tuned, strict=True):
+        problem = Problem(backward.M, backward.N, backward.dtype, backward.weight_dtype)
+        knobs, fields = space.fixed_for(problem), space.fixed_forward_for(problem)
+        assert set(knobs) == {
+            *("cluster", "threads_per_row", "vector_bytes", "run_rows", "group_rows")
+        }
+        assert set(fields) == {"cluster", "threads_per_row", "vector_bytes"}
+        assert backward.kernel.config.items() >= knobs.items(), backward.shape
+        assert before.kernel.config.items() >= fields.items(), before.shape
+        assert before.kernel.config["form"] == "registers"
+
+
+def test_batch_invariant_kernels_were_checked_for_it() -> None:
+    table = Table.load(INVARIANT)
+    space = load_space(space_file("rmsnorm_invariant_backward"))
+    assert table.fallback == ()
+    for one in table.tuned:
+        assert one.kernel.spec.determinism == "batch_invariant"
+        assert one.provenance["verified"] == "verified"
+        assert "batch invariance" in one.provenance["checks"]
+        assert one.provenance["space"] == space.hash

@@ -134,6 +134,17 @@ other = "{module}".replace("rmsnorm", "layernorm")
 assert layernorm.LayerNorm.__module__ == other
 assert sorted(layernorm.__all__) == sorted(sys.modules[other].__all__)
 assert sorted(normforge.__all__) == sorted(package.__all__)
+from normforge import batch_invariant
+third = "{module}".replace("rmsnorm", "rmsnorm_invariant")
+assert batch_invariant.RMSNorm.__module__ == third
+assert sorted(batch_invariant.__all__) == sorted(dir(batch_invariant))
+assert sorted(batch_invariant.__all__) == sorted(sys.modules[third].__all__)
+assert batch_invariant.explain(4096, 4096, "bf16")["determinism"] == "batch_invariant"
+batch_invariant.rms_norm(torch.randn(4, 64, requires_grad=True), torch.ones(64)).sum().backward()
+try:
+    batch_invariant.nothing
+except AttributeError as error:
+    assert "normforge.batch_invariant" in str(error)
 layernorm.layer_norm(torch.randn(4, 64, requires_grad=True), torch.ones(64)).sum().backward()
 try:
     normforge.nothing
@@ -179,7 +190,7 @@ def test_wheel_carries_the_packages(tmp_path: Path) -> None:
         archive.extractall(tmp_path / "site")
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"normforge"}
     packages = [table.parent for table in REPOSITORY.glob("generated/*/*/table.json")]
-    assert len(packages) >= 3
+    assert len(packages) >= 4
     for package in packages:
         there = {
             str(path.relative_to(package))

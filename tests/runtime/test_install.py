@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +144,57 @@ def test_package_that_is_loaded_again_takes_the_place_of_its_former_self(
         train_once(norm)
     train_once(norm)
     assert aten[5:] == ["forward", *wanted]
+
+
+def test_wish_of_a_former_self_ends_with_it(aten: list[str]) -> None:
+    def load() -> Installation:
+        return Installation(lambda *_: None, lambda dy, x, *_: (x, x[0]), "CPU", "one package")
+
+    first, second = load(), load()
+    first.install()
+    second.install()
+    second.uninstall()
+    with first.installed():
+        pass
+    train_once(torch.nn.RMSNorm(16))
+    assert aten == ["forward", "backward"]
+
+
+def test_backward_under_way_ends_as_it_began_when_another_thread_uninstalls(
+    aten: list[str],
+) -> None:
+    """PyTorch has found the kernel and waits for the interpreter meanwhile."""
+    x, weight, rstd = randn(4, 16), randn(16), torch.ones(4, 1)
+    entry_point = Installation(lambda *_: None, lambda *_: (x, weight), "CPU")
+    another = Installation(lambda *_: None, lambda *_: (-x, weight), "CPU")
+    backward = torch.ops.aten._fused_rms_norm_backward.default
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.append(backward(x, x, [16], rstd, weight, [True, True]))
+        except RuntimeError as error:
+            found.append(error)
+
+    interval = sys.getswitchinterval()
+    for _ in range(5):
+        entry_point.install()
+        thread = threading.Thread(target=work)
+        sys.setswitchinterval(100)  # who runs goes on until it waits
+        try:
+            thread.start()
+            until = time.monotonic() + 0.02
+            while time.monotonic() < until:
+                pass
+        finally:
+            entry_point.uninstall()
+            another.install()  # in the memory that the former kernel would leave
+            sys.setswitchinterval(interval)
+        thread.join()
+        another.uninstall()
+    assert all(same(one, (x, weight)) for one in found) and len(found) == 5
+    work()
+    assert not same(found[-1], (x, weight)) and aten == ["backward"]
 
 
 def test_what_was_not_tuned_goes_to_the_kernel_that_was_there(

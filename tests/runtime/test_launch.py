@@ -67,7 +67,8 @@ def test_second_kernel_follows_with_early_start(driver: FakeDriver) -> None:
     assert (second.function, second.grid, second.block) == ("sum_partials", plan.sum_grid, 512)
     assert (second.smem, second.stream) == (0, 7)
     scratch = 4096 + plan.scratch_offset
-    assert second.arguments == (scratch, given[5].data_ptr(), plan.participants, 1024, 0)
+    numbers = (plan.partials, 1024, 0, plan.group)
+    assert second.arguments == (scratch, given[5].data_ptr(), *numbers)
     early = second.attributes[kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION]
     assert early.programmaticStreamSerializationAllowed == 1
 
@@ -162,5 +163,5 @@ def test_refused_launch_names_the_error_and_the_kernel(driver: FakeDriver) -> No
 
 
 def test_launch_numbers_are_computed_once() -> None:
-    plan = Launch(132, 132, 132, 0, counters=33, zeroed=5, scratch=10)
+    plan = Launch(132, 132, 132, 0, counters=33, zeroed=5, scratch=10, partials=132)
     assert (plan.zeroed_offset, plan.scratch_offset, plan.workspace_bytes) == (256, 384, 424)

@@ -67,7 +67,7 @@ def test_counters_and_scratch_grow_with_the_launch(driver: FakeDriver) -> None:
     own = StreamWorkspace(7, Zeros())
 
     def fit(counters: int, scratch: int) -> tuple[int, int]:
-        launch = Launch(1, 1, 1, 0, counters=counters, zeroed=0, scratch=scratch)
+        launch = Launch(1, 1, 1, 0, counters=counters, zeroed=0, scratch=scratch, partials=1)
         own.fit(launch)
         at, end = own.zeros, own.zeros + launch.scratch_offset
         assert any(slab <= at and end <= slab + size for slab, size in driver.zeroed)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from generator.runtime.spec import KernelSpec, plan_launch
 from tests.support.fake_driver import SPEC
@@ -57,3 +59,74 @@ def test_regions_of_the_workspace_follow_each_other_in_whole_lines() -> None:
     launch = plan_launch(replace(TEN, strategy="last_cta"), 8000)
     assert (launch.zeroed_offset, launch.scratch_offset) == (128, 128)
     assert launch.workspace_bytes == 128 + 10 * ROW * 4
+
+
+# ---- Batch-invariant kernels ---------------------------------------------------------------------
+
+
+@st.composite
+def launches(draw: st.DrawFn) -> tuple[KernelSpec, int]:
+    """A batch-invariant kernel and a number of rows."""
+    run_rows = draw(st.sampled_from([4, 8, 16, 32, 64]))
+    group_rows = run_rows * draw(st.sampled_from([1, 2, 4, 8, 16]))
+    cluster = draw(st.sampled_from([1, 2, 4, 8]))
+    spec = replace(
+        SPEC,
+        **{"run_rows": run_rows, "group_rows": group_rows, "cluster": cluster},
+        leaves=draw(st.sampled_from(["groups", "runs", "both"])),
+        strategy=draw(st.sampled_from(["column_slices", "separate"])),
+        sms=draw(st.integers(1, 160)),
+        ctas_per_sm=draw(st.integers(1, 4)),
+        rows_per_cta=draw(st.integers(1, 16)),
+        rows_in_flight=draw(st.sampled_from([1, 2, 4])),
+        even_grid=draw(st.booleans()),
+        **{"columns": ROW, "partial_stride": ROW, "slice_columns": 32},
+    )
+    return spec, draw(st.one_of(st.integers(1, 5000), st.integers(1, 1 << 22)))
+
+
+@settings(max_examples=500)
+@given(launches())
+def test_groups_and_runs_of_a_launch_are_all_rows_once(case: tuple[KernelSpec, int]) -> None:
+    spec, M = case
+    launch = plan_launch(spec, M)
+    whole, runs = launch.group, launch.partials - launch.group
+    teams = launch.participants * spec.rows_per_cta
+    behind = M - whole * spec.group_rows
+    assert whole >= 0 and runs >= 0
+    rounds = M // spec.group_rows // teams
+    few = whole == (0 if rounds < 4 else rounds * teams)
+    assert {"groups": runs == 0, "runs": few, "both": True}[spec.leaves]
+    # The last sum may be of fewer rows, and it is never of none.
+    if runs:
+        assert (runs - 1) * spec.run_rows < behind <= runs * spec.run_rows
+    else:
+        assert -spec.group_rows < behind <= 0
+    if spec.leaves == "both":
+        assert whole % teams == 0 and whole * spec.group_rows <= M
+        assert M - whole * spec.group_rows < teams * spec.group_rows
+    # The first team of the last CTA has rows: of a group, or of a run.
+    first = (launch.participants - 1) * spec.rows_per_cta
+    assert first < whole or first < runs
+    assert 1 <= launch.participants <= spec.participants
+    assert launch.grid == launch.participants * spec.cluster
+    # A row of the workspace for every sum; the second kernel has a CTA for every slice.
+    assert launch.scratch == launch.partials * ROW * spec.cluster
+    assert launch.zeroed == 0
+    second = spec.strategy == "separate"
+    assert launch.sum_grid == (ROW // 32 * spec.cluster if second else 0)
+    assert launch.counters == (0 if second else 64 * spec.cluster)
+    assert launch.workspace_bytes == launch.scratch_offset + 4 * launch.scratch
+
+
+def test_a_team_keeps_whole_groups_where_there_is_a_full_round_of_them() -> None:
+    """Ten CTAs of two teams and groups of 64 rows: a round is 1280 rows."""
+    spec = replace(TEN, run_rows=16, group_rows=64, leaves="both", strategy="separate")
+    for M, whole, runs in ((1279, 0, 80), (1280, 20, 0), (1281, 20, 1), (2700, 40, 9)):
+        launch = plan_launch(spec, M)
+        assert (launch.group, launch.partials) == (whole, whole + runs)
+    for leaves, whole, runs in (("groups", 43, 0), ("runs", 0, 169)):
+        launch = plan_launch(replace(spec, leaves=leaves), 2700)
+        assert (launch.group, launch.partials) == (whole, whole + runs)
+    assert plan_launch(replace(spec, leaves="runs"), 33).grid == 2
+    assert plan_launch(replace(spec, leaves="groups"), 129).grid == 2

@@ -60,7 +60,13 @@ LAYER_NORM = {"operation": "layernorm_backward", "columns": 2048, "partial_strid
 """What differs in a kernel of LayerNorm of the same row length."""
 
 
-_MAIN = {"rmsnorm_backward": "@8Q3Q7qI3if", "layernorm_backward": "@8Q3Q7qI3ifQ"}
+_MAIN = {
+    "rmsnorm_backward": "@8Q3Q7qI3if",
+    "rmsnorm_invariant_backward": "@8Q3Q7qI3if",
+    "layernorm_backward": "@8Q3Q7qI3ifQ",
+    "rmsnorm_forward": "@6Q2f4qiI",
+    "rmsnorm_forward_residual": "@6Q2f4qiI",
+}
 """The structure that a main kernel takes."""
 
 
@@ -124,6 +130,7 @@ class FakeDriver:
                 smem=config.sharedMemBytes,
                 stream=int(config.hStream),
                 attributes=attributes,
+                keep=config,  # it owns the memory of the attributes
                 arguments=read_arguments(function, parameters),
                 block_address=parameters,
             )
@@ -171,11 +178,11 @@ class FakeDriver:
 
 def read_arguments(function: str, parameters: int) -> tuple[int, ...]:
     """What the driver would copy, given the kernels' parameters: one structure of the main kernel
-    (tensors, workspace, extent), five of the second one."""
+    (tensors, workspace, extent), six of the second one."""
     if form := _MAIN.get(function):
         (address,) = struct.unpack("Q", ctypes.string_at(parameters, 8))
         return struct.unpack(form, ctypes.string_at(address, struct.calcsize(form)))
-    formats = "QQiii"
+    formats = "QQiiii"
     addresses = struct.unpack(f"{len(formats)}Q", ctypes.string_at(parameters, 8 * len(formats)))
     return tuple(
         struct.unpack(code, ctypes.string_at(address, struct.calcsize(code)))[0]

@@ -24,10 +24,11 @@ from generator.kernels.nvrtc import Compiled
 from generator.package.fallback_kernels import DTYPES
 from generator.problem import Problem
 from generator.result import Result
-from generator.space.forward_space import forward_variants, generic_forwards
+from generator.space.forward_space import forward_variants, forwards_with, generic_forwards
 from generator.target import Target
 from generator.tuner import forward as forward_tune
-from generator.tuner.forward import MOST_VARIANTS, tune_forwards
+from generator.tuner import forward_compiler
+from generator.tuner.forward import MOST_VARIANTS, tune_forwards, unsettled
 from tests.support.fake_gpu import CrashingCompiler, Log
 from tests.support.fake_run import forks
 from tests.support.forward import H200, of_kind
@@ -105,7 +106,7 @@ def test_gpu_processes_start_before_anything_is_compiled_and_none_that_has_nothi
         before.add(tuple(sorted(gpus)))
         return compile_forward(variant, arch)
 
-    monkeypatch.setattr(forward_tune, "cached", compile_where)
+    monkeypatch.setattr(forward_compiler, "cached", compile_where)
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
     monkeypatch.setattr(forward_tune, "measure_forwards", lambda gpu, p, made: measured(made))
     forwards = tune_forwards(shapes, H200, (0, 2, 5))
@@ -139,7 +140,7 @@ def test_kernels_of_later_shapes_are_compiled_while_the_first_one_is_measured(
         before.append(set(asked))
         return measured(made)
 
-    monkeypatch.setattr(forward_tune, "cached", compile_where)
+    monkeypatch.setattr(forward_compiler, "cached", compile_where)
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
     monkeypatch.setattr(forward_tune, "measure_forwards", measure)
     tune_forwards(shapes, H200, (0,))
@@ -168,7 +169,7 @@ def crashing(
     """The compiler of a run whose cache is empty; the parameter is the variant that kills it."""
     forks()
     compiler = CrashingCompiler(Log(tmp_path / "log"), request.param.id)
-    monkeypatch.setattr(forward_tune, "cached", lambda *_: None)
+    monkeypatch.setattr(forward_compiler, "cached", lambda *_: None)
     monkeypatch.setattr(forward_tune, "compile_forward", compiler)
     monkeypatch.setattr(forward_tune, "CompilePool", partial(CompilePool, method="forkserver"))
     return compiler
@@ -277,7 +278,7 @@ def test_a_kernel_that_the_executor_refutes_is_not_predicted(
     first, second = forward_variants(problem, H200)[:2]
     monkeypatch.setattr(forward_tune, "find_compiler", lambda: "c++")
     monkeypatch.setattr(
-        forward_tune, "emulate_forward", lambda v, p: "y[0, 0] is 1" if v == first else ""
+        forward_compiler, "emulate_forward", lambda v, p: "y[0, 0] is 1" if v == first else ""
     )
     (entry,) = tune_forwards([problem], H200).tuned
     assert entry.variant == second
@@ -289,6 +290,30 @@ def test_a_kernel_that_the_executor_refutes_is_not_predicted(
     assert "no forward kernel for" in said[0] and "passes (y[0, 0] is 1)" in said[0]
 
 
+@pytest.mark.parametrize("devices", [(), (0,)])
+@pytest.mark.usefixtures("gpus")
+def test_forward_is_one_of_the_choices_that_there_are(
+    monkeypatch: pytest.MonkeyPatch, devices: tuple[int, ...]
+) -> None:
+    problem = Problem.parse("4096x1024:bf16")
+    fields = {"threads_per_row": 128}
+
+    def choices(problem: Problem, target: Target) -> list[ForwardVariant]:
+        return forwards_with(fields, problem, target)[:2]
+
+    monkeypatch.setattr(forward_tune, "measure_forwards", lambda gpu, p, made: measured(made))
+    (entry,) = tune_forwards([problem], H200, devices, generic=[], choices=choices).tuned
+    assert entry.evidence == ("measured" if devices else "predicted")
+    assert entry.variant in choices(problem, H200)
+    assert forward_variants(problem, H200)[0] not in choices(problem, H200)
+    # The choice stays as long as it would be made among the same.
+    known: Any = SimpleNamespace(
+        tuned=[SimpleNamespace(**vars(problem), evidence="measured", provenance=entry.provenance)]
+    )
+    assert unsettled([problem], H200, devices, known, choices) == []
+    assert unsettled([problem], H200, devices, known) == [problem]
+
+
 def test_a_full_executor_cache_ends_the_choice_of_a_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -296,7 +321,7 @@ def test_a_full_executor_cache_ends_the_choice_of_a_forward(
         raise HostError("no space left on device")
 
     monkeypatch.setattr(forward_tune, "find_compiler", lambda: "c++")
-    monkeypatch.setattr(forward_tune, "emulate_forward", full)
+    monkeypatch.setattr(forward_compiler, "emulate_forward", full)
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
     monkeypatch.setattr(forward_tune, "generic_forwards", lambda dtypes: [])
     with pytest.raises(HostError, match="no space left"):

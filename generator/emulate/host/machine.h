@@ -15,6 +15,7 @@ namespace normforge {
 constexpr unsigned kWarp = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 constexpr unsigned kUnset = 0xffffffffu;
+constexpr unsigned kStaticShared = 49152;  // bytes, the most that a kernel may declare
 
 // SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
 struct Rng {

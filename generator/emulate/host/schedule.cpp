@@ -163,7 +163,6 @@ void run_schedule(std::uint64_t seed, unsigned residency) {
   m.flying.clear();
   m.current = nullptr;
   end_all_ctas();
-  constexpr unsigned kStaticShared = 49152;  // the most that a kernel may declare
   set_up(m.main, "the main kernel", l.grid, l.threads, l.shared_bytes, l.cluster, l.team_threads,
          0);
   set_up(m.sum, "sum_partials", l.sum_grid, l.sum_threads, kStaticShared, 1, l.sum_threads,

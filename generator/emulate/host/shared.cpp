@@ -22,6 +22,7 @@ unsigned char* dynamic_shared() { return m.current->cta->shared; }
 
 void* static_shared(unsigned bytes) {
   Cta& cta = *m.current->cta;
+  if (bytes > kStaticShared) fault(0, "%u bytes of static shared memory", bytes);
   if (cta.shared_bytes == 0) {
     cta.shared_bytes = bytes;
     clear_shared(cta);

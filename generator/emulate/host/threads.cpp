@@ -12,7 +12,7 @@
 
 extern "C" {
 void main_kernel(const normforge::Arguments&);  // build.py gives the name
-void sum_partials(const void*, void*, int, int, int) __attribute__((weak));
+void sum_partials(const void*, void*, int, int, int, int) __attribute__((weak));
 }
 
 Dim threadIdx, blockIdx, gridDim;
@@ -124,7 +124,8 @@ void thread_main() {
     main_kernel(arguments);
   } else {
     sum_partials(b[kScratch].base, b[kDw].base, static_cast<int>(l.partials),
-                 static_cast<int>(l.columns), static_cast<int>(l.dw_mode));
+                 static_cast<int>(l.columns), static_cast<int>(l.dw_mode),
+                 static_cast<int>(l.group));
   }
   Cta& cta = *self.cta;
   if (cta.barrier.arrived)

@@ -27,6 +27,11 @@ class Candidate:
         """Whether it is not deterministic by construction."""
         return isinstance(self.spec, KernelSpec) and self.spec.determinism == "none"
 
+    @property
+    def by_chunks(self) -> bool:
+        """Whether its bits are those of a batch-invariant kernel, whose dw is a sum of chunks."""
+        return isinstance(self.spec, KernelSpec) and self.spec.run_rows > 0
+
 
 @dataclass(frozen=True)
 class Job:

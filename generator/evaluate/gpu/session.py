@@ -14,6 +14,7 @@ from generator.evaluate.gpu.noise import SEARCH_PAUSES, collect
 from generator.evaluate.gpu.protocol import Answer, Candidate, Job, NoGpuError
 from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.verify.accuracy import Accuracy, check_accuracy
+from generator.evaluate.verify.batch_invariance import check_batch_invariance
 from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.determinism import (
     Disturbance,
@@ -27,6 +28,7 @@ from generator.operations.operation import TORCH_DTYPE
 from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.launch.driver import LaunchError
+from generator.runtime.launch.loaded_kernel import LoadedKernel
 
 SEARCH_ROUNDS = 15
 FINAL_ROUNDS = 21
@@ -158,7 +160,11 @@ class Session:
             fault = fault or check_repeats(bench, workload.cancelling)
             fault = fault or check_repeats(bench, workload.cancelling, around=self.disturbance)
             if not candidate.orderless:
-                fault = fault or check_call_options(bench, workload.inputs)
+                fault = fault or check_call_options(bench, workload.inputs, candidate.by_chunks)
+            if candidate.by_chunks:
+                checks += ("batch invariance",)
+                kernel = LoadedKernel(candidate.cubin, candidate.spec)
+                fault = fault or check_batch_invariance(kernel, workload.cancelling)
         return Answer(_determinism(known, candidate, fault, checks))
 
     def _digest(self, workload: Workload, job: Job) -> Answer:

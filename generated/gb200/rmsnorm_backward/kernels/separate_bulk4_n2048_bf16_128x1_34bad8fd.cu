@@ -52,7 +52,7 @@ constexpr int kBlockSumsOffset = 80;
 #define ROW_STORE ""
 #define LEAST_COLUMNS 2048  // of a row
 
-#include "../include/b2e52431df75/primitives.cuh"
+#include "../include/371cf834b25b/primitives.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -60,9 +60,9 @@ using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/b2e52431df75/elements.cuh"
+#include "../include/371cf834b25b/elements.cuh"
 
-#include "../include/b2e52431df75/teams.cuh"
+#include "../include/371cf834b25b/teams.cuh"
 
 // What one launch works on. Strides and offsets are elements and 64-bit throughout.
 struct Arguments {
@@ -87,28 +87,28 @@ struct Arguments {
   float weight_offset;
 };
 
-#include "../include/b2e52431df75/rows.cuh"
+#include "../include/371cf834b25b/rows.cuh"
 
-#include "../include/b2e52431df75/row_sum.cuh"
-#include "../include/b2e52431df75/row_sum_cta.cuh"
+#include "../include/371cf834b25b/row_sum.cuh"
+#include "../include/371cf834b25b/row_sum_cta.cuh"
 
-#include "../include/b2e52431df75/schedule.cuh"
+#include "../include/371cf834b25b/schedule.cuh"
 
-#include "../include/b2e52431df75/rows_bulk.cuh"
+#include "../include/371cf834b25b/rows_bulk.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/b2e52431df75/weight_registers.cuh"
+#include "../include/371cf834b25b/weight_registers.cuh"
 
-#include "../include/b2e52431df75/row_blocks.cuh"
+#include "../include/371cf834b25b/row_blocks.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
-#include "../include/b2e52431df75/partial_dw.cuh"
-#include "../include/b2e52431df75/dw_output.cuh"
-#include "../include/b2e52431df75/dw_context.cuh"
-#include "../include/b2e52431df75/sum_slice.cuh"
-#include "../include/b2e52431df75/dw_separate.cuh"
+#include "../include/371cf834b25b/partial_dw.cuh"
+#include "../include/371cf834b25b/dw_output.cuh"
+#include "../include/371cf834b25b/dw_context.cuh"
+#include "../include/371cf834b25b/sum_slice.cuh"
+#include "../include/371cf834b25b/dw_separate.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 

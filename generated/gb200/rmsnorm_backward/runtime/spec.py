@@ -14,6 +14,12 @@ and the second exists for the strategy `separate` only."""
 FORWARD_KERNELS = ("rmsnorm_forward", "rmsnorm_forward_residual")
 """The `extern "C"` names in every forward cubin: without and with a residual."""
 
+CHUNK_ROWS = 1024
+"""Rows of a chunk of a batch-invariant kernel, whose chunks are added one after another: a batch
+may be divided at multiples of it into calls that add to one dw without a change of its bits."""
+
+_MOST_ROUNDS_OF_RUNS = 4
+
 
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
@@ -34,7 +40,10 @@ class KernelSpec:
     rows_per_cta: teams of a CTA. sms: multiprocessors the grid counts on; it is a constant of the
     module, so that the order of every sum is one too. vector_bytes: alignment that pointers and row
     strides need. offset: adds a number to the weight; residual: dtype of the residual's gradient
-    that it adds to dx, "" for none. operation: also the name of the main kernel.
+    that it adds to dx, "" for none. operation: also the name of the main kernel. run_rows,
+    group_rows: of a batch-invariant kernel, else 0: rows that are added one after another, and rows
+    whose runs are. leaves: the sums that its teams leave in the workspace: of `groups`, of `runs`,
+    or of `both`, the runs of what would be no full round of groups.
     """
 
     name: str
@@ -66,6 +75,9 @@ class KernelSpec:
     least: int = 1
     # Not in the repr: what is identified by it had no such field.
     operation: str = field(default=MAIN_KERNEL, repr=False)
+    run_rows: int = field(default=0, repr=False)
+    group_rows: int = field(default=0, repr=False)
+    leaves: str = field(default="", repr=False)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -135,9 +147,10 @@ class Launch:
     """The numbers of one launch.
 
     grid: CTAs; participants: CTAs that contribute to one column of dw (grid / cluster);
-    group: participants in one group of a two-level strategy; sum_grid: CTAs of the second kernel, 0
-    without one; counters and zeroed: uint32 and fp32 words that are zero before and after every
-    call; scratch: fp32 words of any content.
+    group: participants in one group of a two-level strategy, or groups of rows of which the whole
+    sum is left in the workspace (KernelSpec.leaves); sum_grid: CTAs of the second kernel, 0 without
+    one; partials: sums in the workspace of each column; counters and zeroed: uint32 and fp32 words
+    that are zero before and after every call; scratch: fp32 words of any content.
     """
 
     grid: int
@@ -147,6 +160,7 @@ class Launch:
     counters: int
     zeroed: int
     scratch: int
+    partials: int
 
     @cached_property
     def zeroed_offset(self) -> int:
@@ -166,12 +180,18 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
     """The launch of `spec` for M >= 1 rows. The first team of every CTA has a batch: a CTA of
     `mailbox` that arrives early does so when its first team begins its last one."""
     batches = ceil_div(M, spec.rows_in_flight)
+    if spec.run_rows:
+        batches = ceil_div(M, spec.group_rows if spec.leaves == "groups" else spec.run_rows)
     needed = ceil_div(batches, spec.rows_per_cta)
     participants = min(spec.participants, needed)
     if spec.even_grid:
         participants = ceil_div(needed, ceil_div(needed, spec.participants))
     group = participants if spec.levels == 1 else isqrt(participants - 1) + 1
     groups = ceil_div(participants, group)
+    partials = participants
+    if spec.run_rows:
+        group = _whole_groups(spec, M, participants * spec.rows_per_cta)
+        partials = group + ceil_div(max(0, M - group * spec.group_rows), spec.run_rows)
     row = spec.partial_stride * spec.cluster
     counters = zeroed = scratch = sum_grid = 0
     if spec.accumulates:
@@ -184,11 +204,11 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
         scratch = (participants + (groups if spec.levels == 2 else 0)) * row
     elif spec.strategy == "column_slices":
         counters = spec.cluster * spec.ledger_words
-        scratch = participants * row
+        scratch = partials * row
     elif spec.strategy == "mailbox":
         counters, zeroed = spec.cluster * spec.ledger_words, participants * row
     elif spec.strategy == "separate":
-        scratch = participants * row
+        scratch = partials * row
         sum_grid = ceil_div(spec.columns, spec.slice_columns) * spec.cluster
     return Launch(
         grid=participants * spec.cluster,
@@ -198,4 +218,14 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
         counters=counters,
         zeroed=zeroed,
         scratch=scratch,
+        partials=partials,
     )
+
+
+def _whole_groups(spec: KernelSpec, M: int, teams: int) -> int:
+    """Groups of rows of which a team leaves the whole sum."""
+    if spec.leaves == "groups":
+        return ceil_div(M, spec.group_rows)
+    rounds = M // spec.group_rows // teams
+    # The sums of so many runs would take more memory than they save time.
+    return rounds * teams if spec.leaves == "both" or rounds >= _MOST_ROUNDS_OF_RUNS else 0

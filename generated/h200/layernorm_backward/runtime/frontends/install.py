@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -105,8 +106,7 @@ class Installation:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Route inside a `with` block, for all threads; blocks may nest. Afterwards it is as
-        before. No backward may run while the block ends, or during `uninstall`: PyTorch takes the
-        kernel away under it."""
+        before. A backward under way in another thread ends as it began."""
         with self._lock:
             self._blocks += 1
             try:
@@ -135,7 +135,8 @@ class Installation:
             self.end()
 
     def end(self) -> None:
-        """Back to the kernel that was there before, at once."""
+        """Back to the kernel that was there before, at once and for good."""
+        self._wanted = False
         if self._library is not None:
             self._library._destroy()
             self._library = None
@@ -146,6 +147,11 @@ class Installation:
         other = getattr(torch.library, self._routed.mark, None)
         if other is not None and other is not self and other.package == self.package:
             other.end()
+
+
+_KEPT: deque[Any] = deque(maxlen=1000)
+"""The last kernels, also after `uninstall`: PyTorch would free one while a thread that has found it
+waits for the interpreter. Each takes two kilobytes."""
 
 
 def _override(routed: Routed, quick: Serve, route: Serve, device: str) -> torch.library.Library:
@@ -172,4 +178,5 @@ def _override(routed: Routed, quick: Serve, route: Serve, device: str) -> torch.
         # PyTorch says that a kernel of its own is overridden, which is the purpose.
         warnings.simplefilter("ignore")
         library.impl(routed.operator, routed.make(quick, route, leave), device)
+    _KEPT.append(torch.library.get_kernel(name, device))
     return library

@@ -23,9 +23,10 @@ from .loaded_kernel import LoadedKernel
 # Extent; mean, where a kernel that takes none does not look.
 MAIN_ARGUMENTS = struct.Struct("@8Q3Q7qI3ifQ")
 MAIN_OFFSETS = (0,)
-# scratch, dw; rows of partial dw, columns, dw mode.
-SUM_ARGUMENTS = struct.Struct("@2Q3i")
-SUM_OFFSETS = (0, 8, 16, 20, 24)
+# scratch, dw; rows of partial dw, columns, dw mode, and how many rows are sums of whole groups,
+# which only a batch-invariant kernel takes.
+SUM_ARGUMENTS = struct.Struct("@2Q4i")
+SUM_OFFSETS = (0, 8, 16, 20, 24, 28)
 
 DW_IN_WEIGHT_DTYPE, DW_IN_FP32, DW_ADDED = 0, 1, 2
 """What a kernel does with dw: rounds it to the weight's dtype, stores it as fp32, or adds it to the
@@ -197,7 +198,7 @@ def enqueue(
     dw = addresses[5]
     if second is None or dw == 0:  # nobody wants what the second kernel would write
         return
-    numbers = (launch.participants, extent.columns, extent.dw_mode)
+    numbers = (launch.partials, extent.columns, extent.dw_mode, extent.group)
     SUM_ARGUMENTS.pack_into(block.values, MAIN_ARGUMENTS.size, scratch, dw, *numbers)
     config = kernel.sum_config(launch.sum_grid, stream)
     (status,) = driver.cuLaunchKernelEx(config, second, block.sum, 0)

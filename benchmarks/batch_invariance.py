@@ -1,0 +1,134 @@
+"""Whether the bits of the batch-invariant package depend on the rows alone, on a GPU.
+
+    python -m benchmarks.batch_invariance --out batch_invariance.json
+
+Takes rows out of a batch, at random, and asks the package for them as a batch of their own: in
+place, with gaps between the rows, and at odd addresses. Compared bit by bit are y, rstd and dx with
+those of the whole batch, and dw in fp32 with that of copies of the rows, or with that of two
+micro-batches. (The finals of the tuning vary the number of SMs as well:
+generator/evaluate/verify/batch_invariance.py.) Ends with exit code 1 when a bit differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from importlib import import_module
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from generator.operations.operation import TORCH_DTYPE
+from generator.runtime.spec import CHUNK_ROWS
+
+ELEMENTS = 1 << 27
+"""Of the whole batch, at most."""
+FORMS = ("plain", "gaps", "odd address")
+
+
+class Case:
+    """One width and dtype: a whole batch, and its results."""
+
+    def __init__(self, package: Any, N: int, dtype: str) -> None:
+        self.package, self.N, self.dtype = package, N, dtype
+        self.M = M = max(4096, min(65536, ELEMENTS // N))
+        torch.manual_seed(N)
+        kind: dict[str, Any] = {"device": "cuda", "dtype": TORCH_DTYPE[dtype]}
+        self.x, self.dy = torch.randn(M, N, **kind), torch.randn(M, N, **kind)
+        self.weight = torch.randn(N, **kind)
+        wide, odd = torch.empty(M, N + 64, **kind), torch.empty(M * N + 1, **kind)
+        self.forms = dict(zip(FORMS, (self.x, wide[:, :N], odd[1:].view(M, N)), strict=True))
+        for form in FORMS[1:]:
+            self.forms[form].copy_(self.x)
+        self.y, self.rstd = package.rmsnorm_forward(self.x, self.weight, 1e-6)
+        self.dx, _ = self.backward(self.x, self.dy, 0, M)
+
+    def backward(
+        self, x: torch.Tensor, dy: torch.Tensor, start: int, stop: int, **options: Any
+    ) -> Any:
+        options = options or {"dw_dtype": torch.float32}
+        return self.package.rmsnorm_backward(dy, x, self.rstd[start:stop], self.weight, **options)
+
+    def differs(self, random: Random) -> str:
+        """What differs in one random batch, "" for nothing."""
+        most = 13 if random.random() < 0.9 else 16
+        count = min(self.M, 1 + int(2 ** random.uniform(0, most)))
+        start = random.randint(0, self.M - count)
+        stop = start + count
+        form = random.choice(FORMS)
+        rows, dy = self.forms[form][start:stop], self.dy[start:stop]
+        y, rstd = self.package.rmsnorm_forward(rows, self.weight, 1e-6)
+        dx, dw = self.backward(rows, dy, start, stop)
+        pairs = {"y": (y, self.y), "rstd": (rstd, self.rstd), "dx": (dx, self.dx)}
+        faults = [name for name, (a, b) in pairs.items() if not same(a, b[start:stop])]
+        if count > CHUNK_ROWS:
+            cut = start + CHUNK_ROWS * random.randint(1, (count - 1) // CHUNK_ROWS)
+            total = torch.zeros(self.N, device="cuda")
+            for a, b in ((start, cut), (cut, stop)):
+                into = {"dw_out": total, "accumulate": True}
+                self.backward(self.x[a:b], self.dy[a:b], a, b, **into)
+            faults += [] if same(total, dw) else ["dw of micro-batches"]
+        else:
+            _, again = self.backward(rows.clone(), dy.clone(), start, stop)
+            faults += [] if same(again, dw) else ["dw"]
+        return f"{', '.join(faults)} of rows {start} to {stop}, {form}" if faults else ""
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def check(case: Case, cases: int, seconds: float) -> dict[str, Any]:
+    """Up to `cases` random batches, for at most so many seconds."""
+    random, begin, faults, done = Random(case.N), time.time(), [], 0
+    while done < cases and time.time() - begin < seconds:
+        fault = case.differs(random)
+        faults += [fault] if fault else []
+        done += 1
+    return {
+        "N": case.N,
+        "dtype": case.dtype,
+        "rows": case.M,
+        "cases": done,
+        "differing": len(faults),
+        "first": faults[:3],
+        "seconds": round(time.time() - begin, 1),
+    }
+
+
+def environment(package: Any) -> dict[str, str]:
+    """Where this ran; compiler: the kernels' NVRTC."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "tuned_for": package.PROVENANCE["target"]["title"],
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--package", default="generated.h200.rmsnorm_invariant_backward")
+    parser.add_argument("--cases", type=int, default=10_000, help="of each width")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each width, at most")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    package = import_module(options.package)
+    widths = sorted({(tuned.N, tuned.dtype) for tuned in package._package.table.tuned})
+    rows = []
+    for width in widths:
+        rows.append(check(Case(package, *width), options.cases, options.seconds))
+        print(rows[-1], flush=True)
+        torch.cuda.empty_cache()
+    document = {"environment": environment(package), "rows": rows}
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return int(any(row["differing"] for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

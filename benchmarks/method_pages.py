@@ -1,0 +1,151 @@
+"""Measured numbers of the pages that say how the search, the predictions and the executor work."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks.goals import geometric_mean
+from benchmarks.page_text import read, table
+from benchmarks.search_replay.replay import CLOSE
+from generator.paths import GENERATED
+
+SCORES = {"RMSNorm": "prediction_h200", "LayerNorm": "prediction_layernorm_h200"}
+
+
+def percent(value: float, digits: int = 0) -> str:
+    return f"{100 * value:.{digits}f} %"
+
+
+def ranks(name: str) -> str:
+    """How well predictions rank the trials of an operation's studies."""
+    summaries = read(name)["summaries"]
+    rows = [
+        (
+            model,
+            *(f"{found[key]:.2f}" for key in ("spearman", "spearman_near")),
+            *(percent(found[key], 1) for key in ("first", "first_worst", "of_five")),
+            *(percent(found[key]) for key in ("strategy", "launches")),
+        )
+        for model, found in summaries.items()
+    ]
+    shapes = f"{next(iter(summaries.values()))['shapes']} shapes"
+    header = (shapes, "Spearman", "near the best", "first", "worst", "best of five")
+    return table((*header, "strategy", "launches"), rows)
+
+
+def prediction_errors() -> str:
+    """How far times and floors are off, and how far the correction goes."""
+    facts = [read(name)["facts"] for name in SCORES.values()]
+
+    def floors(which: str) -> list[str]:
+        return [percent(each["floors_over_predicted"][which], 1) for each in facts]
+
+    return table(
+        ("", *SCORES),
+        [
+            ("expected error", *(percent(each["error_at_choices"], 1) for each in facts)),
+            (
+                "factor of the correction",
+                *(f"{least:.2f} to {most:.2f}" for least, most in (f["factors"] for f in facts)),
+            ),
+            ("measured floors are longer by", *floors("all")),
+            ("those below 12 µs by", *floors("short")),
+        ],
+    )
+
+
+def search_replay() -> str:
+    """Searches of a space that was measured whole."""
+    found = read("search_replay_h200")
+    rows = [
+        (row["name"], *(f"{r:.3f}, {percent(c)}" for r, c in pairs))
+        for row in found["searches"]
+        for pairs in [zip(row["reached"], row["close"], strict=True)]
+    ]
+    seeds = found["searches"][0]["seeds"]
+    return (
+        f"{found['facts']['gpu']}, {found['problem']}: {found['legal']:,} legal configs,"
+        f" {found['close']} of them within {percent(CLOSE)} of the best.\nEach cell has the mean"
+        f" share of the optimum's speed, and the share of {seeds} seeds within {percent(CLOSE)} of"
+        " it.\n\n" + table(("trials", *map(str, found["after"])), rows)
+    )
+
+
+def bit_exact(name: str = "bit_exact_h200") -> str:
+    """Kernels on the GPU and in the executor."""
+    found = read(name)
+    cases = [case for case in found["cases"] if case["outcome"] != "skipped"]
+    any_n = sum(re.search(r"_n\d+to\d+_", case["variant"]) is not None for case in cases)
+    return (
+        f"On one {found['environment']['gpu']}, {found['outcomes']['equal']} of {len(cases)}"
+        " sampled variants agreed" + (f", {any_n} of them kernels for any N." if any_n else ".")
+    )
+
+
+def noisy_trials() -> str:
+    """How many trials stayed noisy."""
+    trials = noisy = 0
+    with lzma.open(GENERATED / "h200" / "studies.journal.xz", "rt") as journal:
+        for line in journal:
+            trials += '"op_code":4' in line
+            noisy += '"noisy":true' in line
+    return f"Of the {trials:,} trials of `generated/h200`, {noisy} stayed noisy."
+
+
+def tuned_ratios(operation: str) -> dict[tuple[int, int, str], float]:
+    """Times over the floor in the finals of the H200's winners, without options, by M, N, dtype."""
+    tuned = json.loads((GENERATED / "h200" / operation / "table.json").read_text())["tuned"]
+    return {
+        (entry["M"], entry["N"], entry["dtype"]): facts["us"] / facts["floor_us"]
+        for entry in tuned
+        for facts, spec in [(entry["provenance"], entry["kernel"]["spec"])]
+        if entry["dtype"] == entry["weight_dtype"] and not (spec["offset"] or spec["residual"])
+    }
+
+
+def price_of_invariance() -> str:
+    """Batch-invariant winners over the winners without that promise."""
+    free, ours = tuned_ratios("rmsnorm_backward"), tuned_ratios("rmsnorm_invariant_backward")
+    price = {shape: ours[shape] / free[shape] for shape in ours if shape in free}
+    batches = sorted({M for M, _, _ in price})
+    widths = sorted({(dtype, N) for _, N, dtype in price})
+
+    def cell(M: int, N: int, dtype: str) -> str:
+        shape = (M, N, dtype)
+        return f"{price[shape]:.2f} ({ours[shape]:.2f})" if shape in price else ""
+
+    rows = [(f"{N}, {dtype}", *(cell(M, N, dtype) for M in batches)) for dtype, N in widths]
+    mean, floor = (geometric_mean([each[s] for s in price]) for each in (price, ours))
+    header = ("N, dtype", *(f"M = {M}" for M in batches))
+    return (
+        table(header, rows) + f"\n\nOver {len(price)} shapes the geometric mean is {mean:.2f}, and"
+        f" {floor:.2f} of the floor; at most {max(price.values()):.2f}."
+    )
+
+
+def invariance_cases() -> str:
+    """Random batches whose bits were compared on a GPU."""
+    found = read("batch_invariance_h200")
+    rows = found["rows"]
+    cases, least = sum(row["cases"] for row in rows), min(row["cases"] for row in rows)
+    return (
+        f"On one {found['environment']['gpu']}, {cases:,} random batches of {len(rows)} widths, at"
+        f" least {least:,} of each: {sum(row['differing'] for row in rows)} had a differing bit."
+    )
+
+
+METHOD_BLOCKS: dict[str, Callable[[], str]] = {
+    "prediction_ranks": partial(ranks, SCORES["RMSNorm"]),
+    "prediction_ranks_layernorm": partial(ranks, SCORES["LayerNorm"]),
+    "prediction_errors": prediction_errors,
+    "search_replay": search_replay,
+    "bit_exact": bit_exact,
+    "bit_exact_layernorm": partial(bit_exact, "bit_exact_layernorm_h200"),
+    "noisy_trials": noisy_trials,
+    "price_of_invariance": price_of_invariance,
+    "invariance_cases": invariance_cases,
+}

@@ -1,0 +1,132 @@
+"""The launches of a forward: the function that serves all calls of one signature.
+
+A forward keeps nothing on the device between calls: no counters, no scratch. So calls on different
+streams and captured ones share nothing but the block of arguments of their signature and stream,
+which a lock guards until the driver has copied it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..torch_internals import (
+    contiguous_strides,
+    current_device,
+    empty_strided,
+    is_capturing,
+    raw_stream,
+)
+from .driver import LaunchError, cuda_driver
+from .loaded_kernel import LoadedKernel
+from .row_layout import RowLayout
+
+ForwardCall = Callable[
+    [torch.Tensor, "torch.Tensor | None", "float | None", float, "torch.Tensor | None"],
+    "tuple[torch.Tensor, ...]",
+]
+
+# The kernel's one argument, a structure, as the compiler lays it out. What differs from call to
+# call comes first: x, residual, weight, y, rstd, residual_out; eps and the weight's offset. Then
+# rows, x_stride, x_outer, residual_stride; columns, x_inner.
+_ARGUMENTS = struct.Struct("@6Q2f4qiI")
+_pack_changing = struct.Struct("@6Q2f").pack_into
+_MOST_STREAMS = 64
+"""Streams remembered per signature."""
+_EPS = torch.finfo(torch.float32).eps
+"""What PyTorch takes when no eps is given, for bf16 and fp16 rows as well."""
+
+
+def forward_call(
+    kernel: LoadedKernel,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    x_layout: RowLayout | None,
+    residual_layout: RowLayout | None,
+) -> ForwardCall:
+    """The function that serves every call of one signature with one kernel.
+
+    x, weight, residual: of that signature, on a CUDA device, at least one row; only facts about
+    them are kept. A layout of None asks for a copy. The function is one flat one because every
+    attribute read and every inner call in it is paid at every step of a training.
+    """
+    N = x.shape[-1]
+    M = x.numel() // N
+    device = x.get_device()
+    dtype = x.dtype
+    size = (tuple(x.shape), contiguous_strides(x.shape), dtype)
+    rstd_shape = (*x.shape[:-1], 1)
+    rstd_size = (rstd_shape, contiguous_strides(rstd_shape), torch.float32)
+    copy_x = x_layout is None
+    copy_weight = weight is not None and not weight.is_contiguous()
+    copy_residual = residual is not None and residual_layout is None
+    rows, other = x_layout or RowLayout(N), residual_layout or RowLayout(N)
+    fixed = (M, rows.stride, rows.outer, other.stride, N, rows.inner)
+    which = int(residual is not None)
+    launch_kernel = cuda_driver().cuLaunchKernelEx
+    bindings: dict[int, tuple[Any, ...]] = {}
+
+    def call(
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float | None,
+        weight_offset: float,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        if current_device() != device:
+            with torch.cuda.device(device):
+                return call(x, weight, eps, weight_offset, residual)
+        if copy_x:
+            x = x.detach().contiguous()
+        if copy_weight and weight is not None:
+            weight = weight.detach().contiguous()
+        y = empty_strided(*size)
+        rstd = empty_strided(*rstd_size)
+        stream = raw_stream(device)
+        # Makes the device's context current in a thread that has not used it yet.
+        is_capturing()
+        lock, values, config, function, arguments, _ = bindings.get(stream) or bind(stream)
+        weight_at = 0 if weight is None else weight.data_ptr()
+        epsilon = _EPS if eps is None else eps
+        residual_at = out_at = 0
+        results: tuple[torch.Tensor, ...] = (y, rstd)
+        if residual is not None:
+            if copy_residual:
+                residual = residual.detach().contiguous()
+            residual_out = empty_strided(*size)
+            residual_at, out_at = residual.data_ptr(), residual_out.data_ptr()
+            results = (y, rstd, residual_out)
+        # fmt: off
+        with lock:
+            _pack_changing(
+                values, 0, x.data_ptr(), residual_at, weight_at, y.data_ptr(), rstd.data_ptr(),
+                out_at, epsilon, weight_offset,
+            )
+            (status,) = launch_kernel(config, function, arguments, 0)
+        # fmt: on
+        if status == 0:
+            return results
+        raise LaunchError(status.name, "launching", kernel.spec.name)
+
+    def bind(stream: int) -> tuple[Any, ...]:
+        """The arguments of this signature and the launch configuration on a stream. The block of
+        arguments is guarded by its lock; the driver has copied it when a launch returns."""
+        function = kernel.load(device)[which]
+        values = ctypes.create_string_buffer(_ARGUMENTS.size)
+        _ARGUMENTS.pack_into(values, 0, *([0] * 6), 0.0, 0.0, *fixed)
+        array = (ctypes.c_void_p * 1)(ctypes.addressof(values))
+        config = kernel.main_config(kernel.spec.grid(M), stream)
+        address = ctypes.addressof(array)
+        binding = (threading.Lock(), values, config, function, address, array)  # keeps the array
+        if len(bindings) >= _MOST_STREAMS:
+            bindings.clear()
+        bindings[stream] = binding
+        return binding
+
+    return call

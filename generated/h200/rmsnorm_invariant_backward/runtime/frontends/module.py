@@ -1,0 +1,103 @@
+"""RMSNorm as a module, in the place of torch.nn.RMSNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from .dtensor import register_sharding
+from .main_grad import main_grad_norm
+from .rms_norm import Norm
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch.nn.RMSNorm, with its arguments and its state dict, run by this package. The result has
+    x's dtype.
+
+    Args:
+        weight_offset: a number added to the weight in fp32, for models that store w - 1. The weight
+            starts at 1 - weight_offset.
+        main_grad: for trainers that accumulate gradients in a buffer, as Megatron does. The kernel
+            adds dw to weight.main_grad (fp32, or of the weight's dtype), or stores it there where
+            weight.overwrite_main_grad is set. The buffer must be there when the backward runs.
+            torch.compile runs such a norm outside its graphs.
+
+    With main_grad, where the weight has an attribute grad_added_to_main_grad, that becomes True and
+    the gradient that autograd sees is a dummy: zeros where weight.zero_out_wgrad is set, else
+    memory as it comes. Otherwise autograd sees none.
+    """
+
+    _package_norm: ClassVar[Norm]
+    """Of the package: every one has a subclass of this class."""
+    weight_offset: float = 0.0
+    main_grad: bool = False
+    _simple: bool = False
+    """One normalised dimension and a weight, whose shape the package checks against x's."""
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weight_offset: float = 0.0,
+        main_grad: bool = False,
+    ) -> None:
+        register_sharding(self._package_norm.operators)
+        self.weight_offset = float(weight_offset)
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self.main_grad = main_grad and elementwise_affine
+        self._simple = len(self.normalized_shape) == 1 and elementwise_affine and not main_grad
+
+    def reset_parameters(self) -> None:
+        if self.elementwise_affine:
+            torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """y; with a residual (y, x + residual), see `rms_norm`."""
+        if self._simple:
+            return self._package_norm.rms_norm(
+                x, self.weight, self.eps, weight_offset=self.weight_offset, residual=residual
+            )
+        rows, other, weight = flat(self.normalized_shape, x, residual, self.weight)
+        if self.main_grad and weight is not None:
+            results = main_grad_norm(
+                self._package_norm, rows, other, weight, self.weight, self.eps, self.weight_offset
+            )
+        else:
+            results = self._package_norm.rms_norm(
+                rows, weight, self.eps, weight_offset=self.weight_offset, residual=other
+            )
+        return like(x, results, self.normalized_shape)
+
+    def extra_repr(self) -> str:
+        offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
+        main_grad = ", main_grad=True" if self.main_grad else ""
+        return super().extra_repr() + offset + main_grad
+
+
+def flat(shape: tuple[int, ...], x: Any, *others: torch.Tensor | None) -> tuple[Any, ...]:
+    """All tensors with one dimension in the place of those that are normalised. Raises ValueError
+    where x has others."""
+    dims = len(shape)
+    # torch.fx traces with what is no tensor.
+    if isinstance(x, torch.Tensor) and x.shape[-dims:] != shape:
+        raise ValueError(
+            f"x must have shape (..., {', '.join(map(str, shape))}), got {tuple(x.shape)}"
+        )
+    if dims == 1:
+        return x, *others
+    return tuple(None if given is None else given.flatten(-dims) for given in (x, *others))
+
+
+def like(x: Any, results: Any, shape: tuple[int, ...]) -> Any:
+    """The results of `flat` rows, one tensor or several, with the dimensions of x."""
+    if len(shape) == 1:
+        return results
+    if isinstance(results, tuple):
+        return tuple(result.view(x.shape) for result in results)
+    return results.view(x.shape)

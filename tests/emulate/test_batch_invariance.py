@@ -1,0 +1,218 @@
+"""Bits that do not depend on the batch: kernels of one width in the executor, against each other
+and against the order of additions that docs/determinism.md states."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from generator.emulate.build import find_compiler
+from generator.emulate.check import plan
+from generator.emulate.run import CallOptions, Layout, Schedule, run_schedules
+from generator.kernels.render import render
+from generator.kernels.variant import Variant, make_variant
+from generator.operations import operation_of
+from generator.operations.rmsnorm_backward import Inputs
+from generator.paths import REPOSITORY
+from generator.problem import Problem
+from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32
+from generator.runtime.spec import CHUNK_ROWS
+from generator.space.load import load_space, space_file
+from generator.target import find_target
+
+OPERATION = "rmsnorm_invariant_backward"
+SPACE = load_space(space_file(OPERATION))
+H200 = find_target("h200")
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+
+
+@cache
+def stated_order() -> Callable[..., torch.Tensor]:
+    """`dw_in_order` as docs/determinism.md has it."""
+    text = (REPOSITORY / "docs" / "determinism.md").read_text()
+    code = next(
+        c for c in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "dw_in_order" in c
+    )
+    names: dict[str, Callable[..., torch.Tensor]] = {}
+    exec(code, names)
+    return names["dw_in_order"]
+
+
+def inputs_of(problem: Problem) -> Inputs:
+    """Inputs with whose dw any other order of additions shows."""
+    operation = operation_of(problem)
+    found: Inputs = operation.make_cancelling(problem, operation.make_inputs(problem, CPU))
+    return found
+
+
+def some(inputs: Inputs, start: int, stop: int) -> Inputs:
+    part = slice(start, stop)
+    return replace(inputs, x=inputs.x[part], dy=inputs.dy[part], rstd=inputs.rstd[part])
+
+
+def draw(problem: Problem, seed: int, **fixed: int | str) -> Variant:
+    return make_variant(SPACE.sample(problem, H200, random.Random(seed), fixed), problem)
+
+
+def run(
+    variant: Variant,
+    inputs: Inputs,
+    participants: int,
+    *,
+    seed: int = 0,
+    pad: int = 0,
+    added_to: torch.Tensor | None = None,
+    source: str = "",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx, and dw in fp32, of a launch with so many CTAs or clusters at most."""
+    spec, launch = plan(variant, len(inputs.x), participants)
+    mode = DW_IN_FP32 if added_to is None else DW_ADDED
+    runs = run_schedules(
+        source or render(variant),
+        spec,
+        launch,
+        inputs,
+        [Schedule(seed, launch.grid)],
+        layout=Layout(pad, 2 * pad, pad),
+        call_options=CallOptions(dw_mode=mode, added_to=added_to),
+    )
+    assert runs.faults == []
+    return runs.dx[0], runs.dw[0]
+
+
+def order_of(variant: Variant) -> dict[str, int]:
+    return {
+        "run_rows": variant.run_rows,
+        "group_rows": variant.group_rows,
+        "strands": variant.rows_abreast,
+    }
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.sampled_from(
+        ((64, "bf16"), (128, "fp16"), (256, "bf16"), (1024, "bf16"), (1024, "fp32"))
+    ),
+    rows=st.integers(1, 2600),
+    seeds=st.tuples(*[st.integers(0, 10**6)] * 2),
+    participants=st.tuples(*[st.integers(1, 9)] * 2),
+    pad=st.sampled_from((0, 16)),
+)
+def test_bits_follow_from_the_rows_alone(
+    shape: tuple[int, str],
+    rows: int,
+    seeds: tuple[int, int],
+    participants: tuple[int, int],
+    pad: int,
+) -> None:
+    """Any two kernels of a width, with any grids, strides and numbers of rows."""
+    N, dtype = shape
+    M = max(rows, 96 if N == 64 else 64)
+    problem = Problem(M, N, dtype, dtype, operation=OPERATION)
+    inputs = inputs_of(problem)
+    first, second = (draw(problem, seed) for seed in seeds)
+    dx, dw = run(first, inputs, participants[0])
+    other_dx, other_dw = run(second, inputs, participants[1], seed=1, pad=pad)
+    assert torch.equal(dx, other_dx)
+    assert torch.equal(dw, other_dw)
+    stated = stated_order()(inputs.x, inputs.dy, inputs.rstd, **order_of(first))
+    assert torch.equal(dw, stated)
+
+    start = seeds[0] % M
+    stop = min(M, start + 1 + seeds[1] % 300)
+    if stop - start >= second.run_rows * second.teams:
+        part_dx, _ = run(second, some(inputs, start, stop), participants[0])
+        assert torch.equal(part_dx, dx[start:stop])
+
+
+@pytest.mark.parametrize("strategy", ["separate", "column_slices"])
+@pytest.mark.parametrize("leaves", ["groups", "runs", "both"])
+def test_order_is_the_one_that_is_stated(strategy: str, leaves: str) -> None:
+    problem = Problem(1300, 256, "bf16", "bf16", operation=OPERATION)
+    inputs = inputs_of(problem)
+    variant = draw(problem, 3, strategy=strategy, leaves=leaves)
+    _, dw = run(variant, inputs, 4)
+    assert torch.equal(dw, stated_order()(inputs.x, inputs.dy, inputs.rstd, **order_of(variant)))
+
+
+@pytest.mark.parametrize("shape", [(8192, "bf16"), (3072, "bf16")])
+def test_clusters_and_odd_teams_as_well(shape: tuple[int, str]) -> None:
+    N, dtype = shape
+    problem = Problem(200, N, dtype, dtype, operation=OPERATION)
+    inputs = inputs_of(problem)
+    results = [run(draw(problem, seed), inputs, 1 + seed) for seed in range(3)]
+    for dx, dw in results[1:]:
+        assert torch.equal(dx, results[0][0])
+        assert torch.equal(dw, results[0][1])
+
+
+@pytest.mark.parametrize("slice_columns", [32, 128, 256])
+def test_rounds_of_the_sum_are_whole_chunks(slice_columns: int) -> None:
+    """384 threads, which no power of two divides, over several chunks."""
+    problem = Problem(2100, 3072, "bf16", "bf16", operation=OPERATION)
+    inputs = inputs_of(problem)
+    wanted = {"strategy": "column_slices", "slice_columns": slice_columns, "rows_per_cta": 2}
+    variant = draw(problem, 1, leaves="groups", rows_in_flight=1, **wanted)
+    assert variant.threads == 384
+    _, dw = run(variant, inputs, 3)
+    assert torch.equal(dw, stated_order()(inputs.x, inputs.dy, inputs.rstd, **order_of(variant)))
+
+
+@pytest.mark.parametrize("strategy", ["separate", "column_slices"])
+def test_micro_batches_give_the_bits_of_the_batch(strategy: str) -> None:
+    M = 2 * CHUNK_ROWS + 300
+    problem = Problem(M, 64, "bf16", "bf16", operation=OPERATION)
+    inputs = inputs_of(problem)
+    variant = draw(problem, 5, strategy=strategy)
+    _, whole = run(variant, inputs, 5)
+    for cuts in ((0, CHUNK_ROWS, M), (0, 2 * CHUNK_ROWS, M), (0, CHUNK_ROWS, 2 * CHUNK_ROWS, M)):
+        total = torch.zeros(64)
+        for start, stop in pairwise(cuts):
+            _, total = run(variant, some(inputs, start, stop), 3, added_to=total)
+        assert torch.equal(total, whole)
+    # Cut elsewhere, it is another order: the test would see it.
+    total = torch.zeros(64)
+    for start, stop in ((0, 1000), (1000, M)):
+        _, total = run(variant, some(inputs, start, stop), 3, added_to=total)
+    assert not torch.equal(total, whole)
+
+
+PLANTED = {
+    "a chunk is a quarter as long": (
+        "constexpr int kGroupsOfChunk = kChunkRows / kGroupRows;",
+        "constexpr int kGroupsOfChunk = kChunkRows / kGroupRows / 4;",
+    ),
+    "the last run of a group comes first": (
+        "if (!schedule.in_first_run()) runs.add(partial);",
+        "if (!schedule.in_first_run() && schedule.leaves_sum(rows.batches)) runs.add(partial);",
+    ),
+    "groups are added from the last one on": (
+        "team + place / kGroupBatches * teams",
+        "groups - 1 - (team + place / kGroupBatches * teams)",
+    ),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_planted_violation_is_seen(planted: str) -> None:
+    problem = Problem(1300, 256, "bf16", "bf16", operation=OPERATION)
+    inputs = inputs_of(problem)
+    variant = draw(problem, 3, strategy="separate", leaves="groups")
+    stated = stated_order()(inputs.x, inputs.dy, inputs.rstd, **order_of(variant))
+    old, new = PLANTED[planted]
+    source = render(variant)
+    assert source.count(old) == 1
+    _, dw = run(variant, inputs, 3, source=source.replace(old, new))
+    assert not torch.equal(dw, stated)

@@ -1,0 +1,46 @@
+"""Batches that end within a run, a group and a chunk: the rows at the end count like all others."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from generator.emulate.build import find_compiler
+from generator.emulate.check import plan
+from generator.emulate.run import CallOptions, Schedule, run_schedules
+from generator.kernels.render import render
+from generator.kernels.variant import make_variant
+from generator.operations import operation_of
+from generator.problem import Problem
+from generator.runtime.launch.launch import DW_IN_FP32
+from generator.runtime.spec import CHUNK_ROWS
+from tests.support.forward import H200
+from tests.support.samples import space_of
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+
+
+@pytest.mark.parametrize("strategy", ["separate", "column_slices"])
+@pytest.mark.parametrize("leaves", ["groups", "both"])
+def test_rows_behind_the_last_whole_run_are_a_run(strategy: str, leaves: str) -> None:
+    """Of integers, so that dw is exact in any order."""
+    M = CHUNK_ROWS + 64 + 6  # runs of four rows and one of two
+    problem = Problem(M, 256, "bf16", "bf16", operation="rmsnorm_invariant_backward")
+    fixed = {"strategy": strategy, "leaves": leaves, "rows_in_flight": 1}
+    config = space_of(problem.operation).sample(problem, H200, random.Random(3), fixed)
+    variant = make_variant(config, problem)
+    assert M % variant.run_rows == 2
+    drawn = operation_of(problem).make_inputs(problem, torch.device("cpu"))
+    x = torch.arange(M * 256).view(M, 256) % 7 - 3
+    dy = torch.arange(M * 256).view(M, 256) % 5 + 1
+    inputs = replace(drawn, x=x.bfloat16(), dy=dy.bfloat16(), rstd=torch.ones(M))
+    spec, launch = plan(variant, M, 3)
+    runs = run_schedules(
+        *(render(variant), spec, launch, inputs, [Schedule(0, launch.grid)]),
+        call_options=CallOptions(dw_mode=DW_IN_FP32),
+    )
+    assert runs.faults == []
+    assert torch.equal(runs.dw[0], (x * dy).sum(0).float())

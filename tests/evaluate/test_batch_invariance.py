@@ -1,0 +1,189 @@
+"""The check of batch invariance, on stand-ins for kernels: one that deserves it, and some that do
+not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from generator.evaluate.gpu.protocol import Candidate
+from generator.evaluate.verify import batch_invariance
+from generator.evaluate.verify.batch_invariance import LEAST_ROWS, check_batch_invariance
+from generator.operations.rmsnorm_backward import Inputs, make_cancelling, make_inputs
+from generator.problem import Problem
+from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32
+from generator.runtime.spec import CHUNK_ROWS, KernelSpec, Launch
+from tests.support.fake_driver import SPEC
+
+N = 16
+KERNEL: Any = SimpleNamespace(
+    spec=replace(
+        SPEC,
+        **{"N": N, "dtype": "fp32", "columns": N, "partial_stride": N, "strategy": "separate"},
+        **{"run_rows": 8, "group_rows": 64, "leaves": "both", "rows_per_cta": 2},
+    )
+)
+
+
+def rows_of(M: int) -> Inputs:
+    problem = Problem(M, N, "fp32", "fp32")
+    device = torch.device("cpu")
+    return make_cancelling(problem, make_inputs(problem, device))
+
+
+class Honest:
+    """Like a kernel: dx by rows, dw by chunks of rows that are added one after another."""
+
+    def __init__(self) -> None:
+        self.calls: list[SimpleNamespace] = []
+
+    def dx(self, products: torch.Tensor, launch: Launch) -> torch.Tensor:
+        return products
+
+    def chunk(self, products: torch.Tensor, launch: Launch) -> torch.Tensor:
+        return products.sum(0)
+
+    def dw(self, start: torch.Tensor, chunks: list[torch.Tensor]) -> torch.Tensor:
+        for chunk in chunks:
+            start = start + chunk
+        return start
+
+    def __call__(self, kernel: Any, launch: Launch, stream: int, **given: Any) -> None:
+        x, dy, dw = given["x"], given["dy"], given["dw"]
+        products = (dy * x * given["rstd"][:, None]).contiguous()
+        given["dx"].copy_(self.dx(products, launch))
+        start = dw.clone() if given["dw_mode"] == DW_ADDED else torch.zeros_like(dw)
+        chunks = [self.chunk(part, launch) for part in products.split(CHUNK_ROWS)]
+        dw.copy_(self.dw(start, chunks))
+        self.calls.append(
+            SimpleNamespace(rows=len(x), grid=launch.grid, strides=(x.stride(0), dy.stride(0)))
+        )
+        self.calls[-1].mode = given["dw_mode"]
+
+
+class DxOfTheGrid(Honest):
+    def dx(self, products: torch.Tensor, launch: Launch) -> torch.Tensor:
+        return products * (1 + launch.grid % 7 * 2.0**-22)
+
+
+class DxOfTheNeighbours(Honest):
+    """Two rows at once, the second of which gets another rounding."""
+
+    def dx(self, products: torch.Tensor, launch: Launch) -> torch.Tensor:
+        products[1::2] *= 1 + 2.0**-22
+        return products
+
+
+class DwOfTheGrid(Honest):
+    """The CTAs' sums, one after another."""
+
+    def chunk(self, products: torch.Tensor, launch: Launch) -> torch.Tensor:
+        parts = [products[c :: launch.grid].sum(0) for c in range(launch.grid)]
+        return torch.stack(parts).cumsum(0)[-1]
+
+
+class DwOfPairsOfChunks(Honest):
+    """The same whatever the grid, but not what micro-batches add up to."""
+
+    def dw(self, start: torch.Tensor, chunks: list[torch.Tensor]) -> torch.Tensor:
+        return start + super().dw(torch.zeros_like(start), chunks[::-1])
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """The check of a stand-in."""
+    stream = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+
+    def run(stand_in: Honest, M: int = 6000, **options: Any) -> str:
+        monkeypatch.setattr(batch_invariance, "launch_backward", stand_in)
+        return check_batch_invariance(KERNEL, rows_of(M), **options)
+
+    return run
+
+
+@pytest.mark.parametrize("M", [1, 500, 1024, 6000])
+def test_kernel_whose_bits_depend_on_the_rows_alone_passes(
+    check: Callable[..., str], M: int
+) -> None:
+    assert check(Honest(), M) == ""
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "says"),
+    [
+        (DxOfTheGrid, "SMs is not that of the whole batch"),
+        (DxOfTheNeighbours, "SMs is not that of the whole batch"),
+        (DwOfTheGrid, "is not that on"),
+        (DwOfPairsOfChunks, "is not that of micro-batches, cut at"),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_bits_that_depend_on_more_are_found(
+    check: Callable[..., str], stand_in: type[Honest], says: str, seed: int
+) -> None:
+    """With the cases of the finals, whatever the seed."""
+    fault = check(stand_in(), seed=seed)
+    assert fault.startswith("dx of rows" if "whole batch" in says else "dw of rows")
+    assert says in fault
+
+
+def test_batches_differ_in_rows_grids_and_strides_and_some_are_divided(
+    check: Callable[..., str],
+) -> None:
+    honest = Honest()
+    assert check(honest) == ""
+    whole, *parts = honest.calls
+    assert whole.rows == 6000 and whole.mode == DW_IN_FP32
+    assert len({part.rows for part in parts}) > 5 and min(part.rows for part in parts) < 100
+    assert len({part.grid for part in parts}) > 8
+    assert len({part.strides for part in parts}) > 1
+    added = [part for part in parts if part.mode == DW_ADDED]
+    assert len(added) >= 4
+    # All micro-batches of a batch but its last are whole chunks.
+    assert sum(part.rows % CHUNK_ROWS == 0 for part in added) >= len(added) / 2
+
+
+def test_few_rows_are_repeated_until_there_are_several_chunks(check: Callable[..., str]) -> None:
+    honest = Honest()
+    assert check(honest, 500) == ""
+    assert honest.calls[0].rows >= LEAST_ROWS > 4 * CHUNK_ROWS
+    assert any(part.mode == DW_ADDED for part in honest.calls)
+
+
+def test_workspace_is_what_a_kernel_finds_it_to_be(
+    check: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros for the counters, and nothing to rely on behind them."""
+    made: list[torch.Tensor] = []
+    full = torch.full
+
+    def remember(size: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        made.append(full(size, *rest, **options))
+        return made[-1]
+
+    class Looks(Honest):
+        def __call__(self, kernel: Any, launch: Launch, stream: int, **given: Any) -> None:
+            workspace = made[-1]
+            assert given["workspace"] == workspace.data_ptr()
+            assert len(workspace) == launch.workspace_bytes
+            assert not workspace[: launch.scratch_offset].any()
+            assert (workspace[launch.scratch_offset :] == 0xFF).all()
+            super().__call__(kernel, launch, stream, **given)
+
+    monkeypatch.setattr(torch, "full", remember)
+    assert check(Looks(), 3000) == ""
+    assert made
+
+
+def test_only_kernels_of_runs_are_checked() -> None:
+    def candidate(spec: KernelSpec) -> Candidate:
+        return Candidate(b"", spec)
+
+    assert candidate(KERNEL.spec).by_chunks
+    assert not candidate(SPEC).by_chunks

@@ -1,0 +1,340 @@
+"""The package of batch-invariant kernels: one kernel for tensors wherever they lie, and none of
+another order. A driver that launches nothing serves the committed package."""
+
+# ruff: noqa: N802 (the fake driver has the names of the real one)
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cuda.bindings import driver as cuda
+
+from generator.paths import GENERATED
+from generator.runtime import torch_internals
+from generator.runtime.frontends import rms_norm as rms_norm_module
+from generator.runtime.frontends.batch_invariant import BatchInvariantPackage
+from generator.runtime.launch import forward_call
+from generator.runtime.launch.launch import DW_ADDED
+from generator.runtime.serve import call
+from generator.runtime.serve.reference import reference_backward, reference_forward
+from generator.runtime.spec import plan_launch
+from tests.support.entry_points import routing_on_cpu, same
+from tests.support.fake_driver import FakeDevice, FakeDriver, stand_in, tensors
+
+FOLDER = GENERATED / "h200" / "rmsnorm_invariant_backward"
+MAIN, SECOND = "rmsnorm_invariant_backward", "sum_partials"
+M, N = 2048, 1024
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says that it is on the GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def get_device(self) -> int:
+        return 0
+
+
+def on_gpu(tensor: torch.Tensor) -> Any:
+    return tensor.as_subclass(OnGpu)
+
+
+class Function(str):
+    """The name of a kernel, and the machine code that it is from."""
+
+    cubin: bytes
+
+
+class Recorder(FakeDriver):
+    """Knows of every launch which cubin it runs."""
+
+    def cuModuleGetFunction(self, module: bytes, name: bytes) -> tuple[Any, ...]:
+        function = Function(name.decode())
+        function.cubin = module
+        return cuda.CUresult.CUDA_SUCCESS, function
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    stand_in(monkeypatch, recorder)
+    return recorder
+
+
+@pytest.fixture
+def package(
+    driver: Recorder, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> BatchInvariantPackage:
+    def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return on_gpu(torch.zeros(0, dtype=dtype).new_empty(size).as_strided(size, stride))
+
+    for module in (call, forward_call):
+        monkeypatch.setattr(module, "empty_strided", empty)
+    for module in (rms_norm_module, torch_internals):
+        monkeypatch.setattr(module, "PLAIN_TYPES", (torch.Tensor, OnGpu))
+    return BatchInvariantPackage(FOLDER)
+
+
+def given(M: int = M, N: int = N, **change: torch.Tensor) -> dict[str, Any]:
+    """The tensors of a call, on the GPU."""
+    plain = dict(zip(("dy", "x", "rstd", "weight"), tensors(M, N), strict=True)) | change
+    return {name: on_gpu(tensor) for name, tensor in plain.items()}
+
+
+def repeated(M: int, N: int) -> dict[str, Any]:
+    """Many rows that take no memory."""
+    row = torch.zeros(1, N, dtype=torch.bfloat16)
+    return given(1, N, x=row.expand(M, N), dy=row.expand(M, N), rstd=torch.zeros(M))
+
+
+def odd(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers two elements behind an aligned address."""
+    moved = tensor.new_empty(tensor.numel() + 2)[2:].view(tensor.shape)
+    return moved.copy_(tensor)
+
+
+def with_gaps(rows: torch.Tensor) -> torch.Tensor:
+    """The same rows at a stride that is no multiple of 32 bytes."""
+    wide = rows.new_empty((len(rows), rows.shape[1] + 4))
+    wide[:, : rows.shape[1]] = rows
+    return wide[:, : rows.shape[1]]
+
+
+def by_column(rows: torch.Tensor) -> torch.Tensor:
+    """The same numbers, those of a column one after another."""
+    return rows.t().contiguous().t()
+
+
+def misplaced(*rows: str) -> list[tuple[str, Callable[..., Any]]]:
+    """Which of these is moved, and how; a weight is one row."""
+    moves = (odd, with_gaps, by_column)
+    return [("weight", odd), *((name, move) for name in rows for move in moves)]
+
+
+def of(driver: Recorder, name: str) -> list[Any]:
+    """The launches of a kernel so far, which are forgotten."""
+    found = [seen for seen in driver.launches if seen.function == name]
+    driver.launches = [seen for seen in driver.launches if seen.function != name]
+    return found
+
+
+# ---- Tensors that do not lie as a kernel reads them ----------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "move"), misplaced("x", "dy", "dresidual"))
+def test_misplaced_tensors_of_a_backward_are_copied_for_the_same_kernel(
+    package: BatchInvariantPackage, driver: Recorder, name: str, move: Callable[..., Any]
+) -> None:
+    plain = given()
+    if name == "dresidual":
+        plain["dresidual"] = on_gpu(tensors(M, N)[1])
+    package.rmsnorm_backward(**plain)
+    (aligned,) = of(driver, MAIN)
+    moved = {**plain, name: on_gpu(move(plain[name]))}
+    for _ in range(2):  # prepared, and known
+        dx, dw, *_ = package.rmsnorm_backward(**moved)
+        (seen,) = of(driver, MAIN)
+        assert seen.function.cubin == aligned.function.cubin
+        assert (seen.grid, seen.block) == (aligned.grid, aligned.block)
+        assert not any(address % 32 for address in seen.arguments[:6])
+        assert seen.arguments[4:6] == (dx.data_ptr(), dw.data_ptr())
+        assert seen.arguments[11:] == aligned.arguments[11:]  # the rows lie as they did there
+        for address, tensor in zip(seen.arguments, ("x", "dy", "rstd", "weight"), strict=False):
+            assert (address == moved[tensor].data_ptr()) == (tensor != name)
+
+
+@pytest.mark.parametrize(("name", "move"), misplaced("x", "residual"))
+def test_misplaced_tensors_of_a_forward_are_copied_for_the_same_kernel(
+    package: BatchInvariantPackage, driver: Recorder, name: str, move: Callable[..., Any]
+) -> None:
+    rows, x, _, weight = tensors(M, N)
+    plain: dict[str, Any] = {"x": on_gpu(x), "weight": on_gpu(weight)}
+    kernel = "rmsnorm_forward"
+    if name == "residual":
+        plain["residual"], kernel = on_gpu(rows), "rmsnorm_forward_residual"
+    package.rmsnorm_forward(**plain)
+    (aligned,) = of(driver, kernel)
+    moved = {**plain, name: on_gpu(move(plain[name]))}
+    for _ in range(2):
+        y, rstd, *_ = package.rmsnorm_forward(**moved)
+        (seen,) = of(driver, kernel)
+        assert seen.function.cubin == aligned.function.cubin
+        assert (seen.grid, seen.block) == (aligned.grid, aligned.block)
+        assert not any(address % 32 for address in seen.arguments[:6])
+        assert seen.arguments[3:5] == (y.data_ptr(), rstd.data_ptr())
+        assert seen.arguments[6:] == aligned.arguments[6:]
+        for address, tensor in zip(seen.arguments, ("x", "residual", "weight"), strict=False):
+            if tensor in moved:
+                assert (address == moved[tensor].data_ptr()) == (tensor != name)
+
+
+def test_rows_at_an_aligned_stride_are_read_in_place(
+    package: BatchInvariantPackage, driver: Recorder
+) -> None:
+    """A copy costs as much as the kernel: slices of a packed tensor need none."""
+    packed = torch.zeros(M, 3, N, dtype=torch.bfloat16)
+    change = given(x=packed[:, 1], dy=packed[:, 2])
+    package.rmsnorm_backward(**change)
+    (seen,) = of(driver, MAIN)
+    assert seen.arguments[:2] == (change["x"].data_ptr(), change["dy"].data_ptr())
+    assert seen.arguments[12:14] == (3 * N, 3 * N)
+
+
+@pytest.mark.parametrize("move", [odd, lambda dw: dw.new_zeros(2 * N)[::2]])
+def test_sum_is_added_to_a_misplaced_dw_by_the_kernel(
+    package: BatchInvariantPackage, driver: Recorder, move: Callable[..., Any]
+) -> None:
+    """Added afterwards it would be another order: that of a batch is chunk after chunk."""
+    total = on_gpu(move(torch.full((N,), 3.0)))
+    total.fill_(3.0)
+    _, dw = package.rmsnorm_backward(**given(), dw_out=total, accumulate=True)
+    (seen,) = of(driver, MAIN)
+    assert seen.arguments[21] == DW_ADDED
+    assert seen.arguments[5] not in (0, total.data_ptr()) and seen.arguments[5] % 32 == 0
+    assert dw is total and torch.equal(total.as_subclass(torch.Tensor), torch.full((N,), 3.0))
+    place = on_gpu(torch.zeros(N))
+    package.rmsnorm_backward(**given(), dw_out=place, accumulate=True)
+    (seen,) = of(driver, MAIN)
+    assert (seen.arguments[5], seen.arguments[21]) == (place.data_ptr(), DW_ADDED)
+
+
+# ---- Which kernel serves -------------------------------------------------------------------------
+
+
+def test_any_number_of_rows_is_served_by_kernels_of_one_order(
+    package: BatchInvariantPackage, driver: Recorder
+) -> None:
+    orders, cubins = set(), set()
+    for rows in (1, 2, 63, 64, 65, 1025, 30_000, 1 << 21):
+        choice = package.table.choose(rows, N, "bf16", "bf16")
+        assert choice.kernel is not None
+        spec = choice.kernel.spec
+        orders.add(
+            (spec.run_rows, spec.group_rows, spec.cluster, spec.threads // spec.rows_per_cta)
+        )
+        package.rmsnorm_backward(**repeated(rows, N), need_dx=False)
+        (seen,) = of(driver, MAIN)
+        cubins.add(seen.function.cubin)
+        assert seen.function.cubin == choice.kernel.read_cubin(FOLDER)
+        assert seen.grid == plan_launch(spec, rows).grid
+    assert len(orders) == 1 < len(cubins)
+
+
+def test_second_kernel_gets_the_sums_in_the_workspace_and_the_whole_groups_among_them(
+    package: BatchInvariantPackage, driver: Recorder
+) -> None:
+    seen_groups = set()
+    for rows in (8, 2048, 65536, 65542):
+        choice = package.table.choose(rows, 512, "bf16", "bf16")
+        assert choice.kernel is not None and choice.kernel.spec.strategy == "separate"
+        plan = plan_launch(choice.kernel.spec, rows)
+        for _ in range(3):  # prepared, known, quick
+            package.rmsnorm_backward(**repeated(rows, 512))
+            (main,), (second,) = of(driver, MAIN), of(driver, SECOND)
+            assert main.arguments[20] == second.arguments[5] == plan.group
+            assert second.arguments[2:5] == (plan.partials, 512, 0)
+            assert second.arguments[:2] == (main.arguments[10], main.arguments[5])
+            assert second.grid == plan.sum_grid
+        seen_groups.add(plan.group)
+    assert 0 in seen_groups and max(seen_groups) > 0
+
+
+# ---- Calls without a kernel ----------------------------------------------------------------------
+
+NOT_TUNED = [(96, None), (1000, None), (1001, None), (4100, None), (N, torch.float32)]
+"""Widths, and dtypes of the weight; rows of 1000 and 4100 columns are never at multiples of 32."""
+
+
+def sentence(width: int, wide: Any) -> str:
+    kind = "bf16:fp32" if wide else "bf16"
+    return rf"nothing like 6x{width}:{kind} was tuned, and no fallback .* Tune this width"
+
+
+@pytest.mark.parametrize(("width", "wide"), NOT_TUNED)
+def test_backward_without_a_kernel_is_refused_with_the_reason(
+    package: BatchInvariantPackage, width: int, wide: Any
+) -> None:
+    dy, x, rstd, weight = map(on_gpu, tensors(6, width, weight=wide))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=sentence(width, wide)):
+            package.rmsnorm_backward(dy, x, rstd, weight)
+    with routing_on_cpu(package).installed():
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=sentence(width, wide)):
+                torch.ops.aten._fused_rms_norm_backward(dy, x, [width], rstd, weight, [True, True])
+
+
+@pytest.mark.parametrize(("width", "wide"), NOT_TUNED)
+def test_forward_without_a_kernel_is_refused_with_the_reason(
+    package: BatchInvariantPackage, width: int, wide: Any
+) -> None:
+    _, x, _, weight = map(on_gpu, tensors(6, width, weight=wide))
+    told = rf"no forward kernel serves rows of {width} .* Tune this width"
+    for serve in (package.rmsnorm_forward, package.rms_norm):
+        with pytest.raises(RuntimeError, match=told):
+            serve(x, weight)
+        with pytest.raises(RuntimeError, match=told), torch.no_grad():
+            serve(x, weight, residual=x)
+
+
+def test_device_of_another_kind_is_refused_with_the_reason(
+    package: BatchInvariantPackage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda.get_device_properties(0), "major", 8)
+    dy, x, rstd, weight = given().values()
+    told = r"these kernels are for NVIDIA H200 .* and do not run on H200, and the bits of"
+    with pytest.raises(RuntimeError, match=told):
+        package.rmsnorm_backward(dy, x, rstd, weight)
+    with pytest.raises(RuntimeError, match=told):
+        package.rms_norm(x, weight)
+    with (
+        routing_on_cpu(package).installed(),
+        pytest.raises(RuntimeError, match=told),
+    ):
+        torch.ops.aten._fused_rms_norm_backward(dy, x, [N], rstd, weight, [True, True])
+
+
+def test_float64_is_refused_with_the_reason(package: BatchInvariantPackage) -> None:
+    x = on_gpu(torch.zeros(4, 64, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match=r"no kernel for torch\.float64, and the bits"):
+        package.rmsnorm_backward(x, x, on_gpu(torch.ones(4)), x[0])
+    with pytest.raises(RuntimeError, match=r"no forward kernel for torch\.float64, and the bits"):
+        package.rms_norm(x)
+
+
+def test_arguments_that_do_not_fit_are_named_before_any_copy(
+    package: BatchInvariantPackage,
+) -> None:
+    x = on_gpu(odd(tensors(M, N)[1]))
+    with pytest.raises(ValueError, match=r"x must be \(..., N\)"):
+        package.rmsnorm_forward(on_gpu(torch.tensor(1.0)))
+    with pytest.raises(ValueError, match="weight must have shape"):
+        package.rmsnorm_forward(x, on_gpu(torch.ones(()).bfloat16()))
+    with pytest.raises(ValueError, match="weight must have shape"):
+        package.rmsnorm_backward(x, x, on_gpu(torch.ones(M)), on_gpu(odd(torch.ones(8).bfloat16())))
+
+
+def test_no_rows_need_no_kernel(package: BatchInvariantPackage, driver: Recorder) -> None:
+    x, weight = on_gpu(torch.empty(0, 100)), on_gpu(torch.ones(100))
+    y, rstd = package.rmsnorm_forward(x, weight)
+    dx, dw = package.rmsnorm_backward(x, x, rstd, weight)
+    assert dx is not None and dw is not None
+    assert (y.shape, dx.shape, float(dw.sum())) == ((0, 100), (0, 100), 0.0)
+    assert driver.launches == []
+
+
+@pytest.mark.parametrize("width", [96, 1000, N])
+def test_formula_serves_the_cpu(
+    package: BatchInvariantPackage, driver: Recorder, width: int
+) -> None:
+    dy, x, _, weight = tensors(6, width)
+    y, rstd = package.rmsnorm_forward(odd(x), weight)
+    assert same((y, rstd), reference_forward(x, weight, None))
+    found = package.rmsnorm_backward(dy, with_gaps(x), rstd, odd(weight))
+    assert same(found, reference_backward(dy, x, rstd, weight))
+    assert driver.launches == []

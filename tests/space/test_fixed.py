@@ -1,0 +1,227 @@
+"""What a space fixes for a width, so that the bits of its kernels do not depend on the batch."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from generator.errors import NormforgeError
+from generator.problem import Problem
+from generator.space.forward_space import forward_variants, forwards_with
+from generator.space.legal_configs import LegalConfigs
+from generator.space.load import load_space, space_file
+from generator.space.space import Space
+from generator.target import find_target
+
+OPERATION = "rmsnorm_invariant_backward"
+INVARIANT = load_space(space_file(OPERATION))
+CONTENT = yaml.safe_load(space_file(OPERATION).read_text())
+H200 = find_target("h200")
+PROBLEM = Problem.parse("16384x4096:bf16", OPERATION)
+FIXED = {
+    **{"cluster": 1, "threads_per_row": 256, "vector_bytes": 16, "run_rows": 16, "group_rows": 64}
+}
+"""Of 4096 columns of bf16."""
+ENTRY = {"N": [4096], "dtype": ["bf16"], "knobs": {"cluster": 1}, "forward": {"cluster": 1}}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[Any], Path]:
+    """Writes a space with these entries of `fixed`."""
+
+    def to_file(fixed: Any) -> Path:
+        path = tmp_path / "space.yaml"
+        path.write_text(yaml.safe_dump({**CONTENT, "fixed": fixed}, sort_keys=False))
+        return path
+
+    return to_file
+
+
+# ---- The file ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fixed", "says"),
+    [
+        ({"N": [64]}, "'fixed' is a list"),
+        (["N"], "an entry has exactly N, dtype, knobs and forward, got 'N'"),
+        ([{"N": [4096], "dtype": ["bf16"], "knobs": {}}], "an entry has exactly N, dtype, knobs"),
+        ([{**ENTRY, "M": [1]}], "an entry has exactly N, dtype, knobs and forward"),
+        ([{**ENTRY, "knobs": {"colour": 1}}], "{'colour': 1} has other knobs or values"),
+        ([{**ENTRY, "knobs": {"run_rows": 3}}], "{'run_rows': 3} has other knobs or values"),
+        ([{**ENTRY, "knobs": {"cluster": "one"}}], "has other knobs or values than this space"),
+        ([{**ENTRY, "knobs": ["cluster"]}], "['cluster'] has other knobs or values"),
+        ([{**ENTRY, "N": 4096}], "N and dtype are lists"),
+        ([{**ENTRY, "dtype": "bf16"}], "N and dtype are lists"),
+        ([{**ENTRY, "N": ["4096"]}], "N has integers and dtype some of bf16, fp16, fp32"),
+        ([{**ENTRY, "N": [[4096]]}], "N has integers and dtype some of bf16, fp16, fp32"),
+        ([{**ENTRY, "dtype": ["fp8"]}], "N has integers and dtype some of bf16, fp16, fp32"),
+        ([{**ENTRY, "forward": {"stages": 2}}], "'forward' has some of"),
+        ([{**ENTRY, "forward": ["cluster"]}], "'forward' has some of"),
+        ([ENTRY, ENTRY], "'fixed' has 4096 columns of bf16 twice"),
+        ([{**ENTRY, "N": [64, 4096, 64]}], "'fixed' has 64 columns of bf16 twice"),
+        ([ENTRY, {**ENTRY, "dtype": ["fp16", "bf16"]}], "'fixed' has 4096 columns of bf16 twice"),
+    ],
+)
+def test_what_is_fixed_wrongly_is_refused_in_a_sentence(
+    write: Callable[[Any], Path], fixed: Any, says: str
+) -> None:
+    path = write(fixed)
+    with pytest.raises(NormforgeError) as caught:
+        load_space(path)
+    assert says in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_new_knobs_of_a_space_that_extends_another_come_first(space: Space) -> None:
+    """What the other file's rules compute may need them: shared memory depends on run_rows."""
+    names = [knob.name for knob in INVARIANT.knobs]
+    assert names == ["run_rows", "group_rows", "leaves", *(knob.name for knob in space.knobs)]
+    strategy = next(knob for knob in INVARIANT.knobs if knob.name == "strategy")
+    assert strategy.values == ("column_slices", "separate")
+
+
+def test_hash_tells_what_is_fixed_and_is_as_before_where_nothing_is(
+    write: Callable[[Any], Path], space: Space
+) -> None:
+    """The names of the committed studies have it."""
+    assert space.hash == "bf7b7db4b4d3"
+    assert load_space(space_file("layernorm_backward")).hash == "fedaf0188f41"
+    entries = CONTENT["fixed"]
+    assert load_space(write(entries)).hash == INVARIANT.hash
+    hashes = {INVARIANT.hash, load_space(write([])).hash}
+    changes: list[tuple[str, Any]] = [
+        ("N", [64, 96]),
+        ("dtype", ["bf16"]),
+        ("knobs", {**entries[0]["knobs"], "run_rows": 8}),
+        ("forward", {**entries[0]["forward"], "threads_per_row": 4}),
+    ]
+    for key, value in changes:
+        changed = copy.deepcopy(entries)
+        changed[0][key] = value
+        hashes.add(load_space(write(changed)).hash)
+    assert len(hashes) == 2 + len(changes)
+
+
+# ---- Configs -------------------------------------------------------------------------------------
+
+
+def test_only_the_width_and_the_dtype_of_x_say_what_is_fixed() -> None:
+    for shape in ("64x4096:bf16", "65536x4096:bf16:fp32", "512x4096:fp16+offset+residual"):
+        assert INVARIANT.fixed_for(Problem.parse(shape, OPERATION)) == FIXED
+    wide = INVARIANT.fixed_forward_for(Problem.parse("64x4096:fp32", OPERATION))
+    assert wide == {"cluster": 1, "threads_per_row": 128, "vector_bytes": 16}
+
+
+def test_space_without_fixed_knobs_fixes_nothing(space: Space) -> None:
+    assert space.fixed_for(PROBLEM) == space.fixed_forward_for(PROBLEM) == {}
+
+
+@pytest.mark.parametrize("shape", ["4096x96:bf16", "4096x64:fp32", "4096x4097:fp16"])
+def test_width_that_is_not_listed_is_refused_with_the_way_out(shape: str) -> None:
+    problem = Problem.parse(shape, OPERATION)
+    rng = random.Random(0)
+    legal = LegalConfigs(INVARIANT, problem, H200)
+    uses: list[Callable[[], Any]] = [
+        lambda: INVARIANT.fixed_forward_for(problem),
+        lambda: INVARIANT.normalize({}, problem, H200),
+        lambda: next(INVARIANT.legal(problem, H200)),
+        lambda: INVARIANT.sample(problem, H200, rng),
+        lambda: legal.nearest({}, rng),
+    ]
+    for use in uses:
+        with pytest.raises(NormforgeError) as caught:
+            use()
+        assert str(caught.value) == (
+            f"rmsnorm_invariant_backward.yaml fixes nothing for rows of {problem.N} "
+            f"{problem.dtype}, and the bits would depend on M: add an entry to 'fixed'"
+        )
+
+
+def test_every_way_to_a_config_keeps_what_is_fixed() -> None:
+    rng = random.Random(3)
+    legal = LegalConfigs(INVARIANT, PROBLEM, H200)
+    other: dict[str, int | str] = {
+        **{"cluster": 2, "threads_per_row": 128, "vector_bytes": 8, "run_rows": 32},
+        **{"group_rows": 256, "leaves": "groups", "rows_per_cta": 2},
+    }
+    found = list(islice(INVARIANT.legal(PROBLEM, H200, rng=rng), 30))
+    found += islice(INVARIANT.legal(PROBLEM, H200, fixed={"run_rows": 32}), 3)
+    found += [INVARIANT.sample(PROBLEM, H200, rng, {"run_rows": 32, "strategy": "separate"})]
+    found += [INVARIANT.normalize(other, PROBLEM, H200)]
+    for near in (legal.nearest(other, rng), legal.adapt(other, rng)):
+        assert near is not None
+        assert (near["leaves"], near["rows_per_cta"]) == ("groups", 2)
+        found.append(near)
+    drawn = legal.draw(rng, (), deterministic=True)
+    assert drawn is not None
+    found += [drawn, *islice(legal.around(drawn, rng), 40)]
+    assert len(found) > 70
+    for config in found:
+        assert config.items() >= FIXED.items()
+    assert len({str(config) for config in found}) > 30
+
+
+@pytest.mark.parametrize(("knob", "value"), [("run_rows", 8), ("group_rows", 128)])
+def test_config_with_another_value_is_rejected_by_name(knob: str, value: int) -> None:
+    config = INVARIANT.sample(PROBLEM, H200, random.Random(0), {"rows_in_flight": 1})
+    assert INVARIANT.reject(config, PROBLEM, H200) is None
+    other = {**config, knob: value}
+    rejection = INVARIANT.reject(other, PROBLEM, H200)
+    assert str(rejection) == (
+        f"fixed: {knob} is {FIXED[knob]} for all 4096 columns of bf16, not {value}: their bits "
+        "depend on it"
+    )
+    assert not LegalConfigs(INVARIANT, PROBLEM, H200).allows(other)
+
+
+# ---- The forward ---------------------------------------------------------------------------------
+
+
+def test_forwards_are_those_that_have_what_is_fixed() -> None:
+    problem = Problem.parse("16384x8192:bf16", OPERATION)
+    every = forward_variants(problem, H200)
+    assert forwards_with({}, problem, H200) == every
+    fields = INVARIANT.fixed_forward_for(problem)
+    assert fields == {"cluster": 1, "threads_per_row": 256, "vector_bytes": 16}
+    found = forwards_with(fields, problem, H200)
+    assert found == [
+        v
+        for v in every
+        if (v.form, v.cluster, v.threads_per_row, v.vector_bytes) == ("registers", 1, 256, 16)
+    ]
+    assert 1 < len(found) < len(every)
+    # One that reads rows twice adds in another order.
+    assert any(v.form == "twice" and v.threads_per_row == 256 for v in every)
+
+
+def test_every_width_that_is_fixed_has_kernels_of_both_directions() -> None:
+    for entry in INVARIANT.fixed:
+        for N in entry.widths:
+            for dtype in entry.dtypes:
+                problem = Problem(16384, N, dtype, dtype, operation=OPERATION)
+                assert next(INVARIANT.legal(problem, H200), None), problem
+                assert forwards_with(dict(entry.forward), problem, H200), problem
+
+
+def test_gpu_that_cannot_have_what_is_fixed_is_refused_by_name(
+    write: Callable[[Any], Path],
+) -> None:
+    """A cluster is one CTA on an A100, which has none: another order of dx's sums."""
+    knobs = {"cluster": 2, "threads_per_row": 256}
+    space, a100 = load_space(write([{**ENTRY, "knobs": knobs}])), find_target("a100")
+    assert space.sample(PROBLEM, H200, random.Random(0))["cluster"] == 2
+    told = "fixed: cluster is 2 for all 4096 columns of bf16, not 1: their bits depend on it"
+    with pytest.raises(NormforgeError, match=told):
+        space.sample(PROBLEM, a100, random.Random(0))
+    assert list(space.legal(PROBLEM, a100)) == []
+    legal = LegalConfigs(space, PROBLEM, a100)
+    assert legal.nearest(space.sample(PROBLEM, H200, random.Random(0)), random.Random(0)) is None
