@@ -21,7 +21,7 @@ from generator.runtime.launch.launch import DW_IN_WEIGHT_DTYPE, gap_factor
 from generator.runtime.spec import ForwardSpec, KernelSpec, Launch
 
 DEADLINE_SECONDS = 120.0
-_ENDED_FROM_OUTSIDE = (-SIGKILL, -SIGTERM, -SIGINT, -SIGHUP)
+_ENDED_FROM_OUTSIDE = (-SIGKILL, -SIGTERM, -SIGHUP)
 _GRACE_SECONDS = 5
 """After the deadline, a program whose parent was killed ends by itself."""
 
@@ -192,6 +192,8 @@ def _converse(program: Path, request: bytes, deadline: float) -> tuple[bytes, st
             process.kill()  # it is in a session of its own
             raise
     said = errors.decode(errors="replace").strip()
+    if process.returncode == -SIGINT:  # Ctrl-C, before it had a session of its own
+        raise KeyboardInterrupt
     if process.returncode in _ENDED_FROM_OUTSIDE or "bad_alloc" in said:
         raise HostError(
             f"the executor was ended from outside or had no memory (code {process.returncode}): "

@@ -145,6 +145,10 @@ def test_program_that_is_killed_from_outside_is_not_the_variants_fault(tmp_path:
         program.chmod(0o755)
         with pytest.raises(HostError, match="from outside or had no memory"):
             _converse(program, b"", 10)
+    # A Ctrl-C that reaches the program before it has a session of its own.
+    program.write_text("#!/bin/sh\ncat > /dev/null\nkill -2 $$\n")
+    with pytest.raises(KeyboardInterrupt):
+        _converse(program, b"", 10)
     program.write_text("#!/bin/sh\ncat > /dev/null\nkill -11 $$\n")
     assert _converse(program, b"", 10)[1].startswith("the executor ended with code -11")
 

@@ -162,7 +162,7 @@ def compute(name: str, parameters: int) -> None:
     follow it, puts dw in place again."""
     arguments = read_arguments(name, parameters)
     if name == "sum_partials":
-        scratch, dw, _, columns, _ = arguments
+        scratch, dw, _, columns, *_ = arguments
         assert _started.last[:2] == (scratch, dw), "the main kernel of the same call comes first"
         at_address(dw, columns)[:] = _started.last[2]
         return
