@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from generator.evaluate.verify.determinism import equal_bits
 from generator.operations.operation import TORCH_DTYPE
 from generator.runtime.spec import CHUNK_ROWS
 
@@ -63,22 +64,18 @@ class Case:
         y, rstd = self.package.rmsnorm_forward(rows, self.weight, 1e-6)
         dx, dw = self.backward(rows, dy, start, stop)
         pairs = {"y": (y, self.y), "rstd": (rstd, self.rstd), "dx": (dx, self.dx)}
-        faults = [name for name, (a, b) in pairs.items() if not same(a, b[start:stop])]
+        faults = [name for name, (a, b) in pairs.items() if not equal_bits(a, b[start:stop])]
         if count > CHUNK_ROWS:
             cut = start + CHUNK_ROWS * random.randint(1, (count - 1) // CHUNK_ROWS)
             total = torch.zeros(self.N, device="cuda")
             for a, b in ((start, cut), (cut, stop)):
                 into = {"dw_out": total, "accumulate": True}
                 self.backward(self.x[a:b], self.dy[a:b], a, b, **into)
-            faults += [] if same(total, dw) else ["dw of micro-batches"]
+            faults += [] if equal_bits(total, dw) else ["dw of micro-batches"]
         else:
             _, again = self.backward(rows.clone(), dy.clone(), start, stop)
-            faults += [] if same(again, dw) else ["dw"]
+            faults += [] if equal_bits(again, dw) else ["dw"]
         return f"{', '.join(faults)} of rows {start} to {stop}, {form}" if faults else ""
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def check(case: Case, cases: int, seconds: float) -> dict[str, Any]:
@@ -100,7 +97,7 @@ def check(case: Case, cases: int, seconds: float) -> dict[str, Any]:
 
 
 def environment(package: Any) -> dict[str, str]:
-    """Where this ran; compiler: the kernels' NVRTC."""
+    """Where this ran, and the GPU that the package was tuned for."""
     return {
         "gpu": torch.cuda.get_device_name(),
         "tuned_for": package.PROVENANCE["target"]["title"],

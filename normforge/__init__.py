@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from re import IGNORECASE, escape, search
@@ -58,11 +59,20 @@ class Gpu(NamedTuple):
     capability: tuple[int, int]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(chosen_package("rmsnorm_backward"), name)
+def names_of(operation: str, module: str, names: Sequence[str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a module whose names are those of an operation's package."""
+
+    def found(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        value = getattr(chosen_package(operation), name)
+        setattr(sys.modules[module], name, value)
+        return value
+
     return found
+
+
+__getattr__ = names_of("rmsnorm_backward", __name__, __all__)
 
 
 def __dir__() -> list[str]:

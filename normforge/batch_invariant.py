@@ -9,9 +9,7 @@ in full.
 
 from __future__ import annotations
 
-from typing import Any
-
-from normforge import chosen_package
+from normforge import names_of
 
 _NAMES = (
     *("PROVENANCE", "RMSNorm", "explain", "graph_pass", "inductor_backend", "install"),
@@ -20,12 +18,7 @@ _NAMES = (
 )
 __all__ = list(_NAMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(chosen_package("rmsnorm_invariant_backward"), name)
-    return found
+__getattr__ = names_of("rmsnorm_invariant_backward", __name__, _NAMES)
 
 
 def __dir__() -> list[str]:

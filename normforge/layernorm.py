@@ -7,9 +7,7 @@ What is here is what a package of LayerNorm in generated/ has; which one is as f
 
 from __future__ import annotations
 
-from typing import Any
-
-from normforge import chosen_package
+from normforge import names_of
 
 _NAMES = (
     *("LayerNorm", "PROVENANCE", "explain", "graph_pass", "inductor_backend", "install"),
@@ -17,12 +15,7 @@ _NAMES = (
 )
 __all__ = list(_NAMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(chosen_package("layernorm_backward"), name)
-    return found
+__getattr__ = names_of("layernorm_backward", __name__, _NAMES)
 
 
 def __dir__() -> list[str]:

@@ -8,10 +8,11 @@ from random import Random
 
 import torch
 
+from generator.evaluate.verify.determinism import equal_bits
 from generator.operations.rmsnorm_backward import Inputs
 from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32, launch_backward
 from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.spec import CHUNK_ROWS, KernelSpec, plan_launch
+from generator.runtime.spec import CHUNK_ROWS, KernelSpec, ceil_div, plan_launch
 
 CASES = 12
 """Of a finalist; each takes three to five launches."""
@@ -32,7 +33,7 @@ def check_batch_invariance(
     """
     random = Random(seed)
     if len(inputs.x) < LEAST_ROWS:
-        inputs = _repeated(inputs, -(-LEAST_ROWS // len(inputs.x)))
+        inputs = _repeated(inputs, ceil_div(LEAST_ROWS, len(inputs.x)))
     M = len(inputs.x)
     spec: KernelSpec = kernel.spec
     whole = _Batch(kernel, inputs, 0, M)
@@ -44,9 +45,9 @@ def check_batch_invariance(
         sms, other = random.randint(spec.cluster, spec.sms), random.randint(spec.cluster, spec.sms)
         part, dw = batch.run(sms)
         where = f"of rows {start} to {start + count} of {M} on {sms} SMs"
-        if not _equal(part, dx[start : start + count]):
+        if not equal_bits(part, dx[start : start + count]):
             return f"dx {where} is not that of the whole batch"
-        if not _equal(batch.run(other)[1], dw):
+        if not equal_bits(batch.run(other)[1], dw):
             return f"dw {where} is not that on {other} SMs"
         chunks = (count - 1) // CHUNK_ROWS
         if chunks:
@@ -55,7 +56,7 @@ def check_batch_invariance(
             total = torch.zeros_like(dw)
             for first, last in pairwise((start, *cuts, start + count)):
                 _Batch(kernel, inputs, first, last).run(random.choice((sms, other)), total)
-            if not _equal(total, dw):
+            if not equal_bits(total, dw):
                 return f"dw {where} is not that of micro-batches, cut at {cuts}"
     return ""
 
@@ -124,7 +125,3 @@ def _padded(rows: torch.Tensor, padding: int) -> torch.Tensor:
     wide = rows.new_empty((M, N + padding))
     wide[:, :N] = rows
     return wide[:, :N]
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

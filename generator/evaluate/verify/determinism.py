@@ -27,6 +27,11 @@ def same_bits(a: Guarded, b: torch.Tensor) -> bool:
     return bool(torch.equal(a.inside, b))
 
 
+def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bits; a NaN equals itself."""
+    return bool(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
+
+
 def check_repeats(
     bench: Bench,
     inputs: Any,
