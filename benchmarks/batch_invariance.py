@@ -55,7 +55,7 @@ class Case:
 
     def differs(self, random: Random) -> str:
         """What differs in one random batch, "" for nothing."""
-        most = 13 if random.random() < 0.9 else 16
+        most = 14 if random.random() < 0.9 else 16
         count = min(self.M, 1 + int(2 ** random.uniform(0, most)))
         start = random.randint(0, self.M - count)
         stop = start + count

@@ -1,6 +1,7 @@
 // ---- Strategy `column_slices` on groups: arrive, then sum slices side by side ------------------
-// As dw_column_slices.cuh, but the rows of the workspace are those of groups and runs (runs.cuh),
-// written by all threads of a CTA before it arrives; last_arrived.cuh says who waits for whom and why that ends.
+// As dw_column_slices.cuh, but the rows of the workspace are the sums of groups and runs (runs.cuh),
+// written by all threads of a CTA before it arrives; last_arrived.cuh says who waits for whom and why
+// that ends.
 //
 // Order of memory: the CTA barrier orders all threads' stores, those of earlier rows included,
 // before thread 0's arrival (release at gpu scope, cumulative; every later entry is a
@@ -11,10 +12,7 @@ struct DwStrategy : LastArrived {
   DEVICE void finish(const Rows& rows, const float (&)[kVectors][kElements],
                      unsigned participant) const {
     const unsigned slices = (columns + kTailColumns - 1) / kTailColumns;
-    const unsigned whole = group;
-    const long long behind = rows.count - static_cast<long long>(whole) * kGroupRows;
-    const long long runs = behind > 0 ? (behind + kRunRows - 1) / kRunRows : 0;
-    const GroupSums workspace{row(0), kRowStride, whole, whole + static_cast<unsigned>(runs)};
+    const GroupSums workspace{row(0), kRowStride, group, Units{group, rows.count}.count()};
     unsigned* words = reinterpret_cast<unsigned*>(smem + kBroadcastOffset);
     float* buffer = reinterpret_cast<float*>(smem + kTilesOffset);
     const DwOutput out = own_dw();

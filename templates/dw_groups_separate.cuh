@@ -1,7 +1,6 @@
 // ---- Strategy `separate` on groups: a second kernel sums ---------------------------------------
-// As dw_separate.cuh, but the rows of the workspace are those of groups and runs (runs.cuh). All of
-// them are written before a CTA lets the second kernel start, whose threads wait for the end of this grid
-// before their first access to memory.
+// As dw_separate.cuh, but the rows of the workspace are the sums of groups and runs (runs.cuh). The
+// threads of the second kernel wait for the end of this grid before their first access to memory.
 // Determinism class batch_invariant: the order of adds follows from the number of the row.
 struct DwStrategy : DwContext {
   DEVICE unsigned begin() const { return blockIdx.x / kCluster; }

@@ -1,7 +1,7 @@
 // The part of the matrices that this CTA works on.
 struct Rows {
   const Arguments& arguments;
-  long long count, batches;
+  long long count, batches;  // batches: no batch has this number or a larger one
   int first_column;  // of this CTA: 0 unless a cluster shares the row
   int columns;       // of the whole row
 

@@ -1,83 +1,151 @@
 // ---- Runs and groups of rows --------------------------------------------------------------------
 // Here the order in which rows are added depends on the rows alone, not on the grid:
-//   run    kRunRows consecutive rows, added one after another by the threads of one team;
-//   group  kGroupRows rows: its runs, added one after another;
-//   chunk  kChunkRows rows: its groups, added in pairs and pairs of pairs (sum_groups.cuh);
-//   dw     its chunks, added one after another.
-// A team works on whole groups and leaves the sum of each in the workspace, or on single runs and
-// leaves those. The launch says how many groups are left as a whole, `args.group`: the runs of the
-// others let all teams end at about the same time. That number, how many teams there are and which of
-// them does what change no bit.
+//   strip  kTeams consecutive rows, one for every team of a CTA;
+//   chunk  kChunkRows consecutive rows;
+//   group  every kGroupsOfChunk-th strip of a chunk, kGroupRows rows in all;
+//   run    kRunRows of them, in successive strips.
+// In a run every team adds its rows one after another; then the sums of the teams are added in pairs.
+// The runs of a group are added one after another, the groups of a chunk in pairs and pairs of pairs,
+// and the chunks one after another (sum_groups.cuh).
+//
+// A unit is a whole group or a single run. A CTA works on every participants-th unit and leaves its sum
+// in the workspace. The groups of the first chunks are left as a whole, `args.group` of them; runs of
+// the rest let all CTAs end at about the same time. Neither that number nor the grid changes a bit.
+// Neighbouring CTAs work on neighbouring strips, so the rows that are read at one time lie close
+// together in memory.
 
-// The groups that are left as a whole go round the teams, then the runs of the others do.
-struct Schedule {
-  static constexpr unsigned kGroupBatches = kGroupRows / kBatchRows;
-  static constexpr unsigned kRunBatches = kRunRows / kBatchRows;
-  static_assert(kRunRows % kBatchRows == 0 && kGroupRows % kRunRows == 0, "whole batches and runs");
+constexpr int kRunsOfGroup = kGroupRows / kRunRows;
 
-  unsigned team, teams, groups;
-  unsigned own;        // batches of this team's groups
-  unsigned place = 0;  // of the batch that is due among those of this team
-  long long batch;     // that is due
+// How the rows of a call are divided into units: whole groups, then runs.
+struct Units {
+  static constexpr long long kSlabRows = kGroupsOfChunk * kRunRows;  // of runs side by side
 
-  DEVICE Schedule(unsigned first, unsigned step, unsigned whole)
-      : team(first), teams(step), groups(whole),
-        own(whole > first ? ((whole - first - 1) / step + 1) * kGroupBatches : 0), batch(at(0)) {}
-  // The batch at a place. They ascend; behind one past the end of the rows there is none before it.
-  DEVICE long long at(unsigned p) const {
-    if (p < own)
-      return static_cast<long long>(team + p / kGroupBatches * teams) * kGroupBatches +
-             p % kGroupBatches;
-    p -= own;
-    return static_cast<long long>(groups) * kGroupBatches +
-           static_cast<long long>(team + p / kRunBatches * teams) * kRunBatches + p % kRunBatches;
+  unsigned whole;  // groups
+  long long rows;
+
+  // Runs are numbered by slabs, so those that exist come first.
+  DEVICE unsigned count() const {
+    const long long rest = rows - static_cast<long long>(whole) * kGroupRows;
+    const long long last = rest % kSlabRows / kTeams + (rest % kSlabRows % kTeams != 0);
+    return whole + static_cast<unsigned>(rest / kSlabRows * kGroupsOfChunk +
+                                         (last < kGroupsOfChunk ? last : kGroupsOfChunk));
   }
-  DEVICE long long ahead(int count) const { return at(place + count); }
-  DEVICE void next() { batch = at(++place); }
-
-  DEVICE bool in_first_run() const { return place >= own || place % kGroupBatches < kRunBatches; }
-  DEVICE bool ends_run(long long batches) const {
-    return (place + 1) % kRunBatches == 0 || batch + 1 == batches;
-  }
-  // At the end of a run: whether what it ends is left in the workspace, and in which row.
-  DEVICE bool leaves_sum(long long batches) const {
-    return place >= own || (place + 1) % kGroupBatches == 0 || batch + 1 == batches;
-  }
-  DEVICE unsigned row() const {
-    return place < own ? team + place / kGroupBatches * teams
-                       : groups + team + (place - own) / kRunBatches * teams;
+  DEVICE long long first_row(unsigned unit) const {
+    const unsigned run = unit - whole;
+    return unit < whole
+               ? static_cast<long long>(unit / kGroupsOfChunk) * kChunkRows +
+                     unit % kGroupsOfChunk * kTeams
+               : static_cast<long long>(whole) * kGroupRows +
+                     static_cast<long long>(run / kGroupsOfChunk) * kSlabRows +
+                     run % kGroupsOfChunk * kTeams;
   }
 };
 
-// The sum of a group's runs so far, in shared memory: in places that no other thread and no bulk copy
-// touches, so that it needs neither a barrier nor a fence.
+// The batches of a team, through all units of its CTA.
+struct Schedule {
+  static constexpr int kStep = kBatchRows * row_step();  // rows from one batch to the next
+  static constexpr unsigned kRunBatches = kRunRows / (kTeams * kBatchRows);
+  static constexpr long long kNone = 1ll << 62;        // behind the last batch
+  static_assert(kRunRows % (kTeams * kBatchRows) == 0 && kGroupRows % kRunRows == 0, "whole batches");
+
+  Units units;
+  unsigned step, count, unit;
+  unsigned left;    // batches of the unit, with the one that is due
+  long long batch;  // that is due
+
+  // More than the number of any batch. Every unit has a batch for every team, if need be one without a
+  // row: the teams of a CTA meet at the end of every run.
+  DEVICE static long long end(long long rows) {
+    return (rows + Units::kSlabRows - 1) / Units::kSlabRows * Units::kSlabRows;
+  }
+  DEVICE Schedule(long long rows, unsigned whole, unsigned first, unsigned every)
+      : units{whole, rows}, step(every), count(units.count()), unit(first) {
+    enter(unit, left, batch);
+  }
+  DEVICE void enter(unsigned u, unsigned& batches, long long& row) const {
+    batches = kRunBatches;
+    row = kNone;
+    if (u >= count) return;
+    row = units.first_row(u) + team_index();
+    if (u < units.whole) {
+      batches = kRunBatches * kRunsOfGroup;
+    } else {
+      const long long full = row + static_cast<long long>(kRunBatches - 1) * kStep;
+      if (full >= units.rows)
+        batches = row < units.rows
+                      ? static_cast<unsigned>((units.rows - row + kStep - 1) / kStep) : 1;
+    }
+  }
+  // The batch that comes `n` after the one that is due.
+  DEVICE long long ahead(unsigned n) const {
+    if (n < left) return batch + static_cast<long long>(n) * kStep;
+    unsigned u = unit, batches = left;
+    long long row = batch;
+    do {
+      n -= batches;
+      u += step;
+      enter(u, batches, row);
+    } while (n >= batches && row != kNone);
+    return row == kNone ? kNone : row + static_cast<long long>(n) * kStep;
+  }
+  DEVICE void next() {
+    batch += kStep;
+    if (--left == 0) enter(unit += step, left, batch);
+  }
+
+  DEVICE bool ends_run() const { return (left - 1) % kRunBatches == 0; }
+  DEVICE bool in_first_run() const {
+    return unit >= units.whole || left > kRunBatches * (kRunsOfGroup - 1);
+  }
+  DEVICE bool ends_unit() const { return left == 1; }
+};
+
+// The sum of a group's runs so far, in shared memory that no bulk copy touches.
 struct RunSums {
+  static constexpr int kQuads = kVectors * kElements / 4;  // four columns each
+
   float* sums;
 
   DEVICE RunSums(unsigned char* smem)
       : sums(reinterpret_cast<float*>(smem + kBlockSumsOffset)) {}
-  DEVICE float* place(int j, int i) const {  // four floats, without bank conflicts
-    return sums + ((j * kElements + i) / 4 * kThreads + threadIdx.x) * 4;
+  // Of a team's thread of the same place: four floats, without bank conflicts.
+  DEVICE float* place(int quad, unsigned team) const {
+    return sums + (quad * kThreads + team * kTeamThreads + team_thread()) * 4;
   }
-  // Adds the runs before this one to `partial`, in front of it.
-  DEVICE void add(float (&partial)[kVectors][kElements]) const {
+  // Of the sum over teams; behind the places of all.
+  DEVICE float* total(int quad) const {
+    if constexpr (kTeams == 1) return place(quad, 0);
+    return sums + (kQuads * kThreads + quad * kTeamThreads + team_thread()) * 4;
+  }
+  // Adds a run, which `partial` is of this thread's team, to those before it in the group. The last
+  // one of a unit: the sum goes `to` a row of the workspace.
+  DEVICE void end_run(const float (&partial)[kVectors][kElements], const Rows& rows, bool first,
+                      bool last, float* to) const {
+    if constexpr (kTeams > 1) {
+      cta_barrier();  // every team has read the places of the run before this one
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j)
+      for (int quad = 0; quad < kQuads; ++quad)
+        store_shared4(place(quad, team_index()), quad_of(partial, quad));
+      cta_barrier();
+    }
 #pragma unroll
-      for (int i = 0; i < kElements; i += 4) {
-        const float4 before = load_shared4(place(j, i));
-        partial[j][i] = __fadd_rn(before.x, partial[j][i]);
-        partial[j][i + 1] = __fadd_rn(before.y, partial[j][i + 1]);
-        partial[j][i + 2] = __fadd_rn(before.z, partial[j][i + 2]);
-        partial[j][i + 3] = __fadd_rn(before.w, partial[j][i + 3]);
+    for (int quad = 0; quad < kQuads; ++quad) {
+      if (quad % kTeams != team_index()) continue;  // the teams share the columns
+      float4 sum = quad_of(partial, quad);
+      if constexpr (kTeams > 1)
+        sum = sum_in_pairs<0, kTeams>([&](int team) { return load_shared4(place(quad, team)); });
+      if (!first) sum = plus(load_shared4(total(quad)), sum);
+      if (!last) {
+        store_shared4(total(quad), sum);
+      } else {
+        const int vector = quad / (kElements / 4), column = rows.column(vector);
+        if (row_abreast() == 0 && rows.owns(vector, column))
+          store_workspace(to + column - rows.first_column + quad % (kElements / 4) * 4, sum);
       }
+    }
   }
-  DEVICE void keep(const float (&partial)[kVectors][kElements]) const {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j)
-#pragma unroll
-      for (int i = 0; i < kElements; i += 4)
-        store_shared4(place(j, i), make_float4(partial[j][i], partial[j][i + 1],
-                                               partial[j][i + 2], partial[j][i + 3]));
+  DEVICE static float4 quad_of(const float (&partial)[kVectors][kElements], int quad) {
+    const float* four = &partial[quad / (kElements / 4)][quad % (kElements / 4) * 4];
+    return make_float4(four[0], four[1], four[2], four[3]);
   }
 };

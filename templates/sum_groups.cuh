@@ -1,30 +1,32 @@
 // ---- From the sums of groups and runs to dw ----------------------------------------------------
 // The order is that of runs.cuh, whatever the kernel that adds, its threads and its slices.
 
-constexpr int kRunsOfGroup = kGroupRows / kRunRows;
-constexpr int kGroupsOfChunk = kChunkRows / kGroupRows;
-static_assert((kGroupsOfChunk & (kGroupsOfChunk - 1)) == 0, "groups are added in pairs");
-
-// The workspace: a row for each of the first `whole` groups, then one for each run behind them.
+// The workspace: a row for each unit, whole groups first.
 struct GroupSums {
   const float* sums;
   long long stride;  // floats from one row to the next
   unsigned whole, rows;
 
   DEVICE unsigned groups() const {
-    return whole + (rows - whole + kRunsOfGroup - 1) / kRunsOfGroup;
+    constexpr unsigned kRunsOfChunk = kRunsOfGroup * kGroupsOfChunk;
+    const unsigned runs = rows - whole, last = runs % kRunsOfChunk;
+    return whole + runs / kRunsOfChunk * kGroupsOfChunk +
+           (last < kGroupsOfChunk ? last : kGroupsOfChunk);
   }
   // The sum of a group in four columns: that of its runs, one after another.
   DEVICE float4 group(unsigned g, int column) const {
     if (g < whole) return load_workspace(sums + g * stride + column);
-    const unsigned row = whole + (g - whole) * kRunsOfGroup;
+    const unsigned behind = g - whole;  // whole chunks lie before it
+    const unsigned row = whole + behind / kGroupsOfChunk * (kRunsOfGroup * kGroupsOfChunk) +
+                         behind % kGroupsOfChunk;
     float4 runs[kRunsOfGroup];
 #pragma unroll
     for (int r = 0; r < kRunsOfGroup; ++r)
-      if (row + r < rows) runs[r] = load_workspace(sums + (row + r) * stride + column);
+      if (row + r * kGroupsOfChunk < rows)
+        runs[r] = load_workspace(sums + (row + r * kGroupsOfChunk) * stride + column);
 #pragma unroll
     for (int r = 1; r < kRunsOfGroup; ++r)
-      if (row + r < rows) runs[0] = plus(runs[0], runs[r]);
+      if (row + r * kGroupsOfChunk < rows) runs[0] = plus(runs[0], runs[r]);
     return runs[0];
   }
 };
@@ -129,20 +131,5 @@ DEVICE void sum_groups(const GroupSums& workspace, int first, int columns, float
       store_dw(static_cast<float*>(out.base) + first + c, total[t]);
     else
       out.store(first + c, total[t]);
-  }
-}
-
-// A row of the workspace is written during the rows, by the threads that own the columns, straight
-// from their registers.
-DEVICE void store_sums(float* to, const Rows& rows, const float (&partial)[kVectors][kElements]) {
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    const int column = rows.column(j);
-    if (row_abreast() != 0 || !rows.owns(j, column)) continue;
-#pragma unroll
-    for (int i = 0; i < kElements; i += 4)
-      store_workspace(to + column - rows.first_column + i,
-                      make_float4(partial[j][i], partial[j][i + 1], partial[j][i + 2],
-                                  partial[j][i + 3]));
   }
 }

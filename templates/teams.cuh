@@ -10,19 +10,3 @@ DEVICE unsigned row_abreast() {
   if constexpr (kRowsAbreast == 1) return 0;
   return team_thread() / kThreadsPerRow;
 }
-
-// The thread's row number u of a batch, which is kBatchRows consecutive rows. By reference: NVRTC
-// then makes the code that it makes of the bare expression; by value, other loops.
-DEVICE long long row_of(const long long& batch, const int& u) {
-  return batch * kBatchRows + u * kRowsAbreast + row_abreast();
-}
-
-// rstd of the thread's rows of a batch; 0 for rows past the end.
-DEVICE void load_rstds(float (&into)[kRowsInFlight], const float* rstd, long long batch,
-                       long long count) {
-#pragma unroll
-  for (int u = 0; u < kRowsInFlight; ++u) {
-    const long long row = row_of(batch, u);
-    into[u] = row < count ? load_rstd(rstd + row) : 0.0f;
-  }
-}

@@ -84,9 +84,8 @@ def reduced(variant: Variant, problem: Problem, participants: int = PARTICIPANTS
     rounds = max(variant["stages"] + 1, 2 * variant.block_batches + 1)
     rows = participants * batch * rounds + rest
     if variant.run_rows:
-        # Whole groups and runs behind them, and several chunks where rows are short.
-        groups = participants * variant.teams * variant.group_rows + 2 * variant.run_rows + 1
-        rows = max(rows, min(max(groups, 2 * CHUNK_ROWS + 300), MOST_ELEMENTS // variant.N))
+        # Where rows are short several chunks: whole groups, and runs behind them.
+        rows = max(rows, min(2 * CHUNK_ROWS + 300, MOST_ELEMENTS // variant.N))
     return replace(problem, M=min(problem.M, rows))
 
 

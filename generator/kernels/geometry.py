@@ -213,9 +213,11 @@ class Geometry(ItemSizes):
 
     @property
     def block_sums_bytes(self) -> int:
-        """The sums of the blocks, or of the runs of a group, so far, of every thread."""
+        """The sums of the blocks of every thread, or those of a run, of every thread, and of the runs
+        of a group, of a team."""
         needed = self.block_batches or self.run_rows
-        return self.accumulators * self.threads * 4 if needed else 0
+        totals = self.team_threads if self.run_rows and self.teams > 1 else 0
+        return self.accumulators * (self.threads + totals) * 4 if needed else 0
 
     @property
     def tiles_offset(self) -> int:
@@ -289,7 +291,7 @@ class Geometry(ItemSizes):
         lanes = 1 << max(1, self.lanes(threads)).bit_length() - 1
         abreast = min(max(1, WARP // (self.tail_columns // 4)), groups)
         least = max(1, groups // lanes)
-        room = 1 << min(8, 2048 * abreast // threads).bit_length() - 1
+        room = 1 << min(8, max(1, 2048 * abreast // threads)).bit_length() - 1
         return max(room, least) * lanes // abreast
 
     @property

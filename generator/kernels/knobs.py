@@ -41,12 +41,12 @@ KNOBS: dict[str, KnobFacts] = {
     "sum_threads": KnobFacts("threads of a CTA of the second kernel", range(0, 1025, 32)),
     "slice_columns": KnobFacts("columns of dw that a CTA of the tail sums", range(0, 1025, 4)),
     "cluster": KnobFacts("CTAs that share a row", (1, 2, 4, 8, 16)),
-    "run_rows": KnobFacts("rows that are added one after another", range(1025), optional=True),
+    "run_rows": KnobFacts("rows that a CTA adds up at once", range(1025), optional=True),
     "group_rows": KnobFacts(
         "rows whose runs are added one after another", range(1025), optional=True
     ),
     "leaves": KnobFacts(
-        "the sums that a team leaves: of groups, of runs, or of runs only at the end",
+        "the sums that a CTA leaves: of groups, of runs, or of runs only at the end",
         ("groups", "runs", "both"),
         launch_only=True,
         optional=True,

@@ -149,7 +149,7 @@ def _constants(v: Variant, comments: bool) -> list[str]:
         rows.append(("kBlockSumsOffset", v.block_sums_offset, ""))
     if v.run_rows:
         rows += [
-            ("kRunRows", v.run_rows, "added one after another"),
+            ("kRunRows", v.run_rows, "that a CTA adds up at once"),
             ("kGroupRows", v.group_rows, "whose runs are added one after another"),
             ("kChunkRows", CHUNK_ROWS, "whose groups are added in pairs"),
             ("kBlockSumsOffset", v.block_sums_offset, ""),

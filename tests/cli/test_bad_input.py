@@ -36,7 +36,7 @@ ARGUMENTS = [
     (f"{RUN} --json=5", "--json: ignored explicit argument '5'"),
     # Shapes.
     ("--gpu gb200 --shapes 4096", "unknown shape list '4096'"),
-    ("--gpu gb200 --shapes defualt", "known lists are batch_invariant, compare, default"),
+    ("--gpu gb200 --shapes defualt", "known lists are compare, default"),
     ("--gpu gb200 --shapes 4096x4096", "has no dtype: write for example 4096x4096:bf16"),
     ("--gpu gb200 --shapes 4096x4096:", "malformed shape '4096x4096:': expected MxN:dtype"),
     ("--gpu gb200 --shapes 4096*4096:bf16", "malformed shape"),

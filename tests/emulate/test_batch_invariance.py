@@ -93,9 +93,11 @@ def run(
 
 def order_of(variant: Variant) -> dict[str, int]:
     return {
-        "run_rows": variant.run_rows,
+        "chunk_rows": CHUNK_ROWS,
         "group_rows": variant.group_rows,
-        "strands": variant.rows_abreast,
+        "run_rows": variant.run_rows,
+        "teams": variant.teams,
+        "abreast": variant.rows_abreast,
     }
 
 
@@ -132,7 +134,7 @@ def test_bits_follow_from_the_rows_alone(
 
     start = seeds[0] % M
     stop = min(M, start + 1 + seeds[1] % 300)
-    if stop - start >= second.run_rows * second.teams:
+    if stop - start >= 32:
         part_dx, _ = run(second, some(inputs, start, stop), participants[0])
         assert torch.equal(part_dx, dx[start:stop])
 
@@ -140,7 +142,7 @@ def test_bits_follow_from_the_rows_alone(
 @pytest.mark.parametrize("strategy", ["separate", "column_slices"])
 @pytest.mark.parametrize("leaves", ["groups", "runs", "both"])
 def test_order_is_the_one_that_is_stated(strategy: str, leaves: str) -> None:
-    problem = Problem(1300, 256, "bf16", "bf16", operation=OPERATION)
+    problem = Problem(2 * CHUNK_ROWS + 1300, 64, "bf16", "bf16", operation=OPERATION)
     inputs = inputs_of(problem)
     variant = draw(problem, 3, strategy=strategy, leaves=leaves)
     _, dw = run(variant, inputs, 4)
@@ -161,7 +163,7 @@ def test_clusters_and_odd_teams_as_well(shape: tuple[int, str]) -> None:
 @pytest.mark.parametrize("slice_columns", [32, 128, 256])
 def test_rounds_of_the_sum_are_whole_chunks(slice_columns: int) -> None:
     """384 threads, which no power of two divides, over several chunks."""
-    problem = Problem(2100, 3072, "bf16", "bf16", operation=OPERATION)
+    problem = Problem(CHUNK_ROWS + 300, 3072, "bf16", "bf16", operation=OPERATION)
     inputs = inputs_of(problem)
     wanted = {"strategy": "column_slices", "slice_columns": slice_columns, "rows_per_cta": 2}
     variant = draw(problem, 1, leaves="groups", rows_in_flight=1, **wanted)
@@ -190,26 +192,26 @@ def test_micro_batches_give_the_bits_of_the_batch(strategy: str) -> None:
 
 
 PLANTED = {
-    "a chunk is a quarter as long": (
-        "constexpr int kGroupsOfChunk = kChunkRows / kGroupRows;",
-        "constexpr int kGroupsOfChunk = kChunkRows / kGroupRows / 4;",
+    "groups far apart are added before neighbours": (
+        "for (int n = 1; n < Shape::kAbreast; n *= 2)",
+        "for (int n = Shape::kAbreast / 2; n > 0; n /= 2)",
     ),
-    "the last run of a group comes first": (
-        "if (!schedule.in_first_run()) runs.add(partial);",
-        "if (!schedule.in_first_run() && schedule.leaves_sum(rows.batches)) runs.add(partial);",
+    "runs between the first and the last are left out": (
+        "if (!first) sum = plus(load_shared4(total(quad)), sum);",
+        "if (!first && last) sum = plus(load_shared4(total(quad)), sum);",
     ),
-    "groups are added from the last one on": (
-        "team + place / kGroupBatches * teams",
-        "groups - 1 - (team + place / kGroupBatches * teams)",
+    "teams are added in another order": (
+        "load_shared4(place(quad, team))",
+        "load_shared4(place(quad, team * 3 % kTeams))",
     ),
 }
 
 
 @pytest.mark.parametrize("planted", PLANTED)
 def test_planted_violation_is_seen(planted: str) -> None:
-    problem = Problem(1300, 256, "bf16", "bf16", operation=OPERATION)
+    problem = Problem(2 * CHUNK_ROWS + 300, 128, "bf16", "bf16", operation=OPERATION)
     inputs = inputs_of(problem)
-    variant = draw(problem, 3, strategy="separate", leaves="groups")
+    variant = draw(problem, 3, strategy="separate", leaves="groups", slice_columns=16)
     stated = stated_order()(inputs.x, inputs.dy, inputs.rstd, **order_of(variant))
     old, new = PLANTED[planted]
     source = render(variant)

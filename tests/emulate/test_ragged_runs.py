@@ -27,12 +27,12 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ com
 @pytest.mark.parametrize("leaves", ["groups", "both"])
 def test_rows_behind_the_last_whole_run_are_a_run(strategy: str, leaves: str) -> None:
     """Of integers, so that dw is exact in any order."""
-    M = CHUNK_ROWS + 64 + 6  # runs of four rows and one of two
+    M = 2 * CHUNK_ROWS + 600 + 6  # a second slab of runs, and a strip of six rows
     problem = Problem(M, 256, "bf16", "bf16", operation="rmsnorm_invariant_backward")
     fixed = {"strategy": strategy, "leaves": leaves, "rows_in_flight": 1}
     config = space_of(problem.operation).sample(problem, H200, random.Random(3), fixed)
     variant = make_variant(config, problem)
-    assert M % variant.run_rows == 2
+    assert M % variant.teams == 6
     drawn = operation_of(problem).make_inputs(problem, torch.device("cpu"))
     x = torch.arange(M * 256).view(M, 256) % 7 - 3
     dy = torch.arange(M * 256).view(M, 256) % 5 + 1

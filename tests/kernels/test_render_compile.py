@@ -59,6 +59,7 @@ def fragments(v: Variant) -> set[str]:
     strategy = reduction if v["strategy"] == "bulk_reduce" else v["strategy"]
     chosen = {"primitives", "elements", "row_sum", "row_blocks", "partial_dw", f"dw_{strategy}"}
     chosen |= {"teams", "rows", "schedule", "dw_output", "dw_context", f"weight_{v['weight_in']}"}
+    chosen |= {"row_of", "load_rstds"}
     chosen |= {f"rows_{v['pipeline']}", "row_sum_cta" if v["cluster"] == 1 else "row_sum_cluster"}
     if strategy in ("separate", "last_cta", "column_slices", "mailbox"):
         chosen.add("sum_slice")
@@ -79,8 +80,9 @@ def present(source: str) -> set[str]:
 def invariant_fragments(v: Variant) -> set[str]:
     """The same of a batch-invariant one: what adds up rows is of its own."""
     plain = replace(v, operation=MAIN_KERNEL, config={**v.config, "run_rows": 0})
-    chosen = fragments(plain) - {"schedule", "row_blocks", f"dw_{v['strategy']}"}
-    chosen |= {"runs", "sum_groups", f"dw_groups_{v['strategy']}"}
+    chosen = fragments(plain) - {"row_of", "schedule", "row_blocks", f"dw_{v['strategy']}"}
+    chosen |= {"row_of_group", "runs", "sum_groups", f"dw_groups_{v['strategy']}"}
+    chosen |= {"rows_bulk_group"} if v["pipeline"] == "bulk" else set()
     return chosen - ({"sum_slice"} if v["strategy"] == "separate" else set())
 
 
@@ -113,9 +115,9 @@ def test_every_fragment_is_used_by_some_variant() -> None:
             )
     used |= fragments(clustered(find_target("h200")))
     used |= fragments(plain_variant(SHAPE, find_target("h200"), weight_in="smem"))
-    for strategy in ("column_slices", "separate"):
+    for strategy, pipeline in (("column_slices", "bulk"), ("separate", "async")):
         problem = Problem.parse(SHAPE, "rmsnorm_invariant_backward")
-        v = plain_variant(problem, find_target("h200"), strategy=strategy)
+        v = plain_variant(problem, find_target("h200"), strategy=strategy, pipeline=pipeline)
         assert present(render(v)) == fragments(v)
         used |= fragments(v)
     found = {path.stem for path in TEMPLATES.glob("*.cuh")}

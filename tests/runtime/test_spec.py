@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generator.runtime.spec import KernelSpec, plan_launch
+from generator.runtime.spec import CHUNK_ROWS, KernelSpec, plan_launch
 from tests.support.fake_driver import SPEC
 
 ROW = 1024  # floats of one row of partial dw
@@ -67,7 +67,8 @@ def test_regions_of_the_workspace_follow_each_other_in_whole_lines() -> None:
 @st.composite
 def launches(draw: st.DrawFn) -> tuple[KernelSpec, int]:
     """A batch-invariant kernel and a number of rows."""
-    run_rows = draw(st.sampled_from([4, 8, 16, 32, 64]))
+    teams = draw(st.sampled_from([1, 2, 4, 8]))
+    run_rows = teams * draw(st.sampled_from([1, 2, 4, 8]))
     group_rows = run_rows * draw(st.sampled_from([1, 2, 4, 8, 16]))
     cluster = draw(st.sampled_from([1, 2, 4, 8]))
     spec = replace(
@@ -77,7 +78,7 @@ def launches(draw: st.DrawFn) -> tuple[KernelSpec, int]:
         strategy=draw(st.sampled_from(["column_slices", "separate"])),
         sms=draw(st.integers(1, 160)),
         ctas_per_sm=draw(st.integers(1, 4)),
-        rows_per_cta=draw(st.integers(1, 16)),
+        rows_per_cta=teams,
         rows_in_flight=draw(st.sampled_from([1, 2, 4])),
         even_grid=draw(st.booleans()),
         **{"columns": ROW, "partial_stride": ROW, "slice_columns": 32},
@@ -91,23 +92,21 @@ def test_groups_and_runs_of_a_launch_are_all_rows_once(case: tuple[KernelSpec, i
     spec, M = case
     launch = plan_launch(spec, M)
     whole, runs = launch.group, launch.partials - launch.group
-    teams = launch.participants * spec.rows_per_cta
-    behind = M - whole * spec.group_rows
-    assert whole >= 0 and runs >= 0
-    rounds = M // spec.group_rows // teams
-    few = whole == (0 if rounds < 4 else rounds * teams)
-    assert {"groups": runs == 0, "runs": few, "both": True}[spec.leaves]
-    # The last sum may be of fewer rows, and it is never of none.
-    if runs:
-        assert (runs - 1) * spec.run_rows < behind <= runs * spec.run_rows
+    in_chunk = CHUNK_ROWS // spec.group_rows
+    assert whole % in_chunk == 0 and whole * spec.group_rows <= M
+    # Each row behind the whole groups is in a run, and no run is without a row.
+    behind, slab = M - whole * spec.group_rows, in_chunk * spec.run_rows
+    strips = {row // spec.rows_per_cta % in_chunk for row in range(behind % slab)}
+    assert runs == behind // slab * in_chunk + len(strips)
+    rounds = M // CHUNK_ROWS * in_chunk // launch.participants
+    if spec.leaves == "groups":
+        assert behind < CHUNK_ROWS
+    elif spec.leaves == "runs" and rounds < 4:
+        assert whole == 0
     else:
-        assert -spec.group_rows < behind <= 0
-    if spec.leaves == "both":
-        assert whole % teams == 0 and whole * spec.group_rows <= M
-        assert M - whole * spec.group_rows < teams * spec.group_rows
-    # The first team of the last CTA has rows: of a group, or of a run.
-    first = (launch.participants - 1) * spec.rows_per_cta
-    assert first < whole or first < runs
+        missing = rounds * launch.participants - whole
+        assert 0 <= missing < in_chunk
+    assert launch.participants <= launch.partials  # every CTA has something to do
     assert 1 <= launch.participants <= spec.participants
     assert launch.grid == launch.participants * spec.cluster
     # A row of the workspace for every sum; the second kernel has a CTA for every slice.
@@ -119,14 +118,14 @@ def test_groups_and_runs_of_a_launch_are_all_rows_once(case: tuple[KernelSpec, i
     assert launch.workspace_bytes == launch.scratch_offset + 4 * launch.scratch
 
 
-def test_a_team_keeps_whole_groups_where_there_is_a_full_round_of_them() -> None:
-    """Ten CTAs of two teams and groups of 64 rows: a round is 1280 rows."""
-    spec = replace(TEN, run_rows=16, group_rows=64, leaves="both", strategy="separate")
-    for M, whole, runs in ((1279, 0, 80), (1280, 20, 0), (1281, 20, 1), (2700, 40, 9)):
+def test_a_cta_keeps_whole_groups_where_there_is_a_full_round_of_them() -> None:
+    """Ten CTAs of two teams; a chunk is 8 groups of 512 rows, of 32 runs each."""
+    spec = replace(TEN, run_rows=16, group_rows=512, leaves="both", strategy="separate")
+    for M, whole, runs in ((4096, 0, 256), (8192, 8, 256), (8193, 8, 257), (12300, 16, 262)):
         launch = plan_launch(spec, M)
         assert (launch.group, launch.partials) == (whole, whole + runs)
-    for leaves, whole, runs in (("groups", 43, 0), ("runs", 0, 169)):
-        launch = plan_launch(replace(spec, leaves=leaves), 2700)
+    for leaves, whole, runs in (("groups", 24, 6), ("runs", 0, 774)):
+        launch = plan_launch(replace(spec, leaves=leaves), 12300)
         assert (launch.group, launch.partials) == (whole, whole + runs)
-    assert plan_launch(replace(spec, leaves="runs"), 33).grid == 2
-    assert plan_launch(replace(spec, leaves="groups"), 129).grid == 2
+    assert plan_launch(replace(spec, leaves="runs"), 3).grid == 2
+    assert plan_launch(replace(spec, leaves="groups"), 4096).grid == 8

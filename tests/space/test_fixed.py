@@ -26,7 +26,8 @@ CONTENT = yaml.safe_load(space_file(OPERATION).read_text())
 H200 = find_target("h200")
 PROBLEM = Problem.parse("16384x4096:bf16", OPERATION)
 FIXED = {
-    **{"cluster": 1, "threads_per_row": 256, "vector_bytes": 16, "run_rows": 16, "group_rows": 64}
+    **{"cluster": 1, "threads_per_row": 256, "vector_bytes": 16},
+    **{"rows_per_cta": 2, "run_rows": 32, "group_rows": 128},
 }
 """Of 4096 columns of bf16."""
 ENTRY = {"N": [4096], "dtype": ["bf16"], "knobs": {"cluster": 1}, "forward": {"cluster": 1}}
@@ -150,16 +151,16 @@ def test_every_way_to_a_config_keeps_what_is_fixed() -> None:
     rng = random.Random(3)
     legal = LegalConfigs(INVARIANT, PROBLEM, H200)
     other: dict[str, int | str] = {
-        **{"cluster": 2, "threads_per_row": 128, "vector_bytes": 8, "run_rows": 32},
-        **{"group_rows": 256, "leaves": "groups", "rows_per_cta": 2},
+        **{"cluster": 2, "threads_per_row": 128, "vector_bytes": 8, "run_rows": 16},
+        **{"group_rows": 256, "leaves": "groups", "rows_per_cta": 4, "reload": "smem"},
     }
     found = list(islice(INVARIANT.legal(PROBLEM, H200, rng=rng), 30))
-    found += islice(INVARIANT.legal(PROBLEM, H200, fixed={"run_rows": 32}), 3)
-    found += [INVARIANT.sample(PROBLEM, H200, rng, {"run_rows": 32, "strategy": "separate"})]
+    found += islice(INVARIANT.legal(PROBLEM, H200, fixed={"run_rows": 16}), 3)
+    found += [INVARIANT.sample(PROBLEM, H200, rng, {"run_rows": 16, "strategy": "separate"})]
     found += [INVARIANT.normalize(other, PROBLEM, H200)]
     for near in (legal.nearest(other, rng), legal.adapt(other, rng)):
         assert near is not None
-        assert (near["leaves"], near["rows_per_cta"]) == ("groups", 2)
+        assert (near["leaves"], near["reload"]) == ("groups", "smem")
         found.append(near)
     drawn = legal.draw(rng, (), deterministic=True)
     assert drawn is not None
@@ -170,7 +171,7 @@ def test_every_way_to_a_config_keeps_what_is_fixed() -> None:
     assert len({str(config) for config in found}) > 30
 
 
-@pytest.mark.parametrize(("knob", "value"), [("run_rows", 8), ("group_rows", 128)])
+@pytest.mark.parametrize(("knob", "value"), [("run_rows", 16), ("group_rows", 256)])
 def test_config_with_another_value_is_rejected_by_name(knob: str, value: int) -> None:
     config = INVARIANT.sample(PROBLEM, H200, random.Random(0), {"rows_in_flight": 1})
     assert INVARIANT.reject(config, PROBLEM, H200) is None

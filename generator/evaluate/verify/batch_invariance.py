@@ -39,7 +39,7 @@ def check_batch_invariance(
     whole = _Batch(kernel, inputs, 0, M)
     dx, _ = whole.run(spec.sms)
     for _ in range(cases):
-        count = min(M, 1 + int(2 ** random.uniform(0, 13)))
+        count = min(M, 1 + int(2 ** random.uniform(0, 14)))
         start = random.randint(0, M - count)
         batch = _Batch(kernel, inputs, start, start + count, random.choice(_PADDING))
         sms, other = random.randint(spec.cluster, spec.sms), random.randint(spec.cluster, spec.sms)

@@ -53,7 +53,7 @@ constexpr int kArrivesEarly = 1;  // a CTA, when it begins its last rows
 #define ROW_STORE ""
 #define LEAST_COLUMNS 256  // of a row
 
-#include "../include/371cf834b25b/primitives.cuh"
+#include "../include/60bd26a9cf6d/primitives.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -61,9 +61,11 @@ using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/371cf834b25b/elements.cuh"
+#include "../include/60bd26a9cf6d/elements.cuh"
 
-#include "../include/371cf834b25b/teams.cuh"
+#include "../include/60bd26a9cf6d/teams.cuh"
+#include "../include/60bd26a9cf6d/row_of.cuh"
+#include "../include/60bd26a9cf6d/load_rstds.cuh"
 
 // What one launch works on. Strides and offsets are elements and 64-bit throughout.
 struct Arguments {
@@ -88,29 +90,29 @@ struct Arguments {
   float weight_offset;
 };
 
-#include "../include/371cf834b25b/rows.cuh"
+#include "../include/60bd26a9cf6d/rows.cuh"
 
-#include "../include/371cf834b25b/row_sum.cuh"
-#include "../include/371cf834b25b/row_sum_cta.cuh"
+#include "../include/60bd26a9cf6d/row_sum.cuh"
+#include "../include/60bd26a9cf6d/row_sum_cta.cuh"
 
-#include "../include/371cf834b25b/schedule.cuh"
+#include "../include/60bd26a9cf6d/schedule.cuh"
 
-#include "../include/371cf834b25b/rows_async.cuh"
+#include "../include/60bd26a9cf6d/rows_async.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/371cf834b25b/weight_registers.cuh"
+#include "../include/60bd26a9cf6d/weight_registers.cuh"
 
-#include "../include/371cf834b25b/row_blocks.cuh"
+#include "../include/60bd26a9cf6d/row_blocks.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
-#include "../include/371cf834b25b/partial_dw.cuh"
-#include "../include/371cf834b25b/dw_output.cuh"
-#include "../include/371cf834b25b/dw_context.cuh"
-#include "../include/371cf834b25b/sum_slice.cuh"
-#include "../include/371cf834b25b/last_arrived.cuh"
-#include "../include/371cf834b25b/dw_mailbox.cuh"
+#include "../include/60bd26a9cf6d/partial_dw.cuh"
+#include "../include/60bd26a9cf6d/dw_output.cuh"
+#include "../include/60bd26a9cf6d/dw_context.cuh"
+#include "../include/60bd26a9cf6d/sum_slice.cuh"
+#include "../include/60bd26a9cf6d/last_arrived.cuh"
+#include "../include/60bd26a9cf6d/dw_mailbox.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 

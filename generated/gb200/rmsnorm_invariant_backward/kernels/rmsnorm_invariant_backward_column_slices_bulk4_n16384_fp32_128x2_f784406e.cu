@@ -41,10 +41,10 @@ constexpr int kSumThreads = 0;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 96;  // bytes into shared memory
 constexpr int kWeightOffset = 608;
 constexpr int kBroadcastOffset = 608;
-constexpr int kTilesOffset = 17024;
-constexpr int kRunRows = 16;  // added one after another
+constexpr int kTilesOffset = 25216;
+constexpr int kRunRows = 16;  // that a CTA adds up at once
 constexpr int kGroupRows = 64;  // whose runs are added one after another
-constexpr int kChunkRows = 1024;  // whose groups are added in pairs
+constexpr int kChunkRows = 4096;  // whose groups are added in pairs
 constexpr int kBlockSumsOffset = 624;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
@@ -54,7 +54,7 @@ constexpr int kBlockSumsOffset = 624;
 #define ROW_STORE ""
 #define LEAST_COLUMNS 16384  // of a row
 
-#include "../include/371cf834b25b/primitives.cuh"
+#include "../include/60bd26a9cf6d/primitives.cuh"
 
 using Element = float;        // x, dy, dx
 using WeightElement = float;  // weight, dw
@@ -62,9 +62,11 @@ using ResidualElement = float;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/371cf834b25b/elements.cuh"
+#include "../include/60bd26a9cf6d/elements.cuh"
 
-#include "../include/371cf834b25b/teams.cuh"
+#include "../include/60bd26a9cf6d/teams.cuh"
+#include "../include/60bd26a9cf6d/row_of_group.cuh"
+#include "../include/60bd26a9cf6d/load_rstds.cuh"
 
 // What one launch works on. Strides and offsets are elements and 64-bit throughout.
 struct Arguments {
@@ -89,28 +91,30 @@ struct Arguments {
   float weight_offset;
 };
 
-#include "../include/371cf834b25b/rows.cuh"
+#include "../include/60bd26a9cf6d/rows.cuh"
 
-#include "../include/371cf834b25b/row_sum.cuh"
-#include "../include/371cf834b25b/row_sum_cluster.cuh"
+#include "../include/60bd26a9cf6d/row_sum.cuh"
+#include "../include/60bd26a9cf6d/row_sum_cluster.cuh"
 
-#include "../include/371cf834b25b/runs.cuh"
+#include "../include/60bd26a9cf6d/runs.cuh"
 
-#include "../include/371cf834b25b/rows_bulk.cuh"
+#include "../include/60bd26a9cf6d/rows_bulk.cuh"
+
+#include "../include/60bd26a9cf6d/rows_bulk_group.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/371cf834b25b/weight_registers.cuh"
+#include "../include/60bd26a9cf6d/weight_registers.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
-#include "../include/371cf834b25b/partial_dw.cuh"
-#include "../include/371cf834b25b/dw_output.cuh"
-#include "../include/371cf834b25b/dw_context.cuh"
-#include "../include/371cf834b25b/sum_groups.cuh"
-#include "../include/371cf834b25b/sum_slice.cuh"
-#include "../include/371cf834b25b/last_arrived.cuh"
-#include "../include/371cf834b25b/dw_groups_column_slices.cuh"
+#include "../include/60bd26a9cf6d/partial_dw.cuh"
+#include "../include/60bd26a9cf6d/dw_output.cuh"
+#include "../include/60bd26a9cf6d/dw_context.cuh"
+#include "../include/60bd26a9cf6d/sum_groups.cuh"
+#include "../include/60bd26a9cf6d/sum_slice.cuh"
+#include "../include/60bd26a9cf6d/last_arrived.cuh"
+#include "../include/60bd26a9cf6d/dw_groups_column_slices.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 
@@ -123,12 +127,11 @@ extern "C" __global__ void  rmsnorm_invariant_backward(ARGUMENTS(Arguments, args
                       kExact ? kColumns : args.columns, rank, smem};
   const unsigned participant = strategy.begin();
 
-  const Rows rows{args, args.rows, (args.rows + kBatchRows - 1) / kBatchRows, rank * kColumns,
+  const Rows rows{args, args.rows, Schedule::end(args.rows), rank * kColumns,
                   args.columns};
-  RowPipeline pipeline(rows, smem);
+  GroupPipeline pipeline(rows, smem);
   RowSum row_sum(smem);
-  Schedule schedule(participant * kTeams + team_index(), participants * kTeams,
-                    static_cast<unsigned>(args.group));
+  Schedule schedule(args.rows, static_cast<unsigned>(args.group), participant, participants);
   // The first rows are asked for before the barrier below: who asks has set up the barriers of the
   // stages itself, and nobody else looks at them yet.
   pipeline.start(schedule);
@@ -205,13 +208,10 @@ extern "C" __global__ void  rmsnorm_invariant_backward(ARGUMENTS(Arguments, args
       }
     }
     pipeline.advance();
-    if (args.dw != nullptr && schedule.ends_run(rows.batches)) {
+    if (args.dw != nullptr && schedule.ends_run()) {
       add_abreast(partial);
-      if (!schedule.in_first_run()) runs.add(partial);
-      if (schedule.leaves_sum(rows.batches))
-        store_sums(strategy.row(schedule.row()), rows, partial);
-      else
-        runs.keep(partial);
+      runs.end_run(partial, rows, schedule.in_first_run(), schedule.ends_unit(),
+                   strategy.row(schedule.unit));
 #pragma unroll
       for (int j = 0; j < kVectors; ++j)
 #pragma unroll

@@ -14,7 +14,7 @@ and the second exists for the strategy `separate` only."""
 FORWARD_KERNELS = ("rmsnorm_forward", "rmsnorm_forward_residual")
 """The `extern "C"` names in every forward cubin: without and with a residual."""
 
-CHUNK_ROWS = 1024
+CHUNK_ROWS = 4096
 """Rows of a chunk of a batch-invariant kernel, whose chunks are added one after another: a batch
 may be divided at multiples of it into calls that add to one dw without a change of its bits."""
 
@@ -41,9 +41,9 @@ class KernelSpec:
     module, so that the order of every sum is one too. vector_bytes: alignment that pointers and row
     strides need. offset: adds a number to the weight; residual: dtype of the residual's gradient
     that it adds to dx, "" for none. operation: also the name of the main kernel. run_rows,
-    group_rows: of a batch-invariant kernel, else 0: rows that are added one after another, and rows
-    whose runs are. leaves: the sums that its teams leave in the workspace: of `groups`, of `runs`,
-    or of `both`, the runs of what would be no full round of groups.
+    group_rows: of a batch-invariant kernel, else 0: rows that a CTA adds up at once, and rows whose
+    runs are added one after another. leaves: the sums that its CTAs leave in the workspace: of
+    `groups`, of `runs`, or of `both`, the runs of what would be no full round of groups.
     """
 
     name: str
@@ -179,10 +179,10 @@ class Launch:
 def plan_launch(spec: KernelSpec, M: int) -> Launch:
     """The launch of `spec` for M >= 1 rows. The first team of every CTA has a batch: a CTA of
     `mailbox` that arrives early does so when its first team begins its last one."""
-    batches = ceil_div(M, spec.rows_in_flight)
     if spec.run_rows:
-        batches = ceil_div(M, spec.group_rows if spec.leaves == "groups" else spec.run_rows)
-    needed = ceil_div(batches, spec.rows_per_cta)
+        needed = _units(spec, M, _whole_groups(spec, M, 1) if spec.leaves == "groups" else 0)
+    else:
+        needed = ceil_div(M, spec.rows_in_flight * spec.rows_per_cta)
     participants = min(spec.participants, needed)
     if spec.even_grid:
         participants = ceil_div(needed, ceil_div(needed, spec.participants))
@@ -190,8 +190,8 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
     groups = ceil_div(participants, group)
     partials = participants
     if spec.run_rows:
-        group = _whole_groups(spec, M, participants * spec.rows_per_cta)
-        partials = group + ceil_div(max(0, M - group * spec.group_rows), spec.run_rows)
+        group = _whole_groups(spec, M, participants)
+        partials = _units(spec, M, group)
     row = spec.partial_stride * spec.cluster
     counters = zeroed = scratch = sum_grid = 0
     if spec.accumulates:
@@ -222,10 +222,19 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
     )
 
 
-def _whole_groups(spec: KernelSpec, M: int, teams: int) -> int:
-    """Groups of rows of which a team leaves the whole sum."""
-    if spec.leaves == "groups":
-        return ceil_div(M, spec.group_rows)
-    rounds = M // spec.group_rows // teams
-    # The sums of so many runs would take more memory than they save time.
-    return rounds * teams if spec.leaves == "both" or rounds >= _MOST_ROUNDS_OF_RUNS else 0
+def _whole_groups(spec: KernelSpec, M: int, participants: int) -> int:
+    """Groups of rows whose sum is left as a whole: those of so many first chunks."""
+    in_chunk = CHUNK_ROWS // spec.group_rows
+    groups = M // CHUNK_ROWS * in_chunk
+    rounds = groups // participants
+    if spec.leaves != "groups":
+        groups = rounds * participants // in_chunk * in_chunk
+    # The sums of too many runs would take more memory than they save time.
+    return 0 if spec.leaves == "runs" and rounds < _MOST_ROUNDS_OF_RUNS else groups
+
+
+def _units(spec: KernelSpec, M: int, whole: int) -> int:
+    """The sums of `whole` groups and of the runs behind them: `Units` in templates/runs.cuh."""
+    in_chunk = CHUNK_ROWS // spec.group_rows
+    slabs, rest = divmod(M - whole * spec.group_rows, in_chunk * spec.run_rows)
+    return whole + slabs * in_chunk + min(in_chunk, ceil_div(rest, spec.rows_per_cta))
