@@ -37,6 +37,7 @@ __all__ = [
     "rmsnorm_forward",
     "uninstall",
     "unpatch",
+    "use_batch_invariant",
     "use_native",
     "warmup",
 ]
@@ -72,11 +73,28 @@ def names_of(operation: str, module: str, names: Sequence[str]) -> Callable[[str
     return found
 
 
-__getattr__ = names_of("rmsnorm_backward", __name__, __all__)
+_operation = "rmsnorm_backward"  # whose package serves
+
+
+def __getattr__(name: str) -> Any:
+    return names_of(_operation, __name__, __all__)(name)
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def use_batch_invariant(enabled: bool = True) -> None:
+    """Make every name of `normforge` that of `normforge.batch_invariant` from now on, or take it
+    back. What was imported, built or installed before stays as it is, so call it first. Raises
+    RuntimeError where the GPU has no batch-invariant package."""
+    global _operation
+    wanted = "rmsnorm_invariant_backward" if enabled else "rmsnorm_backward"
+    chosen_package(wanted)
+    _operation = wanted
+    for name in __all__:
+        if name != use_batch_invariant.__name__:
+            globals().pop(name, None)
 
 
 def chosen_package(operation: str) -> ModuleType:

@@ -58,8 +58,8 @@ class Geometry(ItemSizes):
 
     @property
     def run_rows(self) -> int:
-        """Rows that are added one after another where the order of all sums follows from the rows
-        alone (templates/runs.cuh); 0 where it follows from the grid as well."""
+        """Rows whose sum the teams of a CTA form together, where the order of all sums follows from
+        the rows alone (templates/runs.cuh); 0 where it follows from the grid as well."""
         return int(self.config.get("run_rows", 0))
 
     @property
@@ -84,7 +84,7 @@ class Geometry(ItemSizes):
 
     @property
     def batch_rows(self) -> int:
-        """Consecutive rows that a team works on at once."""
+        """Rows that a team works on at once."""
         return int(self["rows_in_flight"] * self.rows_abreast)
 
     @property
@@ -213,8 +213,8 @@ class Geometry(ItemSizes):
 
     @property
     def block_sums_bytes(self) -> int:
-        """The sums of the blocks of every thread, or those of a run, of every thread, and of the runs
-        of a group, of a team."""
+        """The sums of the blocks, of every thread; or those of a run, of every thread, and those of
+        the runs of a group, of one team."""
         needed = self.block_batches or self.run_rows
         totals = self.team_threads if self.run_rows and self.teams > 1 else 0
         return self.accumulators * (self.threads + totals) * 4 if needed else 0

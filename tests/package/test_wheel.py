@@ -133,13 +133,31 @@ from normforge import layernorm
 other = "{module}".replace("rmsnorm", "layernorm")
 assert layernorm.LayerNorm.__module__ == other
 assert sorted(layernorm.__all__) == sorted(sys.modules[other].__all__)
-assert sorted(normforge.__all__) == sorted(package.__all__)
+assert sorted(normforge.__all__) == sorted([*package.__all__, "use_batch_invariant"])
 from normforge import batch_invariant
 third = "{module}".replace("rmsnorm", "rmsnorm_invariant")
 assert batch_invariant.RMSNorm.__module__ == third
 assert sorted(batch_invariant.__all__) == sorted(dir(batch_invariant))
 assert sorted(batch_invariant.__all__) == sorted(sys.modules[third].__all__)
 assert batch_invariant.explain(4096, 4096, "bf16")["determinism"] == "batch_invariant"
+normforge.use_batch_invariant()
+assert normforge.RMSNorm is batch_invariant.RMSNorm
+assert normforge.install == batch_invariant.install != package.install
+normforge.use_batch_invariant(False)
+assert normforge.RMSNorm is RMSNorm and normforge.install == package.install
+invariant = RMSNorm(64, 1e-5, batch_invariant=True, weight_offset=1.0)
+assert type(invariant) is batch_invariant.RMSNorm
+assert (invariant.eps, invariant.weight_offset) == (1e-5, 1.0) and not invariant.weight.any()
+assert type(batch_invariant.RMSNorm(64, batch_invariant=True)) is batch_invariant.RMSNorm
+class Own(RMSNorm):
+    pass
+assert type(Own(64)) is Own
+try:
+    Own(64, batch_invariant=True)
+except TypeError as error:
+    assert "derive it from the RMSNorm of normforge.batch_invariant" in str(error)
+else:
+    raise AssertionError
 batch_invariant.rms_norm(torch.randn(4, 64, requires_grad=True), torch.ones(64)).sum().backward()
 try:
     batch_invariant.nothing

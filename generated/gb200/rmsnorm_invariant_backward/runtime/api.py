@@ -33,6 +33,7 @@ class Package(DescribedServer):
     """
 
     _forward_class: ClassVar[type[Forward]] = Forward
+    _invariant: ClassVar[bool] = False
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -42,7 +43,8 @@ class Package(DescribedServer):
         self.rms_norm = self._norm.rms_norm
         self.rmsnorm_forward = self._norm.rmsnorm_forward
         # A class of its own, which a package gives the name by which pickle finds it.
-        members = {"_package_norm": self._norm, "__doc__": RMSNorm.__doc__}
+        members = {"_package_norm": self._norm, "_package_invariant": self._invariant}
+        members["__doc__"] = RMSNorm.__doc__
         self.RMSNorm: type[RMSNorm] = type("RMSNorm", (RMSNorm,), members)
         register_sharding(self.ops)
         installation = Installation(self._quick, self._route, "CUDA", folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,8 @@ class RMSNorm(torch.nn.RMSNorm):
             adds dw to weight.main_grad (fp32, or of the weight's dtype), or stores it there where
             weight.overwrite_main_grad is set. The buffer must be there when the backward runs.
             torch.compile runs such a norm outside its graphs.
+        batch_invariant: bits that do not depend on the batch. The norm is then of the class that
+            `normforge.batch_invariant` has. Raises RuntimeError where there are no such kernels.
 
     With main_grad, where the weight has an attribute grad_added_to_main_grad, that becomes True and
     the gradient that autograd sees is a dummy: zeros where weight.zero_out_wgrad is set, else
@@ -31,10 +34,22 @@ class RMSNorm(torch.nn.RMSNorm):
 
     _package_norm: ClassVar[Norm]
     """Of the package: every one has a subclass of this class."""
+    _package_invariant: ClassVar[bool] = False
+    """Whether its kernels are batch-invariant."""
     weight_offset: float = 0.0
     main_grad: bool = False
     _simple: bool = False
     """One normalised dimension and a weight, whose shape the package checks against x's."""
+
+    def __new__(cls, *given: Any, batch_invariant: bool = False, **options: Any) -> Any:
+        if not batch_invariant or cls._package_invariant:
+            return super().__new__(cls)
+        if "_package_norm" not in vars(cls):
+            raise TypeError(
+                f"{cls.__name__} cannot become batch-invariant: derive it from the RMSNorm of "
+                "normforge.batch_invariant"
+            )
+        return invariant_class()(*given, **options)
 
     def __init__(
         self,
@@ -46,6 +61,7 @@ class RMSNorm(torch.nn.RMSNorm):
         *,
         weight_offset: float = 0.0,
         main_grad: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         register_sharding(self._package_norm.operators)
         self.weight_offset = float(weight_offset)
@@ -78,6 +94,19 @@ class RMSNorm(torch.nn.RMSNorm):
         offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
         main_grad = ", main_grad=True" if self.main_grad else ""
         return super().extra_repr() + offset + main_grad
+
+
+def invariant_class() -> type[RMSNorm]:
+    """The RMSNorm of the batch-invariant package beside this one, for the same GPU."""
+    try:
+        package = import_module("....rmsnorm_invariant_backward", __package__)
+    except ImportError as error:
+        raise RuntimeError(
+            "RMSNorm(batch_invariant=True) needs the package rmsnorm_invariant_backward beside "
+            "this one; docs/determinism.md says how to tune it"
+        ) from error
+    found: type[RMSNorm] = package.RMSNorm
+    return found
 
 
 def flat(shape: tuple[int, ...], x: Any, *others: torch.Tensor | None) -> tuple[Any, ...]:

@@ -58,6 +58,7 @@ class BatchInvariantPackage(Package):
     RuntimeError. Off the GPU the formula serves, which promises nothing of the kind."""
 
     _forward_class = BatchInvariantForward
+    _invariant = True
 
     def _find(self, given: Arguments, options: Options) -> Call | str:
         found = super()._find(given, options)
