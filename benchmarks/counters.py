@@ -93,7 +93,7 @@ def count(module: Path, shapes: str, problems: list[Problem]) -> list[dict[str, 
     kernels = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))[1:]  # after the units
     rows: list[dict[str, Any]] = []
     for kernel in map(read, kernels):
-        if "rmsnorm_backward" not in kernel["kernel"] and "sum_partials" not in kernel["kernel"]:
+        if "_backward" not in kernel["kernel"] and "sum_partials" not in kernel["kernel"]:
             shape = str(problems[len(rows)])
             rows.append({"shape": shape, "floor": [kernel], "ours": []})
         else:

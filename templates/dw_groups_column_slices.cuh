@@ -12,7 +12,7 @@ struct DwStrategy : LastArrived {
   DEVICE void finish(const Rows& rows, const float (&)[kVectors][kElements],
                      unsigned participant) const {
     const unsigned slices = (columns + kTailColumns - 1) / kTailColumns;
-    const GroupSums workspace{row(0), kRowStride, group, Units{group, rows.count}.count()};
+    const GroupSums workspace{row(0), kRowStride, group, Units{group, static_cast<unsigned>(rows.count)}.count()};
     unsigned* words = reinterpret_cast<unsigned*>(smem + kBroadcastOffset);
     float* buffer = reinterpret_cast<float*>(smem + kTilesOffset);
     const DwOutput out = own_dw();

@@ -49,6 +49,7 @@ template <int kBlock, int kWidth> struct Lanes {
   static constexpr int kAhead = kLeast < kRoom ? kRoom : kLeast;
   static constexpr int kRound = kAhead * kLanes;  // groups of the CTA
   static_assert(kRound % kGroupsOfChunk == 0 && kLanes >= kAbreast, "whole chunks");
+  static constexpr int kChunks = kRound / kGroupsOfChunk;
   static constexpr int kRows = kRound / kAbreast;  // what the butterflies leave of them
   static constexpr int kRowsOfChunk = kGroupsOfChunk / kAbreast;
   static constexpr int kFloats = kRows * kWidth;  // of shared memory
@@ -84,7 +85,7 @@ DEVICE void sum_groups(const GroupSums& workspace, int first, int columns, float
     const int c = t * kBlock + static_cast<int>(threadIdx.x);
     total[t] = 0.0f;
     if (out.mode == 2 && c < kWidth && first + c < columns)
-      total[t] = load_dw(static_cast<const float*>(out.base) + first + c);
+      total[t] = __fadd_rn(0.0f, load_dw(static_cast<const float*>(out.base) + first + c));
   }
 #pragma unroll 1
   for (unsigned round = 0; round < groups; round += Shape::kRound) {
@@ -110,16 +111,24 @@ DEVICE void sum_groups(const GroupSums& workspace, int first, int columns, float
       }
     }
     cta_barrier();
+    // A chunk's sum of one column is the work of one thread, which leaves it where the first row was.
+#pragma unroll 1
+    for (int i = threadIdx.x; i < Shape::kChunks * kWidth; i += kBlock) {
+      float* const chunk = buffer + i / kWidth * (Shape::kRowsOfChunk * kWidth) + i % kWidth;
+      if (round + i / kWidth * kGroupsOfChunk < groups)
+        store_shared(chunk, sum_in_pairs<0, Shape::kRowsOfChunk>(
+                                [&](int r) { return load_shared(chunk + r * kWidth); }));
+    }
+    cta_barrier();
 #pragma unroll
     for (int t = 0; t < kTotals; ++t) {
       const int c = t * kBlock + static_cast<int>(threadIdx.x);
       if (c >= kWidth || first + c >= columns) continue;
-#pragma unroll 8
-      for (int row = 0; row < Shape::kRows; row += Shape::kRowsOfChunk)
-        if (round + row * Shape::kAbreast < groups)
-          total[t] = __fadd_rn(total[t], sum_in_pairs<0, Shape::kRowsOfChunk>([&](int r) {
-                                 return load_shared(buffer + (row + r) * kWidth + c);
-                               }));
+#pragma unroll 4
+      for (int chunk = 0; chunk < Shape::kChunks; ++chunk)
+        if (round + chunk * kGroupsOfChunk < groups)
+          total[t] = __fadd_rn(total[t],
+                               load_shared(buffer + chunk * Shape::kRowsOfChunk * kWidth + c));
     }
     cta_barrier();  // the buffer is used again
   }

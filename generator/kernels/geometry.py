@@ -213,15 +213,21 @@ class Geometry(ItemSizes):
 
     @property
     def block_sums_bytes(self) -> int:
-        """The sums of the blocks, of every thread; or those of a run, of every thread, and those of
-        the runs of a group, of one team."""
-        needed = self.block_batches or self.run_rows
-        totals = self.team_threads if self.run_rows and self.teams > 1 else 0
-        return self.accumulators * (self.threads + totals) * 4 if needed else 0
+        """The sums of the blocks, of every thread; or those of a run, of every thread and two runs
+        where there are teams, and those of the runs of a group, of one team."""
+        if self.run_rows and self.teams > 1:
+            return self.accumulators * (2 * self.threads + self.team_threads) * 4
+        return self.accumulators * self.threads * 4 if self.block_batches or self.run_rows else 0
+
+    @property
+    def runs_written_offset(self) -> int:
+        """The mbarrier at which the teams of a CTA meet."""
+        return self.block_sums_offset + self.block_sums_bytes
 
     @property
     def tiles_offset(self) -> int:
-        return round_up(self.block_sums_offset + self.block_sums_bytes, 128)
+        barrier = 8 if self.run_rows and self.teams > 1 else 0
+        return round_up(self.runs_written_offset + barrier, 128)
 
     @property
     def tile_bytes(self) -> int:

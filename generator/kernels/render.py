@@ -153,6 +153,7 @@ def _constants(v: Variant, comments: bool) -> list[str]:
             ("kGroupRows", v.group_rows, "whose runs are added one after another"),
             ("kChunkRows", CHUNK_ROWS, "whose groups are added in pairs"),
             ("kBlockSumsOffset", v.block_sums_offset, ""),
+            ("kRunsWrittenOffset", v.runs_written_offset, ""),
         ]
     exact = f"constexpr bool kExact = {str(v.exact).lower()};"
     return [exact + "  // N is a constant" * comments, *constant_lines(rows, comments)]

@@ -23,13 +23,20 @@ from tests.support.samples import space_of
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
 
+@pytest.mark.parametrize("pipeline", ["bulk", "async"])
 @pytest.mark.parametrize("strategy", ["separate", "column_slices"])
 @pytest.mark.parametrize("leaves", ["groups", "both"])
-def test_rows_behind_the_last_whole_run_are_a_run(strategy: str, leaves: str) -> None:
+def test_rows_behind_the_last_whole_run_are_a_run(
+    strategy: str, leaves: str, pipeline: str
+) -> None:
     """Of integers, so that dw is exact in any order."""
-    M = 2 * CHUNK_ROWS + 600 + 6  # a second slab of runs, and a strip of six rows
-    problem = Problem(M, 256, "bf16", "bf16", operation="rmsnorm_invariant_backward")
-    fixed = {"strategy": strategy, "leaves": leaves, "rows_in_flight": 1}
+    problem = Problem(1, 256, "bf16", "bf16", operation="rmsnorm_invariant_backward")
+    order = space_of(problem.operation).fixed_for(problem)
+    slab = CHUNK_ROWS // order["group_rows"] * order["run_rows"]
+    # Whole runs, and behind them 20 strips and one of six rows.
+    M = 2 * CHUNK_ROWS + slab + 20 * order["rows_per_cta"] + 6
+    problem = replace(problem, M=M)
+    fixed = {"strategy": strategy, "leaves": leaves, "pipeline": pipeline, "rows_in_flight": 1}
     config = space_of(problem.operation).sample(problem, H200, random.Random(3), fixed)
     variant = make_variant(config, problem)
     assert M % variant.teams == 6

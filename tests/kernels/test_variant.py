@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -17,7 +18,14 @@ from generator.problem import Problem
 from generator.runtime.spec import KernelSpec, Launch, ceil_div, plan_launch
 from generator.space.expressions import DERIVED
 from generator.target import Target, find_target
-from tests.support.samples import REDUCTION, SPACE, cases, plain_variant, sample_variant
+from tests.support.samples import (
+    REDUCTION,
+    SPACE,
+    cases,
+    plain_variant,
+    sample_variant,
+    space_of,
+)
 
 Case = tuple[Problem, Target, Variant]
 
@@ -38,6 +46,19 @@ def test_config_of_older_templates_is_one_sentence() -> None:
 @given(cases())
 def test_regions_of_shared_memory_follow_each_other_and_fit(case: Case) -> None:
     _, target, v = case
+    check_regions(v, target)
+
+
+@settings(max_examples=50)
+@given(N=st.sampled_from((256, 3072, 8192)), seed=st.integers(0, 10**6))
+def test_regions_of_batch_invariant_kernels_as_well(N: int, seed: int) -> None:
+    problem = Problem(4096, N, "bf16", "bf16", operation="rmsnorm_invariant_backward")
+    target = find_target("h200")
+    config = space_of(problem.operation).sample(problem, target, random.Random(seed), {})
+    check_regions(make_variant(config, problem), target)
+
+
+def check_regions(v: Variant, target: Target) -> None:
     stages = v["stages"] if v["pipeline"] == "bulk" else 0
     exchange = 2 if v["cluster"] > 1 else 0
     sums = v.teams * v.sums_per_team * 2 * 4
@@ -47,6 +68,7 @@ def test_regions_of_shared_memory_follow_each_other_and_fit(case: Case) -> None:
         ("weight", v.weight_offset, v.weight_bytes, min(16, v["vector_bytes"])),
         ("broadcast", v.broadcast_offset, 8, 4),
         ("block sums", v.block_sums_offset, v.block_sums_bytes, 16),
+        ("runs written", v.runs_written_offset, 8 if v.run_rows and v.teams > 1 else 0, 8),
         ("tiles", v.tiles_offset, max(v.tile_bytes, v.fold_bytes, v.tail_bytes), 128),
     ]
     end = 0

@@ -165,7 +165,7 @@ def test_every_way_to_a_config_keeps_what_is_fixed() -> None:
     drawn = legal.draw(rng, (), deterministic=True)
     assert drawn is not None
     found += [drawn, *islice(legal.around(drawn, rng), 40)]
-    assert len(found) > 70
+    assert len(found) > 60
     for config in found:
         assert config.items() >= FIXED.items()
     assert len({str(config) for config in found}) > 30

@@ -59,6 +59,7 @@ void complete_if_done(Mbarrier& barrier) {
   if (barrier.missing || barrier.bytes) return;
   ++barrier.completed;
   barrier.missing = barrier.arrivals;
+  barrier.told.join(barrier.arriving);
   for (Thread* thread : barrier.waiting) make_ready(*thread);
   barrier.waiting.clear();
 }
@@ -164,11 +165,15 @@ void mbarrier_init(unsigned long long* barrier, unsigned arrivals, int line) {
 
 void mbarrier_expect(unsigned long long* barrier, unsigned bytes, int line) {
   maybe_yield();
-  Cta& cta = *m.current->cta;
+  const Thread& self = *m.current;
+  Cta& cta = *self.cta;
   Mbarrier& state = cta.mbarriers[find_mbarrier(cta, barrier, line)];
   if (state.missing == 0) fault(line, "one arrival too many at an mbarrier");
   state.bytes += bytes;
   --state.missing;
+  // What barriers order before the arrival. Of its own doings since then, too few are counted.
+  state.arriving.join(self.others);
+  state.arriving.raise(self.team, self.team_time);
   complete_if_done(state);
 }
 
@@ -183,6 +188,7 @@ void mbarrier_wait(unsigned long long* barrier, unsigned phase, bool cluster, in
   }
   Mbarrier& state = cta.mbarriers[index];
   cta.waited[index * cta.threads.size() + self.index] = state.completed;
+  self.others.join(state.told);
   if (state.first_wait_phases != state.completed) {
     state.first_wait_phases = state.completed;
     state.first_wait = self.now();

@@ -59,6 +59,20 @@ struct Event {
 };
 static_assert(sizeof(Event) == 8, "cells of the shadow memory stay small");
 
+// Events of team t with a team_time below the t-th of these are known.
+struct TeamTimes {
+  std::vector<unsigned> below;
+
+  unsigned operator[](unsigned team) const { return team < below.size() ? below[team] : 0; }
+  void raise(unsigned team, unsigned time) {
+    if (team >= below.size()) below.resize(team + 1);
+    if (below[team] < time) below[team] = time;
+  }
+  void join(const TeamTimes& more) {
+    for (unsigned team = 0; team < more.below.size(); ++team) raise(team, more.below[team]);
+  }
+};
+
 // The last write and the last reads of a granule of shared memory.
 struct Cell {
   Event writer;  // who == kCopy: an asynchronous copy, whose index the times hold
@@ -117,6 +131,7 @@ struct Thread {
   Warp* warp = nullptr;
   unsigned index = 0, lane = 0, team = 0;
   unsigned team_time = 0;
+  TeamTimes others;  // what other teams did, as far as an mbarrier has told this thread
   unsigned releases = 0;
   bool done = false;
   bool wrote_shared = false;    // since its last fence_async_shared
@@ -154,6 +169,7 @@ struct Barrier {
 struct Mbarrier {
   unsigned arrivals = 0, missing = 0, completed = 0;
   long long bytes = 0;       // still to come in this phase
+  TeamTimes arriving, told;  // by arrivals of this phase; by those of phases that have completed
   Event init{};
   Event first_wait{};        // the first thread that saw the newest completed phase, and when
   unsigned first_wait_phases = 0;
@@ -199,10 +215,11 @@ inline Event Thread::now() const { return Event{index + 1, cta->time, team_time}
 // Whether barriers order what happened before what the thread does now, both in its CTA.
 inline bool ordered(const Event& before, const Thread& now) {
   if (before.cta_time < now.cta->time || before.who == now.index + 1) return true;
-  if (before.team_time >= now.team_time) return false;
-  if (before.who < Event::kTeam)
-    return now.cta->threads[static_cast<std::size_t>(before.who - 1)].team == now.team;
-  return before.who == Event::kTeam + now.team;
+  if (before.who >= Event::kCta) return false;
+  const unsigned team = before.who < Event::kTeam
+                            ? now.cta->threads[static_cast<std::size_t>(before.who - 1)].team
+                            : static_cast<unsigned>(before.who) - Event::kTeam;
+  return before.team_time < (team == now.team ? now.team_time : now.others[team]);
 }
 
 struct Grid {
