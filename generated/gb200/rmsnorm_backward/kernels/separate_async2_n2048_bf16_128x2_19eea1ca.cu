@@ -52,7 +52,7 @@ constexpr int kBlockSumsOffset = 144;
 #define ROW_STORE ""
 #define LEAST_COLUMNS 2048  // of a row
 
-#include "../include/60bd26a9cf6d/primitives.cuh"
+#include "../include/cb1fc5f79cc6/primitives.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -60,11 +60,11 @@ using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/60bd26a9cf6d/elements.cuh"
+#include "../include/cb1fc5f79cc6/elements.cuh"
 
-#include "../include/60bd26a9cf6d/teams.cuh"
-#include "../include/60bd26a9cf6d/row_of.cuh"
-#include "../include/60bd26a9cf6d/load_rstds.cuh"
+#include "../include/cb1fc5f79cc6/teams.cuh"
+#include "../include/cb1fc5f79cc6/row_of.cuh"
+#include "../include/cb1fc5f79cc6/load_rstds.cuh"
 
 // What one launch works on. Strides and offsets are elements and 64-bit throughout.
 struct Arguments {
@@ -89,28 +89,28 @@ struct Arguments {
   float weight_offset;
 };
 
-#include "../include/60bd26a9cf6d/rows.cuh"
+#include "../include/cb1fc5f79cc6/rows.cuh"
 
-#include "../include/60bd26a9cf6d/row_sum.cuh"
-#include "../include/60bd26a9cf6d/row_sum_cta.cuh"
+#include "../include/cb1fc5f79cc6/row_sum.cuh"
+#include "../include/cb1fc5f79cc6/row_sum_cta.cuh"
 
-#include "../include/60bd26a9cf6d/schedule.cuh"
+#include "../include/cb1fc5f79cc6/schedule.cuh"
 
-#include "../include/60bd26a9cf6d/rows_async.cuh"
+#include "../include/cb1fc5f79cc6/rows_async.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/60bd26a9cf6d/weight_registers.cuh"
+#include "../include/cb1fc5f79cc6/weight_registers.cuh"
 
-#include "../include/60bd26a9cf6d/row_blocks.cuh"
+#include "../include/cb1fc5f79cc6/row_blocks.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
-#include "../include/60bd26a9cf6d/partial_dw.cuh"
-#include "../include/60bd26a9cf6d/dw_output.cuh"
-#include "../include/60bd26a9cf6d/dw_context.cuh"
-#include "../include/60bd26a9cf6d/sum_slice.cuh"
-#include "../include/60bd26a9cf6d/dw_separate.cuh"
+#include "../include/cb1fc5f79cc6/partial_dw.cuh"
+#include "../include/cb1fc5f79cc6/dw_output.cuh"
+#include "../include/cb1fc5f79cc6/dw_context.cuh"
+#include "../include/cb1fc5f79cc6/sum_slice.cuh"
+#include "../include/cb1fc5f79cc6/dw_separate.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 

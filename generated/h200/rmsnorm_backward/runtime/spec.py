@@ -18,6 +18,8 @@ CHUNK_ROWS = 4096
 """Rows of a chunk of a batch-invariant kernel, whose chunks are added one after another: a batch
 may be divided at multiples of it into calls that add to one dw without a change of its bits."""
 
+_MOST_ROWS_IN_RUNS = 1 << 31
+"""Batch-invariant kernels number rows in 32 bits."""
 _MOST_ROUNDS_OF_RUNS = 4
 
 
@@ -179,8 +181,14 @@ class Launch:
 
 def plan_launch(spec: KernelSpec, M: int) -> Launch:
     """The launch of `spec` for M >= 1 rows. The first team of every CTA has a batch: a CTA of
-    `mailbox` that arrives early does so when its first team begins its last one."""
+    `mailbox` that arrives early does so when its first team begins its last one. Raises ValueError
+    for more rows than a batch-invariant kernel can count."""
     if spec.run_rows:
+        if M >= _MOST_ROWS_IN_RUNS:
+            raise ValueError(
+                f"{M} rows: batch-invariant kernels take fewer than {_MOST_ROWS_IN_RUNS}; split "
+                f"the batch at a multiple of {CHUNK_ROWS}"
+            )
         needed = _units(spec, M, _whole_groups(spec, M, 1) if spec.leaves == "groups" else 0)
     else:
         needed = ceil_div(M, spec.rows_in_flight * spec.rows_per_cta)

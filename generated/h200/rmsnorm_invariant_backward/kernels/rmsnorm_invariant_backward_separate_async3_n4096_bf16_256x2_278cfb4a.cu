@@ -41,11 +41,12 @@ constexpr int kSumThreads = 256;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 0;  // bytes into shared memory
 constexpr int kWeightOffset = 128;
 constexpr int kBroadcastOffset = 128;
-constexpr int kTilesOffset = 49408;
+constexpr int kTilesOffset = 82176;
 constexpr int kRunRows = 32;  // that a CTA adds up at once
 constexpr int kGroupRows = 128;  // whose runs are added one after another
 constexpr int kChunkRows = 4096;  // whose groups are added in pairs
 constexpr int kBlockSumsOffset = 144;
+constexpr int kRunsWrittenOffset = 82064;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
@@ -54,7 +55,7 @@ constexpr int kBlockSumsOffset = 144;
 #define ROW_STORE ""
 #define LEAST_COLUMNS 4096  // of a row
 
-#include "../include/05d19142d037/primitives.cuh"
+#include "../include/cb1fc5f79cc6/primitives.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -62,9 +63,11 @@ using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/05d19142d037/elements.cuh"
+#include "../include/cb1fc5f79cc6/elements.cuh"
 
-#include "../include/05d19142d037/teams.cuh"
+#include "../include/cb1fc5f79cc6/teams.cuh"
+#include "../include/cb1fc5f79cc6/row_of_group.cuh"
+#include "../include/cb1fc5f79cc6/load_rstds.cuh"
 
 // What one launch works on. Strides and offsets are elements and 64-bit throughout.
 struct Arguments {
@@ -89,26 +92,27 @@ struct Arguments {
   float weight_offset;
 };
 
-#include "../include/05d19142d037/rows.cuh"
+#include "../include/cb1fc5f79cc6/rows.cuh"
 
-#include "../include/05d19142d037/row_sum.cuh"
-#include "../include/05d19142d037/row_sum_cta.cuh"
+#include "../include/cb1fc5f79cc6/row_sum.cuh"
+#include "../include/cb1fc5f79cc6/row_sum_cta.cuh"
 
-#include "../include/05d19142d037/runs.cuh"
+#include "../include/cb1fc5f79cc6/runs.cuh"
 
-#include "../include/05d19142d037/rows_async.cuh"
+#include "../include/cb1fc5f79cc6/rows_async.cuh"
+
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/05d19142d037/weight_registers.cuh"
+#include "../include/cb1fc5f79cc6/weight_registers.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
-#include "../include/05d19142d037/partial_dw.cuh"
-#include "../include/05d19142d037/dw_output.cuh"
-#include "../include/05d19142d037/dw_context.cuh"
-#include "../include/05d19142d037/sum_groups.cuh"
-#include "../include/05d19142d037/dw_groups_separate.cuh"
+#include "../include/cb1fc5f79cc6/partial_dw.cuh"
+#include "../include/cb1fc5f79cc6/dw_output.cuh"
+#include "../include/cb1fc5f79cc6/dw_context.cuh"
+#include "../include/cb1fc5f79cc6/sum_groups.cuh"
+#include "../include/cb1fc5f79cc6/dw_groups_separate.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 
@@ -135,7 +139,7 @@ extern "C" __global__ void  rmsnorm_invariant_backward(ARGUMENTS(Arguments, args
   float inverse_columns = 1.0f / kRowColumns;
   if constexpr (!kExact) inverse_columns = __fdiv_rn(1.0f, static_cast<float>(args.columns));
   float partial[kVectors][kElements] = {};
-  const RunSums runs(smem);
+  RunSums runs(smem);
   float next_rstd[kRowsInFlight];
   load_rstds(next_rstd, args.rstd, schedule.batch, args.rows);
 
@@ -210,6 +214,7 @@ extern "C" __global__ void  rmsnorm_invariant_backward(ARGUMENTS(Arguments, args
     }
   }
   if (args.dw != nullptr) {
+    runs.add_written(rows);
     strategy.finish(rows, partial, participant);
   }
 }
