@@ -42,6 +42,31 @@ _EPS = torch.finfo(torch.float32).eps
 """What PyTorch takes when no eps is given, for bf16 and fp16 rows as well."""
 
 
+class _Bindings(dict[int, tuple[Any, ...]]):
+    """By stream: the arguments of one signature, guarded by a lock because the driver has copied
+    them when a launch returns, and the launch configuration."""
+
+    def __init__(
+        self, kernel: LoadedKernel, device: int, with_residual: bool, fixed: tuple[int, ...]
+    ) -> None:
+        """fixed: rows first, and the other arguments that no call changes."""
+        self._kernel, self._device, self._with_residual = kernel, device, with_residual
+        self._fixed = fixed
+
+    def __missing__(self, stream: int) -> tuple[Any, ...]:
+        function = self._kernel.load(self._device)[self._with_residual]
+        values = ctypes.create_string_buffer(_ARGUMENTS.size)
+        _ARGUMENTS.pack_into(values, 0, *([0] * 6), 0.0, 0.0, *self._fixed)
+        array = (ctypes.c_void_p * 1)(ctypes.addressof(values))
+        config = self._kernel.main_config(self._kernel.spec.grid(self._fixed[0]), stream)
+        address = ctypes.addressof(array)
+        binding = (threading.Lock(), values, config, function, address, array)  # keeps the array
+        if len(self) >= _MOST_STREAMS:
+            self.clear()
+        self[stream] = binding
+        return binding
+
+
 def forward_call(
     kernel: LoadedKernel,
     x: torch.Tensor,
@@ -68,9 +93,8 @@ def forward_call(
     copy_residual = residual is not None and residual_layout is None
     rows, other = x_layout or RowLayout(N), residual_layout or RowLayout(N)
     fixed = (M, rows.stride, rows.outer, other.stride, N, rows.inner)
-    which = int(residual is not None)
     launch_kernel = cuda_driver().cuLaunchKernelEx
-    bindings: dict[int, tuple[Any, ...]] = {}
+    bindings = _Bindings(kernel, device, residual is not None, fixed)
 
     def call(
         x: torch.Tensor,
@@ -91,7 +115,7 @@ def forward_call(
         stream = raw_stream(device)
         # Makes the device's context current in a thread that has not used it yet.
         is_capturing()
-        lock, values, config, function, arguments, _ = bindings.get(stream) or bind(stream)
+        lock, values, config, function, arguments, _ = bindings[stream]
         weight_at = 0 if weight is None else weight.data_ptr()
         epsilon = _EPS if eps is None else eps
         residual_at = out_at = 0
@@ -113,20 +137,5 @@ def forward_call(
         if status == 0:
             return results
         raise LaunchError(status.name, "launching", kernel.spec.name)
-
-    def bind(stream: int) -> tuple[Any, ...]:
-        """The arguments of this signature and the launch configuration on a stream. The block of
-        arguments is guarded by its lock; the driver has copied it when a launch returns."""
-        function = kernel.load(device)[which]
-        values = ctypes.create_string_buffer(_ARGUMENTS.size)
-        _ARGUMENTS.pack_into(values, 0, *([0] * 6), 0.0, 0.0, *fixed)
-        array = (ctypes.c_void_p * 1)(ctypes.addressof(values))
-        config = kernel.main_config(kernel.spec.grid(M), stream)
-        address = ctypes.addressof(array)
-        binding = (threading.Lock(), values, config, function, address, array)  # keeps the array
-        if len(bindings) >= _MOST_STREAMS:
-            bindings.clear()
-        bindings[stream] = binding
-        return binding
 
     return call
