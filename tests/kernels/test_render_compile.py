@@ -124,9 +124,6 @@ def test_every_fragment_is_used_by_some_variant() -> None:
     assert used == {name for name in found if not name.startswith("forward_")}
 
 
-# ---- Every strategy compiles ---------------------------------------------------------------------
-
-
 def clustered(target: Target) -> Variant:
     knobs = {"strategy": "separate", "cluster": 4, "threads_per_row": 256, "pipeline": "bulk"}
     return plain_variant("4096x16384:bf16", target, **knobs)
