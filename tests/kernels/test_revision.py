@@ -172,8 +172,7 @@ def test_committed_studies_are_of_todays_code(
     committed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every hundredth trial and every winner: a change that this test does not pass measures
-    200 shapes again. (The text of batch-invariant kernels was tidied after they were measured.
-    Their machine code is the same, which a search sees.)"""
+    200 shapes again."""
     monkeypatch.setattr(revision, "nvrtc_version", lambda: "13.0")  # that measured them
     monkeypatch.setattr(revision, "_known", {})
     names = [entry["study_name"] for entry in committed if entry["op_code"] == 0]
