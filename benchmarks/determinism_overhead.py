@@ -1,0 +1,214 @@
+#!/usr/bin/env python3
+"""What determinism costs: the winner of a shape beside sums in any order, searched as long.
+
+    python benchmarks/determinism_overhead.py --out overhead.json
+
+A study gives reductions that are not deterministic (atomics, bulk reduce-adds without turns) few
+trials, because they cannot win. Here each of them gets as many as the strategy of the winner got in
+the committed study. They start from the best configs of that study with the reduction exchanged;
+then random configs and neighbours of the best so far take turns. The fastest are timed in the same
+blocks as the winner. The file is written after each shape. Exit code: 1 where --seconds left shapes
+without times, 2 for bad input or without the GPU of the studies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import islice
+from math import inf
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.compare import TUNED  # noqa: E402
+from benchmarks.results import machine, write_json  # noqa: E402
+from generator.errors import NormforgeError  # noqa: E402
+from generator.evaluate.evaluator import Pool, Shortlisting  # noqa: E402
+from generator.kernels.compile_pool import CompilePool  # noqa: E402
+from generator.kernels.cubin_cache import compile_variant  # noqa: E402
+from generator.kernels.geometry import Config  # noqa: E402
+from generator.kernels.nvrtc import Compiled  # noqa: E402
+from generator.kernels.resource_gate import refuse  # noqa: E402
+from generator.kernels.strategies import (  # noqa: E402
+    REDUCTION_KNOBS,
+    determinism_class,
+    strategy_of,
+)
+from generator.kernels.variant import Variant, make_variant  # noqa: E402
+from generator.problem import load_problems  # noqa: E402
+from generator.space.legal_configs import LegalConfigs  # noqa: E402
+from generator.space.load import load_space  # noqa: E402
+from generator.studies.reader import Study, read_studies  # noqa: E402
+from generator.tuner.choose_device import choose_target  # noqa: E402
+
+BEST = 5
+"""Configs of which neighbours are tried."""
+FROM_STUDY = 1 / 3
+"""Of the trials: configs of the study with the reduction exchanged."""
+SIDE_BY_SIDE = 8
+"""Of the fastest configs of one reduction."""
+BLOCKS = 3
+
+
+class Climb:
+    """A search among the configs that sum over rows as `kind` does. ranked: configs of the study,
+    best first. Ask for a generation, then tell the times."""
+
+    def __init__(
+        self, legal: LegalConfigs, kind: Config, ranked: Sequence[Config], trials: int, rng: Random
+    ) -> None:
+        self.legal, self.rng, self.trials = legal, rng, trials
+        self.kind = {name: kind[name] for name in REDUCTION_KNOBS}
+        self.timed: list[tuple[float, Config]] = []
+        self.tried = 0
+        self._taken: set[Any] = set()
+        self._plan = self._configs(ranked)
+
+    def ask(self, count: int) -> list[Config]:
+        """The next configs, fewer at the end of the budget."""
+        found = list(islice(self._plan, min(count, self.trials - self.tried)))
+        self.tried += len(found)
+        return found
+
+    def tell(self, config: Config, ratio: float) -> None:
+        """ratio: of a config's time to the floor."""
+        self.timed.append((ratio, config))
+
+    def best(self, count: int) -> list[Config]:
+        """The fastest so far, fastest first."""
+        return [config for _, config in sorted(self.timed, key=lambda entry: entry[0])[:count]]
+
+    def _configs(self, ranked: Sequence[Config]) -> Iterator[Config]:
+        for config in ranked:
+            if len(self._taken) >= FROM_STUDY * self.trials:
+                break
+            yield from self._new(self._near({**config, **self.kind}))
+        space, problem, target = self.legal.space, self.legal.problem, self.legal.target
+        knobs = [knob for knob in space.knobs if knob.name not in REDUCTION_KNOBS]
+        for _ in range(20 * self.trials):  # an end where nothing is left
+            best = self.best(BEST)
+            if best and self.rng.random() < 0.5:
+                knob = self.rng.choice(knobs)
+                moved = {**self.rng.choice(best), knob.name: self.rng.choice(knob.values)}
+                yield from self._new(self._near(moved, knob.name))
+            else:
+                yield from self._new(space.sample(problem, target, self.rng, self.kind))
+
+    def _near(self, config: Config, *held: str) -> Config | None:
+        held = (*REDUCTION_KNOBS, *held)
+        return self.legal.nearest(config, self.rng, held=held, taken=self._taken)
+
+    def _new(self, config: Config | None) -> Iterator[Config]:
+        if config is not None and (key := self.legal.key(config)) not in self._taken:
+            self._taken.add(key)
+            yield config
+
+
+def compiled(
+    legal: LegalConfigs, pool: Pool, configs: Sequence[Config]
+) -> list[tuple[Variant, Compiled]]:
+    """Those of the configs that may run."""
+    variants = [make_variant(config, legal.problem) for config in configs]
+    futures = [pool.submit(variant) for variant in variants]
+    found: list[tuple[Variant, Compiled]] = []
+    for variant, future in zip(variants, futures, strict=True):
+        code = pool.result(variant, future)
+        if refuse(variant, code, legal.problem, legal.target) is None:
+            found.append((variant, code))
+    return found
+
+
+def overhead(
+    legal: LegalConfigs, pool: Pool, evaluator: Shortlisting, study: Study, seed: int
+) -> dict[str, Any]:
+    """One shape: the winner and the fastest of each free reduction, side by side."""
+    winner = study.winner
+    assert winner is not None
+    strategy = strategy_of(winner.config)
+    trials = sum(strategy_of(record.config) == strategy for record in study.records)
+    ranked = [dict(winner.config), *(record.config for record in study.ranked)]
+    kinds = [kind for kind in legal.reduction_kinds if determinism_class(kind) == "none"]
+    finalists: list[Config] = [winner.config]
+    tried = {}
+    for kind in kinds:
+        climb = Climb(legal, kind, ranked, trials, Random(f"{seed}/{legal.problem}"))
+        while configs := climb.ask(pool.processes):
+            for variant, code in compiled(legal, pool, configs):
+                result = evaluator.evaluate(legal.problem, variant, code, None)
+                if result.timed and result.ratio is not None:
+                    climb.tell(variant.config, result.ratio)
+        tried[str(strategy_of(kind))] = climb.tried
+        finalists += climb.best(SIDE_BY_SIDE)
+    entries = compiled(legal, pool, finalists)
+    blocks = [evaluator.shortlist(legal.problem, entries) for _ in range(BLOCKS)]
+    ratios = [median(values) for values in zip(*filter(None, blocks), strict=True)]
+    best: dict[str, float] = {}
+    for (variant, _), ratio in zip(entries, ratios, strict=False):
+        name = str(strategy_of(variant.config))
+        best[name] = min(ratio, best.get(name, inf))
+    return {
+        "shape": str(legal.problem),
+        "winner": str(strategy),
+        "trials_of_winner": trials,
+        "trials": tried,
+        "over_floor": {name: round(ratio, 4) for name, ratio in best.items()},
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--shapes", default=TUNED, help="as for tune.py")
+    found.add_argument("--studies", type=Path, default=ROOT / "generated" / "h200")
+    found.add_argument("--out", type=Path, required=True, help="the results file, .json")
+    found.add_argument("--seconds", type=float, default=inf, help="begin no shape after this")
+    found.add_argument("--seed", type=int, default=0)
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    args = parser().parse_args(argv)
+    try:
+        return run(args)
+    except NormforgeError as error:
+        print(f"determinism_overhead.py: {error}", file=sys.stderr)
+        return 2
+
+
+def run(args: argparse.Namespace) -> int:
+    problems = load_problems(args.shapes)
+    studies = {
+        study.problem: study
+        for study in read_studies(args.studies)
+        if study.evidence == "measured" and study.winner is not None
+    }
+    if lacking := [str(problem) for problem in problems if problem not in studies]:
+        raise NormforgeError(f"{args.studies} has no measured winner of {', '.join(lacking)}")
+    target, evaluator, sentence = choose_target(studies[problems[0]].gpu, 0)
+    if evaluator is None:
+        raise NormforgeError(f"the studies' GPU is needed: {sentence}")
+    began, rows = time.monotonic(), []
+    with closing(evaluator), CompilePool(target.arch, 14, compile=compile_variant) as pool:
+        for problem in problems:
+            if time.monotonic() - began > args.seconds:
+                break
+            legal = LegalConfigs(load_space(), problem, target)
+            rows.append(overhead(legal, pool, evaluator, studies[problem], args.seed))
+            print(rows[-1], file=sys.stderr, flush=True)
+            write_json(args.out, {"environment": machine(evaluator.facts), "rows": rows})
+    return 1 if len(rows) < len(problems) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

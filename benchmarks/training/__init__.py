@@ -1,0 +1,1 @@
+"""What a norm's speed is worth in a training step."""

@@ -1,0 +1,115 @@
+"""What a faster norm is worth in training: whole steps of transformer blocks, on one GPU.
+
+    python -m benchmarks.training --out benchmarks/results/training_h200.json --seconds 540
+
+A case is a model, a length of sequences, `eager`, `blocks` or `whole` (compiled block by block, or
+as one graph) and, if wanted, checkpointing: `llama3_8b,4096,eager`. It runs in --processes
+processes, one after another. In each, forward and backward of the same blocks run on the same
+weights with PyTorch's norm and with all others, in turns; the first steps do not count. Optimizer,
+embedding and head are left out. One contender is PyTorch's norm once more: it shows the noise.
+
+The results file is written after every process, and --resume goes on with it. Exit code: 0 when all
+cases were measured, 1 when --seconds left some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.peer import installed_version
+from benchmarks.results import machine, write_json
+from benchmarks.training.steps import BLOCKS, TOKENS, Case, measure
+
+CASES = (
+    "llama3_8b,4096,eager",
+    "qwen3_2b,4096,eager",
+    "llama3_8b,4096,blocks",
+    "qwen3_2b,4096,blocks",
+    "qwen3_2b,8192,eager",
+    "qwen3_2b,4096,eager,checkpoint",
+    "qwen3_2b,4096,whole",
+    "llama3_8b,8192,eager",
+)
+PACKAGES = ("triton", "liger-kernel", "quack-kernels")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(
+        prog="python -m benchmarks.training",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    found.add_argument("--out", type=Path, help="the results file, .json")
+    found.add_argument("--cases", default=";".join(CASES), help="separated by semicolons")
+    found.add_argument("--processes", type=int, default=3, help="of each case")
+    found.add_argument("--rounds", type=int, default=20, help="steps of each way in a process")
+    found.add_argument("--warmups", type=int, default=10, help="steps before, which do not count")
+    found.add_argument("--seconds", type=float, default=3600.0, help="begin no process after this")
+    found.add_argument("--resume", action="store_true", help="keep what --out has")
+    found.add_argument("--one", help=argparse.SUPPRESS)  # a case, in this process
+    found.add_argument("--with-bits", action="store_true", help=argparse.SUPPRESS)
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    asked = parser()
+    args = asked.parse_args(argv)
+    try:
+        cases = [Case.parse(text) for text in (args.one or args.cases).split(";")]
+    except ValueError as error:
+        asked.error(f"{error} is no case: MODEL,LENGTH,MODE[,checkpoint]")
+    if args.one:
+        print(json.dumps(measure(cases[0], args.rounds, args.warmups, args.with_bits)))
+        return 0
+    if args.out is None:
+        asked.error("--out is missing")
+    return run(cases, args)
+
+
+def run(cases: list[Case], args: argparse.Namespace) -> int:
+    """Measure what is missing; returns the exit code."""
+    until = time.monotonic() + args.seconds
+    document: dict[str, Any] = {"environment": environment(), "cases": {}}
+    if args.resume and args.out.exists():
+        document["cases"] = json.loads(args.out.read_text())["cases"]
+    left = 0
+    for case in cases:
+        found = document["cases"].setdefault(str(case), [])
+        for number in range(len(found), args.processes):
+            if time.monotonic() > until:
+                left += 1
+                continue
+            began = time.monotonic()
+            one = [sys.executable, "-m", "benchmarks.training", "--one", str(case)]
+            one += ["--rounds", str(args.rounds), "--warmups", str(args.warmups)]
+            done = subprocess.run(
+                one + ["--with-bits"] * (number == 0), capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                print(f"{case}: {done.stderr[-2000:]}", file=sys.stderr)
+                break
+            found.append(json.loads(done.stdout.splitlines()[-1]))
+            write_json(args.out, document)
+            print(f"{case}, process {number + 1}: {time.monotonic() - began:.0f} s", flush=True)
+    return 1 if left else 0
+
+
+def environment() -> dict[str, Any]:
+    """The GPU, the software and what all steps have in common."""
+    from generator.evaluate.gpu.session import Session
+
+    versions = {name: installed_version(name) for name in PACKAGES}
+    common = {"tokens": TOKENS, "blocks": BLOCKS, "dtype": "bf16"}
+    return {**machine(Session(0).facts), **versions, **common}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

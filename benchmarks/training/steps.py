@@ -1,0 +1,175 @@
+"""The steps of one case under every way, in turns, in one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.harness import sentence
+from benchmarks.training.model import MODELS, Norm, Weights, block, make_weights, rotation
+from benchmarks.training.ways import WAYS
+
+TOKENS = 16384
+BLOCKS = 2
+NORMS = re.compile("norm|GammaBeta|sum_partials|sum_groups", re.IGNORECASE)
+"""In the names of kernels that do nothing but a norm, of every library. A compiler fuses norms with
+what is around them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of models and settings. mode: `eager`, `blocks` (each compiled by itself) or `whole`
+    (all blocks in one graph); checkpointed: a block's activations are computed again for its
+    backward."""
+
+    model: str
+    length: int
+    mode: str
+    checkpointed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.model},{self.length},{self.mode}" + ",checkpoint" * self.checkpointed
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """`MODEL,LENGTH,MODE[,checkpoint]`. Raises ValueError."""
+        model, length, mode, *more = text.split(",")
+        if model not in MODELS or mode not in ("eager", "blocks", "whole"):
+            raise ValueError(text)
+        if more not in ([], ["checkpoint"]):
+            raise ValueError(text)
+        return cls(model, int(length), mode, bool(more))
+
+
+class Steps:
+    """Forward and backward of a case's blocks: of all ways on the same weights and inputs."""
+
+    def __init__(self, case: Case, device: torch.device, tokens: int = TOKENS) -> None:
+        torch.manual_seed(0)
+        self.case, self.widths = case, MODELS[case.model]
+        self.weights = [make_weights(self.widths, device) for _ in range(BLOCKS)]
+        shape = (tokens // case.length, case.length, self.widths.hidden)
+        self.x = torch.randn(shape, device=device).to(torch.bfloat16).requires_grad_()
+        self.dy = torch.randn(shape, device=device).to(torch.bfloat16)
+        self.rotation = rotation(case.length, self.widths.head, device)
+        self.calls: dict[str, Callable[[], None]] = {}
+        self.reasons: dict[str, str] = {}
+        for name, way in WAYS.items():
+            if case.mode in way.modes:
+                try:
+                    self.calls[name] = self._step(name)
+                    self.calls[name]()
+                    if device.type == "cuda":
+                        torch.cuda.synchronize()
+                except Exception as error:
+                    self.calls.pop(name, None)
+                    self.reasons[name] = sentence(error)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Of everything, by the last step."""
+        tensors = [self.x, *(w for weights in self.weights for w in weights.values())]
+        return [tensor.grad for tensor in tensors if tensor.grad is not None]
+
+    def _forget(self) -> None:
+        self.x.grad = None
+        for weights in self.weights:
+            for weight in weights.values():
+                weight.grad = None
+
+    def _step(self, name: str) -> Callable[[], None]:
+        way = WAYS[name].load()
+
+        def compiled(function: Any) -> Any:
+            # Without the whole graph, what cannot be compiled would be timed as if it were.
+            return torch.compile(function, backend=way.backend or "inductor", fullgraph=True)
+
+        model = self._model(way.norm, compiled if self.case.mode == "blocks" else None)
+        if self.case.mode == "whole":
+            model = compiled(model)
+
+        def step() -> None:
+            self._forget()
+            with way.inside():
+                model(self.x, self.weights).backward(self.dy)
+
+        return step
+
+    def _model(
+        self, norm: Norm, compiled: Callable[[Any], Any] | None
+    ) -> Callable[[torch.Tensor, list[Weights]], torch.Tensor]:
+        cos, sin = self.rotation
+
+        def one(x: torch.Tensor, weights: Weights) -> torch.Tensor:
+            return block(x, weights, cos, sin, widths=self.widths, norm=norm)
+
+        if compiled is not None:
+            one = compiled(one)
+
+        def model(x: torch.Tensor, blocks: list[Weights]) -> torch.Tensor:
+            for weights in blocks:
+                if self.case.checkpointed:
+                    x = checkpoint(one, x, weights, use_reentrant=False)
+                else:
+                    x = one(x, weights)
+            return x
+
+        return model
+
+    def time(self, rounds: int, warmups: int) -> dict[str, list[float]]:
+        """Milliseconds of every step. All ways take turns, in another order every round."""
+        names = list(self.calls)
+        found: dict[str, list[float]] = {name: [] for name in names}
+        for number in range(warmups + rounds):
+            shift = number % len(names)
+            events = {}
+            for name in names[shift:] + names[:shift]:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                self.calls[name]()
+                end.record()
+                events[name] = start, end
+            torch.cuda.synchronize()
+            if number >= warmups:
+                for name, (start, end) in events.items():
+                    found[name].append(start.elapsed_time(end))
+        return found
+
+    def repeats_bits(self, name: str, runs: int = 3) -> bool:
+        """Whether all gradients have the same bits in every run, with deterministic attention."""
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            self.calls[name]()
+            first = [gradient.clone() for gradient in self.gradients()]
+            for _ in range(runs - 1):
+                self.calls[name]()
+                if not all(map(torch.equal, first, self.gradients())):
+                    return False
+            return True
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def norm_ms(self, name: str) -> float:
+        """Milliseconds that kernels of norms take in a step."""
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            self.calls[name]()
+            torch.cuda.synchronize()
+        events = profiler.key_averages()
+        return sum(e.self_device_time_total for e in events if NORMS.search(e.key)) / 1e3
+
+
+def measure(case: Case, rounds: int, warmups: int, with_bits: bool) -> dict[str, Any]:
+    """What one process finds out about a case: milliseconds of every step by way; with_bits:
+    whether bits repeat and, of eager steps, what norms take; and why ways are missing."""
+    steps = Steps(case, torch.device("cuda"))
+    found: dict[str, Any] = {"ms": steps.time(rounds, warmups), "missing": steps.reasons}
+    if with_bits:
+        found["repeats_bits"] = {name: steps.repeats_bits(name) for name in steps.calls}
+        if case.mode == "eager":
+            found["norm_ms"] = {name: steps.norm_ms(name) for name in steps.calls}
+    return found

@@ -1,0 +1,103 @@
+"""benchmarks/training: every way to compute the norms gives the same step, and cases are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmarks.training import __main__ as command
+from benchmarks.training import model, ways
+from benchmarks.training.steps import NORMS, Case, Steps
+from benchmarks.training.ways import BASELINE, Named, Way
+
+CPU = torch.device("cpu")
+SMALL = model.Widths("small", 128, 4, 2, 256, head_norm=True, head=32)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(model.MODELS, "small", SMALL)
+    monkeypatch.setenv("NORMFORGE_GPU", "h200")
+    yield
+
+
+def steps(case: str) -> Steps:
+    return Steps(Case.parse(case), CPU, tokens=64)
+
+
+@pytest.mark.parametrize("case", ["small,32,eager", "small,32,eager,checkpoint"])
+def test_gradients_of_all_ways_agree(case: str) -> None:
+    found = steps(case)
+    assert {BASELINE, "rms_norm", "install", "batch_invariant"} <= found.calls.keys()
+    assert found.calls.keys().isdisjoint(found.reasons)
+    found.calls[BASELINE]()
+    expected = [gradient.clone() for gradient in found.gradients()]
+    assert len(expected) == 1 + 2 * len(found.weights[0])
+    for call in found.calls.values():
+        call()
+        for gradient, reference in zip(found.gradients(), expected, strict=True):
+            distance = (gradient.float() - reference.float()).norm()
+            assert distance < 0.02 * reference.float().norm()
+
+
+def test_a_block_normalises_queries_and_keys_only_where_the_model_does() -> None:
+    asked: list[int] = []
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        asked.append(weight.shape[0])
+        return ways.pytorch_norm(x, weight)
+
+    plain = model.Widths("plain", 128, 4, 2, 256, head=32)
+    for widths, expected in ((SMALL, [128, 32, 32, 128]), (plain, [128, 128])):
+        weights = model.make_weights(widths, CPU)
+        x = torch.randn(2, 16, 128, dtype=torch.bfloat16)
+        y = model.block(x, weights, *model.rotation(16, 32, CPU), widths=widths, norm=norm)
+        assert y.shape == x.shape and y.isfinite().all()
+        assert asked == expected
+        asked.clear()
+
+
+def test_bits_that_change_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noisy(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return ways.pytorch_norm(x, weight) * (1 + 0.1 * torch.rand(()))
+
+    monkeypatch.setitem(ways.WAYS, "noisy", Named("noisy", lambda: Way(noisy)))
+    found = steps("small,32,eager")
+    assert found.repeats_bits(BASELINE)
+    assert not found.repeats_bits("noisy")
+
+
+def test_a_way_that_fails_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Way:
+        raise ImportError("planted")
+
+    monkeypatch.setitem(ways.WAYS, "absent", Named("absent", refuse))
+    found = steps("small,32,eager")
+    assert "absent" not in found.calls
+    assert "planted" in found.reasons["absent"]
+
+
+def test_cases_are_read_and_written_alike() -> None:
+    for text in command.CASES:
+        assert str(Case.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["llama", "small,32", "small,x,eager", "small,32,fast", "a,b,c,d"])
+def test_other_cases_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--cases", text, "--out", "unused.json"])
+    assert ended.value.code == 2
+    assert "MODEL,LENGTH,MODE" in capsys.readouterr().err
+
+
+def test_kernels_of_norms_are_known_by_name() -> None:
+    names = (
+        *("rmsnorm_backward", "sum_partials", "rmsnorm_forward", "_rms_norm_backward_kernel"),
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel",
+        "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate",
+        "kernel_cutlass_kernel_quackrmsnormRMSNormBackward_object_at__tensorptr",
+    )
+    assert all(NORMS.search(name) for name in names)
+    assert not NORMS.search("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT")
