@@ -3,6 +3,7 @@ that cuDNN's heuristics offer for it."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -13,6 +14,9 @@ from benchmarks.peers.peer import TUNER_ROUNDS, Bind, Gradients
 from generator.evaluate.gpu.timer import Timer
 from generator.operations.rmsnorm_backward import Inputs
 
+PLAN_SECONDS = 15.0
+"""For building the plans of a shape, which may take seconds each; no further one is built then."""
+
 
 def cudnn_version() -> str:
     """Of the library that the frontend has loaded."""
@@ -22,11 +26,11 @@ def cudnn_version() -> str:
 
 
 class CudnnGraph:
-    """One backward on given inputs. plans: how many the heuristics offer, the best guess first.
-    Raises what cuDNN raises for a shape or dtype that it does not serve."""
+    """One backward for the shapes and dtypes of `inputs`. plans: how many the heuristics offer, the
+    best guess first. Raises what cuDNN raises for a shape or dtype that it does not serve."""
 
     def __init__(self, cudnn: Any, handle: Any, inputs: Inputs) -> None:
-        self.cudnn, self.handle, self.inputs = cudnn, handle, inputs
+        self.cudnn, self.handle = cudnn, handle
         real = cudnn.data_type.FLOAT
         self.graph = cudnn.pygraph(
             handle=handle,
@@ -35,28 +39,26 @@ class CudnnGraph:
             compute_data_type=real,
         )
         M, N = inputs.x.shape
-        given = {
+        self.given = {
             "grad": self._tensor(inputs.dy, M, N),
             "input": self._tensor(inputs.x, M, N),
             "scale": self._tensor(inputs.weight, 1, N),
             "inv_variance": self._tensor(inputs.rstd, M, 1),
         }
-        buffers = [inputs.dy, inputs.x, inputs.weight, inputs.rstd]
         if inputs.mean is None:
-            outputs = self.graph.rmsnorm_backward(**given, has_dbias=False)[:2]
+            outputs = self.graph.rmsnorm_backward(**self.given, has_dbias=False)[:2]
         else:
-            given["mean"] = self._tensor(inputs.mean, M, 1)
-            buffers.append(inputs.mean)
-            outputs = self.graph.layernorm_backward(**given)
-        self.buffers = dict(zip(given.values(), buffers, strict=True))
-        self.outputs = dict(zip(outputs, (inputs.x, inputs.weight, inputs.weight), strict=False))
-        for output, like in self.outputs.items():
+            self.given["mean"] = self._tensor(inputs.mean, M, 1)
+            outputs = self.graph.layernorm_backward(**self.given)
+        self.outputs = list(outputs)
+        for output, like in zip(outputs, (inputs.x, inputs.weight, inputs.weight), strict=False):
             output.set_output(True).set_data_type(self._dtype(like))
         self.graph.validate()
         self.graph.build_operation_graph()
         modes = cudnn.heur_mode
         self.graph.create_execution_plans([modes.A, modes.B, modes.FALLBACK])
         self.plans = int(self.graph.get_execution_plan_count())
+        self._built: set[int] = set()
 
     def _dtype(self, tensor: torch.Tensor) -> Any:
         types = self.cudnn.data_type
@@ -70,20 +72,27 @@ class CudnnGraph:
         shape, strides = [rows, columns, 1, 1], [columns, 1, columns, columns]
         return self.graph.tensor(dim=shape, stride=strides, data_type=self._dtype(tensor))
 
-    def call(self, plan: int) -> Callable[[], Gradients]:
+    def call(self, plan: int, inputs: Inputs) -> Callable[[], Gradients]:
         """The operation by one of the plans, on the stream that is current when it is called."""
-        self.graph.build_plan_at_index(plan)
+        if plan not in self._built:
+            self.graph.build_plan_at_index(plan)
+            self._built.add(plan)
         size = self.graph.get_workspace_size_plan_at_index(plan)
-        device = self.inputs.x.device
+        device = inputs.x.device
         workspace = torch.empty(max(1, size), dtype=torch.uint8, device=device)
+        # In the order of the arguments and results of the graph.
+        buffers = [inputs.dy, inputs.x, inputs.weight, inputs.rstd]
+        buffers += [] if inputs.mean is None else [inputs.mean]
+        given = dict(zip(self.given.values(), buffers, strict=True))
+        like = (inputs.x, inputs.weight, inputs.weight)
 
         def backward() -> Gradients:
-            made = {output: torch.empty_like(like) for output, like in self.outputs.items()}
+            made = [torch.empty_like(one) for one, _ in zip(like, self.outputs, strict=False)]
             stream = torch.cuda.current_stream(device).cuda_stream
             self.cudnn.set_stream(self.handle, stream)
-            pack = {**self.buffers, **made}
+            pack = given | dict(zip(self.outputs, made, strict=True))
             self.graph.execute_plan_at_index(pack, workspace, plan, self.handle)
-            return tuple(made.values())
+            return tuple(made)
 
         return backward
 
@@ -102,25 +111,29 @@ def _bind(timer: Timer | None) -> Bind:
     import cudnn
 
     handle = cudnn.create_handle()
-    chosen: dict[tuple[Any, ...], int] = {}
+    chosen: dict[tuple[Any, ...], tuple[CudnnGraph, int]] = {}
 
     def bind(inputs: Inputs) -> Callable[[], Gradients]:
-        graph = CudnnGraph(cudnn, handle, inputs)
         kind = (*inputs.x.shape, inputs.x.dtype, inputs.weight.dtype)
         if kind not in chosen:
-            chosen[kind] = choose_plan(graph, timer)
-        return graph.call(chosen[kind])
+            graph = CudnnGraph(cudnn, handle, inputs)
+            chosen[kind] = graph, choose_plan(graph, inputs, timer)
+        graph, plan = chosen[kind]
+        return graph.call(plan, inputs)
 
     return bind
 
 
-def choose_plan(graph: CudnnGraph, timer: Timer | None) -> int:
+def choose_plan(graph: CudnnGraph, inputs: Inputs, timer: Timer | None) -> int:
     """The first plan that can be built, with a timer the fastest. Raises RuntimeError for none."""
     calls: dict[int, Callable[[], Gradients]] = {}
     failure: Exception | None = None
+    until = time.monotonic() + PLAN_SECONDS
     for plan in range(graph.plans):
+        if calls and time.monotonic() > until:
+            break
         try:
-            call = graph.call(plan)
+            call = graph.call(plan, inputs)
             if timer is None:
                 return plan
             call()

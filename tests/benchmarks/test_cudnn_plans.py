@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.peers import cudnn_plans
 from benchmarks.peers.cudnn_plans import cudnn_best, cudnn_heuristic, cudnn_version
 from generator.operations import OPERATIONS
 from generator.problem import Problem
@@ -80,6 +81,7 @@ class FakeGraph:
         if index == 1:
             raise RuntimeError("launch failed")
         self.ran.append(index)
+        self.packed = pack
         for output in self.outputs:
             pack[output].fill_(index)
 
@@ -149,8 +151,19 @@ def test_the_fastest_plan_runs_on_all_inputs_of_a_shape(
         assert graph.given[name].said == said
     assert [output.said["data_type"] for output in graph.outputs] == ["bf16", *["fp32"] * sums]
 
-    bind(inputs_of(shape))()
-    assert FakeGraph.made[1].built == [3]
+    other = inputs_of(shape)
+    assert float(bind(other)()[0][0, 0]) == 3.0
+    assert len(FakeGraph.made) == 1
+    assert graph.built == [1, 2, 3]
+    assert graph.packed[graph.given["input"]] is other.x
+    assert graph.packed[graph.given["grad"]] is other.dy
+
+
+def test_no_plan_is_built_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn_plans, "PLAN_SECONDS", -1.0)
+    bind = cudnn_best(SlowestFirst())  # type: ignore[arg-type]
+    assert float(bind(inputs_of("16x64:bf16"))()[0][0, 0]) == 2.0
+    assert FakeGraph.made[0].built == [1, 2]
 
 
 def test_the_first_plan_is_the_first_that_can_be_built() -> None:
