@@ -168,7 +168,7 @@ def _against_peers(
     if not faster:
         return [
             Goal(text, limit, "not measured", None)
-            for text, limit in zip(texts, ("≥ 1.00", "≥ 1.30"), strict=True)
+            for text, limit in zip(texts, ("≥ 1.00", "≥ 1.15"), strict=True)
         ]
     least = min(faster, key=lambda problem: faster[problem])
     mean = 0.0 if faster[least] == 0 else geometric_mean(faster.values())
@@ -179,5 +179,5 @@ def _against_peers(
             f"{faster[least]:.3f} at worst ({least})",
             _verdict(faster[least] >= 1, [*faster], every),
         ),
-        Goal(texts[1], "≥ 1.30", f"{mean:.3f}", _verdict(mean >= 1.3, [*faster], every)),
+        Goal(texts[1], "≥ 1.15", f"{mean:.3f}", _verdict(mean >= 1.15, [*faster], every)),
     ]

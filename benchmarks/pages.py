@@ -17,12 +17,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.comparison_pages import COMPARISON_BLOCKS, comparison, overheads
 from benchmarks.goals import geometric_mean, goals
 from benchmarks.method_pages import METHOD_BLOCKS
-from benchmarks.page_text import RESULTS, read, table
+from benchmarks.page_text import read, table
 from generator.paths import REPOSITORY
 from generator.problem import Problem, load_problems
-from generator.report.peers import Comparison
 
 BLOCK = re.compile(r"(<!-- numbers: (\w+) -->\n).*?(<!-- end of numbers -->)", re.S)
 
@@ -37,42 +37,11 @@ def updated(page: str) -> str:
     return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", page)
 
 
-def comparison(name: str = "h200") -> Comparison:
-    """Ours and its peers in one run."""
-    found = Comparison.load(RESULTS / f"{name}.json")
-    assert found is not None
-    return found
-
-
 def _shapes(gpu: str = "h200") -> list[Any]:
     return list(json.loads((REPOSITORY / "generated" / gpu / "results.json").read_text())["shapes"])
 
 
 # ---- README --------------------------------------------------------------------------------------
-
-
-def peers() -> str:
-    """Every implementation over the floor, and the peers over ours."""
-    found = comparison()
-    shapes = len(found.rows)
-    rows = [("**Normforge**", f"**{found.ours:.2f}**", "")]
-    rows += [
-        (f"{peer.title} {peer.version}", f"{peer.over_floor:.2f}", f"{peer.over_ours:.2f}")
-        for peer in found.standings
-        if peer.shapes == shapes
-    ]
-    header = ["", "time over the floor, geometric mean", "its time over Normforge's"]
-    least, where = found.least
-    sentences = [
-        f"No peer is faster at any of the {shapes} shapes."
-        f" The closest takes {100 * (least - 1):.0f} % longer, at {where}."
-    ]
-    sentences += [
-        f"{peer.title} ran at {peer.shapes} of them and takes {peer.over_ours:.2f} times as long."
-        for peer in found.standings
-        if peer.shapes < shapes
-    ]
-    return "\n".join((table(header, rows), "", *sentences))
 
 
 def gpus() -> str:
@@ -105,21 +74,11 @@ def goal_table() -> str:
         (goal.text, goal.limit, goal.reached if goal.met else f"**missed**: {goal.reached}")
         for goal in goals(read("h200")["rows"])
     ]
-    compared = {str(problem) for problem in load_problems("compare")}
-    costs = {
-        shape["shape"]: cost
-        for shape in _shapes()
-        if (cost := shape.get("overhead_of_determinism")) and shape["shape"] in compared
-    }
+    costs = overheads()
     worst = max(costs, key=lambda shape: costs[shape])
-    found.append(
-        (
-            "overhead of determinism, geometric mean of the finals",
-            "≤ 1.01",
-            f"{geometric_mean(costs.values()):.3f} ({len(costs)} shapes;"
-            f" {costs[worst]:.3f} at worst, {worst})",
-        )
-    )
+    mean = geometric_mean(costs.values())
+    reached = f"{mean:.3f} ({len(costs)} shapes; {costs[worst]:.3f} at worst, {worst})"
+    found.append(("overhead of determinism, geometric mean", "≤ 1.01", reached))
     return table(["goal", "limit", "reached"], found)
 
 
@@ -332,53 +291,7 @@ def dw_precision() -> str:
     )
 
 
-# ---- layernorm.md --------------------------------------------------------------------------------
-
-
-def layernorm() -> str:
-    """Ours and its peers at the shapes that are tuned, in one run."""
-    found = comparison("layernorm_h200")
-    lines = [("**Normforge**", f"**{found.ours:.2f}**", "", "")]
-    for peer in found.standings:
-        least = min(row["peers"][peer.name]["us"] / row["ours_us"] for row in found.rows)
-        lines.append(
-            (peer.title, f"{peer.over_floor:.2f}", f"{peer.over_ours:.2f}", f"{least:.3f}")
-        )
-    header = ["", "time over the floor", "its time over Normforge's", "least"]
-    worst = max(
-        row[f"ours_error_{what}"] / row["peers"]["aten"][f"error_{what}"]
-        for row in found.rows
-        for what in ("dx", "dw")
-    )
-    said = (
-        f"{len(found.rows)} shapes, geometric means. The error of dx, dgamma and dbeta is at most"
-        f" {worst:.3f} times that of ATen's kernel."
-    )
-    return "\n".join((table(header, lines), "", said))
-
-
-def cudnn() -> str:
-    """The best of all of cuDNN's plans beside ours, for both operations."""
-    lines = []
-    for title, name in (("RMSNorm", "cudnn_h200"), ("LayerNorm", "cudnn_layernorm_h200")):
-        found = comparison(name)
-        best = [
-            min(row["peers"][p]["us"] for p in ("cudnn", "cudnn_heuristic")) for row in found.rows
-        ]
-        over = {
-            key: geometric_mean(us / row[key] for us, row in zip(best, found.rows, strict=True))
-            for key in ("add_us", "ours_us")
-        }
-        least, where = found.least
-        means = (f"{over['add_us']:.2f}", f"{over['ours_us']:.2f}")
-        lines.append((title, str(len(found.rows)), *means, f"{least:.2f} ({where})"))
-    return table(["", "shapes", "over the floor", "over Normforge's", "least"], lines)
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
-    "layernorm": layernorm,
-    "cudnn": cudnn,
-    "peers": peers,
     "gpus": gpus,
     "goals": goal_table,
     "headlines": headlines,
@@ -393,6 +306,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "errors": errors,
     "errors_in_executor": errors_in_executor,
     "dw_precision": dw_precision,
+    **COMPARISON_BLOCKS,
     **METHOD_BLOCKS,
 }
 

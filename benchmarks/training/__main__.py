@@ -8,14 +8,16 @@ processes, one after another. In each, forward and backward of the same blocks r
 weights with PyTorch's norm and with all others, in turns; the first steps do not count. Optimizer,
 embedding and head are left out. One contender is PyTorch's norm once more: it shows the noise.
 
-The results file is written after every process, and --resume goes on with it. Exit code: 0 when all
-cases were measured, 1 when --seconds left some.
+The results file is written after every process, and --resume goes on with it. A plot (.svg) comes
+beside it; --render only draws that, and needs no GPU. Exit code: 0 when all cases were measured, 1
+when --seconds left some or one failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -25,6 +27,7 @@ from typing import Any
 from benchmarks.peers.peer import installed_version
 from benchmarks.results import machine, write_json
 from benchmarks.training.steps import BLOCKS, TOKENS, Case, measure
+from benchmarks.training.summary import plot
 
 CASES = (
     "llama3_8b,4096,eager",
@@ -36,6 +39,8 @@ CASES = (
     "qwen3_2b,4096,whole",
     "llama3_8b,8192,eager",
 )
+ENVIRONMENT = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Of the processes: with it cuBLAS repeats its bits, which deterministic algorithms ask for."""
 PACKAGES = ("triton", "liger-kernel", "quack-kernels")
 
 
@@ -53,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--warmups", type=int, default=10, help="steps before, which do not count")
     found.add_argument("--seconds", type=float, default=3600.0, help="begin no process after this")
     found.add_argument("--resume", action="store_true", help="keep what --out has")
+    found.add_argument("--render", action="store_true", help="only draw the plot of --out")
     found.add_argument("--one", help=argparse.SUPPRESS)  # a case, in this process
     found.add_argument("--with-bits", action="store_true", help=argparse.SUPPRESS)
     return found
@@ -71,7 +77,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.out is None:
         asked.error("--out is missing")
-    return run(cases, args)
+    code = 0 if args.render else run(cases, args)
+    if said := plot(json.loads(args.out.read_text()), args.out.with_suffix(".svg")):
+        print(said, file=sys.stderr)
+    return code
 
 
 def run(cases: list[Case], args: argparse.Namespace) -> int:
@@ -90,11 +99,11 @@ def run(cases: list[Case], args: argparse.Namespace) -> int:
             began = time.monotonic()
             one = [sys.executable, "-m", "benchmarks.training", "--one", str(case)]
             one += ["--rounds", str(args.rounds), "--warmups", str(args.warmups)]
-            done = subprocess.run(
-                one + ["--with-bits"] * (number == 0), capture_output=True, text=True, check=False
-            )
+            one += ["--with-bits"] * (number == 0)
+            done = subprocess.run(one, capture_output=True, text=True, check=False, env=ENVIRONMENT)
             if done.returncode:
                 print(f"{case}: {done.stderr[-2000:]}", file=sys.stderr)
+                left += 1
                 break
             found.append(json.loads(done.stdout.splitlines()[-1]))
             write_json(args.out, document)

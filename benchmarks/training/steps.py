@@ -51,6 +51,8 @@ class Steps:
     """Forward and backward of a case's blocks: of all ways on the same weights and inputs."""
 
     def __init__(self, case: Case, device: torch.device, tokens: int = TOKENS) -> None:
+        # Every way compiles the same function, with and without deterministic algorithms.
+        torch._dynamo.config.recompile_limit = 4 * len(WAYS)
         torch.manual_seed(0)
         self.case, self.widths = case, MODELS[case.model]
         self.weights = [make_weights(self.widths, device) for _ in range(BLOCKS)]
@@ -141,8 +143,9 @@ class Steps:
         return found
 
     def repeats_bits(self, name: str, runs: int = 3) -> bool:
-        """Whether all gradients have the same bits in every run, with deterministic attention."""
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        """Whether all gradients have the same bits in every run. Attention is deterministic then:
+        with warn_only it would stay as it is."""
+        torch.use_deterministic_algorithms(True)
         try:
             self.calls[name]()
             first = [gradient.clone() for gradient in self.gradients()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from benchmarks.training import __main__ as command
 from benchmarks.training import model, ways
 from benchmarks.training.steps import NORMS, Case, Steps
+from benchmarks.training.summary import Gain, cases
 from benchmarks.training.ways import BASELINE, Named, Way
 
 CPU = torch.device("cpu")
@@ -101,3 +103,22 @@ def test_kernels_of_norms_are_known_by_name() -> None:
     )
     assert all(NORMS.search(name) for name in names)
     assert not NORMS.search("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT")
+
+
+@pytest.mark.parametrize(("n", "low", "high"), [(5, 1, 5), (10, 2, 9), (20, 6, 15), (60, 22, 39)])
+def test_intervals_of_a_median_are_those_of_the_textbooks(n: int, low: int, high: int) -> None:
+    values = [float(rank) for rank in range(1, n + 1)]
+    Random(0).shuffle(values)
+    assert Gain.of(values) == Gain((n + 1) / 2, float(low), float(high))
+
+
+def test_gains_are_of_pairs_of_one_round() -> None:
+    runs = [
+        {"ms": {BASELINE: [10.0, 20.0], "rms_norm": [5.0, 10.0]}, "norm_ms": {BASELINE: 3.0}},
+        {"ms": {BASELINE: [30.0], "rms_norm": [15.0], "quack": [10.0]}},
+    ]
+    document = {"cases": {"llama3_8b,4096,eager": runs, "qwen3_2b,4096,eager": []}}
+    (found,) = cases(document)
+    assert found.title == "Llama 3 8B, sequences of 4096, eager"
+    assert found.gains == {"quack": Gain(3.0, 3.0, 3.0), "rms_norm": Gain(2.0, 2.0, 2.0)}
+    assert (found.baseline_ms, found.norm_ms(BASELINE), found.norm_ms("quack")) == (20.0, 3.0, None)

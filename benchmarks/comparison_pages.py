@@ -1,0 +1,184 @@
+"""Measured numbers about ours beside other implementations: blocks for benchmarks.pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.goals import geometric_mean
+from benchmarks.page_text import RESULTS, read, table
+from benchmarks.training.summary import cases
+from benchmarks.training.ways import BASELINE, WAYS
+from generator.report.peers import Comparison
+
+
+def comparison(name: str = "h200") -> Comparison:
+    """Ours and its peers in one run."""
+    found = Comparison.load(RESULTS / f"{name}.json")
+    assert found is not None
+    return found
+
+
+def peers() -> str:
+    """Every implementation over the floor, and the peers over ours."""
+    found = comparison()
+    rows = [("**Normforge**", f"**{found.ours:.2f}**", "")]
+    rows += [
+        (f"{peer.title} {peer.version}", f"{peer.over_floor:.2f}", f"{peer.over_ours:.2f}")
+        for peer in found.standings
+    ]
+    header = ["", "time over the floor, geometric mean", "its time over Normforge's"]
+    least, where = found.least
+    said = (
+        f"No peer is faster at any of the {len(found.rows)} shapes."
+        f" The closest takes {100 * (least - 1):.0f} % longer, at {where}."
+    )
+    return "\n".join((table(header, rows), "", said))
+
+
+def tuned_peers() -> str:
+    """Peers with the best that their own tuners find, at a few shapes, beside their defaults."""
+    found = comparison("tuned_peers_h200")
+    standings = {peer.name: peer for peer in found.standings}
+    lines = [
+        (
+            f"{standings[tuned].title} {standings[tuned].version}",
+            f"{standings[tuned].over_floor:.2f}",
+            f"{standings[tuned].over_ours:.2f}",
+            f"{standings[default].over_ours:.2f}",
+        )
+        for default, tuned in (("quack", "quack_tuned"), ("inductor", "inductor_max"))
+    ]
+    header = ["", "time over the floor", "over Normforge's", "with its defaults"]
+    return table([f"{len(found.rows)} shapes", *header[1:]], lines)
+
+
+def layernorm() -> str:
+    """Ours and its peers at the shapes that are tuned, in one run."""
+    found = comparison("layernorm_h200")
+    lines = [("**Normforge**", f"**{found.ours:.2f}**", "", "")]
+    for peer in found.standings:
+        least = min(row["peers"][peer.name]["us"] / row["ours_us"] for row in found.rows)
+        lines.append(
+            (peer.title, f"{peer.over_floor:.2f}", f"{peer.over_ours:.2f}", f"{least:.3f}")
+        )
+    header = ["", "time over the floor", "its time over Normforge's", "least"]
+    worst = max(
+        row[f"ours_error_{what}"] / row["peers"]["aten"][f"error_{what}"]
+        for row in found.rows
+        for what in ("dx", "dw")
+    )
+    said = (
+        f"{len(found.rows)} shapes, geometric means. The error of dx, dgamma and dbeta is at most"
+        f" {worst:.3f} times that of ATen's kernel."
+    )
+    return "\n".join((table(header, lines), "", said))
+
+
+def cudnn() -> str:
+    """The best of all of cuDNN's plans for LayerNorm beside ours."""
+    found = comparison("cudnn_layernorm_h200")
+    best = [min(row["peers"][p]["us"] for p in ("cudnn", "cudnn_heuristic")) for row in found.rows]
+    over = {
+        key: geometric_mean(us / row[key] for us, row in zip(best, found.rows, strict=True))
+        for key in ("add_us", "ours_us")
+    }
+    least, where = found.least
+    return (
+        f"At {len(found.rows)} small shapes the best of cuDNN's plans takes"
+        f" {over['add_us']:.2f} times the floor and {over['ours_us']:.2f} times as\nlong as"
+        f" Normforge's kernels, at least {least:.2f} times ({where})."
+    )
+
+
+def _fastest_free(row: Any) -> tuple[str, float]:
+    """The fastest reduction that is not deterministic, and its time over the floor."""
+    free = {name: over for name, over in row["over_floor"].items() if name != row["winner"]}
+    return min(free.items(), key=lambda entry: entry[1])
+
+
+def overheads() -> dict[str, float]:
+    """Time of the winner over that of the fastest sum in any order, by shape."""
+    return {
+        row["shape"]: row["over_floor"][row["winner"]] / _fastest_free(row)[1]
+        for row in read("determinism_overhead_h200")["rows"]
+    }
+
+
+def overhead() -> str:
+    """Winners beside sums in any order, with as many trials."""
+    costs = overheads()
+    lines: list[tuple[str, ...]] = []
+    for row in read("determinism_overhead_h200")["rows"]:
+        shape, winner, trials = row["shape"], row["winner"], str(row["trials_of_winner"])
+        free, over = _fastest_free(row)
+        own = f"{row['over_floor'][winner]:.3f}"
+        lines.append((shape, trials, winner, own, free, f"{over:.3f}", f"{costs[shape]:.3f}"))
+    mean = geometric_mean(costs.values())
+    lines.append(("**geometric mean**", *[""] * 5, f"**{mean:.3f}**"))
+    header = ["shape", "trials", "winner", "over the floor", "fastest without order"]
+    return table([*header, "over the floor", "overhead"], lines)
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+
+def training() -> str:
+    """Steps with other norms than PyTorch's: how many more a second."""
+    document = read("training_h200")
+    tokens = document["environment"]["tokens"]
+    names = [name for name in WAYS if name != BASELINE]
+    lines = [
+        (
+            each.title,
+            f"{each.baseline_ms:.1f} ms ({tokens / each.baseline_ms:,.0f})",
+            *(str(each.gains[name]) if name in each.gains else "" for name in names),
+        )
+        for each in cases(document)
+    ]
+    titles = [WAYS[name].title for name in names]
+    return table(["", "PyTorch (tokens per ms)", *titles], lines)
+
+
+def training_norms() -> str:
+    """Milliseconds of norms in a step."""
+    document = read("training_h200")
+    eager = [each for each in cases(document) if each.norm_ms(BASELINE)]
+    names = [name for name in WAYS if any(each.norm_ms(name) for each in eager)]
+    names.remove("again")
+    lines = [
+        (
+            each.title,
+            *(f"{ms:.2f}" if (ms := each.norm_ms(name)) else "" for name in names),
+        )
+        for each in eager
+    ]
+    return table(["ms of a step", *(WAYS[name].title for name in names)], lines)
+
+
+def training_gain() -> str:
+    """The gains that a reader of the README wants to know first."""
+    found = {str(each.case): each.gains["rms_norm"] for each in cases(read("training_h200"))}
+
+    def gain(case: str) -> str:
+        return f"{100 * (found[case].median - 1):.1f} %"
+
+    return (
+        "What that is worth in training depends on the share of norms in a step. Blocks of Qwen 3"
+        " 1.7B, which\nnormalise queries and keys too, run"
+        f" {gain('qwen3_2b,4096,eager')} faster than with PyTorch's norm in eager code, and"
+        f" {gain('qwen3_2b,4096,blocks')}\nfaster where both are compiled. In Llama 3 8B norms"
+        " take about 1 % of a step, and the gain is within the noise."
+    )
+
+
+COMPARISON_BLOCKS: dict[str, Callable[[], str]] = {
+    "peers": peers,
+    "tuned_peers": tuned_peers,
+    "layernorm": layernorm,
+    "cudnn": cudnn,
+    "overhead": overhead,
+    "training": training,
+    "training_norms": training_norms,
+    "training_gain": training_gain,
+}
