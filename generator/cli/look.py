@@ -14,9 +14,9 @@ from generator.errors import NormforgeError
 from generator.paths import GENERATED
 from generator.problem import RMSNORM_BACKWARD, SUMS, Problem
 from generator.report.answer import ask_package, document, render_answer
+from generator.report.collect import summaries
 from generator.report.explain import Explanation, parse_config
 from generator.report.page import render_page
-from generator.report.summary import summaries
 from generator.report.text import render_text
 from generator.space.load import load_space, space_file
 from generator.studies.reader import Study, read_studies, shown
@@ -24,7 +24,8 @@ from generator.target import find_target
 
 
 def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study], str]:
-    """The studies that the options name, and where they are, without a password."""
+    """The studies that the options name, of all operations, and where they are, without a
+    password."""
     if args.gpu is None and args.out is None and args.storage is None:
         raise NormforgeError("name the studies: --gpu h200, --out FOLDER or --storage URL")
     if args.gpu is not None:
@@ -35,8 +36,7 @@ def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study]
         studies = [study for study in studies if study.gpu == args.gpu]
         if not studies:
             raise NormforgeError(f"{shown(where)} has no studies of {args.gpu}")
-    studies = [study for study in studies if study.problem.operation == args.op]
-    if not studies:
+    if all(study.problem.operation != args.op for study in studies):
         raise NormforgeError(f"{shown(where)} has no studies of {args.op}: choose with --op")
     return studies, shown(where)
 
@@ -68,7 +68,7 @@ def report(argv: list[str]) -> int:
     )
     args = parser.parse(argv)
     studies, place = _studies(args, importance=True)
-    for summary in summaries(studies, place, context=True):
+    for summary in summaries(studies, place, args.op, context=True):
         folder = args.html or args.out or (Path() if args.storage else GENERATED / summary.gpu)
         kind = "" if args.op == RMSNORM_BACKWARD else f"_{args.op}"
         page = folder / f"report_{summary.gpu}{kind}.html"
@@ -106,7 +106,7 @@ def explain(argv: list[str]) -> int:
     space = load_space(args.space or space_file(args.op))
     given = parse_config(args.config, space) if args.config is not None else None
     studies, place = _studies(args, importance=False)
-    asked = summaries(studies, place)
+    asked = summaries(studies, place, args.op)
     if len(asked) > 1:
         raise NormforgeError(f"{place} has several GPUs: name one with --gpu")
     study = next((s for s in asked[0].studies if s.problem == problem), None)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import geometric_mean, mean
-from typing import Any
 
 from generator.errors import NormforgeError
 from generator.kernels.strategies import determinism_class
 from generator.kernels.variant import make_variant
 from generator.operations import operation_of
-from generator.paths import GENERATED, REPOSITORY
 from generator.problem import RMSNORM_BACKWARD, Problem
-from generator.report.history import Point, history
+from generator.report.history import Point
 from generator.report.peers import Comparison
 from generator.result import OUTCOMES
 from generator.studies.reader import Study, reduction_kind
@@ -74,7 +72,8 @@ class Summary:
     """The studies of one GPU that count, and what they say together.
 
     place: where they are stored; left_out: how many studies are older than those that count;
-    comparison, history: what else is known about this GPU.
+    comparison, history: what else is known about this GPU; free: for batch-invariant kernels the
+    ratio to the floor of the winner that does not promise as much, by problem.
     """
 
     gpu: str
@@ -83,6 +82,7 @@ class Summary:
     left_out: int
     comparison: Comparison | None = None
     history: Sequence[Point] = ()
+    free: Mapping[Problem, float] = field(default_factory=dict)
 
     @property
     def dashboard(self) -> str:
@@ -169,6 +169,16 @@ class Summary:
     def overhead(self) -> float | None:
         """Geometric mean of the overhead of determinism where it is known."""
         return _mean(overhead_of(study) for study in self.studies)
+
+    def price_of(self, study: Study) -> float | None:
+        """What batch invariance costs: the winner's ratio over that of the free winner."""
+        free, own = self.free.get(study.problem), ratio_of(study)
+        return own / free if free and own else None
+
+    @cached_property
+    def price(self) -> float | None:
+        """Geometric mean of the price of batch invariance where it is known."""
+        return _mean(self.price_of(study) for study in self.studies)
 
     @cached_property
     def strategies(self) -> list[tuple[str, int]]:
@@ -282,39 +292,3 @@ def overhead_of(study: Study) -> float | None:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return geometric_mean(known) if known else None
-
-
-def _context(gpu: str, operation: str) -> dict[str, Any]:
-    """What the repository says of a GPU beside the studies; the history is that of RMSNorm."""
-    results = REPOSITORY / "benchmarks" / "results"
-    if operation == RMSNORM_BACKWARD:
-        former = history(GENERATED / gpu / "results.json")
-        return {"comparison": Comparison.load(results / f"{gpu}.json"), "history": former}
-    name = operation.removesuffix("_backward")
-    return {"comparison": Comparison.load(results / f"{name}_{gpu}.json")}
-
-
-def summaries(studies: Sequence[Study], place: str, *, context: bool = False) -> list[Summary]:
-    """One summary for each GPU. Of several studies of one problem that one counts which is measured
-    rather than predicted, has a winner, and has the latest one. context: read the comparison with
-    the peers and the committed results of that GPU, too."""
-
-    def standing(study: Study) -> tuple[bool, str, int]:
-        return (
-            study.evidence == "measured",
-            study.winner.date if study.winner else "",
-            study.number,
-        )
-
-    found = []
-    for gpu in sorted({study.gpu for study in studies}):
-        mine = [study for study in studies if study.gpu == gpu]
-        latest: dict[Problem, Study] = {}
-        for study in sorted(mine, key=standing):
-            latest[study.problem] = study
-        kept = sorted(latest.values(), key=lambda s: (kind_of(s.problem), s.problem.N, s.problem.M))
-        summary = Summary(gpu, place, tuple(kept), len(mine) - len(kept))
-        if context and summary.evidence == "measured":
-            summary = replace(summary, **_context(gpu, kept[0].problem.operation))
-        found.append(summary)
-    return found

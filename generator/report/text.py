@@ -21,12 +21,15 @@ from generator.studies.records import PLAIN_FLOOR
 def render_text(summary: Summary) -> str:
     """The summary of one GPU, about a screen for every ten shapes."""
     parts = [_head(summary)]
-    for title, cell in (
+    maps: list[tuple[str, Callable[[Study], str]]] = [
         ("Winning strategy", _strategy),
         ("Ratio to the floor", lambda study: _ratio(study, 2)),
         ("Overhead of determinism", lambda study: number(overhead_of(study))),
         ("Percent of the nominal bandwidth", lambda study: _percent(bandwidth_share(study))),
-    ):
+    ]
+    if summary.free:
+        maps[2] = ("Price of batch invariance", lambda study: number(summary.price_of(study)))
+    for title, cell in maps:
         parts += [_map(title, grid, cell) for grid in summary.grids]
     if summary.comparison:
         parts.append(_peers(summary.comparison))
@@ -62,8 +65,11 @@ def _head(summary: Summary) -> str:
         f"Normforge on {summary.gpu}: {len(summary.studies)} shapes, {summary.trials} trials, "
         f"{summary.evidence}{when}",
         f"Time over the floor, geometric mean of {summary.ratio_set}: {number(summary.ratio, 3)}",
-        f"Overhead of determinism, geometric mean: {number(summary.overhead, 3)} "
-        "(winner over the fastest variant found whose bits change)",
+        f"Price of batch invariance, geometric mean: {number(summary.price, 3)} "
+        "(winner over the winner whose bits may depend on the batch)"
+        if summary.free
+        else f"Overhead of determinism, geometric mean: {number(summary.overhead, 3)} "
+        "(winner over the fastest variant whose bits change; those get few trials)",
     ]
     if summary.comparison:
         lines.append(_compared(summary.comparison))

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from generator.paths import GENERATED
+from generator.report.collect import summaries
 from generator.report.history import history
 from generator.report.page import render_page
 from generator.report.peers import TITLES, Comparison
-from generator.report.summary import summaries
+from generator.report.text import render_text
 from generator.studies.reader import read_studies
 
 
@@ -123,16 +124,21 @@ def test_no_history_without_git(tmp_path: Path) -> None:
 def test_the_page_of_an_operation_has_its_own_shapes_and_peers(tmp_path: Path) -> None:
     """Of the committed studies, a few for each operation."""
     every = read_studies(GENERATED / "h200")
-    of = {
-        operation: [study for study in every if study.problem.operation == operation]
-        for operation in ("rmsnorm_backward", "layernorm_backward")
-    }
-    found = {name: summaries(studies, "x", context=True)[0] for name, studies in of.items()}
-    layer_norm = found["layernorm_backward"]
+    of = ("rmsnorm_backward", "layernorm_backward", "rmsnorm_invariant_backward")
+    found = {name: summaries(every, "x", name, context=True)[0] for name in of}
+    layer_norm, invariant = found[of[1]], found[of[2]]
     assert [grid.kind for grid in layer_norm.grids] == ["bf16", "fp16", "fp32"]
     assert "layernorm_backward" in str(layer_norm.studies[0].problem)
-    peers = [found[name].comparison for name in of]
+    peers = [found[name].comparison for name in of[:2]]
     assert all(peers) and peers[0] != peers[1]
     assert layer_norm.comparison is not None and len(layer_norm.comparison.rows) == 37
     assert layer_norm.history == ()
     assert "LayerNorm backward whose bits" in render_page(layer_norm)
+    assert "batch invariance" not in render_page(layer_norm) + render_text(layer_norm)
+    assert len(invariant.free) == len(invariant.studies) == 47
+    assert invariant.price is not None and 1 < invariant.price < 1.2
+    assert '<section id="price">' in render_page(invariant)
+    assert "Overhead of determinism" not in render_page(invariant) + render_text(invariant)
+    assert f"Price of batch invariance, geometric mean: {invariant.price:.3f}" in render_text(
+        invariant
+    )

@@ -29,8 +29,9 @@ from generator.kernels.variant import Variant
 from generator.paths import GENERATED, REPOSITORY
 from generator.problem import Problem
 from generator.report import charts
+from generator.report.collect import summaries
 from generator.report.page import anchor, render_page, shade
-from generator.report.summary import Summary, runners_up, summaries
+from generator.report.summary import Summary, runners_up
 from generator.report.text import render_text
 from generator.result import OUTCOMES, Result
 from generator.search.budget import Budget

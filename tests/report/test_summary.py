@@ -6,10 +6,13 @@ import base64
 import hashlib
 from dataclasses import replace
 
+import pytest
+
 from generator.problem import Problem
 from generator.report import charts
+from generator.report.collect import summaries
 from generator.report.page import csp_hash
-from generator.report.summary import Standing, Summary, ratio_of, summaries
+from generator.report.summary import Standing, Summary, ratio_of
 from generator.result import Result
 from generator.studies.reader import Study
 from generator.studies.records import Record, Winner
@@ -55,6 +58,26 @@ def test_a_later_prediction_hides_no_measurement() -> None:
         (summary,) = summaries(given, "somewhere")
         assert summary.studies == (kept,)
         assert summary.left_out == len(given) - 1
+
+
+def test_the_price_of_batch_invariance_is_over_the_free_winner() -> None:
+    promised = replace(PROBLEM, operation="rmsnorm_invariant_backward")
+    wide = replace(promised, M=2 * promised.M)
+
+    def finished(problem: Problem, ratio: float, evidence: str = "measured") -> Study:
+        winner = replace(make_winner(CONFIG), problem=problem, result=timed(ratio))
+        return study(evidence, winner=winner, problem=problem)
+
+    own = [finished(promised, 1.21), finished(wide, 1.3)]
+    free = [finished(PROBLEM, 1.1), finished(replace(PROBLEM, M=wide.M), 1.0, "predicted")]
+    (summary,) = summaries([*free, *own], "somewhere", promised.operation)
+    assert [study.problem for study in summary.studies] == [promised, wide]
+    assert summary.price_of(own[0]) == pytest.approx(1.1)
+    assert summary.price_of(own[1]) is None
+    assert summary.price == pytest.approx(1.1)
+    (plain,) = summaries([*free, *own], "somewhere")
+    assert [study.problem for study in plain.studies] == [s.problem for s in free]
+    assert (plain.free, plain.price) == ({}, None)
 
 
 def test_notes_of_healthy_trials_are_no_failures() -> None:

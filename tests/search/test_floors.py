@@ -14,7 +14,7 @@ from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant
 from generator.operations import RMSNORM_BACKWARD
 from generator.problem import Problem
-from generator.report.summary import summaries
+from generator.report.collect import summaries
 from generator.report.text import render_text
 from generator.result import Result
 from generator.runtime.spec import MAIN_KERNEL

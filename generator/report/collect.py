@@ -1,0 +1,76 @@
+"""From the studies of a storage to one summary for each GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from generator.paths import GENERATED, REPOSITORY
+from generator.problem import RMSNORM_BACKWARD, Problem
+from generator.report.history import history
+from generator.report.peers import Comparison
+from generator.report.summary import Summary, kind_of, ratio_of
+from generator.studies.reader import Study
+
+FREE = {"rmsnorm_invariant_backward": RMSNORM_BACKWARD}
+"""Operations that promise more about bits than another one that computes the same."""
+
+
+def _context(gpu: str, operation: str) -> dict[str, Any]:
+    """What the repository says of a GPU beside the studies; the history is that of RMSNorm."""
+    results = REPOSITORY / "benchmarks" / "results"
+    if operation == RMSNORM_BACKWARD:
+        former = history(GENERATED / gpu / "results.json")
+        return {"comparison": Comparison.load(results / f"{gpu}.json"), "history": former}
+    name = operation.removesuffix("_backward")
+    return {"comparison": Comparison.load(results / f"{name}_{gpu}.json")}
+
+
+def summaries(
+    studies: Sequence[Study],
+    place: str,
+    operation: str = RMSNORM_BACKWARD,
+    *,
+    context: bool = False,
+) -> list[Summary]:
+    """One summary for each GPU that has studies of the operation. Of several studies of one problem
+    that one counts which is measured rather than predicted, has a winner, and has the latest one.
+    context: read the comparison with the peers and the committed results of that GPU, too."""
+
+    found = []
+    own = [study for study in studies if study.problem.operation == operation]
+    for gpu in sorted({study.gpu for study in own}):
+        mine = [study for study in own if study.gpu == gpu]
+        kept = sorted(
+            _latest(mine).values(), key=lambda s: (kind_of(s.problem), s.problem.N, s.problem.M)
+        )
+        summary = Summary(gpu, place, tuple(kept), len(mine) - len(kept))
+        if free := FREE.get(operation):
+            others = [s for s in studies if (s.gpu, s.problem.operation) == (gpu, free)]
+            summary = replace(summary, free=_free(kept, _latest(others)))
+        if context and summary.evidence == "measured":
+            summary = replace(summary, **_context(gpu, operation))
+        found.append(summary)
+    return found
+
+
+def _latest(studies: Iterable[Study]) -> dict[Problem, Study]:
+    """The study of each problem that counts."""
+
+    def standing(study: Study) -> tuple[bool, str, int]:
+        date = study.winner.date if study.winner else ""
+        return study.evidence == "measured", date, study.number
+
+    return {study.problem: study for study in sorted(studies, key=standing)}
+
+
+def _free(studies: Iterable[Study], others: Mapping[Problem, Study]) -> dict[Problem, float]:
+    """Ratios of the winners of another operation at the problems of studies, of equal evidence."""
+    found = {}
+    for study in studies:
+        other = others.get(replace(study.problem, operation=FREE[study.problem.operation]))
+        ratio = ratio_of(other) if other and other.evidence == study.evidence else None
+        if ratio is not None:
+            found[study.problem] = ratio
+    return found
