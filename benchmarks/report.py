@@ -20,6 +20,7 @@ MET = {True: "yes", False: "**no**", None: "-"}
 def markdown(environment: Environment, rows: Sequence[Row]) -> str:
     """The whole page: conditions, ratios, goals, then host times, accuracy and code paths."""
     operation = operation_in(environment)
+    rows = [row for row in rows if row["weight_dtype"] == row["dtype"]]
     known = [peer.name for peer in PEERS[operation]]
     names = [name for name in known if any(name in row["peers"] for row in rows)]
     parts = [
@@ -204,8 +205,9 @@ def _failures(rows: Sequence[Row], names: Sequence[str]) -> str:
 
 
 def plot(environment: Environment, rows: Sequence[Row], path: Path) -> str:
-    """Draw the ratio to the floor over M·N, a colour per N: ours solid, the best peer dashed.
-    "" or the sentence that says why there is no plot."""
+    """Draw every implementation by name: its mean ratio to the floor as a bar, and its ratio at
+    every shape in bf16 over M·N. Shapes whose weight has another dtype than x are left out, because
+    not every implementation serves them. "" or the sentence that says why there is no plot."""
     try:
         import matplotlib
     except ImportError:
@@ -213,29 +215,45 @@ def plot(environment: Environment, rows: Sequence[Row], path: Path) -> str:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5.5))
-    shown = [row for row in rows if row["dtype"] == "bf16" and ratio(row) < inf]
-    for index, N in enumerate(sorted({row["N"] for row in shown})):
-        mine = sorted((row for row in shown if row["N"] == N), key=lambda row: row["M"])
-        sizes = [row["M"] * N for row in mine]
-        colour = f"C{index}"
-        axes.plot(sizes, [ratio(row) for row in mine], "o-", color=colour, label=f"N = {N}")
-        peers = [(size, best_peer(row)) for size, row in zip(sizes, mine, strict=True)]
-        points = [
-            (size, best[1] / row["add_us"])
-            for (size, best), row in zip(peers, mine, strict=True)
-            if best is not None
+    rows = [row for row in rows if row["weight_dtype"] == row["dtype"]]
+    known = [peer.name for peer in PEERS[operation_in(environment)]]
+    ratios = {"ours": [(row, ratio(row)) for row in rows if ratio(row) < inf]}
+    for name in known:
+        timed = [row for row in rows if row["peers"].get(name, {}).get("us") is not None]
+        if timed:
+            ratios[name] = [(row, row["peers"][name]["us"] / row["add_us"]) for row in timed]
+    means = {name: geometric_mean(over for _, over in found) for name, found in ratios.items()}
+    names = sorted(means, key=lambda name: means[name])
+    colours = {name: f"C{place}" for place, name in enumerate(names)}
+    titles = {"ours": "Normforge", **TITLES}
+
+    figure, (bars, dots) = pyplot.subplots(
+        *(1, 2), figsize=(10.5, 4.6), width_ratios=(1, 1.5), layout="constrained"
+    )
+    figure.suptitle(f"{_title(environment)} on {environment['gpu']}")
+    drawn = bars.barh(
+        [f"{titles[name]} ({len(ratios[name])})" for name in names],
+        [means[name] for name in names],
+        color=[colours[name] for name in names],
+    )
+    bars.bar_label(drawn, fmt="%.2f", padding=3)
+    bars.invert_yaxis()
+    bars.set_xlim(0, 1.15 * max(means.values()))
+    bars.set_xlabel("time / floor, geometric mean of so many shapes")
+    for name in reversed(names):
+        shown = [
+            (row["M"] * row["N"], over) for row, over in ratios[name] if row["dtype"] == "bf16"
         ]
-        if points:
-            axes.plot(*zip(*points, strict=True), "x--", color=colour, alpha=0.6)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("M · N (bf16)")
-    axes.set_ylabel("time / torch.add(x, dy, out=dx)")
-    axes.set_title(f"{_title(environment)}, {environment['gpu']}: ours solid, best peer dashed")
-    axes.legend(fontsize="small", ncols=2)
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
+        if shown:
+            dots.plot(*zip(*shown, strict=True), "o", ms=4, color=colours[name])
+    for axes, line in ((bars, bars.axvline), (dots, dots.axhline)):
+        line(1.0, color="black", linewidth=0.8)
+        axes.grid(alpha=0.3)
+    dots.set_xscale("log", base=2)
+    dots.set_yscale("log", base=2)
+    dots.yaxis.set_major_formatter("{x:g}")
+    dots.set_xlabel("M · N (bf16)")
+    dots.set_ylabel("time / floor")
     figure.savefig(path)
     pyplot.close(figure)
     return ""
