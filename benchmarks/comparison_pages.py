@@ -164,8 +164,8 @@ def training_gain() -> str:
         return f"{100 * (found[case].median - 1):.1f} %"
 
     return (
-        "What that is worth in training depends on the share of norms in a step. Blocks of Qwen 3"
-        " 1.7B, which\nnormalise queries and keys too, run"
+        "What the speed is worth in training depends on the share of norms in a step. Blocks of"
+        " Qwen 3 1.7B, which\nnormalise queries and keys too, run"
         f" {gain('qwen3_2b,4096,eager')} faster than with PyTorch's norm in eager code, and"
         f" {gain('qwen3_2b,4096,blocks')}\nfaster where both are compiled. In Llama 3 8B norms"
         " take about 1 % of a step, and the gain is within the noise."

@@ -62,16 +62,16 @@ def search_replay() -> str:
     """Searches of a space that was measured whole."""
     found = read("search_replay_h200")
     rows = [
-        (row["name"], *(f"{r:.3f}, {percent(c)}" for r, c in pairs))
+        (row["name"], str(row["seeds"]), *(f"{r:.3f}, {percent(c)}" for r, c in pairs))
         for row in found["searches"]
         for pairs in [zip(row["reached"], row["close"], strict=True)]
     ]
-    seeds = found["searches"][0]["seeds"]
     return (
         f"{found['facts']['gpu']}, {found['problem']}: {found['legal']:,} legal configs,"
         f" {found['close']} of them within {percent(CLOSE)} of the best.\nEach cell has the mean"
-        f" share of the optimum's speed, and the share of {seeds} seeds within {percent(CLOSE)} of"
-        " it.\n\n" + table(("trials", *map(str, found["after"])), rows)
+        " share of the optimum's speed, and the share of searches within"
+        f" {percent(CLOSE)} of it.\n\n"
+        + table(("after so many trials", "seeds", *map(str, found["after"])), rows)
     )
 
 
@@ -100,7 +100,7 @@ def tuned_ratios(operation: str) -> dict[tuple[int, int, str], float]:
     """Times over the floor in the finals of the H200's winners, without options, by M, N, dtype."""
     tuned = json.loads((GENERATED / "h200" / operation / "table.json").read_text())["tuned"]
     return {
-        (entry["M"], entry["N"], entry["dtype"]): facts["us"] / facts["floor_us"]
+        (entry["M"], entry["N"], entry["dtype"]): facts["ratio"]
         for entry in tuned
         for facts, spec in [(entry["provenance"], entry["kernel"]["spec"])]
         if entry["dtype"] == entry["weight_dtype"] and not (spec["offset"] or spec["residual"])

@@ -34,8 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     """Compare searches on a swept space, or sweep one. The exit code is 2 for bad input."""
     parser = argparse.ArgumentParser(
         prog="search_replay",
-        description="Search a recorded space many times without a GPU and compare: random, TPE "
-        "alone, and the search of this tuner.",
+        description="Search a recorded space many times without a GPU and compare: at random, by "
+        "Optuna's samplers alone, and by the search of this tuner.",
     )
     parser.add_argument("--recording", type=Path, default=RECORDING_FILE, help="the swept space")
     parser.add_argument("--seeds", type=int, default=50, help="searches of each kind (default: 50)")

@@ -8,15 +8,21 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from importlib.util import find_spec
+from itertools import accumulate, islice
 from math import inf
 from statistics import mean
 
 import optuna
+import torch
+from optuna.exceptions import ExperimentalWarning
+from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, TPESampler
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 
@@ -28,6 +34,8 @@ from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
 from generator.kernels.strategies import determinism_class
 from generator.kernels.variant import Variant
+from generator.package.known_winners import known_winners
+from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.spec import MAIN_KERNEL
@@ -35,19 +43,20 @@ from generator.search.budget import Budget
 from generator.search.sampler import LegalSampler, distributions
 from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs, Values
-from generator.studies.records import Record, may_win, study_name
+from generator.studies.records import Record, Winner, may_win, study_name
 from generator.studies.study_log import StudyLog
 from generator.target import find_target
 
-CHECKPOINTS = (25, 50, 100, 200)
+CHECKPOINTS = (30, 60, 100)
 """Evaluations after which searches are compared."""
-CLOSE = 0.02
-"""A search has succeeded when its best is at most this much slower than the optimum."""
+CLOSE = 0.01
+"""A search has succeeded when its best is at most this much slower than the optimum: less than that
+counts as equal in the finals."""
 
 
 COMPILERS = 15
 """Compilers of the machine with the H200, which had 16 cores. A search keeps them all busy, so it
-proposes that many trials before it hears of the first."""
+proposes that many trials before it hears of the first. All searches have this lag."""
 
 
 class Replayed:
@@ -128,33 +137,85 @@ def at_random(replayed: Replayed, trials: int, seed: int) -> list[float]:
     return [replayed.ratio(config) for config in drawn]
 
 
-def by_tpe(replayed: Replayed, trials: int, seed: int) -> list[float]:
-    """The sampler alone: TPE with its proposals made legal and new; no seeds and no surrogate. It
-    hears of every trial before it proposes the next."""
-    study = optuna.create_study(sampler=LegalSampler(replayed.legal, seed))
+def by_sampler(
+    replayed: Replayed, trials: int, seed: int, proposer: BaseSampler | None = None
+) -> list[float]:
+    """One of Optuna's samplers alone, TPE where none is given: its proposals are made legal and
+    new; no seeds and no surrogate."""
+    study = optuna.create_study(sampler=LegalSampler(replayed.legal, seed, proposer))
+    pending: deque[tuple[optuna.Trial, float]] = deque()
     ratios: list[float] = []
     for _ in range(trials):
         trial = study.ask(distributions(replayed.legal.space))
         ratios.append(replayed.ratio(trial.params))
-        trial.set_constraint("infeasible", 0.0 if ratios[-1] < inf else 1.0)
-        if ratios[-1] < inf:
-            study.tell(trial, ratios[-1])
-        else:
-            study.tell(trial, state=TrialState.PRUNED)
+        pending.append((trial, ratios[-1]))
+        if len(pending) > replayed.processes:
+            told, ratio = pending.popleft()
+            told.set_constraint("infeasible", 0.0 if ratio < inf else 1.0)
+            if ratio < inf:
+                study.tell(told, ratio)
+            else:
+                study.tell(told, state=TrialState.PRUNED)
     return ratios
 
 
-def by_tuner(replayed: Replayed, trials: int, seed: int) -> list[float]:
-    """The search of this tuner, as for the first shape of a run: no winner of another is known."""
+def by_lying_tpe(replayed: Replayed, trials: int, seed: int) -> list[float]:
+    """TPE that counts what is under way as bad."""
+    tpe = TPESampler(seed=seed, multivariate=True, constant_liar=True)
+    return by_sampler(replayed, trials, seed, tpe)
+
+
+def by_gp(replayed: Replayed, trials: int, seed: int) -> list[float]:
+    """Optuna's Gaussian process, which needs scipy."""
+    return by_sampler(replayed, trials, seed, GPSampler(seed=seed))
+
+
+def by_evolution(replayed: Replayed, trials: int, seed: int) -> list[float]:
+    """A genetic algorithm with generations of 20."""
+    return by_sampler(replayed, trials, seed, NSGAIISampler(seed=seed, population_size=20))
+
+
+def by_tuner(
+    replayed: Replayed, trials: int, seed: int, winners: Sequence[Winner] = ()
+) -> list[float]:
+    """The search of this tuner, as for the first shape of a run where no winner is known."""
     storage, legal = InMemoryStorage(), replayed.legal
-    search_problem(legal, replayed, replayed, storage, Budget(trials=trials), seed=seed)
+    budget = Budget(trials=trials)
+    search_problem(legal, replayed, replayed, storage, budget, known_winners=winners, seed=seed)
     name = study_name(legal.problem, legal.target, replayed.evidence, legal.space)
     records = [Record.from_trial(trial) for trial in StudyLog(storage, name).trials()]
     return [record.ratio if record.feasible else inf for record in records]
 
 
+def by_tuner_with_winners(replayed: Replayed, trials: int, seed: int) -> list[float]:
+    """The same where the winners of other shapes are known, as in all runs but the first."""
+    problem = replayed.legal.problem
+    package = GENERATED / replayed.recording.gpu / problem.operation
+    others = [
+        winner
+        for winner in known_winners(package)
+        if (winner.problem.M, winner.problem.N) != (problem.M, problem.N)
+    ]
+    return by_tuner(replayed, trials, seed, others)
+
+
 Search = Callable[[Replayed, int, int], list[float]]
-SEARCHES: Mapping[str, Search] = {"random": at_random, "TPE alone": by_tpe, "this tuner": by_tuner}
+SEARCHES: Mapping[str, Search] = {
+    "random": at_random,
+    "genetic": by_evolution,
+    "GP": by_gp,
+    "TPE, liar": by_lying_tpe,
+    "TPE": by_sampler,
+    "this tuner": by_tuner,
+    "this tuner, warm": by_tuner_with_winners,
+}
+SEEDS_FOR_ONE = {"GP": 5}
+"""Of a search that takes minutes only one in so many seeds is tried."""
+
+
+def available() -> list[str]:
+    """The searches that can run here: the Gaussian process needs scipy."""
+    return [name for name in SEARCHES if name != "GP" or find_spec("scipy")]
 
 
 @dataclass(frozen=True)
@@ -172,31 +233,41 @@ class Comparison:
 def compare(
     recording: Recording,
     seeds: int,
-    names: Sequence[str] = tuple(SEARCHES),
+    names: Sequence[str] | None = None,
     checkpoints: Sequence[int] = CHECKPOINTS,
     processes: int | None = None,
+    close: float = CLOSE,
 ) -> list[Comparison]:
     """Search the recording with `seeds` seeds in each way, on all cores unless told otherwise.
+    names: default all that can run here.
 
     A search is given the last checkpoint as its budget and is looked at on the way."""
-    jobs = [(name, max(checkpoints), seed) for name in names for seed in range(seeds)]
+    names = available() if names is None else names
+    jobs = {
+        name: [
+            (name, max(checkpoints), seed)
+            for seed in range(max(1, seeds // SEEDS_FOR_ONE.get(name, 1)))
+        ]
+        for name in names
+    }
+    every = [job for own in jobs.values() for job in own]
     workers = processes or len(os.sched_getaffinity(0))
     if workers == 1:
         _start(recording)
-        found = [_search(*job) for job in jobs]
+        found = iter([_search(*job) for job in every])
     else:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(workers, context, _start, (recording,)) as pool:
-            found = list(pool.map(_search, *zip(*jobs, strict=True)))
+            found = iter(list(pool.map(_search, *zip(*every, strict=True))))
     compared = []
-    for place, name in enumerate(names):
-        paths = found[place * seeds : (place + 1) * seeds]
+    for name, own in jobs.items():
+        paths = list(islice(found, len(own)))
         reached = [
             [recording.optimum / path[min(count, len(path)) - 1] for path in paths]
             for count in checkpoints
         ]
-        close = tuple(mean(share >= 1 / (1 + CLOSE) for share in at) for at in reached)
-        compared.append(Comparison(name, seeds, tuple(map(mean, reached)), close))
+        shares = tuple(mean(share >= 1 / (1 + close) for share in at) for at in reached)
+        compared.append(Comparison(name, len(own), tuple(map(mean, reached)), shares))
     return compared
 
 
@@ -204,6 +275,8 @@ _replayed: list[Replayed] = []
 
 
 def _start(recording: Recording) -> None:
+    torch.set_num_threads(1)  # of the Gaussian process: every core has a search of its own
+    warnings.simplefilter("ignore", ExperimentalWarning)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     _replayed[:] = [Replayed(recording)]
 
@@ -225,10 +298,10 @@ def table(
         "Mean share of the optimum's speed, and share of seeds within "
         f"{CLOSE:.0%} of it, after so many evaluations:",
         "",
-        f"{'search':12}{'seeds':>6}" + "".join(f"{count:>16}" for count in checkpoints),
+        f"{'search':18}{'seeds':>6}" + "".join(f"{count:>16}" for count in checkpoints),
     ]
     for row in compared:
         pairs = zip(row.reached, row.close, strict=True)
         cells = [f"{reached:.3f}  {close:.0%}" for reached, close in pairs]
-        lines.append(f"{row.name:12}{row.seeds:>6}" + "".join(f"{cell:>16}" for cell in cells))
+        lines.append(f"{row.name:18}{row.seeds:>6}" + "".join(f"{cell:>16}" for cell in cells))
     return "\n".join(lines)

@@ -68,7 +68,8 @@ def hold_finals(
     """Finals of the `size` best of `records` and the incumbent, in rounds: while nobody passes, the
     next best are called up. The fastest variant that may not win runs in the first round, for its
     time. Records whose times are noisy are measured once more before, those most likely to count.
-    Then many of the best are timed side by side, which decides who is called up first.
+    Then many of the best are timed side by side, which decides who is called up first. The best
+    record runs in the first round in any case.
 
     Raises NoisyError when no clean times can be had."""
     records = _cleared(legal, pool, evaluator, records, REMEASURED * size)
@@ -83,6 +84,10 @@ def hold_finals(
         waiting = _preferred(ranked, preference)
     elif us < HOST_US:
         waiting = _with_one_launch(waiting, size)
+    if ranked and ranked[0].config not in waiting[:size]:
+        # Whoever reads the study wants to know what became of its best trial.
+        called.append(ranked[0].config)
+        waiting.remove(ranked[0].config)
     finals: list[Final] = []
     while (called or waiting) and not any(final.may_win for final in finals):
         entries = _compile(legal, pool, called + waiting[:size])

@@ -29,9 +29,10 @@ class NothingLeftError(Exception):
 class LegalSampler(BaseSampler):
     """Proposes legal configs of a deterministic class, none of them twice.
 
-    `planned` holds configs that go first, as they are. Then TPE proposes; a proposal that is
-    illegal, taken or not deterministic gives way to the nearest config that will do, or to a random
-    one where that is far away. Until the study has ten finished trials, proposals are random.
+    `planned` holds configs that go first, as they are. Then TPE proposes, or `proposer` in its
+    place; a proposal that is illegal, taken or not deterministic gives way to the nearest config
+    that will do, or to a random one where that is far away. Until the study has ten finished
+    trials, proposals are random.
     `taken` grows with every proposal; a resumed study puts its finished configs there.
 
     Trials come from `study.ask(distributions(space))`; raises NothingLeftError out of it when no
@@ -42,12 +43,12 @@ class LegalSampler(BaseSampler):
     independent parameters and 0.983 at random. Pipelined, it gained nothing from `constant_liar`.
     """
 
-    def __init__(self, legal: LegalConfigs, seed: int) -> None:
+    def __init__(self, legal: LegalConfigs, seed: int, proposer: BaseSampler | None = None) -> None:
         self.legal = legal
         self.taken: set[Key] = set()
         self.planned: deque[Config] = deque()
         self._rng = random.Random(seed)
-        self._tpe = TPESampler(seed=seed, multivariate=True, constant_liar=False)
+        self._proposer = proposer or TPESampler(seed=seed, multivariate=True, constant_liar=False)
 
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
@@ -72,11 +73,11 @@ class LegalSampler(BaseSampler):
 
     def reseed_rng(self) -> None:
         self._rng.seed()
-        self._tpe.reseed_rng()
+        self._proposer.reseed_rng()
 
     def _propose(self, study: Study, trial: FrozenTrial) -> Values:
-        searched = self._tpe.infer_relative_search_space(study, trial)
-        proposal = self._tpe.sample_relative(study, trial, searched)
+        searched = self._proposer.infer_relative_search_space(study, trial)
+        proposal = self._proposer.sample_relative(study, trial, searched)
         config = None
         if proposal:
             config = self.legal.nearest(proposal, self._rng, taken=self.taken, deterministic=True)

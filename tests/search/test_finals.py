@@ -103,6 +103,27 @@ def test_who_is_among_the_best_is_found_side_by_side(storage: BaseStorage) -> No
     assert called != by_trial, "the trials alone would have called up others"
 
 
+def test_the_best_trial_is_in_the_finals_beside_the_best_of_the_shortlist(
+    storage: BaseStorage,
+) -> None:
+    """One slow variant had a lucky moment."""
+    evaluator = Shortlister()
+    scattered = evaluator.cost
+
+    def lucky(variant: Variant) -> float:
+        slow = variant.determinism != "none" and cost(variant) > 1.3
+        evaluator.cost = scattered if slow else lucky
+        return 0.9 if slow else scattered(variant)
+
+    evaluator.cost = lucky
+    search(storage, evaluator, trials=120)
+    [shortlisted], [finalists] = evaluator.shortlisted, evaluator.finalists
+    (best,) = (record.config for record in records(storage) if record.ratio == 0.9)
+    first, *called = [LEGAL.key(c) for c in finalists if determinism_class(c) != "none"]
+    assert first == LEGAL.key(best)
+    assert called == [LEGAL.key(config) for config in sorted(shortlisted, key=ratio_of)[:6]]
+
+
 def test_without_clean_times_side_by_side_the_trials_decide(storage: BaseStorage) -> None:
     evaluator = Shortlister(clean=False)
     search(storage, evaluator, trials=120)

@@ -239,7 +239,7 @@ def test_choices_follow_from_the_space_alone() -> None:
 def test_a_taken_proposal_gives_way_to_its_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = LegalSampler(LEGAL, 3)
     wanted = LEGAL.first(1)[0]
-    monkeypatch.setattr(sampler._tpe, "sample_relative", lambda *arguments: dict(wanted))
+    monkeypatch.setattr(sampler._proposer, "sample_relative", lambda *arguments: dict(wanted))
     study = new_study(sampler)
     configs = [dict(study.ask(distributions(SPACE)).params) for _ in range(3)]
     assert configs[0] == wanted
