@@ -27,6 +27,18 @@ from tests.support.fake_driver import (
 )
 
 
+def ways(*names: str) -> pytest.MarkDecorator:
+    """Of the four ways to make a call, those that are not the same one for a test."""
+    return pytest.mark.parametrize("calls", names, indirect=True)
+
+
+of_any_norm = ways("any", "quick")
+"""What a mean changes nothing of: it is one more address."""
+never_quick = ways("any", "any with mean")
+"""Calls that no quick call is made for."""
+always_quick = ways("quick", "quick with mean")
+
+
 def test_zeroed_lines_are_disjoint_whole_and_zeroed_before_use(driver: FakeDriver) -> None:
     zeros = Zeros()
     sizes = [8, 128, 129, 0, SLAB - LINE, 3 * SLAB, 4]
@@ -40,12 +52,14 @@ def test_zeroed_lines_are_disjoint_whole_and_zeroed_before_use(driver: FakeDrive
     assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(taken))
 
 
+@of_any_norm
 def test_calls_on_one_stream_reuse_its_workspace(calls: Calls) -> None:
     first, second = calls(), calls()
     assert (first.zeros, first.scratch) == (second.zeros, second.scratch)
     assert first.zeros and first.scratch
 
 
+@of_any_norm
 def test_streams_and_devices_never_share(calls: Calls) -> None:
     owners = []
     device = calls.device
@@ -55,6 +69,7 @@ def test_streams_and_devices_never_share(calls: Calls) -> None:
     assert len({owner.scratch for owner in owners}) == 4
 
 
+@of_any_norm
 def test_scratch_grows_in_stream_order_and_counters_stay(calls: Calls) -> None:
     small, large, small_again = calls(6), calls(4096), calls(6)
     assert calls.driver.freed == [(small.scratch, 7)]
@@ -62,6 +77,7 @@ def test_scratch_grows_in_stream_order_and_counters_stay(calls: Calls) -> None:
     assert large.scratch == small_again.scratch != small.scratch
 
 
+@of_any_norm
 def test_captured_calls_have_counters_of_their_own_and_no_memset(calls: Calls) -> None:
     eager = calls()
     calls.device.capturing = True
@@ -93,6 +109,7 @@ def test_mailboxes_are_shared_by_what_one_stream_captures(driver: FakeDriver) ->
     assert all(at + long <= after for (at, long), (after, _) in pairwise(zeroed))
 
 
+@never_quick
 def test_layouts_that_kernels_cannot_read_are_copied(calls: Calls) -> None:
     x = tensors()[1]
     sideways = x.t().contiguous().t()
@@ -101,6 +118,7 @@ def test_layouts_that_kernels_cannot_read_are_copied(calls: Calls) -> None:
     assert call.tensors[1] == call.given.dy.data_ptr()
 
 
+@never_quick
 def test_repeated_statistics_and_weight_are_copied_whole(calls: Calls) -> None:
     """Kernels read them one after the other, whatever their strides were."""
     launched, seen = calls.driver.cuLaunchKernelEx, []
@@ -123,18 +141,28 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+QUICK: list[tuple[Options, dict[str, Any], int]] = [
+    (Options(), {}, 0),
+    (Options(dw_dtype=torch.float32), {}, 1),
+]
+"""Options, tensors, and how dw is written, of calls that have a quick call."""
+SLOW: list[tuple[Options, dict[str, Any], int]] = [
+    (Options(need_dx=False), {}, 0),
+    (Options(need_dw=False), {}, 0),
+    (Options(), {"weight": None}, 0),
+    (Options(), {"dw_out": torch.float32}, 1),
+    (Options(accumulate=True), {"dw_out": torch.float32}, 2),
+    (Options(), {"dw_out": torch.bfloat16}, 0),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "change", "dw_mode"),
+    ("calls", "options", "change", "dw_mode"),
     [
-        (Options(), {}, 0),
-        (Options(need_dx=False), {}, 0),
-        (Options(need_dw=False), {}, 0),
-        (Options(), {"weight": None}, 0),
-        (Options(dw_dtype=torch.float32), {}, 1),
-        (Options(), {"dw_out": torch.float32}, 1),
-        (Options(accumulate=True), {"dw_out": torch.float32}, 2),
-        (Options(), {"dw_out": torch.bfloat16}, 0),
+        *((how, *case) for how in ("any", "any with mean") for case in QUICK + SLOW),
+        *((how, *case) for how in ("quick", "quick with mean") for case in QUICK),
     ],
+    indirect=["calls"],
 )
 @pytest.mark.parametrize("capturing", [False, True])
 def test_kernel_gets_what_the_options_ask_for(
@@ -157,6 +185,7 @@ def test_kernel_gets_what_the_options_ask_for(
         assert given.dw_out is None or dw is given.dw_out
 
 
+@never_quick
 def test_residual_of_another_dtype_has_an_output_of_its_own(calls: Calls) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         dresidual = torch.zeros(6, 1024, dtype=dtype)
@@ -189,6 +218,7 @@ def in_another_thread(work: Callable[[], Any]) -> Any:
     return results[0]
 
 
+@of_any_norm
 def test_threads_have_workspaces_of_their_own_on_the_per_thread_stream(calls: Calls) -> None:
     """The handle of the per-thread default stream names another stream in every thread, and calls
     of different streams may run at the same time."""
@@ -223,6 +253,7 @@ def test_call_for_another_device_than_the_current_one(
     assert not calls.centred or seen[23] == given["mean"].data_ptr()
 
 
+@of_any_norm
 def test_binding_of_another_thread_is_not_taken(calls: Calls) -> None:
     """Of one that made a call of the same signature before, with the arguments of its own."""
     calls.device.stream = PER_THREAD
@@ -233,17 +264,7 @@ def test_binding_of_another_thread_is_not_taken(calls: Calls) -> None:
     assert call.bindings == {}
 
 
-def test_quick_call_leaves_unaligned_addresses_to_others(calls: Calls) -> None:
-    calls.quick = True
-    aligned = calls()
-    launches = len(calls.driver.launches)
-    odd = torch.empty(6 * 1024 + 1, dtype=torch.bfloat16)[1:].view(6, 1024)
-    (call,) = calls._made.values()
-    given = aligned.given
-    assert call.quick(given.dy, odd, given.rstd, given.weight, given.mean) is None
-    assert len(calls.driver.launches) == launches
-
-
+@of_any_norm
 def test_refused_launch_is_an_error_of_the_call(calls: Calls) -> None:
     calls()
     calls.driver.status = cuda.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
@@ -283,6 +304,7 @@ def test_threads_on_one_stream_do_not_mix_their_arguments(calls: Calls) -> None:
     assert sorted(seen) == sorted(wanted)
 
 
+@of_any_norm
 def test_scratch_is_retried_after_pytorch_gave_back_its_cache(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,14 +321,16 @@ def test_scratch_is_retried_after_pytorch_gave_back_its_cache(
     assert calls().scratch
 
 
+@always_quick
 @pytest.mark.parametrize("place", [0, 1, 3])
 def test_every_address_counts_for_the_quick_call(calls: Calls, place: int) -> None:
     """dy, x and the weight: kernels read them in vectors."""
-    calls.quick = True
     given = [*calls.plain().values()]
     call = next(iter(calls._made.values())) if calls() else None
     assert call is not None and call.quick is not None
     assert call.quick(*given) is not None
+    launches = len(calls.driver.launches)
     memory = torch.zeros(given[place].numel() + 16, dtype=given[place].dtype)
     given[place] = memory[1 : 1 + given[place].numel()].view(given[place].shape)
     assert call.quick(*given) is None
+    assert len(calls.driver.launches) == launches
