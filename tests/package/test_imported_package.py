@@ -14,8 +14,6 @@ import torch
 
 from generator.package.entries import PROVENANCE_KEYS
 from generator.package.sources import source_of
-from generator.runtime.api import Package
-from generator.runtime.serve.options import PLAIN, Arguments
 from tests.support.packages import (
     entry,
     put,
@@ -122,19 +120,3 @@ def test_arguments_are_checked_at_every_call(package: Path, imported: Any) -> No
         backward(x.t(), x, rstd, weight)
     dx, dw = backward(*(tensor.to("meta") for tensor in (x, x, rstd, weight)))
     assert (dx.shape, dw.shape, dx.is_meta) == ((4, 8), (8,), True)
-
-
-def test_what_has_no_kernel_is_one_warning(package: Path) -> None:
-    put(package, entry("4096x1024:bf16"))
-    module = Package(package)
-    rows, wide = torch.ones(2, 8).bfloat16(), torch.ones(8)
-    mixed = Arguments(rows, rows, wide[:2], wide)
-    with pytest.warns(UserWarning, match="the formula in plain PyTorch"):
-        module._fallback("no kernel is that wide", mixed, PLAIN)
-    if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
-        given = Arguments(rows, rows, wide[:2], wide.bfloat16())
-        with pytest.warns(UserWarning, match="PyTorch's own kernel") as seen:
-            module._fallback("no kernel is that wide", given, PLAIN)
-            module._fallback("no kernel is that wide", given, PLAIN)
-            module._fallback("another reason", given, PLAIN)
-        assert len(seen) == 2

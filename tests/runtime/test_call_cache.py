@@ -127,14 +127,6 @@ def test_calls_are_those_of_the_same_kind_only(known: Backward) -> None:
         assert known.then(replace(base, **{name: other}), options) is None, (name, other)
 
 
-def test_calls_with_more_tensors_are_added_beside_plain_ones(known: Backward) -> None:
-    known.learn(Call(), given(4))
-    with_residual = replace(given(4), dresidual=torch.zeros(4, 64))
-    summed = Call(quick=False)
-    known.learn(summed, with_residual)
-    assert known.then(with_residual) is summed
-
-
 def shifted(elements: int) -> Arguments:
     """A call whose x lies so many elements behind an aligned address."""
     rows = torch.zeros(4 * 64 + elements)[elements:].view(4, 64)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from generator.paths import TEMPLATES
 from generator.runtime.launch import forward_call as call_module
 from generator.runtime.launch.forward_call import forward_call
-from generator.runtime.launch.row_layout import RowLayout, row_layout
+from generator.runtime.launch.row_layout import row_layout
 from generator.runtime.serve.forward import Forward, reference_forward
 from tests.support.forward import EPS, of_kind
 
@@ -50,17 +50,6 @@ def test_row_layout_finds_every_row_or_asks_for_a_copy(
         if layout.inner:
             at = i // layout.inner * layout.outer + i % layout.inner * layout.stride
         assert float(rows[i, 0]) == at
-
-
-def test_common_layouts_need_no_copy() -> None:
-    packed = torch.empty(2, 7, 3, 4, 64)  # batch, tokens, q and k and v, heads, head
-    assert row_layout(torch.empty(5, 8)) == RowLayout(8)
-    assert row_layout(torch.empty(2, 3, 5, 8)) == RowLayout(8)
-    assert row_layout(torch.empty(5, 16)[:, :8]) == RowLayout(16)
-    assert row_layout(torch.empty(8).expand(5, 8)) == RowLayout(0)
-    assert row_layout(packed[:, :, 1]) == RowLayout(64, 4, 3 * 4 * 64)
-    assert row_layout(packed[:, :, 1].transpose(1, 2)) is None
-    assert row_layout(torch.empty(8, 5).t()) is None
 
 
 # ---- The call on the CPU -------------------------------------------------------------------------

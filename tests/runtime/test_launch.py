@@ -13,7 +13,7 @@ from cuda.bindings import driver as cuda
 from generator.runtime.launch.driver import LaunchError
 from generator.runtime.launch.launch import launch_backward
 from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.spec import Launch, plan_launch
+from generator.runtime.spec import plan_launch
 from tests.support.fake_driver import (
     SEPARATE,
     SPEC,
@@ -160,8 +160,3 @@ def test_refused_launch_names_the_error_and_the_kernel(driver: FakeDriver) -> No
     with pytest.raises(LaunchError, match="launching rmsnorm_backward of example") as caught:
         launch(kernel)
     assert caught.value.code == "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"
-
-
-def test_launch_numbers_are_computed_once() -> None:
-    plan = Launch(132, 132, 132, 0, counters=33, zeroed=5, scratch=10, partials=132)
-    assert (plan.zeroed_offset, plan.scratch_offset, plan.workspace_bytes) == (256, 384, 424)

@@ -48,22 +48,6 @@ def test_inductor_runs_the_operator(package: Package) -> None:
     assert same(grads(compiled(x), x, norm.weight), grads(norm(x), x, norm.weight))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(package: Package, reentrant: bool) -> None:
-    x, weight = leaf(4, 16), leaf(16, seed=1)
-
-    def block(x: Any) -> Any:
-        return torch.tanh(package.rms_norm(x, weight))
-
-    again = checkpoint(block, x, use_reentrant=reentrant)
-    loss, wanted = again.square().sum(), block(x).square().sum()
-    loss.backward()
-    found = [x.grad, weight.grad]
-    x.grad = weight.grad = None
-    wanted.backward()
-    assert same(found, [x.grad, weight.grad])
-
-
 def test_selective_checkpointing_sees_the_operator(package: Package) -> None:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 

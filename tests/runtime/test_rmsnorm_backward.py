@@ -248,6 +248,9 @@ def test_reasons_are_warned_about_once(package: Package, monkeypatch: pytest.Mon
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             package.rmsnorm_backward(x[:2], x[:2], rstd[:2], weight)
+        monkeypatch.setattr(package, "_find", lambda given, options: "another reason")
+        with pytest.warns(UserWarning, match="another reason; using PyTorch's own"):
+            package.rmsnorm_backward(x, x, rstd, weight)
     assert same((dx, dw), reference_backward(x, x, rstd, weight))
     with pytest.warns(UserWarning, match="using the formula in plain PyTorch"):
         package.rmsnorm_backward(x.bfloat16(), x.bfloat16(), rstd, weight)

@@ -59,6 +59,9 @@ def test_regions_of_the_workspace_follow_each_other_in_whole_lines() -> None:
     launch = plan_launch(replace(TEN, strategy="last_cta"), 8000)
     assert (launch.zeroed_offset, launch.scratch_offset) == (128, 128)
     assert launch.workspace_bytes == 128 + 10 * ROW * 4
+    launch = replace(launch, counters=33, zeroed=5, scratch=10)  # neither fills its lines
+    assert (launch.zeroed_offset, launch.scratch_offset) == (256, 384)
+    assert launch.workspace_bytes == 384 + 40
 
 
 # ---- Batch-invariant kernels ---------------------------------------------------------------------
