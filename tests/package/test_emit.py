@@ -8,7 +8,6 @@ import random
 import re
 import threading
 from pathlib import Path
-from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -294,13 +293,10 @@ def test_every_changed_byte_of_a_table_is_noticed(package: Path) -> None:
         (package / name).write_bytes(whole)
 
 
-@pytest.mark.parametrize("change", [{"target": {}}, {"threads": "x"}, {"vector_bytes": 7}])
-def test_table_with_a_value_that_was_changed_is_one_sentence(
-    package: Path, change: dict[str, Any]
-) -> None:
+def test_table_with_a_value_that_was_changed_is_one_sentence(package: Path) -> None:
     put(package, entry("4096x1024:bf16"), fallback=[])
     table = json.loads((package / TABLE).read_text())
-    (table if "target" in change else table["tuned"][0]["kernel"]["spec"]).update(change)
+    table["tuned"][0]["kernel"]["spec"]["threads"] = "x"
     (package / TABLE).write_text(_json(table) + "\n")
     with pytest.raises(NormforgeError, match=r"table\.json is damaged \(its digest") as caught:
         put(package, entry("8192x1024:bf16"), fallback=[])

@@ -115,8 +115,10 @@ def untouched(module: torch.fx.GraphModule) -> list[tuple[str, str]]:
     return [(node.op, str(node.target)) for node in module.graph.nodes if node not in skip]
 
 
-@pytest.mark.parametrize("mode", ["fake", "symbolic", "real"])
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(
+    ("step", "mode"),
+    [*((step, "fake") for step in STEPS), (several, "symbolic"), (several, "real")],
+)
 def test_every_norm_is_routed_and_the_numbers_stay(package: Package, step: Step, mode: str) -> None:
     module = trace(step, mode)
     assert len(find_norms(module.graph)) == STEPS[step]
@@ -289,6 +291,8 @@ def test_pass_fits_a_graph_trainer(package: Package, caplog: pytest.LogCaptureFi
     (norm,) = find_norms(passes[0](trace(forward_only)).graph)
     searched = {"max_autotune": True, "coordinate_descent_tuning": True}
     assert norm.meta["custom"]["compile_with_inductor"] == {"inductor_configs": searched}
+    with pytest.raises(ValueError, match="'route' or 'tag', got 'both'"):
+        make_pass(package.ops, "both")
 
 
 def test_torchtitans_own_tests_of_its_pass(
@@ -380,15 +384,6 @@ def test_norms_over_two_dimensions_stay_with_pytorch(package: Package) -> None:
         library.impl("_fused_rms_norm", lambda x, *_: (x + 0, x[:1, :1]), "CPU")
         module = trace(step)
     assert len(find_norms(route(module, package.ops).graph)) == 1
-
-
-def test_pass_is_switchable(package: Package) -> None:
-    routed = make_pass(package.ops)(trace(several))
-    assert find_norms(routed.graph) == []
-    tagged = make_pass(package.ops, "tag", {"max_autotune": True})(trace(several))
-    assert all("custom" in node.meta for node in find_norms(tagged.graph))
-    with pytest.raises(ValueError, match="'route' or 'tag', got 'both'"):
-        make_pass(package.ops, "both")
 
 
 def norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from tests.support.fake_driver import SPEC, tensors
 N = 1024
 FP32, BF16 = torch.float32, torch.bfloat16
 STRIDED = torch.zeros(2 * N)[::2]
-UNALIGNED = torch.zeros(N + 1)[1:]
+UNALIGNED = torch.zeros(N + 2)[2:]  # by 8 bytes
 OFFSET, RESIDUAL = replace(SPEC, offset=True), replace(SPEC, residual="bf16")
 
 
@@ -59,6 +59,7 @@ def given(weight_dtype: torch.dtype = BF16, **change: Any) -> Arguments:
         ({"dw_out": torch.zeros(N, dtype=BF16)}, Options(accumulate=True), SPEC, dw_elsewhere),
         ({"dw_out": STRIDED}, PLAIN, SPEC, dw_elsewhere),
         ({"dw_out": UNALIGNED}, PLAIN, SPEC, dw_elsewhere),
+        ({"dw_out": torch.zeros(N + 4, dtype=BF16)[4:]}, PLAIN, SPEC, dw_elsewhere),
         ({"dw_out": UNALIGNED}, Options(accumulate=True), SPEC, dw_elsewhere),
     ],
 )

@@ -91,10 +91,6 @@ def test_compiled_options_are_used_where_they_were_tuned(package: Any) -> None:
         (Options(weight_offset=1.0), {}, offset_in_weight),
         (PLAIN, {"dresidual": torch.zeros(4096, 1024)}, add_residual),
         (Options(accumulate=True), {"dw_out": torch.zeros(1024).bfloat16()}, dw_elsewhere),
-        # Kernels write dw by vectors of 16 bytes.
-        (PLAIN, {"dw_out": torch.zeros(1025)[1:]}, dw_elsewhere),
-        (Options(accumulate=True), {"dw_out": torch.zeros(1026)[2:]}, dw_elsewhere),
-        (PLAIN, {"dw_out": torch.zeros(1028).bfloat16()[4:]}, dw_elsewhere),
     ],
 )
 def test_options_that_nobody_tuned_are_composed(
