@@ -90,11 +90,25 @@ def test_only_the_gradients_that_are_asked_for_are_computed(
     rms_norm: Any = package.rms_norm
     if how == "compiled":
         rms_norm = torch.compile(rms_norm, backend="aot_eager", fullgraph=True)
+    asked: list[tuple[bool, bool]] = []
+
+    def watch(owner: Any, name: str) -> None:
+        ran = getattr(owner, name)
+
+        def watched(given: Any, options: Any) -> Any:
+            asked.append((options.need_dx, options.need_dw))
+            return ran(given, options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(package._norm, "run")
+    watch(package.ops, "_backward")
     y = rms_norm(x, weight)
     assert y.requires_grad == any(wants)
     if any(wants):
         y.sum().backward()
     assert [t.grad is not None for t in (x, weight)] == list(wants)
+    assert asked == [wants] * any(wants)
 
 
 def test_expanded_gradient_is_not_wrong(package: Package) -> None:
