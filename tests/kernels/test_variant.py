@@ -275,7 +275,7 @@ def test_groups_of_two_levels_are_about_the_root_of_the_participants() -> None:
 @pytest.mark.parametrize("strategy", ["column_slices", "mailbox"])
 @pytest.mark.parametrize(
     ("slice_columns", "cluster", "words"),
-    [(16, 1, 96), (32, 1, 64), (64, 1, 32), (128, 1, 32), (32, 2, 32), (16, 2, 64)],
+    [(16, 1, 96), (32, 1, 64), (64, 1, 32), (16, 2, 64)],
 )
 def test_every_rank_has_a_ledger_of_two_words_and_one_for_each_slice_in_whole_lines(
     strategy: str, slice_columns: int, cluster: int, words: int
