@@ -140,7 +140,7 @@ def page_text(name: str) -> str:
     return NO_NUMBER_OF_OURS.sub("", text)
 
 
-@pytest.mark.parametrize("name", [*STATED, *MEASURED])
+@pytest.mark.parametrize("name", [name for name, said in (STATED | MEASURED).items() if said])
 def test_stated_numbers_are_those_of_the_code_and_the_results(name: str) -> None:
     text = " ".join(page_text(name).split())
     assert [phrase for phrase in (STATED | MEASURED)[name] if phrase not in text] == []

@@ -383,9 +383,7 @@ def test_reduced_rows_refill_every_stage(target: Target) -> None:
     assert batches == max(4 + 1, 2 * variant.block_batches + 1)
 
 
-@pytest.mark.parametrize(
-    ("teams", "in_flight"), [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2)]
-)
+@pytest.mark.parametrize(("teams", "in_flight"), [(1, 2), (1, 4), (2, 1), (4, 2)])
 def test_reduced_rows_end_in_a_batch_that_is_not_full(
     target: Target, teams: int, in_flight: int
 ) -> None:
@@ -394,4 +392,4 @@ def test_reduced_rows_end_in_a_batch_that_is_not_full(
     variant = plain_variant(shape, target, **knobs, rows_in_flight=in_flight)
     small = reduced(variant, Problem.parse(shape))
     assert in_flight == 1 or small.M % in_flight
-    assert teams * in_flight == 1 or small.M % (teams * in_flight)
+    assert small.M % (teams * in_flight)

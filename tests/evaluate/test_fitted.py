@@ -25,7 +25,7 @@ from generator.result import Result
 from generator.search.choose_winner import Preference, choose
 from generator.space.load import load_space
 from generator.studies.records import study_name
-from generator.target import find_target, load_targets
+from generator.target import find_target
 
 SPACE = load_space()
 FITTED = load_fitted()
@@ -96,7 +96,7 @@ def test_revision_follows_the_code_and_not_what_people_read() -> None:
 # The prior.
 
 
-@pytest.mark.parametrize("name", sorted(load_targets()))
+@pytest.mark.parametrize("name", ["h200", "gb200", "a100"])
 def test_starts_are_measured_winners_near_the_shape(name: str) -> None:
     target = find_target(name)
     starts = Predictor(target).starts(Problem.parse("4096x4096:bf16"))

@@ -95,21 +95,24 @@ def test_all_are_checked_and_the_fastest_timed_side_by_side(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("fault", "outcome"),
+    ("fault", "outcome", "calls"),
     [
-        ("wrong", "wrong"),
-        ("unsteady", "nondeterministic"),
-        ("segfault", "crashed"),
-        ("hang", "timeout"),
-        ("refused", "launch_error"),
+        ("wrong", "wrong", "with a residual"),
+        ("wrong", "wrong", "without"),
+        ("unsteady", "nondeterministic", "with a residual"),
+        ("unsteady", "nondeterministic", "without"),
+        ("segfault", "crashed", "all"),
+        ("hang", "timeout", "all"),
+        ("refused", "launch_error", "all"),
     ],
 )
-@pytest.mark.parametrize("only_with_residual", [False, True])
 def test_one_that_fails_a_check_does_not_win_and_costs_no_other(
-    tmp_path: Path, fault: str, outcome: str, only_with_residual: bool
+    tmp_path: Path, fault: str, outcome: str, calls: str
 ) -> None:
-    planted = {FASTEST[0]: fault}
-    results = measured(tmp_path, landscape(*(({}, planted) if only_with_residual else (planted,))))
+    place = FASTEST[0]
+    faults = {} if calls == "with a residual" else {place: fault}
+    residual = {} if calls == "all" else {place: "" if calls == "without" else fault}
+    results = measured(tmp_path, landscape(faults, residual))
     bad = results.pop(FASTEST[0])
     assert (bad.outcome, bad.may_win) == (outcome, False)
     assert bad.note

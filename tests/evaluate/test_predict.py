@@ -19,7 +19,7 @@ from generator.kernels.ptxas import Resources
 from generator.kernels.strategies import NAMES, STRATEGIES
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
-from generator.runtime.spec import MAIN_KERNEL, plan_launch
+from generator.runtime.spec import MAIN_KERNEL
 from generator.space.load import load_space
 from generator.target import find_target, load_targets
 
@@ -166,7 +166,7 @@ def test_more_bandwidth_is_never_slower(strategy: str, M: int, low: float, facto
     assert faster <= predict_us(variant, LEAN, problem, slow).us + 1e-9
 
 
-@pytest.mark.parametrize("N", [1024, 2048, 4096])
+@pytest.mark.parametrize("N", [1024, 4096])
 @pytest.mark.parametrize("reload", ["none", "smem"])
 @pytest.mark.parametrize("name", ["h200", "gb200"])
 def test_fewer_stages_are_never_faster(N: int, reload: str, name: str) -> None:
@@ -252,15 +252,6 @@ def test_two_levels_shorten_a_chain_of_many_ctas() -> None:
             dw_reduction_us("4096x4096:bf16", strategy=strategy, levels=levels) for levels in (1, 2)
         )
         assert one > factor * two, strategy
-
-
-def test_semaphore_takes_one_turn_per_cta() -> None:
-    problem = Problem.parse("4096x4096:bf16")
-    variant = variant_of(problem, strategy="semaphore", levels=1, **BULK)
-    ctas = plan_launch(variant.spec(H200.sms), problem.M).participants
-    assert ctas == 132
-    turns = predict_us(variant, LEAN, problem, H200).parts["turns"]
-    assert turns == pytest.approx(ctas * MODEL.turn_us)
 
 
 def test_dependent_launch_is_shorter_than_a_plain_second_launch() -> None:

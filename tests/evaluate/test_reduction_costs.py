@@ -68,14 +68,6 @@ def test_turns_of_two_levels_are_those_of_a_group_and_of_the_groups() -> None:
     assert two["turns"] == pytest.approx((12 + 11) * MODEL.turn_us)
 
 
-def test_an_overlapped_second_launch_is_shorter() -> None:
-    costs = [
-        parts(variant(strategy="separate", overlap=how))["second_launch"]
-        for how in ("dependent", "none")
-    ]
-    assert costs == [MODEL.overlapped_launch_us, MODEL.second_launch_us]
-
-
 def test_rows_that_fill_their_rounds_have_no_imbalance() -> None:
     own = variant(strategy="column_slices")
     spec = own.spec(TARGET.sms)

@@ -291,7 +291,7 @@ def test_comparison_in_chunks_names_the_place_in_the_whole(
     out = reference.clone()
     out[77, 2] += 1
     slack = torch.zeros(100, 1)
-    monkeypatch.setattr("generator.evaluate.verify.determinism.CHUNK_ELEMENTS", 40)
+    monkeypatch.setattr("generator.evaluate.verify.accuracy.CHUNK_ELEMENTS", 40)
     error, fault = compare("dx", out, reference, 2.0**-24, slack)
     assert fault.startswith("dx[77, 2] is ")
     norm = float(reference.norm())

@@ -36,8 +36,10 @@ def changed(own: Variant, **knobs: int | str) -> Variant:
     return replace(own, config={**own.config, **knobs})
 
 
-@pytest.mark.parametrize("pipeline", ["bulk", "async"])
-@pytest.mark.parametrize(("shape", "row"), [("4096x1024:bf16", 4096), ("4096x1024:fp32", 8192)])
+@pytest.mark.parametrize(
+    ("pipeline", "shape", "row"),
+    [("bulk", "4096x1024:bf16", 4096), ("async", "4096x1024:fp32", 8192)],
+)
 def test_stages_hold_x_and_dy_of_every_team(pipeline: str, shape: str, row: int) -> None:
     """row: bytes of a row of x and of one of dy."""
     own = variant(shape, pipeline=pipeline, stages=3, rows_per_cta=2, rows_in_flight=2)

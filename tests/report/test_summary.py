@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from dataclasses import replace
 
 import pytest
@@ -11,7 +9,6 @@ import pytest
 from generator.problem import Problem
 from generator.report import charts
 from generator.report.collect import summaries
-from generator.report.page import csp_hash
 from generator.report.summary import Standing, Summary, ratio_of
 from generator.result import Result
 from generator.studies.reader import Study
@@ -110,11 +107,6 @@ def test_before_the_finals_the_fastest_trial_has_the_ratio() -> None:
     trials = [record(timed(r)) for r in (1.4, 1.2, 1.3)]
     assert ratio_of(study("measured", *trials)) == 1.2
     assert ratio_of(study("measured", *trials, winner=make_winner(CONFIG, 1.25))) == 1.25
-
-
-def test_the_policy_names_a_text_by_its_content() -> None:
-    digest = base64.b64encode(hashlib.sha256(b"a { }").digest()).decode()
-    assert csp_hash("a { }") == f"sha256-{digest}"
 
 
 def test_a_drawing_escapes_what_a_journal_says() -> None:

@@ -64,14 +64,10 @@ def chosen(
 @pytest.mark.parametrize(
     ("us", "slower", "wins"),
     [
-        (2.0, LAUNCH_US - 0.001, True),
-        (2.0, LAUNCH_US + 0.001, False),
         (HOST_US - 0.01, LAUNCH_US - 0.001, True),
         (HOST_US - 0.01, LAUNCH_US + 0.001, False),
         (HOST_US, TIE * HOST_US - 0.001, True),
         (HOST_US, TIE * HOST_US + 0.001, False),
-        (100.0, TIE * 100 - 0.001, True),
-        (100.0, TIE * 100 + 0.001, False),
     ],
 )
 def test_a_launch_less_makes_up_for_a_part_of_a_microsecond_where_the_host_is_slower(

@@ -122,6 +122,8 @@ def test_neighbours_are_legal_and_deterministic(problem: str, gpu: str) -> None:
         assert neighbour != config
         assert is_legal(legal, neighbour)
         assert determinism_class(neighbour) != "none"
+    kinds = [tuple(c[name] for name in REDUCTION_KNOBS) for c in (config, *neighbours)]
+    assert set(kinds[1:]) - {kinds[0]}
 
 
 def test_neighbours_one_change_away_come_first_and_completely() -> None:
@@ -227,13 +229,6 @@ def test_taken_configs_are_never_proposed(tmp_path: Path) -> None:
     assert study.ask(distributions(space)).params == second
     with pytest.raises(NothingLeftError):
         study.ask(distributions(space))
-
-
-def test_choices_follow_from_the_space_alone() -> None:
-    parameters = distributions(SPACE)
-    assert list(parameters) == [knob.name for knob in SPACE.knobs]
-    for knob in SPACE.knobs:
-        assert parameters[knob.name].choices == knob.choices
 
 
 def test_a_taken_proposal_gives_way_to_its_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from generator.kernels import cubin_cache, precompile
 from generator.kernels.cubin_cache import CubinCache, compile_variant
 from generator.kernels.forward import compile_forward, render_forward
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.precompile import MOST_PROCESSES, NICE, cached, precompiling
+from generator.kernels.precompile import NICE, cached, precompiling
 from generator.package.fallback_kernels import (
     DTYPES,
     fallback_variants,
@@ -192,7 +192,7 @@ def test_no_process_outlives_a_parent_that_is_killed(tmp_path: Path, number: int
     await_(lambda: not any(born(pid) == time for pid, time in started.items()))
 
 
-@pytest.mark.parametrize(("cores", "processes"), [(2, 1), (16, 2), (64, MOST_PROCESSES), (256, 8)])
+@pytest.mark.parametrize(("cores", "processes"), [(2, 1), (16, 2), (256, 8)])
 def test_most_cores_are_left_to_the_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, processes: int
 ) -> None:
