@@ -6,10 +6,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from cuda.bindings import nvrtc
 
-from generator.kernels.nvrtc import _text
 from generator.paths import TEMPLATES
+from tests.support.ptx import ptx_of
 
 PRELUDE = """
 #define DEVICE __device__ __forceinline__
@@ -63,21 +62,6 @@ ORDERING = re.compile(
     r"|barrier\.cluster|cp\.async\.bulk\.wait_group|griddepcontrol)[\w.:]*)",
     re.MULTILINE,
 )
-
-
-def ptx_of(source: str, arch: str) -> str:
-    """The PTX of a translation unit for an architecture."""
-
-    def checked(answer: tuple[object, ...]) -> object:
-        assert answer[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS, answer[0]
-        return answer[1] if len(answer) > 1 else None
-
-    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"primitives.cu", 0, [], []))
-    options = [f"--gpu-architecture=compute_{arch}", "--std=c++17"]
-    encoded = [option.encode() for option in options]
-    failed = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0].value
-    assert not failed, _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-    return _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).decode()
 
 
 @pytest.fixture(scope="module")
