@@ -49,8 +49,8 @@ def tuned_peers() -> str:
         )
         for default, tuned in (("quack", "quack_tuned"), ("inductor", "inductor_max"))
     ]
-    header = ["", "time over the floor", "over Normforge's", "with its defaults"]
-    return table([f"{len(found.rows)} shapes", *header[1:]], lines)
+    header = ("time over the floor", "over Normforge's", "with its defaults")
+    return table([f"{len(found.rows)} shapes", *header], lines)
 
 
 def layernorm() -> str:

@@ -35,15 +35,13 @@ from generator.evaluate.evaluator import Pool, Shortlisting  # noqa: E402
 from generator.kernels.compile_pool import CompilePool  # noqa: E402
 from generator.kernels.cubin_cache import compile_variant  # noqa: E402
 from generator.kernels.geometry import Config  # noqa: E402
-from generator.kernels.nvrtc import Compiled  # noqa: E402
-from generator.kernels.resource_gate import refuse  # noqa: E402
 from generator.kernels.strategies import (  # noqa: E402
     REDUCTION_KNOBS,
     determinism_class,
     strategy_of,
 )
-from generator.kernels.variant import Variant, make_variant  # noqa: E402
 from generator.problem import load_problems  # noqa: E402
+from generator.search.finals import compile_configs  # noqa: E402
 from generator.space.legal_configs import LegalConfigs  # noqa: E402
 from generator.space.load import load_space  # noqa: E402
 from generator.studies.reader import Study, read_studies  # noqa: E402
@@ -112,20 +110,6 @@ class Climb:
             yield config
 
 
-def compiled(
-    legal: LegalConfigs, pool: Pool, configs: Sequence[Config]
-) -> list[tuple[Variant, Compiled]]:
-    """Those of the configs that may run."""
-    variants = [make_variant(config, legal.problem) for config in configs]
-    futures = [pool.submit(variant) for variant in variants]
-    found: list[tuple[Variant, Compiled]] = []
-    for variant, future in zip(variants, futures, strict=True):
-        code = pool.result(variant, future)
-        if refuse(variant, code, legal.problem, legal.target) is None:
-            found.append((variant, code))
-    return found
-
-
 def overhead(
     legal: LegalConfigs, pool: Pool, evaluator: Shortlisting, study: Study, seed: int
 ) -> dict[str, Any]:
@@ -141,13 +125,13 @@ def overhead(
     for kind in kinds:
         climb = Climb(legal, kind, ranked, trials, Random(f"{seed}/{legal.problem}"))
         while configs := climb.ask(pool.processes):
-            for variant, code in compiled(legal, pool, configs):
+            for variant, code in compile_configs(legal, pool, configs):
                 result = evaluator.evaluate(legal.problem, variant, code, None)
                 if result.timed and result.ratio is not None:
                     climb.tell(variant.config, result.ratio)
         tried[str(strategy_of(kind))] = climb.tried
         finalists += climb.best(SIDE_BY_SIDE)
-    entries = compiled(legal, pool, finalists)
+    entries = compile_configs(legal, pool, finalists)
     blocks = [evaluator.shortlist(legal.problem, entries) for _ in range(BLOCKS)]
     ratios = [median(values) for values in zip(*filter(None, blocks), strict=True)]
     best: dict[str, float] = {}

@@ -8,11 +8,12 @@ from math import inf
 from pathlib import Path
 from statistics import median
 
+from benchmarks import drawing
 from benchmarks.goals import best_peer, geometric_mean, goals, ratio
 from benchmarks.peers import PEERS
 from benchmarks.results import Environment, Row, operation_in, problem_of
 from generator.operations import OPERATIONS
-from generator.report.peers import TITLES
+from generator.report.peers import TITLES, peer_us
 
 MET = {True: "yes", False: "**no**", None: "-"}
 
@@ -208,20 +209,18 @@ def plot(environment: Environment, rows: Sequence[Row], path: Path) -> str:
     """Draw every implementation by name: its mean ratio to the floor as a bar, and its ratio at
     every shape in bf16 over M·N. Shapes whose weight has another dtype than x are left out, because
     not every implementation serves them. "" or the sentence that says why there is no plot."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "No plot: matplotlib is not installed."
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = drawing.pyplot()
+    if pyplot is None:
+        return drawing.NO_PLOT
     rows = [row for row in rows if row["weight_dtype"] == row["dtype"]]
     known = [peer.name for peer in PEERS[operation_in(environment)]]
     ratios = {"ours": [(row, ratio(row)) for row in rows if ratio(row) < inf]}
     for name in known:
-        timed = [row for row in rows if row["peers"].get(name, {}).get("us") is not None]
+        timed = [
+            (row, us / row["add_us"]) for row in rows if (us := peer_us(row, name)) is not None
+        ]
         if timed:
-            ratios[name] = [(row, row["peers"][name]["us"] / row["add_us"]) for row in timed]
+            ratios[name] = timed
     means = {name: geometric_mean(over for _, over in found) for name, found in ratios.items()}
     names = sorted(means, key=lambda name: means[name])
     colours = {name: f"C{place}" for place, name in enumerate(names)}

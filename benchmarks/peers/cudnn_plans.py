@@ -51,7 +51,7 @@ class CudnnGraph:
             self.given["mean"] = self._tensor(inputs.mean, M, 1)
             outputs = self.graph.layernorm_backward(**self.given)
         self.outputs = list(outputs)
-        for output, like in zip(outputs, (inputs.x, inputs.weight, inputs.weight), strict=False):
+        for output, like in zip(outputs, _like(inputs), strict=False):
             output.set_output(True).set_data_type(self._dtype(like))
         self.graph.validate()
         self.graph.build_operation_graph()
@@ -84,7 +84,7 @@ class CudnnGraph:
         buffers = [inputs.dy, inputs.x, inputs.weight, inputs.rstd]
         buffers += [] if inputs.mean is None else [inputs.mean]
         given = dict(zip(self.given.values(), buffers, strict=True))
-        like = (inputs.x, inputs.weight, inputs.weight)
+        like = _like(inputs)
 
         def backward() -> Gradients:
             made = [torch.empty_like(one) for one, _ in zip(like, self.outputs, strict=False)]
@@ -95,6 +95,11 @@ class CudnnGraph:
             return tuple(made)
 
         return backward
+
+
+def _like(inputs: Inputs) -> Gradients:
+    """What each result has the shape and dtype of; the last of LayerNorm only."""
+    return inputs.x, inputs.weight, inputs.weight
 
 
 def cudnn_heuristic(timer: Timer) -> Bind:

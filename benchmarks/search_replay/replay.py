@@ -15,7 +15,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
-from itertools import accumulate, islice
+from itertools import accumulate
 from math import inf
 from statistics import mean
 
@@ -254,14 +254,15 @@ def compare(
     workers = processes or len(os.sched_getaffinity(0))
     if workers == 1:
         _start(recording)
-        found = iter([_search(*job) for job in every])
+        best = [_search(*job) for job in every]
     else:
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, context, _start, (recording,)) as pool:
-            found = iter(list(pool.map(_search, *zip(*every, strict=True))))
+        with ProcessPoolExecutor(workers, context, _start_process, (recording,)) as pool:
+            best = list(pool.map(_search, *zip(*every, strict=True)))
+    found = dict(zip(every, best, strict=True))
     compared = []
     for name, own in jobs.items():
-        paths = list(islice(found, len(own)))
+        paths = [found[job] for job in own]
         reached = [
             [recording.optimum / path[min(count, len(path)) - 1] for path in paths]
             for count in checkpoints
@@ -274,9 +275,13 @@ def compare(
 _replayed: list[Replayed] = []
 
 
-def _start(recording: Recording) -> None:
+def _start_process(recording: Recording) -> None:
     torch.set_num_threads(1)  # of the Gaussian process: every core has a search of its own
     warnings.simplefilter("ignore", ExperimentalWarning)
+    _start(recording)
+
+
+def _start(recording: Recording) -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     _replayed[:] = [Replayed(recording)]
 

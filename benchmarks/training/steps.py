@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness import sentence
 from benchmarks.training.model import MODELS, Norm, Weights, block, make_weights, rotation
-from benchmarks.training.ways import WAYS
+from benchmarks.training.ways import MODES, WAYS
 
 TOKENS = 16384
 BLOCKS = 2
@@ -24,8 +24,8 @@ what is around them."""
 
 @dataclass(frozen=True)
 class Case:
-    """One row of models and settings. mode: `eager`, `blocks` (each compiled by itself) or `whole`
-    (all blocks in one graph); checkpointed: a block's activations are computed again for its
+    """One row of models and settings. mode: of MODES, where `blocks` compiles each by itself and
+    `whole` all in one graph; checkpointed: a block's activations are computed again for its
     backward."""
 
     model: str
@@ -40,7 +40,7 @@ class Case:
     def parse(cls, text: str) -> Case:
         """`MODEL,LENGTH,MODE[,checkpoint]`. Raises ValueError."""
         model, length, mode, *more = text.split(",")
-        if model not in MODELS or mode not in ("eager", "blocks", "whole"):
+        if model not in MODELS or mode not in MODES:
             raise ValueError(text)
         if more not in ([], ["checkpoint"]):
             raise ValueError(text)

@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import drawing
 from benchmarks.training.model import MODELS
 from benchmarks.training.steps import Case
-from benchmarks.training.ways import BASELINE, WAYS
+from benchmarks.training.ways import BASELINE, MODES, WAYS
 
 CONFIDENCE = 0.95
-COMPILED = {"eager": "eager", "blocks": "compiled by blocks", "whole": "compiled as a whole"}
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Measured:
     def title(self) -> str:
         more = ", checkpointed" if self.case.checkpointed else ""
         widths = MODELS[self.case.model]
-        return f"{widths.title}, sequences of {self.case.length}, {COMPILED[self.case.mode]}{more}"
+        return f"{widths.title}, sequences of {self.case.length}, {MODES[self.case.mode]}{more}"
 
     @cached_property
     def gains(self) -> dict[str, Gain]:
-        """Of every way that was measured in all processes but the baseline."""
+        """Of every way that was measured, but the baseline."""
         found = {}
         for name in WAYS:
             pairs = [
@@ -84,13 +84,11 @@ class Measured:
 def cases(document: Mapping[str, Any]) -> list[Measured]:
     """Those of a results file that were measured, by model and mode."""
     runs_of = {Case.parse(text): runs for text, runs in document["cases"].items() if runs}
-    order = (list(MODELS), list(COMPILED))
+    models, modes = list(MODELS), list(MODES)
 
     def place(case: Case) -> tuple[int, int, bool, int]:
-        return (
-            *(order[0].index(case.model), order[1].index(case.mode)),
-            *(case.checkpointed, case.length),
-        )
+        settings = (case.checkpointed, case.length)
+        return models.index(case.model), modes.index(case.mode), *settings
 
     return [Measured(case, runs_of[case]) for case in sorted(runs_of, key=place)]
 
@@ -98,13 +96,9 @@ def cases(document: Mapping[str, Any]) -> list[Measured]:
 def plot(document: Mapping[str, Any], path: Path) -> str:
     """Draw gains with their intervals, a row for each case. "" or the sentence that says why there
     is no plot."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "No plot: matplotlib is not installed."
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = drawing.pyplot()
+    if pyplot is None:
+        return drawing.NO_PLOT
     found = cases(document)
     figure, axes = pyplot.subplots(figsize=(9, 0.75 * len(found) + 1.6), layout="constrained")
     names = [name for name in WAYS if any(name in each.gains for each in found)]

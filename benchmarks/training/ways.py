@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import rms_norm as pytorch_rms_norm
@@ -12,6 +12,8 @@ from torch.nn.functional import rms_norm as pytorch_rms_norm
 from benchmarks.training.model import EPS, Norm
 
 BASELINE = "pytorch"
+MODES = {"eager": "eager", "blocks": "compiled by blocks", "whole": "compiled as a whole"}
+"""How a model runs, in words."""
 
 
 def pytorch_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -34,7 +36,7 @@ class Named:
 
     title: str
     load: Callable[[], Way]
-    modes: tuple[str, ...] = field(default=("eager", "blocks", "whole"))
+    modes: tuple[str, ...] = tuple(MODES)
 
 
 def _module() -> Way:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,6 @@ def summaries(
     """One summary for each GPU that has studies of the operation. Of several studies of one problem
     that one counts which is measured rather than predicted, has a winner, and has the latest one.
     context: read the comparison with the peers and the committed results of that GPU, too."""
-
     found = []
     own = [study for study in studies if study.problem.operation == operation]
     for gpu in sorted({study.gpu for study in own}):
@@ -48,7 +47,7 @@ def summaries(
         summary = Summary(gpu, place, tuple(kept), len(mine) - len(kept))
         if free := FREE.get(operation):
             others = [s for s in studies if (s.gpu, s.problem.operation) == (gpu, free)]
-            summary = replace(summary, free=_free(kept, _latest(others)))
+            summary = replace(summary, free=_free(kept, others))
         if context and summary.evidence == "measured":
             summary = replace(summary, **_context(gpu, operation))
         found.append(summary)
@@ -65,11 +64,12 @@ def _latest(studies: Iterable[Study]) -> dict[Problem, Study]:
     return {study.problem: study for study in sorted(studies, key=standing)}
 
 
-def _free(studies: Iterable[Study], others: Mapping[Problem, Study]) -> dict[Problem, float]:
+def _free(studies: Sequence[Study], others: Iterable[Study]) -> dict[Problem, float]:
     """Ratios of the winners of another operation at the problems of studies, of equal evidence."""
-    found = {}
+    operation, found = studies[0].problem.operation, {}
+    same = {replace(p, operation=operation): study for p, study in _latest(others).items()}
     for study in studies:
-        other = others.get(replace(study.problem, operation=FREE[study.problem.operation]))
+        other = same.get(study.problem)
         ratio = ratio_of(other) if other and other.evidence == study.evidence else None
         if ratio is not None:
             found[study.problem] = ratio

@@ -21,15 +21,15 @@ from generator.studies.records import PLAIN_FLOOR
 def render_text(summary: Summary) -> str:
     """The summary of one GPU, about a screen for every ten shapes."""
     parts = [_head(summary)]
-    maps: list[tuple[str, Callable[[Study], str]]] = [
+    cost, cost_of = "Overhead of determinism", overhead_of
+    if summary.free:
+        cost, cost_of = "Price of batch invariance", summary.price_of
+    for title, cell in (
         ("Winning strategy", _strategy),
         ("Ratio to the floor", lambda study: _ratio(study, 2)),
-        ("Overhead of determinism", lambda study: number(overhead_of(study))),
+        (cost, lambda study: number(cost_of(study))),
         ("Percent of the nominal bandwidth", lambda study: _percent(bandwidth_share(study))),
-    ]
-    if summary.free:
-        maps[2] = ("Price of batch invariance", lambda study: number(summary.price_of(study)))
-    for title, cell in maps:
+    ):
         parts += [_map(title, grid, cell) for grid in summary.grids]
     if summary.comparison:
         parts.append(_peers(summary.comparison))

@@ -90,7 +90,7 @@ def hold_finals(
         waiting.remove(ranked[0].config)
     finals: list[Final] = []
     while (called or waiting) and not any(final.may_win for final in finals):
-        entries = _compile(legal, pool, called + waiting[:size])
+        entries = compile_configs(legal, pool, called + waiting[:size])
         called, waiting = [], waiting[size:]
         results = hold_round(evaluator, legal.problem, entries, legal.rank, incumbent)
         finals += [
@@ -155,7 +155,7 @@ def _cleared(
     for record in noisy(records):
         if record.identity in again or len(again) == limit:
             continue
-        for variant, compiled in _compile(legal, pool, [record.config]):
+        for variant, compiled in compile_configs(legal, pool, [record.config]):
             result = evaluator.evaluate(legal.problem, variant, compiled, None)
             again[record.identity] = result
     return [replace(r, result=again.get(r.identity, r.result)) for r in records]
@@ -175,7 +175,9 @@ def _shortlisted(
     count = min(SHORTLIST, int(SHORTLIST_US / us))
     if not isinstance(evaluator, Shortlisting) or min(count, len(ranked)) <= size:
         return configs
-    entries = _compile(legal, pool, [record.config for record in of_every_gpu(ranked)[:count]])
+    entries = compile_configs(
+        legal, pool, [record.config for record in of_every_gpu(ranked)[:count]]
+    )
     ratios = evaluator.shortlist(legal.problem, entries)
     first = [variant.config for variant, _ in entries]
     order = sorted(zip(ratios, map(legal.rank, first), first, strict=False), key=itemgetter(0, 1))
@@ -240,9 +242,10 @@ def fastest_ineligible(finals: Sequence[Final]) -> Finalist | None:
     return min(times, key=lambda finalist: finalist.ratio, default=None)
 
 
-def _compile(
+def compile_configs(
     legal: LegalConfigs, pool: Pool, configs: Sequence[Config]
 ) -> list[tuple[Variant, Compiled]]:
+    """The configs' variants, compiled: those that may run."""
     variants = [make_variant(config, legal.problem) for config in configs]
     futures = [pool.submit(variant) for variant in variants]
     entries = []
