@@ -11,6 +11,16 @@ from benchmarks.training.summary import cases
 from benchmarks.training.ways import BASELINE, WAYS
 from generator.report.peers import Comparison
 
+SMALL_US = 20
+"""A floor that takes less is counted among the small ones."""
+FLUSHES = {
+    "present": "reads with `evict_last`, then 256 MB of writes (all other tables)",
+    "writes": "256 MB of writes",
+    "clean": "the first, then 128 MB of plain reads",
+    "rotating": "nothing: inputs and outputs in rotation",
+}
+"""Conditions of benchmarks/flushes.py that make the L2 cold before an operation."""
+
 
 def comparison(name: str = "h200") -> Comparison:
     """Ours and its peers in one run."""
@@ -123,6 +133,42 @@ def overhead() -> str:
 # ---- Training ------------------------------------------------------------------------------------
 
 
+def _under(name: str) -> list[tuple[Any, float]]:
+    """Rows of the study of flushes under one condition, each with ours over the floor."""
+    rows = read("flushes_h200")["rows"]
+    return [(row[name], row[name]["over_floor"][row["hint"]]) for row in rows]
+
+
+def flushed(name: str) -> float:
+    """Ours over the floor with the L2 made cold in this way, geometric mean of all shapes."""
+    return geometric_mean(ours for _, ours in _under(name))
+
+
+def flushes() -> str:
+    """Ours, ours without its load hint and cuDNN, by the way in which the L2 is made cold."""
+    lines = []
+    for name, text in FLUSHES.items():
+        found = _under(name)
+        plain = geometric_mean(cell["over_floor"]["default"] for cell, _ in found)
+        small = geometric_mean(ours for cell, ours in found if cell["us"]["floor"] < SMALL_US)
+        peer = [cell["over_floor"]["cudnn"] / r for cell, r in found if "cudnn" in cell["us"]]
+        beside = f"{geometric_mean(peer):.3f} ({min(peer):.3f})"
+        lines.append((text, f"{flushed(name):.3f}", f"{plain:.3f}", f"{small:.3f}", beside))
+    shapes, few = len(found), len(peer)
+    header = [f"{shapes} shapes", "without its load hint", f"floor below {SMALL_US} µs"]
+    return table(
+        ["before each operation", *header, f"cuDNN over ours, {few} shapes (least)"], lines
+    )
+
+
+def flush_in_short() -> str:
+    return (
+        f"This is with a flush of the L2 before each operation. With inputs and outputs in rotation"
+        f" instead, Normforge\ntakes {flushed('rotating'):.2f} of the floor:"
+        " [how the cache is made cold](docs/performance.md#how-the-cache-is-made-cold)."
+    )
+
+
 def training() -> str:
     """Steps with other norms than PyTorch's: how many more a second."""
     document = read("training_h200")
@@ -173,6 +219,8 @@ def training_gain() -> str:
 
 
 COMPARISON_BLOCKS: dict[str, Callable[[], str]] = {
+    "flushes": flushes,
+    "flush_in_short": flush_in_short,
     "peers": peers,
     "tuned_peers": tuned_peers,
     "layernorm": layernorm,

@@ -17,13 +17,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.comparison_pages import COMPARISON_BLOCKS, comparison, overheads
+from benchmarks.comparison_pages import COMPARISON_BLOCKS, comparison, flushed, overheads
 from benchmarks.goals import geometric_mean, goals
 from benchmarks.method_pages import METHOD_BLOCKS
 from benchmarks.page_text import read, table
 from generator.paths import REPOSITORY
 from generator.problem import Problem, load_problems
 
+FLUSHED_LIMIT = 1.08
+"""Of the ratio to the floor in the mean, with other ways of making the L2 cold."""
 BLOCK = re.compile(r"(<!-- numbers: (\w+) -->\n).*?(<!-- end of numbers -->)", re.S)
 
 
@@ -79,6 +81,10 @@ def goal_table() -> str:
     mean = geometric_mean(costs.values())
     reached = f"{mean:.3f} ({len(costs)} shapes; {costs[worst]:.3f} at worst, {worst})"
     found.append(("overhead of determinism, geometric mean", "≤ 1.01", reached))
+    for text, name in (("256 MB of writes", "writes"), ("inputs in rotation", "rotating")):
+        mean = flushed(name)
+        said = f"{mean:.3f}" if mean <= FLUSHED_LIMIT else f"**missed**: {mean:.3f}"
+        found.append((f"{text} for a flush, geometric mean", f"≤ {FLUSHED_LIMIT} add", said))
     return table(["goal", "limit", "reached"], found)
 
 

@@ -62,6 +62,10 @@ class ColdCache:
         with torch.cuda.device(self.device):
             launched = cuda_driver().cuLaunchKernelEx(config, self._function, arguments, 0)
         checked(launched, "launching", _KERNEL)
+        self.write(value)
+
+    def write(self, value: float) -> None:
+        """The writes alone, which leave in place what was read with the priority evict_last."""
         self._written.fill_(value)
 
 

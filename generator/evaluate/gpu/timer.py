@@ -29,6 +29,10 @@ class Timer:
         self.cold = ColdCache(device, flush_bytes)
         self.stream = torch.cuda.Stream(device)
 
+    def prepare(self, value: float) -> None:
+        """What comes before every operation, outside its interval. value: another in each round."""
+        self.cold.flush(value)
+
     def block(self, operations: Sequence[Operation], rounds: int) -> list[list[float]]:
         """Microseconds by operation and round. Every operation runs once, untimed, before."""
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -44,7 +48,7 @@ class Timer:
                     which = (turn + round_) % len(operations)
                     before = torch.cuda.Event(enable_timing=True, external=True)
                     after = torch.cuda.Event(enable_timing=True, external=True)
-                    self.cold.flush(float(round_))
+                    self.prepare(float(round_))
                     before.record()
                     operations[which]()
                     after.record()

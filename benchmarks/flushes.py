@@ -1,0 +1,271 @@
+#!/usr/bin/env python3
+"""What the ratio to the floor owes to the way in which the L2 is made cold.
+
+    python benchmarks/flushes.py --out benchmarks/results/flushes_h200.json
+
+The kernels of a package, compiled with their load hint and without, and peers take turns with the
+floor, `torch.add(x, dy, out=dx)`, under every condition of `CONDITIONS`. dx and dw must have the
+same bits with and without the hint. The file is written after each shape. Exit code: 1 where
+--seconds left shapes, 2 for bad input or without the GPU of the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmarks.cache_hints import HINTS, check_bits, load  # noqa: E402
+from benchmarks.comparison import load_peers  # noqa: E402
+from benchmarks.peers import choose_peers  # noqa: E402
+from benchmarks.peers.peer import Bind  # noqa: E402
+from benchmarks.results import machine, write_json  # noqa: E402
+from generator.errors import NormforgeError  # noqa: E402
+from generator.evaluate.gpu.session import Session, Workload  # noqa: E402
+from generator.evaluate.gpu.timer import Operation, Timer  # noqa: E402
+from generator.evaluate.verify.bench import Bench  # noqa: E402
+from generator.kernels.geometry import Config  # noqa: E402
+from generator.operations.rmsnorm_backward import Inputs  # noqa: E402
+from generator.package.known_winners import known_winners  # noqa: E402
+from generator.problem import Problem, load_problems  # noqa: E402
+from generator.target import Target, match_device  # noqa: E402
+
+PACKAGE = ROOT / "generated" / "h200" / "rmsnorm_backward"
+PEER_SHAPES = (
+    "4096x256:bf16,4096x1024:bf16,16384x1024:bf16,4096x4096:bf16,16384x3072:bf16,"
+    "16384x4096:bf16,65536x4096:bf16,16384x8192:bf16,4096x16384:bf16"
+)
+BLOCKS, ROUNDS = 3, 15
+SETS, SETS_BYTES = 6, 192 << 20
+"""Of x, dy and dx under the condition `rotating`: so many, and more until they have these bytes."""
+READ_BYTES = 128 << 20
+"""By plain reads: more than twice the L2 of any GPU here."""
+
+
+class Condition(Timer):
+    """The present flush: reads with the priority evict_last, then 256 MB of writes."""
+
+    def sets(self, workload: Workload) -> int:
+        """How many inputs and outputs the operations share."""
+        return 1
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._clean = torch.zeros(READ_BYTES // 4, device=device)
+        self._most = torch.empty((), device=device)
+
+    def read_plainly(self) -> None:
+        """Displace by ordinary reads, which leave clean lines."""
+        torch.amax(self._clean, dim=0, out=self._most)
+
+    def ending(self, operation: Operation) -> Operation:
+        """The operation as it is timed."""
+        return operation
+
+
+class Writes(Condition):
+    """256 MB of writes alone: the L2 is full of lines that have yet to be written to memory."""
+
+    def prepare(self, value: float) -> None:
+        self.cold.write(value)
+
+
+class Clean(Condition):
+    """The present flush, then 128 MB of plain reads: the L2 has nothing left to write."""
+
+    def prepare(self, value: float) -> None:
+        super().prepare(value)
+        self.read_plainly()
+
+
+class Rotating(Condition):
+    """No flush: every operation takes the inputs and outputs that were used longest ago."""
+
+    def sets(self, workload: Workload) -> int:
+        return max(SETS, SETS_BYTES // workload.floor_bytes + 1)
+
+    def prepare(self, value: float) -> None:
+        return
+
+
+class Drained(Condition):
+    """The present flush, and 128 MB of plain reads inside the interval of every operation, the
+    floor too: what it left in the L2 has to be written within its time."""
+
+    def ending(self, operation: Operation) -> Operation:
+        def drained() -> None:
+            operation()
+            self.read_plainly()
+
+        return drained
+
+
+CONDITIONS: dict[str, type[Condition]] = {
+    "present": Condition,
+    "writes": Writes,
+    "clean": Clean,
+    "rotating": Rotating,
+    "drained": Drained,
+}
+
+
+def sets_of(workload: Workload, number: int) -> list[tuple[Inputs, torch.Tensor]]:
+    """Inputs and a dx each: those of the workload, then copies."""
+    first, dx = workload.inputs, workload.outputs["dx"].tensor
+    copies = [
+        replace(first, x=first.x.clone(), dy=first.dy.clone(), rstd=first.rstd.clone())
+        for _ in range(number - 1)
+    ]
+    return [(first, dx), *((inputs, torch.empty_like(dx)) for inputs in copies)]
+
+
+def operations(
+    workload: Workload, benches: Mapping[str, Bench], peers: Mapping[str, Bind], number: int
+) -> dict[str, Operation]:
+    """The floor first, by name. All take from the same `number` sets, in the order of the calls."""
+    sets, turn = sets_of(workload, number), count()
+
+    def rotate(calls: Sequence[Operation]) -> Operation:
+        return lambda: calls[next(turn) % number]()
+
+    def keep(calls: Sequence[Operation]) -> list[Operation]:
+        kept: deque[object] = deque(maxlen=number)  # so that each set has results of its own
+        return [partial(_append, kept, call) for call in calls]
+
+    floor = workload.operation.floor
+    found = {"floor": rotate([floor(workload.problem, i, {"dx": dx}) for i, dx in sets])}
+    for name, bench in benches.items():
+        found[name] = rotate([partial(bench.run, i, instead={"dx": dx}) for i, dx in sets])
+    for name, bind in peers.items():
+        found[name] = rotate(keep([bind(inputs) for inputs, _ in sets]))
+    return found
+
+
+def _append(kept: deque[object], call: Operation) -> None:
+    kept.append(call())
+
+
+def measure(found: Mapping[str, Operation], timer: Condition) -> dict[str, Any]:
+    """Medians over all rounds of each operation: `us`, and `over_floor`, its ratio to the floor."""
+    timed = [timer.ending(operation) for operation in found.values()]
+    rounds: list[list[float]] = [[] for _ in timed]
+    for _ in range(BLOCKS):
+        for times, more in zip(rounds, timer.block(timed, ROUNDS), strict=True):
+            times += more
+    floor = rounds[0]
+    over = {
+        name: round(median(own / ref for own, ref in zip(times, floor, strict=True)), 4)
+        for name, times in zip(found, rounds, strict=True)
+    }
+    us = {name: round(median(times), 2) for name, times in zip(found, rounds, strict=True)}
+    return {"us": us, "over_floor": over}
+
+
+def measure_shape(
+    session: Session,
+    timers: Mapping[str, Condition],
+    problem: Problem,
+    config: Config,
+    target: Target,
+    peers: Mapping[str, Bind],
+) -> dict[str, Any]:
+    """A row of the document. A peer that raises is left out. Raises NormforgeError."""
+    workload = session.workload(problem)
+    benches = {hint: load(workload, config, hint, target) for hint in HINTS}
+    check_bits(workload, benches)
+    usable = {name: bind for name, bind in peers.items() if _serves(bind, workload.inputs)}
+    row: dict[str, Any] = {"shape": str(problem), "hint": str(config["load_hint"])}
+    for name, timer in timers.items():
+        row[name] = measure(operations(workload, benches, usable, timer.sets(workload)), timer)
+    return row
+
+
+def _serves(bind: Bind, inputs: Inputs) -> bool:
+    try:
+        bind(inputs)()
+        torch.cuda.synchronize()
+    except Exception as error:
+        print(f"a peer is left out: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
+    """Raises NormforgeError."""
+    until = time.monotonic() + args.seconds
+    problems = load_problems(args.shapes)
+    beside_peers = set(load_problems(args.peer_shapes))
+    winners = {winner.problem: winner for winner in known_winners(args.module)}
+    if absent := [str(problem) for problem in problems if problem not in winners]:
+        raise NormforgeError(f"{args.module} has no winner for {', '.join(absent)}: leave them out")
+    wanted = choose_peers(args.peers) if args.peers else []
+    if not torch.cuda.is_available():
+        raise NormforgeError("flushes are compared on a CUDA GPU, and PyTorch sees none")
+    session = Session(0)
+    here = match_device(session.facts["name"], session.facts["sms"])
+    targets = {winner.target for winner in winners.values()}
+    if here is None or {here.name} != targets:
+        raise NormforgeError(f"{args.module} is for {targets}, this is a {session.facts['name']}")
+    peers, missing = load_peers(wanted, session.timer)
+    if missing:
+        raise NormforgeError(f"not installed: {', '.join(missing)}")
+    timers = {name: kind(session.device) for name, kind in CONDITIONS.items()}
+    document: dict[str, Any] = {
+        "environment": machine(session.facts),
+        "conditions": {
+            name: " ".join(str(kind.__doc__).split()) for name, kind in CONDITIONS.items()
+        },
+        "rows": [],
+    }
+    for done, problem in enumerate(problems):
+        if time.monotonic() > until:
+            say(f"{len(problems) - done} shapes are left")
+            return 1
+        binds = {name: peer.bind for name, peer in peers.items()} if problem in beside_peers else {}
+        row = measure_shape(session, timers, problem, winners[problem].config, here, binds)
+        document["rows"].append(row)
+        write_json(args.out, document)
+        say(line(row))
+    return 0
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """Ratios of the kernel as it is tuned."""
+    ratios = (f"{name} {row[name]['over_floor'][row['hint']]:.3f}" for name in CONDITIONS)
+    return f"{row['shape']:20}" + "  ".join(ratios)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--module", type=Path, default=PACKAGE, help="folder of the package")
+    parser.add_argument("--shapes", default="compare", help="as for tune.py")
+    parser.add_argument("--peers", default="cudnn", help="comma-separated, or '' for none")
+    parser.add_argument("--peer-shapes", default=PEER_SHAPES, help="where the peers take part")
+    parser.add_argument("--seconds", type=float, default=540.0, help="begin no shape after this")
+    parser.add_argument("--out", type=Path, required=True, help="the results file, .json")
+    args = parser.parse_args(argv)
+    try:
+        return run(args)
+    except NormforgeError as error:
+        print(f"flushes.py: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""benchmarks/flushes.py: what comes before and in an interval, who takes which inputs, its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from benchmarks import flushes
+from benchmarks.flushes import BLOCKS, CONDITIONS, SETS, Condition, Rotating, measure, operations
+from generator.evaluate.gpu.session import Workload
+from generator.evaluate.gpu.timer import Timer
+from generator.operations.rmsnorm_backward import Inputs
+from generator.problem import Problem
+
+
+@pytest.fixture
+def workload() -> Workload:
+    return Workload(Problem.parse("6x16:bf16"), torch.device("cpu"))
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What conditions do on a GPU, in order."""
+    said: list[str] = []
+
+    class FakeCache:
+        def __init__(self, *_: object) -> None: ...
+
+        def flush(self, value: float) -> None:
+            said.append("flush")
+
+        def write(self, value: float) -> None:
+            said.append("write")
+
+    def begin(self: Any, device: torch.device) -> None:
+        self.cold = FakeCache()
+
+    monkeypatch.setattr(Timer, "__init__", begin)
+    monkeypatch.setattr(flushes, "READ_BYTES", 16)
+    monkeypatch.setattr(Condition, "read_plainly", lambda self: said.append("read"))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "happens"),
+    [
+        ("present", ["flush", "run"]),
+        ("writes", ["write", "run"]),
+        ("clean", ["flush", "read", "run"]),
+        ("rotating", ["run"]),
+        ("drained", ["flush", "run", "read"]),
+    ],
+)
+def test_each_condition_does_what_it_says(log: list[str], name: str, happens: list[str]) -> None:
+    timer = CONDITIONS[name](torch.device("cpu"))
+    timed = timer.ending(lambda: log.append("run"))
+    timer.prepare(1.0)
+    timed()
+    assert log == happens
+
+
+def test_small_shapes_rotate_over_more_sets(log: list[str], workload: Workload) -> None:
+    timer = Rotating(torch.device("cpu"))
+    workload.floor_bytes = flushes.SETS_BYTES // 10
+    assert timer.sets(workload) == 11
+    workload.floor_bytes = flushes.SETS_BYTES
+    assert timer.sets(workload) == SETS
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.ran: list[tuple[int, int]] = []
+
+    def run(self, inputs: Inputs, *, instead: dict[str, torch.Tensor]) -> None:
+        self.ran.append((inputs.x.data_ptr(), instead["dx"].data_ptr()))
+
+
+def test_operations_take_sets_in_the_order_of_the_calls(workload: Workload) -> None:
+    ours, seen = Bench(), []
+
+    def bind(inputs: Inputs) -> Callable[[], tuple[torch.Tensor, ...]]:
+        return lambda: (seen.append(inputs.x.data_ptr()), inputs.x)[1:]
+
+    found = operations(workload, {"default": cast(Any, ours)}, {"peer": bind}, 3)
+    assert list(found) == ["floor", "default", "peer"]
+    for name in ("default", "peer", "default", "default", "default"):
+        found[name]()
+    xs, dxs = zip(*ours.ran, strict=True)
+    assert len(set(xs)) == len(set(dxs)) == 3 and ours.ran[0] == ours.ran[2]
+    assert xs[0] == workload.inputs.x.data_ptr() and seen[0] not in xs[:1]
+    assert dxs[0] == workload.outputs["dx"].tensor.data_ptr()
+
+
+def test_copies_hold_what_the_workload_holds(workload: Workload) -> None:
+    for inputs, dx in flushes.sets_of(workload, 3):
+        assert torch.equal(inputs.x, workload.inputs.x) and torch.equal(
+            inputs.dy, workload.inputs.dy
+        )
+        assert dx.shape == inputs.x.shape
+
+
+def test_ratios_are_those_within_a_round() -> None:
+    class FakeTimer:
+        blocks = 0
+
+        def ending(self, operation: object) -> object:
+            return operation
+
+        def block(self, timed: Sequence[object], rounds: int) -> list[list[float]]:
+            self.blocks += 1
+            return [[10.0 * self.blocks] * rounds, [11.0 * self.blocks] * rounds]
+
+    timer = FakeTimer()
+    row = measure({"floor": print, "ours": print}, cast(Any, timer))
+    assert timer.blocks == BLOCKS
+    assert row == {"us": {"floor": 20.0, "ours": 22.0}, "over_floor": {"floor": 1.0, "ours": 1.1}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--shapes", "4096x:bf16"), "malformed shape '4096x:bf16'"),
+        (("--shapes", "4096x1000:bf16"), "has no winner for 4096x1000:bf16"),
+        (("--peers", "nobody"), "nobody"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
+) -> None:
+    out = tmp_path / "out.json"
+    assert flushes.main([*arguments, "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("flushes.py: ") and says in said and said.count("\n") == 1
+    assert not out.exists()
