@@ -1,6 +1,7 @@
 """Numbers in sentences of the pages are those of the code, or of the committed results.
 
-Tables of what was measured are generated (test_doc_numbers.py).
+Tables of what was measured are generated (test_doc_numbers.py). On no page may a measurement stand
+outside of a generated block and of the phrases below.
 """
 
 from __future__ import annotations
@@ -8,27 +9,37 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections import Counter
 from math import exp
+from pathlib import Path
+from statistics import geometric_mean, median
 
 import pytest
 import yaml
 
+from benchmarks import note_facts as notes
+from benchmarks.goals import goals
+from benchmarks.goals import ratio as over_floor
 from benchmarks.method_pages import percent
+from benchmarks.note_facts import span
 from benchmarks.page_text import read
 from benchmarks.pages import BLOCK, pages
+from benchmarks.peers.cudnn_plans import PLAN_SECONDS
 from benchmarks.prediction import fit, score
 from benchmarks.search_replay import recording, replay
-from generator.evaluate.gpu import evaluator, forward, noise, session, supervisor
+from benchmarks.training.summary import CONFIDENCE
+from generator.evaluate.gpu import evaluator, forward, l2_flush, noise, session, supervisor
 from generator.evaluate.predict import correction, prior
 from generator.evaluate.predict.model import MODEL
 from generator.evaluate.verify import determinism
 from generator.kernels import compile_pool
 from generator.package import fallback_kernels
-from generator.paths import GENERATED
+from generator.paths import GENERATED, REPOSITORY, TEMPLATES
 from generator.search import budget, choose_winner, finals, proposals, search
 from generator.space import forward_space
 from generator.studies import postgres, work_queue
 from generator.tuner import device_pool, lifecycle, plan, task_runner
+from tests.support.accuracy import MARGIN
 
 WORD = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight"]
 COMPILE_SECONDS = inspect.signature(compile_pool.CompilePool.result).parameters["timeout"].default
@@ -117,7 +128,92 @@ STATED = {
     ],
 }
 
+
+def oldest(package: str) -> str:
+    """The oldest version that pyproject.toml takes."""
+    found = re.search(rf'{package}( = ")?>=([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text())
+    assert found is not None
+    return found[2]
+
+
+def lab_notes() -> list[str]:
+    """Sentences and cells of docs/lab-notes.md."""
+    winners, compared = notes.finals(), notes.compared()
+    slower, same, faster = notes.exchange()
+    hints = {pipeline: notes.load_hints(pipeline) for pipeline in ("async", "bulk")}
+    launches, generic = notes.one_launch(4096), notes.generic_in_blocks()
+    blocks = [x for some in (False, True) for x in notes.in_blocks("blocks_h200", some)]
+    ends, hidden = (
+        span(notes.in_blocks(name, clusters=True), 3)
+        for name in ("blocks_end_of_batch_h200", "blocks_in_clusters_h200")
+    )
+    slow = winners["4096x16384:fp16"]
+    near, shapes = notes.near_the_floor(1.1)
+    return [
+        f"{slower} of {slower + same + faster} kernels were more than 1 % slower,"
+        f" and {faster} more than 1 % faster",
+        f"{span(notes.early_arrival(True), sign='+')} µs up to {notes.SMALL >> 20} M elements,"
+        f" {span(notes.early_arrival(False), sign='+')} µs above",
+        f"{winners['524288x64:bf16']['ratio']:.2f} of the floor at 524288x64",
+        f"times the factor {span(blocks, 3)}",
+        f"times {span(generic, 3)}, in the median {median(generic):.3f}",
+        f"times {hidden}; at the end of a batch {ends}",
+        f"kernels of one launch take {span(launches, 3)} of the time of two,"
+        f" in the {len(launches)} finals",
+        f"take {geometric_mean(hints['async']):.3f} of the time in the geometric mean of"
+        f" {len(hints['async'])} shapes ({span(hints['async'], 3)}). With bulk copies it is"
+        f" {geometric_mean(hints['bulk']):.3f}, of {len(hints['bulk'])} shapes",
+        f"times {span(notes.sent_early('first pass', clusters=False))},"
+        f" in clusters {span(notes.sent_early('first pass', clusters=True))}",
+        f"times {span(notes.sent_early('while row sums are exchanged', clusters=True))}:",
+        f"has {over_floor(compared['4096x16384:fp16']):.3f} of the floor,"
+        f" after {slow['ratio']:.3f} in the finals on another GPU. Its study has {slow['trials']}",
+        f"within 10 % of the floor at {near} of the {shapes} shapes",
+        f"are {span(notes.floors_of_two_gpus())} of those in the finals",
+        f"{MISSED} goals are missed",
+    ]
+
+
+def accuracy() -> list[str]:
+    """Sentences of docs/accuracy.md."""
+    brackets = Counter((spec["least"], spec["N"]) for spec in notes.row_by_row())
+    (most, wide), (one, narrow) = ((n, key) for key, n in brackets.most_common())
+    assert one == 1 and {spec["weight_dtype"] for spec in notes.row_by_row()} == {"fp32"}
+    worst = max(
+        (row["ours over"]["aten"]["dw"], row["shape"])
+        for row in read("errors_h200")["rows"]
+        if row["shape"].endswith(":fp32") and "aten" in row["ours over"]
+    )
+    return [
+        f"{WORD[most + one].capitalize()} fallback kernels with an fp32 weight",
+        f"{WORD[most]} for {wide[0]} to {wide[1]} columns, one for {narrow[0]} to {narrow[1]}",
+        f"the largest error is that of dw at {worst[1].removesuffix(':fp32')}",
+        f"dx has up to {notes.error_over_fused('dx'):.2f} times the error of the fused operator"
+        f" there, and dw up to {notes.error_over_fused('dw'):.2f} times",
+        f"at most {MARGIN} times PyTorch's",
+    ]
+
+
+PYTHON, TORCH = oldest("requires-python"), oldest("torch")
+MEASURED_BY = read("h200")["environment"]
+MISSED = WORD[sum(goal.met is False for goal in goals(read("h200")["rows"]))].capitalize()
+PATIENCE = re.search(r"kPatience = (\d+);", (TEMPLATES / "last_arrived.cuh").read_text())
+
 MEASURED = {
+    "README.md": [f"Python {PYTHON} or newer, PyTorch {TORCH} or newer"],
+    "index.md": [f"PyTorch {TORCH} or newer"],
+    "adopting.md": [f"PyTorch ({TORCH} or newer)"],
+    "accuracy.md": accuracy(),
+    "determinism.md": [f"a CTA looks {PATIENCE and PATIENCE[1]} times"],
+    "lab-notes.md": lab_notes(),
+    "performance.md": [
+        f"({l2_flush.FLUSH_BYTES >> 20} MB are written before each)",
+        f"driver {MEASURED_BY['driver']}, NVRTC {LAYERNORM['tuned'][0]['kernel']['nvrtc']},"
+        f" PyTorch {MEASURED_BY['torch'].rpartition('.')[0]}",
+        f"within {PLAN_SECONDS:.0f} seconds",
+        f"its {percent(CONFIDENCE)} confidence interval",
+        f"{MISSED} goals are missed",
+    ],
     "layernorm.md": [
         f"tuned at {len(LAYERNORM_TRIALS)} shapes",
         f"with {min(LAYERNORM_TRIALS)} to {max(LAYERNORM_TRIALS)} trials for a shape",
@@ -127,7 +223,9 @@ MEASURED = {
 """Numbers in sentences of other pages, of the committed results."""
 
 NO_NUMBER_OF_OURS = re.compile(
-    r"exits? (?:with|code) \d+|from version 12|offsets of 64 bits|2√CTAs|a 0 that|^\d\. ", re.M
+    r"exits? (?:with|code) \d+|from version 12|offsets of 64 bits|2√CTAs|a 0 that|^\d\. "
+    r"|NVRTC 13\.0 and 13\.5",
+    re.M,
 )
 """Exit codes, other people's software, kinds of numbers, list items."""
 
@@ -146,10 +244,41 @@ def test_stated_numbers_are_those_of_the_code_and_the_results(name: str) -> None
     assert [phrase for phrase in (STATED | MEASURED)[name] if phrase not in text] == []
 
 
+def unchecked(name: str, text: str) -> str:
+    """A page's text without the phrases that the test above compares, and without code."""
+    text = " ".join(text.split())
+    for phrase in (STATED | MEASURED).get(name, []):
+        text = text.replace(phrase, "")
+    return re.sub(r"`[^`]*`", "", text)
+
+
 @pytest.mark.parametrize("name", STATED)
 def test_no_other_number_is_stated(name: str) -> None:
-    text = " ".join(page_text(name).split())
-    for phrase in STATED[name]:
-        text = text.replace(phrase, "")
-    text = re.sub(r"`[^`]*`", "", text)
+    text = unchecked(name, page_text(name))
     assert re.findall(r".{0,30}(?<![\w.])\d[\d.,]*.{0,20}", text) == []
+
+
+MEASUREMENT = re.compile(
+    r"(?<![\w.-])\d+\.\d+(?![\w.]*\d)|\d+ (?:%|[mµn]?s|[KMGT]?B|seconds|minutes|times)(?!\w)"
+    r"|\d+ of (?:the |all )?\d+"
+)
+"""Decimal numbers, numbers with a unit, and shares."""
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_no_other_measurement_is_stated(page: Path) -> None:
+    assert MEASUREMENT.findall(unchecked(page.name, page_text(page.name))) == []
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_a_planted_measurement_is_found(page: Path) -> None:
+    planted = (
+        f"{page_text(page.name)}\nIt is 1.41 of the floor, 3 % more, 12 µs, at 9 of 47 shapes."
+    )
+    found = MEASUREMENT.findall(unchecked(page.name, planted))
+    assert found[-4:] == ["1.41", "3 %", "12 µs", "9 of 47"]
+
+
+def test_what_was_not_measured_is_no_measurement() -> None:
+    said = "4096x4096 rows, clusters of 8, 512 threads, 20 runs, sm_90a, fp16, version 13.0.1"
+    assert MEASUREMENT.findall(said) == []
