@@ -38,7 +38,7 @@ from generator.studies import postgres, work_queue
 from generator.tuner import device_pool, lifecycle, plan, task_runner
 from tests.support.accuracy import MARGIN
 
-WORD = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight"]
+WORD = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 COMPILE_SECONDS = inspect.signature(compile_pool.CompilePool.result).parameters["timeout"].default
 COMMON = len(yaml.safe_load(fallback_kernels.LAYOUTS_FILE.read_text())["layouts"]["wide"])
 VECTOR = fallback_kernels.COMMON_VECTOR_BYTES
@@ -193,6 +193,11 @@ def accuracy() -> list[str]:
 PYTHON, TORCH = oldest("requires-python"), oldest("torch")
 MEASURED_BY = read("h200")["environment"]
 COMPARED = len(load_problems("compare"))
+TUNED_PEERS = len(read("tuned_peers_h200")["rows"])
+TRAINING = next(iter(read("training_h200")["cases"].values()))
+PASSES = len(next(iter(read("host_time_h200")["ratios of the passes"].values())))
+FIRST_SEARCH = read("h100_first_search")
+FIRST_SEARCH_SECONDS = FIRST_SEARCH["what"].split(" after ")[1].split(" s ")[0]
 ERRORS = read("errors_h200")["rows"]
 RMSNORM = json.loads((GENERATED / "h200" / "rmsnorm_backward" / "table.json").read_text())
 WIDTHS = sorted(entry["N"] for entry in RMSNORM["tuned"])
@@ -211,6 +216,7 @@ PATIENCE = re.search(r"kPatience = (\d+);", (TEMPLATES / "last_arrived.cuh").rea
 STATED |= {
     "README.md": [
         f"{COMPARED} shapes in bf16, fp16 and fp32",
+        f"ran at {TUNED_PEERS} shapes",
         f"Python {PYTHON} or newer, PyTorch {TORCH} or newer",
         f"tuned lengths from {WIDTHS[0]} to {WIDTHS[-1]:,}; any other up to {GENERIC[16]:,} by"
         f" fallback kernels, some odd ones up to {GENERIC[2]:,};",
@@ -235,6 +241,10 @@ STATED |= {
         f"driver {MEASURED_BY['driver']}, NVRTC {LAYERNORM['tuned'][0]['kernel']['nvrtc']},"
         f" PyTorch {MEASURED_BY['torch'].rpartition('.')[0]}",
         f"{len(read('h200')['rows'])} shapes in which all implementations",
+        f"so they ran at {TUNED_PEERS}, in",
+        f"then {len(TRAINING[0]['ms']['pytorch'])} that do, in each of {WORD[len(TRAINING)]}",
+        f"{WORD[PASSES]} passes in turn",
+        f"ended by hand after {FIRST_SEARCH_SECONDS} s",
         f"within {PLAN_SECONDS:.0f} seconds",
         f"forward and backward of {WORD[BLOCKS]} transformer blocks",
         f"on {TOKENS:,} tokens",
@@ -246,7 +256,10 @@ STATED |= {
         f"tuned at {len(LAYERNORM_TRIALS)} shapes",
         f"with {min(LAYERNORM_TRIALS)} to {max(LAYERNORM_TRIALS)} trials for a shape",
     ],
-    "faq.md": [f"{UNTUNED} random shapes", f"{len(read('h100_first_search')['rows'])} shapes had"],
+    "faq.md": [
+        f"{UNTUNED} random shapes",
+        f"{len(FIRST_SEARCH['rows'])} shapes had a winner after [{FIRST_SEARCH_SECONDS} s",
+    ],
     "runtime.md": [f"or per capturing stream from {workspace.SHARED_FROM >> 10} KiB"],
 }
 """Numbers in sentences, by page: of the code, and of the committed results."""
