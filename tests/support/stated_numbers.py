@@ -151,7 +151,7 @@ def lab_notes() -> list[str]:
         f"{span(notes.early_arrival(True), sign='+')} µs up to {notes.SMALL >> 20} M elements,"
         f" {span(notes.early_arrival(False), sign='+')} µs above",
         f"{winners['524288x64:bf16']['ratio']:.2f} of the floor at 524288x64",
-        f"times the factor {span(blocks, 3)}",
+        f"nearly free: times {span(blocks, 3)}",
         f"times {span(generic, 3)}, in the median {median(generic):.3f}",
         f"times {hidden}; at the end of a batch {ends}",
         f"kernels of one launch take {span(launches, 3)} of the time of two,"
