@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.comparison_pages import COMPARISON_BLOCKS, comparison, flushed, overheads
 from benchmarks.goals import geometric_mean, goals
 from benchmarks.method_pages import METHOD_BLOCKS
+from benchmarks.note_pages import NOTE_BLOCKS
 from benchmarks.page_text import read, table
 from generator.paths import REPOSITORY
 from generator.problem import Problem, load_problems
@@ -314,6 +315,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "dw_precision": dw_precision,
     **COMPARISON_BLOCKS,
     **METHOD_BLOCKS,
+    **NOTE_BLOCKS,
 }
 
 if __name__ == "__main__":

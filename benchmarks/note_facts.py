@@ -1,0 +1,162 @@
+"""Numbers in sentences of docs/lab-notes.md, computed from the committed results."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from benchmarks.goals import best_peer
+from benchmarks.page_text import read
+from benchmarks.results import problem_of
+from generator.kernels.strategies import launches
+from generator.paths import GENERATED
+from generator.problem import Problem, load_problems
+
+SMALL = 2**22
+"""Elements up to which early arrival is counted apart."""
+
+
+def span(values: Iterable[float], digits: int = 2, sign: str = "") -> str:
+    """`least to most`."""
+    every = list(values)
+    return f"{min(every):{sign}.{digits}f} to {max(every):{sign}.{digits}f}"
+
+
+def exchange() -> tuple[int, int, int]:
+    """Kernels that are slower by more than 1 %, within 1 %, and faster by more than 1 % without the
+    exchange of row sums in a cluster."""
+    rows = [row for row in read("ablations_h200")["rows"] if "no_exchange_us" in row]
+    times = [row["no_exchange_us"] / row["us"] for row in rows]
+    slower, faster = (sum(t > 1.01 for t in times), sum(t < 0.99 for t in times))
+    return slower, len(times) - slower - faster, faster
+
+
+def _pairs(name: str, knob: str) -> Iterator[tuple[Problem, Any, dict[Any, Any]]]:
+    """Problem, config and the rows of both values of a knob, for configs that were timed with
+    both."""
+    found: dict[tuple[str, str], dict[Any, Any]] = defaultdict(dict)
+    for row in read(name)["rows"]:
+        config = {key: value for key, value in row["config"].items() if key != knob}
+        found[row["shape"], json.dumps(config, sort_keys=True)][row[knob]] = row
+    for (shape, text), both in found.items():
+        if len(both) == 2:
+            yield Problem.parse(shape), json.loads(text), both
+
+
+def early_arrival(small: bool) -> list[float]:
+    """µs of `mailbox` with early arrival less those of the same config with late arrival."""
+    return [
+        rows["early"]["us"] - rows["late"]["us"]
+        for problem, _, rows in _pairs("arrival_h200", "arrival")
+        if (problem.M * problem.N <= SMALL) == small
+    ]
+
+
+def in_blocks(name: str, clusters: bool) -> list[float]:
+    """Ratios to the floor with rows added in blocks over those of the same config without."""
+    return [
+        rows[True]["ratio"] / rows[False]["ratio"]
+        for _, config, rows in _pairs(name, "value")
+        if (config["cluster"] > 1) == clusters
+    ]
+
+
+def generic_in_blocks() -> list[float]:
+    """The best generic layouts with rows added in blocks over the best without, by bracket."""
+    groups = [group for group in read("layouts_h200")["groups"] if "in_a_row" in group]
+    return [group["best"][0]["mean"] / group["in_a_row"]["mean"] for group in groups]
+
+
+def sent_early(dw: str, clusters: bool) -> list[float]:
+    """Times with the last partial dw sent before dx over those with it sent after."""
+    rows = read("send_h200")["rows"]
+    return [
+        row["ratio"]
+        for row in rows
+        if row["dw"] == dw and (row["config"]["cluster"] > 1) == clusters
+    ]
+
+
+def row_by_row() -> list[Any]:
+    """Specs of the fallback kernels that add row by row, for want of room."""
+    table = json.loads((GENERATED / "h200" / "rmsnorm_backward" / "table.json").read_text())
+    kernels = table["fallback"]
+    return [kernel["spec"] for kernel in kernels if not kernel["config"]["in_blocks"]]
+
+
+def finals() -> dict[str, Any]:
+    """The winners of the H200 in their finals, by shape."""
+    shapes = json.loads((GENERATED / "h200" / "results.json").read_text())["shapes"]
+    return {shape["shape"]: shape for shape in shapes}
+
+
+def compared() -> dict[str, Any]:
+    """The rows of the comparison, by shape."""
+    return {str(problem_of(row)): row for row in read("h200")["rows"]}
+
+
+def floors_of_two_gpus() -> list[float]:
+    """Floors on the GPU of the comparison over those in the finals, shape by shape."""
+    known = finals()
+    rows = compared().items()
+    return [row["add_us"] / known[shape]["floor_us"] for shape, row in rows if shape in known]
+
+
+def near_the_floor(limit: float) -> tuple[int, int]:
+    """At how many shapes of the comparison some peer is that near the floor, and of how many."""
+    rows = [compared()[str(problem)] for problem in load_problems("compare")]
+    peers = [(row["add_us"], best_peer(row)) for row in rows]
+    return sum(peer is not None and peer[1] <= limit * us for us, peer in peers), len(rows)
+
+
+def error_over_fused(gradient: str) -> float:
+    """The largest error in fp32 over that of PyTorch's fused operator, on the inputs of the
+    comparison."""
+    rows = [row for row in compared().values() if row["dtype"] == "fp32"]
+    key = f"error_{gradient}"
+    return max(float(row[f"ours_{key}"] / row["peers"]["aten"][key]) for row in rows)
+
+
+def load_hints(pipeline: str) -> list[float]:
+    """Times with `evict_last` over times of the same config without."""
+    rows = [row for row in read("load_hints_h200")["rows"] if row["pipeline"] == pipeline]
+    return [row["evict_last"] / row["default"] for row in rows]
+
+
+def _journal() -> Iterator[tuple[str, str]]:
+    """Shape and line, of all lines about a study of the H200. By line, because opening the file as
+    studies takes many times as long."""
+    names = []
+    with lzma.open(GENERATED / "h200" / "studies.journal.xz", "rt") as journal:
+        for line in journal:
+            if line.startswith('{"op_code":0'):
+                names.append(json.loads(line)["study_name"].split("@")[0])
+            else:
+                yield names[int(line.split('"study_id":', 1)[1].split(",", 1)[0])], line
+
+
+def trials_of(shapes: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Shape and trial, as the study file has them."""
+    for shape, line in _journal():
+        if shape in shapes and line.startswith('{"op_code":4'):
+            yield shape, json.loads(line)
+
+
+def one_launch(least: int) -> list[float]:
+    """The best verified kernel of one launch over the best of two, in finals of RMSNorm that had
+    both, for rows of that many columns or more."""
+    over: dict[str, float] = {}
+    for shape, line in _journal():
+        if not shape[0].isdigit() or '"user_attr":{"finals"' not in line:
+            continue
+        best: dict[int, float] = {}
+        for entry in json.loads(line)["user_attr"]["finals"]:
+            result, count = entry["result"], launches(entry["config"])
+            if result["determinism"] == "verified" and result["ratio"]:
+                best[count] = min(best.get(count, result["ratio"]), result["ratio"])
+        if len(best) == 2 and least <= Problem.parse(shape).N:
+            over[shape] = best[1] / best[2]
+    return list(over.values())
