@@ -218,6 +218,19 @@ def training_gain() -> str:
     )
 
 
+def training_bits() -> str:
+    """Whether the bits of all gradients repeat in training."""
+    found = read("training_bits_h200")["cases"]
+    ways = [(case, way) for case, told in found.items() for way in told]
+    differ = [f"{way} in {case}" for case, way in ways if not found[case][way]]
+    said = f"in all but {', '.join(differ)}" if differ else "in all of them"
+    return (
+        f"Bits: {len(ways)} combinations of model, mode and norm ran the same step three times,"
+        " with PyTorch's\ndeterministic algorithms. All gradients had the same bits each time,"
+        f" {said}."
+    )
+
+
 COMPARISON_BLOCKS: dict[str, Callable[[], str]] = {
     "flushes": flushes,
     "flush_in_short": flush_in_short,
@@ -229,4 +242,5 @@ COMPARISON_BLOCKS: dict[str, Callable[[], str]] = {
     "training": training,
     "training_norms": training_norms,
     "training_gain": training_gain,
+    "training_bits": training_bits,
 }

@@ -33,13 +33,14 @@ Stored = Kernel | ForwardKernel
 
 @dataclass(frozen=True)
 class Opened:
-    """A package, the GPU that it is for and its kernels, each once."""
+    """A package, the GPU that it is for and its kernels, each once. with_source: the winners of the
+    backward, and forward kernels that have a source."""
 
     folder: Path
     arch: str
     sms: int
     kernels: tuple[Stored, ...]
-    tuned: tuple[Stored, ...]
+    with_source: tuple[Stored, ...]
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,11 @@ def open_package(folder: Path) -> Opened:
     """Raises OSError, ValueError."""
     table, forward = Table.load(folder), ForwardTable.load(folder)
     kernels: list[Stored] = [*table.kernels(), *(forward.kernels() if forward else ())]
-    tuned: list[Stored] = [entry.kernel for entry in table.tuned]
-    tuned += [entry.kernel for entry in forward.tuned] if forward else []
+    read: list[Stored] = [entry.kernel for entry in table.tuned]
+    forwards = [entry.kernel for entry in forward.tuned] if forward else []
+    read += [k for k in forwards if (folder / "kernels" / f"{k.file}.cu").exists()]
     arch, sms = table.target["arch"], table.target["sms"]
-    return Opened(folder, arch, sms, tuple(dict.fromkeys(kernels)), tuple(dict.fromkeys(tuned)))
+    return Opened(folder, arch, sms, tuple(dict.fromkeys(kernels)), tuple(dict.fromkeys(read)))
 
 
 def rebuild(kernel: Stored, folder: Path, arch: str, sms: int, sources: bool = False) -> Rebuilt:
@@ -131,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{gpu}: {error}", file=sys.stderr)
             sound = False
             continue
-        drawn = package.tuned if args.sources else package.kernels
+        drawn = package.with_source if args.sources else package.kernels
         step = -(-len(drawn) // args.kernels) if args.kernels else 1
         sound &= report(package, drawn[::step], args.processes, args.sources)
     return 0 if sound else 1

@@ -10,7 +10,7 @@ embedding and head are left out. One contender is PyTorch's norm once more: it s
 
 The results file is written after every process, and --resume goes on with it. A plot (.svg) comes
 beside it; --render only draws that, and needs no GPU. Exit code: 0 when all cases were measured, 1
-when --seconds left some or one failed.
+when --seconds left some or one failed, 2 for a file of another machine.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ CASES = (
 )
 ENVIRONMENT = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Of the processes: with it cuBLAS repeats its bits, which deterministic algorithms ask for."""
+SAME = ("gpu", "driver", "torch", "tokens", "blocks")
+"""What must not differ between the processes of one file."""
 PACKAGES = ("triton", "liger-kernel", "quack-kernels")
 
 
@@ -78,6 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.out is None:
         asked.error("--out is missing")
     code = 0 if args.render else run(cases, args)
+    if code == 2:
+        return code
     if said := plot(json.loads(args.out.read_text()), args.out.with_suffix(".svg")):
         print(said, file=sys.stderr)
     return code
@@ -88,7 +92,15 @@ def run(cases: list[Case], args: argparse.Namespace) -> int:
     until = time.monotonic() + args.seconds
     document: dict[str, Any] = {"environment": environment(), "cases": {}}
     if args.resume and args.out.exists():
-        document["cases"] = json.loads(args.out.read_text())["cases"]
+        former = json.loads(args.out.read_text())
+        differs = [
+            key for key in SAME if former["environment"][key] != document["environment"][key]
+        ]
+        if differs:
+            was = ", ".join(f"{key} {former['environment'][key]}" for key in differs)
+            print(f"{args.out} was measured with {was}: leave out --resume", file=sys.stderr)
+            return 2
+        document["cases"] = former["cases"]
     left = 0
     for case in cases:
         found = document["cases"].setdefault(str(case), [])

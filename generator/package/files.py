@@ -65,13 +65,28 @@ _TITLE = re.compile(r"[\w .,+()/-]{1,200}")
 
 class KernelFiles:
     """The kernels of a new package: cubins of all, sources of the tuned ones and the headers that
-    these include. package: the one that it takes the place of; sms: multiprocessors of the GPU."""
+    these include. Of the forward kernels, which differ in a few constants, one source of each form.
+    package: the one that it takes the place of; sms: multiprocessors of the GPU."""
 
     def __init__(self, package: Path, sms: int) -> None:
         self.package, self.sms = package, sms
         self.cubins: dict[str, bytes] = {}
-        self.sources: dict[str, str] = {}
         self.headers: dict[str, Mapping[str, str]] = {}
+        self._sources: dict[str, str] = {}
+        self._forwards: dict[str, dict[str, str]] = {}  # by form
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Every source that is written, by the name of its kernel. Of a form that which the old
+        package has stays, where its kernel does."""
+        found = dict(self._sources)
+        for same in self._forwards.values():
+            name = min(same, key=lambda file: (not self._source_file(file).exists(), file))
+            found[name] = same[name]
+        return found
+
+    def _source_file(self, file: str) -> Path:
+        return self.package / "kernels" / f"{file}.cu"
 
     @overload
     def add(self, variant: Variant, compiled: Compiled, *, tuned: bool) -> Kernel: ...
@@ -81,7 +96,7 @@ class KernelFiles:
         """A new kernel, of today's templates. tuned: its source is to be read."""
         file = self._store(variant.id, compiled.digest, compiled.cubin)
         if tuned:
-            self.sources[file] = source_of(variant)
+            self._source(file, config_of(variant), source_of(variant))
             self.headers[revision(headers())] = headers()
         return KernelOf(
             file=file,
@@ -97,17 +112,22 @@ class KernelFiles:
             file = self._store(
                 _file(old.spec.name), _file(old.digest), old.read_cubin(self.package)
             )
-            if tuned:
-                source = (self.package / "kernels" / f"{_file(old.file)}.cu").read_text()
+            path = self._source_file(_file(old.file))
+            if tuned and ("form" not in old.config or path.exists()):
+                source = path.read_text()
                 for name in included(source):
                     self._keep_headers(name)
-                self.sources[file] = source
+                self._source(file, old.config, source)
         except (OSError, ValueError, RuntimeError) as error:
             raise NormforgeError(
                 f"{self.package}: the {what} cannot be kept ({error}): tune that shape again, or "
                 "move the folder away to start a new one"
             ) from error
         return replace(old, file=file)
+
+    def _source(self, file: str, config: Mapping[str, Any], source: str) -> None:
+        same = self._forwards.setdefault(config["form"], {}) if "form" in config else self._sources
+        same[file] = source
 
     def _keep_headers(self, name: str) -> None:
         """Raises OSError, ValueError."""
@@ -130,11 +150,12 @@ def write_package(
 ) -> None:
     """Write a package to an empty folder. Raises OSError."""
     (folder / "kernels").mkdir()
-    for file, source in kernels.sources.items():
+    sources = kernels.sources
+    for file, source in sources.items():
         (folder / "kernels" / f"{file}.cu").write_text(source)
-    for name, texts in kernels.headers.items():
+    for name in {name for source in sources.values() for name in included(source)}:
         (folder / INCLUDE / name).mkdir(parents=True)
-        for header, text in texts.items():
+        for header, text in kernels.headers[name].items():
             (folder / INCLUDE / name / header).write_text(text)
     write_cubins(folder, kernels.cubins)
     write_code(folder, table)

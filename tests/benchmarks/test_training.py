@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -122,3 +124,20 @@ def test_gains_are_of_pairs_of_one_round() -> None:
     assert found.title == "Llama 3 8B, sequences of 4096, eager"
     assert found.gains == {"quack": Gain(3.0, 3.0, 3.0), "rms_norm": Gain(2.0, 2.0, 2.0)}
     assert (found.baseline_ms, found.norm_ms(BASELINE), found.norm_ms("quack")) == (20.0, 3.0, None)
+
+
+def test_resume_refuses_a_file_of_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2", "tokens": 3, "blocks": 4}
+    monkeypatch.setattr(command, "environment", lambda: here)
+    out = tmp_path / "out.json"
+    text = json.dumps({"environment": here | {"gpu": "NVIDIA L40S"}, "cases": {}})
+    out.write_text(text)
+    asked = ["--out", str(out), "--resume", "--seconds", "-1", "--cases", "llama3_8b,4096,eager"]
+    assert command.main(asked) == 2
+    said = capsys.readouterr().err
+    assert "was measured with gpu NVIDIA L40S" in said and "leave out --resume" in said
+    assert out.read_text() == text
+    out.write_text(json.dumps({"environment": here, "cases": {}}))
+    assert command.main(asked) == 1

@@ -177,7 +177,7 @@ def test_committed_studies_are_of_todays_code(
     monkeypatch.setattr(revision, "_known", {})
     names = [entry["study_name"] for entry in committed if entry["op_code"] == 0]
     trials = [entry for entry in committed if entry["op_code"] == 4]
-    assert len(names) == 200 and sum(name.startswith("layernorm") for name in names) == 47
+    assert len(names) == 230 and sum(name.startswith("layernorm") for name in names) == 47
     for entry in trials[::100]:
         choices = {k: json.loads(d)["attributes"] for k, d in entry["distributions"].items()}
         config = {k: choices[k]["choices"][int(i)] for k, i in entry["params"].items()}

@@ -22,6 +22,7 @@ from generator.kernels.nvrtc import Compiled
 from generator.package.emit import emit_package
 from generator.package.entries import ForwardEntry, Forwards
 from generator.package.fallback_kernels import DTYPES
+from generator.package.sources import included
 from generator.problem import Problem
 from generator.runtime.serve.forward import Forward
 from generator.runtime.table import ForwardTable
@@ -30,13 +31,18 @@ from tests.support.forward import H200, of_kind
 
 
 @cache
-def emitted() -> tuple[ForwardEntry, tuple[tuple[ForwardVariant, Compiled], ...]]:
-    """A small set of real kernels."""
-    variant = of_kind("4096x1024:bf16")
-    entry = ForwardEntry(
-        *(Problem.parse("4096x1024:bf16"), variant, compile_forward(variant, H200.arch)),
+def tuned(shape: str) -> ForwardEntry:
+    variant = of_kind(shape)
+    return ForwardEntry(
+        *(Problem.parse(shape), variant, compile_forward(variant, H200.arch)),
         *("measured", {"reason": "test", "us": 1.0, "ratio": 1.1}),
     )
+
+
+@cache
+def emitted() -> tuple[ForwardEntry, tuple[tuple[ForwardVariant, Compiled], ...]]:
+    """A small set of real kernels."""
+    entry = tuned("4096x1024:bf16")
     generic = tuple((v, compile_forward(v, H200.arch)) for v in generic_forwards(DTYPES[:1]))
     return entry, generic
 
@@ -109,6 +115,24 @@ def test_emission_without_forwards_keeps_them_and_a_rule_never_replaces_a_measur
     emit_package([], [], H200, package, Forwards((predicted, other), generic))
     tuned = json.loads((package / "forward.json").read_text())["tuned"]
     assert [(e["M"], e["evidence"]) for e in tuned] == [(64, "predicted"), (4096, "measured")]
+
+
+def test_one_source_of_a_form_is_written_and_stays_while_its_kernel_does(package: Path) -> None:
+    def source() -> str:
+        (found,) = (package / "kernels").iterdir()
+        assert (package / "include" / included(found.read_text())[0] / "elements.cuh").exists()
+        return found.stem
+
+    entry, generic = emitted()
+    first, second = tuned("4096x512:bf16"), tuned("4096x256:bf16")
+    assert source() == entry.variant.id
+    emit_package([], [], H200, package, Forwards((second, first), generic))
+    assert source() == entry.variant.id
+    table = ForwardTable.load(package)
+    assert table is not None and len(table.tuned) == 3
+    other = replace(entry, variant=second.variant, compiled=second.compiled)
+    emit_package([], [], H200, package, Forwards((other,), generic))
+    assert source() == min(first.variant.id, second.variant.id)
 
 
 def test_package_without_a_forward_table_loads_and_a_damaged_one_says_so(package: Path) -> None:

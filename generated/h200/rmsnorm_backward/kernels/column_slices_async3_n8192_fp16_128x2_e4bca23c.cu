@@ -52,7 +52,7 @@ constexpr int kBlockSumsOffset = 176;
 #define ROW_STORE ""
 #define LEAST_COLUMNS 8192  // of a row
 
-#include "../include/e70bb22966c5/primitives.cuh"
+#include "../include/cb1fc5f79cc6/primitives.cuh"
 
 using Element = fp16;        // x, dy, dx
 using WeightElement = fp16;  // weight, dw
@@ -60,36 +60,11 @@ using ResidualElement = fp16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/e70bb22966c5/elements.cuh"
+#include "../include/cb1fc5f79cc6/elements.cuh"
 
-// ---- Who does what --------------------------------------------------------------------------
-
-// A team is kTeamThreads threads, a warp at least, that go from batch to batch together; a CTA has
-// kTeams of them. kThreadsPerRow threads share a row: the whole team, or a part of a warp, which then
-// works on kRowsAbreast rows side by side.
-DEVICE unsigned team_index() { return threadIdx.x / kTeamThreads; }
-DEVICE unsigned team_thread() { return threadIdx.x % kTeamThreads; }
-DEVICE unsigned row_thread() { return threadIdx.x % kThreadsPerRow; }
-DEVICE unsigned row_abreast() {
-  if constexpr (kRowsAbreast == 1) return 0;
-  return team_thread() / kThreadsPerRow;
-}
-
-// The thread's row number u of a batch, which is kBatchRows consecutive rows. By reference: NVRTC
-// then makes the code that it makes of the bare expression; by value, other loops.
-DEVICE long long row_of(const long long& batch, const int& u) {
-  return batch * kBatchRows + u * kRowsAbreast + row_abreast();
-}
-
-// rstd of the thread's rows of a batch; 0 for rows past the end.
-DEVICE void load_rstds(float (&into)[kRowsInFlight], const float* rstd, long long batch,
-                       long long count) {
-#pragma unroll
-  for (int u = 0; u < kRowsInFlight; ++u) {
-    const long long row = row_of(batch, u);
-    into[u] = row < count ? load_rstd(rstd + row) : 0.0f;
-  }
-}
+#include "../include/cb1fc5f79cc6/teams.cuh"
+#include "../include/cb1fc5f79cc6/row_of.cuh"
+#include "../include/cb1fc5f79cc6/load_rstds.cuh"
 
 // What one launch works on. Strides and offsets are elements and 64-bit throughout.
 struct Arguments {
@@ -114,77 +89,29 @@ struct Arguments {
   float weight_offset;
 };
 
-// The part of the matrices that this CTA works on.
-struct Rows {
-  const Arguments& arguments;
-  long long count, batches;
-  int first_column;  // of this CTA: 0 unless a cluster shares the row
-  int columns;       // of the whole row
+#include "../include/cb1fc5f79cc6/rows.cuh"
 
-  DEVICE int column(int vector) const {
-    return first_column + (vector * kThreadsPerRow + static_cast<int>(row_thread())) * kElements;
-  }
-  // Whether the row goes on in a thread's vector, which begins at this column. A kernel for many N (no
-  // clusters) asks only where the least of them may end: a question costs as much as an element.
-  DEVICE bool owns(int vector, int column) const {
-    if constexpr (!kExact)
-      if ((vector + 1) * kThreadsPerRow * kElements <= LEAST_COLUMNS) return true;
-    if constexpr (kColumns == kVectors * kThreadsPerRow * kElements && kExact) return true;
-    return column < (kExact ? first_column + kColumns : columns);
-  }
-  DEVICE const Element* x(long long row, int column) const {
-    return arguments.x + start(row, arguments.x_stride, arguments.x_gap) + column;
-  }
-  DEVICE const Element* dy(long long row, int column) const {
-    return arguments.dy + start(row, arguments.dy_stride, arguments.dy_gap) + column;
-  }
-  DEVICE const ResidualElement* dresidual(long long row, int column) const {
-    return arguments.dresidual + row * arguments.dresidual_stride + column;
-  }
-  DEVICE long long start(long long row, long long stride, long long gap) const {
-    return row * stride + __umulhi(static_cast<unsigned>(row), arguments.gaps) * gap;
-  }
-};
+#include "../include/cb1fc5f79cc6/row_sum.cuh"
+#include "../include/cb1fc5f79cc6/row_sum_cluster.cuh"
 
-#include "../include/e70bb22966c5/row_sum.cuh"
-#include "../include/e70bb22966c5/row_sum_cluster.cuh"
+#include "../include/cb1fc5f79cc6/schedule.cuh"
 
-// Every team works on every participants * kTeams-th batch: nothing depends on timing.
-struct Schedule {
-  long long batch;  // the one that is due
-  long long step;
-
-  // The batch that comes `count` after it; past the end when it is no less than rows.batches.
-  DEVICE long long ahead(int count) const { return batch + count * step; }
-  DEVICE void next() { batch += step; }
-};
-
-#include "../include/e70bb22966c5/rows_async.cuh"
+#include "../include/cb1fc5f79cc6/rows_async.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-struct Weight {
-  Packet<kWeightBytes> packets[kVectors];
+#include "../include/cb1fc5f79cc6/weight_registers.cuh"
 
-  DEVICE Weight(const Rows& rows, const WeightElement* weight, unsigned char*) {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      const int column = rows.column(j);
-      packets[j] = Packet<kWeightBytes>{};
-      if (rows.owns(j, column)) packets[j] = load_weights(weight, column);
-    }
-  }
-  DEVICE Packet<kWeightBytes> operator[](int j) const { return packets[j]; }
-};
-
-#include "../include/e70bb22966c5/row_blocks.cuh"
+#include "../include/cb1fc5f79cc6/row_blocks.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
-#include "../include/e70bb22966c5/partial_dw.cuh"
-#include "../include/e70bb22966c5/sum_slice.cuh"
-#include "../include/e70bb22966c5/last_arrived.cuh"
-#include "../include/e70bb22966c5/dw_column_slices.cuh"
+#include "../include/cb1fc5f79cc6/partial_dw.cuh"
+#include "../include/cb1fc5f79cc6/dw_output.cuh"
+#include "../include/cb1fc5f79cc6/dw_context.cuh"
+#include "../include/cb1fc5f79cc6/sum_slice.cuh"
+#include "../include/cb1fc5f79cc6/last_arrived.cuh"
+#include "../include/cb1fc5f79cc6/dw_column_slices.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 

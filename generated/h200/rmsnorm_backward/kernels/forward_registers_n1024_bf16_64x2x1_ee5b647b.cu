@@ -33,8 +33,8 @@ constexpr int kSumsOffset = 0;  // bytes into shared memory
 #define ROW_OPERAND ""
 #define ROW_STORE ""
 
-#include "../include/e70bb22966c5/primitives.cuh"
-#include "../include/e70bb22966c5/forward_primitives.cuh"
+#include "../include/cb1fc5f79cc6/primitives.cuh"
+#include "../include/cb1fc5f79cc6/forward_primitives.cuh"
 
 using Element = bf16;  // x, y
 using WeightElement = bf16;
@@ -42,7 +42,7 @@ using ResidualElement = Element;
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/e70bb22966c5/elements.cuh"
+#include "../include/cb1fc5f79cc6/elements.cuh"
 
 // ---- Who does what --------------------------------------------------------------------------
 
@@ -119,13 +119,13 @@ DEVICE RowPacket scaled(const RowPacket& x, float rstd, const Packet<kWeightByte
   return packet;
 }
 
-#include "../include/e70bb22966c5/row_sum.cuh"
-#include "../include/e70bb22966c5/forward_row_sum.cuh"
+#include "../include/cb1fc5f79cc6/row_sum.cuh"
+#include "../include/cb1fc5f79cc6/forward_row_sum.cuh"
 // Nobody may send to a CTA of the cluster before it runs and its barriers are set up.
 DEVICE void await_cluster() {
 }
 
-#include "../include/e70bb22966c5/forward_registers.cuh"
+#include "../include/cb1fc5f79cc6/forward_registers.cuh"
 
 // ---- The kernels ----------------------------------------------------------------------------
 

@@ -1,0 +1,109 @@
+"""benchmarks/stress.py: the kernels it takes, where it delays them, what it makes of a tool."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import stress
+from benchmarks.stress import CONTROLS, DELAY, build, sanitize, variants, with_delays
+from generator.errors import NormforgeError
+from generator.kernels.render import render
+from generator.kernels.strategies import STRATEGIES, strategy_of
+from generator.kernels.variant import Variant
+from generator.paths import TEMPLATES
+from tests.support.packages import H200
+
+ORDERS = re.compile(
+    r"asm volatile\(\"(?:st|ld)\.(?:relaxed|acquire|release)|\"(?:atom|red)\.|\"fence\.|\"cp\.async"
+    r"|\"mbarrier\.|\"barrier\.|\"bar\.|\"griddepcontrol\.|__syncthreads|__syncwarp"
+)
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[tuple[Variant, str]]:
+    return list(variants(H200, seed=0))
+
+
+def test_every_deterministic_strategy_of_every_operation_takes_part(
+    drawn: list[tuple[Variant, str]],
+) -> None:
+    found = {(v.operation, str(strategy_of(v.config))) for v, _ in drawn}
+    for strategy in STRATEGIES:
+        for operation in ("rmsnorm_backward", "layernorm_backward"):
+            assert ((operation, str(strategy)) in found) == (strategy.determinism != "none")
+    assert ("rmsnorm_invariant_backward", "separate") in found
+    assert {int(v["cluster"]) for v, _ in drawn} == {1, 2, 8}
+    assert {bug for _, bug in drawn} == {"", *CONTROLS}
+
+
+def test_every_primitive_that_orders_something_is_delayed() -> None:
+    text = (TEMPLATES / "primitives.cuh").read_text()
+    delayed = with_delays(text)
+    assert delayed.count(DELAY) == 1
+    body = delayed.replace(DELAY, "")
+    functions = re.split(r"\n(?=DEVICE |template )", body)
+    ordering = [f for f in functions if f.startswith(("DEVICE", "template")) and ORDERS.search(f)]
+    assert len(ordering) > 25
+    missed = [f.split("(")[0] for f in ordering if " delay();" not in f]
+    assert missed == []
+
+
+def test_a_source_without_primitives_is_refused() -> None:
+    with pytest.raises(NormforgeError, match="no primitives to delay"):
+        with_delays("int main() {}")
+
+
+def test_every_control_changes_the_text_of_the_kernels_it_names(
+    drawn: list[tuple[Variant, str]],
+) -> None:
+    for variant, bug in drawn:
+        if bug:
+            assert CONTROLS[bug][1] in render(variant)
+
+
+def test_a_kernel_compiles_with_delays_and_is_another_one(drawn: list[tuple[Variant, str]]) -> None:
+    kernel = next(found for job in drawn if (found := build(job, H200)))
+    assert kernel.plain.spec == kernel.delayed.spec
+    assert kernel.plain.cubin != kernel.delayed.cubin
+
+
+@pytest.mark.parametrize(
+    ("prints", "says"),
+    [
+        ("========= ERROR SUMMARY: 0 errors", "ERROR SUMMARY: 0 errors"),
+        ("========= Invalid read\n========= ERROR SUMMARY: 1 error", "ERROR SUMMARY: 1 error"),
+    ],
+)
+def test_last_words_of_a_tool_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints: str, says: str
+) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f'#!/bin/sh\necho "{prints}"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert sanitize([], 20.0) == dict.fromkeys(stress.TOOLS, says)
+
+
+def test_a_tool_that_is_not_installed_or_does_not_end_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stress.shutil, "which", lambda name: None)
+    assert set(sanitize([], 1.0).values()) == {"compute-sanitizer is not installed"}
+    program = tmp_path / "slow"
+    program.write_text("#!/bin/sh\nexec sleep 30\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(stress.shutil, "which", lambda name: str(program))
+    assert set(sanitize([], 0.2).values()) == {"stopped after 0 s"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert stress.main(["--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("stress.py: ") and "sees none" in said and said.count("\n") == 1
+    assert not out.exists()
