@@ -135,15 +135,18 @@ def preference(variant: ForwardVariant, problem: Problem, target: Target) -> tup
 
 def generic_forwards(dtypes: tuple[tuple[str, str], ...]) -> list[ForwardVariant]:
     """The variants that take any row: of whole 16-byte vectors at aligned addresses, or any other.
+    Each has room for twice as many columns as the one before, so that at most half of the threads
+    of a row have nothing to do.
 
     dtypes: pairs of x's and the weight's dtype.
     """
     found = []
     for dtype, weight_dtype in dtypes:
         for vector_bytes in (16, ITEMSIZE[dtype]):
-            wide = ((4, 32, 8), (4, 256, 1))
-            narrow = ((8, 32, 8), (8, 512, 1))
-            for vectors, per_row, rows in wide if vector_bytes == 16 else narrow:
+            wide = ((2, 8), (2, 16), (2, 32), (4, 32), (4, 64), (4, 128), (4, 256))
+            narrow = ((8, 32), (8, 64), (8, 128), (8, 256), (8, 512))
+            for vectors, per_row in wide if vector_bytes == 16 else narrow:
+                rows = max(1, 256 // per_row)
                 N = vectors * per_row * vector_bytes // ITEMSIZE[dtype]
                 found.append(
                     ForwardVariant(
