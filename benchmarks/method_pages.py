@@ -138,7 +138,24 @@ def invariance_cases() -> str:
     )
 
 
+def stress() -> str:
+    """Kernels with their timing disturbed, planted bugs, and compute-sanitizer."""
+    found = read("stress_h200")
+    real = [row for row in found["rows"] if not row["planted"]]
+    lines = [
+        ("launches of kernels as they are", f"{sum(row['launches'] for row in real):,}"),
+        ("of these with other bits", str(sum(row["differing"] for row in real))),
+    ]
+    for row in found["rows"]:
+        if row["planted"]:
+            share = f"{row['differing']:,} of {row['launches']:,} launches with other bits"
+            lines.append((f"planted in `{row['strategy']}`: {row['planted']}", share))
+    lines += [(f"compute-sanitizer, {tool}", said) for tool, said in found["sanitizer"].items()]
+    return table([f"{len(real)} kernels", "found"], lines)
+
+
 METHOD_BLOCKS: dict[str, Callable[[], str]] = {
+    "stress": stress,
     "prediction_ranks": partial(ranks, SCORES["RMSNorm"]),
     "prediction_ranks_layernorm": partial(ranks, SCORES["LayerNorm"]),
     "prediction_errors": prediction_errors,
