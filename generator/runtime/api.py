@@ -38,7 +38,7 @@ class Package(DescribedServer):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._forward = self._forward_class(folder)
-        self.ops = Operators(digest_of(folder, SCHEMAS), self._forward, self._run)
+        self.ops = Operators(digest_of(folder, SCHEMAS), self._forward, self._run, self._quick)
         self._norm = Norm(self, self._forward, self.ops)
         self.rms_norm = self._norm.rms_norm
         self.rmsnorm_forward = self._norm.rmsnorm_forward
