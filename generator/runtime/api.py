@@ -183,7 +183,7 @@ class Package(DescribedServer):
 
         Raises RuntimeError, which says what is missing; everything then works as before.
         """
-        self._native.start(self._forward, self._norm.gradients)
+        self._native.start(self._forward, self._norm.gradients, self.ops.rms_norm_backward)
 
     def warmup(
         self,

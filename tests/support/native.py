@@ -48,7 +48,9 @@ NOBODY = (0, 0, 0, 0)
 
 
 def started(package: Package, module: Any, driver: Any = NOBODY, on_cpu: bool = False) -> Package:
-    package._native.start(package._forward, package._norm.gradients, module, driver, on_cpu)
+    operator = package.ops.rms_norm_backward
+    entry_points = package._forward, package._norm.gradients, operator
+    package._native.start(*entry_points, module, driver, on_cpu)
     return package
 
 
@@ -211,8 +213,16 @@ def by_autograd(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> An
     return torch.autograd.grad(package.rms_norm(x, weight, 1e-6), (x, weight), dy)
 
 
+def by_operator(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
+    """As compiled code calls it."""
+    call = (dy, x, rstd, weight, None, None, 0.0, True, True)
+    dx, dw, none = package.ops.rms_norm_backward(*call)
+    assert none.shape == (0,) and none.dtype == x.dtype
+    return dx, dw
+
+
 EntryPoint = Callable[..., Any]
-entry_points = pytest.mark.parametrize("entry_point", [by_backward, by_autograd])
+entry_points = pytest.mark.parametrize("entry_point", [by_backward, by_autograd, by_operator])
 
 
 def learned(package: Package, entry_point: EntryPoint = by_autograd, M: int = 6) -> None:

@@ -1,4 +1,5 @@
-// The fast path of a package in C++: an autograd node, and the launch of calls that were learned.
+// The fast path of a package in C++: an autograd node, an operator, and the launch of calls that
+// were learned.
 //
 // A backward that autograd runs in a thread of its own pays for the interpreter there. This file
 // serves, without it, what Python has served on the same stream before: a plain call (a weight,
@@ -13,6 +14,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/library.h>
 
 #include "native.h"
 
@@ -102,6 +104,39 @@ struct Norm : torch::autograd::Function<Norm> {
         for (size_t i = 0; i < 8; ++i) arguments[i] = given[i].object;
         const auto [dx, dw] = call(store.gradients, arguments, 8);
         return {dx, dw, {}, {}};
+    }
+};
+
+// ---- The operator -------------------------------------------------------------------------------
+
+// The backward for autograd's key of the device, where every call of the operator arrives. It comes
+// before the kernel in Python, which takes all that is not a plain call with a plan.
+struct BackwardOperator : c10::OperatorKernel {
+    Store& store;
+    const c10::SafeKernelFunction python;
+    BackwardOperator(Store& store, c10::SafeKernelFunction python)
+        : store(store), python(std::move(python)) {}
+
+    // dy, x, rstd, weight, dresidual, dw_dtype, weight_offset, need_dx, need_dw
+    std::optional<Results> serve_plain(c10::ArrayRef<c10::IValue> given) {
+        if (!given[3].isTensor() || !given[4].isNone() || !given[5].isNone()) return {};
+        if (given[6].toDouble() != 0 || !given[7].toBool() || !given[8].toBool()) return {};
+        const auto wants_gradient = [&](int i) { return given[i].toTensor().requires_grad(); };
+        if (at::GradMode::is_enabled())
+            for (int i = 0; i < 4; ++i)
+                if (wants_gradient(i)) return {};
+        const WithoutGil others_may_run;
+        return serve(store, given[0].toTensor(), given[1].toTensor(), given[2].toTensor(),
+                     given[3].toTensor());
+    }
+
+    void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
+                    torch::jit::Stack* stack) {
+        const auto found = serve_plain(torch::jit::last(*stack, 9));
+        if (!found) return python.callBoxed(handle, keys, stack);
+        auto nothing = allocate({0}, {1}, (*found)[0]);
+        torch::jit::drop(*stack, 9);
+        torch::jit::push(*stack, (*found)[0], (*found)[1], std::move(nothing));
     }
 };
 
@@ -233,6 +268,25 @@ PyObject* add(PyObject* self, PyObject* arguments) {
     END_HANDLE_TH_ERRORS
 }
 
+// (namespace, operator): from now on its calls are served here where they can be.
+PyObject* take_operator(PyObject* self, PyObject* arguments) {
+    HANDLE_TH_ERRORS
+    const char *space = nullptr, *name = nullptr;
+    if (!PyArg_ParseTuple(arguments, "ss", &space, &name)) return nullptr;
+    auto& store = store_of(self);
+    using K = c10::DispatchKey;
+    const auto key = store.device_type == at::kCPU ? K::AutogradCPU : K::AutogradCUDA;
+    const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
+        (std::string(space) + "::" + name).c_str(), "");
+    auto kernel =
+        std::make_unique<BackwardOperator>(store, handle.getComputedKernelForDispatchKey(key));
+    // For the life of the process, as the operator.
+    auto* library = new torch::Library(torch::Library::IMPL, space, key, __FILE__, __LINE__);
+    library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
 // (the four addresses of Driver, on the CPU?, forward, gradients): a new store
 PyObject* make_store(PyTypeObject* type, PyObject* arguments, PyObject*) {
     unsigned long long at[4];
@@ -261,6 +315,7 @@ PyMethodDef methods[] = {{"norm", as_method(norm), METH_FASTCALL, nullptr},
                          {"backward", as_method(backward), METH_FASTCALL, nullptr},
                          {"set_scratch", set_scratch, METH_VARARGS, nullptr},
                          {"add", add, METH_VARARGS, nullptr},
+                         {"take_operator", take_operator, METH_VARARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 PyType_Slot slots[] = {{Py_tp_methods, methods},
                        {Py_tp_new, reinterpret_cast<void*>(make_store)},

@@ -1,7 +1,8 @@
 """The C++ fast path of a package: built once per machine, loaded on request, taught by use.
 
 Off, which is the default, nothing is compiled or loaded. On, `rms_norm` has an autograd node in
-C++, and calls that Python's quick path has served are launched without Python from then on
+C++ and the operator of the backward, which compiled code calls, a kernel in C++. Calls that
+Python's quick path has served are launched without Python from then on
 (native.cpp and native.h say which). The two paths share kernels, and nothing that a kernel writes
 to.
 
@@ -82,13 +83,15 @@ class Native:
         self,
         forward: Callable[..., Any],
         gradients: Callable[..., Any],
+        operator: Any,
         module: Any = None,
         driver: Sequence[int] = (),
         on_cpu: bool = False,
     ) -> None:
-        """Turn it on, once. forward and gradients: of `rms_norm`. module, driver: the loaded
-        extension and the addresses of its driver, by default those of this machine; on_cpu: serve
-        CPU tensors, which only a driver that is none can do. Raises RuntimeError."""
+        """Turn it on, once. forward and gradients: of `rms_norm`; operator: of the backward.
+        module, driver: the loaded extension and the addresses of its driver, by default those of
+        this machine; on_cpu: serve CPU tensors, which only a driver that is none can do. Raises
+        RuntimeError."""
         with self._lock:
             if self.norm is not None:
                 return
@@ -96,6 +99,7 @@ class Native:
                 driver, module = _driver_addresses(), load(build())
             store = module.Store(tuple(driver), on_cpu, forward, gradients)
             _kept.append(store)
+            store.take_operator(*operator._schema.name.split("::"))
             plans = _Plans(store)
             self.learn, self.reserve = plans.learn, plans.reserve
             self.backward, self.norm = store.backward, store.norm
