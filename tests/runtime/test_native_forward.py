@@ -271,3 +271,42 @@ def test_threads_share_plans_and_streams_do_not(machine: Machine, package: Any) 
     streams = {id(each): each.stream for each in machine.native}
     assert set(streams.values()) == {11, 12}
     assert len({each.grid for each in machine.native}) == 1
+
+
+def test_derivatives_of_other_kinds_are_left_to_python(machine: Machine, package: Any) -> None:
+    """By torch.func and by forward mode, whose tensors are plain ones below."""
+    one, weight, cube = package(), inputs()["weight"], rows(12).view(2, 6, 1024)
+    learned(one)
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return one.ops.rms_norm(x, weight, 1e-6, 0.0)[0].float()
+
+    def theirs(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.nn.functional.rms_norm(x.float(), (1024,), weight.float(), 1e-6)
+        return y
+
+    def grad(norm: Call) -> Any:
+        return torch.func.grad(lambda x: norm(x).square().sum())(rows())
+
+    def of_each(norm: Call) -> Any:
+        return torch.func.vmap(torch.func.grad(lambda x: norm(x).square().sum()))(cube)
+
+    def grad_of_all(norm: Call) -> Any:
+        return torch.func.grad(lambda x: torch.func.vmap(norm)(x).square().sum())(cube)
+
+    def jvp(norm: Call) -> Any:
+        return torch.func.jvp(norm, (rows(),), (rows(seed=5),))[1]
+
+    def dual(norm: Call) -> Any:
+        with torch.autograd.forward_ad.dual_level():
+            x = torch.autograd.forward_ad.make_dual(rows(), rows(seed=5))
+            return torch.autograd.forward_ad.unpack_dual(norm(x)).tangent
+
+    for transform in (grad, of_each, grad_of_all, jvp, dual):
+        by_cpp, by_python, found = who_served(machine, lambda call=transform: call(norm))
+        assert (by_cpp, by_python) == (0, 0), transform
+        wanted = transform(theirs).to(found.dtype)
+        torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.05)
+    # Without a derivative vmap calls the operator for each, with plain tensors.
+    torch.testing.assert_close(torch.func.vmap(norm)(cube), theirs(cube), rtol=0.02, atol=0.05)
+    assert who_served(machine, lambda: operator(one, **inputs()))[:2] == (1, 0)

@@ -43,7 +43,8 @@ _EPS = torch.finfo(torch.float32).eps
 
 
 class Facts(NamedTuple):
-    """What a forward call without copies is made of, for who launches the same in another way."""
+    """What a call on dense tensors, or copies of others, is made of, for who launches the same in
+    another way."""
 
     kernel: LoadedKernel
     device: int
@@ -152,8 +153,7 @@ def forward_call(
             return results
         raise LaunchError(status.name, "launching", kernel.spec.name)
 
-    dense = fixed[1:4] == (N, 0, N) and not (copy_x or copy_weight or copy_residual)
-    if dense and weight is not None:
+    if weight is not None and fixed[1:4] == (N, 0, N):
         dtypes = (dtype, weight.dtype)
         call.facts = Facts(kernel, device, residual is not None, fixed, dtypes)  # type: ignore[attr-defined]
     return call
