@@ -49,13 +49,23 @@ PASSES = 9
 Calls = dict[str, Callable[[], Any]]
 COMPARED = (
     ("rmsnorm_backward", "aten op"),
+    ("rmsnorm_backward, operator", "aten op"),
     ("install() op", "aten op"),
     ("rms_norm backward", "aten autograd backward"),
+    ("rms_norm, operator", "aten forward op"),
+    ("add_rms_norm, operator", "aten add and forward op"),
+    ("rms_norm forward", "aten autograd forward"),
+    ("rms_norm without grad", "aten without grad"),
     ("layer_norm_backward", "aten op"),
+    ("layer_norm_backward, operator", "aten op"),
     ("layer_norm backward", "aten autograd backward"),
     ("rmsnorm_backward, native", "aten op"),
+    ("rmsnorm_backward, operator, native", "aten op"),
     ("rms_norm backward, native", "aten autograd backward"),
+    ("rms_norm, operator, native", "aten forward op"),
+    ("add_rms_norm, operator, native", "aten add and forward op"),
     ("rms_norm forward, native", "aten autograd forward"),
+    ("rms_norm without grad, native", "aten without grad"),
 )
 
 
@@ -272,6 +282,7 @@ def whole_calls(package: Package, inputs: Inputs) -> Calls:
     mine = package.rms_norm(leaf, scale, 1e-6)
     main_grad = torch.zeros(N, device=x.device)
     norm, eager = torch.nn.functional.rms_norm, package.rmsnorm_backward
+    forward = torch.ops.aten._fused_rms_norm
     leaves = (leaf, scale)
     return {
         "rmsnorm_backward": lambda: eager(dy, x, rstd, weight),
@@ -279,9 +290,7 @@ def whole_calls(package: Package, inputs: Inputs) -> Calls:
         "rmsnorm_backward, main_grad": lambda: eager(
             dy, x, rstd, weight, dw_out=main_grad, accumulate=True
         ),
-        "rmsnorm_backward, operator": lambda: package.ops.rms_norm_backward(
-            dy, x, rstd, weight, None, None, 0.0, True, True
-        ),
+        **operator_calls(package, inputs),
         "aten op": lambda: aten(dy, x, [N], column, weight, mask),
         "aten op, overload": lambda: aten.default(dy, x, [N], column, weight, mask),
         "install() op": routed(lambda: aten(dy, x, [N], column, weight, mask)),
@@ -292,6 +301,21 @@ def whole_calls(package: Package, inputs: Inputs) -> Calls:
         "aten autograd forward": lambda: norm(leaf, (N,), scale, 1e-6),
         "rms_norm without grad": lambda: package.rms_norm(x, weight, 1e-6),
         "aten without grad": lambda: norm(x, (N,), weight, 1e-6),
+        "aten forward op": lambda: forward(x, [N], weight, 1e-6),
+        "aten add and forward op": lambda: forward(x + dy, [N], weight, 1e-6),
+    }
+
+
+def operator_calls(package: Package, inputs: Inputs) -> Calls:
+    """What compiled code calls."""
+    dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
+    ops = package.ops
+    return {
+        "rmsnorm_backward, operator": lambda: ops.rms_norm_backward(
+            dy, x, rstd, weight, None, None, 0.0, True, True
+        ),
+        "rms_norm, operator": lambda: ops.rms_norm(x, weight, 1e-6, 0.0),
+        "add_rms_norm, operator": lambda: ops.add_rms_norm(x, dy, weight, 1e-6, 0.0),
     }
 
 
@@ -333,12 +357,15 @@ def native_calls(folder: Path, inputs: Inputs) -> Calls:
     leaf = x.detach().requires_grad_()
     scale = torch.nn.Parameter(weight.detach().clone())
     y = package.rms_norm(leaf, scale, 1e-6)
+    operators = operator_calls(package, inputs)
     return {
+        **{f"{name}, native": call for name, call in operators.items()},
         "rmsnorm_backward, native": lambda: package.rmsnorm_backward(dy, x, rstd, weight),
         "rms_norm backward, native": lambda: torch.autograd.grad(
             y, (leaf, scale), dy, retain_graph=True
         ),
         "rms_norm forward, native": lambda: package.rms_norm(leaf, scale, 1e-6),
+        "rms_norm without grad, native": lambda: package.rms_norm(x, weight, 1e-6),
     }
 
 

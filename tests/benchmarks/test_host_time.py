@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from benchmarks import host_time
-from generator.operations import LAYERNORM_BACKWARD
+from generator.operations import LAYERNORM_BACKWARD, RMSNORM_BACKWARD
 from generator.problem import Problem
-from tests.support.entry_points import write_layer_norm_package
+from tests.support.entry_points import aten_on_cpu, write_layer_norm_package, write_package
 
 
 class FakePackage:
@@ -64,6 +64,25 @@ def test_ratios_are_of_one_pass() -> None:
     assert host_time.ratios(times) == {"rmsnorm_backward / aten op": [0.5, 0.25]}
 
 
+def test_lines_of_rms_norm_run(tmp_path: Path) -> None:
+    """On the CPU, where the formula serves them, PyTorch's operators too."""
+    problem = Problem.parse("6x16:fp32")
+    inputs = RMSNORM_BACKWARD.make_inputs(problem, torch.device("cpu"))
+    with aten_on_cpu():
+        calls = host_time.whole_calls(write_package(tmp_path), inputs)
+        results = {name: call() for name, call in calls.items()}
+    pairs = [pair for pair in host_time.COMPARED if pair[0] in calls]
+    assert len(pairs) == 8
+    for one, other in pairs:
+        found = [
+            [value] if torch.is_tensor(value) else value for value in map(results.get, (one, other))
+        ]
+        for mine, theirs in zip(*found, strict=False):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    natively = [one for one, _ in host_time.COMPARED if one.endswith("native")]
+    assert {one.removesuffix(", native") for one in natively} <= {*calls}
+
+
 def test_lines_of_layer_norm_run(tmp_path: Path) -> None:
     """On the CPU, where the formula serves them."""
     problem = Problem.parse("6x16:fp32", LAYERNORM_BACKWARD.name)
@@ -75,7 +94,7 @@ def test_lines_of_layer_norm_run(tmp_path: Path) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     operator_dx, sums, _ = results["layer_norm_backward, operator"]
     torch.testing.assert_close((operator_dx, *sums), (dx, dw, db), rtol=1e-4, atol=1e-4)
-    assert len([pair for pair in host_time.COMPARED if {*pair} <= {*calls}]) == 3
+    assert len([pair for pair in host_time.COMPARED if {*pair} <= {*calls}]) == 4
     assert [name for name, call in calls.items() if hasattr(call, "routed")] == [
         "install() op",
         "install() autograd backward",

@@ -13,6 +13,7 @@ from generator.package.emit import emit_package
 from generator.problem import Problem
 from generator.runtime.api import Package
 from generator.target import Target
+from generator.tuner.forward import tune_forwards
 from tests.support.entry_points import MODULE, Training, equal_bits, norm_of
 from tests.support.native import (
     in_threads,
@@ -99,6 +100,64 @@ def test_gpu_native_launches_give_the_bits_of_python(pair: Pair, shape: str) -> 
     direct = pair.native._native.backward(*given)
     assert direct is not None
     assert equal_bits(list(direct), list(pair.python.rmsnorm_backward(*given)))
+
+
+@pytest.fixture(scope="module")
+def forwards(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package of forward kernels: one tuned shape, and the generic ones."""
+    folder = tmp_path_factory.mktemp("native_forward") / "rmsnorm_backward"
+    tuned = tune_forwards([Problem.parse("4096x256:bf16")], here, (0,), processes=2)
+    emit_package([], [], here, folder, tuned)
+    return folder
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", ["4096x256:bf16", "777x1024:bf16", "300x1000:fp16", "68x1024:bf16:fp32"]
+)
+def test_gpu_native_forwards_give_the_bits_of_python(forwards: Path, shape: str) -> None:
+    python, native = Package(forwards), Package(forwards)
+    native.use_native()
+    x, weight, residual = (tensor.detach() for tensor in gpu_inputs(shape))
+
+    def served(package: Package) -> list[torch.Tensor]:
+        return [
+            package.rms_norm(x, weight, 1e-6),
+            *package.rmsnorm_forward(x, weight, weight_offset=1.0),
+            *package.ops.rms_norm(x, weight, 1e-6, 0.0),
+            *package.ops.add_rms_norm(x, residual, weight, 1e-6, 0.0),
+        ]
+
+    for _ in range(3):
+        found = served(native)
+    assert native._forward.native is not None
+    for other in (None, residual):
+        assert native._forward.native(x, weight, 1e-6, 0.0, other) is not None
+    assert equal_bits(found, served(python))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["68x1024:bf16", "777x1024:bf16"])
+def test_gpu_compiled_backward_needs_no_python(
+    pair: Pair, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, dy = gpu_inputs(shape)
+    norm = torch.compile(
+        lambda x, weight: pair.native.rms_norm(x, weight, 1e-6), backend="aot_eager", fullgraph=True
+    )
+
+    def step() -> list[torch.Tensor]:
+        return list(torch.autograd.grad(norm(x, weight), (x, weight), dy))
+
+    for _ in range(4):
+        found = step()
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError("Python serves the operator")
+
+    monkeypatch.setattr(pair.native.ops, "_quick", fail)
+    assert equal_bits(step(), found)
+    assert equal_bits(found, steps(pair.python, shape, 1))
 
 
 @pytest.mark.gpu

@@ -137,6 +137,20 @@ def test_operators_pass_opcheck(package: LayerNormPackage) -> None:
     check(backward, (*narrow, rstd, scale, None, torch.float32, 0.0, True, True, rstd))
 
 
+def test_operator_tries_the_quick_call_with_the_mean(
+    package: LayerNormPackage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = (randn(4, 16), randn(4, 16, seed=1), torch.rand(4, 1), randn(16), torch.rand(4, 1))
+    seen: list[Any] = []
+    quick = lambda *tensors: seen.append(tensors) or (torch.ones(4, 16), torch.ones(2, 16))  # noqa: E731
+    monkeypatch.setattr(package.ops, "_quick", quick)
+    dx, sums, none = package.ops.layer_norm_backward(
+        *given[:4], None, None, 0.0, True, True, given[4]
+    )
+    assert same(list(seen[0]), list(given))
+    assert (dx.sum(), sums.sum(), none.shape) == (64, 32, (0,))
+
+
 def test_what_watches_gets_an_answer(package: LayerNormPackage) -> None:
     """Fake tensors, torch.func, forward mode, torch.jit.trace, torch.fx, checkpoints, autocast."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -24,12 +24,14 @@ from tests.support.native import (
     Watch,
     by_autograd,
     by_backward,
+    by_operator,
     check_launches,
     entry_points,
     inputs,
     learned,
     leaves,
     rows,
+    started,
     who_served,
 )
 
@@ -70,20 +72,21 @@ def test_planted_scratch_of_somebody_else_is_noticed(machine: Machine, make: Any
 
 
 @pytest.mark.filterwarnings("ignore:nothing like")
+@pytest.mark.parametrize("entry_point", [by_backward, by_operator])
 @pytest.mark.parametrize("name", OTHERS)
 def test_call_that_differs_in_one_thing_is_left_to_python(
-    machine: Machine, make: Any, name: str
+    machine: Machine, make: Any, name: str, entry_point: EntryPoint
 ) -> None:
     package, never = make(), make(on=False)
-    learned(package, by_backward)
-    learned(package, by_backward, 1)
-    assert who_served(machine, lambda: by_backward(package, **inputs()))[:2] == (1, 0)
+    learned(package, entry_point)
+    learned(package, entry_point, 1)
+    assert who_served(machine, lambda: entry_point(package, **inputs()))[:2] == (1, 0)
     outcomes = []
     for one in (package, never):
         given = OTHERS[name]()
         try:
             by_cpp, _, results = who_served(
-                machine, lambda one=one, given=given: by_backward(one, **given)
+                machine, lambda one=one, given=given: entry_point(one, **given)
             )
             assert by_cpp == 0
             outcomes.append([getattr(t, "a", t) for t in results if t is not None])
@@ -93,7 +96,7 @@ def test_call_that_differs_in_one_thing_is_left_to_python(
         assert outcomes[0] == outcomes[1].replace(never.ops.namespace, package.ops.namespace)
     else:
         assert equal_bits(*outcomes)
-    assert who_served(machine, lambda: by_backward(package, **inputs()))[:2] == (1, 0)
+    assert who_served(machine, lambda: entry_point(package, **inputs()))[:2] == (1, 0)
 
 
 @pytest.mark.filterwarnings("ignore:nothing like")
@@ -116,6 +119,67 @@ def test_options_are_left_to_python(
     learned(package, by_backward)
     call = lambda: package.rmsnorm_backward(**inputs(), **call_options)  # noqa: E731
     assert who_served(machine, call)[0] == 0
+
+
+@pytest.mark.filterwarnings("ignore:nothing like")
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [(4, rows()), (5, torch.float32), (6, 1.0), (7, False), (8, False)],
+    ids=["dresidual", "dw_dtype", "offset", "only dw", "only dx"],
+)
+def test_operator_leaves_options_to_python(
+    machine: Machine, make: Any, place: int, value: Any
+) -> None:
+    package, never = make(), make(on=False)
+    learned(package, by_operator)
+    plain = (*inputs().values(), None, None, 0.0, True, True)
+    given = (*plain[:place], value, *plain[place + 1 :])
+    by_cpp, _, results = who_served(machine, lambda: package.ops.rms_norm_backward(*given))
+    assert by_cpp == 0
+    wanted = never.ops.rms_norm_backward(*given)
+    assert equal_bits([results[0]], [wanted[0]])
+    assert [(t.shape, t.dtype) for t in results] == [(t.shape, t.dtype) for t in wanted]
+
+
+@pytest.mark.parametrize("first", ["native", "compiled"])
+def test_compiled_backward_is_launched_natively(
+    machine: Machine, make: Any, module: Any, first: str
+) -> None:
+    package, never = make(on=first == "native"), make(on=False)
+
+    def step(package: Package, norm: Any) -> Any:
+        given = leaves()
+        return torch.autograd.grad(norm(**given), tuple(given.values()), inputs()["dy"])
+
+    norm = torch.compile(
+        lambda x, weight: package.rms_norm(x, weight, 1e-6), backend="aot_eager", fullgraph=True
+    )
+    assert who_served(machine, lambda: step(package, norm))[:2] == (0, 1)
+    if first == "compiled":
+        started(package, module, machine.addresses, on_cpu=True)
+    for _ in range(3):
+        step(package, norm)
+    by_cpp, by_python, results = who_served(machine, lambda: step(package, norm))
+    assert (by_cpp, by_python) == (1, 0)
+    wanted = step(never, lambda x, weight: never.rms_norm(x, weight, 1e-6))
+    assert equal_bits(list(results), list(wanted))
+
+
+def test_gradient_of_a_native_operator_is_refused(machine: Machine, make: Any) -> None:
+    package = make()
+    learned(package, by_operator)
+    for name in ("dy", "x", "rstd", "weight"):
+        given = inputs()
+        given[name].requires_grad_()
+        by_cpp, _, (dx, _) = who_served(machine, lambda given=given: by_operator(package, **given))
+        assert by_cpp == 0
+        with pytest.raises(RuntimeError, match="no gradient of its own"):
+            dx.sum().backward()
+        with torch.no_grad():
+            by_cpp, _, (dx, _) = who_served(
+                machine, lambda given=given: by_operator(package, **given)
+            )
+        assert by_cpp == 1 and not dx.requires_grad
 
 
 def partly(package: Package, wanted: str) -> Any:

@@ -18,7 +18,7 @@ from cuda.bindings import driver as cuda
 
 from generator.runtime import api as api_module
 from generator.runtime.launch.driver import LaunchError
-from generator.runtime.native import native
+from generator.runtime.native import plans
 from generator.runtime.serve.call_cache import _MOST_RECENT as _MOST
 from tests.support.entry_points import equal_bits
 from tests.support.fake_driver import (
@@ -200,7 +200,7 @@ def test_other_threads_run_while_a_launch_waits_for_the_driver(module: Any) -> N
     store.set_scratch(0, 7, 4096)
     words = struct.pack
     store.add(
-        *(0, 7, 6, 1024, torch.bfloat16, torch.bfloat16, bytes(256), words("Q", 80)),
+        *(0, 0, 7, 6, 1024, torch.bfloat16, torch.bfloat16, bytes(256), words("Q", 80)),
         *((300_000, 1, words("Q", 0)), (0, 0, b"")),
     )
     ticks, done = [0], threading.Event()
@@ -327,7 +327,7 @@ def test_growing_while_other_threads_launch(machine: Machine, make: Any) -> None
 def test_number_of_plans_is_bounded(
     machine: Machine, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "_MOST_PLANS", 3)
+    monkeypatch.setattr(plans, "_MOST_PLANS", 3)
     package = make()
     for M in range(1, 9):
         learned(package, M=M)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from generator.runtime.api import Package
-from generator.runtime.frontends import operators
+from generator.runtime.frontends import gradients, operators
 from tests.support.entry_points import (
     grads,
     leaf,
@@ -38,6 +38,82 @@ def test_compiled_step_has_the_bits_of_the_eager_one(package: Package, dynamic: 
     assert same(grads(compiled(x, weight), x, weight), grads(step(x, weight), x, weight))
     longer = leaf(7, 16, dtype=torch.bfloat16, seed=3)
     assert torch.equal(compiled(longer, weight), step(longer, weight))
+
+
+def test_compiled_step_asks_the_dispatcher_once_per_operator(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, dy = leaf(4, 16), leaf(16, seed=1), randn(4, 16, seed=2)
+
+    def step() -> list[torch.Tensor]:
+        y, stream = compiled(x)
+        return list(torch.autograd.grad((y, stream), (x, weight), (dy, dy)))
+
+    compiled = torch.compile(
+        lambda x: package.rms_norm(package.rms_norm(x, weight), weight, residual=x),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    wanted = step()
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError("the dispatcher is asked again")
+
+    monkeypatch.setattr(gradients, "below_autograd", fail)
+    assert same(step(), wanted)
+    assert package.ops.rms_norm_backward(*plain_call(), None, None, 0.0, True, True)[0] is not None
+    with pytest.raises(AssertionError, match="asked again"):
+        package.ops.rms_norm(x, weight, None, 0.0)  # by a node
+
+
+def test_wrapper_that_no_mode_announces_is_left_to_the_dispatcher(package: Package) -> None:
+    x, weight = randn(4, 16), randn(16, seed=1)
+    torch._enable_functionalization(reapply_views=True)
+    try:
+        y, _ = package.ops.rms_norm(torch._to_functional_tensor(x), weight, 1e-6, 0.0)
+        assert torch._is_functional_tensor(y)
+        torch._sync(y)
+    finally:
+        torch._disable_functionalization()
+    plain = torch._from_functional_tensor(y)
+    assert torch.equal(plain, package.rms_norm(x, weight, 1e-6))
+    negative = package.ops.rms_norm(torch._neg_view(x), weight, 1e-6, 0.0)[0]
+    assert torch.equal(negative, package.rms_norm(-x, weight, 1e-6))
+
+
+def test_operator_tries_the_quick_call_for_plain_arguments_alone(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dy, x, rstd, weight = plain_call()
+    found = torch.ones(4, 16), torch.ones(16)
+    monkeypatch.setattr(package.ops, "_quick", lambda *_: tuple(t.clone() for t in found))
+    backward = package.ops.rms_norm_backward
+    plain = (dy, x, rstd, weight, None, None, 0.0, True, True)
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            dx, dw, third = backward(*plain)
+        assert same([dx, dw], list(found)) and third.shape == (0,)
+    for place, value in (
+        *((3, None), (4, dy), (5, torch.float32), (6, 1.0)),
+        *((7, False), (8, False)),
+    ):
+        dx, dw, _ = backward(*plain[:place], value, *plain[place + 1 :])
+        assert not torch.equal(dx, found[0]) or not torch.equal(dw, found[1])
+
+
+@pytest.mark.parametrize("need_dx", [False, True])
+def test_results_that_nobody_wants_are_tensors_of_their_own(
+    package: Package, need_dx: bool
+) -> None:
+    call = (*plain_call(), None, None, 0.0, need_dx, False)
+    results = [*package.ops.rms_norm_backward(*call), *package.ops.rms_norm_backward(*call)]
+    assert [t.shape for t in results[1:3]] == [(0,), (0,)]
+    assert len({t.untyped_storage()._cdata for t in results}) == 6
+
+
+def plain_call() -> tuple[torch.Tensor, ...]:
+    """dy, x, rstd and weight."""
+    return randn(4, 16), randn(4, 16, seed=1), torch.rand(4, 1), randn(16, seed=2)
 
 
 def test_inductor_runs_the_operator(package: Package) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from generator.runtime.api import Package
+from generator.runtime.frontends import rms_norm
 from tests.support.entry_points import (
     aten_on_cpu,
     grads,
@@ -109,6 +110,20 @@ def test_only_the_gradients_that_are_asked_for_are_computed(
         y.sum().backward()
     assert [t.grad is not None for t in (x, weight)] == list(wants)
     assert asked == [wants] * any(wants)
+
+
+def test_nothing_that_wants_a_gradient_makes_no_node(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = randn(4, 16), randn(16, seed=1)
+    wanted = [package.rms_norm(x, weight), *package.rms_norm(x, weight, residual=x)]
+    for node in (rms_norm.EagerNorm, rms_norm.EagerAddNorm):
+        monkeypatch.setattr(node, "apply", lambda *_: pytest.fail("a node was made"))
+    found = [package.rms_norm(x, weight), *package.rms_norm(x, weight, residual=x)]
+    assert same(found, wanted) and not any(t.requires_grad for t in wanted)
+    for given in ((leaf(4, 16), weight, None), (x, leaf(16), None), (x, weight, leaf(4, 16))):
+        with pytest.raises(pytest.fail.Exception, match="a node was made"):
+            package.rms_norm(given[0], given[1], residual=given[2])
 
 
 def test_expanded_gradient_is_not_wrong(package: Package) -> None:

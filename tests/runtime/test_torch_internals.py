@@ -74,6 +74,7 @@ print("done")
         ("torch._C", "_get_tracing_state"),
         ("torch._C", "_are_functorch_transforms_active"),
         ("torch.autograd.forward_ad", "_current_level"),
+        ("torch._C", "DispatchKeySet"),
     ],
 )
 def test_who_watches_operators_is_found_out_by_the_operators(

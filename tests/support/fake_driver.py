@@ -20,7 +20,7 @@ from generator.runtime import api
 from generator.runtime.launch import binding, driver, forward_call, launch, loaded_kernel, workspace
 from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.launch.workspace import Workspaces
-from generator.runtime.native import native
+from generator.runtime.native import plans
 from generator.runtime.serve import call
 from generator.runtime.serve.call import KernelCall
 from generator.runtime.serve.layout import read_layout
@@ -216,9 +216,9 @@ def use_device(
     monkeypatch: pytest.MonkeyPatch, state: Any, current_device: Callable[[], int]
 ) -> None:
     """Let the runtime ask `state` (`here()` and `capturing`) what it asks PyTorch."""
-    for user in (api, call, forward_call, native):
+    for user in (api, call, forward_call, plans):
         monkeypatch.setattr(user, "raw_stream", lambda device: state.here())
-    for user in (call, forward_call, native):
+    for user in (call, forward_call, plans):
         monkeypatch.setattr(user, "current_device", current_device)
         monkeypatch.setattr(user, "is_capturing", lambda: state.capturing)
     for user in (call, forward_call):

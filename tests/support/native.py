@@ -15,7 +15,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from generator.runtime.api import Package
-from generator.runtime.serve.reference import reference_backward
+from generator.runtime.serve.reference import reference_backward, reference_forward
+from generator.runtime.spec import FORWARD_KERNELS
 from tests.support.entry_points import leaf
 from tests.support.fake_driver import (
     FakeDriver,
@@ -48,7 +49,8 @@ NOBODY = (0, 0, 0, 0)
 
 
 def started(package: Package, module: Any, driver: Any = NOBODY, on_cpu: bool = False) -> Package:
-    package._native.start(package._forward, package._norm.gradients, module, driver, on_cpu)
+    entry_points = package._forward, package._norm.gradients, package.ops.namespace
+    package._native.start(*entry_points, module, driver, on_cpu)
     return package
 
 
@@ -86,12 +88,12 @@ class Machine(FakeDriver):
         return getattr(self.local, "stream", self.stream)
 
     def cuModuleGetFunction(self, module: bytes, name: bytes) -> tuple[Any, ...]:  # noqa: N802
-        return cuda.CUresult.CUDA_SUCCESS, Function(NAMES.index(name.decode()) + 1)
+        return cuda.CUresult.CUDA_SUCCESS, Function(_FUNCTIONS.index(name.decode()) + 1)
 
     def cuLaunchKernelEx(  # noqa: N802
         self, config: Any, function: Any, parameters: int, extra: int
     ) -> tuple[Any, ...]:
-        name = NAMES[int(function) - 1]
+        name = _FUNCTIONS[int(function) - 1]
         status = super().cuLaunchKernelEx(config, name, parameters, extra)
         if status[0] == 0:
             compute(name, parameters)
@@ -121,7 +123,7 @@ class Machine(FakeDriver):
         if self.refuse_native:
             self.refuse_native -= 1
             return 1
-        name = NAMES[function - 1]
+        name = _FUNCTIONS[function - 1]
         numbers = (ctypes.c_uint * 7).from_address(config)
         stream = ctypes.c_uint64.from_address(config + 32)
         self.native.append(
@@ -154,13 +156,17 @@ class Function(int):
 
 
 NAMES = ("rmsnorm_backward", "sum_partials")
+_FUNCTIONS = (*NAMES, *FORWARD_KERNELS)
 _started = threading.local()
 
 
 def compute(name: str, parameters: int) -> None:
-    """What a kernel does, in bf16. The main one computes both, and the second one, which has to
-    follow it, puts dw in place again."""
+    """What a kernel does, in bf16. The main one of a backward computes both, and the second one,
+    which has to follow it, puts dw in place again."""
     arguments = read_arguments(name, parameters)
+    if name in FORWARD_KERNELS:
+        compute_forward(*arguments)
+        return
     if name == "sum_partials":
         scratch, dw, _, columns, *_ = arguments
         assert _started.last[:2] == (scratch, dw), "the main kernel of the same call comes first"
@@ -176,6 +182,17 @@ def compute(name: str, parameters: int) -> None:
     if dw and mode == 0:
         at_address(dw, columns)[:] = found_dw
     _started.last = (scratch, dw, found_dw)
+
+
+def compute_forward(*arguments: Any) -> None:
+    x, residual, weight, y, rstd, out, eps, offset, rows, x_stride, _, step, columns, _ = arguments
+    other = at_address(residual, rows, columns, step) if residual else None
+    scale = at_address(weight, columns) if weight else None
+    found = reference_forward(at_address(x, rows, columns, x_stride), scale, eps, offset, other)
+    at_address(y, rows, columns)[:] = found[0]
+    at_address(rstd, rows, dtype=torch.float32)[:] = found[1].view(-1)
+    if out:
+        at_address(out, rows, columns)[:] = found[2]
 
 
 def at_address(
@@ -211,8 +228,16 @@ def by_autograd(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> An
     return torch.autograd.grad(package.rms_norm(x, weight, 1e-6), (x, weight), dy)
 
 
+def by_operator(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
+    """As compiled code calls it."""
+    call = (dy, x, rstd, weight, None, None, 0.0, True, True)
+    dx, dw, none = package.ops.rms_norm_backward(*call)
+    assert none.shape == (0,) and none.dtype == x.dtype
+    return dx, dw
+
+
 EntryPoint = Callable[..., Any]
-entry_points = pytest.mark.parametrize("entry_point", [by_backward, by_autograd])
+entry_points = pytest.mark.parametrize("entry_point", [by_backward, by_autograd, by_operator])
 
 
 def learned(package: Package, entry_point: EntryPoint = by_autograd, M: int = 6) -> None:

@@ -1,0 +1,312 @@
+"""Forwards that C++ launches are those that Python would have launched, and what it does not serve
+goes to Python. The extension is the real one; the driver is made of callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cuda.bindings import driver as cuda
+from torch.testing._internal.two_tensor import TwoTensor
+
+from generator.runtime.api import Package
+from generator.runtime.launch import forward_call as call_module
+from generator.runtime.launch.driver import LaunchError
+from generator.runtime.launch.forward_call import forward_call
+from generator.runtime.launch.loaded_kernel import LoadedKernel
+from generator.runtime.launch.row_layout import row_layout
+from generator.runtime.launch.workspace import PER_THREAD
+from generator.runtime.serve.checks import check_forward
+from generator.runtime.serve.reference import reference_forward
+from tests.support.entry_points import equal_bits
+from tests.support.forward import of_kind
+from tests.support.native import Machine, Watch, in_threads, rows, shifted, spread, who_served
+
+
+@pytest.fixture
+def package(make: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Package]:
+    """Makes a package whose forwards run on the fake device, too."""
+    # `forward_call` asks a tensor for its device, and these are the CPU's.
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 0)
+    kernel = LoadedKernel(b"cubin", of_kind("4096x1024:bf16").spec(132))
+
+    def prepare(x: torch.Tensor, weight: Any, residual: Any) -> Any:
+        check_forward(x, weight, residual)
+        tensors = [tensor for tensor in (x, weight, residual) if tensor is not None]
+        if any(t.dtype != torch.bfloat16 for t in tensors) or x.shape[-1] != 1024:
+            return reference_forward
+        layouts = (row_layout(x), None if residual is None else row_layout(residual))
+        return forward_call(kernel, x, weight, residual, *layouts)
+
+    def made(on: bool = True) -> Package:
+        package: Package = make(on=on)
+        package._forward._prepare = prepare  # type: ignore[method-assign]
+        for calls in package._forward._calls.values():
+            calls._device = ""
+        return package
+
+    return made
+
+
+Call = Callable[..., Any]
+
+
+def function(package: Package, x: Any, weight: Any, *norm: Any, residual: Any = None) -> Any:
+    with torch.no_grad():
+        eps, offset = norm or (1e-6, 0.0)
+        y = package.rms_norm(x, weight, eps, weight_offset=offset, residual=residual)
+        return y if isinstance(y, tuple) else (y,)
+
+
+def node(package: Package, x: Any, weight: Any, *norm: Any, residual: Any = None) -> Any:
+    """And rstd, which the node saves."""
+    x = x.detach().requires_grad_()
+    eps, offset = norm or (1e-6, 0.0)
+    results = package.rms_norm(x, weight, eps, weight_offset=offset, residual=residual)
+    y = results if residual is None else results[0]
+    rstd = [t for t in y.grad_fn.saved_tensors if t.shape[-1] == 1] if residual is not None else []
+    return *(t.detach() for t in (results if residual is not None else (results,))), *rstd
+
+
+def with_rstd(package: Package, x: Any, weight: Any, *norm: Any, residual: Any = None) -> Any:
+    eps, offset = norm or (1e-6, 0.0)
+    return package.rmsnorm_forward(x, weight, eps, weight_offset=offset, residual=residual)
+
+
+def operator(package: Package, x: Any, weight: Any, *norm: Any, residual: Any = None) -> Any:
+    """As compiled code calls it."""
+    if residual is None:
+        return package.ops.rms_norm(x, weight, *(norm or (1e-6, 0.0)))
+    return package.ops.add_rms_norm(x, residual, weight, *(norm or (1e-6, 0.0)))
+
+
+calls = pytest.mark.parametrize("call", [function, node, with_rstd, operator])
+residuals = pytest.mark.parametrize("residual", [None, rows(seed=4)], ids=["plain", "residual"])
+
+
+def inputs(**change: Any) -> dict[str, Any]:
+    return {"x": rows(), "weight": rows(1, seed=2)[0]} | change
+
+
+def learned(package: Package, call: Call = operator, **change: Any) -> None:
+    for _ in range(3):
+        call(package, **inputs(**change))
+
+
+@calls
+@residuals
+@pytest.mark.parametrize("norm", [(None, 0.0), (0.25, 1.0)], ids=["plain", "eps and offset"])
+def test_native_forward_is_that_of_python(
+    machine: Machine, package: Any, call: Call, residual: Any, norm: tuple[Any, ...]
+) -> None:
+    one, reference = package(), package(on=False)
+    given = inputs(residual=residual)
+    learned(one, call, residual=residual)
+    by_cpp, by_python, results = who_served(
+        machine, lambda: call(one, given["x"], given["weight"], *norm, residual=residual)
+    )
+    assert (by_cpp, by_python) == (1, 0)
+    *_, wanted = who_served(
+        machine, lambda: call(reference, given["x"], given["weight"], *norm, residual=residual)
+    )
+    assert equal_bits(list(results), list(wanted))
+    assert [t.stride() for t in results] == [t.stride() for t in wanted]
+    found, python = machine.native[-1], machine.launches[-1]
+    for name in ("function", "grid", "block", "smem", "stream"):
+        assert getattr(found, name) == getattr(python, name), name
+    assert found.attributes == {int(kind) for kind in python.attributes}
+    assert found.arguments[:3] == python.arguments[:3]
+    assert found.arguments[3] == results[0].data_ptr()
+    assert found.arguments[6:] == python.arguments[6:]
+
+
+@calls
+def test_rows_of_any_number_of_dimensions_share_a_plan(
+    machine: Machine, package: Any, call: Call
+) -> None:
+    one, weight = package(), inputs()["weight"]
+    learned(one, call)
+    wanted = call(one, **inputs())
+    for shape in ((2, 3, 1024), (1, 6, 1, 1024)):
+        by_cpp, _, results = who_served(
+            machine, lambda shape=shape: call(one, rows().view(shape), weight)
+        )
+        assert by_cpp == 1
+        for found, expected in zip(results, wanted, strict=True):
+            assert found.shape[:-1] == shape[:-1] and found.is_contiguous()
+            assert torch.equal(found.view(expected.shape), expected)
+
+
+OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "other rows": lambda: inputs(x=rows(7)),
+    "x shifted": lambda: inputs(x=shifted(6, 1024)),
+    "weight shifted": lambda: inputs(weight=shifted(1024)),
+    "residual": lambda: inputs(residual=rows(seed=4)),
+    "residual of another dtype": lambda: inputs(residual=rows(seed=4).float()),
+    "x spread": lambda: inputs(x=spread(6, 1024)),
+    "x turned": lambda: inputs(x=rows(1024, 6).T),
+    "x negative": lambda: inputs(x=torch._neg_view(rows())),
+    "x a subclass": lambda: inputs(x=TwoTensor(rows(), rows())),
+    "x wants a gradient": lambda: inputs(x=rows().requires_grad_()),
+    "half": lambda: inputs(x=rows().half(), weight=rows(1)[0].half()),
+    "fp32 weight": lambda: inputs(weight=rows(1, seed=2)[0].float()),
+    "no weight": lambda: inputs(weight=None),
+    "weight of other length": lambda: inputs(weight=rows(1, 512)[0]),
+    "weight per row": lambda: inputs(x=rows().view(6, 1, 1024), weight=rows(1, seed=2)),
+    "one row at an odd stride": lambda: inputs(x=rows(1, 2000).as_strided((1, 1024), (1500, 1))),
+    "no tensor": lambda: inputs(x=1.0),
+}
+
+UNWRAPPED = ("x negative", "x a subclass", "x wants a gradient")
+"""What PyTorch or Python makes plain tensors of before the forward gets it."""
+
+
+@pytest.mark.parametrize("call", [function, operator])
+@pytest.mark.parametrize("name", OTHERS)
+def test_forward_that_differs_in_one_thing_is_left_to_python(
+    machine: Machine, package: Any, call: Call, name: str
+) -> None:
+    one, never = package(), package(on=False)
+    learned(one, call)
+    learned(one, call, x=rows(1))
+    outcomes = []
+    for each in (one, never):
+        given = OTHERS[name]()
+        try:
+            by_cpp, _, results = who_served(
+                machine, lambda each=each, given=given: call(each, **given)
+            )
+            assert by_cpp == 0 or (each is one and name in UNWRAPPED)
+            outcomes.append([getattr(t, "a", t).detach() for t in results])
+        except (TypeError, ValueError, RuntimeError) as error:
+            outcomes.append(str(error))
+    if isinstance(outcomes[0], str):
+        assert outcomes[0] == outcomes[1].replace(never.ops.namespace, one.ops.namespace)
+    else:
+        assert equal_bits(*outcomes)
+    assert who_served(machine, lambda: call(one, **inputs()))[:2] == (1, 0)
+
+
+@pytest.mark.parametrize("name", ["x shifted", "weight shifted", "x spread", "no weight"])
+def test_forwards_that_are_not_plain_teach_nothing(
+    machine: Machine, package: Any, name: str
+) -> None:
+    one, never = package(), package(on=False)
+    learned(one, function, **OTHERS[name]())
+    assert who_served(machine, lambda: function(one, **inputs()))[:2] == (0, 1)
+    learned(one, function)
+    found = function(one, **inputs())
+    assert equal_bits(list(found), list(function(never, **inputs())))
+
+
+@calls
+def test_state_of_the_machine_is_asked(machine: Machine, package: Any, call: Call) -> None:
+    one = package()
+    learned(one, call)
+    by_cpp, _, wanted = who_served(machine, lambda: call(one, **inputs()))
+    assert by_cpp == 1
+    for state in (
+        *({"capturing": True}, {"stream": 8}, {"stream": PER_THREAD}, {"device": 1}),
+        *({"errors": {name}} for name in ("stream", "device", "capturing")),
+    ):
+        before = {name: getattr(machine, name) for name in state}
+        vars(machine).update(state)
+        by_cpp, by_python, results = who_served(machine, lambda: call(one, **inputs()))
+        vars(machine).update(before)
+        assert (by_cpp, by_python) == (0, 1), state
+        assert equal_bits(list(results), list(wanted))
+    with Watch() as watch:
+        assert equal_bits(list(call(one, **inputs())), list(wanted))
+    assert any("rms_norm" in name for name in watch.seen)
+    assert who_served(machine, lambda: call(one, **inputs()))[:2] == (1, 0)
+
+
+def test_nothing_is_learned_during_a_capture_or_on_the_per_thread_stream(
+    machine: Machine, package: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = package()
+    for machine.stream, machine.capturing in ((7, True), (PER_THREAD, False)):
+        learned(one, function)
+        assert machine.native == []
+        machine.capturing = False
+        assert who_served(machine, lambda: function(one, **inputs()))[0] == 0
+    assert call_module.raw_stream(0) == PER_THREAD
+
+
+def test_refused_forward_is_done_by_python_and_is_its_error(machine: Machine, package: Any) -> None:
+    one = package()
+    learned(one)
+    for call, tries in ((function, 1), (operator, 2)):  # of which one is by Python's kernel
+        machine.refuse_native = tries
+        assert who_served(machine, lambda call=call: call(one, **inputs()))[:2] == (0, 1)
+    machine.refuse_native = 1
+    machine.status = cuda.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
+    with pytest.raises(LaunchError, match="launching"):
+        function(one, **inputs())
+
+
+def test_forwards_need_no_memory_and_wait_for_none(machine: Machine, package: Any) -> None:
+    """No workspace is taken, and a stream whose scratch is being replaced serves them."""
+    one = package()
+    machine.full = True
+    learned(one, function)
+    assert machine.allocated == {}
+    one._native.learn.__self__._store.set_scratch(0, 7, None)
+    assert who_served(machine, lambda: function(one, **inputs()))[:2] == (1, 0)
+
+
+def test_threads_share_plans_and_streams_do_not(machine: Machine, package: Any) -> None:
+    one, weight = package(), inputs()["weight"]
+    wanted = {seed: package(on=False).rms_norm(rows(seed=seed), weight) for seed in range(4)}
+
+    def work(seed: int) -> None:
+        machine.local.stream = 11 + seed % 2
+        for _ in range(10):
+            with torch.no_grad():
+                assert torch.equal(one.rms_norm(rows(seed=seed), weight), wanted[seed])
+
+    in_threads([lambda seed=seed: work(seed) for seed in range(4)])  # type: ignore[misc]
+    streams = {id(each): each.stream for each in machine.native}
+    assert set(streams.values()) == {11, 12}
+    assert len({each.grid for each in machine.native}) == 1
+
+
+def test_derivatives_of_other_kinds_are_left_to_python(machine: Machine, package: Any) -> None:
+    """By torch.func and by forward mode, whose tensors are plain ones below."""
+    one, weight, cube = package(), inputs()["weight"], rows(12).view(2, 6, 1024)
+    learned(one)
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return one.ops.rms_norm(x, weight, 1e-6, 0.0)[0].float()
+
+    def theirs(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.nn.functional.rms_norm(x.float(), (1024,), weight.float(), 1e-6)
+        return y
+
+    def grad(norm: Call) -> Any:
+        return torch.func.grad(lambda x: norm(x).square().sum())(rows())
+
+    def of_each(norm: Call) -> Any:
+        return torch.func.vmap(torch.func.grad(lambda x: norm(x).square().sum()))(cube)
+
+    def grad_of_all(norm: Call) -> Any:
+        return torch.func.grad(lambda x: torch.func.vmap(norm)(x).square().sum())(cube)
+
+    def jvp(norm: Call) -> Any:
+        return torch.func.jvp(norm, (rows(),), (rows(seed=5),))[1]
+
+    def dual(norm: Call) -> Any:
+        with torch.autograd.forward_ad.dual_level():
+            x = torch.autograd.forward_ad.make_dual(rows(), rows(seed=5))
+            return torch.autograd.forward_ad.unpack_dual(norm(x)).tangent
+
+    for transform in (grad, of_each, grad_of_all, jvp, dual):
+        by_cpp, by_python, found = who_served(machine, lambda call=transform: call(norm))
+        assert (by_cpp, by_python) == (0, 0), transform
+        wanted = transform(theirs).to(found.dtype)
+        torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.05)
+    # Without a derivative vmap calls the operator for each, with plain tensors.
+    torch.testing.assert_close(torch.func.vmap(norm)(cube), theirs(cube), rtol=0.02, atol=0.05)
+    assert who_served(machine, lambda: operator(one, **inputs()))[:2] == (1, 0)
