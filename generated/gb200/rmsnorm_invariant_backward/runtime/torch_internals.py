@@ -76,6 +76,31 @@ def has_tangent(*values: Any) -> bool:
     )
 
 
+def _keys_of(device: str) -> int:
+    keys, all_keys = torch._C.DispatchKeySet, torch._C.DispatchKey
+    found = keys(getattr(all_keys, device)) | keys(getattr(all_keys, f"Autograd{device}"))
+    return int(found.raw_repr())
+
+
+def _plain_keys() -> frozenset[int]:
+    try:
+        return frozenset(map(_keys_of, ("CPU", "CUDA")))
+    except AttributeError:  # every call then goes through the dispatcher once more
+        return frozenset()
+
+
+PLAIN_KEYS = _plain_keys()
+"""`raw_repr()` of what the dispatcher gives a kernel for `Autograd` where the kernel of a device
+would be next: no mode, transform, subclass, lazy view or other wrapper is in the way."""
+
+
+def nothing_like(x: torch.Tensor) -> torch.Tensor:
+    """An empty vector of x's dtype on its device, of its own."""
+    if x.is_cuda and current_device() == x.get_device():
+        return empty_strided((0,), (1,), x.dtype)
+    return x.new_empty(0)
+
+
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 

@@ -38,7 +38,7 @@ class Package(DescribedServer):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._forward = self._forward_class(folder)
-        self.ops = Operators(digest_of(folder, SCHEMAS), self._forward, self._run)
+        self.ops = Operators(digest_of(folder, SCHEMAS), self._forward, self._run, self._quick)
         self._norm = Norm(self, self._forward, self.ops)
         self.rms_norm = self._norm.rms_norm
         self.rmsnorm_forward = self._norm.rmsnorm_forward
@@ -170,20 +170,21 @@ class Package(DescribedServer):
 
     def use_native(self) -> None:
         """Serve plain training steps in C++ from now on: same kernels, same bits, less host time in
-        the backward of `rms_norm` and `RMSNorm`, which then needs no Python in autograd's thread.
+        the forward and the backward of `rms_norm` and `RMSNorm`, and in the operators that compiled
+        code calls. None of these needs Python then, in autograd's thread either.
 
-        Compiles two small files once per machine, PyTorch and Python, into TORCH_EXTENSIONS_DIR
+        Compiles three small files once per machine, PyTorch and Python, into TORCH_EXTENSIONS_DIR
         (default: ~/.cache/torch_extensions); later processes load what is there. Needs a C++
         compiler ($CXX, c++, g++ or clang++), Python's headers and PyTorch with CUDA. Everything
-        but plain calls (a weight and no offset, both gradients, dense and aligned tensors, eager
-        code outside a capture) goes the same way as before, and so do the first two calls of
+        but plain calls (a weight, dense and aligned tensors, outside a capture; of a backward both
+        gradients and no option) goes the same way as before, and so do the first two calls of
         every shape, and the first on another stream. Takes one more block of scratch per stream,
         which a later `warmup` reserves. Call it before or after models are built, from any thread,
         as often as you like; it stays on. Several processes may call it at once.
 
         Raises RuntimeError, which says what is missing; everything then works as before.
         """
-        self._native.start(self._forward, self._norm.gradients)
+        self._native.start(self._forward, self._norm.gradients, self.ops.namespace)
 
     def warmup(
         self,

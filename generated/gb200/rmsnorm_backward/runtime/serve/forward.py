@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,9 @@ class Forward:
         self._kernels = LoadedKernels(folder, self.warn)
         # By whether there are no weight and no residual: a cache is of calls with equally many.
         self._calls = {(w, r): CallCache() for w in (False, True) for r in (False, True)}
+        # Of native/: serves what it was taught, or gives None; is taught what has just served.
+        self.native: Callable[..., tuple[torch.Tensor, ...] | None] | None = None
+        self.learn: Callable[[Any], None] | None = None
 
     def __call__(
         self,
@@ -60,6 +63,10 @@ class Forward:
         Raises TypeError or ValueError for arguments that do not fit, LaunchError when the driver
         refuses a launch.
         """
+        if self.native is not None:
+            found = self.native(x, weight, eps, weight_offset, residual)
+            if found is not None:
+                return found
         calls = self._calls[weight is None, residual is None]
         tensors = (x,) if weight is None else (x, weight)
         if residual is not None:
@@ -72,7 +79,10 @@ class Forward:
             if residual is not None:
                 at |= residual.data_ptr()
             if at % MAX_ALIGNMENT == 0:
-                return call(x, weight, eps, weight_offset, residual)
+                results: tuple[torch.Tensor, ...] = call(x, weight, eps, weight_offset, residual)
+                if self.learn is not None:
+                    self.learn(call)
+                return results
         return self._run(calls, tensors, x, weight, eps, weight_offset, residual)
 
     def _run(
@@ -95,6 +105,8 @@ class Forward:
         known = calls.find(x.shape, tensors)
         if known is not None:
             results: tuple[torch.Tensor, ...] = known.call(x, weight, eps, weight_offset, residual)
+            if self.learn is not None:
+                self.learn(known.quick)
             return results
         if any(tensor.is_neg() for tensor in tensors):
             return self(resolved(x), resolved(weight), eps, weight_offset, resolved(residual))

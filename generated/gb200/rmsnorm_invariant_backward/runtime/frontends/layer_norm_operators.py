@@ -98,14 +98,14 @@ class LayerNormOperators(NormOperators):
     aten = ("native_layer_norm", "native_layer_norm_backward")
     routes = LAYER_NORM_ROUTES
 
-    def __init__(self, digest: str, backward: Backward) -> None:
-        super().__init__(digest, LAYER_NORM_SCHEMAS, layer_norm_forward, backward)
+    def __init__(self, digest: str, backward: Backward, quick: QuickCall) -> None:
+        super().__init__(digest, LAYER_NORM_SCHEMAS, layer_norm_forward, backward, quick)
         operator = self.layer_norm = self._named("layer_norm")
         self.layer_norm_backward = self._backward_operator
         run: Callable[..., Any] = lambda *given: below_autograd(operator, given)  # noqa: E731
         node = layer_norm_node(run, self.backward)
-        kernel = autograd_of(operator, node, layer_norm_forward)
-        self._library.impl("layer_norm", kernel, "Autograd")
+        kernel = autograd_of(operator, self._layer_norm, node, layer_norm_forward)
+        self._differentiate("layer_norm", kernel)
 
     _layer_norm_backward = NormOperators._run_backward
     _fake_layer_norm_backward = staticmethod(NormOperators._fake_backward)

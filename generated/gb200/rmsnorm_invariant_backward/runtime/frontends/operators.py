@@ -17,10 +17,18 @@ from typing import Any, ClassVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..serve.call import QuickCall
 from ..serve.options import Arguments, Options, dw_shape
 from ..serve.reference import Results
-from ..torch_internals import is_plain, modes_active, tangents_active, transforms_active
+from ..torch_internals import (
+    is_plain,
+    modes_active,
+    nothing_like,
+    tangents_active,
+    transforms_active,
+)
 from .gradients import (
+    Kernel,
     autograd_of_add_norm,
     autograd_of_backward,
     autograd_of_norm,
@@ -48,9 +56,9 @@ class NormOperators:
     process.
 
     forward: what serves a forward, with arguments as the subclass says; backward(arguments,
-    options): what serves any backward; neither may call an operator again. schemas: the operators;
-    each has a method of its name that runs it, and one that says what the results look like. The
-    last one is the backward.
+    options): what serves any backward, quick: what is tried before for a plain one; none of them
+    may call an operator again. schemas: the operators; each has a method of its name that runs it,
+    and one that says what the results look like. The last one is the backward.
     """
 
     norm: ClassVar[str]
@@ -66,8 +74,9 @@ class NormOperators:
         schemas: Mapping[str, str],
         forward: Callable[..., tuple[torch.Tensor, ...]],
         backward: Backward,
+        quick: QuickCall,
     ) -> None:
-        self._forward, self._backward = forward, backward
+        self._forward, self._backward, self._quick = forward, backward, quick
         self._library, self.namespace = _own_library(f"normforge_{digest}")
         for name, schema in schemas.items():
             self._library.define(name + schema)
@@ -76,10 +85,13 @@ class NormOperators:
                 self._library.impl(name, run, device)
             torch.library.register_fake(f"{self.namespace}::{name}", fake, lib=self._library)
         self._backward_operator = self._named(name)
-        self._library.impl(name, autograd_of_backward(self._backward_operator), "Autograd")
+        self._differentiate(name, autograd_of_backward(self._backward_operator, run))
 
     def _named(self, name: str) -> Any:
         return getattr(getattr(torch.ops, self.namespace), name).default
+
+    def _differentiate(self, name: str, kernel: Kernel) -> None:
+        self._library.impl(name, kernel, "Autograd", with_keyset=True)
 
     def serve(self, run: Backward, given: Arguments, options: Options) -> Results:
         """Any backward: through the operator where somebody watches those, else at once by `run`.
@@ -132,12 +144,20 @@ class NormOperators:
         need_dw: bool,
         mean: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
+        if (
+            (need_dx and need_dw and weight is not None)
+            and (dresidual is None and dw_dtype is None)
+            and weight_offset == 0
+        ):
+            found = self._quick(dy, x, rstd, weight, mean)
+            if found is not None:
+                return (*found, nothing_like(x))  # type: ignore[arg-type]
         given = Arguments(dy, x, rstd, weight, dresidual, mean=mean)
         options = Options(weight_offset, need_dx, need_dw, False, dw_dtype)
         dx, dw, *third = self._backward(given, options)
         other = third[0] if dresidual is not None and dresidual.dtype != x.dtype else None
-        none = x.new_empty(0)
-        return tuple(none.clone() if result is None else result for result in (dx, dw, other))
+        # No result may be another one, nor one of another call.
+        return tuple(nothing_like(x) if result is None else result for result in (dx, dw, other))
 
     @staticmethod
     def _fake_backward(
@@ -172,16 +192,19 @@ class Operators(NormOperators):
     routes = RMS_NORM_ROUTES
 
     def __init__(
-        self, digest: str, forward: Callable[..., tuple[torch.Tensor, ...]], backward: Backward
+        self,
+        digest: str,
+        forward: Callable[..., tuple[torch.Tensor, ...]],
+        backward: Backward,
+        quick: QuickCall,
     ) -> None:
-        super().__init__(digest, SCHEMAS, forward, backward)
+        super().__init__(digest, SCHEMAS, forward, backward, quick)
         self.rms_norm, self.add_rms_norm = self._named("rms_norm"), self._named("add_rms_norm")
         self.rms_norm_backward = self._backward_operator
-        for name, kernel in (
-            ("rms_norm", autograd_of_norm(self.rms_norm, self.backward)),
-            ("add_rms_norm", autograd_of_add_norm(self.add_rms_norm, self.backward)),
-        ):
-            self._library.impl(name, kernel, "Autograd")
+        norm = autograd_of_norm(self.rms_norm, self._rms_norm, self.backward)
+        self._differentiate("rms_norm", norm)
+        add_norm = autograd_of_add_norm(self.add_rms_norm, self._add_rms_norm, self.backward)
+        self._differentiate("add_rms_norm", add_norm)
 
     _rms_norm_backward = NormOperators._run_backward
     _fake_rms_norm_backward = staticmethod(NormOperators._fake_backward)

@@ -6,9 +6,10 @@
 
 #pragma once
 
-#include <array>
+#include <cfloat>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -45,16 +46,20 @@ struct Kernel {
     std::vector<void*> parameters;
 };
 
-// block: the arguments of both kernels, which begin with the six addresses of the tensors; the
-// driver copies them before a launch returns. The lane's mutex guards it.
+// block: the arguments of both kernels, which begin with what differs from call to call; the driver
+// copies them before a launch returns. The lane's mutex guards it. A forward has a lane of its own,
+// because it keeps nothing on the device.
 struct Plan {
+    Lane own;
     Lane* lane = nullptr;
     std::vector<uint64_t> block;
     std::vector<uint64_t> scratch_at;  // offsets in bytes
     Kernel main, second;
 };
 
-using Key = std::tuple<int64_t, void*, int64_t, int64_t, at::ScalarType, at::ScalarType>;
+enum Kind { kBackward, kForward, kAddForward };  // of calls, as plans.py numbers them
+
+using Key = std::tuple<int, int64_t, void*, int64_t, int64_t, at::ScalarType, at::ScalarType>;
 
 // The plans of one package. Like its operators it stays for the life of the process, and with it
 // all that it points to: nodes of a graph may outlive the package's module.
@@ -68,15 +73,24 @@ struct Store {
     std::map<std::pair<int64_t, void*>, Lane> lanes;
 };
 
-using Results = std::array<at::Tensor, 2>;
+using Results = std::vector<at::Tensor>;  // none at all: not served
 
-at::Tensor allocate(at::IntArrayRef sizes, at::IntArrayRef strides, const at::Tensor& like) {
+at::Tensor allocate(at::IntArrayRef sizes, at::IntArrayRef strides, const at::Tensor& like,
+                    at::ScalarType dtype) {
     // As Python does it: not filled with NaN in deterministic mode, because all of it is written.
 #ifdef NORMFORGE_CUDA
     if (like.is_cuda())
-        return at::detail::empty_strided_cuda(sizes, strides, like.scalar_type(), like.device());
+        return at::detail::empty_strided_cuda(sizes, strides, dtype, like.device());
 #endif
-    return at::detail::empty_strided_cpu(sizes, strides, like.scalar_type());
+    return at::detail::empty_strided_cpu(sizes, strides, dtype);
+}
+
+at::Tensor allocate_like(const at::Tensor& dense) {
+    return allocate(dense.sizes(), dense.strides(), dense, dense.scalar_type());
+}
+
+uint64_t address(const at::Tensor& tensor) {
+    return reinterpret_cast<uint64_t>(tensor.const_data_ptr());
 }
 
 // Strides of a contiguous tensor exactly; `is_contiguous` lets dimensions of size 1 have any.
@@ -103,58 +117,94 @@ bool watched() {
     return !c10::default_included_set.isSupersetOf(included);
 }
 
-bool launch(const Driver& driver, const Kernel& kernel) {
-    auto parameters = const_cast<void**>(kernel.parameters.data());
-    return driver.launch(kernel.config, kernel.function, parameters, nullptr) == 0;
-}
-
-// dx and dw, or nothing: not served. Not to be called with the GIL: it may wait for another call on
-// the same stream, and a launch for room in the driver's queue.
-std::optional<Results> serve(Store& store, const at::Tensor& dy, const at::Tensor& x,
-                             const at::Tensor& rstd, const at::Tensor& weight) {
-    if (!x.defined() || x.device().type() != store.device_type || watched()) return {};
+// The plan of a call with this weight and these rows, all of one shape and dtype; null: not served.
+Plan* plan_of(Store& store, Kind kind, std::initializer_list<const at::Tensor*> all_rows,
+              const at::Tensor& weight) {
+    const auto& x = **all_rows.begin();
+    if (!x.defined() || x.device().type() != store.device_type || watched()) return nullptr;
     const auto device = x.device();
-    for (const auto* tensor : {&dy, &x, &rstd, &weight})
-        if (!plain(*tensor, device)) return {};
-    if (weight.dim() != 1 || x.dim() < 1 || x.numel() == 0) return {};
-    const int64_t columns = weight.size(0), rows = x.numel() / x.size(-1);
-    if (x.size(-1) != columns || dy.sizes() != x.sizes() || rstd.numel() != rows) return {};
-    if (dy.scalar_type() != x.scalar_type() || rstd.scalar_type() != at::kFloat) return {};
-    if (!dense(x) || !dense(dy) || !dense(weight) || !rstd.is_contiguous()) return {};
-    const auto at = [](const at::Tensor& tensor) {
-        return reinterpret_cast<uint64_t>(tensor.const_data_ptr());
-    };
-    if ((at(x) | at(dy) | at(weight)) % NORMFORGE_ALIGNMENT) return {};
+    if (!plain(weight, device) || weight.dim() != 1 || !dense(weight)) return nullptr;
+    uint64_t places = address(weight);
+    for (const auto* rows : all_rows) {
+        if (!plain(*rows, device) || rows->scalar_type() != x.scalar_type()) return nullptr;
+        if (rows->sizes() != x.sizes() || !dense(*rows)) return nullptr;
+        places |= address(*rows);
+    }
+    const int64_t columns = weight.size(0);
+    if (x.dim() < 1 || x.numel() == 0 || x.size(-1) != columns) return nullptr;
+    if (places % NORMFORGE_ALIGNMENT) return nullptr;
 
     const int index = device.has_index() ? device.index() : 0;
     int current = -1, capturing = 1;
     void* stream = nullptr;
-    if (store.driver.current_device(&current) != 0 || current != index) return {};
-    if (store.driver.current_stream(index, &stream) != 0) return {};
+    if (store.driver.current_device(&current) != 0 || current != index) return nullptr;
+    if (store.driver.current_stream(index, &stream) != 0) return nullptr;
     Plan* plan = nullptr;
     {
-        const Key key(index, stream, rows, columns, x.scalar_type(), weight.scalar_type());
+        const Key key(kind, index, stream, x.numel() / columns, columns, x.scalar_type(),
+                      weight.scalar_type());
         const std::lock_guard<std::mutex> lock(store.mutex);
         const auto found = store.plans.find(key);
-        if (found == store.plans.end()) return {};
+        if (found == store.plans.end()) return nullptr;
         plan = &found->second;
     }
-    if (store.driver.is_capturing(stream, &capturing) != 0 || capturing != 0) return {};
+    if (store.driver.is_capturing(stream, &capturing) != 0 || capturing != 0) return nullptr;
+    return plan;
+}
 
-    Results results{allocate(x.sizes(), x.strides(), x),
-                    allocate(weight.sizes(), weight.strides(), weight)};
-    const std::lock_guard<std::mutex> lock(plan->lane->mutex);
-    if (plan->lane->paused) return {};
-    const uint64_t addresses[] = {at(x),      at(dy),         at(rstd),
-                                  at(weight), at(results[0]), at(results[1])};
-    auto* block = reinterpret_cast<char*>(plan->block.data());
-    std::memcpy(block, addresses, sizeof addresses);
-    for (const auto offset : plan->scratch_at)
-        std::memcpy(block + offset, &plan->lane->scratch, sizeof(uint64_t));
-    // A refused launch is left to Python, which does the whole call again and raises the error.
-    if (!launch(store.driver, plan->main)) return {};
-    if (plan->second.function && !launch(store.driver, plan->second)) return {};
-    return results;
+// Launches a plan with these words at the beginning of its block. A refused launch is left to
+// Python, which does the whole call again and raises the error.
+template <size_t count>
+bool launch(const Driver& driver, Plan& plan, const uint64_t (&words)[count]) {
+    const std::lock_guard<std::mutex> lock(plan.lane->mutex);
+    if (plan.lane->paused) return false;
+    auto* block = reinterpret_cast<char*>(plan.block.data());
+    std::memcpy(block, words, sizeof words);
+    for (const auto offset : plan.scratch_at)
+        std::memcpy(block + offset, &plan.lane->scratch, sizeof(uint64_t));
+    for (const auto* kernel : {&plan.main, &plan.second}) {
+        auto parameters = const_cast<void**>(kernel->parameters.data());
+        if (kernel->function &&
+            driver.launch(kernel->config, kernel->function, parameters, nullptr) != 0)
+            return false;
+    }
+    return true;
+}
+
+// What follows is not to be called with the GIL: it may wait for another call on the same stream,
+// and a launch for room in the driver's queue.
+
+// dx and dw
+Results serve(Store& store, const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rstd,
+              const at::Tensor& weight) {
+    auto* plan = plan_of(store, kBackward, {&x, &dy}, weight);
+    if (!plan || !plain(rstd, x.device()) || rstd.scalar_type() != at::kFloat) return {};
+    if (rstd.numel() != x.numel() / x.size(-1) || !rstd.is_contiguous()) return {};
+    Results results{allocate_like(x), allocate_like(weight)};
+    const uint64_t words[] = {address(x),      address(dy),         address(rstd),
+                              address(weight), address(results[0]), address(results[1])};
+    return launch(store.driver, *plan, words) ? results : Results();
+}
+
+// y, rstd and with a residual the sum. residual: null for none. eps: none for that of fp32.
+Results serve_forward(Store& store, const at::Tensor& x, const at::Tensor& weight,
+                      const at::Tensor* residual, std::optional<double> eps, double offset) {
+    auto* plan = residual ? plan_of(store, kAddForward, {&x, residual}, weight)
+                          : plan_of(store, kForward, {&x}, weight);
+    if (!plan) return {};
+    auto sizes = x.sizes().vec(), strides = x.strides().vec();
+    for (auto& stride : strides) stride /= x.size(-1);
+    sizes.back() = strides.back() = 1;
+    Results results{allocate_like(x), allocate(sizes, strides, x, at::kFloat)};
+    uint64_t words[7] = {address(x), 0, address(weight), address(results[0]), address(results[1])};
+    if (residual) {
+        results.push_back(allocate_like(x));
+        words[1] = address(*residual);
+        words[5] = address(results[2]);
+    }
+    const float numbers[] = {float(eps.value_or(FLT_EPSILON)), float(offset)};
+    std::memcpy(&words[6], numbers, sizeof numbers);
+    return launch(store.driver, *plan, words) ? results : Results();
 }
 
 }  // namespace NORMFORGE_NAMESPACE

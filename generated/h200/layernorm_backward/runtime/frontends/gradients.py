@@ -11,6 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
 from ..torch_internals import (
+    PLAIN_KEYS,
     has_tangent,
     is_plain,
     modes_active,
@@ -93,10 +94,13 @@ def gradients_of_sum(
 
 # ---- Of the operators ----------------------------------------------------------------------------
 # Kernels for PyTorch's key `Autograd`. Every call of an operator comes through here first, also one
-# that a transform of torch.func makes or that a graph makes which was traced under one.
+# that a transform of torch.func makes or that a graph makes which was traced under one. They take
+# the call's dispatch keys before its arguments. What compiled code calls wants no gradient, and
+# nothing is between it and the kernel of its device, `run`, which saves it the dispatcher's way
+# there.
 
 
-def autograd_of_norm(operator: Any, backward: Backward) -> Kernel:
+def autograd_of_norm(operator: Any, run: Kernel, backward: Backward) -> Kernel:
     """For `rms_norm`; backward: `rmsnorm_backward` by an operator."""
 
     class OperatorNorm(torch.autograd.Function):
@@ -114,10 +118,10 @@ def autograd_of_norm(operator: Any, backward: Backward) -> Kernel:
             wanted = ctx.needs_input_grad[:2]
             return *gradients(backward, ctx, wanted, dy, *ctx.saved_tensors), None, None
 
-    return autograd_of(operator, OperatorNorm, differentiable_norm)
+    return autograd_of(operator, run, OperatorNorm, differentiable_norm)
 
 
-def autograd_of_add_norm(operator: Any, backward: Backward) -> Kernel:
+def autograd_of_add_norm(operator: Any, run: Kernel, backward: Backward) -> Kernel:
     """For `add_rms_norm`."""
 
     class OperatorAddNorm(torch.autograd.Function):
@@ -145,13 +149,17 @@ def autograd_of_add_norm(operator: Any, backward: Backward) -> Kernel:
     ) -> tuple[torch.Tensor, ...]:
         return differentiable_norm(x, weight, eps, weight_offset, residual)
 
-    return autograd_of(operator, OperatorAddNorm, formula)
+    return autograd_of(operator, run, OperatorAddNorm, formula)
 
 
-def autograd_of(operator: Any, node: type[torch.autograd.Function], formula: Kernel) -> Kernel:
+def autograd_of(
+    operator: Any, run: Kernel, node: type[torch.autograd.Function], formula: Kernel
+) -> Kernel:
     """For an operator with this node. formula: the same by operators of PyTorch."""
 
-    def kernel(*given: Any) -> tuple[torch.Tensor, ...]:
+    def kernel(keys: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+        if _is_plain_call(keys, given):
+            return run(*given)
         if transforms_active() or has_tangent(*given):  # which see through PyTorch's operators only
             return formula(*given)
         if _want_gradient(given):
@@ -162,7 +170,7 @@ def autograd_of(operator: Any, node: type[torch.autograd.Function], formula: Ker
     return kernel
 
 
-def autograd_of_backward(operator: Any) -> Kernel:
+def autograd_of_backward(operator: Any, run: Kernel) -> Kernel:
     """For the backward of a norm, which has no derivative: who asks for one gets an error."""
 
     class OperatorBackward(torch.autograd.Function):
@@ -172,7 +180,9 @@ def autograd_of_backward(operator: Any) -> Kernel:
 
         backward = staticmethod(_refuse)
 
-    def kernel(*given: Any) -> tuple[torch.Tensor, ...]:
+    def kernel(keys: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+        if _is_plain_call(keys, given):
+            return run(*given)
         if has_tangent(*given):
             _refuse(None)
         if _want_gradient(given):
@@ -185,6 +195,16 @@ def autograd_of_backward(operator: Any) -> Kernel:
     return kernel
 
 
+def _is_plain_call(keys: Any, given: tuple[Any, ...]) -> bool:
+    """Whether the kernel of the device is all that is left of a call. keys: its dispatch keys."""
+    return (
+        keys.raw_repr() in PLAIN_KEYS
+        and not transforms_active()
+        and not tangents_active()
+        and not _want_gradient(given)
+    )
+
+
 def below_autograd(operator: Any, given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     """What the operator does on its tensors, without autograd."""
     with torch._C._AutoDispatchBelowAutograd():
@@ -193,9 +213,11 @@ def below_autograd(operator: Any, given: tuple[Any, ...]) -> tuple[torch.Tensor,
 
 
 def _want_gradient(given: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in given
-    )
+    if torch.is_grad_enabled():
+        for value in given:
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                return True
+    return False
 
 
 # ---- No second derivative of a backward ----------------------------------------------------------

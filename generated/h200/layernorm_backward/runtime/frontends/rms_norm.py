@@ -84,7 +84,11 @@ class Norm:
         weight_offset = float(weight_offset)
         if weight is not None and weight.dtype != x.dtype and weight.dtype != torch.float32:
             weight = weight.to(x.dtype)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not (
+            x.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (residual is not None and residual.requires_grad)
+        ):
             y, _, *stream = self.forward(x, weight, eps, weight_offset, residual)
             return (y, *stream) if stream else y
         if residual is not None:

@@ -11,7 +11,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +42,22 @@ _EPS = torch.finfo(torch.float32).eps
 """What PyTorch takes when no eps is given, for bf16 and fp16 rows as well."""
 
 
+class Facts(NamedTuple):
+    """What a call on dense tensors, or copies of others, is made of, for who launches the same in
+    another way."""
+
+    kernel: LoadedKernel
+    device: int
+    with_residual: bool
+    fixed: tuple[int, ...]
+    dtypes: tuple[torch.dtype, torch.dtype]
+
+
+def pack_arguments(*fixed: int) -> bytes:
+    """The kernel's argument without what differs from call to call. fixed: rows first."""
+    return _ARGUMENTS.pack(*([0] * 6), 0.0, 0.0, *fixed)
+
+
 class _Bindings(dict[int, tuple[Any, ...]]):
     """By stream: the arguments of one signature, guarded by a lock because the driver has copied
     them when a launch returns, and the launch configuration."""
@@ -55,8 +71,7 @@ class _Bindings(dict[int, tuple[Any, ...]]):
 
     def __missing__(self, stream: int) -> tuple[Any, ...]:
         function = self._kernel.load(self._device)[self._with_residual]
-        values = ctypes.create_string_buffer(_ARGUMENTS.size)
-        _ARGUMENTS.pack_into(values, 0, *([0] * 6), 0.0, 0.0, *self._fixed)
+        values = ctypes.create_string_buffer(pack_arguments(*self._fixed), _ARGUMENTS.size)
         array = (ctypes.c_void_p * 1)(ctypes.addressof(values))
         config = self._kernel.main_config(self._kernel.spec.grid(self._fixed[0]), stream)
         address = ctypes.addressof(array)
@@ -138,4 +153,7 @@ def forward_call(
             return results
         raise LaunchError(status.name, "launching", kernel.spec.name)
 
+    if weight is not None and fixed[1:4] == (N, 0, N):
+        dtypes = (dtype, weight.dtype)
+        call.facts = Facts(kernel, device, residual is not None, fixed, dtypes)  # type: ignore[attr-defined]
     return call

@@ -1,109 +1,16 @@
-// The fast path of a package in C++: an autograd node, and the launch of calls that were learned.
+// The fast path of a package in C++: an autograd node, operators, and the launch of calls that were
+// learned.
 //
-// A backward that autograd runs in a thread of its own pays for the interpreter there. This file
-// serves, without it, what Python has served on the same stream before: a plain call (a weight,
-// both gradients, everything dense and aligned, no option) whose launch Python described as a plan.
-// Whatever differs in anything is "not served" and goes to Python, which stays the one place that
-// decides. native.py builds and loads this file and makes the plans.
+// A backward that autograd runs in a thread of its own pays for the interpreter there, and so does
+// an operator that compiled code calls. These files serve, without it, what Python has served on
+// the same stream before: a plain call (a weight, everything dense and aligned, of a backward both
+// gradients and no option) whose launch Python described as a plan. Whatever differs in anything is
+// "not served" and goes to Python, which stays the one place that decides. native.py builds and
+// loads this file, plans.py makes the plans.
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
-#include <torch/csrc/Dtype.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/python_variable.h>
-
-#include "native.h"
+#include "operators.h"
 
 namespace NORMFORGE_NAMESPACE {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-// ---- The autograd node --------------------------------------------------------------------------
-
-struct Reference {  // owns a Python object; hold the GIL
-    PyObject* object;
-    explicit Reference(PyObject* taken) : object(taken) {
-        if (!object) {
-            python_error error;
-            error.persist();
-            throw std::move(error);
-        }
-    }
-    Reference(const Reference&) = delete;
-    ~Reference() { Py_DECREF(object); }
-};
-
-struct WithoutGil {  // where this thread has it
-    std::optional<pybind11::gil_scoped_release> released;
-    WithoutGil() {
-        if (PyGILState_Check()) released.emplace();
-    }
-};
-
-// The two results of a Python function; a result of None is undefined.
-Results call(PyObject* function, PyObject* const* arguments, size_t count) {
-    const Reference answer(PyObject_Vectorcall(function, arguments, count, nullptr));
-    TORCH_CHECK_TYPE(PyTuple_Check(answer.object) && PyTuple_GET_SIZE(answer.object) == 2,
-                     "two results were expected");
-    Results results;
-    for (size_t i = 0; i < 2; ++i) {
-        PyObject* item = PyTuple_GET_ITEM(answer.object, i);
-        TORCH_CHECK_TYPE(Py_IsNone(item) || THPVariable_Check(item), "a result must be a tensor");
-        if (!Py_IsNone(item)) results[i] = THPVariable_Unpack(item);
-    }
-    return results;
-}
-
-struct Norm : torch::autograd::Function<Norm> {
-    // arguments: the Python objects of x, weight, eps and offset
-    static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x,
-                              const std::optional<at::Tensor>& weight, Store* store,
-                              PyObject* const* arguments) {
-        auto [y, rstd] = call(store->forward, arguments, 4);
-        ctx->save_for_backward({x, weight.value_or(at::Tensor()), rstd});
-        const double offset = PyFloat_AsDouble(arguments[3]);
-        const double eps = Py_IsNone(arguments[2]) ? 0.0 : PyFloat_AsDouble(arguments[2]);
-        if (PyErr_Occurred()) Reference{nullptr};
-        ctx->saved_data["store"] = reinterpret_cast<int64_t>(store);
-        ctx->saved_data["offset"] = offset;
-        if (!Py_IsNone(arguments[2])) ctx->saved_data["eps"] = eps;
-        return y;
-    }
-
-    static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-        const auto saved = ctx->get_saved_variables();
-        const auto &dy = gradients[0], &x = saved[0], &weight = saved[1], &rstd = saved[2];
-        auto& store = *reinterpret_cast<Store*>(ctx->saved_data.at("store").toInt());
-        const double offset = ctx->saved_data.at("offset").toDouble();
-        const bool need_dx = ctx->needs_input_grad(0);
-        const bool need_dw = weight.defined() && ctx->needs_input_grad(1);
-        if (need_dx && need_dw && offset == 0 && !at::GradMode::is_enabled()) {
-            const WithoutGil others_may_run;
-            if (const auto results = serve(store, dy, x, rstd, weight))
-                return {(*results)[0], (*results)[1], {}, {}};
-        }
-
-        const pybind11::gil_scoped_acquire gil;
-        const auto eps = ctx->saved_data.find("eps");
-        const Reference given[] = {
-            Reference(THPVariable_Wrap(dy)),
-            Reference(THPVariable_Wrap(x)),
-            Reference(THPVariable_Wrap(weight)),
-            Reference(THPVariable_Wrap(rstd)),
-            Reference(eps == ctx->saved_data.end() ? Py_NewRef(Py_None)
-                                                   : PyFloat_FromDouble(eps->second.toDouble())),
-            Reference(PyFloat_FromDouble(offset)),
-            Reference(PyBool_FromLong(need_dx)),
-            Reference(PyBool_FromLong(need_dw))};
-        PyObject* arguments[8];
-        for (size_t i = 0; i < 8; ++i) arguments[i] = given[i].object;
-        const auto [dx, dw] = call(store.gradients, arguments, 8);
-        return {dx, dw, {}, {}};
-    }
-};
 
 // ---- What Python sees ---------------------------------------------------------------------------
 
@@ -114,14 +21,25 @@ struct StoreObject {
 
 Store& store_of(PyObject* self) { return *reinterpret_cast<StoreObject*>(self)->store; }
 
-bool four(Py_ssize_t count) {
-    if (count != 4) PyErr_Format(PyExc_TypeError, "4 arguments were expected, got %zd", count);
-    return count == 4;
+PyObject* tuple_or_none(const Results& results) {
+    if (results.empty()) Py_RETURN_NONE;
+    const Reference tuple(PyTuple_New(results.size()));
+    for (size_t i = 0; i < results.size(); ++i) {
+        const Reference result(THPVariable_Wrap(results[i]));
+        PyTuple_SET_ITEM(tuple.object, i, Py_NewRef(result.object));
+    }
+    return Py_NewRef(tuple.object);
+}
+
+bool are(Py_ssize_t count, Py_ssize_t wanted) {
+    if (count != wanted)
+        PyErr_Format(PyExc_TypeError, "%zd arguments were expected, got %zd", wanted, count);
+    return count == wanted;
 }
 
 PyObject* norm(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    if (!four(count)) return nullptr;
+    if (!are(count, 4)) return nullptr;
     PyObject *x = arguments[0], *weight = arguments[1];
     auto& store = store_of(self);
     if (!THPVariable_Check(x) || !(Py_IsNone(weight) || THPVariable_Check(weight)))
@@ -132,23 +50,35 @@ PyObject* norm(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
     END_HANDLE_TH_ERRORS
 }
 
+// x, weight, eps, offset, residual or None
+PyObject* forward(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+    HANDLE_TH_ERRORS
+    if (!are(count, 5)) return nullptr;
+    const bool with_residual = !Py_IsNone(arguments[4]);
+    for (const int i : {0, 1, 4})
+        if (!THPVariable_CheckExact(arguments[i]) && (i < 4 || with_residual)) Py_RETURN_NONE;
+    return tuple_or_none(serve_without_gil(
+        store_of(self), THPVariable_Unpack(arguments[0]), THPVariable_Unpack(arguments[1]),
+        with_residual ? &THPVariable_Unpack(arguments[4]) : nullptr, number_or_none(arguments[2]),
+        number(arguments[3])));
+    END_HANDLE_TH_ERRORS
+}
+
 PyObject* backward(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
     HANDLE_TH_ERRORS
-    if (!four(count)) return nullptr;
+    if (!are(count, 4)) return nullptr;
     for (Py_ssize_t i = 0; i < 4; ++i)
         if (!THPVariable_CheckExact(arguments[i])) Py_RETURN_NONE;
     const auto of = [&](int i) -> at::Tensor { return THPVariable_Unpack(arguments[i]); };
     const at::Tensor dy = of(0), x = of(1), rstd = of(2), weight = of(3);
     if (at::GradMode::is_enabled() && (dy.requires_grad() || x.requires_grad())) Py_RETURN_NONE;
     auto& store = store_of(self);
-    std::optional<Results> results;
+    Results results;
     {
         const WithoutGil others_may_run;
         results = serve(store, dy, x, rstd, weight);
     }
-    if (!results) Py_RETURN_NONE;
-    const Reference dx(THPVariable_Wrap((*results)[0])), dw(THPVariable_Wrap((*results)[1]));
-    return PyTuple_Pack(2, dx.object, dw.object);
+    return tuple_or_none(results);
     END_HANDLE_TH_ERRORS
 }
 
@@ -198,25 +128,25 @@ struct KernelWords {
     }
 };
 
-// (device, stream, rows, columns, dtype, weight dtype, block, offsets of scratch, main, second):
+// (kind, device, stream, rows, columns, dtype, weight dtype, block, offsets of scratch, main, second):
 // what serves such calls. A kernel is (configuration, function, offsets of its parameters); offsets
 // are in bytes of the block, each a word of 8 bytes. The first plan of a kind stays.
 PyObject* add(PyObject* self, PyObject* arguments) {
     HANDLE_TH_ERRORS
-    int device = 0;
+    int kind = 0, device = 0;
     unsigned long long stream = 0;
     long long rows = 0, columns = 0;
     PyObject *dtype = nullptr, *weight_dtype = nullptr;
     Bytes block, scratch_at;
     KernelWords main, second;
-    if (!PyArg_ParseTuple(arguments, "iKLLO!O!y#y#(KKy#)(KKy#)", &device, &stream, &rows, &columns,
+    if (!PyArg_ParseTuple(arguments, "iiKLLO!O!y#y#(KKy#)(KKy#)", &kind, &device, &stream, &rows, &columns,
                           &THPDtypeType, &dtype, &THPDtypeType, &weight_dtype, &block.data,
                           &block.size, &scratch_at.data, &scratch_at.size, &main.config,
                           &main.function, &main.offsets.data, &main.offsets.size, &second.config,
                           &second.function, &second.offsets.data, &second.offsets.size))
         return nullptr;
     const auto scalar = [](PyObject* of) { return reinterpret_cast<THPDtype*>(of)->scalar_type; };
-    const Key key(device, reinterpret_cast<void*>(stream), rows, columns, scalar(dtype),
+    const Key key(kind, device, reinterpret_cast<void*>(stream), rows, columns, scalar(dtype),
                   scalar(weight_dtype));
     auto& store = store_of(self);
     auto& lane = lane_of(store, device, stream);
@@ -227,8 +157,19 @@ PyObject* add(PyObject* self, PyObject* arguments) {
         plan.scratch_at = scratch_at.words();
         plan.main = main.of(plan);
         plan.second = second.of(plan);
-        plan.lane = &lane;
+        plan.own.paused = false;
+        plan.lane = kind == kBackward ? &lane : &plan.own;
     }
+    Py_RETURN_NONE;
+    END_HANDLE_TH_ERRORS
+}
+
+// (namespace): from now on calls of its operators are served here where they can be.
+PyObject* take_operators(PyObject* self, PyObject* space) {
+    HANDLE_TH_ERRORS
+    const char* name = PyUnicode_AsUTF8(space);
+    if (!name) return nullptr;
+    take_operators(store_of(self), name);
     Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
 }
@@ -258,9 +199,12 @@ PyCFunction as_method(F* function) {
 }
 
 PyMethodDef methods[] = {{"norm", as_method(norm), METH_FASTCALL, nullptr},
+                         {"forward", as_method(forward), METH_FASTCALL, nullptr},
                          {"backward", as_method(backward), METH_FASTCALL, nullptr},
                          {"set_scratch", set_scratch, METH_VARARGS, nullptr},
                          {"add", add, METH_VARARGS, nullptr},
+                         {"take_operators", as_method<PyObject*(PyObject*, PyObject*)>(take_operators),
+                          METH_O, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 PyType_Slot slots[] = {{Py_tp_methods, methods},
                        {Py_tp_new, reinterpret_cast<void*>(make_store)},

@@ -37,7 +37,8 @@ class LayerNormPackage(DescribedServer):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.ops = LayerNormOperators(digest_of(folder, LAYER_NORM_SCHEMAS), self._run)
+        digest = digest_of(folder, LAYER_NORM_SCHEMAS)
+        self.ops = LayerNormOperators(digest, self._run, self._quick)
         self._node = layer_norm_node(layer_norm_forward, self._serve, self._quick)
         # A class of its own, which a package gives the name by which pickle finds it.
         members = {"_package": self, "__doc__": LayerNorm.__doc__}
