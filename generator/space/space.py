@@ -168,6 +168,16 @@ class Space:
             names[knob.name] = value
         return {knob.name: names[knob.name] for knob in self.knobs}
 
+    def meaningful(self, config: Config, problem: Problem, target: Target) -> set[str]:
+        """The knobs that mean anything in a config; those that it lacks have `otherwise`."""
+        names = Names(problem, target, True)
+        found = set()
+        for knob in self.knobs:
+            if knob.when is None or knob.when(names):
+                found.add(knob.name)
+            names[knob.name] = config.get(knob.name, knob.otherwise)
+        return found
+
     def reject(
         self,
         config: Config,

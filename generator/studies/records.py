@@ -142,12 +142,15 @@ class Record:
         return float("inf") if self.result.ratio is None else self.result.ratio
 
     def attributes(self) -> dict[str, Any]:
-        """The user attributes of the trial, in which the whole record is stored. `outcome` and
-        `feasible` repeat what follows from the others, for people who look at the study."""
+        """The user attributes of the trial, in which the whole record is stored. `outcome`,
+        `feasible`, `us` and `floor_us` repeat what follows from the others, for people who look at
+        the study."""
         return {
             "variant": self.variant,
             "outcome": self.result.outcome,
             "feasible": self.feasible,
+            "us": self.result.us,
+            "floor_us": self.result.floor_us,
             "result": self.result.to_json(),
             "origin": self.origin,
             "elapsed": round(self.elapsed, 3),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import optuna
-from optuna.exceptions import StorageInternalError
+from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
@@ -16,6 +17,9 @@ from generator.result import Result
 from generator.studies.postgres import is_outage, patiently
 from generator.studies.records import Winner
 from generator.studies.storage import _Answer
+
+METRIC = "time over the floor"
+"""What the value of a trial is, by the name that optuna-dashboard shows."""
 
 
 class StudyLog:
@@ -105,9 +109,13 @@ def _load_study(storage: BaseStorage, name: str) -> optuna.Study:
     try:
         return optuna.load_study(study_name=name, storage=storage)
     except KeyError:
-        return optuna.create_study(
+        study = optuna.create_study(
             storage=storage, study_name=name, direction="minimize", load_if_exists=True
         )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            study.set_metric_names([METRIC])
+        return study
 
 
 def stored_winners(storage: BaseStorage) -> list[Winner]:

@@ -21,7 +21,7 @@ from generator.result import Result
 from generator.search.budget import Budget, Progress
 from generator.studies.records import Winner, study_name
 from generator.studies.storage import open_storage
-from generator.studies.study_log import StudyLog, stored_winners
+from generator.studies.study_log import METRIC, StudyLog, stored_winners
 from tests.support.patience import patience
 from tests.support.searches import NAME, records, search, won
 from tests.support.synthetic import (
@@ -112,6 +112,7 @@ def test_a_trial_carries_what_a_reader_of_the_study_needs(storage: BaseStorage) 
         result = Result.from_json(attributes["result"])
         feasible = attributes["outcome"] == "ok"
         assert attributes["feasible"] is feasible
+        assert (attributes["us"], attributes["floor_us"]) == (result.us, result.floor_us)
         assert trial.constraints == {"infeasible": 0.0 if feasible else 1.0}
         assert attributes["variant"].startswith(trial.params["strategy"])
         if result.ratio is None:
@@ -126,6 +127,7 @@ def test_a_trial_carries_what_a_reader_of_the_study_needs(storage: BaseStorage) 
             assert attributes["registers"] > 0
             assert attributes["smem"] > 0
             assert attributes["cubin"]
+    assert optuna.load_study(study_name=NAME, storage=storage).metric_names == [METRIC]
 
 
 def test_optuna_opens_the_journal_and_names_the_same_best(
