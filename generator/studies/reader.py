@@ -8,9 +8,10 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
@@ -44,7 +45,7 @@ class Study:
     "predicted"; space: hash of the search space; records: finished trials, oldest first, but for
     those that were out of date when the study was last searched; winner: None before the finals,
     or when nothing may win; finals: configs and results of the finals; importance: share of each
-    knob, {} where unknown.
+    knob, {} where unknown; machine: facts about the one that held the finals.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Study:
     winner: Winner | None
     finals: tuple[tuple[Config, Result], ...]
     importance: Mapping[str, float]
+    machine: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def ranked(self) -> tuple[Record, ...]:
@@ -166,6 +168,7 @@ def _read_study(
         records=records,
         winner=winner,
         finals=tuple(finals),
+        machine=log.machine,
         importance=(
             _importance(storage, entry.study_name, match, problem) if importance and records else {}
         ),

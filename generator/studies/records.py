@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import Any
 
 from optuna.trial import FrozenTrial
@@ -117,7 +118,8 @@ class Record:
     study when it finished; code: digest of what was compiled (`code_digest`); cubin: digest of the
     machine code; identity: digest of cubin and launch (equal ones are measured once);
     registers per thread and smem bytes per CTA of the main kernel, None without a cubin;
-    shared_with: number of the trial whose result this one has, None when it has its own.
+    shared_with: number of the trial whose result this one has, None when it has its own; finished:
+    when, in local time, of one that was read from a study.
     """
 
     config: Config
@@ -131,6 +133,7 @@ class Record:
     registers: int | None = None
     smem: int | None = None
     shared_with: int | None = None
+    finished: datetime | None = None
 
     @property
     def feasible(self) -> bool:
@@ -170,4 +173,5 @@ class Record:
             if name in cls.__dataclass_fields__
         }
         result = Result.from_json(stored["result"])
-        return cls(**{**stored, "config": trial.params, "result": result})
+        known = {"config": trial.params, "result": result, "finished": trial.datetime_complete}
+        return cls(**{**stored, **known})
