@@ -106,8 +106,14 @@ def study_name(problem: Problem, target: Target, evidence: str, space: Space) ->
     SMs takes part because a slice of a GPU keeps its name. Templates and compiler take no part:
     each record says which code it was measured with. Predictions of another model do not compare,
     so its revision takes part."""
+    return study_names(problem, target, evidence, space)[0]
+
+
+def study_names(problem: Problem, target: Target, evidence: str, space: Space) -> tuple[str, ...]:
+    """The name of a study, and those that an older one of the same results may have."""
     by = f"{evidence}-{model_revision()}" if evidence == "predicted" else evidence
-    return f"{problem}@{target}-{target.sms}sm:{by}:{space.hash}"
+    place = f"{problem}@{target}-{target.sms}sm:{by}"
+    return tuple(f"{place}:{space_hash}" for space_hash in space.hashes(problem))
 
 
 @dataclass(frozen=True)

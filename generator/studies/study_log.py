@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import optuna
@@ -23,11 +24,13 @@ METRIC = "time over the floor"
 
 
 class StudyLog:
-    """The stored study of one problem. While a database is away its methods wait for it."""
+    """The stored study of one problem, which may still have one of its `older_names`. While a
+    database is away its methods wait for it."""
 
-    def __init__(self, storage: BaseStorage, name: str) -> None:
+    def __init__(self, storage: BaseStorage, name: str, older_names: Sequence[str] = ()) -> None:
         self.name = name
-        self._study = self._keep(lambda: _load_study(storage, name))
+        self._study = self._keep(lambda: _load_study(storage, name, older_names))
+        self.name = self._study.study_name
 
     def trials(self) -> list[FrozenTrial]:
         """Trials with a record, oldest first, also those that are out of date."""
@@ -105,17 +108,17 @@ class StudyLog:
         )
 
 
-def _load_study(storage: BaseStorage, name: str) -> optuna.Study:
-    try:
-        return optuna.load_study(study_name=name, storage=storage)
-    except KeyError:
-        study = optuna.create_study(
-            storage=storage, study_name=name, direction="minimize", load_if_exists=True
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ExperimentalWarning)
-            study.set_metric_names([METRIC])
-        return study
+def _load_study(storage: BaseStorage, name: str, older_names: Sequence[str]) -> optuna.Study:
+    for known in (name, *older_names):
+        with suppress(KeyError):
+            return optuna.load_study(study_name=known, storage=storage)
+    study = optuna.create_study(
+        storage=storage, study_name=name, direction="minimize", load_if_exists=True
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        study.set_metric_names([METRIC])
+    return study
 
 
 def stored_winners(storage: BaseStorage) -> list[Winner]:
