@@ -5,6 +5,8 @@ What is allowed and what is forbidden follows from the PTX ISA and from Lustig e
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -356,6 +358,59 @@ def test_what_is_forbidden_rests_on_its_axioms(
     for axiom in axioms:
         monkeypatch.setattr(Model, axiom, lambda model, *orders: True)
     assert find(*FORBIDDEN[name]) is not None
+
+
+def interleaved(program: Program) -> set[tuple[tuple[str, int], ...]]:
+    """Outcomes of a machine that does one event after another."""
+    found = set()
+
+    def go_on(rest: list[tuple[Event, ...]], memory: Counter[str], seen: dict[str, int]) -> None:
+        if not any(rest):
+            found.add(tuple(sorted(seen.items())))
+        for i, events in enumerate(rest):
+            if not events:
+                continue
+            event, now, known = events[0], memory.copy(), dict(seen)
+            if event.kind in ("read", "rmw"):
+                known[event.label] = memory[event.place]
+            if event.kind in ("write", "rmw"):
+                now[event.place] = event.value + memory[event.place] * (event.kind == "rmw")
+            go_on([*rest[:i], events[1:], *rest[i + 1 :]], now, known)
+
+    # Fences have nothing to do there.
+    memory_events = [tuple(e for e in t.events if e.place) for t in program.threads]
+    go_on(memory_events, Counter(), {})
+    return found
+
+
+def random_program(draw: random.Random, *between: Event) -> Program:
+    """Three threads of a CTA each, or two where something lies between their events."""
+    threads, value = [], 0
+    for i in range(2 if between else 3):
+        events: list[Event] = []
+        for j in range(draw.choice([2, 3])):
+            place, label, value = draw.choice("xy"), f"{i}.{j}", value + 1
+            order = "relaxed" if between else draw.choice(["weak", "relaxed", "acq_rel"])
+            kind = draw.choice(["read", "write", "rmw"])
+            # A weak RMW does not exist.
+            order = "relaxed" if kind == "rmw" and order == "weak" else order
+            events += [*(between if j else ()), Event(kind, label, place, value, order=order)]
+        threads.append(events)
+    return ctas(*threads)
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("seed", range(100))
+def test_every_interleaving_is_allowed(seed: int) -> None:
+    program = random_program(random.Random(seed))
+    assert interleaved(program) <= outcomes(program)
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("seed", range(100))
+def test_nothing_but_interleavings_is_allowed_where_fences_are_between(seed: int) -> None:
+    program = random_program(random.Random(seed), SC)
+    assert interleaved(program) == outcomes(program)
 
 
 def test_a_counterexample_can_be_read() -> None:

@@ -1,14 +1,14 @@
 """Litmus programs under PTX's memory consistency model: every execution that its axioms allow.
 
-The rules are those of the PTX ISA, chapter "Memory Consistency Model". Names in quotes below are its
-terms. Lustig, Sahasrabuddhe and Giroux formalised it ("A Formal Analysis of the NVIDIA PTX Memory
-Consistency Model", ASPLOS 2019). All places are words, accessed as a whole.
+The rules are those of the PTX ISA, chapter "Memory Consistency Model"; names in quotes below are
+its terms. Lustig, Sahasrabuddhe and Giroux formalised it ("A Formal Analysis of the NVIDIA PTX
+Memory Consistency Model", ASPLOS 2019). All places are words, accessed as a whole.
 
-For the asynchronous proxy that chapter states no rule. Here accesses by different proxies are ordered
-where a proxy fence lies on the path between them. It has to be a fence of the CTA that makes the
-asynchronous access. That is the strictest reading, of Lustig, Cooksey and Giroux ("Mixed-Proxy
-Extensions for the NVIDIA PTX Memory Consistency Model", ISCA 2022). The end of a launch is such a
-fence for all CTAs, and a bulk operation that has completed is one for its own.
+For the asynchronous proxy that chapter states no rule. Here accesses by different proxies are
+ordered where a proxy fence lies on the path between them. It has to be a fence of the CTA that
+makes the asynchronous access. That is the strictest reading, of Lustig, Cooksey and Giroux
+("Mixed-Proxy Extensions for the NVIDIA PTX Memory Consistency Model", ISCA 2022). The end of a
+launch is such a fence for all CTAs, and a bulk operation that has completed is one for its own.
 """
 
 from __future__ import annotations
@@ -114,14 +114,16 @@ class Model(Graph):
             if self.nodes[n].event.place in ("", space) and after[a] >> n & after[n] >> b & 1
         ]
 
-        def acts_for(side: Node) -> list[int]:
-            of_launch = [n for n in between if self.nodes[n].thread < 0]
-            own = [n for n in between if self.nodes[n].cta_of_launch == side.cta_of_launch]
-            return of_launch + own
-
+        of_first = [n for n in between if self.acts_for(first, n)]
+        of_then = [n for n in between if self.acts_for(then, n)]
         if kinds == ("async", "async"):
-            return any(m == n or after[m] >> n & 1 for m in acts_for(first) for n in acts_for(then))
-        return bool(acts_for(first if kinds[0] == "async" else then))
+            return any(m == n or after[m] >> n & 1 for m in of_first for n in of_then)
+        return bool(of_first if kinds[0] == "async" else of_then)
+
+    def acts_for(self, access: Node, fence: int) -> bool:
+        """Whether a proxy fence orders an asynchronous access: of its own CTA, or of a launch."""
+        node = self.nodes[fence]
+        return node.thread < 0 or node.cta_of_launch == access.cta_of_launch
 
     def causality(self, after: list[int]) -> Pairs:
         """ "Causality order" between accesses of the same place."""
