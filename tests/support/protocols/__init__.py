@@ -8,6 +8,7 @@ from tests.support.protocols.protocol import Protocol
 PROTOCOLS: dict[str, Protocol] = {
     "`separate`": last_cta.SEPARATE,
     "`last_cta`": last_cta.LAST_CTA,
+    "`last_cta`, two levels": last_cta.TWO_LEVELS,
     "tickets": last_cta.SOMEBODY,
     "`atomic`": last_cta.ATOMIC,
     "`bulk_reduce`, free": last_cta.BULK_FREE,

@@ -85,6 +85,59 @@ LAST_CTA = Protocol(
 )
 
 
+TWO_LEVELS = Protocol(
+    "a stale row of partial dw, or a stale sum of a group",
+    # A and B are a group: B sums it, and C, the last of the groups, sums B's sum and its own.
+    program(
+        cta(
+            "A",
+            [
+                event("cta_barrier", "A's barrier", "A"),
+                event("take_ticket", "A's ticket", "counter", value=1),
+            ],
+            [
+                event("store_workspace", "A's dw", "row A", value=1),
+                event("cta_barrier", "A's barrier", "A"),
+            ],
+        ),
+        cta(
+            "B",
+            [
+                *drawn_last("B's ticket"),
+                event("cta_barrier", "B's barrier after its sum", "B summed"),
+                event("take_ticket", "B's ticket of groups", "groups", value=1),
+            ],
+            [
+                *(*broadcast(), event("load_workspace", "row of A", "row A")),
+                event("store_workspace_word", "sum of B", "group", value=2, plus=("row of A",)),
+                event("cta_barrier", "B's barrier after its sum", "B summed"),
+            ],
+        ),
+        cta(
+            "C",
+            [
+                event("take_ticket", "C's ticket", "groups", value=1, want=equals(1)),
+                event("cta_barrier", "C's broadcast", "C broadcast"),
+            ],
+            [
+                event("cta_barrier", "C's broadcast", "C broadcast"),
+                event("load_workspace", "sum of the group", "group"),
+                event("load_workspace", "row of A in C", "row A"),
+            ],
+        ),
+    ),
+    sees(sum_of_the_group=3, row_of_A_in_C=1),
+    {
+        "A's ticket relaxed": relaxed("A's ticket"),
+        "B's ticket relaxed": relaxed("B's ticket"),
+        "B's ticket of groups relaxed": relaxed("B's ticket of groups"),
+        "C's ticket relaxed": relaxed("C's ticket"),
+        "B's ticket of groups at cta scope": at_cta_scope("B's ticket of groups"),
+        "no barrier after B's sum": gone("B's barrier after its sum"),
+        "no barrier in C's broadcast": gone("C's broadcast"),
+    },
+)
+
 SOMEBODY = Protocol(
     "no CTA draws the last ticket",
     program(

@@ -120,22 +120,44 @@ B_NEXT, B_STORED = sends(
     event("fence_async_global", "B's fence before the copy"),
 )
 LANDED = event("cta_barrier", "B's last barrier", "B landed")
+HANDED = event("cta_barrier", "barrier before B passes", "B pass")
+TAKEN = event("cta_barrier", "barrier after C's look", "C await")
 BULK_TURNS = Protocol(
     "a lost row, or one of an earlier launch",
+    # A and B are a group. B writes its sum, the total so far, to the row that the copies went to.
     program(
         cta("A", [*A_FIRST, event("store_release", "A passes", "turn", value=1)], A_STORED),
-        cta("B", [*B_NEXT, LANDED], [*B_STORED, LANDED, event("load_workspace", "sum", "sums")]),
+        cta(
+            "B",
+            [
+                *(*B_NEXT, LANDED, HANDED),
+                event("store_release", "B passes", "turn of groups", value=1),
+            ],
+            [
+                *(*B_STORED, LANDED),
+                event("load_workspace", "sum", "sums"),
+                event("store_workspace", "B's total", "sums", plus=("sum",), value=10),
+                HANDED,
+            ],
+        ),
+        cta(
+            "C",
+            [event("load_acquire", "C's look", "turn of groups", want=equals(1)), TAKEN],
+            [TAKEN, event("load_workspace", "total", "sums")],
+        ),
         sums=50,
     ),
-    sees(sum=3),
+    sees(sum=3, total=13),
     {
         **SENDING,
-        "A passes by a relaxed store": relaxed("A passes"),
-        "B looks by a relaxed load": relaxed("B's look"),
-        "A passes at cta scope": at_cta_scope("A passes"),
-        "B looks at cta scope": at_cta_scope("B's look"),
+        **{f"{name} passes by a relaxed store": relaxed(f"{name} passes") for name in "AB"},
+        **{f"{name} looks by a relaxed load": relaxed(f"{name}'s look") for name in "BC"},
+        **{f"{name} passes at cta scope": at_cta_scope(f"{name} passes") for name in "AB"},
+        **{f"{name} looks at cta scope": at_cta_scope(f"{name}'s look") for name in "BC"},
         "no proxy fence before B's bulk copy": gone("B's fence before the copy"),
         "no barrier behind B's wait": gone("B's last barrier"),
+        "no barrier before B passes": gone("barrier before B passes"),
+        "no barrier after C's look": gone("barrier after C's look"),
     },
     IMPLIED,
 )
