@@ -8,6 +8,8 @@
 // batch i + 1 in a phase that still waits for a slow CTA's sums of batch i.) Each warp reads the sums
 // of batch i before it sends for batch i + 1, in program order and behind a warp barrier, and so before
 // anyone can send for batch i + 2 into the same buffer.
+// (This assumes that the completion of st.async, a release at cluster scope, covers what the sending
+// thread did before. The PTX ISA denies that only for bulk copies; docs/determinism.md has more.)
 //
 // Why the exchange can replace the team's barrier. A phase completes only after every warp of the team
 // has sent, and a warp sends after its reads of the stage. So the stage can be refilled.
