@@ -1,11 +1,11 @@
-"""RMSNorm by the kernels that were tuned for the GPU that this runs on.
+"""RMSNorm by kernels that were tuned for the GPU that this runs on.
 
     from normforge import RMSNorm, rms_norm, install
 
-What is here is what a package of generated/ has; `normforge.layernorm` has LayerNorm's. Which one
-is decided when the first name is asked for, without initialising CUDA, so that a program may fork
-afterwards. NORMFORGE_GPU=h200 names one instead. Without a GPU any of them serves: by PyTorch, on
-the CPU.
+These are the names of a package in generated/; `normforge.layernorm` has those of LayerNorm. The
+package is chosen when a name is first used, without initialising CUDA, so that a program can fork
+afterwards. NORMFORGE_GPU=h200 overrides the choice. Without a GPU any package works, through
+PyTorch on the CPU.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def __dir__() -> list[str]:
 
 
 def use_batch_invariant(enabled: bool = True) -> None:
-    """Make every name of `normforge` that of `normforge.batch_invariant` from now on, or take it
-    back. What was imported, built or installed before stays as it is, so call it first. Raises
-    RuntimeError where the GPU has no batch-invariant package."""
+    """Switch all names of `normforge` to those of `normforge.batch_invariant`, or back. Anything
+    that was imported, built or installed before stays as it is, so call this first. Raises
+    RuntimeError if there is no batch-invariant package for the GPU."""
     global _operation
     wanted = "rmsnorm_invariant_backward" if enabled else "rmsnorm_backward"
     chosen_package(wanted)
@@ -98,15 +98,15 @@ def use_batch_invariant(enabled: bool = True) -> None:
 
 
 def chosen_package(operation: str) -> ModuleType:
-    """The package of an operation that serves this process. Raises RuntimeError for none."""
+    """The package of an operation for this process. Raises RuntimeError if there is none."""
     wanted = os.environ.get(_CHOICE, "")
     module = choose(tuned_packages(operation), None if wanted else find_gpu(), wanted)
     return import_module(module)
 
 
 def tuned_packages(operation: str) -> dict[str, Tuned]:
-    """The packages of an operation, by the name of their GPU: those of a wheel, in this folder, or
-    those of a checkout, beside it."""
+    """The packages of an operation, by the name of their GPU. A wheel has them in this folder, a
+    checkout beside it."""
     here = Path(__file__).resolve().parent
     found: dict[str, Tuned] = {}
     for root in (here, here.parent):
@@ -118,8 +118,8 @@ def tuned_packages(operation: str) -> dict[str, Tuned]:
 
 
 def find_gpu() -> Gpu | None:
-    """The GPU that PyTorch's current device is, or will be when CUDA gets initialised. None without
-    one."""
+    """PyTorch's current GPU, or the one that it will use once CUDA is initialised. None without a
+    GPU."""
     if torch.version.cuda is None:
         return None
     if not torch.cuda.is_initialized():

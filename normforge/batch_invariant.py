@@ -1,10 +1,10 @@
-"""RMSNorm with bits that do not depend on the batch, by kernels for the GPU that this runs on.
+"""RMSNorm whose bits do not depend on the batch, by kernels for the GPU that this runs on.
 
     from normforge.batch_invariant import RMSNorm, rms_norm, install
 
-Names and arguments are those of `normforge`. y, rstd and dx of a row depend on that row, its
-width, the dtypes and the options alone; dw on the rows in their order. docs/determinism.md says it
-in full.
+Names and arguments are those of `normforge`. y, rstd and dx of a row depend only on that row, its
+width, the dtypes and the options; dw depends only on the rows and their order.
+docs/determinism.md has the details.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 // ---- Strategy `atomic`: free-running atomic adds ----------------------------------------------
-// Every CTA adds its partial dw to one row of the workspace with atomics, in whatever order CTAs
-// finish; the last to finish rounds the sums to dw and zeroes them for the next call.
+// Every CTA adds its partial dw to one row of the workspace with atomics, in the order in which CTAs
+// finish. The last one rounds the sums to dw and zeroes them for the next call.
 // These adds flush subnormal numbers to zero, as the hardware's floating-point reductions do.
 // Determinism class none: the order of the adds, and so the bits, change from run to run.
 //
-// Order of memory: the CTA barrier orders all threads' atomics before thread 0's ticket, which is an
-// acquire-release at gpu scope; the CTA that draws the last ticket therefore sees all sums.
+// Memory ordering. The CTA barrier orders all threads' atomics before thread 0's ticket, which is an
+// acquire-release at gpu scope. So the CTA with the last ticket sees all sums.
 struct DwStrategy : DwContext {
   DEVICE unsigned begin() const { return blockIdx.x / kCluster; }
   DEVICE void finish(const Rows& rows, const float (&partial)[kVectors][kElements],

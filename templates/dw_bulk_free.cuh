@@ -1,12 +1,12 @@
 // ---- Strategy `bulk_reduce`, free-running -----------------------------------------------------
-// Every CTA's partial dw goes to one row of the workspace as a bulk reduce-add, in whatever order
-// CTAs finish; the last to finish rounds the sums to dw and zeroes them for the next call.
+// Every CTA's partial dw goes to one row of the workspace as a bulk reduce-add, in the order in which
+// CTAs finish. The last one rounds the sums to dw and zeroes them for the next call.
 // Determinism class none: the order of the adds, and so the bits, change from run to run.
 //
-// Order of memory: proxy fence and CTA barrier before the bulk operation; the full wait (not
-// `.read`) and a proxy fence before the ticket, which releases the landed sums and acquires everyone
-// else's. The zeros are ordinary stores; the next launch's bulk operations come after the end of
-// this grid, and the order of a stream holds for every proxy.
+// Memory ordering. A proxy fence and the CTA barrier come before the bulk operation. The full wait (not
+// `.read`) and a proxy fence come before the ticket, which releases the landed sums and acquires
+// those of all others. The zeros are ordinary stores. The next launch's bulk operations come after the
+// end of this grid, and stream order holds for every proxy.
 struct DwStrategy : DwContext {
   DEVICE unsigned begin() const { return blockIdx.x / kCluster; }
   DEVICE void finish(const Rows& rows, const float (&partial)[kVectors][kElements],

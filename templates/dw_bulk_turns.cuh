@@ -1,14 +1,14 @@
 // ---- Strategy `bulk_reduce`, in turns ---------------------------------------------------------
-// As `semaphore`, with the add done by the copy engine: the CTA's partial dw goes from shared memory
-// into its group's row as one bulk reduce-add (the first of a group stores instead).
+// As `semaphore`, but the copy engine adds: the CTA's partial dw goes from shared memory into its
+// group's row as one bulk reduce-add (the first of a group stores instead).
 //
-// Order of memory: the partial dw is written by ordinary stores, which each thread orders before the
-// copy engine's reads by a proxy fence, and the CTA barrier collects the threads before thread
-// 0 issues. The turn is passed only after the full wait: the destination has been written and is
+// Memory ordering. Ordinary stores write the partial dw. Each thread orders its own before the copy
+// engine's reads by a proxy fence, and the CTA barrier gathers the threads before thread 0 issues the
+// operation. The turn is passed only after the full wait. Then the destination has been written and is
 // visible to ordinary accesses (`.read` would only say that the source was read), so the release
-// covers the landed sums. The next participant's proxy fence between its acquire and its own
-// bulk operation leads back into the asynchronous proxy; the one before the release is not needed by
-// the model's letter and costs nothing beside the wait.
+// covers the landed sums. The next participant has a proxy fence between its acquire and its own bulk
+// operation, which leads back into the async proxy. The fence before the release is not strictly
+// required by the model, and costs nothing beside the wait.
 // Determinism class gpu_to_gpu: one order of adds, by index.
 struct DwStrategy : Turns {
   DEVICE void finish(const Rows& rows, const float (&partial)[kVectors][kElements],
@@ -38,7 +38,7 @@ struct DwStrategy : Turns {
       if (place + 1 < size) store_release(group_turn(g), place + 1);
     }
     if (place + 1 < size) return;
-    cta_barrier();  // the group's sum has landed, for every thread
+    cta_barrier();  // the group's sum has landed and is visible to every thread
     add_group(g, [&](int column) { return load_workspace(sums + column); });
   }
 };

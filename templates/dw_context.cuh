@@ -1,5 +1,5 @@
-// What every strategy is given. `columns` are this CTA's (a cluster splits a row by rank); each rank
-// has its own counters and its own part of every workspace row, so ranks never meet.
+// What every strategy can use. `columns` counts this CTA's columns (a cluster splits a row by rank).
+// Each rank has its own counters and its own part of every workspace row, so ranks never meet.
 struct DwContext {
   DwOutput output;
   unsigned* counters;
@@ -14,8 +14,8 @@ struct DwContext {
   DEVICE float* row(unsigned index) const {
     return scratch + (static_cast<long long>(index) * kCluster + rank) * kPartialStride;
   }
-  // Hands this CTA's partial dw to `store(place, four sums)`, the places from `own` on: straight from
-  // the registers of a single team, through shared memory where several teams are added first.
+  // Passes this CTA's partial dw to `store(address, four sums)`, with addresses from `own` on: directly
+  // from the registers of a single team, or through shared memory if several teams are added first.
   template <typename Store>
   DEVICE void each_partial(float* own, const Rows& rows,
                            const float (&partial)[kVectors][kElements], Store store) const {
@@ -43,8 +43,8 @@ struct DwContext {
   }
 };
 
-// Hands a value of thread 0 to the whole CTA; the second barrier keeps a next call from overwriting
-// the word before everyone has read it.
+// Broadcasts a value of thread 0 to the whole CTA. The second barrier keeps the next call from
+// overwriting the word before everyone has read it.
 DEVICE unsigned broadcast(unsigned char* smem, unsigned value) {
   unsigned* word = reinterpret_cast<unsigned*>(smem + kBroadcastOffset);
   if (threadIdx.x == 0) store_shared_word(word, value);

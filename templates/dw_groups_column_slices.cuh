@@ -1,13 +1,13 @@
 // ---- Strategy `column_slices` on groups: arrive, then sum slices side by side ------------------
-// As dw_column_slices.cuh, but the rows of the workspace are the sums of groups and runs (runs.cuh),
-// written by all threads of a CTA before it arrives; last_arrived.cuh says who waits for whom and why
+// As dw_column_slices.cuh, but the rows of the workspace are the sums of groups and runs (runs.cuh).
+// All threads of a CTA write them before it arrives. last_arrived.cuh says who waits for whom, and why
 // that ends.
 //
-// Order of memory: the CTA barrier orders all threads' stores, those of earlier rows included,
-// before thread 0's arrival (release at gpu scope, cumulative; every later entry is a
-// read-modify-write and continues its release sequence). Thread 0 acquires the ledger after the last
-// arrival, by a look or by the last arrival itself, and the CTA barrier hands that to its threads.
-// Determinism class batch_invariant: the order of adds follows from the number of the row.
+// Memory ordering. The CTA barrier orders all threads' stores, including those of earlier rows, before
+// thread 0's arrival. That is a release at gpu scope, which is cumulative, and every later entry is a
+// read-modify-write that continues its release sequence. Thread 0 acquires the ledger after the last
+// arrival, by a look or by the last arrival itself, and the CTA barrier extends that to its threads.
+// Determinism class batch_invariant: the index of a row alone decides when it is added.
 struct DwStrategy : LastArrived {
   DEVICE void finish(const Rows& rows, const float (&)[kVectors][kElements],
                      unsigned participant) const {
@@ -28,7 +28,7 @@ struct DwStrategy : LastArrived {
       store_shared_word(words, own);
       store_shared_word(words + 1, places);
     }
-    cta_barrier();  // behind it, shared memory is the tail's as well
+    cta_barrier();  // from here on, the tail may use all shared memory
     const unsigned places = load_shared_word(words + 1);
     unsigned place = load_shared_word(words);
 #pragma unroll 1

@@ -1,7 +1,7 @@
 // ---- Strategy `separate` on groups: a second kernel sums ---------------------------------------
 // As dw_separate.cuh, but the rows of the workspace are the sums of groups and runs (runs.cuh). The
 // threads of the second kernel wait for the end of this grid before their first access to memory.
-// Determinism class batch_invariant: the order of adds follows from the number of the row.
+// Determinism class batch_invariant: the index of a row alone decides when it is added.
 struct DwStrategy : DwContext {
   DEVICE unsigned begin() const { return blockIdx.x / kCluster; }
   DEVICE void finish(const Rows&, const float (&)[kVectors][kElements], unsigned) const {

@@ -1,13 +1,13 @@
-// ---- Strategy `last_cta`: the last to finish sums ---------------------------------------------
-// Every CTA leaves its partial dw in the workspace and draws a ticket; who draws the last one sums
-// all rows in the order of sum_slice. With two levels the last of each group sums its group, and the
-// last of those sums the groups. Nobody ever waits.
+// ---- Strategy `last_cta`: the last CTA to finish sums -----------------------------------------
+// Every CTA stores its partial dw in the workspace and draws a ticket. The CTA with the last ticket
+// sums all rows, in the order of sum_slice. With two levels, the last CTA of each group sums its group,
+// and the last of these sums the groups. No CTA ever waits.
 //
-// Order of memory: the CTA barrier orders all threads' stores before thread 0's ticket, an
-// acquire-release at gpu scope; the drawer of the last ticket acquires every other CTA's release, and
-// the barrier in `broadcast` hands that to its threads. Counters: only the drawer of the last ticket
-// touches a counter after it is full, and sets it back.
-// Determinism class gpu_to_gpu: who sums depends on timing, the order of the sum does not.
+// Memory ordering. The CTA barrier orders all threads' stores before thread 0's ticket, which is an
+// acquire-release at gpu scope. The last ticket acquires the releases of all other CTAs, and the
+// barrier in `broadcast` extends that to the threads. Only the CTA with the last ticket touches a full
+// counter, and resets it.
+// Determinism class gpu_to_gpu: timing decides who sums, but not the order of the sum.
 struct DwStrategy : DwContext {
   DEVICE unsigned begin() const { return blockIdx.x / kCluster; }
   // True for the CTA that completes `count` arrivals.
@@ -42,7 +42,7 @@ struct DwStrategy : DwContext {
       sum_rows(0, participants, to_dw);
     } else {
       float* sums = row(participants + g);
-      // The next level reads whole float4s; what lies in their padding columns is not stored.
+      // The next level reads whole float4s. Sums of their padding columns are never stored.
       sum_rows(g * group, size, [&](int column, float total) {
         store_workspace_word(sums + column, total);
       });

@@ -1,37 +1,35 @@
-// ---- Strategy `mailbox`: partial dw that tells by itself that it has arrived --------------------
+// ---- Strategy `mailbox`: each word of partial dw is its own arrival flag -------------------------
 // Every CTA sends its partial dw to its row of a workspace that holds zeros, as words whose bits are
-// never all 0. The last to arrive (last_arrived.cuh says who waits for whom and why that ends) receive
-// slices of kTailColumns columns of all rows: they ask for each word until its bits are not all 0, empty
-// its place, and add in the fixed order of sum_slice. So no release has to wait until the words have
-// reached the L2. (Collective libraries know this as their low-latency protocol: data that is its own
-// flag.)
+// never all 0. The last CTAs to arrive (last_arrived.cuh says who waits for whom, and why that ends)
+// receive slices of kTailColumns columns of all rows. They poll each word until its bits are not all 0,
+// reset it to 0, and add in the fixed order of sum_slice. So no release has to wait until the words
+// have reached the L2. (Collective libraries call this a low-latency protocol.)
 //
-// Order of memory: none between words is needed, since each is looked at for itself. A word that is
+// Memory ordering. No order between words is needed, because each is checked by itself. A word that is
 // not 0 was sent in this launch: whatever used the workspace before left it 0, and this grid starts
-// after the end of that one. A vector access is four accesses of one word each, relaxed at gpu scope,
-// hence morally strong: a thread that has seen a word does not see its place empty before it empties
-// it (coherence of reads), and its 0 comes after the word it has seen (coherence of read and write).
-// Each word has one sender, which writes it once, and one receiver in a launch, so nothing touches its
-// place after that.
+// after that one has ended. A vector access is four accesses of one word each, relaxed at gpu scope,
+// hence morally strong. A thread that has seen a word cannot later read the 0 from before it (coherence
+// of reads), and the 0 that it writes follows the word that it has seen (coherence of read and write).
+// In a launch each word has one sender, which writes it once, and one receiver. So nothing touches it
+// afterwards.
 //
-// The ledger tells who waits and that a CTA may wait. That all have arrived is a hint here, which
-// keeps thousands of threads from asking for words long before they are sent (without it the kernel is
-// 0.4 to 2.5 us slower): no word is taken for arrived because of it. So a CTA may as well arrive early,
-// when it begins its last rows, and read the ledger's answer when it has sent its words: it goes on to
-// send them without waiting for any other CTA (of its own cluster, as last_arrived.cuh says), which is
-// all that those who wait rely on.
-// Places and ledger are 0 before the first launch and after each.
-// Determinism class gpu_to_gpu: who sums depends on timing, the order of the sum does not.
+// The ledger says who waits, and that a CTA may wait. "All have arrived" is only a hint here. It keeps
+// thousands of threads from polling words long before they are sent (without it the kernel is 0.4 to
+// 2.5 us slower). No word counts as arrived because of it. So a CTA can arrive early, when it begins its
+// last rows, and use the ledger's answer after it has sent its words. Those who wait rely only on this:
+// it will send them without waiting for any CTA outside its cluster (last_arrived.cuh).
+// The words and the ledger are 0 before the first launch and after each.
+// Determinism class gpu_to_gpu: timing decides who sums, but not the order of the sum.
 
-// A zero travels as -0. Adding that instead of +0 changes no sum that starts at +0: rounded to
-// nearest, such a sum is never -0, whichever of its terms are added first among themselves.
+// A zero is sent as -0. Adding -0 instead of +0 changes no sum that starts at +0: when rounding to
+// nearest, such a sum is never -0, in whatever order its terms are added.
 DEVICE float message(float value) { return value == 0.0f ? -0.0f : value; }
 DEVICE bool arrived(float4 v) {
   return __float_as_uint(v.x) != 0 && __float_as_uint(v.y) != 0 && __float_as_uint(v.z) != 0 &&
          __float_as_uint(v.w) != 0;
 }
 
-// Rows that are asked for until they have arrived, those of a thread side by side.
+// Rows that a thread polls until they have arrived, several at a time.
 struct ArrivingRows {
   DEVICE static constexpr bool awaited() { return true; }
   DEVICE static float4 load(const float* from) { return receive_words(from); }
@@ -55,8 +53,8 @@ struct ArrivingRows {
 struct DwStrategy : LastArrived {
   Ledger before_arrival = 0;  // thread 0's
 
-  // Arrives early. A team calls it before its last batch; the first team does the arriving, since no
-  // CTA is launched whose first team has no batch (plan_launch in generator/runtime/spec.py). One that
+  // Arrives early. Every team calls this before its last batch, and the first team does the arriving.
+  // It always has a batch (plan_launch in generator/runtime/spec.py launches no other CTA). A CTA that
   // never arrived would keep all others waiting.
   DEVICE void announce(unsigned participant) {
     if (threadIdx.x == 0 && output.base != nullptr)

@@ -1,5 +1,5 @@
-// Where dw goes and how: rounded once to the weight's dtype (0), as fp32 (1), or added to the fp32
-// numbers that are there (2). Every element is stored by one thread, once.
+// Where dw goes, and how: rounded once to the weight's dtype (mode 0), as fp32 (1), or added to an fp32
+// buffer (2). One thread stores each element, once.
 struct DwOutput {
   void* base;
   int mode;
@@ -18,7 +18,7 @@ struct DwOutput {
     if (column + 2 < columns) store(column + 2, value.z);
     if (column + 3 < columns) store(column + 3, value.w);
   }
-  // The part of the columns from `first` on.
+  // The output for the columns from `first` on.
   DEVICE DwOutput from(int first) const {
     return {mode == 0 ? static_cast<void*>(static_cast<WeightElement*>(base) + first)
                       : static_cast<void*>(static_cast<float*>(base) + first),

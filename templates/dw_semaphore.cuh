@@ -1,7 +1,7 @@
 // ---- Strategy `semaphore`: ordered turns ------------------------------------------------------
-// Each participant adds its partial dw to its group's row of the workspace when it is its turn; the
-// first stores instead, so the workspace needs no zeros. turns.cuh has the argument for progress
-// and for the order of memory. Determinism class gpu_to_gpu: one order of adds, by index.
+// When its turn comes, each participant adds its partial dw to its group's row of the workspace. The
+// first one stores instead, so the workspace needs no zeros. turns.cuh has the arguments for progress
+// and memory ordering. Determinism class gpu_to_gpu: one order of adds, by index.
 struct DwStrategy : Turns {
   DEVICE void finish(const Rows& rows, const float (&partial)[kVectors][kElements],
                      unsigned participant) const {

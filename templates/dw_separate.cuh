@@ -1,9 +1,8 @@
 // ---- Strategy `separate`: a second kernel sums ------------------------------------------------
-// Every CTA leaves its partial dw in the workspace; the end of the grid orders those stores before
-// the second kernel, which sums slices of kTailColumns columns over all rows in the order of
-// sum_slice.
-// With programmatic dependent launch the second kernel is started early; every thread of it waits,
-// before its first access to memory, until this grid has ended and its memory is visible.
+// Every CTA stores its partial dw in the workspace. The end of the grid orders those stores before the
+// second kernel, which sums slices of kTailColumns columns over all rows, in the order of sum_slice.
+// With programmatic dependent launch the second kernel starts early. Before its first access to
+// memory, each of its threads waits until this grid has ended and its stores are visible.
 // allow_dependents publishes nothing, so the stores may follow it.
 // Determinism class gpu_to_gpu: one order of adds, by index.
 struct DwStrategy : DwContext {

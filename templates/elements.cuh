@@ -34,8 +34,8 @@ DEVICE float4 plus(float4 a, float4 b) {
 
 DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
 
-// load(kFirst) + ... of kCount values, in pairs, and pairs of pairs, so that each goes through few
-// additions; each is loaded where it is added.
+// load(kFirst) + ... of kCount values, in pairs and pairs of pairs, so that each passes through few
+// additions. Each value is loaded where it is added.
 template <int kFirst, int kCount, typename Load> DEVICE auto sum_in_pairs(Load load) {
   if constexpr (kCount == 1)
     return load(kFirst);
@@ -47,7 +47,7 @@ template <int kFirst, int kCount, typename Load> DEVICE auto sum_in_pairs(Load l
 // Wide packets travel in chunks of up to 16 bytes.
 template <int kBytes> constexpr int kChunkOf = kBytes < 16 ? kBytes : 16;
 
-// The weights beside one vector of x, in loads of up to 16 bytes; ones where there is no weight.
+// The weights that belong to one vector of x, in loads of up to 16 bytes; ones if there is no weight.
 DEVICE Packet<kWeightBytes> load_weights(const WeightElement* weight, int column) {
   constexpr int kChunk = kChunkOf<kWeightBytes>;
   constexpr unsigned kOne = sizeof(WeightElement) == 4 ? 0x3f800000u
@@ -66,14 +66,14 @@ DEVICE Packet<kWeightBytes> load_weights(const WeightElement* weight, int column
   return packet;
 }
 
-// The weight of element i of a packet as the formulas use it: with the offset of models that store
-// w - 1, added in fp32.
+// The weight of element i of a packet as the formulas use it. Models that store w - 1 need an offset,
+// which is added in fp32.
 DEVICE float weight_of(const Packet<kWeightBytes>& packet, int i, float offset) {
   const float w = element<WeightElement>(packet.words, i);
   return kOffset ? __fadd_rn(w, offset) : w;
 }
 
-// dresidual beside one vector of x from shared memory, its chunks at `place(chunk)`.
+// The dresidual that belongs to one vector of x, from shared memory, with its chunks at `place(chunk)`.
 template <typename Place> DEVICE ResidualPacket gather_chunks(Place place) {
   constexpr int kChunk = kChunkOf<kResidualBytes>;
   ResidualPacket packet;

@@ -1,6 +1,6 @@
 // ---- Primitives of the forward alone ----------------------------------------------------------
 
-// 1 / sqrt(value), rounded once: the approximate instruction's bits may differ between GPUs.
+// 1 / sqrt(value), rounded once. The bits of the approximate instruction may differ between GPUs.
 #ifndef NORMFORGE_HOST
 DEVICE float reciprocal_root(float value) { return __frsqrt_rn(value); }
 DEVICE void store_rstd(float* to, float value) { *to = value; }

@@ -28,7 +28,7 @@ template <bool kResidual> struct Batch {
 };
 
 template <bool kResidual> DEVICE void normalize(const Rows& rows, unsigned char* smem) {
-  // All loops are those of the CTA: its threads meet in shuffles and barriers.
+  // All threads of the CTA run the same iterations, because they meet in shuffles and barriers.
   const long long step = static_cast<long long>(gridDim.x / kCluster) * kTeams;
   long long first = static_cast<long long>(blockIdx.x / kCluster) * kTeams;
   Batch<kResidual> next;
@@ -43,7 +43,7 @@ template <bool kResidual> DEVICE void normalize(const Rows& rows, unsigned char*
   RowSum row_sum(smem);
   await_cluster();
 
-  // There is never a CTA without a first batch.
+  // Every CTA has a first batch.
   do {
     Batch<kResidual> now = next;
     if constexpr (kWalks && !kResidual) next.load(rows, first + step + team_index());

@@ -1,8 +1,8 @@
-// Rows of less than a warp, of one and of several warps of a CTA. All threads of a CTA go round the
-// loop over batches together, so the barrier is the CTA's: one with a number per team would take all
-// sixteen that a CTA can have, and with them the room of other CTAs on the SM.
-// Two buffers, used in turn: a warp that is ahead writes the next batch's sums while others still
-// read this one's, and cannot be two batches ahead because of the barrier between.
+// Rows of part of a warp, one warp, or several warps of a CTA. All threads of a CTA go through the loop
+// over batches together, so one barrier of the CTA serves. Named barriers for the teams could use up
+// all sixteen of a CTA, and keep other CTAs off the SM.
+// There are two buffers, used in turn. A warp that is ahead writes the next batch's sums while others
+// still read this one's. The barrier in between keeps it from being two batches ahead.
 struct RowSum {
   static constexpr int kSums = kRowsInFlight * kWarpsPerRow;
 

@@ -1,7 +1,7 @@
 // ---- Rows that are read twice: once for the sum, once more, mostly from the L2, for the product ---
-// A CTA goes along one row in steps of kVectors vectors a thread, so a row may have any length.
-// With a residual the second pass adds again what it read again: what this kernel has written must
-// not be read back through the read-only path.
+// A CTA goes along one row in steps of kVectors vectors per thread, so a row may have any length. With a
+// residual, the second pass reads and adds both inputs again: what this kernel has written must not be
+// read back through the read-only path.
 
 template <bool kResidual, typename Use> DEVICE void along(const Rows& rows, long long row, Use use) {
   const Element* from = rows.x_row(row);

@@ -1,38 +1,41 @@
-// ---- The last to arrive sum ---------------------------------------------------------------------
-// A CTA's place follows from the order of arrivals: 0 for the last one, 1 for the one before it, and so
-// on. The columns are divided into slices, slice s for place s (modulo the number of CTAs). A CTA that
-// has a slice waits until all CTAs have arrived and sums it; the others leave at once.
+// ---- The last CTAs to arrive sum ----------------------------------------------------------------
+// The order of arrivals gives each CTA a place: 0 for the last to arrive, 1 for the one before it, and
+// so on. The columns are divided into slices, slice s for place s (modulo the number of CTAs). A CTA
+// that has a slice waits until all CTAs have arrived, and sums it. The others leave at once.
 //
-// Progress, whatever the grid and the number of CTAs that the device holds at once: nobody waits
-// without end for a CTA that might never run. The last to arrive waits for no arrival. Another waits
-// on when it has seen that all have started, because a CTA that has started goes on running and
-// arrives without waiting for any other; but for those of its cluster, which run at the same time and
-// send it all sums of their rows before they come here. Until it has seen that, it looks kPatience
-// times; then it hands its slices over to the last to arrive, and leaves, which gives its room on the
-// device to others; those that find an entry of this kind do so at once.
+// Progress. No CTA waits forever for one that might never run, whatever the grid and however many
+// CTAs the device holds at once:
+//   - The last CTA to arrive waits for no arrival.
+//   - Any other CTA keeps waiting once it has seen that all have started. A CTA that has started keeps
+//     running, and arrives without waiting for any other, except for those of its cluster. These run
+//     at the same time, and send it all sums of their rows before they come here.
+//   - Until it has seen that, it looks at most kPatience times. Then it hands its slices over to the
+//     last CTA to arrive and leaves, which frees its room on the device. A CTA that finds that another
+//     has handed over does so at once.
 //
-// The ledger of a rank is one 64-bit word, so that all agree on the order of its entries:
+// The ledger of a rank is one 64-bit word, so that all CTAs agree on the order of its entries:
 //   bits 0 to 19   starts
 //   bits 20 to 39  arrivals
 //   bits 44 to 63  places handed over
-// The arrival of participant 0 takes off what all starts and arrivals add up to, so that they end at
-// 0, from which the next launch begins. Bits 40 to 43 tell whether it has done so: what is left in
-// bits 0 to 43 is then negative, or 0 when all have arrived. Only a CTA that has arrived itself looks
-// at the ledger, so that it never takes the 0 before the first start for the one after the last
-// arrival (coherence: it sees its own arrival or a later entry).
+// The arrival of participant 0 subtracts the total of all starts and arrivals. So these fields end at 0,
+// where the next launch begins. Bits 40 to 43 tell whether it has done so: bits 0 to 43 are then
+// negative, or 0 once all have arrived. Only a CTA that has itself arrived looks at the ledger, so it
+// never mistakes the 0 before the first start for the 0 after the last arrival (coherence: it sees its
+// own arrival or a later entry).
 //
-// Handing over: an entry before the last arrival is read with it by the last to arrive, and each of
-// them has the number of those before it: its place in a list. The last to arrive waits for the word
-// in the list, which follows without waiting for anyone. An entry after the last arrival is void: its
-// CTA reads so, takes it back and sums its slices itself. So each slice is summed by one CTA. The words
-// of the list are data in themselves and relaxed; who reads one sets it back to 0 and takes the entry
-// back. That orders nothing: the next launch begins after the end of this one (it is not launched as a
-// programmatic dependent, and lets none of its own start early; a programmatic dependent that runs in
-// between must wait for its primary).
+// Handing over. The last CTA to arrive reads, with its own arrival, how many CTAs handed over before
+// it. Each of these got the number of those before it, which is its position in a list. It writes its
+// place there without waiting for anyone, and the last CTA waits for that word. A hand-over that comes
+// after the last arrival is void: its CTA sees this, takes the entry back and sums its slices itself.
+// So exactly one CTA sums each slice. The words of the list carry their own data, so relaxed accesses
+// suffice. Whoever reads a word sets it back to 0 and takes the entry back. This needs no order,
+// because the next launch begins after the end of this one. (It is not launched as a programmatic
+// dependent, and this one lets no dependent start early. A programmatic dependent that runs in between
+// must wait for its primary.)
 struct LastArrived : DwContext {
   static constexpr Ledger kStart = 1, kArrival = 1ull << 20, kSign = 1ull << 43,
                           kHandover = 1ull << 44;
-  static constexpr unsigned kPatience = 64;  // looks, some tens of microseconds
+  static constexpr unsigned kPatience = 64;  // looks, which take some tens of microseconds
   static constexpr int kSlices = (kColumns + kTailColumns - 1) / kTailColumns;
   // Floats from one row of the workspace to the next.
   static constexpr long long kRowStride = static_cast<long long>(kCluster) * kPartialStride;
@@ -52,7 +55,7 @@ struct LastArrived : DwContext {
     return participant == 0 ? kArrival - whole() : kArrival;
   }
   DEVICE static bool complete(Ledger seen) { return (seen & (kHandover - 1)) == 0; }
-  // The entries of a ledger that is not complete, without what participant 0 has taken off.
+  // The entries of a ledger that is not complete, before participant 0's subtraction.
   DEVICE Ledger entries(Ledger seen) const { return seen & kSign ? seen + whole() : seen; }
   DEVICE unsigned starts(Ledger seen) const {
     return static_cast<unsigned>(entries(seen) & (kArrival - 1));
@@ -64,7 +67,7 @@ struct LastArrived : DwContext {
     return static_cast<unsigned>(entries(seen) / kHandover);
   }
 
-  // Thread 0 of a CTA that has arrived. False when it has handed over its slices.
+  // For thread 0 of a CTA that has arrived. False when it has handed over its slices.
   template <typename Look> DEVICE bool await(unsigned place, Look look) const {
     unsigned looks = 0;
     while (true) {
@@ -80,7 +83,7 @@ struct LastArrived : DwContext {
       book_relaxed(ledger(), 0 - kHandover);
     }
   }
-  // Thread 0 of the last to arrive: the place that entry `index` of the list hands over.
+  // For thread 0 of the last CTA to arrive: the place that entry `index` of the list hands over.
   DEVICE unsigned take_over(unsigned index) const {
     unsigned entry;
     while ((entry = load_relaxed(list() + index)) == 0) {
@@ -89,10 +92,10 @@ struct LastArrived : DwContext {
     book_relaxed(ledger(), 0 - kHandover);
     return entry - 1;
   }
-  // Arrives by `arrive(ledger, entry)`, which gives what the ledger said before, waits by
-  // `look(ledger)`, and sums its slices of `partials`, rows of all participants. `arrive` is called
-  // behind the partial dw of all threads of the CTA; one that has arrived before gives what it has
-  // read then.
+  // Arrives by `arrive(ledger, entry)`, which returns what the ledger held before. Waits by
+  // `look(ledger)`, and then sums its slices of `partials`, the rows of all participants. `arrive` is
+  // called after all threads of the CTA have written their partial dw. If the CTA has arrived earlier,
+  // `arrive` returns what was read then.
   template <typename Partials, typename Arrive, typename Look>
   DEVICE void finish_slices(unsigned participant, const float* partials, Arrive arrive,
                             Look look) const {
@@ -112,7 +115,7 @@ struct LastArrived : DwContext {
       store_shared_word(words, own);
       store_shared_word(words + 1, places);
     }
-    cta_barrier();  // behind it, shared memory is the tail's as well
+    cta_barrier();  // from here on, the tail may use all shared memory
     const unsigned places = load_shared_word(words + 1);
     unsigned place = load_shared_word(words);
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// rstd of the thread's rows of a batch; 0 for rows past the end.
+// The rstd of the thread's rows of a batch; 0 for rows past the end.
 DEVICE void load_rstds(float (&into)[kRowsInFlight], const float* rstd, long long batch,
                        long long count) {
 #pragma unroll

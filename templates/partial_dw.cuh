@@ -1,5 +1,5 @@
-// Adds the partial dw of the rows that a team works on side by side, by butterfly: one order, and all
-// of their lanes have the same sum. Those of the first row store it.
+// Adds the partial dw of the rows that a team works on side by side, in a butterfly. That is one order,
+// and gives all their lanes the same sum. The lanes of the first row store it.
 DEVICE void add_abreast(float (&partial)[kVectors][kElements]) {
 #pragma unroll
   for (int mask = kThreadsPerRow; mask < 32; mask *= 2)
@@ -10,9 +10,9 @@ DEVICE void add_abreast(float (&partial)[kVectors][kElements]) {
         partial[j][i] = __fadd_rn(partial[j][i], shuffle_xor(partial[j][i], mask));
 }
 
-// Partial dw of every team, one row of kPartialStride floats each, in the memory of the stages: the
-// rows are done, every bulk copy has been waited for, and a CTA barrier keeps teams that
-// are ahead from writing into stages that others still read.
+// Stores the partial dw of every team, one row of kPartialStride floats each, in the memory of the
+// stages. All rows are done and all bulk copies have been waited for. A CTA barrier keeps teams that are
+// ahead from writing into stages that others still read.
 DEVICE float* store_partials(unsigned char* smem, const Rows& rows,
                              const float (&partial)[kVectors][kElements]) {
   float* teams = reinterpret_cast<float*>(smem + kTilesOffset);
@@ -46,8 +46,8 @@ DEVICE float4 cta_partial(const float* teams, int column) {
       [&](int t) { return load_shared4(teams + t * kPartialStride + column); });
 }
 
-// The columns that a thread handles when the CTA passes over a row of partial dw: all its visits to
-// a column are its own, so it may read back what it wrote.
+// Visits the thread's columns of a row of partial dw, four at a time. A column always belongs to the
+// same thread, so a thread can read back what it wrote.
 template <typename Visit> DEVICE void for_each_quad(int columns, Visit visit) {
 #pragma unroll 2
   for (int column = 4 * threadIdx.x; column < columns; column += 4 * kThreads) visit(column);

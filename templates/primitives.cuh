@@ -1,7 +1,7 @@
 #ifndef NORMFORGE_HOST
 // ---- Primitives -----------------------------------------------------------------------------
-// Every instruction without a C++ spelling, and every access to memory that other threads see, is
-// one named function here. The host executor replaces this section and nothing else.
+// Every instruction without a C++ spelling, and every access to memory that other threads can see, is
+// one named function here. The CPU executor replaces this section and nothing else.
 
 struct bf16 { unsigned short bits; };
 struct fp16 { unsigned short bits; };
@@ -45,8 +45,8 @@ DEVICE unsigned pack_fp16(float low, float high) {
 
 // -- Global memory --
 
-// Inputs that nobody writes during the kernel: the non-coherent path. POLICY, HINT and OPERAND: PTX
-// that makes a cache policy, what follows `ld.global`, and the policy's operand.
+// Read-only inputs: the non-coherent path. POLICY is PTX that creates a cache policy, HINT is what
+// follows `ld.global`, and OPERAND passes the policy.
 #define LOAD_READ_ONLY(POLICY, HINT, OPERAND)                                                   \
   Packet<kBytes> packet;                                                                        \
   if constexpr (kBytes == 2) {                                                                  \
@@ -108,11 +108,11 @@ template <int kBytes> DEVICE void store_row(void* to, const Packet<kBytes>& pack
 DEVICE void store_dw(bf16* to, float value) { to->bits = narrow_bf16(value); }
 DEVICE void store_dw(fp16* to, float value) { to->bits = narrow_fp16(value); }
 DEVICE void store_dw(float* to, float value) { *to = value; }
-// A gradient that this launch adds to: each element is read and written by one thread, once.
+// A gradient that this launch adds to. One thread reads and writes each element, once.
 DEVICE float load_dw(const float* from) { return *from; }
 
-// The workspace, which CTAs write for each other: strong (relaxed) loads read at the L2, where the
-// writes of other SMs are, so that no argument about stale L1 lines is needed.
+// The workspace, through which CTAs exchange data. Strong (relaxed) loads read from the L2, where the
+// writes of other SMs arrive, so stale L1 lines are no concern.
 DEVICE float4 load_workspace(const float* from) {
   float4 v;
   asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -138,8 +138,8 @@ DEVICE void add_workspace(float* to, float4 v) {
 #endif
 }
 
-// Four words of the workspace that tell by themselves whether they have arrived: a word whose bits
-// are all 0 is an empty place. Strong (relaxed) at gpu scope; each word is an access of its own (PTX ISA, memory
+// Four words of the workspace that are their own arrival flags: a word whose bits are all 0 has not
+// been sent yet. Strong (relaxed) at gpu scope. Each word is an access of its own (PTX ISA, memory
 // consistency model, vector data types).
 DEVICE void send_words(float* to, float4 v) {
   asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y),
@@ -188,7 +188,7 @@ DEVICE Ledger read_relaxed(const Ledger* ledger) {
 DEVICE void book_relaxed(Ledger* ledger, Ledger entry) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(ledger), "l"(entry) : "memory");
 }
-// These give what the ledger said before the entry.
+// These return what the ledger held before the entry.
 DEVICE Ledger book_in_order(Ledger* ledger, Ledger entry) {
   Ledger before;
   asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before)
@@ -201,9 +201,9 @@ DEVICE Ledger book_and_read(Ledger* ledger, Ledger entry) {
                : "l"(ledger), "l"(entry) : "memory");
   return before;
 }
-// The same by thread 0, without waiting for what it gives. The compiler takes an addition to one
-// address for one that many threads of the warp may make, adds theirs up and reads the result at once
-// to divide it; by the number of the lane, which is 0, it is an address of the thread.
+// The same for thread 0, without waiting for the result. If the address is uniform, the compiler
+// combines the additions of a warp and reads the result at once to hand out shares of it. Adding the
+// lane's number, which is 0, makes the address one of the thread.
 DEVICE Ledger book_and_read_later(Ledger* ledger, Ledger entry) {
   unsigned lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -212,7 +212,7 @@ DEVICE Ledger book_and_read_later(Ledger* ledger, Ledger entry) {
 
 // -- Shared memory --
 
-// One array of the kernel: its size from the launch, or from the code.
+// One array per kernel. Its size comes from the launch, or from the code.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 #define STATIC_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 
@@ -226,7 +226,7 @@ DEVICE void store_shared4(float* to, float4 value) { *reinterpret_cast<float4*>(
 DEVICE unsigned load_shared_word(const unsigned* from) { return *from; }
 DEVICE void store_shared_word(unsigned* to, unsigned value) { *to = value; }
 
-// Volatile, so that a reload is a second read and not the first one kept in registers.
+// Volatile, so that a reload reads again instead of keeping the first values in registers.
 template <int kBytes> DEVICE Packet<kBytes> load_shared_packet(const void* from) {
   Packet<kBytes> p;
   const unsigned a = shared_address(from);
@@ -271,7 +271,7 @@ DEVICE float shuffle_xor(float value, int mask) {
 }
 DEVICE void warp_barrier() { __syncwarp(); }
 DEVICE void cta_barrier() { __syncthreads(); }
-// A barrier among `threads` threads of the CTA; ids 1 to 15 (0 is cta_barrier's).
+// A barrier of `threads` threads of the CTA. Ids are 1 to 15; cta_barrier uses 0.
 DEVICE void named_barrier(unsigned id, unsigned threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -304,7 +304,7 @@ DEVICE void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// One arrival, and `bytes` more to come before the phase can complete.
+// One arrival. The phase completes only after `bytes` more bytes have landed.
 DEVICE void mbarrier_expect(unsigned long long* barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(
                    shared_address(barrier)), "r"(bytes) : "memory");
@@ -338,10 +338,10 @@ DEVICE void bulk_add(float* to, const float* from, unsigned bytes) {
                    to), "r"(shared_address(from)), "r"(bytes) : "memory");
 }
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until every committed bulk operation of this thread has written its destination. The `.read` form
-// returns when the sources have been read, which says nothing about the destination.
+// Waits until every committed bulk operation of this thread has written its destination. The `.read`
+// form returns when the sources have been read, which says nothing about the destination.
 DEVICE void bulk_wait_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// Orders this thread's ordinary accesses against asynchronous ones, in both directions.
+// Orders this thread's generic-proxy accesses against async-proxy ones, in both directions.
 DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
@@ -356,8 +356,8 @@ DEVICE void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Writes `value` to the place that `to` has in CTA `rank` of the cluster, and counts its 4 bytes on
-// that CTA's copy of `barrier`.
+// Writes `value` to where `to` lies in CTA `rank` of the cluster, and counts its 4 bytes on that CTA's
+// copy of `barrier`.
 DEVICE void store_cluster(float* to, float value, unsigned long long* barrier, unsigned rank) {
   unsigned address, remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(to)),

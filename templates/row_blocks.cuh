@@ -1,9 +1,9 @@
 // ---- Blocks of rows --------------------------------------------------------------------------
-// The error of a sum grows with the additions that a term goes through. So a thread adds up the rows
-// of kBlockBatches batches, and then those sums. (In a cluster a block ends within a batch, before the
-// rows of that are added, so that the first has a batch less.) The sum of its complete blocks waits in
-// shared memory, in a place that no other thread and no bulk copy touches, so it needs neither a
-// barrier nor a fence. What is added when depends on the number of the thread's batches alone.
+// The error of a sum grows with the number of additions that a term passes through. So a thread first
+// adds the rows of kBlockBatches batches, and then adds these sums. (In a cluster a block ends within a
+// batch, before the batch's rows are added, so the first block has one batch fewer.) The sum of the
+// complete blocks is kept in shared memory that no other thread and no bulk copy touches, so it needs
+// neither a barrier nor a fence. The order of adds depends only on the number of the thread's batches.
 struct RowBlocks {
   static_assert((kBlockBatches & (kBlockBatches - 1)) == 0, "a remainder for every batch");
   static constexpr int kChunk = kElements % 4 == 0 ? 4 : 1;  // floats; without bank conflicts
@@ -33,7 +33,7 @@ struct RowBlocks {
         partial[j][i] = 0.0f;
       }
   }
-  // The sum of all batches, behind the last one.
+  // The sum of all batches, after the last one.
   DEVICE void finish(float (&partial)[kVectors][kElements]) const {
     if (batches >= kBlockBatches) add(partial);
   }

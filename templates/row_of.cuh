@@ -1,5 +1,5 @@
-// The thread's row number u of a batch, which is kBatchRows consecutive rows. By reference: NVRTC
-// then makes the code that it makes of the bare expression; by value, other loops.
+// The index of the thread's row u of a batch of kBatchRows consecutive rows. (With parameters by value
+// NVRTC generates other loops than for the bare expression.)
 DEVICE long long row_of(const long long& batch, const int& u) {
   return batch * kBatchRows + u * kRowsAbreast + row_abreast();
 }

@@ -1,5 +1,5 @@
-// A batch has the number of its first row. Its rows are those of a group that one team works on
-// (runs.cuh), row_step() rows apart.
+// A batch is identified by its first row. Its rows belong to one group and one team (runs.cuh), and are
+// row_step() rows apart.
 constexpr int kGroupsOfChunk = kChunkRows / kGroupRows;
 static_assert((kGroupsOfChunk & (kGroupsOfChunk - 1)) == 0, "groups are added in pairs");
 DEVICE constexpr int row_step() { return kGroupsOfChunk * kTeams; }

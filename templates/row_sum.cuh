@@ -1,7 +1,7 @@
 // ---- The sum over a row ----------------------------------------------------------------------
 
-// A barrier of the threads of a team. Every thread's reads of the stage that is refilled
-// behind it come before it in program order.
+// A barrier of the threads of a team. Each thread has finished its reads of the stage that is refilled
+// after it.
 DEVICE void team_barrier() {
   if constexpr (kThreadsPerRow <= 32) {
     warp_barrier();
@@ -20,8 +20,8 @@ DEVICE float warp_sum(float value) {
   return value;
 }
 
-// The sum of kCount floats of shared memory, the same in every thread of the warp: few of them in
-// index order, many by butterfly, one or two to a lane.
+// The sum of kCount floats of shared memory, the same in every thread of the warp: in index order if
+// there are few, in a butterfly with one or two per lane if there are many.
 template <int kCount> DEVICE float sum_shared(const float* from) {
   float total = 0.0f;
   if constexpr (kCount <= 8) {

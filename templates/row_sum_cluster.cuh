@@ -1,15 +1,21 @@
-// The CTAs of a cluster share a row: every warp sends its sum to every CTA, itself included, into
-// one of two buffers with one transaction barrier each. A phase of a barrier completes when all
-// kCluster * kWarpsPerRow sums of the batch have landed here. Nobody is a whole phase ahead on the
-// same buffer: a CTA sends for batch i + 2 only after it has received this CTA's sums of
-// batch i + 1, and this CTA sends those only after it has seen batch i complete. (One barrier would
-// not do: a fast CTA's sums of batch i + 1 could be counted on a phase that still waits
-// for a slow CTA's sums of batch i.) Each warp reads the sums of batch i
-// before it sends for batch i + 1, in program order and behind a warp barrier, hence before anyone
-// can send for batch i + 2 into the same buffer. A phase completes only after every warp of the
-// team has sent, which it does after its reads of the stage, so it stands in for the team's
-// barrier when the stage is refilled. A CTA may end while its peers still run: it has received every
-// sum that is ever sent to it, and nobody else reads its shared memory.
+// The CTAs of a cluster share a row. Every warp sends its sum to every CTA, including its own, into one
+// of two buffers with one transaction barrier each. A phase of a barrier completes when all
+// kCluster * kWarpsPerRow sums of each row of the batch have landed here.
+//
+// Why two buffers suffice. No CTA is a whole phase ahead on the same buffer: a CTA sends for batch
+// i + 2 only after it has received this CTA's sums of batch i + 1, and this CTA sends those only after
+// it has seen batch i complete. (A single barrier would not do: it could count a fast CTA's sums of
+// batch i + 1 in a phase that still waits for a slow CTA's sums of batch i.) Each warp reads the sums
+// of batch i before it sends for batch i + 1, in program order and behind a warp barrier, and so before
+// anyone can send for batch i + 2 into the same buffer.
+// (This assumes that the completion of st.async, a release at cluster scope, covers what the sending
+// thread did before. The PTX ISA denies that only for bulk copies; docs/determinism.md has more.)
+//
+// Why the exchange can replace the team's barrier. A phase completes only after every warp of the team
+// has sent, and a warp sends after its reads of the stage. So the stage can be refilled.
+//
+// Why a CTA may end while its peers still run. It has received every sum that is ever sent to it, and
+// no other CTA reads its shared memory.
 struct RowSum {
   static constexpr int kSums = kRowsInFlight * kCluster * kWarpsPerRow;
 
@@ -38,7 +44,7 @@ struct RowSum {
     const unsigned lane = threadIdx.x % 32, warp = team_thread() / 32;
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) value[u] = warp_sum(value[u]);
-    warp_barrier();  // a lane sends for all lanes of its warp: their reads are done
+    warp_barrier();  // a lane sends for its whole warp, whose reads are now done
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u) {
       if (lane < kCluster)

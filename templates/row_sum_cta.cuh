@@ -1,5 +1,5 @@
-// Two buffers, used in turn: a warp that is ahead writes the next batch's sums while others still
-// read this one's, and cannot be two batches ahead because of the barrier between.
+// There are two buffers, used in turn. A warp that is ahead writes the next batch's sums while others
+// still read this one's. The barrier in between keeps it from being two batches ahead.
 struct RowSum {
   static constexpr int kSums = kRowsInFlight * kWarpsPerRow;
 

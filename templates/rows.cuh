@@ -1,15 +1,16 @@
 // The part of the matrices that this CTA works on.
 struct Rows {
   const Arguments& arguments;
-  long long count, batches;  // batches: no batch has this number or a larger one
+  long long count, batches;  // every batch has an index below `batches`
   int first_column;  // of this CTA: 0 unless a cluster shares the row
   int columns;       // of the whole row
 
   DEVICE int column(int vector) const {
     return first_column + (vector * kThreadsPerRow + static_cast<int>(row_thread())) * kElements;
   }
-  // Whether the row goes on in a thread's vector, which begins at this column. A kernel for many N (no
-  // clusters) asks only where the least of them may end: a question costs as much as an element.
+  // Whether the row extends into the thread's vector that begins at this column. A kernel for many N
+  // (without clusters) checks only vectors past the smallest N, since a check costs as much as an
+  // element.
   DEVICE bool owns(int vector, int column) const {
     if constexpr (!kExact)
       if ((vector + 1) * kThreadsPerRow * kElements <= LEAST_COLUMNS) return true;

@@ -1,9 +1,9 @@
 // ---- Rows: cp.async into stages in shared memory ---------------------------------------------
-// A thread copies exactly the vectors that it reads, so waiting for its own groups is all the
-// synchronisation there is. One group is committed for every batch, empty ones past the end
-// included, so that "all but the newest kStages - 1" always names the batch that is due.
-// A slot is refilled by the very thread that read it, and an asynchronous copy comes after the
-// instructions before it in its own thread (PTX ISA, asynchronous operations).
+// A thread copies exactly the vectors that it reads, so it only has to wait for its own groups. It
+// commits one group per batch, also past the end, so that "all but the newest kAhead - 1" always
+// includes the batch that is due.
+// A slot is refilled by the thread that read it, and an asynchronous copy follows the earlier
+// instructions of its own thread (PTX ISA, asynchronous operations).
 
 struct RowPipeline {
   static constexpr int kTileBytes = kVectors * kThreads * kVectorBytes;  // one row of every team
@@ -51,8 +51,8 @@ struct RowPipeline {
     }
     copy_async_commit();
   }
-  // By an address that moves on here, too: of a copy with a priority, NVRTC 13.0 makes an illegal
-  // instruction where it takes the address apart into a register of the thread and one of the warp.
+  // The address is advanced here, too. If NVRTC 13.0 splits the address of a copy with a cache policy
+  // into a thread's register and a uniform one, it emits an illegal instruction.
   DEVICE void start(const Schedule& schedule) {
     unsigned char* into = first;
 #pragma unroll 1
@@ -88,7 +88,7 @@ struct RowPipeline {
     }
   }
   DEVICE unsigned char* last() const { return first + (kStages - 1) * kStageBytes; }
-  // With a reload the stage of this batch is still needed: the one before it is refilled.
+  // With a reload, the stage of this batch is still needed, so the one before it is refilled.
   DEVICE void refill(const Schedule& schedule) {
     fetch(schedule.ahead(kAhead), !kReload ? due : due == first ? last() : due - kStageBytes);
   }

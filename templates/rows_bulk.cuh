@@ -1,11 +1,12 @@
 // ---- Rows: bulk copies into stages in shared memory ------------------------------------------
-// One thread of each team asks the copy engine for whole rows; a transaction barrier per stage
-// completes when all bytes of the batch have landed, and acquires them for every thread that waits.
-// A stage is refilled only after every thread of the team has read it: behind the barrier of the row
-// sum or, in a cluster, behind the completed exchange, in which every warp of the team takes part
-// after its reads (with a reload, those of the next batch). The barrier orders ordinary accesses; the
+// One thread of each team asks the copy engine for whole rows. Each stage has a transaction barrier,
+// which completes when all bytes of the batch have landed, and acquires them for every thread that
+// waits.
+// A stage is refilled only after every thread of the team has read it. That is after the barrier of the
+// row sum or, in a cluster, after the completed exchange, which every warp of the team joins after its
+// reads (with a reload, the exchange of the next batch). The barrier orders ordinary accesses. The
 // proxy fence of the thread that issues the copy orders them before the asynchronous write.
-// Only rows that exist are copied; the places of the others hold old data and are never read.
+// Only existing rows are copied. The space of the others holds old data, which is never read.
 
 struct RowPipeline {
   static_assert(kRowsAbreast == 1, "a bulk copy brings its row to a whole team");
@@ -26,7 +27,7 @@ struct RowPipeline {
       for (int s = 0; s < kStages; ++s) mbarrier_init(&landed[s], 1);
       mbarrier_init_fence();
     }
-    // They are published to the team by a barrier before the first wait.
+    // A barrier before the first wait publishes them to the team.
   }
   DEVICE void fetch(long long batch, int into) {
     if (batch >= rows.batches) return;
@@ -86,7 +87,7 @@ struct RowPipeline {
       }
     }
   }
-  // With a reload the stage of this batch is still needed: the one before it is refilled.
+  // With a reload, the stage of this batch is still needed, so the one before it is refilled.
   DEVICE void refill(const Schedule& schedule) {
     if (team_thread() != 0) return;
     fence_async_shared();

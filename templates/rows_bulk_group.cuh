@@ -1,6 +1,6 @@
 // ---- Rows of a group by bulk copies ------------------------------------------------------------
-// As rows_bulk.cuh, but the rows of a batch lie row_step() rows apart. A batch without a row is fetched as
-// well: nothing is copied, and its barrier completes.
+// As rows_bulk.cuh, but the rows of a batch are row_step() rows apart. A batch without rows is fetched
+// as well: nothing is copied, and its barrier completes.
 struct GroupPipeline : RowPipeline {
   DEVICE GroupPipeline(const Rows& r, unsigned char* smem) : RowPipeline(r, smem) {}
 

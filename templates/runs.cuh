@@ -1,24 +1,24 @@
 // ---- Runs and groups of rows --------------------------------------------------------------------
-// Here the order in which rows are added depends on the rows alone, not on the grid:
-//   strip  kTeams consecutive rows, one for every team of a CTA;
+// Here the order in which rows are added depends only on the rows, not on the grid:
+//   strip  kTeams consecutive rows, one for each team of a CTA;
 //   chunk  kChunkRows consecutive rows;
 //   group  every kGroupsOfChunk-th strip of a chunk, kGroupRows rows in all;
-//   run    kRunRows of them, in successive strips.
-// In a run every team adds its rows one after another, and where parts of a warp work on rows side by
-// side each part does, before parts are added in pairs. Then the sums of the teams are added in pairs.
-// The runs of a group are added one after another, the groups of a chunk in pairs and pairs of pairs,
-// and the chunks one after another (sum_groups.cuh).
+//   run    kRunRows rows of a group, in successive strips.
+// In a run, each team adds its rows one after another. (Where parts of a warp work on rows side by
+// side, each part does so, and then the parts are added in pairs.) Then the sums of the teams are added
+// in pairs. The runs of a group are added one after another, the groups of a chunk in pairs and pairs
+// of pairs, and the chunks one after another (sum_groups.cuh).
 //
-// A unit is a whole group or a single run. A CTA works on every participants-th unit and leaves its sum
-// in the workspace. The groups of the first chunks are left as a whole, `args.group` of them; runs of
-// the rest let all CTAs end at about the same time. Neither that number nor the grid changes a bit.
-// Neighbouring CTAs work on neighbouring strips, so the rows that are read at one time lie close
-// together in memory.
+// A unit is a whole group or a single run. Each CTA takes every participants-th unit and stores its sum
+// in the workspace. The first `args.group` groups are stored whole. The rest is stored as runs, so that
+// all CTAs end at about the same time. Neither that number nor the grid changes a bit.
+// Neighbouring CTAs work on neighbouring strips, so the rows being read at any time are close together
+// in memory.
 
 constexpr int kRunsOfGroup = kGroupRows / kRunRows;
 
-// How the rows of a call, fewer than 2^31, are divided into units: whole groups, then runs. Runs are
-// numbered by slabs, so that those which exist come first.
+// How the rows of a call, fewer than 2^31, are divided into units: first whole groups, then runs. Runs
+// are numbered slab by slab, so that existing ones come first.
 struct Units {
   static constexpr unsigned kSlabRows = kGroupsOfChunk * kRunRows;  // of runs side by side
   static constexpr unsigned kStep = kBatchRows * row_step();        // rows from one batch to the next
@@ -40,7 +40,7 @@ struct Units {
     const unsigned run = unit - whole;
     return whole * kGroupRows + run / kGroupsOfChunk * kSlabRows + run % kGroupsOfChunk * kTeams;
   }
-  // Of every team. In the last slab they are fewer, and the last one may be without a row.
+  // Of each team. The last slab has fewer, and the last batch may have no row.
   DEVICE unsigned batches(unsigned unit) const {
     if (unit < whole) return kRunBatches * kRunsOfGroup;
     if (unit < in_full_slabs()) return kRunBatches;
@@ -48,24 +48,24 @@ struct Units {
   }
 };
 
-// The batches of a team, through all units of its CTA. All teams of a CTA have as many, because they
-// meet at the end of every run.
+// The batches of a team, through all units of its CTA. All teams of a CTA have equally many, because
+// they meet at the end of every run.
 struct Schedule {
   static constexpr unsigned kFar = kStages - kReload > 1 ? kStages - kReload : 1;
-  static constexpr unsigned kNone = 3u << 30;  // behind the last batch
+  static constexpr unsigned kNone = 3u << 30;  // past the last batch
 
   Units units;
   unsigned every, count;
-  unsigned unit, left;          // of the batch that is due; batches of the unit, with this one
-  unsigned far_unit, far_left;  // of the one that is farthest ahead
-  unsigned batch;               // that is due
-  unsigned coming[kFar]{};      // after it
+  unsigned unit, left;          // unit of the batch that is due; its batches left, including this one
+  unsigned far_unit, far_left;  // the same for the batch farthest ahead
+  unsigned batch;               // the batch that is due
+  unsigned coming[kFar]{};      // the batches after it
 
-  // More than the number of any batch.
+  // Greater than any batch.
   DEVICE static unsigned end(long long rows) {
     return (static_cast<unsigned>(rows) + Units::kSlabRows - 1) / Units::kSlabRows * Units::kSlabRows;
   }
-  // There is a unit for every CTA.
+  // Every CTA has at least one unit.
   DEVICE Schedule(long long rows, unsigned whole, unsigned first, unsigned participants)
       : units{whole, static_cast<unsigned>(rows)}, every(participants), count(units.count()),
         unit(first), left(units.batches(first)), far_unit(first), far_left(left) {
@@ -88,7 +88,7 @@ struct Schedule {
     advance();
     if (--left == 0) left = units.batches(unit += every);
   }
-  // The batch that comes `n` after the one that is due.
+  // The batch `n` after the one that is due.
   DEVICE unsigned ahead(unsigned n) const {
     unsigned found = batch;
 #pragma unroll
@@ -104,11 +104,11 @@ struct Schedule {
   DEVICE bool ends_unit() const { return left == 1; }
 };
 
-// Where the teams of a CTA wait for the sums of a run. A team arrives by one thread, behind a barrier of
-// its own.
+// Where the teams of a CTA wait for the sums of a run. One thread arrives for its team, after a barrier
+// of the team.
 struct RunBarrier {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  // Without the mbarriers of sm_90 all teams meet here, none ahead of the others.
+  // Without the mbarriers of sm_90, all teams meet here, and none runs ahead.
   DEVICE RunBarrier(unsigned char*) {}
   DEVICE void arrive() const {}
   DEVICE void wait(unsigned) const { cta_barrier(); }
@@ -128,35 +128,35 @@ struct RunBarrier {
 };
 
 // The sums of runs over teams, and of a group's runs so far, in shared memory that no bulk copy touches.
-// A team writes its sums of a run, goes on, and adds up those of all teams when it ends its next run. So
-// a team waits for another only where it is a whole run ahead. There are two buffers, which take turns.
-// A team that writes run r has added run r - 1. So all teams have written run r - 1, and have before
-// that added run r - 2, which is what the buffer held.
-// Order of memory: the team's barrier orders the accesses of its threads before the arrival of one of
-// them (release at CTA scope); who waits acquires.
+// A team writes its sums of a run, continues, and adds the sums of all teams when it ends its next run.
+// So a team waits for another only if it is a whole run ahead.
+// Two buffers suffice. A team that writes run r has added run r - 1. So all teams have written run
+// r - 1, and before that they have added run r - 2, which is what the buffer held.
+// Memory ordering. The team's barrier orders the accesses of its threads before the arrival of one of
+// them (release at CTA scope), and those who wait acquire.
 struct RunSums {
   static constexpr int kQuads = kVectors * kElements / 4;  // four columns each
   static constexpr int kBuffers = kTeams > 1 ? 2 : 1;
 
   float* const sums;
   const RunBarrier written;
-  unsigned runs = 0;  // that this team has written
-  bool first, last;   // whether the newest of them is that of its unit
-  float* to;          // the row of the workspace for its unit
+  unsigned runs = 0;  // written by this team
+  bool first, last;   // whether the newest run is the first or the last of its unit
+  float* to;          // the unit's row of the workspace
 
   DEVICE RunSums(unsigned char* smem)
       : sums(reinterpret_cast<float*>(smem + kBlockSumsOffset)), written(smem) {}
-  // Of a team's thread of the same place: four floats, without bank conflicts.
+  // Where this thread's counterpart in `team` keeps four floats; without bank conflicts.
   DEVICE float* place(unsigned run, int quad, unsigned team) const {
     return sums + ((run % kBuffers * kQuads + quad) * kThreads + team * kTeamThreads + team_thread()) * 4;
   }
-  // Of the sum over teams; behind the places of all.
+  // Where the sum over teams is kept, after the buffers.
   DEVICE float* total(int quad) const {
     if constexpr (kTeams == 1) return place(0, quad, 0);
     return sums + (kBuffers * kQuads * kThreads + quad * kTeamThreads + team_thread()) * 4;
   }
-  // The end of a run that is the first or the last one of its unit, whose sum goes `into` a row of the
-  // workspace. `partial` is that of this thread's team.
+  // Ends a run, which may be the first or the last of its unit. The unit's sum goes `into` a row of the
+  // workspace. `partial` belongs to this thread's team.
   DEVICE void end_run(const float (&partial)[kVectors][kElements], const Rows& rows, bool is_first,
                       bool is_last, float* into) {
     if constexpr (kTeams > 1) {
@@ -174,7 +174,7 @@ struct RunSums {
     if constexpr (kTeams == 1)
       add(rows, [&](int quad) { return quad_of(partial, quad); });
   }
-  // Adds the newest run that this team has written, if any, over all teams to the runs before it.
+  // Sums the newest run of this team, if any, over all teams, and adds it to the runs before.
   DEVICE void add_written(const Rows& rows) const {
     if (kTeams == 1 || runs == 0) return;
     written.wait(runs - 1);

@@ -1,9 +1,9 @@
-// Every team works on every participants * kTeams-th batch: nothing depends on timing.
+// Each team takes every (participants * kTeams)-th batch. Nothing depends on timing.
 struct Schedule {
   long long batch;  // the one that is due
   long long step;
 
-  // The batch that comes `count` after it; past the end when it is no less than rows.batches.
+  // The batch `count` steps later; past the end if it is not below rows.batches.
   DEVICE long long ahead(int count) const { return batch + count * step; }
   DEVICE void next() { batch += step; }
 };

@@ -1,7 +1,7 @@
 // ---- From the sums of groups and runs to dw ----------------------------------------------------
-// The order is that of runs.cuh, whatever the kernel that adds, its threads and its slices.
+// The order is that of runs.cuh, whichever kernel adds, with whatever threads and slices.
 
-// The workspace: a row for each unit, whole groups first.
+// The workspace has a row for each unit, whole groups first.
 struct GroupSums {
   const float* sums;
   long long stride;  // floats from one row to the next
@@ -13,10 +13,10 @@ struct GroupSums {
     return whole + runs / kRunsOfChunk * kGroupsOfChunk +
            (last < kGroupsOfChunk ? last : kGroupsOfChunk);
   }
-  // The sum of a group in four columns: that of its runs, one after another.
+  // The sum of a group in four columns: its runs are added one after another.
   DEVICE float4 group(unsigned g, int column) const {
     if (g < whole) return load_workspace(sums + g * stride + column);
-    const unsigned behind = g - whole;  // whole chunks lie before it
+    const unsigned behind = g - whole;  // `whole` is a number of whole chunks
     const unsigned row = whole + behind / kGroupsOfChunk * (kRunsOfGroup * kGroupsOfChunk) +
                          behind % kGroupsOfChunk;
     float4 runs[kRunsOfGroup];
@@ -34,30 +34,30 @@ struct GroupSums {
 // The largest power of two that is no more than `count`.
 DEVICE constexpr int power_below(int count) { return count < 2 ? count : 2 * power_below(count / 2); }
 
-// How kBlock threads share the sums of kWidth columns: four columns to a thread, and as many groups
-// side by side as there are threads for.
+// How kBlock threads share the sums of kWidth columns: four columns per thread, and as many groups side
+// by side as the threads allow.
 template <int kBlock, int kWidth> struct Lanes {
   static constexpr int kQuads = kWidth / 4;
-  static constexpr int kLanes = power_below(kBlock / kQuads);  // the threads of others idle
+  static constexpr int kLanes = power_below(kBlock / kQuads);  // any other threads are idle
   static constexpr int kInWarp = kQuads < 32 ? 32 / kQuads : 1;  // lanes of a warp
-  // Groups that a butterfly adds, neighbours in a chunk.
+  // Neighbouring groups of a chunk that a butterfly adds.
   static constexpr int kAbreast = kInWarp < kGroupsOfChunk ? kInWarp : kGroupsOfChunk;
-  // Groups of a lane in one round: whole chunks at least, and up to 8 where 32 KiB hold them.
+  // Groups of a lane per round: at least whole chunks, and up to 8 if they fit into 32 KiB.
   static constexpr int kLeast = kGroupsOfChunk > kLanes ? kGroupsOfChunk / kLanes : 1;
   static constexpr int kRoom =
       power_below(kBlock < 256 * kAbreast ? 8 : 2048 * kAbreast / kBlock);
   static constexpr int kAhead = kLeast < kRoom ? kRoom : kLeast;
-  static constexpr int kRound = kAhead * kLanes;  // groups of the CTA
+  static constexpr int kRound = kAhead * kLanes;  // groups of the CTA per round
   static_assert(kRound % kGroupsOfChunk == 0 && kLanes >= kAbreast, "whole chunks");
   static constexpr int kChunks = kRound / kGroupsOfChunk;
-  static constexpr int kRows = kRound / kAbreast;  // what the butterflies leave of them
+  static constexpr int kRows = kRound / kAbreast;  // sums left by the butterflies
   static constexpr int kRowsOfChunk = kGroupsOfChunk / kAbreast;
   static constexpr int kFloats = kRows * kWidth;  // of shared memory
 };
 
-// Sums kWidth columns from `first` with all kBlock threads of the CTA. Added to the dw that is there,
-// a chunk after another, where that is wanted: so the chunks of one call go on where those of another
-// have ended.
+// Sums kWidth columns from `first` with all kBlock threads of the CTA. If dw is to be added to, the
+// chunks are added to it one after another. So the chunks of one call continue where those of another
+// ended.
 template <int kBlock, int kWidth>
 DEVICE void sum_groups(const GroupSums& workspace, int first, int columns, float* buffer,
                        const DwOutput& out) {
@@ -100,7 +100,7 @@ DEVICE void sum_groups(const GroupSums& workspace, int first, int columns, float
 #pragma unroll
       for (int a = 0; a < Shape::kAhead; ++a) keep(a, sums[a]);
     } else {
-      // Up to the end of the last chunk. Groups that there are not count as zeros.
+      // Up to the end of the last chunk. Missing groups count as zeros.
 #pragma unroll 1
       for (int a = 0; a < Shape::kAhead; ++a) {
         const unsigned g = round + a * Shape::kLanes + lane;

@@ -4,16 +4,18 @@ struct CompleteRows {
   DEVICE static float4 load(const float* from) { return load_workspace(from); }
 };
 
-// Sums kWidth columns from `first` over `count` rows of partials that lie `stride` floats apart, with
-// all kBlock threads of the CTA, and hands each column's total to `store(column, total)`.
-// `Partials::load` asks for four columns of a row. Where rows are awaited, `await` gets what a thread
-// has asked for in kAhead rows at once, with the place of each (null behind the last row), before it
-// is added.
+// Sums kWidth columns from `first` over `count` rows of partials that are `stride` floats apart, with
+// all kBlock threads of the CTA. Passes each column's total to `store(column, total)`.
+// `Partials::load` loads four columns of a row. If rows have to be awaited, `await` gets the kAhead
+// values that a thread has loaded, with the address of each (null past the last row), before they are
+// added.
 //
-// The order is fixed: lane l of the kLanes lanes gets rows l, l + kLanes, ..., adds the kAhead of them
-// that it has asked for in pairs, and these sums in index order; lanes that share a warp are added by
-// butterfly (where kQuads divides a warp); what is left is added in pairs (of up to kMostPaired,
-// because they are unrolled; more in index order).
+// The order is fixed:
+//   - Lane l of kLanes takes rows l, l + kLanes, and so on. It adds kAhead rows at a time in pairs, and
+//     these sums in index order.
+//   - Lanes of one warp are added in a butterfly (where kQuads divides a warp).
+//   - What is left is added in pairs, or in index order if there are more than kMostPaired, because the
+//     pairs are unrolled.
 template <int kBlock, int kWidth, typename Partials = CompleteRows, typename Store>
 DEVICE void sum_slice(const float* partials, long long stride, unsigned count, int first,
                       int columns, float* buffer, Store store) {
@@ -21,7 +23,7 @@ DEVICE void sum_slice(const float* partials, long long stride, unsigned count, i
   constexpr int kLanes = kBlock / kQuads;
   constexpr bool kShuffle = kQuads < 32 && 32 % kQuads == 0;
   constexpr int kRows = kShuffle ? kBlock / 32 : kLanes;
-  constexpr int kAhead = 4;  // loads under way in a thread
+  constexpr int kAhead = 4;  // loads in flight per thread
   constexpr int kMostPaired = 64;
   static_assert(kLanes >= 1, "a slice is at most four columns per thread wide");
 

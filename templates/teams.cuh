@@ -1,7 +1,7 @@
-// ---- Who does what --------------------------------------------------------------------------
+// ---- Teams ----------------------------------------------------------------------------------
 
-// A team is kTeamThreads threads, a warp at least, that go from batch to batch together; a CTA has
-// kTeams of them. kThreadsPerRow threads share a row: the whole team, or a part of a warp, which then
+// A team is kTeamThreads threads, at least a warp, that go from batch to batch together. A CTA has
+// kTeams of them. kThreadsPerRow threads share a row: the whole team, or part of a warp, which then
 // works on kRowsAbreast rows side by side.
 DEVICE unsigned team_index() { return threadIdx.x / kTeamThreads; }
 DEVICE unsigned team_thread() { return threadIdx.x % kTeamThreads; }

@@ -1,17 +1,17 @@
 // ---- Turns ------------------------------------------------------------------------------------
 // Participants add their partial dw one after another, in the order of their index: in chains of
-// `group` participants, and then over the groups (one level: a single group).
+// `group` participants, and then over the groups (with one level there is a single group).
 //
-// Nobody waits for a CTA that might never run: the index is not blockIdx but a ticket taken when
-// the CTA starts, and a CTA waits only for smaller indices, whose CTAs have started. A CTA that
-// has started goes on running until it ends, so the chain always moves, whatever the grid and the
-// number of CTAs that the device holds at once. The rows of a CTA follow from its index, so dw does
-// not depend on which CTA drew which ticket.
+// Progress. No CTA waits for one that might never run. Its index is not blockIdx but a ticket drawn
+// when the CTA starts, and it waits only for smaller indices, whose CTAs have started. A CTA that has
+// started keeps running until it ends. So the chain always moves, whatever the grid and however many
+// CTAs the device holds at once. The index decides which rows a CTA works on, so dw does not depend on
+// which CTA drew which ticket.
 //
-// Order of memory: the adds of a turn are ordered before `pass` by its CTA barrier, which orders the
-// threads' writes before thread 0's release at gpu scope (release is cumulative); the next CTA's
-// thread 0 acquires the counter and its CTA barrier hands that to its threads. (Turns inside a group
-// of `bulk_reduce` are thread 0's alone; its fragment has their argument.)
+// Memory ordering. The CTA barrier in `pass` orders the adds of all threads before thread 0's release
+// at gpu scope, which is cumulative. The next CTA's thread 0 acquires the counter, and its CTA barrier
+// extends that to its threads. (In `bulk_reduce`, only thread 0 takes part in turns within a group. Its
+// fragment argues for them.)
 struct Turns : DwContext {
   // counters: [0] start tickets, [1 + g] turn inside group g, [1 + groups] turn of the groups.
   DEVICE unsigned groups() const { return (participants + group - 1) / group; }
@@ -34,13 +34,13 @@ struct Turns : DwContext {
     cta_barrier();
     if (threadIdx.x == 0) store_release(turn, next);
   }
-  // By the very last participant: every other one has started, had its turns and looks at no counter
-  // any more (each read its counter before it passed the turn on).
+  // Called by the very last participant. Every other one has started, has had its turns, and no longer
+  // looks at a counter: each read its counter before it passed the turn on.
   DEVICE void reset() const {
     if (threadIdx.x != 0) return;
     for (unsigned i = 0; i < groups() + 2; ++i) store_relaxed(counters + i, 0);
   }
-  // The last of a group brings the group's sum, `own(column)`, to the total in workspace row 0.
+  // The last of a group adds the group's sum, `own(column)`, to the total in workspace row 0.
   template <typename Sum> DEVICE void add_group(unsigned g, Sum own) const {
     const bool last = g + 1 == groups();
     if (g > 0) await(top_turn(), g);

@@ -1,6 +1,6 @@
-// A copy in shared memory, in chunks of up to 16 bytes that lie beside those of the next thread (no
-// bank conflicts). The threads of one row write what those of every row read; the barrier before the
-// first row publishes it.
+// A copy in shared memory, in chunks of up to 16 bytes next to those of the neighbouring threads (no
+// bank conflicts). The threads of one row write it, and those of every row read it. The barrier before
+// the first row publishes it.
 struct Weight {
   static constexpr int kChunk = kWeightBytes < 16 ? kWeightBytes : 16;
   static constexpr int kChunks = kWeightBytes / kChunk;

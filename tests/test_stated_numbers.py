@@ -22,7 +22,7 @@ WHOLE_NUMBERS = {
 """Pages where whole numbers without a unit may stand as well: shapes, configs, lists, recipes."""
 
 NO_NUMBER_OF_OURS = re.compile(
-    r"exits? (?:with|code) \d+|from version 12|offsets of 64 bits|2√CTAs|a 0 that|^\d\. "
+    r"exits? (?:with|code) \d+|from version 12|offsets of 64 bits|2√CTAs|^\d\. "
     r"|NVRTC 13\.0 and 13\.5",
     re.M,
 )

@@ -234,18 +234,18 @@ class Summary:
 
 @dataclass(frozen=True)
 class Grid:
-    """The studies of one dtype by (M, N)."""
+    """The studies of one dtype by (M, N). There are more N than M, so N goes down the page."""
 
     kind: str
     cells: Mapping[tuple[int, int], Study]
 
     @property
     def rows(self) -> list[int]:
-        return sorted({m for m, _ in self.cells})
+        return sorted({n for _, n in self.cells})
 
     @property
     def columns(self) -> list[int]:
-        return sorted({n for _, n in self.cells})
+        return sorted({m for m, _ in self.cells})
 
 
 def kind_of(problem: Problem) -> str:

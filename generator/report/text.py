@@ -17,6 +17,9 @@ from generator.report.summary import (
 from generator.studies.reader import Study, reduction_kind
 from generator.studies.records import PLAIN_FLOOR
 
+_SHORT = 3
+"""Letters of a strategy in the map of winners, which then fits a terminal."""
+
 
 def render_text(summary: Summary) -> str:
     """The summary of one GPU, about a screen for every ten shapes."""
@@ -24,8 +27,10 @@ def render_text(summary: Summary) -> str:
     cost, cost_of = "Overhead of determinism", overhead_of
     if summary.free:
         cost, cost_of = "Price of batch invariance", summary.price_of
+    names = sorted({_strategy(study) for study in summary.studies} - {"-"})
+    legend = ", ".join(f"{name[:_SHORT]} = {name}" for name in names)
     for title, cell in (
-        ("Winning strategy", _strategy),
+        (f"Winning strategy ({legend})", lambda study: _strategy(study)[:_SHORT]),
         ("Ratio to the floor", lambda study: _ratio(study, 2)),
         (cost, lambda study: number(cost_of(study))),
         ("Percent of the nominal bandwidth", lambda study: _percent(bandwidth_share(study))),
@@ -176,10 +181,10 @@ def _strategy(study: Study) -> str:
 
 
 def _map(title: str, grid: Grid, cell: Callable[[Study], str]) -> str:
-    rows: list[tuple[Any, ...]] = [("M \\ N", *grid.columns)]
-    for m in grid.rows:
-        studies = [grid.cells.get((m, n)) for n in grid.columns]
-        rows.append((m, *(cell(study) if study else "" for study in studies)))
+    rows: list[tuple[Any, ...]] = [("N \\ M", *grid.columns)]
+    for n in grid.rows:
+        studies = [grid.cells.get((m, n)) for m in grid.columns]
+        rows.append((n, *(cell(study) if study else "" for study in studies)))
     return f"{title}, {grid.kind}\n" + columns(rows)
 
 

@@ -42,7 +42,7 @@ class Package(DescribedServer):
         self._norm = Norm(self, self._forward, self.ops)
         self.rms_norm = self._norm.rms_norm
         self.rmsnorm_forward = self._norm.rmsnorm_forward
-        # A class of its own, which a package gives the name by which pickle finds it.
+        # A class per package, under a name by which pickle finds it.
         members = {"_package_norm": self._norm, "_package_invariant": self._invariant}
         members["__doc__"] = RMSNorm.__doc__
         self.RMSNorm: type[RMSNorm] = type("RMSNorm", (RMSNorm,), members)
@@ -70,37 +70,37 @@ class Package(DescribedServer):
         """The gradients of y = x * rstd * (weight + weight_offset), where rstd = 1 / sqrt(mean(x^2)
         + eps) of each row.
 
-        No gradient flows through the results: with create_graph=True, or where dy or x wants one
-        otherwise, asking for it raises RuntimeError. Everything runs on the current stream, may be
-        captured into a CUDA graph and never waits. Under torch.compile and other tracers it becomes
-        one operator. CPU and meta tensors are served by the formula in PyTorch; what has no kernel
-        here by ATen where it can, else by the formula, with one warning per reason.
+        The results are not differentiable: asking for a gradient through them raises RuntimeError.
+        The call runs on the current stream, can be captured into a CUDA graph, and never
+        synchronises with the host. Under torch.compile and other tracers it is one operator. CPU
+        and meta tensors use the formula in PyTorch. If the package has no kernel for a call, ATen
+        serves it where it can, else the formula, with one warning per reason.
 
         Args:
-            dy: (..., N), bf16, fp16 or fp32, in any layout. Read in place: contiguous rows at one
-                stride, or at two (the heads of a packed tensor), and one row repeated by `expand`.
-                Others are copied first.
-            x: as dy, of its shape and dtype.
+            dy: (..., N), bf16, fp16 or fp32, in any layout. Contiguous rows with one stride or two
+                (the heads of a packed tensor) are read in place, and so is one row repeated by
+                `expand`. Other layouts are copied first.
+            x: shape and dtype of dy, in any layout.
             rstd: fp32, one value per row, as the forward saved it.
-            weight: (N,) of x's dtype or fp32; (H, N) with x (..., H, N) for a weight per head; None
-                for ones.
+            weight: (N,) in x's dtype or fp32; (H, N) with x (..., H, N) for one weight per head;
+                None for ones.
             weight_offset: a number added to the weight in fp32 (1.0 for models that store w - 1).
-            dresidual: the gradient that reaches x past the norm, of x's shape and any floating
-                dtype. It is added to dx in fp32.
-            need_dx: False to leave out dx.
-            need_dw: False to leave out dw.
-            dw_out: where dw goes, of the weight's dtype or fp32; it is the dw returned.
-            accumulate: add dw to dw_out instead, in fp32 and in the same fixed order.
-            dw_dtype: torch.float32 for dw before its rounding to the weight's dtype.
+            dresidual: the gradient of the residual stream, in x's shape and any floating dtype. It
+                is added to dx in fp32.
+            need_dx: False to skip dx.
+            need_dw: False to skip dw.
+            dw_out: a tensor for dw, in the weight's dtype or fp32. It is returned as dw.
+            accumulate: add dw to dw_out instead of overwriting it, in fp32 and in a fixed order.
+            dw_dtype: torch.float32 to get dw without rounding it to the weight's dtype.
 
         Returns:
-            (dx, dw), and with dresidual (dx, dw, dresidual_out). dx is contiguous, of x's shape and
-                dtype, or None. dw is of the weight's shape and dtype, or None. dresidual_out is dx
-                in dresidual's dtype, and dx itself when that is x's.
+            (dx, dw), or (dx, dw, dresidual_out) with dresidual. dx is contiguous, in x's shape and
+                dtype, or None. dw has the weight's shape and dtype, or is None. dresidual_out is dx
+                in dresidual's dtype; it is dx itself if x has the same dtype.
 
         Raises:
-            TypeError, ValueError: for arguments that do not fit.
-            LaunchError: when the driver refuses a launch.
+            TypeError, ValueError: if the arguments do not fit together.
+            LaunchError: if the driver refuses a launch.
         """
         if (
             weight is not None
@@ -125,7 +125,7 @@ class Package(DescribedServer):
         return self._serve(given, options)
 
     def _serve(self, given: Arguments, options: Options) -> Results:
-        """Any call: through an operator where somebody watches those, else at once."""
+        """Any call: through an operator if a mode or a tracer is active, else directly."""
         if not is_dynamo_compiling():
             register_sharding(self.ops)
         return self.ops.serve(self._run, given, options)
@@ -136,53 +136,57 @@ class Package(DescribedServer):
         """A pass over traced training graphs, for graph trainers.
 
         Args:
-            how: `route` gives every RMSNorm to this package; `tag` marks it for
+            how: `route` replaces every RMSNorm by this package's; `tag` marks it for
                 torch.fx.passes.regional_inductor.
             inductor_configs: settings of torch._inductor.config for `tag`. By default Inductor
-                searches for the fastest; None leaves the settings as they are.
+                autotunes; None keeps the current settings.
 
         Returns:
-            A function that takes a torch.fx.GraphModule, and example inputs perhaps, and returns
-                it.
+            A function that takes a torch.fx.GraphModule, and optionally example inputs, and returns
+                the graph module.
         """
         return make_pass(self.ops, how, inductor_configs)
 
     def inductor_backend(self, **inductor_configs: Any) -> Callable[..., Any]:
-        """A backend for torch.compile: Inductor, but every torch.nn.RMSNorm is this package's."""
+        """A backend for torch.compile: Inductor, with every torch.nn.RMSNorm served by this
+        package. inductor_configs: settings of torch._inductor.config."""
         return make_backend(self.ops, **inductor_configs)
 
     def patch(self, model: torch.nn.Module, casting: str | None = None) -> list[str]:
-        """Serve the norms of a model that has classes of its own for them, as Hugging Face's Llama,
-        Qwen and Gemma have. `unpatch(model)` takes it back.
+        """Serve the norms of a model with norm classes of its own, such as Hugging Face's Llama,
+        Qwen and Gemma. `unpatch(model)` undoes it.
 
         Args:
-            model: any module, on any device, the meta device too.
-            casting: "torch", "gemma" or "llama" says what the norms compute; None finds it out.
+            model: any module, on any device, including the meta device.
+            casting: what the norms compute: "torch", "gemma" or "llama" (docs/adopting.md); None to
+                detect it.
 
         Returns:
-            The names of the norms that are served now.
+            The names of the norms that this package now serves.
         """
         return patch(self._norm, model, casting)
 
     def unpatch(self, model: torch.nn.Module) -> list[str]:
-        """Give the norms that `patch` changed their own forward back; returns their names."""
+        """Restore the forwards that `patch` replaced. Returns the names of these norms."""
         return unpatch(model)
 
     def use_native(self) -> None:
-        """Serve plain training steps in C++ from now on: same kernels, same bits, less host time in
-        the forward and the backward of `rms_norm` and `RMSNorm`, and in the operators that compiled
-        code calls. None of these needs Python then, in autograd's thread either.
+        """Launch plain training steps from C++ from now on. Kernels and bits stay the same, and
+        host time falls: in the forward and backward of `rms_norm` and `RMSNorm`, and in the
+        operators that compiled code calls. None of these then needs Python, not even in autograd's
+        thread.
 
-        Compiles three small files once per machine, PyTorch and Python, into TORCH_EXTENSIONS_DIR
-        (default: ~/.cache/torch_extensions); later processes load what is there. Needs a C++
-        compiler ($CXX, c++, g++ or clang++), Python's headers and PyTorch with CUDA. Everything
-        but plain calls (a weight, dense and aligned tensors, outside a capture; of a backward both
-        gradients and no option) goes the same way as before, and so do the first two calls of
-        every shape, and the first on another stream. Takes one more block of scratch per stream,
-        which a later `warmup` reserves. Call it before or after models are built, from any thread,
-        as often as you like; it stays on. Several processes may call it at once.
+        Compiles three small files into TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions),
+        once per machine and version of PyTorch and Python. Later processes load the result. Needs a
+        C++ compiler ($CXX, c++, g++ or clang++), Python's headers and PyTorch with CUDA. A call is
+        plain if it has a weight and dense, aligned tensors, and is not captured into a CUDA graph;
+        a plain backward computes both gradients without options. All other calls work as before,
+        and so do the first two calls of every shape, and the first on another stream. Uses one more
+        block of scratch per stream, which a later `warmup` reserves. Call it before or after models
+        are built, from any thread and any number of times; it stays on. Several processes may call
+        it at once.
 
-        Raises RuntimeError, which says what is missing; everything then works as before.
+        Raises RuntimeError if something is missing, and says what. Everything then works as before.
         """
         self._native.start(self._forward, self._norm.gradients, self.ops.namespace)
 
@@ -194,21 +198,21 @@ class Package(DescribedServer):
         offset: bool = False,
         residual: str | torch.dtype | None = None,
     ) -> None:
-        """Load the kernels of some shapes, forward and backward, and reserve the workspace of the
-        current stream, so that no later call pays for either.
+        """Load the forward and backward kernels of some shapes, and reserve the workspace of the
+        current stream, so that no later call has to.
 
         Args:
-            shapes: (M, N, dtype) or (M, N, dtype, weight dtype) each, dtypes as in `explain`. No
-                rows (M = 0) need nothing. Shapes that no kernel serves are left to the call.
+            shapes: each (M, N, dtype) or (M, N, dtype, weight dtype), with dtypes as in `explain`.
+                Shapes without rows (M = 0) or without a kernel are skipped.
             device: the CUDA device; by default the current one.
-            offset: for calls with a weight_offset. Where no kernel has the option itself, what the
-                call is composed of is loaded.
+            offset: for calls with a weight_offset. If no kernel has this option itself, the kernels
+                that such a call is composed of are loaded.
             residual: for calls with a residual stream (a dresidual) of that dtype, as in `explain`.
 
         Raises:
-            ValueError: for a shape or dtype that there cannot be.
+            ValueError: for an impossible shape or dtype.
             RuntimeError: without a CUDA device.
-            LaunchError: when the driver refuses.
+            LaunchError: if the driver refuses.
         """
         named = [_named(shape) for shape in shapes]
         option = "" if residual is None else dtype_name(residual)
@@ -234,7 +238,7 @@ class Package(DescribedServer):
     def _kernel_for(
         self, device: int, shape: tuple[int, int, str, str], offset: bool, residual: str
     ) -> Kernel | None:
-        """The kernel that a call with these options ends at, however it is composed."""
+        """The kernel that serves a call with these options, directly or in a composition."""
         kernel = self._best(device, shape, offset, residual).kernel
         if offset and not (kernel and kernel.spec.offset):
             # An fp32 weight takes the offset; a residual that this kernel lacks is added before.

@@ -146,7 +146,11 @@ def test_program_that_is_killed_from_outside_is_not_the_variants_fault(tmp_path:
         with pytest.raises(HostError, match="from outside or had no memory"):
             _converse(program, b"", 10)
     # A Ctrl-C that reaches the program before it has a session of its own.
-    program.write_text("#!/bin/sh\ncat > /dev/null\nkill -2 $$\n")
+    # (A shell started in the background ignores SIGINT, and so would its children.)
+    interrupted = "signal.signal(2, signal.SIG_DFL); os.kill(os.getpid(), 2)"
+    program.write_text(
+        f"#!{sys.executable}\nimport os, signal, sys\nsys.stdin.buffer.read()\n{interrupted}\n"
+    )
     with pytest.raises(KeyboardInterrupt):
         _converse(program, b"", 10)
     program.write_text("#!/bin/sh\ncat > /dev/null\nkill -11 $$\n")

@@ -190,14 +190,14 @@ def test_sentence_of_a_rejection_has_the_numbers_of_the_gpu(space: Space) -> Non
         (
             "4096x64:bf16",
             {"threads_per_row": 8, "pipeline": "bulk"},
-            "part_of_warp: 8 threads per row are a part of a warp and load their rows themselves: "
-            "a bulk copy for each row of 128 bytes",
+            "part_of_warp: 8 threads per row are part of a warp, which must load its rows itself: "
+            "bulk copies of 128 bytes each",
         ),
         (
             "4096x256:fp32",
             {"threads_per_row": 8, "pipeline": "direct"},
-            "short_rows: 8 threads per row, a part of a warp, are for whole rows of a known length "
-            "and at most 4 vectors a thread: here they are 8, and 1 CTAs share a row",
+            "short_rows: 8 threads per row, part of a warp, need whole rows of known length and at "
+            "most 4 vectors per thread; here there are 8, and 1 CTAs share a row",
         ),
         (
             "4096x64:bf16",

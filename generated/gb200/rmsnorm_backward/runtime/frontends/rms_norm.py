@@ -26,10 +26,10 @@ Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
 
 class Norm:
-    """The `rms_norm` of one package, and the gradients of its nodes.
+    """The `rms_norm` of one package, and the gradients of its autograd nodes.
 
-    Where nobody watches operators, the nodes run the package's forward and backward themselves,
-    without the dispatcher, which is the cheapest way to train eagerly. Everything else goes through
+    In plain eager code the nodes run the package's forward and backward directly, without PyTorch's
+    dispatcher, which is the cheapest way to train eagerly. Everything else goes through
     `operators`.
     """
 
@@ -49,26 +49,27 @@ class Norm:
         """y = x * rstd * (weight + weight_offset) with rstd = 1 / sqrt(mean(x^2) + eps) of each
         row, differentiable in x, weight and residual.
 
-        May be differentiated twice (create_graph=True), by PyTorch's own operators. Works under
-        torch.compile, torch.utils.checkpoint, autocast (which changes nothing here), inference
-        mode, CUDA graphs and with DTensor. Forward-mode differentiation and torch.func get
-        PyTorch's own operators.
+        Works under torch.compile, torch.utils.checkpoint, autocast (which changes nothing here),
+        inference mode and CUDA graphs, and with DTensor. Second derivatives (create_graph=True),
+        forward-mode differentiation and torch.func use PyTorch's own operators.
 
         Args:
             x: (..., N), bf16, fp16 or fp32.
-            weight: (N,), (H, N) with x (..., H, N), or None for ones. Its gradient has its dtype.
-            eps: None for the machine epsilon of fp32, as in torch.nn.functional.rms_norm.
+            weight: (N,), or (H, N) with x (..., H, N), or None for ones. Its gradient has its
+                dtype.
+            eps: added to the mean square; None for the machine epsilon of fp32, as in
+                torch.nn.functional.rms_norm.
             weight_offset: a number added to the weight in fp32.
-            residual: of x's shape and any floating dtype. Then h = x + residual is what gets
-                normalised, in the residual's dtype. The gradient that comes back along h is added
-                to that of the norm by the kernel.
+            residual: in x's shape and any floating dtype. The norm is then that of
+                h = x + residual, which has the residual's dtype. The backward kernel adds the
+                gradient of h to that of the norm.
 
         Returns:
-            y, of x's shape and dtype, computed in fp32 and rounded once; with a residual (y, h).
+            y in x's shape and dtype, computed in fp32 and rounded once, or (y, h) with a residual.
                 Add the next layer's output to h.
 
         Raises:
-            TypeError, ValueError: for arguments that do not fit.
+            TypeError, ValueError: if the arguments do not fit together.
         """
         if (
             is_dynamo_compiling()
@@ -106,7 +107,7 @@ class Norm:
         weight_offset: float,
         residual: torch.Tensor | None,
     ) -> Any:
-        """`rms_norm` where a tracer, a mode, a transform or a subclass sees the operators."""
+        """`rms_norm` when a tracer, a mode, a transform or a tensor subclass is active."""
         if not is_dynamo_compiling():
             if is_foreign(x):
                 return foreign_norm(x, weight, eps, weight_offset, residual)
@@ -124,7 +125,7 @@ class Norm:
         weight_offset: float,
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        """y, rstd and with a residual the sum, by an operator."""
+        """y, rstd and, with a residual, the sum, by an operator."""
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
         if weight is not None and weight.dtype != x.dtype and weight.dtype != torch.float32:
@@ -147,11 +148,11 @@ class Norm:
         weight_offset: float = 0.0,
         residual: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """(y, rstd) as `rmsnorm_backward` wants them; with a residual (y, rstd, h).
+        """(y, rstd) for `rmsnorm_backward`, or (y, rstd, h) with a residual.
 
-        Arguments, y and h = x + residual are those of `rms_norm`. rstd: fp32 (float64 for float64
-        rows), of shape x.shape[:-1] + (1,). It has no gradient; y and h have one where the
-        arguments want it. Raises TypeError or ValueError for arguments that do not fit.
+        Arguments, y and h = x + residual are as in `rms_norm`. rstd is fp32 (float64 for float64
+        rows), with shape x.shape[:-1] + (1,). It is not differentiable; y and h are. Raises
+        TypeError or ValueError if the arguments do not fit together.
         """
         tensors = (x, weight, residual)
         if (
@@ -181,7 +182,7 @@ class Norm:
         need_dx: bool,
         need_dw: bool,
     ) -> Gradients:
-        """dx and dw of a node, the one in Python or that in C++."""
+        """dx and dw of an autograd node, in Python or in C++."""
         watched = is_watched(dy)
         if need_dx and need_dw and weight is not None and not watched and not weight_offset:
             results = self._quick(dy, x, rstd, weight)

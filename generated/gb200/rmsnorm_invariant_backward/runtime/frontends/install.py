@@ -1,9 +1,9 @@
-"""`install()`: existing models, without a change to their code.
+"""`install()`: serve existing models without changing their code.
 
-While installed, an operator of PyTorch on CUDA is served by a package: of RMSNorm
-`aten::_fused_rms_norm_backward`, what torch.nn.RMSNorm and torch.nn.functional.rms_norm call in
-their backward. What the package has no kernel for goes to the kernel that was there before. Code
-that torch.compile lowers decomposes the operator before it gets here; see graph_pass.py for that.
+While installed, a package serves one of PyTorch's CUDA operators. For RMSNorm that is
+`aten::_fused_rms_norm_backward`, which torch.nn.RMSNorm and torch.nn.functional.rms_norm call in
+their backward. Calls without a kernel in the package go to the kernel that was registered before.
+torch.compile decomposes the operator before it gets here; graph_pass.py serves that case.
 """
 
 from __future__ import annotations
@@ -88,16 +88,17 @@ class Installation:
         self._blocks = 0
 
     def install(self) -> None:
-        """Route from now on; nothing to do when it is so already.
+        """Route PyTorch's backward to this package from now on. A second call does nothing.
 
-        Raises RuntimeError when this PyTorch has no such operator, or another package is installed.
+        Raises RuntimeError if this PyTorch has no such operator, or if another package
+        is installed.
         """
         with self._lock:
             self._wanted = True
             self._apply()
 
     def uninstall(self) -> None:
-        """Back to the kernel that was there before, as soon as no `installed()` block is open."""
+        """Restore PyTorch's kernel, as soon as no `installed()` block is open."""
         with self._lock:
             self._wanted = False
             self._end_predecessor()
@@ -105,8 +106,8 @@ class Installation:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Route inside a `with` block, for all threads; blocks may nest. Afterwards it is as
-        before. A backward under way in another thread ends as it began."""
+        """Route inside a `with` block, for all threads. Blocks can be nested. A backward that is
+        under way in another thread when the block ends is finished by this package."""
         with self._lock:
             self._blocks += 1
             try:
@@ -135,7 +136,7 @@ class Installation:
             self.end()
 
     def end(self) -> None:
-        """Back to the kernel that was there before, at once and for good."""
+        """Restore PyTorch's kernel at once and permanently."""
         self._wanted = False
         if self._library is not None:
             self._library._destroy()
@@ -143,7 +144,7 @@ class Installation:
             delattr(torch.library, self._routed.mark)
 
     def _end_predecessor(self) -> None:
-        """This package was loaded again while it was installed, and nobody else can end that."""
+        """End the routing of this package from before it was loaded again."""
         other = getattr(torch.library, self._routed.mark, None)
         if other is not None and other is not self and other.package == self.package:
             other.end()

@@ -40,14 +40,14 @@ class LayerNormPackage(DescribedServer):
         digest = digest_of(folder, LAYER_NORM_SCHEMAS)
         self.ops = LayerNormOperators(digest, self._run, self._quick)
         self._node = layer_norm_node(layer_norm_forward, self._serve, self._quick)
-        # A class of its own, which a package gives the name by which pickle finds it.
+        # A class per package, under a name by which pickle finds it.
         members = {"_package": self, "__doc__": LayerNorm.__doc__}
         self.LayerNorm: type[LayerNorm] = type("LayerNorm", (LayerNorm,), members)
         installation = Installation(self._quick, self._route, "CUDA", folder, LAYER_NORM)
         self.install = installation.install
         self.uninstall = installation.uninstall
         self.installed = installation.installed
-        # One object: modules that it was patched into are of one class.
+        # One object, so that all modules that it is patched into share one class.
         self._patched_forward = lambda module, x: self.layer_norm(
             x, module.weight, module.bias, module.eps
         )
@@ -61,27 +61,27 @@ class LayerNormPackage(DescribedServer):
         *,
         residual: torch.Tensor | None = None,
     ) -> Any:
-        """torch.nn.functional.layer_norm over the last dimension, whose backward is
-        `layer_norm_backward`.
+        """torch.nn.functional.layer_norm over the last dimension, with `layer_norm_backward` as its
+        backward.
 
-        May be differentiated twice (create_graph=True), by PyTorch's own operators. Under
-        torch.compile it is one operator. DTensor, nested tensors, torch.func, forward-mode
-        differentiation and torch.jit.trace get PyTorch's own LayerNorm and its backward.
+        Under torch.compile it is one operator. Second derivatives (create_graph=True) use
+        PyTorch's own operators. DTensor, nested tensors, torch.func, forward-mode differentiation
+        and torch.jit.trace use PyTorch's own LayerNorm and its backward.
 
         Args:
             x: (..., N), bf16, fp16 or fp32.
-            weight: (N,) of x's dtype or fp32, or None for ones.
-            bias: as the weight, or None for zeros.
+            weight: (N,) in x's dtype or fp32, or None for ones.
+            bias: like the weight, or None for zeros.
             eps: added to the variance.
-            residual: of x's shape and any floating dtype. Then h = x + residual is what gets
-                normalised, in the residual's dtype. The gradient that comes back along h is added
-                to that of the norm by the kernel.
+            residual: in x's shape and any floating dtype. The norm is then that of
+                h = x + residual, which has the residual's dtype. The backward kernel adds the
+                gradient of h to that of the norm.
 
         Returns:
-            The result in x's dtype, computed in fp32; with a residual (y, h).
+            y in x's dtype, computed in fp32, or (y, h) with a residual.
 
         Raises:
-            TypeError, ValueError: for arguments that do not fit.
+            TypeError, ValueError: if the arguments do not fit together.
         """
         if not is_dynamo_compiling() and is_foreign(x):
             rows = x if residual is None else x + residual
@@ -123,41 +123,42 @@ class LayerNormPackage(DescribedServer):
         accumulate: bool = False,
         dw_dtype: torch.dtype | None = None,
     ) -> Results:
-        """The gradients of y = (x - mean) * rstd * weight + bias, where mean and rstd = 1 /
-        sqrt(var(x) + eps) are of each row.
+        """The gradients of y = (x - mean) * rstd * weight + bias, with the mean of each row and
+        rstd = 1 / sqrt(var(x) + eps).
 
-        No gradient flows through the results: asking for one raises RuntimeError. Everything runs
-        on the current stream, may be captured into a CUDA graph and never waits. Under
-        torch.compile and other tracers it becomes one operator. CPU and meta tensors are served by
-        the formula in PyTorch; what has no kernel here by PyTorch's kernel where it can, else by
-        the formula, with one warning per reason.
+        The results are not differentiable: asking for a gradient through them raises RuntimeError.
+        The call runs on the current stream, can be captured into a CUDA graph, and never
+        synchronises with the host. Under torch.compile and other tracers it is one operator. CPU
+        and meta tensors use the formula in PyTorch. If the package has no kernel for a call,
+        PyTorch's kernel serves it where it can, else the formula, with one warning per reason.
 
         Args:
-            dy: (..., N), bf16, fp16 or fp32, in any layout. What no kernel can read in place is
-                copied.
-            x: as dy, of its shape and dtype.
+            dy: (..., N), bf16, fp16 or fp32, in any layout. Layouts that kernels cannot read in
+                place are copied first.
+            x: shape and dtype of dy, in any layout.
             mean: fp32, one value per row, as the forward saved it.
-            rstd: as mean.
-            weight: (N,) of x's dtype or fp32; None for ones, and then there is no dw and no db
-                either.
-            dresidual: the gradient that reaches x past the norm, of x's shape and any floating
-                dtype. It is added to dx in fp32.
-            need_dx: False to leave out dx.
-            need_dw: False to leave out dw and db.
-            dw_out: (2, N), where dw and then db go, of the weight's dtype or fp32. The dw and db
-                returned are its rows.
-            accumulate: add dw and db to dw_out instead, in fp32 and in the same fixed order.
-            dw_dtype: torch.float32 for dw and db before their rounding to the weight's dtype.
+            rstd: like mean.
+            weight: (N,) in x's dtype or fp32, or None for ones. Without a weight there is no dw and
+                no db.
+            dresidual: the gradient of the residual stream, in x's shape and any floating dtype. It
+                is added to dx in fp32.
+            need_dx: False to skip dx.
+            need_dw: False to skip dw and db.
+            dw_out: a tensor (2, N) for dw and db, in the weight's dtype or fp32. Its rows are
+                returned as dw and db.
+            accumulate: add dw and db to dw_out instead of overwriting it, in fp32 and in a fixed
+                order.
+            dw_dtype: torch.float32 to get dw and db without rounding them to the weight's dtype.
 
         Returns:
-            (dx, dw, db), and with dresidual (dx, dw, db, dresidual_out). dx is contiguous, of x's
-                shape and dtype, or None. dw and db are (N,) of the weight's dtype, the rows of one
-                tensor, or None. dresidual_out is dx in dresidual's dtype, and dx itself when
-                that is x's.
+            (dx, dw, db), or (dx, dw, db, dresidual_out) with dresidual. dx is contiguous, in x's
+                shape and dtype, or None. dw and db are (N,) in the weight's dtype, the rows of one
+                tensor, or None. dresidual_out is dx in dresidual's dtype; it is dx itself if x has
+                the same dtype.
 
         Raises:
-            TypeError, ValueError: for arguments that do not fit.
-            LaunchError: when the driver refuses a launch.
+            TypeError, ValueError: if the arguments do not fit together.
+            LaunchError: if the driver refuses a launch.
         """
         if (
             mean is not None
@@ -187,19 +188,20 @@ class LayerNormPackage(DescribedServer):
     def graph_pass(
         self, how: str = "route", inductor_configs: Mapping[str, Any] | None = AUTOTUNED
     ) -> Pass:
-        """A pass over traced training graphs, as `graph_pass` of RMSNorm's packages. `route` gives
-        the backward of every LayerNorm to this package; `tag` marks forward and backward."""
+        """A pass over traced training graphs, like `graph_pass` of RMSNorm's packages. `route`
+        replaces the backward of every LayerNorm by this package's; `tag` marks forward and
+        backward."""
         return make_pass(self.ops, how, inductor_configs)
 
     def inductor_backend(self, **inductor_configs: Any) -> Callable[..., Any]:
-        """A backend for torch.compile: Inductor, but the backward of every torch.nn.LayerNorm is
-        this package's."""
+        """A backend for torch.compile: Inductor, with the backward of every torch.nn.LayerNorm
+        served by this package. inductor_configs: settings of torch._inductor.config."""
         return make_backend(self.ops, **inductor_configs)
 
     def patch(self, model: torch.nn.Module) -> list[str]:
-        """Serve the LayerNorms of a model: torch.nn.LayerNorm over one dimension, and subclasses of
-        it that are called …LayerNorm and compute the same on a few rows. Returns their names.
-        `unpatch(model)` takes it back."""
+        """Serve the LayerNorms of a model: torch.nn.LayerNorm over one dimension, and subclasses
+        whose name ends in LayerNorm, if they compute the same on a few rows. Returns their names.
+        `unpatch(model)` undoes it."""
         return replace_forwards(
             model, "LayerNorm", lambda m: self._patched_forward if _may_be_served(m) else None
         )

@@ -1,4 +1,4 @@
-"""RMSNorm as a module, in the place of torch.nn.RMSNorm."""
+"""RMSNorm as a module: a drop-in for torch.nn.RMSNorm."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from .rms_norm import Norm
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch.nn.RMSNorm, with its arguments and its state dict, run by this package. The result has
-    x's dtype.
+    """A torch.nn.RMSNorm that this package runs, with the same arguments and state dict. The result
+    has x's dtype.
 
     Args:
         weight_offset: a number added to the weight in fp32, for models that store w - 1. The weight
-            starts at 1 - weight_offset.
-        main_grad: for trainers that accumulate gradients in a buffer, as Megatron does. The kernel
-            adds dw to weight.main_grad (fp32, or of the weight's dtype), or stores it there where
-            weight.overwrite_main_grad is set. The buffer must be there when the backward runs.
+            is initialised to 1 - weight_offset.
+        main_grad: for trainers that accumulate gradients in a buffer, such as Megatron. The kernel
+            adds dw to weight.main_grad (fp32, or the weight's dtype), or stores it there if
+            weight.overwrite_main_grad is set. The buffer must exist when the backward runs.
             torch.compile runs such a norm outside its graphs.
-        batch_invariant: bits that do not depend on the batch. The norm is then of the class that
-            `normforge.batch_invariant` has. Raises RuntimeError where there are no such kernels.
+        batch_invariant: use kernels whose bits do not depend on the batch. The norm is then an
+            RMSNorm of `normforge.batch_invariant`. Raises RuntimeError if there are none.
 
-    With main_grad, where the weight has an attribute grad_added_to_main_grad, that becomes True and
-    the gradient that autograd sees is a dummy: zeros where weight.zero_out_wgrad is set, else
-    memory as it comes. Otherwise autograd sees none.
+    With main_grad, and if the weight has an attribute grad_added_to_main_grad, that is set to True
+    and autograd gets a dummy gradient: zeros if weight.zero_out_wgrad is set, else uninitialised
+    memory. Without the attribute, autograd gets no gradient.
     """
 
     _package_norm: ClassVar[Norm]
-    """Of the package: every one has a subclass of this class."""
+    """The norm of the package. Every package has a subclass of this class."""
     _package_invariant: ClassVar[bool] = False
     """Whether its kernels are batch-invariant."""
     weight_offset: float = 0.0
     main_grad: bool = False
     _simple: bool = False
-    """One normalised dimension and a weight, whose shape the package checks against x's."""
+    """One normalised dimension and a weight. The package then checks the shape itself."""
 
     def __new__(cls, *given: Any, batch_invariant: bool = False, **options: Any) -> Any:
         if not batch_invariant or cls._package_invariant:
@@ -74,7 +74,7 @@ class RMSNorm(torch.nn.RMSNorm):
             torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """y; with a residual (y, x + residual), see `rms_norm`."""
+        """y, or (y, x + residual) with a residual; see `rms_norm`."""
         if self._simple:
             return self._package_norm.rms_norm(
                 x, self.weight, self.eps, weight_offset=self.weight_offset, residual=residual
@@ -110,10 +110,10 @@ def invariant_class() -> type[RMSNorm]:
 
 
 def flat(shape: tuple[int, ...], x: Any, *others: torch.Tensor | None) -> tuple[Any, ...]:
-    """All tensors with one dimension in the place of those that are normalised. Raises ValueError
-    where x has others."""
+    """The tensors with their normalised dimensions flattened into one. Raises ValueError if x does
+    not end in these dimensions."""
     dims = len(shape)
-    # torch.fx traces with what is no tensor.
+    # torch.fx traces with objects that are not tensors.
     if isinstance(x, torch.Tensor) and x.shape[-dims:] != shape:
         raise ValueError(
             f"x must have shape (..., {', '.join(map(str, shape))}), got {tuple(x.shape)}"
@@ -124,7 +124,7 @@ def flat(shape: tuple[int, ...], x: Any, *others: torch.Tensor | None) -> tuple[
 
 
 def like(x: Any, results: Any, shape: tuple[int, ...]) -> Any:
-    """The results of `flat` rows, one tensor or several, with the dimensions of x."""
+    """Results for `flat` rows, one tensor or several, in the shape of x."""
     if len(shape) == 1:
         return results
     if isinstance(results, tuple):

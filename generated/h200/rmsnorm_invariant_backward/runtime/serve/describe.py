@@ -1,4 +1,4 @@
-"""What a package says about itself: what it was tuned for, and which kernel serves a shape."""
+"""What a package knows about itself: its target, and which kernel serves a shape."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .server import Server
 
 
 class DescribedServer(Server):
-    """A server that explains its choices. Needs no GPU for that."""
+    """A server that explains its choices, also without a GPU."""
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """The target, and for every tuned shape how its kernel was found and checked."""
+        """The target, and how the kernel of every tuned shape was found and checked."""
         shapes = {
             entry.shape: {
                 **entry.provenance,
@@ -38,16 +38,26 @@ class DescribedServer(Server):
         offset: bool = False,
         residual: str | torch.dtype | None = None,
     ) -> dict[str, Any]:
-        """Which kernel serves M contiguous, aligned rows of N columns on this package's GPU, why,
-        and what is known about it. Needs no GPU.
+        """Which kernel serves M contiguous, aligned rows of N columns on this package's GPU, and
+        why. Needs no GPU.
 
-        dtype, weight_dtype: a torch dtype or bf16, fp16, fp32; the weight's is x's by default.
-        offset, residual: ask for a kernel that adds a weight_offset itself, or a dresidual of that
-        dtype. Where there is none (how is `none`), the call composes the option around a plain one.
-        Keys: shape, gpu, how (tuned, nearest, fallback or none), reason; with a kernel also kernel,
-        source (None for a fallback), strategy, determinism (its class), evidence and launch; with a
-        tuned one also
-        tuned_shape and provenance (time, tie set, checks passed, study, date, …).
+        Args:
+            M: rows, at least 1.
+            N: columns, at least 1.
+            dtype: a torch dtype, or "bf16", "fp16" or "fp32".
+            weight_dtype: likewise; by default that of x.
+            offset: ask for a kernel that itself adds a weight_offset.
+            residual: ask for a kernel that itself adds a dresidual of this dtype. If there is none
+                (`how` is "none"), a call adds the option around a plain kernel.
+
+        Returns:
+            A dict with shape, gpu, how ("tuned", "nearest", "fallback" or "none") and reason. If
+                there is a kernel, also kernel, source (None for a fallback), strategy, determinism
+                (its class), evidence and launch. If it was tuned, also tuned_shape and provenance
+                (time, tied configs, checks passed, study, date and so on).
+
+        Raises:
+            ValueError: for an impossible shape or dtype.
         """
         name = dtype_name(dtype)
         weight_name = name if weight_dtype is None else dtype_name(weight_dtype)

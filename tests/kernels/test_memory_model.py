@@ -1,0 +1,253 @@
+"""PTX's memory model forbids the bad outcome of every protocol, and allows it of weaker ones.
+
+The protocols are in tests/support/protocols, the checker in tests/support/ptx_memory_model.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.pages import pages
+from tests.support.litmus import Event
+from tests.support.primitives import bodies, calls, event, instructions
+from tests.support.protocols import PROTOCOLS, protocol
+from tests.support.protocols.protocol import Protocol
+from tests.support.protocols.stages import refill_in_cluster, row_sums
+from tests.support.ptx_memory_model import Model, executions, find
+
+WEAKENINGS = [(name, what) for name, p in PROTOCOLS.items() for what in p.weakenings]
+HARMLESS = [(name, what) for name, p in PROTOCOLS.items() for what in p.harmless]
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_the_bad_outcome_is_forbidden(name: str) -> None:
+    checked = PROTOCOLS[name]
+    assert next(executions(checked.program), None), "not even the good outcome is allowed"
+    found = find(checked.program, checked.bad)
+    assert found is None, f"{checked.bad_outcome}: {found}"
+
+
+@pytest.mark.parametrize(("name", "weakening"), WEAKENINGS)
+def test_the_bad_outcome_of_a_weaker_protocol_is_found(name: str, weakening: str) -> None:
+    checked = PROTOCOLS[name]
+    assert find(checked.weakenings[weakening](checked.program), checked.bad) is not None
+
+
+@pytest.mark.parametrize(("name", "weakening"), HARMLESS)
+def test_a_weakening_that_the_model_forgives(name: str, weakening: str) -> None:
+    """What it makes weaker is not what the order rests on, or is there for other reasons."""
+    checked = PROTOCOLS[name]
+    assert find(checked.harmless[weakening](checked.program), checked.bad) is None
+
+
+@pytest.mark.parametrize(
+    ("exchange", "read", "early"), [(row_sums, "sum of A", 2), (refill_in_cluster, "first", 2)]
+)
+def test_clusters_rest_on_what_a_sender_did_before_it_sent(
+    exchange: Callable[[bool], Protocol], read: str, early: int
+) -> None:
+    """To use a buffer or a stage again behind an exchange of row sums, one step is assumed.
+
+    The complete-tx of st.async is a release at cluster scope. Other releases cover what their
+    thread did before. Of bulk copies the ISA denies that ("Asynchronous Operations"); of st.async
+    it says nothing. Were it denied there as well, a read could be overtaken by a store that follows
+    it, and see what is sent or copied next. That a sum arrives before it is read needs no more.
+    """
+    assumed, denied = exchange(True), exchange(False)
+    assert find(assumed.program, assumed.bad) is None
+    assert {found.values[read] for found in executions(denied.program)} == {1, early}
+
+
+def test_turns_need_the_fence_before_a_copy_in_the_strict_reading_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked, weakening = PROTOCOLS["`bulk_reduce` in turns"], "no proxy fence before B's bulk copy"
+    program = checked.weakenings[weakening](checked.program)
+    assert find(program, checked.bad)
+    monkeypatch.setattr(Model, "acts_for", lambda model, access, fence: True)
+    assert find(program, checked.bad) is None
+
+
+def test_the_page_says_how_large_programs_are() -> None:
+    for checked in PROTOCOLS.values():
+        threads = checked.program.threads
+        assert len({thread.cta for thread in threads}) <= 3
+        assert max(Counter((t.cta, t.launch) for t in threads).values()) <= 3
+        assert max(thread.launch for thread in threads) < 3
+
+
+def test_the_page_says_what_was_checked() -> None:
+    """The table in docs/determinism.md."""
+    rows = [
+        f"| {name} | {p.bad_outcome} | {len(p.weakenings)} | {'; '.join(p.harmless)} |"
+        for name, p in PROTOCOLS.items()
+    ]
+    page = next(page for page in pages() if page.name == "determinism.md").read_text()
+    table = "\n".join(row.replace("|  |", "| |") for row in rows)
+    assert table in page, f"the table should be\n{table}"
+
+
+# -- What ties the protocols to the source --
+
+EMITS = {
+    "load_workspace": "ld.relaxed.gpu.global.v4.f32",
+    "store_workspace": "st.global.v4.f32",
+    "store_workspace_word": "st.global.f32",
+    "add_workspace": "red.relaxed.gpu.global.add.v4.f32",
+    "send_words": "st.relaxed.gpu.global.v4.f32",
+    "receive_words": "ld.relaxed.gpu.global.v4.f32",
+    "empty_words": "st.relaxed.gpu.global.v4.f32",
+    "load_acquire": "ld.acquire.gpu.global.u32",
+    "load_relaxed": "ld.relaxed.gpu.global.u32",
+    "store_release": "st.release.gpu.global.u32",
+    "store_relaxed": "st.relaxed.gpu.global.u32",
+    "take_ticket": "atom.acq_rel.gpu.global.add.u32",
+    "read_acquire": "ld.acquire.gpu.global.u64",
+    "read_relaxed": "ld.relaxed.gpu.global.u64",
+    "book_relaxed": "red.relaxed.gpu.global.add.u64",
+    "book_in_order": "atom.acq_rel.gpu.global.add.u64",
+    "book_and_read": "atom.relaxed.gpu.global.add.u64",
+    "load_shared": "ld",
+    "load_shared4": "ld",
+    "load_shared_word": "ld",
+    "load_shared_packet": "ld.shared.u16",
+    "store_shared4": "st",
+    "store_shared_word": "st",
+    "warp_barrier": "bar.warp.sync",
+    "cta_barrier": "bar.sync",
+    "named_barrier": "bar.sync",
+    "mbarrier_expect": "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64",
+    "mbarrier_wait": "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64",
+    "mbarrier_wait_cluster": "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64",
+    "bulk_load": "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes",
+    "bulk_store": "cp.async.bulk.global.shared::cta.bulk_group",
+    "bulk_add": "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32",
+    "bulk_wait_written": "cp.async.bulk.wait_group",
+    "fence_async_shared": "fence.proxy.async.shared::cta",
+    "fence_async_global": "fence.proxy.async.global",
+    "store_cluster": "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32",
+}
+"""By primitive, the PTX that its event stands for. Plain C++ is a weak ld or st."""
+
+
+@pytest.mark.parametrize("primitive", EMITS)
+def test_a_primitive_emits_what_its_event_stands_for(primitive: str) -> None:
+    assert instructions(primitive)[0] == EMITS[primitive]
+
+
+def test_every_event_of_a_protocol_is_a_primitive_of_the_table() -> None:
+    folder = Path(protocol.__file__).parent
+    source = "".join(path.read_text() for path in sorted(folder.glob("*.py")))
+    used = set(re.findall(r"(?:event|sends|bulk_out)\(\s*(?:\*\(\s*)?\"(\w+)\"", source))
+    used |= set(re.findall(r"\"(bulk_\w+)\"", source)) | {"bulk_load", "store_cluster"}
+    assert used - {"A", "B", "C"} == set(EMITS)
+
+
+@pytest.fixture
+def edited() -> Iterator[dict[str, str]]:
+    """The bodies of the primitives, to be changed."""
+    instructions.cache_clear()
+    kept = dict(bodies())
+    yield bodies()
+    bodies().update(kept)
+    instructions.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("primitive", "old", "new", "changed"),
+    [
+        ("take_ticket", "acq_rel", "relaxed", {"order": "relaxed"}),
+        ("store_release", ".gpu", ".cta", {"scope": "cta"}),
+        ("load_workspace", ".relaxed.gpu", "", {"order": "weak"}),
+        ("bulk_wait_written", "wait_group", "wait_group.read", {"full": False}),
+        ("fence_async_global", ".global", ".shared::cta", {"place": "shared"}),
+        ("book_and_read", "atom", "red", {"returns": False}),
+    ],
+)
+def test_a_weaker_instruction_makes_a_weaker_event(
+    primitive: str, old: str, new: str, changed: dict[str, object], edited: dict[str, str]
+) -> None:
+    def seen() -> Event:
+        instructions.cache_clear()
+        return event(primitive, "event")
+
+    assert {name: getattr(seen(), name) for name in changed} != changed
+    edited[primitive] = edited[primitive].replace(old, new)
+    assert {name: getattr(seen(), name) for name in changed} == changed
+
+
+WORDS = ["store_shared_word", "store_shared_word", "cta_barrier"]
+WORDS += ["load_shared_word", "load_shared_word"]  # of finish_slices: its broadcast of two words
+SEND = ["store_partials", "store_shared4", "fence_async_shared", "cta_barrier"]
+LANDED = ["bulk_commit", "bulk_wait_written", "fence_async_global"]
+ZERO = ["load_workspace", "store_workspace", "store_relaxed"]
+FETCH = ["mbarrier_expect", "bulk_load", "bulk_load", "bulk_load"]
+FRAGMENTS = {
+    ("dw_context", "broadcast"): [
+        *("store_shared_word", "cta_barrier", "load_shared_word", "cta_barrier")
+    ],
+    ("dw_separate", ""): ["allow_dependents", "store_row_of", "wait_for_primary"],
+    ("dw_groups_separate", ""): ["allow_dependents", "wait_for_primary"],
+    ("dw_last_cta", "finish"): ["store_row_of", "last_of", "store_workspace_word", "last_of"],
+    ("dw_last_cta", "last_of"): ["cta_barrier", "take_ticket", "store_relaxed", "broadcast"],
+    ("dw_atomic", "finish"): [
+        *("store_partials", "add_workspace", "cta_barrier", "take_ticket", "broadcast", *ZERO)
+    ],
+    ("dw_bulk_free", "finish"): [*SEND, "bulk_add", *LANDED, "take_ticket", "broadcast", *ZERO],
+    ("dw_semaphore", "finish"): [
+        *("store_partials", "await", "load_workspace", "store_workspace", "pass", "add_group")
+    ],
+    ("dw_bulk_turns", "finish"): [
+        *(*SEND, "load_acquire", "fence_async_global", "bulk_add", "bulk_store", *LANDED),
+        *("store_release", "cta_barrier", "add_group", "load_workspace"),
+    ],
+    ("turns", "begin"): ["take_ticket", "broadcast"],
+    ("turns", "await"): ["load_acquire", "cta_barrier"],
+    ("turns", "pass"): ["cta_barrier", "store_release"],
+    ("turns", "reset"): ["store_relaxed"],
+    ("turns", "add_group"): ["await", "load_workspace", "store_workspace", "reset", "pass"],
+    ("dw_column_slices", "finish"): ["store_row_of", "book_in_order", "read_acquire"],
+    ("dw_groups_column_slices", "finish"): [
+        *("cta_barrier", "book_in_order", "await", "read_acquire"),
+        *(*WORDS, "broadcast", "take_over"),
+    ],
+    ("last_arrived", "begin"): ["book_relaxed"],
+    ("last_arrived", "await"): ["look", "book_and_read", "store_relaxed", "book_relaxed"],
+    ("last_arrived", "take_over"): ["load_relaxed", "store_relaxed", "book_relaxed"],
+    ("last_arrived", "finish_slices"): [
+        *("cta_barrier", "arrive", "await", *WORDS, "broadcast", "take_over")
+    ],
+    ("dw_mailbox", "announce"): ["book_and_read_later"],
+    ("dw_mailbox", "finish"): ["each_partial", "send_words", "book_and_read", "read_relaxed"],
+    ("dw_mailbox", "await"): ["receive_words", "empty_words"],
+    ("sum_slice", "load"): ["load_workspace"],
+    ("partial_dw", "store_partials"): [
+        *("cta_barrier", "store_shared4", "store_shared", "store_shared", "cta_barrier")
+    ],
+    ("rows_bulk", "fetch"): FETCH,
+    ("rows_bulk", "await"): ["mbarrier_wait"],
+    ("rows_bulk", "refill"): ["fence_async_shared", "fetch"],
+    ("rows_bulk_group", "fetch"): FETCH,
+    ("rows_bulk_group", "refill"): ["fence_async_shared", "fetch"],
+    ("runs", "arrive"): ["mbarrier_expect"],
+    ("runs", "wait"): ["mbarrier_wait"],
+    ("runs", "end_run"): ["add_written", "store_shared4", "team_barrier", "arrive"],
+    ("runs", "add_written"): ["wait", "load_shared4"],
+    ("row_sum", "team_barrier"): ["warp_barrier", "cta_barrier", "named_barrier"],
+    ("row_sum_cluster", "send"): [
+        *("mbarrier_expect", "warp_barrier", "store_cluster", "cluster_rank")
+    ],
+    ("row_sum_cluster", "receive"): ["mbarrier_wait_cluster"],
+}
+"""By fragment and function ("": all of it), the primitives and helpers that it calls."""
+
+
+@pytest.mark.parametrize(("fragment", "function"), FRAGMENTS)
+def test_a_fragment_calls_what_its_protocol_says(fragment: str, function: str) -> None:
+    """In the order of its text. A change here asks for the same change of the protocol."""
+    assert calls(fragment, function) == FRAGMENTS[fragment, function]
