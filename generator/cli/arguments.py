@@ -8,10 +8,12 @@ import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from generator.errors import NormforgeError
+from generator.paths import REPOSITORY
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -37,6 +39,15 @@ class CommandLine(argparse.ArgumentParser):
                 hint = f": did you mean '{near[0]}'?" if near else f"; see {self.prog} --help"
                 raise NormforgeError(f"there is no option '{name}'{hint}")
         return self.parse_args(argv)
+
+
+def program_version() -> str:
+    try:
+        return version("normforge")
+    except PackageNotFoundError:  # a checkout that was not installed
+        project = (REPOSITORY / "pyproject.toml").read_text()
+        found = re.search(r'^version = "(.+)"$', project, re.MULTILINE)
+        return found[1] if found else "unknown"
 
 
 def positive_number(text: str) -> int:

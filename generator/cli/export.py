@@ -1,11 +1,18 @@
-"""`tune.py export`: a package in the form that other tools load."""
+"""`tune.py export`: a package, or the trials of a shape, in the form that other tools load."""
 
 from __future__ import annotations
 
-from generator.cli.arguments import CommandLine, folder_name
+import argparse
+import json
+from pathlib import Path
+
+from generator.cli.arguments import CommandLine, folder_name, program_version
+from generator.cli.look import find_study, name_studies
+from generator.errors import NormforgeError
 from generator.package.hub.export import export_package
 from generator.paths import GENERATED
-from generator.problem import RMSNORM_BACKWARD, SUMS
+from generator.problem import Problem
+from generator.report.other_tuners import kernel_tuner, t4
 from generator.target import find_target
 
 
@@ -14,31 +21,48 @@ def export(argv: list[str]) -> int:
     parser = CommandLine(
         prog="tune.py export",
         description="Write a package as a repository of Hugging Face's kernels: get_kernel and "
-        "kernelize load it, and it needs PyTorch alone.",
+        "kernelize load it, and it needs PyTorch alone. Or write the trials of a shape as T4 "
+        "results or as a cache file of Kernel Tuner, for the tools that read those.",
     )
-    parser.add_argument(
+    form = parser.add_mutually_exclusive_group(required=True)
+    form.add_argument(
         "--hf",
         type=folder_name,
         metavar="FOLDER",
-        required=True,
-        help="where it is written: a new or empty folder, or an earlier export, which it replaces",
+        help="where the package is written: a new or empty folder, or an earlier export, which it "
+        "replaces",
     )
-    parser.add_argument(
-        "--gpu", help="the GPU that the package was tuned for (default: h200, or that of --out)"
-    )
-    parser.add_argument(
-        "--op",
-        choices=list(SUMS),
-        default=RMSNORM_BACKWARD,
-        help="the operation (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--out", type=folder_name, help="the output folder of the run (default: generated/<gpu>)"
-    )
+    for name in ("--t4", "--kernel-tuner"):
+        form.add_argument(
+            name, type=folder_name, metavar="FILE", help="a new file for the trials of --shape"
+        )
+    name_studies(parser)
+    parser.add_argument("--shape", help="MxN:dtype[:weight dtype], of the trials")
     args = parser.parse(argv)
+    if args.hf is None:
+        return _export_trials(args)
+    if args.shape is not None or args.storage is not None:
+        raise NormforgeError("--shape and --storage belong to trials, not to --hf")
     if args.gpu is not None:
         find_target(args.gpu)
     output = args.out or GENERATED / (args.gpu or "h200")
     table = export_package(output / args.op, args.hf, args.gpu)
     print(f"Repository: {args.hf}, for {table.target['title']}")
+    return 0
+
+
+def _export_trials(args: argparse.Namespace) -> int:
+    if args.shape is None:
+        raise NormforgeError("trials are those of a shape: write --shape 4096x4096:bf16")
+    study = find_study(args, Problem.parse(args.shape, args.op))
+    file: Path = args.t4 or args.kernel_tuner
+    content = t4(study, program_version()) if args.t4 else kernel_tuner(study)
+    try:
+        with file.open("x", encoding="utf-8") as to:
+            to.write(json.dumps(content, indent=1) + "\n")
+    except FileExistsError:
+        raise NormforgeError(f"{file} exists already: name a new file") from None
+    except OSError as error:
+        raise NormforgeError(f"cannot write {file} ({error.strerror}): name another") from error
+    print(f"{len(study.records)} trials: {file}")
     return 0

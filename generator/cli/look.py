@@ -41,7 +41,8 @@ def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study]
     return studies, shown(where)
 
 
-def _name_studies(parser: CommandLine) -> None:
+def name_studies(parser: CommandLine) -> None:
+    """The options that `find_study` and the commands here read."""
     parser.add_argument("--gpu", help="only this GPU; without --out and --storage generated/<gpu>")
     parser.add_argument(
         "--op",
@@ -53,13 +54,27 @@ def _name_studies(parser: CommandLine) -> None:
     parser.add_argument("--storage", type=storage_url, help="the Optuna storage URL of the run")
 
 
+def find_study(args: argparse.Namespace, problem: Problem) -> Study:
+    """The study of one problem. Raises NormforgeError where there is none."""
+    studies, place = _studies(args, importance=False)
+    asked = summaries(studies, place, args.op)
+    if len(asked) > 1:
+        raise NormforgeError(f"{place} has several GPUs: name one with --gpu")
+    study = next((s for s in asked[0].studies if s.problem == problem), None)
+    if study is None:
+        known = get_close_matches(str(problem), [str(s.problem) for s in asked[0].studies])
+        hint = f"; near it are {', '.join(known)}" if known else ""
+        raise NormforgeError(f"{place} has no study of {problem}{hint}")
+    return study
+
+
 def report(argv: list[str]) -> int:
     """`tune.py report`: a page for every GPU, and the same as text."""
     parser = CommandLine(
         prog="tune.py report",
         description="Write what the studies say as one HTML page per GPU, and print it as text.",
     )
-    _name_studies(parser)
+    name_studies(parser)
     parser.add_argument(
         "--html",
         type=folder_name,
@@ -88,7 +103,7 @@ def explain(argv: list[str]) -> int:
         prog="tune.py explain",
         description="Say why a kernel won a shape, or why the config given by --config did not.",
     )
-    _name_studies(parser)
+    name_studies(parser)
     parser.add_argument("--shape", help="MxN:dtype[:weight dtype]")
     parser.add_argument("stray", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument(
@@ -105,15 +120,7 @@ def explain(argv: list[str]) -> int:
     problem = Problem.parse(args.shape, args.op)
     space = load_space(args.space or space_file(args.op))
     given = parse_config(args.config, space) if args.config is not None else None
-    studies, place = _studies(args, importance=False)
-    asked = summaries(studies, place, args.op)
-    if len(asked) > 1:
-        raise NormforgeError(f"{place} has several GPUs: name one with --gpu")
-    study = next((s for s in asked[0].studies if s.problem == problem), None)
-    if study is None:
-        known = get_close_matches(str(problem), [str(s.problem) for s in asked[0].studies])
-        hint = f"; near it are {', '.join(known)}" if known else ""
-        raise NormforgeError(f"{place} has no study of {problem}{hint}")
+    study = find_study(args, problem)
     why = Explanation(study, space, replace(find_target(study.gpu), sms=study.sms))
     verdict = why.why_not(given) if given is not None else None
     served = ask_package((args.out or GENERATED / study.gpu) / args.op, problem)

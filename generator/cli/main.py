@@ -10,8 +10,11 @@ Looking at what a run left behind (each has a --help of its own):
   python tune.py report --gpu h200
   python tune.py explain --gpu h200 --shape 4096x4096:bf16 --config strategy=last_cta
 
-Taking its package elsewhere, as a repository of Hugging Face's kernels:
+Taking its package elsewhere, as a repository of Hugging Face's kernels, or the trials of a shape to
+tools that read T4 results or cache files of Kernel Tuner:
   python tune.py export --gpu h200 --hf FOLDER
+  python tune.py export --gpu h200 --shape 4096x4096:bf16 --t4 FILE
+  python tune.py export --gpu h200 --shape 4096x4096:bf16 --kernel-tuner FILE
 """
 
 from __future__ import annotations
@@ -19,10 +22,8 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import re
 import sys
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from generator.cli.arguments import (
@@ -31,11 +32,11 @@ from generator.cli.arguments import (
     folder_name,
     positive_number,
     positive_seconds,
+    program_version,
     storage_url,
 )
 from generator.errors import NormforgeError
 from generator.package.fallback_kernels import FALLBACKS
-from generator.paths import REPOSITORY
 from generator.problem import RMSNORM_BACKWARD, SUMS, load_problems
 from generator.search.budget import TRIALS
 from generator.space.load import load_space, space_file
@@ -43,15 +44,6 @@ from generator.target import find_target
 
 COMMANDS = ("explain", "export", "report")
 """First words of the commands that tune nothing; see their --help."""
-
-
-def _version() -> str:
-    try:
-        return version("normforge")
-    except PackageNotFoundError:  # a checkout that was not installed
-        project = (REPOSITORY / "pyproject.toml").read_text()
-        found = re.search(r'^version = "(.+)"$', project, re.MULTILINE)
-        return found[1] if found else "unknown"
 
 
 def parser() -> CommandLine:
@@ -62,7 +54,7 @@ def parser() -> CommandLine:
     _what(found.add_argument_group("what is tuned"))
     _how(found.add_argument_group("how long, and on which GPUs"))
     _where(found.add_argument_group("where results go"))
-    found.add_argument("--version", action="version", version=f"normforge {_version()}")
+    found.add_argument("--version", action="version", version=f"normforge {program_version()}")
     return found
 
 

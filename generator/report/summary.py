@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from statistics import geometric_mean, mean
+from statistics import geometric_mean
 
 from generator.errors import NormforgeError
 from generator.kernels.strategies import determinism_class
@@ -43,8 +43,9 @@ REASONS = 8
 
 @dataclass(frozen=True)
 class Knob:
-    """How much a knob decided. share: mean over the studies; most: the study where it was largest;
-    winning: values of the winners with their numbers, commonest first."""
+    """How much a knob decided. share: mean over the studies, 0 where it means nothing; most: the
+    study where it was largest; winning: values of the winners with their numbers, commonest
+    first."""
 
     name: str
     share: float
@@ -208,6 +209,7 @@ class Summary:
         for study in self.studies:
             for name, share in study.importance.items():
                 shares[name].append((share, str(study.problem)))
+        studies = sum(bool(study.importance) for study in self.studies)
         found = []
         for name, entries in shares.items():
             values = Counter(
@@ -216,7 +218,7 @@ class Summary:
                 if study.winner and name in study.winner.config
             )
             most, most_at = max(entries)
-            share = mean(share for share, _ in entries)
+            share = sum(share for share, _ in entries) / studies
             found.append(Knob(name, share, most, most_at, tuple(values.most_common())))
         return sorted(found, key=lambda knob: -knob.share)
 

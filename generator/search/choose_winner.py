@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -85,7 +85,6 @@ def choose(
     among them, unless it needs one launch more than another. With a preference equal are those
     within its tie, and the one that it agrees with most wins, of several the fastest.
     """
-    tie = preference.tie if preference else TIE
     times = {
         place: result.ratio
         for place, (config, result) in enumerate(finals)
@@ -93,11 +92,54 @@ def choose(
     }
     if not times:
         return None
-    first = min(times, key=times.__getitem__)
-    best, (fastest, fastest_result) = times[first], finals[first]
+    tied = _tied(finals, times, rank, preference)
+    winner, best = tied[0], min(times.values())
+    tie = preference.tie if preference else TIE
 
-    def behind(place: int) -> str:
+    def late(place: int) -> str:
         return f"{times[place] / best - 1:.1%} behind the fastest"
+
+    def reason(place: int, otherwise: str) -> str:
+        saved = times[place] > best * (1 + tie)
+        return f"{late(place)}, in one launch instead of two" if saved else otherwise
+
+    before = ""
+    place = next((p for p, (config, _) in enumerate(finals) if config == incumbent), None)
+    if place in tied:
+        if launches(finals[place][0]) == launches(finals[winner][0]):
+            stays = reason(place, f"not beaten by more than {100 * tie:g} %")
+            return Choice(place, tied, f"the incumbent: {stays}")
+        before = "counts as fast as the incumbent, in one launch instead of two: "
+    elif place in times:
+        gap = times[place] / times[winner] - 1
+        before = f"beat the incumbent by {gap:.1%}: "
+        if gap <= 0:
+            before = f"the incumbent is {late(place)}: "
+    elif place is not None:
+        before = f"the incumbent failed in the finals ({finals[place][1].outcome}): "
+    if len(tied) == 1:
+        found = f"fastest of {len(times)} finalists that may win"
+    else:
+        first = (
+            "most like winners on measured GPUs"
+            if preference
+            else "first in the order of the space"
+        )
+        found = f"{first} of {len(tied)} finalists that count as equal"
+    return Choice(winner, tied, before + reason(winner, found))
+
+
+def _tied(
+    finals: Sequence[tuple[Config, Result]],
+    times: Mapping[int, float],
+    rank: Callable[[Config], tuple[int, ...]],
+    preference: Preference | None,
+) -> tuple[int, ...]:
+    """Places of the finalists that count as equal, the one that wins first. times: ratios of those
+    that may win, by their places."""
+    tie = preference.tie if preference else TIE
+    first = min(times, key=times.__getitem__)
+    fastest, fastest_result = finals[first]
 
     def order(place: int) -> tuple[object, ...]:
         config = finals[place][0]
@@ -108,36 +150,8 @@ def choose(
     near = [
         place
         for place, ratio in times.items()
-        if ratio <= best * (1 + slack(fastest_result, finals[place][0], fastest, tie))
+        if ratio <= times[first] * (1 + slack(fastest_result, finals[place][0], fastest, tie))
     ]
     fewest = min(launches(finals[place][0]) for place in near)
     leading = min(times[place] for place in near if launches(finals[place][0]) == fewest)
-    tied = sorted((place for place in near if times[place] <= leading * (1 + tie)), key=order)
-    before = ""
-    for place, (config, result) in enumerate(finals):
-        if config != incumbent:
-            continue
-        if place in tied and launches(config) == launches(finals[tied[0]][0]):
-            stays = f"not beaten by more than {100 * tie:g} %"
-            if times[place] > best * (1 + tie):
-                stays = f"{behind(place)}, in one launch instead of two"
-            return Choice(place, tuple(tied), f"the incumbent: {stays}")
-        if place in tied:
-            before = "counts as fast as the incumbent, in one launch instead of two: "
-        elif place in times:
-            gap = times[place] / times[tied[0]] - 1
-            before = f"beat the incumbent by {gap:.1%}: "
-            if gap <= 0:
-                before = f"the incumbent is {behind(place)}: "
-        else:
-            before = f"the incumbent failed in the finals ({result.outcome}): "
-    if times[tied[0]] > best * (1 + tie):
-        reason = f"{behind(tied[0])}, in one launch instead of two"
-    elif len(tied) == 1:
-        reason = f"fastest of {len(times)} finalists that may win"
-    else:
-        first_in = "first in the order of the space"
-        if preference:
-            first_in = "most like winners on measured GPUs"
-        reason = f"{first_in} of {len(tied)} finalists that count as equal"
-    return Choice(tied[0], tuple(tied), before + reason)
+    return tuple(sorted((p for p in near if times[p] <= leading * (1 + tie)), key=order))

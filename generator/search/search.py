@@ -34,7 +34,7 @@ from generator.search.proposals import Proposals, warm_starts
 from generator.search.resume import Known, still_made, up_to_date
 from generator.search.sampler import LegalSampler, NothingLeftError, distributions
 from generator.space.legal_configs import LegalConfigs, Values
-from generator.studies.records import Record, Winner, plain_floor, study_name
+from generator.studies.records import Record, Winner, plain_floor, study_names
 from generator.studies.study_log import StudyLog, stored_winners
 
 WARM_STARTS = 6
@@ -66,8 +66,8 @@ def search_problem(
     winner it has, and nothing is measured. Raises NormforgeError when no config is legal for the
     problem or the storage fails.
     """
-    name = study_name(legal.problem, legal.target, evaluator.evidence, legal.space)
-    log = StudyLog(storage, name)
+    name, *older = study_names(legal.problem, legal.target, evaluator.evidence, legal.space)
+    log = StudyLog(storage, name, older)
     trials = log.trials()
     known = up_to_date(trials, legal.problem, pool)
     winner = log.winner
@@ -220,7 +220,7 @@ class _Search:
                 trials=len(self.records),
                 counts=self._counts(),
                 study=self.log.name,
-                space_hash=self.legal.space.hash,
+                space_hash=self.log.name.rpartition(":")[2],
                 reason=choice.reason + expected_error(final.result),
                 date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             )

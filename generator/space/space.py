@@ -120,13 +120,22 @@ class Space:
             )
         return None
 
-    @cached_property
-    def hash(self) -> str:
-        """Twelve hex digits over knobs, values and rules (not over the prose)."""
+    def hashes(self, problem: Problem) -> tuple[str, ...]:
+        """Twelve hex digits over knobs, values and rules (not over the prose) and what is fixed for
+        a problem; then those of older studies, over all that `fixed` had before its last ones."""
+        own = self._fixed_entry(problem)
+        if own is None:
+            return (self._hash(),)
+        counts = range(len(self.fixed), self.fixed.index(own), -1)
+        older = [self._hash([astuple(entry) for entry in self.fixed[:count]]) for count in counts]
+        return (self._hash(own.knobs), *older)
+
+    def _hash(self, *fixed: object) -> str:
         content = [
             [(k.name, k.values, k.when and k.when.text, k.otherwise) for k in self.knobs],
             [(r.id, r.require.text) for r in self.rules],
-        ] + [[astuple(f) for f in self.fixed]] * bool(self.fixed)
+            *fixed,
+        ]
         return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
 
     @cached_property
@@ -167,6 +176,16 @@ class Space:
                 value = knob.values[0]
             names[knob.name] = value
         return {knob.name: names[knob.name] for knob in self.knobs}
+
+    def meaningful(self, config: Config, problem: Problem, target: Target) -> set[str]:
+        """The knobs that mean anything in a config; those that it lacks have `otherwise`."""
+        names = Names(problem, target, True)
+        found = set()
+        for knob in self.knobs:
+            if knob.when is None or knob.when(names):
+                found.add(knob.name)
+            names[knob.name] = config.get(knob.name, knob.otherwise)
+        return found
 
     def reject(
         self,

@@ -8,26 +8,29 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.storages import BaseStorage
 from optuna.study._frozen import FrozenStudy
-from optuna.trial import TrialState
+from optuna.trial import TrialState, create_trial
 
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import strategy_of
 from generator.problem import Problem
 from generator.result import Result
+from generator.space.load import load_space, space_file
 from generator.studies import postgres
 from generator.studies.records import Record, Winner, plain_floor
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog
+from generator.target import find_target
 
 _NAME = re.compile(
     r"(?P<problem>[^@]+)@(?P<gpu>.+)-(?P<sms>\d+)sm:(?P<evidence>\w+)(-\w+)?:(?P<space>\w+)"
@@ -42,7 +45,7 @@ class Study:
     "predicted"; space: hash of the search space; records: finished trials, oldest first, but for
     those that were out of date when the study was last searched; winner: None before the finals,
     or when nothing may win; finals: configs and results of the finals; importance: share of each
-    knob, {} where unknown.
+    knob, {} where unknown; machine: facts about the one that held the finals.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Study:
     winner: Winner | None
     finals: tuple[tuple[Config, Result], ...]
     importance: Mapping[str, float]
+    machine: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def ranked(self) -> tuple[Record, ...]:
@@ -150,12 +154,13 @@ def _read_study(
         (f["config"], Result.from_json(f["result"])) for f in entry.user_attrs.get("finals", ())
     ]
     records, winner = tuple(map(Record.from_trial, trials)), log.winner
+    problem = Problem.parse(match["problem"])
     for config in [r.config for r in records] + ([winner.config] if winner else []):
         strategy_of(config)  # one that is unknown is told here
     return Study(
         name=entry.study_name,
         number=entry._study_id,
-        problem=Problem.parse(match["problem"]),
+        problem=problem,
         gpu=match["gpu"],
         sms=int(match["sms"]),
         evidence=match["evidence"],
@@ -163,16 +168,35 @@ def _read_study(
         records=records,
         winner=winner,
         finals=tuple(finals),
-        importance=_importance(storage, entry.study_name) if importance and records else {},
+        machine=log.machine,
+        importance=(
+            _importance(storage, entry.study_name, match, problem) if importance and records else {}
+        ),
     )
 
 
-def _importance(storage: BaseStorage, name: str) -> dict[str, float]:
+def _importance(
+    storage: BaseStorage, name: str, match: re.Match[str], problem: Problem
+) -> dict[str, float]:
     """Share of each knob in being among the fastest tenth, by PED-ANOVA (Watanabe, Bansal and
     Hutter, "PED-ANOVA: Efficiently Quantifying Hyperparameter Importance in Arbitrary Subspaces",
-    IJCAI 2023): the evaluator that needs nothing but Optuna, and the one optuna-dashboard shows."""
-    study = optuna.load_study(study_name=name, storage=storage)
-    if len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))) < 2:
+    IJCAI 2023): the evaluator that needs nothing but Optuna, and the one optuna-dashboard shows.
+    A knob counts in the trials where it means something; elsewhere its value only repeats what
+    other knobs say. For a GPU that search_spaces/gpus.yaml does not know, all count everywhere."""
+    try:
+        target = replace(find_target(match["gpu"]), sms=int(match["sms"]))
+    except NormforgeError:
+        target = None
+    space = load_space(space_file(problem.operation))
+    study = optuna.create_study()
+    for trial in optuna.load_study(study_name=name, storage=storage).get_trials(
+        deepcopy=False, states=(TrialState.COMPLETE,)
+    ):
+        kept = space.meaningful(trial.params, problem, target) if target else trial.params.keys()
+        params = {knob: value for knob, value in trial.params.items() if knob in kept}
+        choices = {knob: trial.distributions[knob] for knob in params}
+        study.add_trial(create_trial(params=params, distributions=choices, value=trial.value))
+    if len(study.trials) < 2:
         return {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import Any
 
 from optuna.trial import FrozenTrial
@@ -105,8 +106,14 @@ def study_name(problem: Problem, target: Target, evidence: str, space: Space) ->
     SMs takes part because a slice of a GPU keeps its name. Templates and compiler take no part:
     each record says which code it was measured with. Predictions of another model do not compare,
     so its revision takes part."""
+    return study_names(problem, target, evidence, space)[0]
+
+
+def study_names(problem: Problem, target: Target, evidence: str, space: Space) -> tuple[str, ...]:
+    """The name of a study, and those that an older one of the same results may have."""
     by = f"{evidence}-{model_revision()}" if evidence == "predicted" else evidence
-    return f"{problem}@{target}-{target.sms}sm:{by}:{space.hash}"
+    place = f"{problem}@{target}-{target.sms}sm:{by}"
+    return tuple(f"{place}:{space_hash}" for space_hash in space.hashes(problem))
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,8 @@ class Record:
     study when it finished; code: digest of what was compiled (`code_digest`); cubin: digest of the
     machine code; identity: digest of cubin and launch (equal ones are measured once);
     registers per thread and smem bytes per CTA of the main kernel, None without a cubin;
-    shared_with: number of the trial whose result this one has, None when it has its own.
+    shared_with: number of the trial whose result this one has, None when it has its own; finished:
+    when, in local time, of one that was read from a study.
     """
 
     config: Config
@@ -131,6 +139,7 @@ class Record:
     registers: int | None = None
     smem: int | None = None
     shared_with: int | None = None
+    finished: datetime | None = None
 
     @property
     def feasible(self) -> bool:
@@ -142,12 +151,15 @@ class Record:
         return float("inf") if self.result.ratio is None else self.result.ratio
 
     def attributes(self) -> dict[str, Any]:
-        """The user attributes of the trial, in which the whole record is stored. `outcome` and
-        `feasible` repeat what follows from the others, for people who look at the study."""
+        """The user attributes of the trial, in which the whole record is stored. `outcome`,
+        `feasible`, `us` and `floor_us` repeat what follows from the others, for people who look at
+        the study."""
         return {
             "variant": self.variant,
             "outcome": self.result.outcome,
             "feasible": self.feasible,
+            "us": self.result.us,
+            "floor_us": self.result.floor_us,
             "result": self.result.to_json(),
             "origin": self.origin,
             "elapsed": round(self.elapsed, 3),
@@ -167,4 +179,5 @@ class Record:
             if name in cls.__dataclass_fields__
         }
         result = Result.from_json(stored["result"])
-        return cls(**{**stored, "config": trial.params, "result": result})
+        known = {"config": trial.params, "result": result, "finished": trial.datetime_complete}
+        return cls(**{**stored, **known})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import optuna
-from optuna.exceptions import StorageInternalError
+from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
@@ -17,13 +19,18 @@ from generator.studies.postgres import is_outage, patiently
 from generator.studies.records import Winner
 from generator.studies.storage import _Answer
 
+METRIC = "time over the floor"
+"""What the value of a trial is, by the name that optuna-dashboard shows."""
+
 
 class StudyLog:
-    """The stored study of one problem. While a database is away its methods wait for it."""
+    """The stored study of one problem, which may still have one of its `older_names`. While a
+    database is away its methods wait for it."""
 
-    def __init__(self, storage: BaseStorage, name: str) -> None:
+    def __init__(self, storage: BaseStorage, name: str, older_names: Sequence[str] = ()) -> None:
         self.name = name
-        self._study = self._keep(lambda: _load_study(storage, name))
+        self._study = self._keep(lambda: _load_study(storage, name, older_names))
+        self.name = self._study.study_name
 
     def trials(self) -> list[FrozenTrial]:
         """Trials with a record, oldest first, also those that are out of date."""
@@ -101,13 +108,17 @@ class StudyLog:
         )
 
 
-def _load_study(storage: BaseStorage, name: str) -> optuna.Study:
-    try:
-        return optuna.load_study(study_name=name, storage=storage)
-    except KeyError:
-        return optuna.create_study(
-            storage=storage, study_name=name, direction="minimize", load_if_exists=True
-        )
+def _load_study(storage: BaseStorage, name: str, older_names: Sequence[str]) -> optuna.Study:
+    for known in (name, *older_names):
+        with suppress(KeyError):
+            return optuna.load_study(study_name=known, storage=storage)
+    study = optuna.create_study(
+        storage=storage, study_name=name, direction="minimize", load_if_exists=True
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        study.set_metric_names([METRIC])
+    return study
 
 
 def stored_winners(storage: BaseStorage) -> list[Winner]:

@@ -103,7 +103,10 @@ ARGUMENTS = [
     (f"explain {H200} --shape 4096x4096:bf16 --config=", "--config names no knob"),
     (f"explain {H200} --shape 4096x4096:bf16 --space /nowhere.yaml", "cannot read the search"),
     # Taking packages elsewhere.
-    ("export", "required: --hf; see tune.py export --help"),
+    (
+        "export",
+        "one of the arguments --hf --t4 --kernel-tuner is required; see tune.py export --help",
+    ),
     ("export --hf", "--hf: expected one argument"),
     ("export --hf=", "--hf: an empty name is no folder"),
     ("export --fh {folder}/new", "there is no option '--fh': did you mean '--hf'?"),

@@ -110,6 +110,8 @@ def test_clean_blocks_cost_no_pause_and_are_put_together() -> None:
     assert (timing.discarded, timing.fault) == (0, "")
     assert timing.floor_us == pytest.approx(40.4, rel=0.01)
     assert timing.ratios[0] == pytest.approx(1.2, rel=0.01)
+    assert timing.fields(0)["extra"]["block_ratios"] == pytest.approx([1.2] * 3, rel=0.01)
+    assert "block_ratios" not in source.collect(1).fields(0)["extra"], "it is the ratio"
 
 
 def test_noisy_blocks_are_discarded_and_measured_again() -> None:

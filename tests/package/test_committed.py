@@ -9,13 +9,19 @@ from zipfile import ZipFile
 import pytest
 
 from generator.kernels.machine_code import illegal_copies
+from generator.package.fallback_kernels import DTYPES
 from generator.package.files import RUNTIME, runtime_files, write_code
 from generator.package.sources import config_of, included, revision, variant_of
 from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.runtime.cubins import CUBINS
 from generator.runtime.table import FORWARD_TABLE, TABLE, ForwardTable, KernelOf, Table, seal
+from generator.space.forward_space import generic_forwards
 from generator.space.load import load_space, space_file
+from generator.studies.reader import read_studies
+from generator.studies.records import study_names
+from generator.studies.storage import JOURNAL_NAME
+from generator.target import find_target
 from tests.support.packages import snapshot, unsealed
 
 PACKAGES = sorted(table.parent for table in GENERATED.glob(f"*/*/{TABLE}"))
@@ -115,6 +121,38 @@ def test_committed_package_of_the_h200_serves_widths_that_nobody_tuned(
     assert table.choose(4096, N, *dtypes).how == "fallback"
 
 
+# ---- What nobody has measured --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", ["rmsnorm_backward", "rmsnorm_invariant_backward"])
+def test_committed_predictions_are_those_of_todays_model_and_of_the_committed_studies(
+    operation: str,
+) -> None:
+    folder, target = GENERATED / "gb200", find_target("gb200")
+    advice = "predict anew, as docs/prediction.md says under 'Studies of other models'"
+    assert (folder / f"{JOURNAL_NAME}.xz").stat().st_size < 1_000_000
+    studies = {study.name: study for study in read_studies(folder)}
+    for one in Table.load(folder / operation).tuned:
+        assert one.evidence == "predicted"
+        problem = Problem(one.M, one.N, one.dtype, one.weight_dtype, operation=operation)
+        names = study_names(problem, target, "predicted", load_space(space_file(operation)))
+        name = next((name for name in names if name in studies), None)
+        assert name is not None, advice
+        winner = studies[name].winner
+        assert winner is not None
+        assert (winner.config, winner.cubin) == (one.kernel.config, one.kernel.digest), advice
+        assert winner.result.us == one.provenance["us"], advice
+        assert one.provenance["study"] == name, advice
+
+
+@pytest.mark.parametrize("gpu", ["gb200", "h200"])
+def test_committed_package_has_todays_forwards_for_any_row(gpu: str) -> None:
+    table = ForwardTable.load(GENERATED / gpu / "rmsnorm_backward")
+    assert table is not None
+    named = sorted(kernel.file for kernel in table.fallback)
+    assert named == sorted(variant.id for variant in generic_forwards(DTYPES))
+
+
 # ---- Bits that do not depend on the batch --------------------------------------------------------
 
 INVARIANT = GENERATED / "h200" / "rmsnorm_invariant_backward"
@@ -146,4 +184,5 @@ def test_batch_invariant_kernels_were_checked_for_it() -> None:
         assert one.kernel.spec.determinism == "batch_invariant"
         assert one.provenance["verified"] == "verified"
         assert "batch invariance" in one.provenance["checks"]
-        assert one.provenance["space"] == space.hash
+        problem = Problem(one.M, one.N, one.dtype, one.weight_dtype)
+        assert one.provenance["space"] in space.hashes(problem)

@@ -314,6 +314,21 @@ def test_importance_is_a_share_of_one_over_the_knobs_of_the_space(studies: list[
         assert study.importance.keys() <= {knob.name for knob in load_space().knobs}
 
 
+def test_a_knob_that_means_nothing_in_the_fastest_trials_has_no_importance(
+    studies: list[Study],
+) -> None:
+    """Its value there only repeats which strategy or pipeline it does not belong to."""
+    space, found = load_space(), 0
+    for study in studies:
+        timed = sorted(study.timed, key=lambda record: record.ratio)
+        fastest = [r.config for r in timed[: len(timed) // 10 + 1]]
+        known = [space.meaningful(config, study.problem, TARGET) for config in fastest]
+        for name in {knob.name for knob in space.knobs}.difference(*known):
+            found += 1
+            assert study.importance.get(name, 0.0) == 0.0, (study.name, name)
+    assert found > 4
+
+
 @pytest.mark.parametrize(("value", "index"), [(1.0, 0), (1.01, 1), (9.0, 2)])
 def test_a_value_on_the_edge_of_a_shade_belongs_to_it(value: float, index: int) -> None:
     assert shade(value, (1.0, 2.0)) == index

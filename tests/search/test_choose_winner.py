@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from generator.evaluate.predict.evaluator import Predictor
 from generator.kernels.geometry import Config
 from generator.kernels.resource_gate import refuse
 from generator.kernels.strategies import determinism_class, launches
 from generator.kernels.variant import Variant, make_variant
+from generator.paths import GENERATED
 from generator.result import Result
-from generator.search.choose_winner import HOST_US, LAUNCH_US, TIE, Choice, choose, slack
+from generator.search.choose_winner import (
+    HOST_US,
+    LAUNCH_US,
+    TIE,
+    Choice,
+    choose,
+    preference_of,
+    slack,
+)
 from generator.search.finals import ONE_LAUNCH_PLACES, hold_finals
 from generator.space.legal_configs import LegalConfigs
-from generator.space.load import load_space
+from generator.space.load import load_space, space_file
+from generator.studies.reader import read_studies
 from generator.studies.records import Record
+from generator.target import find_target
 from tests.support.synthetic import FLOOR_US, PROBLEM, TARGET, FakeEvaluator, FakePool, timed
 
 LEGAL = LegalConfigs(load_space(), PROBLEM, TARGET)
@@ -205,3 +218,19 @@ def test_reasons_say_who_was_how_far_behind() -> None:
     between = us * (1 + 2 * TIE)
     reason = chosen([(TWO, us), (OTHER, between), (ONE, between + 0.05)], OTHER)[1].reason
     assert not reason.startswith("beat the incumbent")
+
+
+@pytest.mark.parametrize("gpu", [pytest.param("h200", marks=pytest.mark.slow), "gb200"])
+def test_committed_winners_stay_when_their_finals_are_asked_again(gpu: str) -> None:
+    """Also those that today's rules would not choose among the same times: they are incumbents."""
+    for study in read_studies(GENERATED / gpu):
+        if study.winner is None:
+            continue
+        target = replace(find_target(gpu), sms=study.sms)
+        space = load_space(space_file(study.problem.operation))
+        legal = LegalConfigs(space, study.problem, target)
+        predicted = study.evidence == "predicted"
+        preference = preference_of(Predictor(target), study.problem) if predicted else None
+        choice = choose(study.finals, legal.rank, study.winner.config, preference)
+        assert choice is not None
+        assert study.finals[choice.winner][0] == study.winner.config, study.name

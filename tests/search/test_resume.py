@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,12 +17,19 @@ from typing import Any
 import pytest
 from optuna.storages import BaseStorage
 
-from generator.paths import REPOSITORY
+from generator.paths import GENERATED, REPOSITORY
+from generator.problem import Problem
 from generator.result import Result
+from generator.search.budget import Budget
 from generator.search.sampler import LegalSampler
+from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs
-from generator.studies.storage import open_storage
+from generator.space.load import load_space, space_file
+from generator.space.space import Fixed
+from generator.studies.reader import read_studies
+from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog, stored_winners
+from generator.target import find_target
 from tests.support.patience import patience
 from tests.support.searches import DETERMINISTIC, NAME, records, search, won
 from tests.support.synthetic import (
@@ -39,6 +47,32 @@ def test_a_finished_study_answers_without_measuring(storage: BaseStorage, tmp_pa
     assert again == first
     assert evaluator.evaluated == []
     assert evaluator.finalists == []
+
+
+@pytest.mark.parametrize("gpu", [pytest.param("h200", marks=pytest.mark.slow), "gb200"])
+def test_committed_studies_answer_when_the_space_fixes_another_width(
+    gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their names have a hash over what was fixed for all widths then. Their machine code is not
+    made again here."""
+    problem = Problem.parse("4096x4096:bf16", "rmsnorm_invariant_backward")
+    studies = {study.problem: study for study in read_studies(GENERATED / gpu)}
+    codes = {record.variant: record.code for record in studies[problem].records}
+    monkeypatch.setattr(FakePool, "code", lambda pool, variant: codes[variant.id])
+    monkeypatch.setattr("generator.search.search.still_made", lambda winner, pool: True)
+    space = load_space(space_file(problem.operation))
+    space = replace(space, fixed=(*space.fixed, Fixed((96,), ("bf16",), space.fixed[0].knobs)))
+    journal = Path(shutil.copy(GENERATED / gpu / f"{JOURNAL_NAME}.xz", tmp_path)).with_suffix("")
+    evaluator = FakeEvaluator(evidence=studies[problem].evidence)
+    winner = search_problem(
+        LegalConfigs(space, problem, find_target(gpu)),
+        FakePool(),
+        evaluator,
+        open_storage(journal),
+        Budget(trials=len(codes)),
+    )
+    assert winner == studies[problem].winner
+    assert evaluator.evaluated == evaluator.finalists == []
 
 
 def test_finals_are_held_again_for_other_machine_code(storage: BaseStorage) -> None:

@@ -21,7 +21,7 @@ from generator.result import Result
 from generator.search.budget import Budget, Progress
 from generator.studies.records import Winner, study_name
 from generator.studies.storage import open_storage
-from generator.studies.study_log import StudyLog, stored_winners
+from generator.studies.study_log import METRIC, StudyLog, stored_winners
 from tests.support.patience import patience
 from tests.support.searches import NAME, records, search, won
 from tests.support.synthetic import (
@@ -112,6 +112,7 @@ def test_a_trial_carries_what_a_reader_of_the_study_needs(storage: BaseStorage) 
         result = Result.from_json(attributes["result"])
         feasible = attributes["outcome"] == "ok"
         assert attributes["feasible"] is feasible
+        assert (attributes["us"], attributes["floor_us"]) == (result.us, result.floor_us)
         assert trial.constraints == {"infeasible": 0.0 if feasible else 1.0}
         assert attributes["variant"].startswith(trial.params["strategy"])
         if result.ratio is None:
@@ -126,6 +127,7 @@ def test_a_trial_carries_what_a_reader_of_the_study_needs(storage: BaseStorage) 
             assert attributes["registers"] > 0
             assert attributes["smem"] > 0
             assert attributes["cubin"]
+    assert optuna.load_study(study_name=NAME, storage=storage).metric_names == [METRIC]
 
 
 def test_optuna_opens_the_journal_and_names_the_same_best(
@@ -179,7 +181,8 @@ def test_studies_that_must_not_mix_have_different_names(tmp_path: Path) -> None:
         study_name(PROBLEM, TARGET, "measured", other_space),
     ]
     assert len(set(names)) == len(names)
-    assert all(part in NAME for part in ("4096x1024:bf16", "h200", "measured", SPACE.hash))
+    [space_hash] = SPACE.hashes(PROBLEM)
+    assert all(part in NAME for part in ("4096x1024:bf16", "h200", "measured", space_hash))
 
 
 def test_a_winner_survives_json(storage: BaseStorage) -> None:
@@ -187,7 +190,7 @@ def test_a_winner_survives_json(storage: BaseStorage) -> None:
     assert Winner.from_json(winner.to_json()) == winner
     assert stored_winners(storage) == [winner]
     assert winner.evidence == "measured"
-    assert winner.space_hash == SPACE.hash
+    assert (winner.space_hash,) == SPACE.hashes(PROBLEM)
     assert sum(winner.counts.values()) == winner.trials == 30
     assert winner.fastest_nondeterministic is not None
 

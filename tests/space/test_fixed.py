@@ -90,26 +90,49 @@ def test_new_knobs_of_a_space_that_extends_another_come_first(space: Space) -> N
     assert strategy.values == ("column_slices", "separate")
 
 
-def test_hash_tells_what_is_fixed_and_is_as_before_where_nothing_is(
+def test_hash_tells_what_is_fixed_for_a_problem_and_nothing_else(
+    write: Callable[[Any], Path],
+) -> None:
+    entries = CONTENT["fixed"]
+    problem = Problem.parse("4096x64:bf16", OPERATION)
+    own = INVARIANT.hashes(problem)[0]
+    assert load_space(write([])).hashes(problem) != (own,)
+    changes: list[tuple[int, str, Any, bool]] = [
+        (0, "N", [64, 96], True),
+        (0, "forward", {**entries[0]["forward"], "threads_per_row": 4}, True),
+        (1, "knobs", {**entries[1]["knobs"], "run_rows": 64}, True),
+        (0, "knobs", {**entries[0]["knobs"], "run_rows": 8}, False),
+    ]
+    for place, key, value, same in changes:
+        changed = copy.deepcopy(entries)
+        changed[place][key] = value
+        hashes = load_space(write(changed)).hashes(problem)
+        assert (hashes[0] == own) is same, (place, key)
+        assert (own in hashes) is same
+
+
+COMMITTED = "ec1921a9d67f"
+"""The hash in the names of the committed studies of this space, which was over all its entries."""
+
+
+def test_committed_studies_are_found_and_stay_so_when_a_width_is_added(
     write: Callable[[Any], Path], space: Space
 ) -> None:
-    """The names of the committed studies have it."""
-    assert space.hash == "bf7b7db4b4d3"
-    assert load_space(space_file("layernorm_backward")).hash == "fedaf0188f41"
-    entries = CONTENT["fixed"]
-    assert load_space(write(entries)).hash == INVARIANT.hash
-    hashes = {INVARIANT.hash, load_space(write([])).hash}
-    changes: list[tuple[str, Any]] = [
-        ("N", [64, 96]),
-        ("dtype", ["bf16"]),
-        ("knobs", {**entries[0]["knobs"], "run_rows": 8}),
-        ("forward", {**entries[0]["forward"], "threads_per_row": 4}),
-    ]
-    for key, value in changes:
-        changed = copy.deepcopy(entries)
-        changed[0][key] = value
-        hashes.add(load_space(write(changed)).hash)
-    assert len(hashes) == 2 + len(changes)
+    assert space.hashes(PROBLEM) == ("bf7b7db4b4d3",)
+    layernorm = load_space(space_file("layernorm_backward"))
+    assert layernorm.hashes(Problem.parse("4096x64:bf16")) == ("fedaf0188f41",)
+    wider = load_space(write([*CONTENT["fixed"], {**ENTRY, "N": [96]}]))
+    for entry in INVARIANT.fixed:
+        problem = Problem(64, entry.widths[0], entry.dtypes[0], entry.dtypes[0])
+        hashes = INVARIANT.hashes(problem)
+        assert COMMITTED in hashes
+        assert wider.hashes(problem)[0] == hashes[0] != COMMITTED
+        assert COMMITTED in wider.hashes(problem)
+    assert COMMITTED not in wider.hashes(Problem.parse("64x96:bf16"))
+    changed = copy.deepcopy(CONTENT["fixed"])
+    changed[-1]["knobs"]["group_rows"] = 128
+    narrow = Problem.parse("4096x16384:fp32", OPERATION)
+    assert COMMITTED not in load_space(write(changed)).hashes(narrow)
 
 
 # ---- Configs -------------------------------------------------------------------------------------

@@ -42,13 +42,15 @@ class Timing:
     """What blocks of the same operations say.
 
     us, ratios: of every candidate, medians over the rounds, the ratio being the median of the
-    ratios to the reference of the same round; floor_us: median of the reference; spread: distance
-    of the quartiles of the steadiest candidate's ratios, relative to their median; discarded: noisy
-    blocks that are not in these numbers; fault: "" or why even these numbers are noisy.
+    ratios to the reference of the same round; block_ratios: that of each block; floor_us: median of
+    the reference; spread: distance of the quartiles of the steadiest candidate's ratios, relative
+    to their median; discarded: noisy blocks that are not in these numbers; fault: "" or why even
+    these numbers are noisy.
     """
 
     us: tuple[float, ...]
     ratios: tuple[float, ...]
+    block_ratios: tuple[tuple[float, ...], ...]
     floor_us: float
     spread: float
     discarded: int = 0
@@ -62,6 +64,8 @@ class Timing:
             extra["discarded_blocks"] = self.discarded
         if self.fault:
             extra["noise"] = self.fault
+        if len(self.block_ratios[candidate]) > 1:
+            extra["block_ratios"] = [round(ratio, 5) for ratio in self.block_ratios[candidate]]
         return {
             "us": self.us[candidate],
             "floor_us": self.floor_us,
@@ -126,6 +130,10 @@ def _summary(blocks: Sequence[Block], discarded: int, fault: str = "") -> Timing
     return Timing(
         us=tuple(median(t) for t in own),
         ratios=tuple(median(_ratios(t, floors)) for t in own),
+        block_ratios=tuple(
+            tuple(median(_ratios(block[place], block[0])) for block in blocks)
+            for place in range(1, len(times))
+        ),
         floor_us=median(floors),
         spread=_spread(times),
         discarded=discarded,
