@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from generator.runtime.api import Package
@@ -16,6 +17,13 @@ from generator.runtime.frontends.layer_norm import LayerNormPackage
 from generator.runtime.frontends.layer_norm_routes import LAYER_NORM
 from generator.runtime.serve.reference import Results, reference_backward, reference_forward
 from generator.runtime.table import TABLE, Table
+
+FORWARD_STAYS_WHOLE = torch.torch_version.TorchVersion(torch.__version__) >= (2, 10)
+"""Whether tracers and compilers have PyTorch's RMSNorm as one operator in their graphs."""
+needs_whole_forward = pytest.mark.skipif(
+    not FORWARD_STAYS_WHOLE,
+    reason="PyTorch 2.9 takes the forward apart before a pass sees the graph",
+)
 
 
 def write_package(folder: Path) -> Package:
