@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from ..api import Package
 from ..launch.forward_call import ForwardCall
 from ..launch.row_layout import power_of_two, row_layout
 from ..serve.call import Call
+from ..serve.call_cache import CallCache
 from ..serve.checks import check_forward
 from ..serve.forward import Forward
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
+from ..spec import KernelSpec, Launch, plan_launch
 from ..table import MAX_ALIGNMENT
 
 _ADVICE = (
@@ -59,6 +62,30 @@ class BatchInvariantPackage(Package):
 
     _forward_class = BatchInvariantForward
     _invariant = True
+    _sm_margin = 0
+
+    def set_sm_margin(self, sms: int) -> None:
+        """Launch backwards with as many CTAs as fit on so many SMs fewer, from the next call on in
+        every thread. No bit changes: the order of every sum is the same with any grid.
+
+        Kernels of a communication that runs at the same time then find room. Where several CTAs fit
+        on an SM, the GPU may spread those that are left over all SMs. Captured graphs keep their
+        grid. Forwards have no margin. Call it before a training or between two steps.
+
+        Args:
+            sms: 0 for the whole GPU, and less than it has.
+
+        Raises:
+            ValueError: for another number.
+        """
+        most = int(self.table.target["sms"])
+        if not 0 <= sms < most:
+            raise ValueError(f"the margin must be 0 to {most - 1} SMs, got {sms}")
+        self._sm_margin = sms
+        self._calls = CallCache()  # which has launches of the margin before
+
+    def _launch(self, spec: KernelSpec, rows: int) -> Launch:
+        return plan_launch(replace(spec, sms=max(1, spec.sms - self._sm_margin)), rows)
 
     def _find(self, given: Arguments, options: Options) -> Call | str:
         found = super()._find(given, options)
