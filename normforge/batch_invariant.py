@@ -14,7 +14,7 @@ from normforge import names_of
 _NAMES = (
     *("PROVENANCE", "RMSNorm", "explain", "graph_pass", "inductor_backend", "install"),
     *("installed", "patch", "rms_norm", "rmsnorm_backward", "rmsnorm_forward", "uninstall"),
-    *("unpatch", "warmup"),
+    *("set_sm_margin", "unpatch", "warmup"),
 )
 __all__ = list(_NAMES)
 

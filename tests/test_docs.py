@@ -50,3 +50,20 @@ def test_every_function_of_a_package_is_on_its_page() -> None:
     described = {line.split(".")[-1] for line in re.findall(r"^::: (\S+)$", page, flags=re.M)}
     described.remove("use_batch_invariant")  # of normforge, not of one package
     assert {name.lower() for name in exported} == {name.lower() for name in described}
+
+
+def test_pages_name_the_versions_of_pytorch_that_are_tested() -> None:
+    """And pip lets the oldest of them in."""
+    ends = (REPOSITORY / ".ci" / "pytorch_versions.txt").read_text()
+    pins = (REPOSITORY / "requirements.txt").read_text()
+    oldest, newest = re.findall(r"^torch==(\S+)$", ends, flags=re.M)
+    (usual,) = re.findall(r"^torch==(\S+)$", pins, flags=re.M)
+    least = oldest.rpartition(".")[0]
+    assert f'"torch>={least}"' in (REPOSITORY / "pyproject.toml").read_text()
+    readme = (REPOSITORY / "README.md").read_text()
+    tested = f"tested with PyTorch {oldest}, {usual} and {newest}"
+    assert f"PyTorch {least} or newer; {tested} |" in readme
+    page = " ".join((REPOSITORY / "CONTRIBUTING.md").read_text().split())
+    assert f"PyTorch versions from {least} and" in page
+    assert f"CI runs everything with PyTorch {usual} (" in page
+    assert f"with {oldest} and {newest} as well" in page

@@ -49,14 +49,23 @@ class Compiled:
         return sum(k.spill_bytes + k.stack_bytes for k in self.kernels.values())
 
 
+LEAST_NVRTC = 13
+
+
 @cache
 def nvrtc_version() -> str:
-    """Version of the NVRTC library in use, for example "13.0"."""
+    """Version of the NVRTC library in use, for example "13.0". Raises NormforgeError for one that
+    is too old."""
     from cuda.bindings import nvrtc
 
     status, major, minor = nvrtc.nvrtcVersion()
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise NormforgeError("NVRTC does not answer: install the package nvidia-cuda-nvrtc")
+    if major < LEAST_NVRTC:
+        raise NormforgeError(
+            f"NVRTC {major}.{minor} is in use, probably that of PyTorch, and kernels need "
+            f"{LEAST_NVRTC}.0 or newer: install a PyTorch for CUDA {LEAST_NVRTC}"
+        )
     return f"{major}.{minor}"
 
 

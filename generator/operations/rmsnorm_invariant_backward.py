@@ -17,7 +17,8 @@ RMSNORM_INVARIANT_BACKWARD = replace(
         package="BatchInvariantPackage",
         functions=(
             *("explain", "graph_pass", "inductor_backend", "install", "installed", "patch"),
-            *("rms_norm", "rmsnorm_backward", "rmsnorm_forward", "uninstall", "unpatch", "warmup"),
+            *("rms_norm", "rmsnorm_backward", "rmsnorm_forward", "set_sm_margin", "uninstall"),
+            *("unpatch", "warmup"),
         ),
     ),
     fallbacks=False,

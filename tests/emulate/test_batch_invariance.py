@@ -25,7 +25,7 @@ from generator.operations.rmsnorm_backward import Inputs
 from generator.paths import REPOSITORY
 from generator.problem import Problem
 from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32
-from generator.runtime.spec import CHUNK_ROWS
+from generator.runtime.spec import CHUNK_ROWS, plan_launch
 from generator.space.load import load_space, space_file
 from generator.target import find_target
 
@@ -192,6 +192,22 @@ def test_micro_batches_give_the_bits_of_the_batch(strategy: str) -> None:
     for start, stop in ((0, 1000), (1000, M)):
         _, total = run(variant, some(inputs, start, stop), 3, added_to=total)
     assert not torch.equal(total, whole)
+
+
+@pytest.mark.parametrize("strategy", ["separate", "column_slices"])
+def test_margins_of_sms_leave_every_bit(strategy: str) -> None:
+    M = CHUNK_ROWS + 700
+    problem = Problem(M, 64, "bf16", "bf16", operation=OPERATION)
+    inputs = inputs_of(problem)
+    variant = draw(problem, 5, strategy=strategy, ctas_per_sm=1)
+    dx, dw = run(variant, inputs, 12)
+    grids = set()
+    for margin in (1, 5, 11):
+        spec = variant.spec(12 - margin)
+        grids.add(plan_launch(spec, M).grid)
+        other_dx, other_dw = run(variant, inputs, spec.participants, seed=margin)
+        assert torch.equal(dx, other_dx) and torch.equal(dw, other_dw)
+    assert len(grids) == 3
 
 
 def test_sign_of_zero_does_not_depend_on_the_kernel() -> None:

@@ -92,6 +92,8 @@ for refused, status, times, action in (
     ("cuMemAlloc", 2, 2, lambda: spaces.of_capture(0, 8, 1 << 20)),
     ("cuMemsetD8Async", 1, 1, lambda: spaces.of_capture(0, 8, 1 << 20)),
     ("cuStreamGetCaptureInfo", 1, 1, lambda: spaces.of_capture(0, 8, 1 << 13)),
+    ("cuUserObjectCreate", 1, 1, lambda: workspace.end_of(5)),
+    ("cuGraphRetainUserObject", 1, 1, lambda: workspace.end_of(5)),
 ):
     library.fake_refuse(refused.encode(), status, times)
     say(action)
@@ -157,6 +159,8 @@ def test_driver_is_asked_for_the_same_as_by_cuda_python(
         "stream 0x800000000001 attribute 6: 1",
         "cuMemsetD8Async(100000004b0, 0, 65536, 0x7f0099999990)",
         "and this GPU has room for 3 at once",
+        "cuUserObjectCreate(1, 1, 1, 1)",
+        "cuGraphRetainUserObject(0x7f0055555550, 0x7f0066666660, 1, 1)",
     ):
         assert part in found, part
 

@@ -15,6 +15,7 @@ from generator.package.files import write_code
 from generator.paths import REPOSITORY
 from generator.runtime.frontends.graph_pass import code_digest
 from generator.runtime.table import TABLE, Table
+from tests.support.entry_points import needs_whole_forward
 from tests.support.patience import patience
 
 CHILD = """
@@ -83,6 +84,7 @@ def compile_with(cache: Path, *packages: Path) -> list[dict[str, list[int]]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@needs_whole_forward
 @pytest.mark.slow
 def test_compiled_code_is_kept_for_its_package_alone(tmp_path: Path) -> None:
     one, other = emit(tmp_path / "one", "one GPU"), emit(tmp_path / "other", "another GPU")

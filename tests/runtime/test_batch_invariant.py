@@ -6,6 +6,7 @@ another order. A driver that launches nothing serves the committed package."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -242,6 +243,29 @@ def test_second_kernel_gets_the_sums_in_the_workspace_and_the_whole_groups_among
             assert second.grid == plan.sum_grid
         seen_groups.add(plan.group)
     assert 0 in seen_groups and max(seen_groups) > 0
+
+
+def test_margin_of_sms_changes_the_grid_of_the_same_kernel(
+    package: BatchInvariantPackage, driver: Recorder
+) -> None:
+    rows = 30_000
+    kernel = package.table.choose(rows, N, "bf16", "bf16").kernel
+    assert kernel is not None
+    grids = []
+    for margin in (0, 16, 131, 0):
+        package.set_sm_margin(margin)
+        plan = plan_launch(replace(kernel.spec, sms=132 - margin), rows)
+        for _ in range(3):  # prepared, known, quick
+            package.rmsnorm_backward(**repeated(rows, N))
+            (seen,) = of(driver, MAIN)
+            assert seen.function.cubin == kernel.read_cubin(FOLDER)
+            assert (seen.grid, seen.arguments[20]) == (plan.grid, plan.group)
+        assert package.explain(rows, N, "bf16")["launch"]["grid"] == plan.grid
+        grids.append(plan.grid)
+    assert grids[0] == grids[3] > grids[1] > grids[2] > 0
+    for margin in (-1, 132):
+        with pytest.raises(ValueError, match="must be 0 to 131 SMs"):
+            package.set_sm_margin(margin)
 
 
 # ---- Calls without a kernel ----------------------------------------------------------------------

@@ -16,10 +16,19 @@ import torch
 from cuda.bindings import driver as cuda
 
 from generator.runtime.launch.driver import LaunchError
-from generator.runtime.launch.workspace import LINE, PER_THREAD, SLAB, Workspaces, Zeros
+from generator.runtime.launch.workspace import (
+    LINE,
+    PER_THREAD,
+    SHARED_FROM,
+    SLAB,
+    Workspaces,
+    Zeros,
+)
 from generator.runtime.serve.options import Arguments, Options
+from generator.runtime.spec import plan_launch
 from tests.support.fake_driver import (
     SEPARATE,
+    SPEC,
     Calls,
     FakeDriver,
     read_arguments,
@@ -107,6 +116,37 @@ def test_mailboxes_are_shared_by_what_one_stream_captures(driver: FakeDriver) ->
     assert len(driver.zeroed) == 8
     zeroed = sorted(driver.zeroed)
     assert all(at + long <= after for (at, long), (after, _) in pairwise(zeroed))
+
+
+@pytest.mark.parametrize("size", [LINE, SHARED_FROM, SLAB])
+def test_words_of_a_graph_that_is_gone_serve_the_next(driver: FakeDriver, size: int) -> None:
+    workspaces = Workspaces()
+    kept = workspaces.of_stream(0, 7)
+    kept.fit(plan_launch(SPEC, 6))
+    first = workspaces.of_capture(0, 7, size)
+    driver.capture_id = 2
+    second = workspaces.of_capture(0, 7, size)
+    assert len({kept.zeros, first, second}) == 3  # both graphs may be replayed
+    driver.end_graph(1)
+    taken = set()
+    for driver.capture_id in range(3, 1000):  # a program that captures again and again
+        both = {workspaces.of_capture(0, stream, size) for stream in (7, 8)}
+        assert len(both) == 2
+        taken |= both
+        driver.end_graph(driver.capture_id)
+    assert first in taken and len(taken) == 2
+    assert not taken & {kept.zeros, second}
+    driver.capture_id = 1000
+    assert workspaces.of_capture(1, 7, size) not in (first, second)  # of another device
+
+
+@pytest.mark.parametrize("told", ["user_objects", "capture_info"])
+def test_words_of_a_graph_whose_end_nobody_tells_are_its_own(driver: FakeDriver, told: str) -> None:
+    setattr(driver, told, cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED)
+    workspaces, owners = Workspaces(), set()
+    for driver.capture_id in range(5):
+        owners.add(workspaces.of_capture(0, 7, LINE))
+    assert len(owners) == 5
 
 
 @never_quick

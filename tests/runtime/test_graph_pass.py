@@ -22,7 +22,13 @@ from generator.runtime.frontends.graph_pass import (
     route,
     tag,
 )
-from tests.support.entry_points import aten_on_cpu, randn, write_package
+from tests.support.entry_points import (
+    FORWARD_STAYS_WHOLE,
+    aten_on_cpu,
+    needs_whole_forward,
+    randn,
+    write_package,
+)
 
 ATEN = torch.ops.aten
 Step = Callable[..., Any]
@@ -65,7 +71,13 @@ def none(x: torch.Tensor, w: torch.Tensor) -> Any:
     return (x * w).tanh()
 
 
-STEPS: dict[Step, int] = {forward_only: 1, backward_only: 1, several: 6, none: 0}
+STEPS: dict[Step, int] = {
+    forward_only: int(FORWARD_STAYS_WHOLE),
+    backward_only: 1,
+    several: 6 if FORWARD_STAYS_WHOLE else 3,
+    none: 0,
+}
+"""How many norms a graph pass sees."""
 
 
 def trace(step: Step, mode: str = "fake") -> torch.fx.GraphModule:
@@ -169,7 +181,13 @@ def test_gradients_that_the_mask_leaves_out_are_not_computed(
         assert a is b is None or torch.allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["_fused_rms_norm", "_fused_rms_norm_backward"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("_fused_rms_norm", marks=needs_whole_forward),
+        "_fused_rms_norm_backward",
+    ],
+)
 @pytest.mark.parametrize(
     ("weight", "served"),
     [
@@ -210,6 +228,7 @@ def test_tags_go_to_norms_and_their_getitems_only(step: Step) -> None:
     assert str(module.graph) == before
 
 
+@needs_whole_forward
 def test_an_earlier_mark_is_replaced_but_for_its_region() -> None:
     module = trace(forward_only)
     (norm,) = find_norms(module.graph)
@@ -229,6 +248,7 @@ def test_an_earlier_mark_is_replaced_but_for_its_region() -> None:
     assert shared["compile_with_inductor"]["inductor_configs"] == {"a": 1}
 
 
+@needs_whole_forward
 def test_settings_of_a_mark() -> None:
     def mark_of(*given: Any) -> Any:
         (norm,) = find_norms(tag(trace(forward_only), *given).graph)
@@ -238,6 +258,7 @@ def test_settings_of_a_mark() -> None:
     assert mark_of({}) == {"inductor_configs": {}}
 
 
+@needs_whole_forward
 def test_routed_nodes_have_no_mark_of_inductor(package: Package) -> None:
     """Another pass had marked the norms before."""
     from torch.fx.passes.regional_inductor import _RegionScooper
@@ -260,6 +281,7 @@ def nested() -> torch.fx.GraphModule:
     return torch.fx.GraphModule(inner, graph)
 
 
+@needs_whole_forward
 def test_norms_inside_nested_modules(package: Package) -> None:
     inputs = (randn(4, 16, seed=2), randn(16, seed=3))
     module = nested()
@@ -285,10 +307,10 @@ def test_pass_fits_a_graph_trainer(package: Package, caplog: pytest.LogCaptureFi
         passes[1](trace(none), example_inputs=example_inputs)
     told = [record.getMessage() for record in caplog.records if "RMSNorm" in record.getMessage()]
     assert told == [
-        "marked 6 RMSNorm nodes for Inductor",
-        f"gave 6 RMSNorm nodes to {package.ops.namespace}",
+        f"marked {STEPS[several]} RMSNorm nodes for Inductor",
+        f"gave {STEPS[several]} RMSNorm nodes to {package.ops.namespace}",
     ]
-    (norm,) = find_norms(passes[0](trace(forward_only)).graph)
+    (norm,) = find_norms(passes[0](trace(backward_only)).graph)
     searched = {"max_autotune": True, "coordinate_descent_tuning": True}
     assert norm.meta["custom"]["compile_with_inductor"] == {"inductor_configs": searched}
     with pytest.raises(ValueError, match="'route' or 'tag', got 'both'"):
@@ -316,6 +338,7 @@ def test_torchtitans_own_tests_of_its_pass(
     assert done.wasSuccessful(), done.failures + done.errors
 
 
+@needs_whole_forward
 def test_tagged_regions_are_what_regional_inductor_compiles() -> None:
     from torch.fx.passes.regional_inductor import _RegionScooper
 
@@ -333,6 +356,7 @@ def test_tagged_regions_are_what_regional_inductor_compiles() -> None:
     assert find_norms(module.graph) == []
 
 
+@needs_whole_forward
 @pytest.mark.parametrize("step", [forward_only, backward_only])
 @pytest.mark.slow
 def test_regional_inductor_compiles_what_is_tagged_as_the_tag_says(
@@ -361,7 +385,9 @@ def test_regional_inductor_compiles_what_is_tagged_as_the_tag_says(
         assert torch.allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("step", [forward_only, backward_only])
+@pytest.mark.parametrize(
+    "step", [pytest.param(forward_only, marks=needs_whole_forward), backward_only]
+)
 def test_routed_nodes_keep_their_meta(package: Package, step: Step) -> None:
     """Where a node came from, and what other passes wrote; its values are those of the operator."""
     module = trace(step)
@@ -376,6 +402,7 @@ def test_routed_nodes_keep_their_meta(package: Package, step: Step) -> None:
         assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
 
 
+@needs_whole_forward
 def test_norms_over_two_dimensions_stay_with_pytorch(package: Package) -> None:
     def step(x: torch.Tensor, w: torch.Tensor) -> Any:
         return ATEN._fused_rms_norm(x, [4, 16], None, 1e-5)[0]
@@ -391,6 +418,7 @@ def norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return functional.rms_norm(x, (16,), w, 1e-5)
 
 
+@needs_whole_forward
 def test_backend_keeps_the_norm_whole_and_routes_it(
     package: Package, monkeypatch: pytest.MonkeyPatch, own_cache: None
 ) -> None:
@@ -414,6 +442,7 @@ def test_backend_keeps_the_norm_whole_and_routes_it(
     assert config.post_grad_custom_pre_pass is None
 
 
+@needs_whole_forward
 def test_settings_of_the_backend_are_those_of_inductor(package: Package, own_cache: None) -> None:
     from torch._inductor import config
 

@@ -3,6 +3,8 @@ fake tensors."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from generator.paths import REPOSITORY
 from generator.runtime.api import Package
 from generator.runtime.frontends import gradients, operators
 from tests.support.entry_points import (
@@ -228,18 +231,38 @@ def test_namespace_changes_with_what_the_operators_take(
     assert first.ops.namespace.split("_")[1] != other.ops.namespace.split("_")[1]
 
 
-def test_forked_child_works_after_import(package: Package) -> None:
-    import multiprocessing
+FORKED = """
+import multiprocessing, sys
+sys.path.insert(0, "{root}")
+from pathlib import Path
+import torch
+from tests.support.entry_points import leaf, write_package
 
-    def work(queue: Any) -> None:
-        torch.set_num_threads(1)
-        x = leaf(2, 8)
-        package.rms_norm(x).sum().backward()
-        queue.put(x.grad is not None)
+package = write_package(Path("{folder}"))
 
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    child = context.Process(target=work, args=(queue,))
-    child.start()
-    assert queue.get(timeout=patience(60))
-    child.join()
+def work(queue):
+    torch.set_num_threads(1)
+    x = leaf(2, 8)
+    package.rms_norm(x).sum().backward()
+    queue.put(x.grad is not None)
+
+context = multiprocessing.get_context("fork")
+queue = context.Queue()
+child = context.Process(target=work, args=(queue,))
+child.start()
+assert queue.get(timeout={patience})
+child.join()
+print("done")
+"""
+
+
+def test_forked_child_works_after_import(tmp_path: Path) -> None:
+    """In a process that has computed nothing: PyTorch's threads do not survive a fork."""
+    script = FORKED.format(root=REPOSITORY, folder=tmp_path, patience=patience(60))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
+    )
+    assert done.stdout.strip() == "done", done.stderr[-3000:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from generator.runtime.serve.options import (
     Options,
 )
 from generator.runtime.serve.reference import reference_backward
+from tests.support.entry_points import randn, write_package
 from tests.support.fake_driver import (
     tensors,
 )
@@ -61,3 +63,17 @@ def test_aten_gets_the_arguments_of_its_schema() -> None:
     assert seen[0] == ([8], (2, 3, 1), [True, True])
     assert [mask for _, _, mask in seen[1:]] == [[True, False]] * 2
     assert (dx.shape, dw.shape) == ((2, 3, 8), (8,))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradient_of_tiny_rows_is_finite(tmp_path: Path, create_graph: bool) -> None:
+    """Where the square of rstd overflows. Kernels multiply by it: docs/accuracy.md."""
+    package = write_package(tmp_path)
+    x, weight = (randn(4, 64) * 1e-20).requires_grad_(), randn(64, seed=1)
+    dy = randn(4, 64, seed=2)
+    (dx,) = torch.autograd.grad(package.rms_norm(x, weight, 0.0), x, dy, create_graph=create_graph)
+    wide = x.detach().double().requires_grad_()
+    y = torch.nn.functional.rms_norm(wide, (64,), weight.double(), 0.0)
+    (wanted,) = torch.autograd.grad(y, wide, dy.double())
+    assert wanted.abs().max() > 1e19
+    assert torch.allclose(dx.double(), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))

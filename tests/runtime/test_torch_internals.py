@@ -21,8 +21,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 owner, name = {owner}, "{name}"
 kept = getattr(owner, name)
 delattr(owner, name)  # while the runtime is imported, which is when it looks
-import generator.runtime.torch_internals
+import generator.runtime.torch_internals as internals
 setattr(owner, name, kept)
+if name in ("_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_current_level"):
+    assert internals.modes_active() and internals.tangents_active()  # as far as anybody knows
 from tests.support.entry_points import write_package
 
 package = write_package(Path("{folder}"))
@@ -82,6 +84,45 @@ def test_who_watches_operators_is_found_out_by_the_operators(
 ) -> None:
     """Or refused by PyTorch, but never passed over in silence."""
     script = SCRIPT.format(root=REPOSITORY, folder=tmp_path, owner=owner, name=name)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout.strip().endswith("done"), done.stderr[-3000:]
+
+
+CUDA_SCRIPT = """
+import sys
+sys.path.insert(0, "{root}")
+import torch
+
+guards = torch._C._dynamo.guards
+for owner, name in (
+    (torch._C, "_cuda_getDevice"),
+    (torch._C, "_cuda_getCurrentRawStream"),
+    (torch._C, "_cuda_isCurrentStreamCapturing"),
+    (guards, "_empty_strided_cuda"),
+    (guards, "TensorGuards"),
+):
+    if hasattr(owner, name):
+        delattr(owner, name)
+import generator.runtime.torch_internals as internals
+
+assert internals.current_device is torch.cuda.current_device
+assert internals.is_capturing is torch.cuda.is_current_stream_capturing
+assert internals.raw_stream is internals._public_stream
+assert internals.empty_strided is internals._public_empty
+x = torch.randn(4, 8)
+same = internals.same_kind(x)
+assert same(torch.randn(4, 8))
+others = (x.double(), x[:2], x.T.contiguous().T, x.clone().requires_grad_(), torch._neg_view(x))
+for other in others:
+    assert not same(other), other
+print("done")
+"""
+
+
+def test_missing_names_have_public_functions_in_their_place() -> None:
+    script = CUDA_SCRIPT.format(root=REPOSITORY)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=200
     )

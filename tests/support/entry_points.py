@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from generator.runtime.api import Package
@@ -16,6 +17,14 @@ from generator.runtime.frontends.layer_norm import LayerNormPackage
 from generator.runtime.frontends.layer_norm_routes import LAYER_NORM
 from generator.runtime.serve.reference import Results, reference_backward, reference_forward
 from generator.runtime.table import TABLE, Table
+
+WHOLE_FROM = (2, 10)
+"""The first PyTorch in whose graphs, traced or compiled, its RMSNorm is one operator."""
+FORWARD_STAYS_WHOLE = torch.torch_version.TorchVersion(torch.__version__) >= WHOLE_FROM
+needs_whole_forward = pytest.mark.skipif(
+    not FORWARD_STAYS_WHOLE,
+    reason="PyTorch 2.9 takes the forward apart before a pass sees the graph",
+)
 
 
 def write_package(folder: Path) -> Package:

@@ -17,7 +17,15 @@ import torch
 from cuda.bindings import driver as cuda
 
 from generator.runtime import api
-from generator.runtime.launch import binding, driver, forward_call, launch, loaded_kernel, workspace
+from generator.runtime.launch import (
+    binding,
+    driver,
+    forward_call,
+    graph_end,
+    launch,
+    loaded_kernel,
+    workspace,
+)
 from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.launch.workspace import Workspaces
 from generator.runtime.native import plans
@@ -83,6 +91,8 @@ class FakeDriver:
         self.status: Any = cuda.CUresult.CUDA_SUCCESS
         self.capture_info: Any = cuda.CUresult.CUDA_SUCCESS
         self.capture_id = 1
+        self.user_objects: Any = cuda.CUresult.CUDA_SUCCESS
+        self.owned: dict[int, list[Any]] = {}  # user objects of graphs
         self.room: int | None = 1000  # clusters that run at once
         self.capture_status: Any = cuda.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
         self._mode: Any = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
@@ -154,11 +164,29 @@ class FakeDriver:
             self.capture_info,
             self.capture_status,
             cuda.cuuint64_t(self.capture_id),
-            None,
+            self.capture_id,
             [],
             [],
             0,
         )
+
+    def cuUserObjectCreate(
+        self, value: int, destroy: int, references: int, flags: int
+    ) -> tuple[Any, ...]:
+        assert (references, flags) == (1, 1)
+        return self.user_objects, (value, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(destroy))
+
+    def cuGraphRetainUserObject(
+        self, graph: int, owned: Any, count: int, flags: int
+    ) -> tuple[Any, ...]:
+        assert (count, flags) == (1, 1)
+        self.owned.setdefault(graph, []).append(owned)
+        return (self.user_objects,)
+
+    def end_graph(self, graph: int) -> None:
+        """A graph is destroyed, and all that was instantiated from it, and no launch runs."""
+        for value, destroy in self.owned.pop(graph):
+            destroy(value)
 
     def cuStreamCreate(self, flags: Any) -> tuple[Any, ...]:
         assert flags == cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
@@ -192,7 +220,7 @@ def read_arguments(function: str, parameters: int) -> tuple[int, ...]:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
     """Put a fake in the place of the driver, everywhere."""
-    for user in (binding, driver, forward_call, launch, loaded_kernel, workspace):
+    for user in (binding, driver, forward_call, graph_end, launch, loaded_kernel, workspace):
         monkeypatch.setattr(user, "cuda_driver", lambda: fake)
     monkeypatch.setattr(workspace, "is_capturing", lambda: False)
 

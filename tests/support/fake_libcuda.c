@@ -151,17 +151,30 @@ static CUresult capture_info(CUstream stream, int *capture_status, uint64_t *id)
 
 CUresult cuStreamGetCaptureInfo_v2(CUstream stream, int *capture_status, uint64_t *id, void **graph,
                                    const void **nodes, size_t *count) {
-    if (graph || nodes || count) SAY("more than the id: ");
+    if (nodes || count) SAY("more than the graph: ");
+    if (graph) *graph = (void *)0x7f0055555550;
     return capture_info(stream, capture_status, id);
 }
 
 CUresult cuStreamGetCaptureInfo_v3(CUstream stream, int *capture_status, uint64_t *id, void **graph,
                                    const void **nodes, const void **edges, size_t *count) {
-    if (graph) *graph = 0;
+    if (graph) *graph = (void *)0x7f0055555550;
     if (nodes) *nodes = 0;
     if (edges) *edges = 0;
     if (count) *count = 0;
     return capture_info(stream, capture_status, id);
+}
+
+CUresult cuUserObjectCreate(void **made, void *value, void (*destroy)(void *), unsigned int references,
+                            unsigned int flags) {
+    CALLED("cuUserObjectCreate", "%d, %d, %u, %u", value != 0, destroy != 0, references, flags);
+    *made = (void *)0x7f0066666660;
+    return 0;
+}
+
+CUresult cuGraphRetainUserObject(void *graph, void *object, unsigned int count, unsigned int flags) {
+    CALLED("cuGraphRetainUserObject", "%p, %p, %u, %u", graph, object, count, flags);
+    return 0;
 }
 
 CUresult cuGetErrorName(CUresult error, const char **name) {
@@ -193,6 +206,8 @@ CUresult cuGetProcAddress_v2(const char *name, void **found, int version, uint64
         {"cuStreamSynchronize", cuStreamSynchronize},
         {"cuThreadExchangeStreamCaptureMode", cuThreadExchangeStreamCaptureMode},
         {"cuStreamGetCaptureInfo", cuStreamGetCaptureInfo_v3},
+        {"cuUserObjectCreate", cuUserObjectCreate},
+        {"cuGraphRetainUserObject", cuGraphRetainUserObject},
     };
     *found = 0;
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)

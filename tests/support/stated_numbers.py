@@ -38,6 +38,7 @@ from generator.space import forward_space
 from generator.studies import postgres, work_queue
 from generator.tuner import device_pool, lifecycle, plan, task_runner
 from tests.support.accuracy import MARGIN
+from tests.support.entry_points import WHOLE_FROM
 
 WORD = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 COMPILE_SECONDS = inspect.signature(compile_pool.CompilePool.result).parameters["timeout"].default
@@ -223,7 +224,11 @@ STATED |= {
         f" fallback kernels, some odd ones up to {GENERIC[2]:,};",
     ],
     "index.md": [f"PyTorch {TORCH} or newer"],
-    "adopting.md": [f"PyTorch ({TORCH} or newer)"],
+    "adopting.md": [
+        f"PyTorch ({TORCH} or newer)",
+        f"Use PyTorch {'.'.join(map(str, WHOLE_FROM))} or newer with `graph_pass`",
+        f"In graphs of PyTorch {TORCH} the forward",
+    ],
     "accuracy.md": [
         *accuracy(),
         f"The {COMPARED} shapes of the comparison and {len(ERRORS) - COMPARED} random ones",

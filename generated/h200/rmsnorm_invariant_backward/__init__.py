@@ -16,6 +16,7 @@ patch = _package.patch
 rms_norm = _package.rms_norm
 rmsnorm_backward = _package.rmsnorm_backward
 rmsnorm_forward = _package.rmsnorm_forward
+set_sm_margin = _package.set_sm_margin
 uninstall = _package.uninstall
 unpatch = _package.unpatch
 warmup = _package.warmup
@@ -35,6 +36,7 @@ __all__ = [
     "rms_norm",
     "rmsnorm_backward",
     "rmsnorm_forward",
+    "set_sm_margin",
     "uninstall",
     "unpatch",
     "warmup",

@@ -84,6 +84,14 @@ class CUstream_flags(IntEnum):  # noqa: N801
     CU_STREAM_NON_BLOCKING = 1
 
 
+class CUuserObject_flags(IntEnum):  # noqa: N801
+    CU_USER_OBJECT_NO_DESTRUCTOR_SYNC = 1
+
+
+class CUuserObjectRetain_flags(IntEnum):  # noqa: N801
+    CU_GRAPH_USER_OBJECT_MOVE = 1
+
+
 # ---- Launches ------------------------------------------------------------------------------------
 
 
@@ -201,8 +209,12 @@ _exchange_mode = _function("cuThreadExchangeStreamCaptureMode", POINTER(c_int))
 _capture_info = _function(
     "cuStreamGetCaptureInfo_v2",
     *(c_void_p, POINTER(c_int), POINTER(c_uint64)),
-    *(c_void_p, c_void_p, c_void_p),
+    *(POINTER(c_void_p), c_void_p, c_void_p),
 )
+_user_object = _function(
+    "cuUserObjectCreate", POINTER(c_void_p), c_void_p, c_void_p, c_uint, c_uint
+)
+_retain = _function("cuGraphRetainUserObject", c_void_p, c_void_p, c_uint, c_uint)
 
 
 def cuStreamCreate(flags: int) -> tuple[CUresult, int | None]:
@@ -218,16 +230,27 @@ def cuStreamSynchronize(stream: int) -> tuple[CUresult]:
     return (_status[_wait(stream)],)
 
 
-def cuStreamGetCaptureInfo(stream: int) -> tuple[CUresult, int, int]:
-    """The status and the id of the capture; what else there is about it is not asked for."""
-    status, number = c_int(), c_uint64()
-    code = _capture_info(stream, byref(status), byref(number), None, None, None)
-    return _status[code], status.value, number.value
+def cuStreamGetCaptureInfo(stream: int) -> tuple[CUresult, int, int, int | None]:
+    """The status, the id and the graph of the capture; the rest is not asked for."""
+    status, number, graph = c_int(), c_uint64(), c_void_p()
+    code = _capture_info(stream, byref(status), byref(number), byref(graph), None, None)
+    return _status[code], status.value, number.value, graph.value
 
 
 def cuThreadExchangeStreamCaptureMode(mode: int) -> tuple[CUresult, int]:
     before = c_int(mode)
     return _status[_exchange_mode(byref(before))], before.value
+
+
+def cuUserObjectCreate(
+    value: int, destroy: int, references: int, flags: int
+) -> tuple[CUresult, int | None]:
+    made = c_void_p()
+    return _status[_user_object(byref(made), value, destroy, references, flags)], made.value
+
+
+def cuGraphRetainUserObject(graph: int, owned: int, count: int, flags: int) -> tuple[CUresult]:
+    return (_status[_retain(graph, owned, count, flags)],)
 
 
 __all__ = [
@@ -238,7 +261,10 @@ __all__ = [
     "CUstreamCaptureMode",
     "CUstreamCaptureStatus",
     "CUstream_flags",
+    "CUuserObjectRetain_flags",
+    "CUuserObject_flags",
     "cuFuncSetAttribute",
+    "cuGraphRetainUserObject",
     "cuLaunchKernelEx",
     "cuMemAlloc",
     "cuMemAllocAsync",
@@ -252,4 +278,5 @@ __all__ = [
     "cuStreamGetCaptureInfo",
     "cuStreamSynchronize",
     "cuThreadExchangeStreamCaptureMode",
+    "cuUserObjectCreate",
 ]

@@ -21,7 +21,6 @@ from .serve.describe import DescribedServer
 from .serve.forward import Forward
 from .serve.options import Arguments, Options
 from .serve.reference import Results
-from .spec import plan_launch
 from .table import Kernel
 from .torch_internals import modes_active, raw_stream, tangents_active
 
@@ -229,7 +228,7 @@ class Package(DescribedServer):
                 if kernel is None:
                     continue
                 self._kernels.get(kernel).load(index)
-                plan = plan_launch(kernel.spec, shape[0])
+                plan = self._launch(kernel.spec, shape[0])
                 with workspace.lock:
                     workspace.fit(plan)
                 if self._native.reserve is not None and not (offset or residual):

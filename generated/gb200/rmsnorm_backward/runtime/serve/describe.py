@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from ..spec import plan_launch
 from .checks import dtype_name
 from .server import Server
 
@@ -74,7 +73,7 @@ class DescribedServer(Server):
         if choice.kernel is None:
             return facts
         spec = choice.kernel.spec
-        launch = plan_launch(spec, M)
+        launch = self._launch(spec, M)
         facts |= {
             "kernel": choice.kernel.file,
             "source": str(self.folder / "kernels" / f"{choice.kernel.file}.cu")

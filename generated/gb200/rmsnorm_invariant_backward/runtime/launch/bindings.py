@@ -11,7 +11,10 @@ from cuda.bindings.driver import (
     CUstream_flags,
     CUstreamCaptureMode,
     CUstreamCaptureStatus,
+    CUuserObject_flags,
+    CUuserObjectRetain_flags,
     cuFuncSetAttribute,
+    cuGraphRetainUserObject,
     cuLaunchKernelEx,
     cuMemAlloc,
     cuMemAllocAsync,
@@ -25,6 +28,7 @@ from cuda.bindings.driver import (
     cuStreamGetCaptureInfo,
     cuStreamSynchronize,
     cuThreadExchangeStreamCaptureMode,
+    cuUserObjectCreate,
 )
 
 __all__ = [
@@ -35,7 +39,10 @@ __all__ = [
     "CUstreamCaptureMode",
     "CUstreamCaptureStatus",
     "CUstream_flags",
+    "CUuserObjectRetain_flags",
+    "CUuserObject_flags",
     "cuFuncSetAttribute",
+    "cuGraphRetainUserObject",
     "cuLaunchKernelEx",
     "cuMemAlloc",
     "cuMemAllocAsync",
@@ -49,4 +56,5 @@ __all__ = [
     "cuStreamGetCaptureInfo",
     "cuStreamSynchronize",
     "cuThreadExchangeStreamCaptureMode",
+    "cuUserObjectCreate",
 ]

@@ -15,7 +15,7 @@ from ..launch.loaded_kernel import LoadedKernels
 from ..launch.row_layout import power_of_two
 from ..launch.workspace import Workspaces
 from ..native.native import Native
-from ..spec import plan_launch
+from ..spec import KernelSpec, Launch, plan_launch
 from ..table import MAX_ALIGNMENT, Choice, Table
 from ..torch_internals import resolved
 from .call import Call, KernelCall, aten_call, formula
@@ -156,13 +156,16 @@ class Server:
             return choice.reason
         return KernelCall(
             kernel=self._kernels.get(choice.kernel),
-            launch=plan_launch(choice.kernel.spec, layout.rows),
+            launch=self._launch(choice.kernel.spec, layout.rows),
             device=device,
             given=given,
             options=options,
             layout=layout,
             workspaces=self._workspaces,
         )
+
+    def _launch(self, spec: KernelSpec, rows: int) -> Launch:
+        return plan_launch(spec, rows)
 
     def _composed(self, composition: Composition, options: Options) -> Call:
         def call(*tensors: Any) -> Results:

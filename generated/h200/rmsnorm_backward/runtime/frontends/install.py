@@ -178,6 +178,7 @@ def _override(routed: Routed, quick: Serve, route: Serve, device: str) -> torch.
     with warnings.catch_warnings():
         # PyTorch says that a kernel of its own is overridden, which is the purpose.
         warnings.simplefilter("ignore")
-        library.impl(routed.operator, routed.make(quick, route, leave), device)
+        kernel = routed.make(quick, route, leave)
+        library.impl(routed.operator, kernel, device, allow_override=True)
     _KEPT.append(torch.library.get_kernel(name, device))
     return library

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from ..api import Package
 from ..launch.forward_call import ForwardCall
 from ..launch.row_layout import power_of_two, row_layout
 from ..serve.call import Call
+from ..serve.call_cache import CallCache
 from ..serve.checks import check_forward
 from ..serve.forward import Forward
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
+from ..spec import KernelSpec, Launch, plan_launch
 from ..table import MAX_ALIGNMENT
 
 _ADVICE = (
@@ -59,6 +62,31 @@ class BatchInvariantPackage(Package):
 
     _forward_class = BatchInvariantForward
     _invariant = True
+    _sm_margin = 0
+
+    def set_sm_margin(self, sms: int) -> None:
+        """Launch backwards with only as many CTAs as fit on `sms` SMs fewer, to make room for
+        communication kernels. Takes effect with the next call, in every thread. No bit changes,
+        because the order of every sum is the same with any grid.
+
+        If several CTAs fit on an SM, the GPU may still spread the remaining ones over all SMs.
+        Graphs that are already captured keep their grid, and forwards have no margin. Call it
+        before training or between two steps.
+
+        Args:
+            sms: from 0, for the whole GPU, to one less than the GPU has.
+
+        Raises:
+            ValueError: for any other number.
+        """
+        most = int(self.table.target["sms"])
+        if not 0 <= sms < most:
+            raise ValueError(f"the margin must be 0 to {most - 1} SMs, got {sms}")
+        self._sm_margin = sms
+        self._calls = CallCache()  # the old one has launches with the previous margin
+
+    def _launch(self, spec: KernelSpec, rows: int) -> Launch:
+        return plan_launch(replace(spec, sms=max(1, spec.sms - self._sm_margin)), rows)
 
     def _find(self, given: Arguments, options: Options) -> Call | str:
         found = super()._find(given, options)

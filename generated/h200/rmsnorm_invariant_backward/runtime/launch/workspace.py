@@ -1,19 +1,21 @@
 """Device memory that the kernels need beside their outputs, and who may share it.
 
 Zeroed words (counters, the places of a mailbox) are zero before a kernel and left zero by it. They
-are taken from slabs that were zeroed once, outside every stream and graph, and are never given
-back, so their owner finds zeros at every call with no memset. An owner is one stream, whose calls
+are taken from slabs that were zeroed once, outside every stream and graph, so their owner finds
+zeros at every call with no memset. An owner is one stream, whose calls
 are ordered (it is known by its raw handle, so a stream must have finished when it is destroyed: a
 new one may get its handle), or one call captured into a CUDA graph: replays of one executable graph
 are ordered, and no two captures and no two branches of one share an owner (two executables made
 from one capture share their outputs as well, and must not run at the same time for that reason
 already). Memory from the graph's own pool would not do: the pool may have lent the same bytes to
 another node of the graph, which dirties them at every replay, so each captured call would need a
-memset. The overhead is a few 128-byte lines per captured call for the life of the process: one for
-most, nine for a ledger of 256 slices of dw. A mailbox needs the partial dw of all CTAs: its owner,
-and that of whatever takes as much, is one stream of one capture, whose calls become nodes that
-depend on each other in that order. (Nobody may replace that stream's dependencies by
-cuStreamUpdateCaptureDependencies, or destroy it during the capture.)
+memset. The overhead is a few 128-byte lines per captured call: one for most, nine for a ledger of
+256 slices of dw. A mailbox needs the partial dw of all CTAs: its owner, and that of whatever takes
+as much, is one stream of one capture, whose calls become nodes that depend on each other in that
+order. (Nobody may replace that stream's dependencies by cuStreamUpdateCaptureDependencies, or
+destroy it during the capture.) Once a graph and all that was instantiated from it are gone, and
+their last launch has finished, other owners get its words, which its kernels left zero. Those of a
+stream are its own for good.
 
 Scratch may hold anything. Eager calls keep one block per stream, allocated by the driver in stream
 order. It is kept out of PyTorch's allocator because PyTorch's CUDA-graph trees run their warm-up
@@ -25,13 +27,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..spec import Launch, round_up
 from ..torch_internals import is_capturing
 from .driver import LaunchError, checked, cuda_driver, during_capture
+from .graph_end import GraphEnd, end_of
 
 LINE = 128
 """Bytes of one L2 line: owners in different lines do not slow each other down."""
@@ -42,27 +45,54 @@ SHARED_FROM = 1 << 12
 _NAME = "the workspace"
 
 
+class Capture(NamedTuple):
+    """A capture that is under way. id: tells it from all others of this process."""
+
+    id: int
+    graph: Any
+
+
 class Zeros:
-    """Zeroed memory of one device, handed out for good in whole lines. Thread-safe."""
+    """Zeroed memory of one device, handed out in whole lines. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._next = 0
         self._left = 0
+        self._lent: dict[int, tuple[GraphEnd, list[tuple[int, int]]]] = {}  # by the capture's id
+        self._returned: dict[int, list[int]] = {}  # addresses by size
 
-    def take(self, size: int) -> int:
-        """Address of `size` zero bytes on the current device; 0 for none."""
+    def take(self, size: int, capture: Capture | None = None) -> int:
+        """Address of `size` zero bytes on the current device; 0 for none. They are the caller's for
+        good, or until the graph of a capture has come to its end."""
         size = round_up(size, LINE)
         if size == 0:
             return 0
+        with self._lock:
+            self._take_back()
+            known = self._returned.get(size)
+            address = known.pop() if known else self._new(size)
+            if capture is not None:
+                if capture.id not in self._lent and (end := end_of(capture.graph)) is not None:
+                    self._lent[capture.id] = (end, [])
+                if capture.id in self._lent:
+                    self._lent[capture.id][1].append((address, size))
+        return address
+
+    def _take_back(self) -> None:
+        """What belonged to graphs that are gone."""
+        for capture in [id for id, (end, _) in self._lent.items() if end.reached()]:
+            for address, size in self._lent.pop(capture)[1]:
+                self._returned.setdefault(size, []).append(address)
+
+    def _new(self, size: int) -> int:
         if size > SLAB // 2:
             return _zeroed_slab(size)
-        with self._lock:
-            if size > self._left:
-                self._left, self._next = SLAB, _zeroed_slab(SLAB)
-            address = self._next
-            self._next += size
-            self._left -= size
+        if size > self._left:
+            self._left, self._next = SLAB, _zeroed_slab(SLAB)
+        address = self._next
+        self._next += size
+        self._left -= size
         return address
 
 
@@ -95,13 +125,12 @@ def _allocated(allocate: Callable[[], tuple[Any, ...]], size: int) -> Any:
         return checked(allocate(), action, _NAME)
 
 
-def _capture_id(stream: int) -> int | None:
-    """What tells the capture that is under way on a stream from all others of this process; None
-    where the driver does not say."""
+def _capture_of(stream: int) -> Capture | None:
+    """The capture that is under way on a stream; None where the driver does not say."""
     driver = cuda_driver()
     status, *info = driver.cuStreamGetCaptureInfo(stream)
     active = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
-    return int(info[1]) if status == 0 and info[0] == active else None
+    return Capture(int(info[1]), info[2]) if status == 0 and info[0] == active else None
 
 
 class StreamWorkspace:
@@ -154,13 +183,13 @@ class Workspaces:
 
     def of_capture(self, device: int, stream: int, size: int) -> int:
         """Address of `size` zero bytes for a call that a raw stream of a device captures."""
-        capture = _capture_id(stream) if size >= SHARED_FROM else None
+        capture = _capture_of(stream) if size else None
+        if capture is None or size < SHARED_FROM:
+            return self.zeros(device).take(size, capture)
         known = self._captures.get((device, stream))
-        if capture is None or known is None or known[0] != capture or known[2] < size:
-            address = self.zeros(device).take(size)
-            if capture is not None:
-                self._captures[device, stream] = (capture, address, size)
-            return address
+        if known is None or known[0] != capture.id or known[2] < size:
+            address = self.zeros(device).take(size, capture)
+            known = self._captures[device, stream] = (capture.id, address, size)
         return known[1]
 
     def of_stream(self, device: int, stream: int) -> StreamWorkspace:
