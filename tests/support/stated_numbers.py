@@ -226,8 +226,8 @@ STATED |= {
     "index.md": [f"PyTorch {TORCH} or newer"],
     "adopting.md": [
         f"PyTorch ({TORCH} or newer)",
-        f"Use PyTorch {'.'.join(map(str, WHOLE_FROM))} or newer with `graph_pass`",
-        f"In graphs of PyTorch {TORCH} the forward",
+        f"need PyTorch {'.'.join(map(str, WHOLE_FROM))} or newer",
+        f"PyTorch {TORCH} decomposes the forward",
     ],
     "accuracy.md": [
         *accuracy(),

@@ -55,7 +55,7 @@ constexpr int kRunsWrittenOffset = 82064;
 #define ROW_STORE ""
 #define LEAST_COLUMNS 4096  // of a row
 
-#include "../include/cb1fc5f79cc6/primitives.cuh"
+#include "../include/b3bf4d471f61/primitives.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -63,11 +63,11 @@ using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/cb1fc5f79cc6/elements.cuh"
+#include "../include/b3bf4d471f61/elements.cuh"
 
-#include "../include/cb1fc5f79cc6/teams.cuh"
-#include "../include/cb1fc5f79cc6/row_of_group.cuh"
-#include "../include/cb1fc5f79cc6/load_rstds.cuh"
+#include "../include/b3bf4d471f61/teams.cuh"
+#include "../include/b3bf4d471f61/row_of_group.cuh"
+#include "../include/b3bf4d471f61/load_rstds.cuh"
 
 // What one launch works on. Strides and offsets are elements and 64-bit throughout.
 struct Arguments {
@@ -84,37 +84,37 @@ struct Arguments {
   float* scratch;
   long long rows;
   long long x_stride, dy_stride, dresidual_stride, dx_stride;
-  // The heads of a packed tensor: a number of rows at their stride, and then a gap before the next.
-  // gaps * row >> 32 of them lie before a row; 0 without any.
+  // The heads of a packed tensor: a number of rows at their stride, then a gap before the next ones.
+  // gaps * row >> 32 of these gaps lie before a row; gaps is 0 if there are none.
   long long x_gap, dy_gap;
   unsigned gaps;
   int columns, group, dw_mode;
   float weight_offset;
 };
 
-#include "../include/cb1fc5f79cc6/rows.cuh"
+#include "../include/b3bf4d471f61/rows.cuh"
 
-#include "../include/cb1fc5f79cc6/row_sum.cuh"
-#include "../include/cb1fc5f79cc6/row_sum_cta.cuh"
+#include "../include/b3bf4d471f61/row_sum.cuh"
+#include "../include/b3bf4d471f61/row_sum_cta.cuh"
 
-#include "../include/cb1fc5f79cc6/runs.cuh"
+#include "../include/b3bf4d471f61/runs.cuh"
 
-#include "../include/cb1fc5f79cc6/rows_async.cuh"
+#include "../include/b3bf4d471f61/rows_async.cuh"
 
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/cb1fc5f79cc6/weight_registers.cuh"
+#include "../include/b3bf4d471f61/weight_registers.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
-#include "../include/cb1fc5f79cc6/partial_dw.cuh"
-#include "../include/cb1fc5f79cc6/dw_output.cuh"
-#include "../include/cb1fc5f79cc6/dw_context.cuh"
-#include "../include/cb1fc5f79cc6/sum_groups.cuh"
-#include "../include/cb1fc5f79cc6/sum_slice.cuh"
-#include "../include/cb1fc5f79cc6/last_arrived.cuh"
-#include "../include/cb1fc5f79cc6/dw_groups_column_slices.cuh"
+#include "../include/b3bf4d471f61/partial_dw.cuh"
+#include "../include/b3bf4d471f61/dw_output.cuh"
+#include "../include/b3bf4d471f61/dw_context.cuh"
+#include "../include/b3bf4d471f61/sum_groups.cuh"
+#include "../include/b3bf4d471f61/sum_slice.cuh"
+#include "../include/b3bf4d471f61/last_arrived.cuh"
+#include "../include/b3bf4d471f61/dw_groups_column_slices.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 
@@ -132,8 +132,8 @@ extern "C" __global__ void  rmsnorm_invariant_backward(ARGUMENTS(Arguments, args
   RowPipeline pipeline(rows, smem);
   RowSum row_sum(smem);
   Schedule schedule(args.rows, static_cast<unsigned>(args.group), participant, participants);
-  // The first rows are asked for before the barrier below: who asks has set up the barriers of the
-  // stages itself, and nobody else looks at them yet.
+  // The first rows are requested before the barrier below. The requesting thread has itself set up the
+  // barriers of the stages, and no other thread looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
 
