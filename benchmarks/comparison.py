@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks import harness
+from benchmarks.command import say
 from benchmarks.goals import best_peer, ratio
 from benchmarks.harness import Cell, Contender, Entrant, ShapeRun, check_gpu, kernel_path, sentence
 from benchmarks.peers.peer import Gradients, Peer, arguments, installed_version
@@ -275,9 +276,3 @@ def write_page(results: Results) -> None:
 
     write_text(results.path.with_suffix(".md"), markdown(results.environment, results.rows))
     say(plot(results.environment, results.rows, results.path.with_suffix(".svg")))
-
-
-def say(text: str) -> None:
-    """A line of progress, on standard error."""
-    if text:
-        print(text, file=sys.stderr, flush=True)

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Hardware counters of the module's kernels beside those of the floor, by Nsight Compute.
 
-    python benchmarks/counters.py --module generated/h200/rmsnorm_backward \
+    python -m benchmarks.counters --module generated/h200/rmsnorm_backward \
         --shapes 4096x1024:bf16,16384x4096:bf16 --out benchmarks/results/counters_h200.json
 
 For every shape: `torch.add(x, dy, out=dx)`, then the module's backward, each once with a cold L2
@@ -20,12 +19,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.results import write_json  # noqa: E402
-from generator.errors import NormforgeError  # noqa: E402
-from generator.problem import Problem, load_problems  # noqa: E402
+from benchmarks.command import command_line, exit_code
+from benchmarks.results import write_json
+from generator.errors import NormforgeError
+from generator.problem import Problem, load_problems
 
 METRICS = {
     "us": ("gpu__time_duration.sum", 1e-3),
@@ -46,27 +43,24 @@ cycles become per cent of the kernel's cycles: how much of it the first and last
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--module", type=Path, required=True, help="folder of the emitted package")
-    parser.add_argument("--shapes", required=True, help="as for tune.py")
-    parser.add_argument("--out", type=Path, help="the results file, .json")
+    parser = command_line(__doc__, "module", "shapes", out=None)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    try:
-        problems = load_problems(args.shapes)
-        if args.inside:
-            run(args.module, problems)
-            return 0
-        document = {"module": str(args.module), "rows": count(args.module, args.shapes, problems)}
-        if args.out:
-            write_json(args.out, document)
-        else:
-            print(json.dumps(document, indent=1))
-    except NormforgeError as error:
-        print(f"counters.py: {error}", file=sys.stderr)
-        return 2
+    return exit_code(__file__, lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises NormforgeError."""
+    problems = load_problems(args.shapes)
+    if args.inside:
+        call(args.module, problems)
+        return 0
+    rows = count(args.module, args.shapes, problems)
+    document = {"module": str(args.module), "rows": rows}
+    if args.out:
+        write_json(args.out, document)
+    else:
+        print(json.dumps(document, indent=1))
     return 0
 
 
@@ -78,7 +72,7 @@ def count(module: Path, shapes: str, problems: list[Problem]) -> list[dict[str, 
         *("ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"),
         *("--cache-control", "all", "--profile-from-start", "off"),
         *("--metrics", ",".join(metric for metric, _ in METRICS.values())),
-        *(sys.executable, str(Path(__file__).resolve())),
+        *(sys.executable, "-m", "benchmarks.counters"),
         *("--module", str(module), "--shapes", shapes, "--inside"),
     ]
     try:
@@ -114,7 +108,7 @@ def read(line: dict[str, str]) -> dict[str, Any]:
     return {name: round(v, 3) if isinstance(v, float) else v for name, v in found.items()}
 
 
-def run(module: Path, problems: list[Problem]) -> None:
+def call(module: Path, problems: list[Problem]) -> None:
     """What ncu watches: the floor and the module's call on every shape, after one call of each that
     it does not watch."""
     import torch

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu import BLOCKS, ROUNDS, take_turns
 from benchmarks.peers.peer import Bind, Gradients
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.timer import Timer
@@ -23,8 +24,6 @@ from generator.operations.operation import TORCH_DTYPE, Bound
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
 
-BLOCKS = 3
-ROUNDS = 15
 HOST_CALLS = 20
 HOST_REPEATS = 9
 PATH_CHARACTERS = 70
@@ -168,18 +167,17 @@ class ShapeRun:
         operations = [floor, *(self._entrants[name].run for name in together)]
         if self.beside is not None:
             operations.append(self.beside(inputs))
-        times: list[list[float]] = [[] for _ in operations]
-        for _ in range(BLOCKS):
-            for entrant in self._entrants.values():
-                entrant.restore()
-            for own, block in zip(times, self.timer.block(operations, ROUNDS), strict=True):
-                own += block
+        times = take_turns(self.timer, operations, before=self._restore)
         for name, own in zip(together, times[1 : 1 + len(together)], strict=True):
             self.cells[name].us = median(own)
         if self.beside is not None:
             self.beside_us = median(times[-1])
         self._each(self._time_by_events)
         return median(times[0])
+
+    def _restore(self) -> None:
+        for entrant in self._entrants.values():
+            entrant.restore()
 
     def _time_by_events(self, name: str, entrant: Entrant) -> None:
         if self.cells[name].timed == "events":

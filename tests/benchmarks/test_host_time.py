@@ -1,4 +1,4 @@
-"""benchmarks/host_time.py: what is compared takes turns, and ratios are those of one pass."""
+"""benchmarks.host_time: what is compared takes turns, and ratios are those of one pass."""
 
 from __future__ import annotations
 

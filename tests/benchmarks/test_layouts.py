@@ -1,4 +1,4 @@
-"""benchmarks/layouts.py: what it draws, what it does with candidates that fail, and its result."""
+"""benchmarks.layouts: what it draws, what it does with candidates that fail, and its result."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     out = tmp_path / "out.json"
     assert layouts.main(["--out", str(out)]) == 2
     said = capsys.readouterr().err
-    assert said == "layouts.py: layouts are timed on a CUDA GPU, and PyTorch sees none\n"
+    assert said == "layouts.py: this needs a CUDA GPU, and PyTorch sees none\n"
     assert not out.exists()
 
 
