@@ -30,7 +30,6 @@ from benchmarks.results import machine, write_json
 from generator.errors import NormforgeError
 from generator.evaluate.evaluator import Pool, Shortlisting
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import (
     REDUCTION_KNOBS,
@@ -168,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
     began, rows = time.monotonic(), []
     with (
         closing(evaluator),
-        CompilePool(target.arch, spare_cores(), compile=compile_variant) as pool,
+        CompilePool(target.arch, spare_cores()) as pool,
     ):
         for problem in problems:
             if time.monotonic() - began > args.seconds:

@@ -28,7 +28,6 @@ from generator.evaluate.evaluator import Pool
 from generator.evaluate.gpu.protocol import Candidate, Job, WorkerLostError
 from generator.evaluate.gpu.supervisor import Supervisor
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.geometry import Config
 from generator.kernels.resource_gate import refuse
 from generator.kernels.variant import Variant, make_variant
@@ -141,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     with closing(Supervisor(0)) as gpu:
         target = target_of(gpu.facts, args.gpu)
         studies = read_studies(args.studies or GENERATED / target.name)
-        with CompilePool(target.arch, spare_cores(), compile=compile_variant) as pool:
+        with CompilePool(target.arch, spare_cores()) as pool:
             for problem in problems:
                 found = families(space, args.knob, studies, problem, target, args.configs)
                 if not found:

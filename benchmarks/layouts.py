@@ -39,7 +39,6 @@ from generator.evaluate.gpu.timer import Operation
 from generator.evaluate.predict.evaluator import predict_us
 from generator.evaluate.verify.accuracy import check_accuracy
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant, make_variant
@@ -324,7 +323,7 @@ def on_this_gpu(args: argparse.Namespace) -> int:
     check_cuda()
     with closing(Supervisor(0, open_handler=LayoutSession)) as gpu:
         target = target_of(gpu.facts, args.gpu)
-        with CompilePool(target.arch, spare_cores(), compile=compile_variant) as pool:
+        with CompilePool(target.arch, spare_cores()) as pool:
             run(args, gpu, target, pool, until)
     return 0
 

@@ -16,13 +16,12 @@ weight has another. Times are in microseconds; None stands for what could not be
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from generator.disk import replacing
 from generator.errors import NormforgeError
 from generator.problem import RMSNORM_BACKWARD, Problem
 
@@ -141,15 +140,8 @@ def write_text(path: Path, text: str) -> None:
         if path.exists() and not path.is_file():  # /dev/null, a pipe
             path.write_text(text)
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        temporary = Path(name)
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            temporary.chmod(0o644)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(path) as part:
+            part.write_text(text)
+            part.chmod(0o644)
     except OSError as error:
         raise NormforgeError(f"cannot write {path}: {error.strerror or error}") from error

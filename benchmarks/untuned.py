@@ -27,7 +27,6 @@ from benchmarks.results import write_json
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.session import Session
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.cubin_cache import compile_variant
 from generator.problem import Problem, load_problems
 from generator.runtime.api import Package
 from generator.search.budget import Budget
@@ -126,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     found: list[tuple[str, Problem, Winner | None]] = []
     space, budget = load_space(), Budget(args.trials, n_finalists=FINALISTS)
-    with CompilePool(target.arch, spare_cores(), compile=compile_variant) as pool:
+    with CompilePool(target.arch, spare_cores()) as pool:
         storage = open_storage(args.out.with_suffix(".journal"))
         for kind, problem in cases:
             if time.monotonic() - started >= args.seconds:

@@ -23,7 +23,6 @@ from benchmarks.search_replay.recording import (
 from benchmarks.search_replay.replay import CHECKPOINTS, Replayed, compare, table
 from generator.errors import NormforgeError
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.nvrtc import nvrtc_version
 from generator.search.budget import Progress
 from generator.studies.storage import open_storage
@@ -79,7 +78,7 @@ def _record(args: argparse.Namespace) -> int:
             print(f"{event.phase} {event.done}/{event.total}, {best}", file=sys.stderr, flush=True)
 
     cores = len(os.sched_getaffinity(0))
-    with measured, CompilePool(target.arch, cores, compile=compile_variant) as pool:
+    with measured, CompilePool(target.arch, cores) as pool:
         journal = args.record.with_name(args.record.name.split(".")[0] + ".journal")
         facts = {"gpu": measured.facts["name"], "driver": measured.facts["driver"]}
         facts["nvrtc"] = nvrtc_version()

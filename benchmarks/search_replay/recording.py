@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import lzma
-import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from typing import Any
 import yaml
 from optuna.storages import BaseStorage
 
+from generator.disk import replacing
 from generator.errors import NormforgeError
 from generator.evaluate.evaluator import Evaluator, Pool
 from generator.kernels.geometry import Config
@@ -156,14 +156,10 @@ class Recording:
             "ratios": [result.ratio and round(result.ratio, 5) for result in results],
             "cubins": [cubin for _, cubin in self.entries.values()],
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
+        with replacing(path) as part:
             with lzma.open(part, "wt", preset=9) as file:
                 json.dump(content, file, separators=(",", ":"))
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+            part.chmod(0o644)
 
     @classmethod
     def load(cls, path: Path) -> Recording:

@@ -17,6 +17,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from generator.disk import replacing
 from generator.errors import NormforgeError
 from generator.paths import CACHE
 from generator.problem import RMSNORM_BACKWARD
@@ -132,19 +133,11 @@ def compile_to(compiler: str, arguments: list[str], result: Path) -> None:
     source.
     """
     try:
-        result.parent.mkdir(parents=True, exist_ok=True)
-        # A name of its own until it is whole: several processes may build the same program.
-        handle, name = tempfile.mkstemp(dir=result.parent, suffix=".part")
-        os.close(handle)
-        part = Path(name)
-        try:
-            _compile([compiler, *flags(), *arguments, "-o", name])
+        with replacing(result) as part:
+            _compile([compiler, *flags(), *arguments, "-o", str(part)])
             with part.open("r+b") as file:
                 file.write(hashlib.sha256(file.read()).digest())
             part.chmod(0o755)
-            part.replace(result)
-        finally:
-            part.unlink(missing_ok=True)
     except OSError as error:
         raise HostError(
             f"cannot write to the cache {result.parent} ({error.strerror}): make room there and "

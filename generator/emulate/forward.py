@@ -39,7 +39,6 @@ extern "C" void main_kernel(const normforge::Arguments& b) {{
 }}
 """
 
-
 FORWARD_SCHEDULES = (Schedule(1, 1), Schedule(2, 1000), Schedule(3, 1000))
 
 

@@ -1,13 +1,11 @@
-"""The forward's kernels: one variant, its geometry, its source and its machine code."""
+"""The forward's kernels: one variant, its geometry and its source."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
-from generator.kernels.cubin_cache import DEFAULT_CACHE, CubinCache
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import _ELEMENT, constant_lines, environment
 from generator.problem import ITEMSIZE
@@ -154,13 +152,6 @@ def render_forward(variant: ForwardVariant, *, comments: bool = True, include: s
             form=v.form,
         )
     )
-
-
-def compile_forward(
-    variant: ForwardVariant, arch: str, cache_folder: Path = DEFAULT_CACHE
-) -> Compiled:
-    """Render and compile a variant through the cache."""
-    return CubinCache(cache_folder).compile(render_forward(variant), arch)
 
 
 def forward_fault(variant: ForwardVariant, compiled: Compiled, target: Target) -> str:

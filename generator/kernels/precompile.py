@@ -10,11 +10,8 @@ from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 
-from generator.kernels.cubin_cache import DEFAULT_CACHE, CubinCache
-from generator.kernels.forward import ForwardVariant
-from generator.kernels.nvrtc import Compiled
-from generator.kernels.revision import compiler_input
-from generator.kernels.variant import Variant
+from generator.kernels.cubin_cache import DEFAULT_CACHE, compile_variant
+from generator.kernels.revision import AnyVariant
 from generator.processes import end_pool, end_with_parent, shielded
 
 MOST_PROCESSES = 8
@@ -23,20 +20,9 @@ NICE = 19
 """Behind everything else of a run: the compilers of `CompilePool` have 5."""
 
 
-def cached(
-    variant: Variant | ForwardVariant, arch: str, cache_folder: Path = DEFAULT_CACHE
-) -> Compiled | None:
-    """What the cache has of a variant, without compiling; None when it has nothing that is sound.
-
-    A look takes less than a millisecond, a new process that compiles several seconds to start.
-    """
-    source, register_cap = compiler_input(variant)
-    return CubinCache(cache_folder).find(source, arch, register_cap)
-
-
 @contextmanager
 def precompiling(
-    variants: Sequence[Variant | ForwardVariant], arch: str, cache_folder: Path = DEFAULT_CACHE
+    variants: Sequence[AnyVariant], arch: str, cache_folder: Path = DEFAULT_CACHE
 ) -> Iterator[None]:
     """While the body runs, compile the variants into the cache, in this order, on cores that nobody
     else wants. At its end the processes are ended, whatever they are doing.
@@ -62,8 +48,7 @@ def _begin() -> None:
     os.nice(NICE)
 
 
-def _fill(variant: Variant | ForwardVariant, arch: str, cache_folder: Path) -> None:
+def _fill(variant: AnyVariant, arch: str, cache_folder: Path) -> None:
     """Sends nothing back: its parent may be a driver, which has better things to do than to read
     machine code."""
-    source, register_cap = compiler_input(variant)
-    CubinCache(cache_folder).compile(source, arch, register_cap)
+    compile_variant(variant, arch, cache_folder)

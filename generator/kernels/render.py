@@ -22,7 +22,6 @@ _LOAD_HINT = {
 _PRIORITIES = ("evict_last",)
 _STORE_HINT = {"default": "", "streaming": ".cs"}
 
-
 _COMMENT_OR_LITERAL = re.compile(
     r"""//[^\n]* | /\*.*?\*/ | "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*'""", re.DOTALL | re.VERBOSE
 )

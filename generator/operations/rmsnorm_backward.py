@@ -153,12 +153,14 @@ def make_reference(problem: Problem, inputs: Inputs) -> Reference:
 
     dx = rstd * (w * dy - xhat * mean(xhat * w * dy)), dw = sum over rows of dy * xhat, with
     xhat = x * rstd (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019); w is the
-    weight and the offset, and the residual's gradient is added to dx.
+    weight and the offset, and the residual's gradient is added to dx. Where rows have a mean,
+    xhat = (x - mean) * rstd, dx loses rstd * mean(w * dy), and behind dw comes the sum over rows of
+    dy (Ba, Kiros and Hinton, 2016).
     """
     wide = torch.float64 if problem.dtype == "fp32" else torch.float32
-    device = inputs.x.device
+    device, mean = inputs.x.device, inputs.mean
     dx = torch.empty(inputs.x.shape, dtype=wide, device=device)
-    dw = torch.zeros(problem.N, dtype=torch.float64, device=device)
+    dw = torch.zeros(problem.N * (1 if mean is None else 2), dtype=torch.float64, device=device)
     dw_scale = torch.zeros_like(dw)
     row_scale = torch.empty((problem.M, 1), dtype=torch.float32, device=device)
     weight = inputs.weight.double() + inputs.offset
@@ -166,15 +168,19 @@ def make_reference(problem: Problem, inputs: Inputs) -> Reference:
     for start in _row_chunks(problem):
         part = slice(start, start + step)
         rstd = inputs.rstd[part].double()[:, None]
-        xhat = inputs.x[part].double() * rstd
+        x = inputs.x[part].double()
+        xhat = (x if mean is None else x - mean[part].double()[:, None]) * rstd
         dy = inputs.dy[part].double()
-        product = dy * xhat
+        product = dy * xhat if mean is None else torch.cat((dy * xhat, dy), dim=1)
         dw += product.sum(0)
         dw_scale += product.abs().sum(0)
         weighted = dy * weight
         along = xhat * (xhat * weighted).mean(dim=1, keepdim=True)
         gradient = rstd * (weighted - along)
         terms = rstd * (weighted.abs() + along.abs())
+        if mean is not None:
+            gradient -= rstd * weighted.mean(dim=1, keepdim=True)
+            terms += rstd * weighted.abs().mean(dim=1, keepdim=True)
         if inputs.residual is not None:
             gradient += inputs.residual[part].double()
             terms += inputs.residual[part].double().abs()
@@ -183,24 +189,13 @@ def make_reference(problem: Problem, inputs: Inputs) -> Reference:
     return Reference(dx, dw, row_scale, dw_scale)
 
 
-def slacks(problem: Problem, reference: Reference) -> tuple[torch.Tensor, torch.Tensor]:
-    """What dx (M, 1) and dw (N,) may be off beside one rounding: fp32 arithmetic, in units of the
-    row's largest |dx| and of the sum of the magnitudes of dw's terms, and half a unit of a
-    subnormal result."""
-    return (
-        reference.row_scale * FP32_SLACK + half_subnormal(problem.dtype),
-        reference.dw_scale * FP32_SLACK + half_subnormal(problem.weight_dtype),
-    )
-
-
 def bounds(problem: Problem, inputs: Inputs) -> dict[str, Bound]:
-    """What dx, dw and dresidual_out have to be."""
-    return bounds_of(problem, make_reference(problem, inputs))
-
-
-def bounds_of(problem: Problem, reference: Reference) -> dict[str, Bound]:
-    """The bounds around a reference."""
-    slack_dx, slack_dw = slacks(problem, reference)
+    """What dx, dw and dresidual_out have to be. Beside one rounding they may be off by fp32
+    arithmetic, in units of the sums of the magnitudes of their terms, and by half a unit of a
+    subnormal result."""
+    reference = make_reference(problem, inputs)
+    slack_dx = reference.row_scale * FP32_SLACK + half_subnormal(problem.dtype)
+    slack_dw = reference.dw_scale * FP32_SLACK + half_subnormal(problem.weight_dtype)
     found = {
         "dx": Bound(reference.dx, HALF_UNIT[problem.dtype], slack_dx),
         "dw": Bound(reference.dw, HALF_UNIT[problem.weight_dtype], slack_dw),

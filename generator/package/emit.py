@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from generator.errors import NormforgeError
-from generator.kernels.forward import FORWARD_FIELDS, ForwardVariant
+from generator.kernels.forward import FORWARD_FIELDS
 from generator.kernels.nvrtc import Compiled
+from generator.kernels.revision import AnyVariant
 from generator.kernels.variant import Variant
 from generator.package.atomic_folder import check_writable, locked, replaced
 from generator.package.entries import PROVENANCE_KEYS, Emission, Entry, EntryOf, Forwards
@@ -157,7 +158,7 @@ def _check_arithmetic(table: Table, forward: ForwardTable | None) -> None:
                 )
 
 
-def _check_cubin(variant: Variant | ForwardVariant, compiled: Compiled, target: Target) -> None:
+def _check_cubin(variant: AnyVariant, compiled: Compiled, target: Target) -> None:
     if compiled.error or not compiled.cubin:
         raise NormforgeError(f"{variant} was not compiled: {compiled.error or 'it has no cubin'}")
     if compiled.arch != target.arch:

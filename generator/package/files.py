@@ -20,6 +20,7 @@ from generator.errors import NormforgeError
 from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import headers
+from generator.kernels.revision import AnyVariant
 from generator.kernels.variant import Variant
 from generator.operations import OPERATIONS
 from generator.package.sources import INCLUDE, config_of, included, revision, source_of
@@ -58,7 +59,6 @@ __all__ = [
 ]
 '''
 
-
 _FILE = re.compile(r"\w{1,200}")
 _TITLE = re.compile(r"[\w .,+()/-]{1,200}")
 
@@ -92,7 +92,7 @@ class KernelFiles:
     def add(self, variant: Variant, compiled: Compiled, *, tuned: bool) -> Kernel: ...
     @overload
     def add(self, variant: ForwardVariant, compiled: Compiled, *, tuned: bool) -> ForwardKernel: ...
-    def add(self, variant: Variant | ForwardVariant, compiled: Compiled, *, tuned: bool) -> Any:
+    def add(self, variant: AnyVariant, compiled: Compiled, *, tuned: bool) -> Any:
         """A new kernel, of today's templates. tuned: its source is to be read."""
         file = self._store(variant.id, compiled.digest, compiled.cubin)
         if tuned:

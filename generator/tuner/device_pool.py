@@ -26,14 +26,8 @@ from generator.tuner.plan import Plan
 from generator.tuner.task_runner import Watcher
 
 _LIVES = 3  # processes that one problem may cost before the run ends
-
-
 _TICK_SECONDS = 0.5
-
-
 _START_SECONDS = 300.0
-
-
 _END_SECONDS = 30.0
 
 

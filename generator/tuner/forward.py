@@ -21,7 +21,7 @@ from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.forward import measure_forwards
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.forward import ForwardVariant, compile_forward
+from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import nvrtc_version
 from generator.kernels.revision import code_of_all
 from generator.operations import RMSNORM_FORWARD
@@ -131,7 +131,7 @@ def tune_forwards(
         gpus = [lanes.submit(open_gpu, device, target) for device in busy]
         for gpu in gpus:
             stack.callback(_close, gpu)
-        pool = stack.enter_context(CompilePool(target.arch, processes, compile=compile_forward))
+        pool = stack.enter_context(CompilePool(target.arch, processes))
         compiler = stack.enter_context(closing(ForwardCompiler(pool, target, say)))
         if gpus:
             compiler.start(forwards_to_compile(waiting, target, generic, choices))

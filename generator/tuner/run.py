@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from generator.emulate.evaluator import EmulatingPredictor
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.cubin_cache import compile_variant
-from generator.kernels.forward import ForwardVariant
 from generator.kernels.precompile import precompiling
-from generator.kernels.variant import Variant
+from generator.kernels.revision import AnyVariant
 from generator.package.emit import check_package, read_forward_table
 from generator.package.entries import Emission
 from generator.package.fallback_kernels import first_choices, wanted_fallbacks
@@ -64,7 +62,7 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: 
     interrupted = False
     with (
         running(plan.out, plan.shared, database_file(plan.storage)) as stop,
-        CompilePool(plan.target.arch, compilers(plan), compile=compile_variant) as pool,
+        CompilePool(plan.target.arch, compilers(plan)) as pool,
     ):
         storage = database or open_storage(plan.where)
         queue = open_queue(plan.storage)
@@ -93,7 +91,7 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: 
     return Outcome(tuple(winners), emission, interrupted, ledger.failures)
 
 
-def foreseen(plan: Plan) -> list[Variant | ForwardVariant]:
+def foreseen(plan: Plan) -> list[AnyVariant]:
     """The kernels that the package will need whatever the search finds, in the order in which it
     does. None for a predicted run, whose search leaves no core idle."""
     if not plan.devices:

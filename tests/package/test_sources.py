@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from generator.kernels.cubin_cache import compile_variant
-from generator.kernels.forward import (
-    ForwardVariant,
-    compile_forward,
-)
+from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled, compile_source
 from generator.kernels.render import headers
 from generator.kernels.revision import compiler_input
@@ -49,7 +46,7 @@ VARIANTS: dict[str, Variant | ForwardVariant] = {
 
 def made(variant: Variant | ForwardVariant) -> Compiled:
     if isinstance(variant, ForwardVariant):
-        return compile_forward(variant, H200.arch)
+        return compile_variant(variant, H200.arch)
     return compile_variant(variant, H200.arch)
 
 

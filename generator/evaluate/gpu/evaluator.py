@@ -14,8 +14,8 @@ from generator.evaluate.gpu.nvml import DeviceMonitor
 from generator.evaluate.gpu.protocol import Candidate, Handler, Job, WorkerLostError
 from generator.evaluate.gpu.supervisor import JOB_SECONDS, KEPT, Supervisor
 from generator.evaluate.gpu.worker import open_session
-from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
+from generator.kernels.revision import AnyVariant
 from generator.kernels.variant import Variant
 from generator.operations import Operation, operation_of
 from generator.problem import Problem
@@ -28,7 +28,7 @@ FINAL_BLOCKS = 3
 FINAL_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Seconds after each noisy block of the finals: one minute for a neighbour to finish."""
 
-Entry = tuple[Variant | ForwardVariant, Compiled]
+Entry = tuple[AnyVariant, Compiled]
 
 
 class MeasuredEvaluator:

@@ -27,8 +27,6 @@ taken for noise by that best; by the best of its run until then none stayed nois
 SPREAD = 0.05
 """How far apart, beside JITTER_US, the quartiles of the ratios of one block may be, relative to
 their median: the median of 15 such ratios is uncertain by about 1 %."""
-
-
 SEARCH_PAUSES = (0.0, 0.05, 0.25)
 """Seconds after each noisy block of a trial. Short: the finals measure noisy trials once more."""
 

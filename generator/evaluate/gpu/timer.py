@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
 
 import torch
 
@@ -62,18 +61,3 @@ class Timer:
             self.stream.synchronize()
             replays += 1
         return [[a.elapsed_time(b) * 1e3 for a, b in pairs] for pairs in events]
-
-    def against(
-        self, reference: Operation, operations: Sequence[Operation], rounds: int
-    ) -> tuple[list[tuple[float, float]], float]:
-        """((µs, ratio) of every operation, µs of the reference): medians over the rounds, the ratio
-        being the median of ratios within a round."""
-        reference_times, *times = self.block([reference, *operations], rounds)
-        results = [
-            (
-                median(own),
-                median(t / r for t, r in zip(own, reference_times, strict=True)),
-            )
-            for own in times
-        ]
-        return results, median(reference_times)

@@ -18,8 +18,6 @@ from generator.evaluate.gpu.protocol import Answer, Handler, Job, NoGpuError, Wo
 from generator.processes import end_with_parent, shielded
 
 START_SECONDS = 120.0
-
-
 _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT}
 """Exit codes that no kernel causes: the system, a person or a batch system ended the worker."""
 

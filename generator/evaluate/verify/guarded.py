@@ -6,8 +6,6 @@ import torch
 
 GUARD_BYTES = 4096
 """Bytes before and after every output that no kernel may touch."""
-
-
 _GUARD = 0xA5
 
 
