@@ -44,11 +44,10 @@ from generator.kernels.render import render
 from generator.kernels.strategies import STRATEGIES, determinism_class
 from generator.kernels.variant import Variant, make_variant
 from generator.operations import OPERATIONS, operation_of
-from generator.operations.rmsnorm_backward import Inputs
+from generator.operations.rmsnorm_backward import Inputs, run_backward
 from generator.package.fallback_kernels import fallback_variants, first_choices, takes_rows
 from generator.problem import RMSNORM_BACKWARD, SUMS, Problem
 from generator.runtime.launch.driver import LaunchError
-from generator.runtime.launch.launch import launch_backward
 from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.spec import KernelSpec, Launch
 from generator.space.load import load_space, space_file
@@ -200,27 +199,14 @@ def run_on_gpu(
     """dx and dw from the GPU, on the CPU; outputs and scratch are poisoned before."""
     base = layout.misaligned_bytes
     x, dy = place(inputs.x, layout.pad_x, base), place(inputs.dy, layout.pad_dy, base)
-    rstd, weight = inputs.rstd.cuda(), inputs.weight.cuda()
     mean = None if inputs.mean is None else inputs.mean.cuda()
+    given = Inputs(x, dy, inputs.rstd.cuda(), inputs.weight.cuda(), mean=mean)
     poison = torch.full_like(inputs.x, float("nan"))
     dx = place(poison, layout.pad_dx, base)
-    dw = torch.full_like(weight.repeat(SUMS[spec.operation].column_sums), torch.nan)
+    dw = torch.full_like(given.weight.repeat(SUMS[spec.operation].column_sums), torch.nan)
     workspace = torch.full((launch.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
     workspace[: launch.scratch_offset] = 0
-    stream = torch.cuda.current_stream().cuda_stream
-    launch_backward(
-        kernel,
-        launch,
-        stream,
-        x=x,
-        dy=dy,
-        rstd=rstd,
-        weight=weight,
-        dx=dx,
-        dw=dw,
-        workspace=workspace.data_ptr(),
-        mean=mean,
-    )
+    run_backward(kernel, launch, given, {"dx": dx, "dw": dw}, workspace)
     torch.cuda.synchronize()
     if bool(workspace[: launch.scratch_offset].any()):
         raise NormforgeError(f"{spec.name} left a counter or an accumulator changed on the GPU")

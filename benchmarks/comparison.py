@@ -21,15 +21,7 @@ from benchmarks.goals import best_peer, ratio
 from benchmarks.harness import Cell, Contender, Entrant, ShapeRun, check_gpu, kernel_path, sentence
 from benchmarks.peers.peer import Gradients, Peer, arguments, installed_version
 from benchmarks.prepare import any_inputs
-from benchmarks.results import (
-    OURS,
-    Environment,
-    Results,
-    Row,
-    machine,
-    problem_of,
-    write_text,
-)
+from benchmarks.results import OURS, Environment, Results, Row, machine, problem_of, write_text
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.l2_flush import FLUSH_BYTES
 from generator.evaluate.gpu.timer import Timer

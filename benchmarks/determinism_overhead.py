@@ -31,11 +31,7 @@ from generator.errors import NormforgeError
 from generator.evaluate.evaluator import Pool, Shortlisting
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.geometry import Config
-from generator.kernels.strategies import (
-    REDUCTION_KNOBS,
-    determinism_class,
-    strategy_of,
-)
+from generator.kernels.strategies import REDUCTION_KNOBS, determinism_class, strategy_of
 from generator.paths import GENERATED
 from generator.problem import load_problems
 from generator.search.finals import compile_configs
@@ -165,10 +161,7 @@ def run(args: argparse.Namespace) -> int:
     if evaluator is None:
         raise NormforgeError(f"the studies' GPU is needed: {sentence}")
     began, rows = time.monotonic(), []
-    with (
-        closing(evaluator),
-        CompilePool(target.arch, spare_cores()) as pool,
-    ):
+    with closing(evaluator), CompilePool(target.arch, spare_cores()) as pool:
         for problem in problems:
             if time.monotonic() - began > args.seconds:
                 break

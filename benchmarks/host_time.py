@@ -114,53 +114,53 @@ def grad(result: torch.Tensor, leaves: tuple[torch.Tensor, ...], dy: torch.Tenso
     return lambda: torch.autograd.grad(result, leaves, dy, retain_graph=True)
 
 
-def whole_calls(package: Package, inputs: Inputs) -> Calls:
-    """The entry points and what they are compared with."""
+def entry_points(package: Package, inputs: Inputs) -> Calls:
+    """What a training program and what compiled code calls."""
     dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
-    N = x.shape[-1]
-    mask = [True, True]
-    aten = torch.ops.aten._fused_rms_norm_backward
-    column = rstd.reshape(-1, 1)
-    leaf = x.detach().requires_grad_()
-    scale = torch.nn.Parameter(weight.detach().clone())
-    y = torch.nn.functional.rms_norm(leaf, (N,), scale, 1e-6)
-    mine = package.rms_norm(leaf, scale, 1e-6)
-    main_grad = torch.zeros(N, device=x.device)
-    norm, eager = torch.nn.functional.rms_norm, package.rmsnorm_backward
-    forward = torch.ops.aten._fused_rms_norm
-    leaves = (leaf, scale)
+    ops, leaves = package.ops, leaves_of(inputs)
     return {
-        "rmsnorm_backward": lambda: eager(dy, x, rstd, weight),
-        "rmsnorm_backward, dw only": lambda: eager(dy, x, rstd, weight, need_dx=False),
-        "rmsnorm_backward, main_grad": lambda: eager(
-            dy, x, rstd, weight, dw_out=main_grad, accumulate=True
-        ),
-        **operator_calls(package, inputs),
-        "aten op": lambda: aten(dy, x, [N], column, weight, mask),
-        "aten op, overload": lambda: aten.default(dy, x, [N], column, weight, mask),
-        "install() op": routed(lambda: aten(dy, x, [N], column, weight, mask)),
-        "rms_norm backward": grad(mine, leaves, dy),
-        "aten autograd backward": grad(y, leaves, dy),
-        "install() autograd backward": routed(grad(y, leaves, dy)),
-        "rms_norm forward": lambda: package.rms_norm(leaf, scale, 1e-6),
-        "aten autograd forward": lambda: norm(leaf, (N,), scale, 1e-6),
-        "rms_norm without grad": lambda: package.rms_norm(x, weight, 1e-6),
-        "aten without grad": lambda: norm(x, (N,), weight, 1e-6),
-        "aten forward op": lambda: forward(x, [N], weight, 1e-6),
-        "aten add and forward op": lambda: forward(x + dy, [N], weight, 1e-6),
-    }
-
-
-def operator_calls(package: Package, inputs: Inputs) -> Calls:
-    """What compiled code calls."""
-    dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
-    ops = package.ops
-    return {
+        "rmsnorm_backward": lambda: package.rmsnorm_backward(dy, x, rstd, weight),
         "rmsnorm_backward, operator": lambda: ops.rms_norm_backward(
             dy, x, rstd, weight, None, None, 0.0, True, True
         ),
         "rms_norm, operator": lambda: ops.rms_norm(x, weight, 1e-6, 0.0),
         "add_rms_norm, operator": lambda: ops.add_rms_norm(x, dy, weight, 1e-6, 0.0),
+        "rms_norm backward": grad(package.rms_norm(*leaves, 1e-6), leaves, dy),
+        "rms_norm forward": lambda: package.rms_norm(*leaves, 1e-6),
+        "rms_norm without grad": lambda: package.rms_norm(x, weight, 1e-6),
+    }
+
+
+def leaves_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and the weight, with gradients."""
+    scale = torch.nn.Parameter(inputs.weight.detach().clone())
+    return inputs.x.detach().requires_grad_(), scale
+
+
+def whole_calls(package: Package, inputs: Inputs) -> Calls:
+    """The entry points and what they are compared with."""
+    dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
+    N, column, mask = x.shape[-1], rstd.reshape(-1, 1), [True, True]
+    aten = torch.ops.aten._fused_rms_norm_backward
+    leaf, scale = leaves = leaves_of(inputs)
+    norm, eager = torch.nn.functional.rms_norm, package.rmsnorm_backward
+    forward = torch.ops.aten._fused_rms_norm
+    y, main_grad = norm(leaf, (N,), scale, 1e-6), torch.zeros(N, device=x.device)
+    return {
+        **entry_points(package, inputs),
+        "rmsnorm_backward, dw only": lambda: eager(dy, x, rstd, weight, need_dx=False),
+        "rmsnorm_backward, main_grad": lambda: eager(
+            dy, x, rstd, weight, dw_out=main_grad, accumulate=True
+        ),
+        "aten op": lambda: aten(dy, x, [N], column, weight, mask),
+        "aten op, overload": lambda: aten.default(dy, x, [N], column, weight, mask),
+        "install() op": routed(lambda: aten(dy, x, [N], column, weight, mask)),
+        "aten autograd backward": grad(y, leaves, dy),
+        "install() autograd backward": routed(grad(y, leaves, dy)),
+        "aten autograd forward": lambda: norm(leaf, (N,), scale, 1e-6),
+        "aten without grad": lambda: norm(x, (N,), weight, 1e-6),
+        "aten forward op": lambda: forward(x, [N], weight, 1e-6),
+        "aten add and forward op": lambda: forward(x + dy, [N], weight, 1e-6),
     }
 
 
@@ -198,20 +198,7 @@ def native_calls(folder: Path, inputs: Inputs) -> Calls:
     RuntimeError where it cannot be built."""
     package = Package(folder)
     package.use_native()
-    dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
-    leaf = x.detach().requires_grad_()
-    scale = torch.nn.Parameter(weight.detach().clone())
-    y = package.rms_norm(leaf, scale, 1e-6)
-    operators = operator_calls(package, inputs)
-    return {
-        **{f"{name}, native": call for name, call in operators.items()},
-        "rmsnorm_backward, native": lambda: package.rmsnorm_backward(dy, x, rstd, weight),
-        "rms_norm backward, native": lambda: torch.autograd.grad(
-            y, (leaf, scale), dy, retain_graph=True
-        ),
-        "rms_norm forward, native": lambda: package.rms_norm(leaf, scale, 1e-6),
-        "rms_norm without grad, native": lambda: package.rms_norm(x, weight, 1e-6),
-    }
+    return {f"{name}, native": call for name, call in entry_points(package, inputs).items()}
 
 
 def run(folder: Path, problem: Problem) -> dict[str, Any]:

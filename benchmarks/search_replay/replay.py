@@ -89,11 +89,7 @@ class Replayed:
         """Configs that were recorded, that are legal, and legal ones within CLOSE of the best."""
         limit = self.recording.optimum * (1 + CLOSE)
         close = sum(self.ratio(config) <= limit for config in self.allowed)
-        return {
-            "recorded": len(self.recording.entries),
-            "legal": len(self.allowed),
-            "close": close,
-        }
+        return {"recorded": len(self.recording.entries), "legal": len(self.allowed), "close": close}
 
     def submit(self, variant: Variant) -> Future[Compiled]:
         _, cubin = self._entry(variant.config)

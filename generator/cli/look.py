@@ -124,8 +124,5 @@ def explain(argv: list[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "explain": explain,
-    "report": report,
-}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"explain": explain, "report": report}
 """By the first word of the command line; without one of these words it is a tuning run."""

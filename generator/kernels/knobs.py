@@ -65,8 +65,7 @@ KNOBS: dict[str, KnobFacts] = {
     "min_blocks": KnobFacts("CTAs per SM promised to the compiler", range(33), neutral=0),
     "register_cap": KnobFacts("registers of a thread, 0 for no cap", range(256)),
     "load_hint": KnobFacts(
-        "cache hint of the loads of x and dy",
-        ("default", "no_allocate", "streaming", "evict_last"),
+        "cache hint of the loads of x and dy", ("default", "no_allocate", "streaming", "evict_last")
     ),
     "store_hint": KnobFacts("cache hint of the stores of dx", ("default", "streaming")),
 }

@@ -22,7 +22,7 @@ from generator.operations.operation import (
 from generator.problem import Problem
 from generator.runtime.launch.launch import DW_IN_WEIGHT_DTYPE, launch_backward
 from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.spec import KernelSpec, plan_launch
+from generator.runtime.spec import KernelSpec, Launch, plan_launch
 
 
 def arguments(problem: Problem) -> tuple[TensorSpec, ...]:
@@ -214,6 +214,36 @@ def floor(
     return lambda: torch.add(one, two, out=out)
 
 
+def run_backward(
+    kernel: LoadedKernel,
+    launch: Launch,
+    inputs: Inputs,
+    outputs: Mapping[str, torch.Tensor | None],
+    workspace: torch.Tensor,
+    dw_mode: int = DW_IN_WEIGHT_DTYPE,
+) -> None:
+    """Enqueue one call on the current stream. inputs.weight may be None here, and x and dy packed
+    as (M / H, H, N); dw_mode: what to do with dw, which is fp32 but for DW_IN_WEIGHT_DTYPE."""
+    dx = outputs["dx"]
+    launch_backward(
+        kernel,
+        launch,
+        torch.cuda.current_stream().cuda_stream,
+        x=inputs.x,
+        dy=inputs.dy,
+        rstd=inputs.rstd,
+        weight=inputs.weight,
+        dx=dx,
+        dw=outputs["dw"],
+        workspace=workspace.data_ptr(),
+        dresidual=inputs.residual,
+        dresidual_out=None if dx is None else outputs.get("dresidual_out"),
+        dw_mode=dw_mode,
+        weight_offset=inputs.offset,
+        mean=inputs.mean,
+    )
+
+
 class BackwardRunner:
     """A backward kernel on M rows."""
 
@@ -231,26 +261,8 @@ class BackwardRunner:
         *,
         dw_mode: int = DW_IN_WEIGHT_DTYPE,
     ) -> None:
-        """See Runner. inputs.weight may be None here, and x and dy packed as (M / H, H, N);
-        dw_mode: what to do with dw, which is fp32 but for DW_IN_WEIGHT_DTYPE."""
-        dx = outputs["dx"]
-        launch_backward(
-            self.kernel,
-            self.launch,
-            torch.cuda.current_stream().cuda_stream,
-            x=inputs.x,
-            dy=inputs.dy,
-            rstd=inputs.rstd,
-            weight=inputs.weight,
-            dx=dx,
-            dw=outputs["dw"],
-            workspace=workspace.data_ptr(),
-            dresidual=inputs.residual,
-            dresidual_out=None if dx is None else outputs.get("dresidual_out"),
-            dw_mode=dw_mode,
-            weight_offset=inputs.offset,
-            mean=inputs.mean,
-        )
+        """See Runner and `run_backward`."""
+        run_backward(self.kernel, self.launch, inputs, outputs, workspace, dw_mode)
 
 
 RMSNORM_BACKWARD = Operation(

@@ -166,12 +166,7 @@ def _check_cubin(variant: AnyVariant, compiled: Compiled, target: Target) -> Non
 
 
 def _facts(target: Target) -> dict[str, Any]:
-    return {
-        "name": target.name,
-        "title": target.title,
-        "arch": target.arch,
-        "sms": target.sms,
-    }
+    return {"name": target.name, "title": target.title, "arch": target.arch, "sms": target.sms}
 
 
 def _problem(tuned: TunedOf[Any]) -> Problem:

@@ -7,7 +7,7 @@ newer than sm_80 (but a programmatic launch where there is one), so it runs wher
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -86,9 +86,7 @@ def _read(entries: Sequence[Mapping[str, Any]]) -> tuple[Layout, ...]:
 
 
 def fallback_variants(
-    target: Target,
-    dtypes: Sequence[tuple[str, str]] = DTYPES,
-    space: Space | None = None,
+    target: Target, dtypes: Sequence[tuple[str, str]] = DTYPES, space: Space | None = None
 ) -> list[Variant]:
     """The fallback variants of a package for `target`, of every layout that the rules of the space
     allow there: for vectors of 16, 8 and 4 bytes and of one element, each for rows of whole vectors
@@ -252,18 +250,10 @@ def _config(layout: Layout, vector_bytes: int) -> Config:
         "slice_columns": 32,
         "sum_threads": 512,
         "cluster": 1,
-        "pipeline": layout.pipeline,
-        "stages": layout.stages,
-        "reload": layout.reload,
-        "threads_per_row": layout.threads_per_row,
-        "rows_per_cta": layout.rows_per_cta,
-        "rows_in_flight": layout.rows_in_flight,
-        "vector_bytes": vector_bytes,
-        "weight_in": layout.weight_in,
-        "ctas_per_sm": layout.ctas_per_sm,
         "grid": "full",
-        "min_blocks": layout.ctas_per_sm,
         "register_cap": 0,
-        "load_hint": layout.load_hint,
         "store_hint": "default",
+        "vector_bytes": vector_bytes,
+        "min_blocks": layout.ctas_per_sm,
+        **{knob: value for knob, value in asdict(layout).items() if knob != "columns"},
     }

@@ -71,10 +71,7 @@ DERIVED: dict[str, tuple[tuple[str, ...], Derive]] = {
             t.registers_per_sm // (v.threads * v["ctas_per_sm"]) // 8 * 8,
         ),
     ),
-    "batches": (
-        ("threads_per_row", "rows_in_flight"),
-        lambda v, p, t: ceil_div(p.M, v.batch_rows),
-    ),
+    "batches": (("threads_per_row", "rows_in_flight"), lambda v, p, t: ceil_div(p.M, v.batch_rows)),
     "participants": (
         ("ctas_per_sm", "cluster", "spare_sms"),
         lambda v, p, t: (t.sms - v["spare_sms"]) * v["ctas_per_sm"] // v["cluster"],

@@ -48,11 +48,7 @@ def generic_forwards_of(plan: Plan) -> list[ForwardVariant]:
 
 
 def emit(
-    plan: Plan,
-    winners: Sequence[Winner],
-    storage: BaseStorage,
-    pool: CompilePool,
-    watcher: Watcher,
+    plan: Plan, winners: Sequence[Winner], storage: BaseStorage, pool: CompilePool, watcher: Watcher
 ) -> Emission:
     """Write the package with these winners, and the other kernels of the operation's packages.
     Fallback kernels that the package has already for other rows stay, unless the plan makes all."""
@@ -77,9 +73,7 @@ def emit(
         )
 
     fallbacks = compile_fallbacks(
-        target,
-        compile,
-        wanted_fallbacks(plan.fallback_kernels, target, plan.problems),
+        target, compile, wanted_fallbacks(plan.fallback_kernels, target, plan.problems)
     )
     forwards = None
     if plan.operation.forward:

@@ -19,9 +19,7 @@ Check = Callable[[Problem, Sequence[Entry]], list[Result]]
 
 
 def measure_forwards(
-    evaluator: MeasuredEvaluator,
-    problem: Problem,
-    entries: Sequence[Entry],
+    evaluator: MeasuredEvaluator, problem: Problem, entries: Sequence[Entry]
 ) -> list[Result]:
     """The results of all entries, which are in the order of the rule. Times have those that passed
     accuracy and 20 runs, without and with a residual, and were among the fastest in one block of

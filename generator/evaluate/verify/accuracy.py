@@ -21,15 +21,6 @@ class Accuracy:
     fault: str
 
 
-def _first_bad(bad: torch.Tensor) -> tuple[int, ...]:
-    flat = int(bad.flatten().to(torch.uint8).argmax())
-    place = []
-    for size in reversed(bad.shape):
-        place.append(flat % size)
-        flat //= size
-    return tuple(reversed(place))
-
-
 def compare(
     name: str, out: torch.Tensor, ref: torch.Tensor, unit: float, slack: torch.Tensor
 ) -> tuple[float, str]:
@@ -50,7 +41,8 @@ def compare(
         limit = wide.abs() * (unit * 1.001) + slack[part].to(wide.dtype)
         bad = ~(error <= limit)
         if not fault and bool(bad.any()):
-            at = _first_bad(bad)
+            first = bad.flatten().to(torch.uint8).argmax()
+            at = tuple(map(int, torch.unravel_index(first, bad.shape)))
             index = [at[0] + start, *at[1:]]
             fault = (
                 f"{name}{index} is {float(out[part][at]):.9g}, "

@@ -9,8 +9,8 @@ from random import Random
 import torch
 
 from generator.evaluate.verify.determinism import equal_bits
-from generator.operations.rmsnorm_backward import Inputs
-from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32, launch_backward
+from generator.operations.rmsnorm_backward import Inputs, run_backward
+from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32
 from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.spec import CHUNK_ROWS, KernelSpec, ceil_div, plan_launch
 
@@ -88,22 +88,11 @@ class _Batch:
         dw = torch.empty(N, device=dx.device) if total is None else total
         workspace = torch.full((launch.workspace_bytes,), 0xFF, dtype=torch.uint8, device=dx.device)
         workspace[: launch.scratch_offset] = 0
-        launch_backward(
-            self.kernel,
-            launch,
-            torch.cuda.current_stream().cuda_stream,
-            x=given.x,
-            dy=given.dy,
-            rstd=given.rstd,
-            weight=given.weight,
-            dx=dx,
-            dw=dw,
-            workspace=workspace.data_ptr(),
-            dresidual=given.residual,
-            dresidual_out=None if other is None else torch.empty_like(other),
-            dw_mode=DW_IN_FP32 if total is None else DW_ADDED,
-            weight_offset=given.offset,
-        )
+        outputs = {"dx": dx, "dw": dw}
+        if other is not None:
+            outputs["dresidual_out"] = torch.empty_like(other)
+        dw_mode = DW_IN_FP32 if total is None else DW_ADDED
+        run_backward(self.kernel, launch, given, outputs, workspace, dw_mode)
         return dx, dw
 
 

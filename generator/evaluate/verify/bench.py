@@ -27,11 +27,7 @@ class Bench:
         self.clean.zero_()
 
     def run(
-        self,
-        inputs: Any,
-        *,
-        instead: Mapping[str, torch.Tensor | None] = AS_USUAL,
-        **options: Any,
+        self, inputs: Any, *, instead: Mapping[str, torch.Tensor | None] = AS_USUAL, **options: Any
     ) -> None:
         """Enqueue one call. instead: other places for some outputs, None for one that is not
         wanted; options: those of the operation's runner."""

@@ -13,11 +13,7 @@ from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.guarded import Guarded
 from generator.operations.operation import CHUNK_ELEMENTS
 from generator.operations.rmsnorm_backward import Inputs
-from generator.runtime.launch.launch import (
-    DW_ADDED,
-    DW_IN_FP32,
-    gap_factor,
-)
+from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32, gap_factor
 from generator.runtime.spec import CHUNK_ROWS
 
 RUNS = 20
@@ -33,10 +29,7 @@ def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_repeats(
-    bench: Bench,
-    inputs: Any,
-    runs: int = RUNS,
-    around: Callable[[int], None] | None = None,
+    bench: Bench, inputs: Any, runs: int = RUNS, around: Callable[[int], None] | None = None
 ) -> str:
     """Runs `runs` times, each on outputs and scratch dirtied with another byte, and compares all
     bits with those of the first run. `around(i)` is called before run i, to disturb it.
