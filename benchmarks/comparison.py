@@ -21,7 +21,16 @@ from benchmarks.goals import best_peer, ratio
 from benchmarks.harness import Cell, Contender, Entrant, ShapeRun, check_gpu, kernel_path, sentence
 from benchmarks.peers.peer import Gradients, Peer, arguments, installed_version
 from benchmarks.prepare import any_inputs
-from benchmarks.results import OURS, Environment, Results, Row, machine, problem_of, write_text
+from benchmarks.results import (
+    OURS,
+    Environment,
+    Results,
+    Row,
+    cell_of,
+    machine,
+    problem_of,
+    write_text,
+)
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.l2_flush import FLUSH_BYTES
 from generator.evaluate.gpu.timer import Timer
@@ -119,7 +128,8 @@ class Comparison:
         for row in results.rows:
             kind = row["N"], row["dtype"], row["weight_dtype"]
             for name in self.contenders:
-                if lacks_path(row, name):
+                cell = cell_of(row, name)
+                if cell and cell["us"] is not None and cell["path"] is None:
                     strategy = row["strategy"] if name == OURS else ""
                     groups.setdefault((name, strategy, *kind), []).append(row)
         for (name, *_), rows in groups.items():
@@ -235,13 +245,6 @@ def make_row(
         "how": facts["how"],
         "peers": {name: cell.to_json() for name, cell in cells.items() if name != OURS},
     }
-
-
-def lacks_path(row: Row, name: str) -> bool:
-    if name == OURS:
-        return row["ours_us"] is not None and row["ours_path"] is None
-    cell = row["peers"].get(name)
-    return cell is not None and cell["us"] is not None and cell["path"] is None
 
 
 def set_path(row: Row, name: str, path: str) -> None:

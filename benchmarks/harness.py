@@ -42,11 +42,10 @@ class Contender:
 class Cell:
     """What is known about one implementation on one shape.
 
-    us: median GPU time of the whole operation; host_us: time of one call on the host; error_dx,
-    error_dw: ||out - ref|| / ||ref|| against float64, dw being all sums over rows; deterministic:
-    equal bits in all runs on inputs that show any reordering; path: the kernels it ran; timed:
-    `graph`, or `events` when it cannot be captured and launch gaps may be inside; reason: why the
-    rest is missing.
+    us: median GPU time of the whole operation; host_us: host time of one call; error_dx, error_dw:
+    ||out - ref|| / ||ref|| against float64, dw being all sums over rows; deterministic: equal bits
+    in all runs on inputs that show any reordering; path: its kernels; timed: `graph`, or `events`
+    when it cannot be captured (then with launch gaps); reason: why the rest is missing.
     """
 
     us: float | None = None

@@ -11,7 +11,7 @@ from statistics import median
 from benchmarks import drawing
 from benchmarks.goals import best_peer, geometric_mean, goals, ratio
 from benchmarks.peers import PEERS
-from benchmarks.results import Environment, Row, operation_in, problem_of
+from benchmarks.results import OURS, Environment, Row, cell_of, operation_in, problem_of
 from generator.operations import OPERATIONS
 from generator.report.peers import TITLES, peer_us
 
@@ -148,22 +148,13 @@ def _goals(rows: Sequence[Row], operation: str) -> str:
     return _table(["goal", "limit", "reached", "met"], lines)
 
 
-def _cells(row: Row, names: Sequence[str]) -> dict[str, dict[str, object]]:
-    """Ours and the peers of a row under the same keys."""
-    keys = ("us", "host_us", "error_dx", "error_dw", "deterministic", "path", "reason")
-    cells = {"ours": {key: row.get(f"ours_{key}") for key in keys}}
-    cells.update({name: row["peers"][name] for name in names if name in row["peers"]})
-    return cells
-
-
 def _qualities(rows: Sequence[Row], names: Sequence[str]) -> str:
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     head = ["", "host µs"]
     head += [f"{what} {dtype}" for dtype in dtypes for what in ("dx", "dw")]
     lines = []
-    for name in ("ours", *names):
-        mine = [(row, _cells(row, names).get(name)) for row in rows]
-        held = [(row, cell) for row, cell in mine if cell is not None]
+    for name in (OURS, *names):
+        held = [(row, cell) for row in rows if (cell := cell_of(row, name)) is not None]
         host = _known(cell["host_us"] for _, cell in held)
         line = [TITLES.get(name, name), _number(median(host) if host else None, ".1f")]
         for dtype in dtypes:
@@ -181,11 +172,10 @@ def _known(values: Iterable[object]) -> list[float]:
 
 def _paths(rows: Sequence[Row], names: Sequence[str]) -> str:
     lines = []
-    for name in ("ours", *names):
+    for name in (OURS, *names):
         shapes = defaultdict(list)
         for row in rows:
-            path = _cells(row, names).get(name, {}).get("path")
-            if path:
+            if path := (cell_of(row, name) or {}).get("path"):
                 shapes[path].append(str(problem_of(row)).split("x", 1)[1])
         for path, widths in shapes.items():
             where = ", ".join(dict.fromkeys(widths))
@@ -196,9 +186,9 @@ def _paths(rows: Sequence[Row], names: Sequence[str]) -> str:
 def _failures(rows: Sequence[Row], names: Sequence[str]) -> str:
     shapes = defaultdict(list)
     for row in rows:
-        for name, cell in _cells(row, names).items():
-            if cell.get("reason"):
-                shapes[name, cell["reason"]].append(str(problem_of(row)))
+        for name in (OURS, *names):
+            if reason := (cell_of(row, name) or {}).get("reason"):
+                shapes[name, reason].append(str(problem_of(row)))
     return "\n".join(
         f"- {TITLES.get(name, name)}, {', '.join(where)}: {reason}"
         for (name, reason), where in shapes.items()

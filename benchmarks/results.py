@@ -38,6 +38,14 @@ def problem_of(row: Row, operation: str = RMSNORM_BACKWARD) -> Problem:
     return Problem(*shape, operation=operation)
 
 
+def cell_of(row: Row, name: str) -> dict[str, Any] | None:
+    """What a row says of ours or of a peer, under the same keys; None where it took no part."""
+    if name != OURS:
+        return row["peers"].get(name)
+    own = f"{OURS}_"
+    return {key.removeprefix(own): value for key, value in row.items() if key.startswith(own)}
+
+
 def operation_in(environment: Environment) -> str:
     return str(environment.get("operation", RMSNORM_BACKWARD))
 

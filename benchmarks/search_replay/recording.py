@@ -107,10 +107,10 @@ def narrow(
 class Recording:
     """What a sweep found.
 
-    values: the swept knobs and REDUCTION_KNOBS with their values; facts: where, when and with what
-    it was measured; entries: of every legal config the result and a number that equal machine code
-    has in common, by the values of those knobs in the order of `values`. Knobs that were not swept,
-    and those that the space gets later, had and have their first value. rules: as in Narrow.
+    values: the swept knobs and REDUCTION_KNOBS with their values; all other knobs have their first
+    one. facts: where, when and with what it was measured. entries: for every legal config, by its
+    values in the order of `values`, the result and a number shared by equal machine code. rules: as
+    in Narrow.
     """
 
     problem: Problem
@@ -223,12 +223,9 @@ def record(
     *,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Recording:
-    """Sweep a narrowed space and return what was found.
-
-    The sweep is a study like any other: a killed one is resumed with the same storage. What is near
-    the best is then measured REPEATS more times, in random order, and has the median. Raises
-    NormforgeError when nothing may win or the space is too large to be swept.
-    """
+    """Sweep a narrowed space. The sweep is a study: with the same storage it is resumed. What is
+    near the best is then measured REPEATS more times, in random order, and gets the median. Raises
+    NormforgeError when nothing may win or the space is too large."""
     problem, space = swept.problem, swept.space
     legal = LegalConfigs(space, problem, target)
     count = len(legal.first(MOST + 1))

@@ -74,11 +74,9 @@ def _has_x86_fma() -> bool:
 def build(
     source: str, cache_folder: Path = DEFAULT_CACHE, *, kernel: str = RMSNORM_BACKWARD
 ) -> Path:
-    """The program that runs `source`, from the cache or compiled now. kernel: name of the main one.
-
-    Raises NormforgeError with the compiler's first error when it refuses the source, and HostError
-    without a compiler or when the program cannot be made.
-    """
+    """The program that runs `source`, cached or compiled now. kernel: name of the main one. Raises
+    NormforgeError with the compiler's first error when it refuses the source, HostError without a
+    compiler or when the program cannot be made."""
     compiler = find_compiler()
     if compiler is None:
         raise HostError(NO_COMPILER)
@@ -127,11 +125,8 @@ def _is_whole(program: Path) -> bool:
 
 def compile_to(compiler: str, arguments: list[str], result: Path) -> None:
     """Run the compiler with `flags()` and these arguments; `result` appears whole, with its
-    checksum, or not at all.
-
-    Raises NormforgeError with the compiler's first error, HostError when that is not about the
-    source.
-    """
+    checksum, or not at all. Raises NormforgeError with the compiler's first error, HostError when
+    that is not about the source."""
     try:
         with replacing(result) as part:
             _compile([compiler, *flags(), *arguments, "-o", str(part)])

@@ -43,11 +43,10 @@ class EmulationResult:
 class Check:
     """What many schedules of one variant showed.
 
-    schedules: how many were run; 0 when `note` says why none could be. distinct_results: different
-    (dx, dw), bit by bit, among the schedules that ended well, all on the same inputs, whose dw is
-    a small rest of large terms. max_error_dx, max_error_dw: largest ||out - ref|| / ||ref||
-    against float64 on ordinary inputs. problems: different faults, each with a schedule that
-    shows it.
+    schedules: how many ran; 0 when `note` says why none could. distinct_results: different (dx,
+    dw), bit by bit, of schedules without a fault, on inputs whose dw cancels. max_error_dx,
+    max_error_dw: largest ||out - ref|| / ||ref|| against float64 on ordinary inputs. problems:
+    different faults, each with a schedule that shows it.
     """
 
     variant: str
@@ -105,14 +104,10 @@ def emulate(
     layout: Layout | None = None,
     deadline: float = DEADLINE_SECONDS,
 ) -> EmulationResult:
-    """Run one variant once on the CPU; dx and dw have the bits that a GPU gives.
-
-    inputs: default those that the operation makes. residency: CTAs at once, default all. launch:
-    default `plan(variant, problem.M)`; dw depends on the grid, so a comparison with a GPU
-    passes the launch that is used there.
-
-    Raises NormforgeError as run_schedules does.
-    """
+    """Run one variant once on the CPU; dx and dw have the bits that a GPU gives. inputs: default
+    those of the operation. residency: CTAs at once, default all. launch: default `plan(variant,
+    problem.M)`; dw depends on the grid, so to compare with a GPU pass the launch used there. Raises
+    NormforgeError as run_schedules does."""
     spec, numbers = launch or plan(variant, problem.M)
     inputs = inputs or operation_of(problem).make_inputs(problem, CPU)
     schedule = Schedule(seed, residency if residency is not None else numbers.grid)

@@ -20,12 +20,12 @@ LIVES = 3
 
 
 class CompilePool:
-    """Compiles variants in worker processes, for any number of threads. When a process
-    dies, the variants under way are compiled again, each alone: the one that kills its process time
-    and again is an error, and one whose process somebody else killed is not.
+    """Compiles variants in worker processes, for any number of threads. When a process dies, each
+    variant under way is compiled again in a process of its own; one that keeps killing its process
+    is an error.
 
     compile: called in a worker with a variant, the arch and the cache's folder; method: how
-    multiprocessing starts the processes. None starts before there is something to compile.
+    multiprocessing starts the workers, which it does with the first variant.
     """
 
     def __init__(

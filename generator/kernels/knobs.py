@@ -17,10 +17,10 @@ Value = int | str
 class KnobFacts:
     """What is fixed about a knob; the values that are searched are in the YAML.
 
-    domain: values for which the templates make a kernel. meaning: one line. launch_only: it changes
-    the launch and not the source, so that variants which differ in it share their cubin. neutral:
-    the value of a knob that was added later under which a variant keeps the id that it had before.
-    optional: not every search space has it.
+    meaning: one line. domain: values that the templates support. launch_only: it changes the launch
+    and not the source, so variants that differ in it share a cubin. neutral: of a knob that was
+    added later, the value that leaves the ids of older variants as they were. optional: not every
+    search space has it.
     """
 
     meaning: str

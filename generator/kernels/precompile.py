@@ -24,12 +24,9 @@ NICE = 19
 def precompiling(
     variants: Sequence[AnyVariant], arch: str, cache_folder: Path = DEFAULT_CACHE
 ) -> Iterator[None]:
-    """While the body runs, compile the variants into the cache, in this order, on cores that nobody
-    else wants. At its end the processes are ended, whatever they are doing.
-
-    Nothing is promised and nothing raised: what went wrong here, or was not reached, is compiled
-    where it is needed, and an error is said there.
-    """
+    """While the body runs, compile the variants into the cache, in this order, at low priority. At
+    its end the processes are killed. Raises nothing: what fails here, or is not reached, is
+    compiled where it is needed, and an error is reported there."""
     cores = len(os.sched_getaffinity(0))
     processes = min(MOST_PROCESSES, max(1, cores // CORES_PER_PROCESS))
     pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin)

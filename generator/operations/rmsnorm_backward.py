@@ -68,11 +68,9 @@ class Inputs:
 @dataclass
 class Reference:
     """dx (M, N) and dw (N,) from float64 arithmetic on the rounded inputs, with the magnitudes that
-    bound the error of fp32 arithmetic: row_scale (M, 1), the largest sum of the magnitudes of dx's
-    terms in the row (they cancel where N is 1), and
-    dw_scale (N,), the sum of |dy * xhat| over the rows. dx is kept in float32 when the problem's
-    dtype is narrower (its error is 2^-24 then, far below a half unit of bf16 or fp16), else in
-    float64."""
+    bound the error of fp32 arithmetic: row_scale (M, 1), the largest sum of |terms| of dx in the
+    row, and dw_scale (N,), the sum of |dy * xhat| over the rows. For a dtype narrower than fp32, dx
+    is kept in float32, whose error is far below half a unit of bf16 or fp16."""
 
     dx: torch.Tensor
     dw: torch.Tensor

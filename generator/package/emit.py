@@ -13,7 +13,7 @@ from generator.kernels.nvrtc import Compiled
 from generator.kernels.revision import AnyVariant
 from generator.kernels.variant import Variant
 from generator.package.atomic_folder import check_writable, locked, replaced
-from generator.package.entries import PROVENANCE_KEYS, Emission, Entry, EntryOf, Forwards
+from generator.package.entries import PROVENANCE_KEYS, Emission, Entry, Forwards
 from generator.package.files import KernelFiles, write_package
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.runtime.table import ForwardTable, KernelOf, Table, TableOf, TunedOf
@@ -38,14 +38,12 @@ def emit_package(
 ) -> Emission:
     """Write or extend the package at `package`.
 
-    Problems that the package has and `entries` has not are kept with their kernels; a predicted
-    entry never replaces a measured one, and one that says what the package says already leaves that
-    as it is, with its date.
-    The fallback kernels are those of `fallback`. keep_fallbacks: and those of the package that take
-    other rows.
-    forwards: the forward kernels, under the same rules; None keeps those that the package has.
-    Raises NormforgeError, leaving the package as it was, for an entry that must not be emitted, a
-    package of another GPU, a damaged package and a folder that cannot be written.
+    Problems that only the package has keep their kernels. A predicted entry never replaces a
+    measured one; one that says the same as the package leaves the old entry with its date.
+    fallback: the fallback kernels; keep_fallbacks: and those of the package for other rows.
+    forwards: the forward kernels, under the same rules; None keeps the package's. Raises
+    NormforgeError, leaving the package as it was, for an entry that must not be emitted, a package
+    that is damaged or of another GPU, and a folder that cannot be written.
     """
     for entry in entries:
         _check(entry, target)
@@ -80,7 +78,7 @@ class _Merged:
 
 
 def _merge(
-    entries: Sequence[EntryOf[Any]], old: TableOf[Any] | None, files: KernelFiles, what: str
+    entries: Sequence[Entry], old: TableOf[Any] | None, files: KernelFiles, what: str
 ) -> _Merged:
     """Entries, and what the old table has beside them; all of their kernels join `files`."""
     known = {_problem(tuned): tuned for tuned in old.tuned} if old else {}
@@ -128,7 +126,7 @@ def _same(old: TunedOf[Any], new: TunedOf[Any]) -> bool:
 
 def _check(entry: Entry, target: Target) -> None:
     what = f"{entry.problem}: {entry.variant}"
-    if entry.variant.determinism == "none":
+    if isinstance(entry.variant, Variant) and entry.variant.determinism == "none":
         raise NormforgeError(f"{what} is not deterministic and cannot be emitted")
     if entry.evidence not in ("measured", "predicted"):
         raise NormforgeError(f"{what} has evidence '{entry.evidence}': measured or predicted")

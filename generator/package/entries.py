@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.variant import Variant
+from generator.kernels.revision import AnyVariant
 from generator.problem import Problem
-
-V = TypeVar("V", Variant, ForwardVariant)
 
 Made = tuple[ForwardVariant, Compiled]
 
@@ -25,26 +23,22 @@ PROVENANCE_KEYS = frozenset(
 
 
 @dataclass(frozen=True)
-class EntryOf(Generic[V]):
+class Entry:
     """The chosen kernel of one shape. evidence: `measured` or `predicted`; provenance: how it was
     chosen, as JSON values (of the backward PROVENANCE_KEYS)."""
 
     problem: Problem
-    variant: V
+    variant: AnyVariant
     compiled: Compiled
     evidence: str
     provenance: dict[str, Any]
-
-
-Entry = EntryOf[Variant]
-ForwardEntry = EntryOf[ForwardVariant]
 
 
 @dataclass(frozen=True)
 class Forwards:
     """The forward's kernels: those chosen for shapes, and those that take any row."""
 
-    tuned: tuple[ForwardEntry, ...]
+    tuned: tuple[Entry, ...]
     fallback: tuple[Made, ...]
 
 

@@ -87,13 +87,12 @@ class LegalConfigs:
         deterministic: bool = False,
     ) -> Values | None:
         """A legal config that differs from `wanted` in as few knobs as possible, not counting those
-        that gain or lose their meaning. Equally near ones are drawn from.
+        that gain or lose their meaning; a random one of several. None when there is none, or when
+        the search takes too long. held: knobs that keep their value; taken: configs to avoid;
+        deterministic: leave out the determinism class `none`.
 
-        held: knobs that keep their value; taken: configs that do not count; deterministic: leave
-        out the determinism class `none`. None when there is none or the search for it takes long.
-
-        A uniform-cost search over changes of one knob. A config that a rule rejects can only
-        become legal by a change of one of that rule's knobs, so no others are tried.
+        A uniform-cost search over changes of one knob. A rejected config only becomes legal when a
+        knob of the rule that rejects it changes, so no others are tried.
         """
         order = count()
         queue = [(0, 0.0, next(order), dict(wanted), frozenset(held))]

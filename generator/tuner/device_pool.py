@@ -84,12 +84,9 @@ class _Lane:
 
 
 class DevicePool:
-    """Processes that have started, one for each of `devices`.
-
-    open_device: called with the index in the process of each; method: how multiprocessing starts
-    the processes. Raises NormforgeError when a device
-    cannot be had (NoGpuError where there is none), or when they are of different models.
-    """
+    """Processes that have started, one for each of `devices`. open_device: called with the index in
+    each process; method: how multiprocessing starts it. Raises NormforgeError when a device cannot
+    be used (NoGpuError where there is none) or is of another model than the first."""
 
     def __init__(
         self,

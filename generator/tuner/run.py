@@ -49,11 +49,11 @@ def check_problems(plan: Plan, watcher: Watcher) -> None:
 def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: Watcher) -> Outcome:
     """Search every problem of the plan and emit the winners.
 
-    workforce: who measures, None to predict. Finished problems of an earlier run with the same
-    storage return at once. SIGTERM ends the run after the trial under way and emits what has been
-    found; Ctrl-C raises KeyboardInterrupt within a second or so, and what was emitted before stays.
-    With a shared storage any number of runs may do the same plan at the same time: each
-    problem is searched and concluded by one of them, and all of them end with the same winners.
+    workforce: who measures, None to predict. Problems that the storage has finished return at once.
+    SIGTERM ends the run after the trial under way and emits what was found; Ctrl-C raises
+    KeyboardInterrupt within about a second and leaves the package as it was. With a shared storage
+    any number of runs may do the same plan: each problem is searched once, and all end with the
+    same winners.
     """
     check_problems(plan, watcher)
     # A database that does not answer is told before a folder is made.

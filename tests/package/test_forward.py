@@ -20,7 +20,7 @@ from generator.kernels.forward import (
 )
 from generator.kernels.nvrtc import Compiled
 from generator.package.emit import emit_package
-from generator.package.entries import ForwardEntry, Forwards
+from generator.package.entries import Entry, Forwards
 from generator.package.fallback_kernels import DTYPES
 from generator.package.sources import included
 from generator.problem import Problem
@@ -31,16 +31,16 @@ from tests.support.forward import H200, of_kind
 
 
 @cache
-def tuned(shape: str) -> ForwardEntry:
+def tuned(shape: str) -> Entry:
     variant = of_kind(shape)
-    return ForwardEntry(
+    return Entry(
         *(Problem.parse(shape), variant, compile_variant(variant, H200.arch)),
         *("measured", {"reason": "test", "us": 1.0, "ratio": 1.1}),
     )
 
 
 @cache
-def emitted() -> tuple[ForwardEntry, tuple[tuple[ForwardVariant, Compiled], ...]]:
+def emitted() -> tuple[Entry, tuple[tuple[ForwardVariant, Compiled], ...]]:
     """A small set of real kernels."""
     entry = tuned("4096x1024:bf16")
     generic = tuple((v, compile_variant(v, H200.arch)) for v in generic_forwards(DTYPES[:1]))

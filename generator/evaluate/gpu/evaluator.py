@@ -32,12 +32,8 @@ Entry = tuple[AnyVariant, Compiled]
 
 
 class MeasuredEvaluator:
-    """Evaluates candidates on a real GPU; the search sees only Results. operation: None for that of
-    each problem.
-
-    What becomes of lost workers: see Supervisor, which also explains the arguments. Blocks of times
-    that generator.evaluate.gpu.noise does not believe are measured again.
-    """
+    """Evaluates candidates on a real GPU; the search sees only Results. Noisy blocks are measured
+    again. operation: None for that of each problem; the other arguments: see Supervisor."""
 
     evidence = "measured"
 

@@ -37,13 +37,10 @@ class NoisyError(ProblemError):
 
 @dataclass(frozen=True)
 class Timing:
-    """What blocks of the same operations say.
-
-    us, ratios: of every candidate, medians over the rounds, the ratio being the median of the
-    ratios to the reference of the same round; floor_us: median of the reference; spread: distance
-    of the quartiles of the steadiest candidate's ratios, relative to their median; discarded: noisy
-    blocks that are not in these numbers; fault: "" or why even these numbers are noisy.
-    """
+    """What blocks of the same operations say. us, ratios: medians over the rounds for every
+    candidate, a ratio being to the reference of the same round; floor_us: median of the reference;
+    spread: interquartile range of the steadiest candidate's ratios over their median; discarded:
+    noisy blocks that are left out; fault: "" or why even these numbers are noisy."""
 
     us: tuple[float, ...]
     ratios: tuple[float, ...]

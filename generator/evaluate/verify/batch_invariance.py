@@ -25,12 +25,10 @@ _PADDING = (0, 64)
 def check_batch_invariance(
     kernel: LoadedKernel, inputs: Inputs, cases: int = CASES, seed: int = 0
 ) -> str:
-    """Takes rows out of a batch, at random, and runs them as batches of their own, on random
-    numbers of SMs and with other strides. Compared bit by bit are dx with that of the whole batch;
-    dw, in fp32, with that of the same rows on other SMs; and with dw added up over micro-batches.
-
-    inputs: of the whole batch, 2-D. Returns "" or what differed.
-    """
+    """Runs random rows of a batch as batches of their own, on random numbers of SMs and with other
+    strides. Compared bit by bit are dx with that of the whole batch, and dw in fp32 with that on
+    other SMs and with the sum over micro-batches. inputs: of the whole batch, 2-D. Returns "" or
+    what differed."""
     random = Random(seed)
     if len(inputs.x) < LEAST_ROWS:
         inputs = _repeated(inputs, ceil_div(LEAST_ROWS, len(inputs.x)))

@@ -31,11 +31,9 @@ def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def check_repeats(
     bench: Bench, inputs: Any, runs: int = RUNS, around: Callable[[int], None] | None = None
 ) -> str:
-    """Runs `runs` times, each on outputs and scratch dirtied with another byte, and compares all
-    bits with those of the first run. `around(i)` is called before run i, to disturb it.
-
-    Returns "" or which run differed in what.
-    """
+    """Runs `runs` times, each on outputs and scratch filled with another byte, and compares all
+    bits with the first run. `around(i)` is called before run i, to disturb it. Returns "" or which
+    run differed in what."""
     bench.arm()
     bench.poison()
     bench.run(inputs)
