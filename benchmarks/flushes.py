@@ -140,7 +140,7 @@ def operations(
 
     def keep(calls: Sequence[Operation]) -> list[Operation]:
         kept: deque[object] = deque(maxlen=number)  # so that each set has results of its own
-        return [partial(_append, kept, call) for call in calls]
+        return [lambda call=call: kept.append(call()) for call in calls]  # type: ignore[misc]
 
     floor = workload.operation.floor
     found = {"floor": rotate([floor(workload.problem, i, {"dx": dx}) for i, dx in sets])}
@@ -149,10 +149,6 @@ def operations(
     for name, bind in peers.items():
         found[name] = rotate(keep([bind(inputs) for inputs, _ in sets]))
     return found
-
-
-def _append(kept: deque[object], call: Operation) -> None:
-    kept.append(call())
 
 
 def measure(found: Mapping[str, Operation], timer: Condition) -> dict[str, Any]:

@@ -97,10 +97,8 @@ class ShapeRun:
         self._entrants: dict[str, Entrant] = {}
 
     def run(self) -> float:
-        """Does everything but the paths; microseconds of the floor.
-
-        Raises NormforgeError when a contender leaves the GPU unusable for this process.
-        """
+        """Does everything but the paths; microseconds of the floor. Raises NormforgeError when a
+        contender leaves the GPU unusable for this process."""
         inputs = self.operation.make_inputs(self.problem, self.timer.device)
         bounds = self.operation.bounds(self.problem, inputs)
         for name in self.contenders:

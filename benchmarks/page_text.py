@@ -1,4 +1,4 @@
-"""What the blocks of all pages share: results are read, tables are written."""
+"""What pages share: results are read, tables are written, plots are drawn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from generator.paths import REPOSITORY
+from generator.paths import GENERATED, REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 
@@ -14,6 +14,26 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 def read(name: str) -> Any:
     """A committed results file, without its suffix."""
     return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def generated(*parts: str) -> Any:
+    """A committed file below generated/."""
+    return json.loads(GENERATED.joinpath(*parts).read_text())
+
+
+NO_PLOT = "No plot: matplotlib is not installed."
+
+
+def pyplot() -> Any:
+    """Matplotlib's, for files alone; None where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

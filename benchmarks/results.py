@@ -72,10 +72,8 @@ class Results:
 
     @classmethod
     def resume(cls, path: Path, environment: Environment) -> Results:
-        """What the file already has, or nothing when there is none.
-
-        Raises NormforgeError when it was measured under other conditions.
-        """
+        """What the file already has, or nothing when there is none. Raises NormforgeError when it
+        was measured under other conditions."""
         if not path.exists():
             return cls(path, environment)
         found = cls.read(path)

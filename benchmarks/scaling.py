@@ -98,7 +98,6 @@ KINDS = ("same", "tie", "differs")
 
 def agreement(same: bool, slower: float) -> str:
     """`same` kernel; `tie`: another one whose time differs by no more than 1 %; or `differs`.
-
     slower: time of one winner over that of the other."""
     if same:
         return "same"

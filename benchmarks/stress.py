@@ -37,14 +37,12 @@ from generator.errors import NormforgeError
 from generator.evaluate.gpu.protocol import Candidate
 from generator.evaluate.gpu.session import Session, Workload
 from generator.evaluate.verify.bench import Bench
-from generator.evaluate.verify.guarded import Guarded
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import compile_source
 from generator.kernels.render import render
 from generator.kernels.resource_gate import refuse
 from generator.kernels.strategies import REDUCTION_KNOBS, determinism_class, strategy_of
 from generator.kernels.variant import Variant, make_variant
-from generator.operations.operation import TORCH_DTYPE
 from generator.problem import Problem
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space, space_file
@@ -196,17 +194,7 @@ def kernels(target: Target, seed: int) -> list[Kernel]:
 def pair(workload: Workload, candidate: Candidate) -> list[Bench]:
     """Two of a kernel, which share nothing but the inputs."""
     runner = workload.bench(candidate).runner
-    return [
-        Bench(
-            runner,
-            {
-                out.name: Guarded(out.shape, TORCH_DTYPE[out.dtype], workload.device)
-                for out in workload.operation.outputs(workload.problem)
-            },
-            workload.device,
-        )
-        for _ in range(2)
-    ]
+    return [Bench(runner, workload.new_outputs(), workload.device) for _ in range(2)]
 
 
 def disturb(session: Session, kernel: Kernel, launches: int) -> dict[str, Any]:

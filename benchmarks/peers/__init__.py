@@ -73,10 +73,8 @@ PEERS: dict[str, tuple[Peer, ...]] = {
 
 
 def choose_peers(names: str, operation: str = RMSNORM_BACKWARD) -> list[Peer]:
-    """The peers of an operation for `all` or a comma-separated list of names.
-
-    Raises NormforgeError for a name that is no peer's.
-    """
+    """The peers of an operation for `all` or a comma-separated list of names. Raises NormforgeError
+    for a name that is no peer's."""
     known = {peer.name: peer for peer in PEERS[operation]}
     if names == "all":
         return list(known.values())

@@ -13,6 +13,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.command import exit_code
 from benchmarks.search_replay.recording import (
     NARROW_FILE,
     RECORDING_FILE,
@@ -94,8 +95,4 @@ def _record(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except NormforgeError as error:
-        print(f"search_replay: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(exit_code("search_replay", main))

@@ -86,9 +86,8 @@ def narrow(
     rules: Sequence[Mapping[str, str]] = (),
 ) -> Space:
     """The space with these values of its knobs, the first value of every other knob, and these
-    rules beside its own.
-
-    Raises NormforgeError, beginning with `where`, for a knob or a value that the space has not."""
+    rules beside its own. Raises NormforgeError, beginning with `where`, for a knob or a value that
+    the space has not."""
     unknown = sorted(values.keys() - {knob.name for knob in space.knobs})
     if unknown:
         raise NormforgeError(f"{where}: {space.path.name} has no knob '{unknown[0]}'")

@@ -226,9 +226,8 @@ def compare(
     close: float = CLOSE,
 ) -> list[Comparison]:
     """Search the recording with `seeds` seeds in each way, on all cores unless told otherwise.
-    names: default all that can run here.
-
-    A search is given the last checkpoint as its budget and is looked at on the way."""
+    names: default all that can run here. A search is given the last checkpoint as its budget and is
+    looked at on the way."""
     names = available() if names is None else names
     jobs = {
         name: [

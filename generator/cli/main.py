@@ -134,11 +134,8 @@ def _where(group: argparse._ArgumentGroup) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; the exit code is 0 when every shape has a winner, 1 when one has none
-    or the run was asked to end, 2 for bad input, 130 after Ctrl-C.
-
-    PyTorch and Optuna are imported when the arguments are known to be right, so that a typo is told
-    at once.
-    """
+    or the run was asked to end, 2 for bad input, 130 after Ctrl-C. PyTorch and Optuna are imported
+    when the arguments are known to be right, so that a typo is told at once."""
     argv = sys.argv[1:] if argv is None else argv
     command = argv[0] if argv and argv[0] in COMMANDS else ""
     try:

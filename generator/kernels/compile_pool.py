@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
@@ -15,6 +14,8 @@ from generator.kernels.nvrtc import Compiled, nvrtc_version
 from generator.kernels.revision import AnyVariant, code_digest
 from generator.processes import end_pool, end_with_parent, shielded
 
+NICE = 5
+"""Drivers and GPU workers come before the compilers."""
 LIVES = 3
 """Processes that one variant may cost, alone, before it is an error."""
 
@@ -46,7 +47,7 @@ class CompilePool:
         self._closed = False
 
     def _start(self, processes: int) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(processes, get_context(self._method), _begin)
+        return ProcessPoolExecutor(processes, get_context(self._method), end_with_parent, (NICE,))
 
     def _submit(self, pool: ProcessPoolExecutor, variant: AnyVariant) -> Future[Compiled]:
         with shielded():
@@ -110,9 +111,3 @@ class CompilePool:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _begin() -> None:
-    """What a compiler process does first: drivers and GPU workers come before it."""
-    end_with_parent()
-    os.nice(5)

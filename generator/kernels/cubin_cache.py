@@ -80,9 +80,7 @@ class CubinCache:
 
 def _sweep(folder: Path) -> None:
     """Remove what processes left behind that were killed while they wrote there. Raises OSError.
-
-    Who writes does it, where it writes: a folder has one entry in 256.
-    """
+    Who writes does it, where it writes: a folder has one entry in 256."""
     oldest = time.time() - STALE_SECONDS
     for part in folder.glob("*.part"):
         if part.stat().st_mtime < oldest:
@@ -96,9 +94,7 @@ def compile_variant(variant: AnyVariant, arch: str, cache_folder: Path = DEFAULT
 
 
 def cached(variant: AnyVariant, arch: str, cache_folder: Path = DEFAULT_CACHE) -> Compiled | None:
-    """What the cache has of a variant, without compiling; None when it has nothing that is sound.
-
-    A look takes less than a millisecond, a new process that compiles several seconds to start.
-    """
+    """What the cache has of a variant, without compiling; None when it has nothing that is sound. A
+    look takes less than a millisecond, a new process that compiles several seconds to start."""
     source, register_cap = compiler_input(variant)
     return CubinCache(cache_folder).find(source, arch, register_cap)

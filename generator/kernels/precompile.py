@@ -29,7 +29,7 @@ def precompiling(
     compiled where it is needed, and an error is reported there."""
     cores = len(os.sched_getaffinity(0))
     processes = min(MOST_PROCESSES, max(1, cores // CORES_PER_PROCESS))
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin)
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent, (NICE,))
     try:
         # The machine may have no process left, or one of ours may be dead already.
         with suppress(OSError, RuntimeError), shielded():
@@ -38,11 +38,6 @@ def precompiling(
         yield
     finally:
         end_pool(pool)
-
-
-def _begin() -> None:
-    end_with_parent()
-    os.nice(NICE)
 
 
 def _fill(variant: AnyVariant, arch: str, cache_folder: Path) -> None:

@@ -13,9 +13,9 @@ from generator.kernels.nvrtc import Compiled
 from generator.kernels.revision import AnyVariant
 from generator.kernels.variant import Variant
 from generator.package.atomic_folder import check_writable, locked, replaced
-from generator.package.entries import PROVENANCE_KEYS, Emission, Entry, Forwards
+from generator.package.entries import PROVENANCE_KEYS, Emission, Entry, Forwards, problem_of
 from generator.package.files import KernelFiles, write_package
-from generator.problem import RMSNORM_BACKWARD, Problem
+from generator.problem import Problem
 from generator.runtime.table import ForwardTable, KernelOf, Table, TableOf, TunedOf
 from generator.target import Target
 
@@ -81,7 +81,7 @@ def _merge(
     entries: Sequence[Entry], old: TableOf[Any] | None, files: KernelFiles, what: str
 ) -> _Merged:
     """Entries, and what the old table has beside them; all of their kernels join `files`."""
-    known = {_problem(tuned): tuned for tuned in old.tuned} if old else {}
+    known = {problem_of(tuned): tuned for tuned in old.tuned} if old else {}
     tuned: dict[Problem, TunedOf[Any]] = {}
     refused = []
     for entry in entries:
@@ -165,12 +165,6 @@ def _check_cubin(variant: AnyVariant, compiled: Compiled, target: Target) -> Non
 
 def _facts(target: Target) -> dict[str, Any]:
     return {"name": target.name, "title": target.title, "arch": target.arch, "sms": target.sms}
-
-
-def _problem(tuned: TunedOf[Any]) -> Problem:
-    spec = tuned.kernel.spec
-    shape = (tuned.M, tuned.N, tuned.dtype, tuned.weight_dtype, spec.offset, spec.residual)
-    return Problem(*shape, getattr(spec, "operation", RMSNORM_BACKWARD))
 
 
 def _read(package: Path, target: Target) -> Table | None:

@@ -9,7 +9,8 @@ from typing import Any
 from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.revision import AnyVariant
-from generator.problem import Problem
+from generator.problem import RMSNORM_BACKWARD, Problem
+from generator.runtime.table import TunedOf
 
 Made = tuple[ForwardVariant, Compiled]
 
@@ -32,6 +33,13 @@ class Entry:
     compiled: Compiled
     evidence: str
     provenance: dict[str, Any]
+
+
+def problem_of(tuned: TunedOf[Any]) -> Problem:
+    """The shape that a table has a tuned kernel for; a forward is of RMSNorm."""
+    spec = tuned.kernel.spec
+    shape = (tuned.M, tuned.N, tuned.dtype, tuned.weight_dtype, spec.offset, spec.residual)
+    return Problem(*shape, getattr(spec, "operation", RMSNORM_BACKWARD))
 
 
 @dataclass(frozen=True)

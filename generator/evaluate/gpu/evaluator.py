@@ -127,9 +127,8 @@ class MeasuredEvaluator:
 
     def finals(self, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
         """The determinism ladder for each, then all that passed timed in the same blocks. What sums
-        over rows must have the same bits in a fresh process, too.
-
-        Raises NoisyError when a minute of trying brings no clean blocks."""
+        over rows must have the same bits in a fresh process, too. Raises NoisyError when a minute
+        of trying brings no clean blocks."""
         results = self.check_determinism(problem, entries)
         candidates = self._candidates(entries)
         if self._operation_of(problem).sums_rows:

@@ -84,7 +84,6 @@ class NoGpuError(NormforgeError):
 
 class WorkerLostError(Exception):
     """A job was not done, most often because the worker died or was killed at its deadline.
-
     outcome: that of the candidate; outside: it is no candidate's doing (a signal that nothing on a
     GPU sends ended the worker, or it died without a job)."""
 

@@ -16,12 +16,9 @@ WARM_SECONDS = 0.005
 
 
 class Timer:
-    """Times operations on the current device.
-
-    A block is one CUDA graph: flush, event, operation, event, for every operation in turn and
-    several rounds, in an order that rotates. So no interval contains the host or a graph launch,
-    and all operations of a block see the same clocks.
-    """
+    """Times operations on the current device. A block is one CUDA graph: flush, event, operation,
+    event, for every operation in turn and several rounds, in an order that rotates. So no interval
+    contains the host or a graph launch, and all operations of a block see the same clocks."""
 
     def __init__(self, device: torch.device, flush_bytes: int = FLUSH_BYTES) -> None:
         self.device = device

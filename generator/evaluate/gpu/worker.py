@@ -49,10 +49,9 @@ class GpuWorker:
         self._facts: dict[str, Any] | None = None
 
     def ready(self) -> dict[str, Any]:
-        """Waits until the worker has its GPU; facts about the device and the driver.
-
-        Raises NormforgeError when it says that it cannot have one (NoGpuError when there is none)
-        and WorkerLostError when it died or hung."""
+        """Waits until the worker has its GPU; facts about the device and the driver. Raises
+        NormforgeError when it says that it cannot have one (NoGpuError when there is none) and
+        WorkerLostError when it died or hung."""
         if self._facts is None:
             try:
                 answer = self._receive(START_SECONDS, "starting")

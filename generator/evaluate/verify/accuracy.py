@@ -24,10 +24,8 @@ class Accuracy:
 def compare(
     name: str, out: torch.Tensor, ref: torch.Tensor, unit: float, slack: torch.Tensor
 ) -> tuple[float, str]:
-    """The relative error of `out` and "" or the first element outside `unit * |ref| + slack`.
-
-    out, ref: same shape; slack broadcasts against them. Works in chunks of rows.
-    """
+    """The relative error of `out` and "" or the first element outside `unit * |ref| + slack`. out,
+    ref: same shape; slack broadcasts against them. Works in chunks of rows."""
     square_error = square_ref = 0.0
     fault = ""
     rows = max(1, CHUNK_ELEMENTS // out[0].numel()) if out.dim() > 1 else out.numel()
