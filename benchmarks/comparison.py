@@ -7,7 +7,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -239,11 +239,11 @@ def make_row(
         "dtype": problem.dtype,
         "weight_dtype": problem.weight_dtype,
         "add_us": add_us,
-        **{f"{OURS}_{key}": value for key, value in cells[OURS].to_json().items()},
+        **{f"{OURS}_{key}": value for key, value in asdict(cells[OURS]).items()},
         "plain_weight_us": plain_weight_us,
         "strategy": facts.get("strategy", "none"),
         "how": facts["how"],
-        "peers": {name: cell.to_json() for name, cell in cells.items() if name != OURS},
+        "peers": {name: asdict(cell) for name, cell in cells.items() if name != OURS},
     }
 
 

@@ -97,16 +97,13 @@ def in_fp32(bind: Bind) -> Bind:
 def of_module(module: Any, dw_in_fp32: bool) -> Bind:
     """A package's kernels, called as a training framework does."""
 
-    def bind(inputs: Inputs) -> Callable[[], Gradients]:
-        def run() -> Gradients:
-            dw_out = torch.empty_like(inputs.weight, dtype=torch.float32) if dw_in_fp32 else None
-            return module.rmsnorm_backward(
-                inputs.dy, inputs.x, inputs.rstd, inputs.weight, dw_out=dw_out
-            )
+    def run(inputs: Inputs) -> Gradients:
+        dw_out = torch.empty_like(inputs.weight, dtype=torch.float32) if dw_in_fp32 else None
+        return module.rmsnorm_backward(
+            inputs.dy, inputs.x, inputs.rstd, inputs.weight, dw_out=dw_out
+        )
 
-        return run
-
-    return bind
+    return lambda inputs: partial(run, inputs)
 
 
 def in_executor(table: Table, dw_in_fp32: bool) -> Bind:

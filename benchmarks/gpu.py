@@ -67,10 +67,12 @@ def bench_of(workload: Workload, config: Config, target: Target) -> Bench:
     return workload.bench(Candidate(compiled.cubin, variant.spec(target.sms)))
 
 
-def evaluate(gpu: Supervisor, problem: Problem, candidate: Candidate) -> Result:
-    """The worker's result for a candidate, or the result that its loss is."""
+def evaluate(
+    gpu: Supervisor, problem: Problem, candidate: Candidate, kind: str = "evaluate"
+) -> Result:
+    """The worker's result for a candidate, or the result that its loss is. kind: of the job."""
     try:
-        result = gpu.call(Job("evaluate", problem, (candidate,))).result
+        result = gpu.call(Job(kind, problem, (candidate,))).result
     except WorkerLostError as lost:
         return Result(lost.outcome, note=lost.note)
     assert result is not None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from statistics import median
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -56,9 +55,6 @@ class Cell:
     path: str | None = None
     timed: str = "graph"
     reason: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Entrant:

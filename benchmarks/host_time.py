@@ -63,7 +63,7 @@ def host_us(calls: Calls, package: Package | LayerNormPackage) -> dict[str, list
     names = list(calls)
     for turn in range(PASSES):
         for name in (*names[turn:], *names[:turn]):
-            with package.installed() if hasattr(calls[name], "routed") else nullcontext():
+            with package.installed() if name.startswith("install()") else nullcontext():
                 found[name].append(_batches(calls[name]) - _batches(_nothing))
     return found
 
@@ -97,16 +97,6 @@ def _batches(call: Callable[[], Any]) -> float:
     finally:
         gc.enable()
     return median(times) / 1e3
-
-
-def routed(call: Callable[[], Any]) -> Callable[[], Any]:
-    """A line of `install()`."""
-
-    def run() -> Any:
-        return call()
-
-    run.routed = True  # type: ignore[attr-defined]
-    return run
 
 
 def grad(result: torch.Tensor, leaves: tuple[torch.Tensor, ...], dy: torch.Tensor) -> Any:
@@ -154,9 +144,9 @@ def whole_calls(package: Package, inputs: Inputs) -> Calls:
         ),
         "aten op": lambda: aten(dy, x, [N], column, weight, mask),
         "aten op, overload": lambda: aten.default(dy, x, [N], column, weight, mask),
-        "install() op": routed(lambda: aten(dy, x, [N], column, weight, mask)),
+        "install() op": lambda: aten(dy, x, [N], column, weight, mask),
         "aten autograd backward": grad(y, leaves, dy),
-        "install() autograd backward": routed(grad(y, leaves, dy)),
+        "install() autograd backward": grad(y, leaves, dy),
         "aten autograd forward": lambda: norm(leaf, (N,), scale, 1e-6),
         "aten without grad": lambda: norm(x, (N,), weight, 1e-6),
         "aten forward op": lambda: forward(x, [N], weight, 1e-6),
@@ -182,10 +172,10 @@ def layer_norm_calls(package: LayerNormPackage, inputs: Inputs) -> Calls:
             dy, x, rstd, weight, None, None, 0.0, True, True, mean
         ),
         "aten op": lambda: aten(dy, x, [N], mean, rstd, weight, weight, mask),
-        "install() op": routed(lambda: aten(dy, x, [N], mean, rstd, weight, weight, mask)),
+        "install() op": lambda: aten(dy, x, [N], mean, rstd, weight, weight, mask),
         "layer_norm backward": grad(mine, leaves, dy),
         "aten autograd backward": grad(y, leaves, dy),
-        "install() autograd backward": routed(grad(y, leaves, dy)),
+        "install() autograd backward": grad(y, leaves, dy),
         "layer_norm forward": lambda: package.layer_norm(*leaves),
         "aten autograd forward": lambda: module(leaf),
         "layer_norm without grad": lambda: package.layer_norm(x, weight, weight),

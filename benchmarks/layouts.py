@@ -37,7 +37,6 @@ from generator.evaluate.gpu.session import Session, Workload
 from generator.evaluate.gpu.supervisor import Supervisor
 from generator.evaluate.gpu.timer import Operation
 from generator.evaluate.predict.evaluator import predict_us
-from generator.evaluate.verify.accuracy import check_accuracy
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
@@ -50,7 +49,6 @@ from generator.package.fallback_kernels import (
     refuse_fallback,
 )
 from generator.problem import ITEMSIZE, Problem
-from generator.result import Result
 from generator.space.expressions import DERIVED
 from generator.space.load import load_space
 from generator.space.space import Space
@@ -180,13 +178,8 @@ def layout_of(variant: Variant) -> Layout:
 
 
 class LayoutSession(Session):
-    """A worker's session that checks accuracy alone, and times ATen behind the candidates where it
-    has a kernel: where the weight has x's dtype."""
-
-    def _evaluate(self, workload: Workload, job: Job) -> Answer:
-        bench = workload.bench(job.candidates[0])
-        fault = check_accuracy(bench, workload.inputs, workload.expected).fault
-        return Answer(Result("wrong" if fault else "ok", note=fault))
+    """A worker's session that times ATen behind the candidates where it has a kernel: where the
+    weight has x's dtype."""
 
     def _interleave(self, workload: Workload, job: Job) -> Answer:
         benches = [workload.bench(candidate) for candidate in job.candidates]
@@ -208,7 +201,7 @@ def refusals(gpu: Supervisor, group: Group, made: Made, target: Target) -> dict[
         for name in made.keys() - found.keys():
             variant, compiled = made[name]
             candidate = Candidate(compiled.cubin, variant.spec(target.sms))
-            result = evaluate(gpu, problem, candidate)
+            result = evaluate(gpu, problem, candidate, "accuracy")
             if result.outcome != "ok":
                 found[name] = f"{result.outcome}: {result.note}"
                 say(f"{name}: {found[name]}")

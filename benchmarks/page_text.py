@@ -36,6 +36,7 @@ def pyplot() -> Any:
     return pyplot
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], others: str = "---") -> str:
+    """A Markdown table. others: the rule below all columns but the first."""
+    lines = [header, ["---", *[others] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

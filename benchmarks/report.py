@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -35,7 +36,10 @@ def markdown(environment: Environment, rows: Sequence[Row]) -> str:
         "inside; empty: not run on this shape.",
         _ratios(rows, names),
         "## Goals",
-        _goals(rows, operation),
+        _table(
+            ["goal", "limit", "reached", "met"],
+            [[g.text, g.limit, g.reached, MET[g.met]] for g in goals(rows, operation)],
+        ),
         "## Host time, accuracy, determinism",
         "Host time: one call, in µs, the median over the shapes. Errors: "
         "||out - ref|| / ||ref|| against float64, the largest over the shapes of a dtype. "
@@ -79,9 +83,7 @@ def _conditions(environment: Environment) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    align = ["---", *("---:" for _ in head[1:])]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, align, *lines))
+_table = partial(page_text.table, others="---:")
 
 
 def _number(value: float | None, form: str = ".2f") -> str:
@@ -139,13 +141,6 @@ def _ratio_cell(row: Row, name: str) -> str:
         return "!"
     mark = "*" if cell.get("timed") == "events" else ""
     return _number(cell["us"] / row["add_us"]) + mark
-
-
-def _goals(rows: Sequence[Row], operation: str) -> str:
-    lines = [
-        [goal.text, goal.limit, goal.reached, MET[goal.met]] for goal in goals(rows, operation)
-    ]
-    return _table(["goal", "limit", "reached", "met"], lines)
 
 
 def _qualities(rows: Sequence[Row], names: Sequence[str]) -> str:

@@ -35,7 +35,7 @@ from benchmarks.gpu import open_gpu, open_session
 from benchmarks.results import machine, write_json
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.protocol import Candidate
-from generator.evaluate.gpu.session import Session, Workload
+from generator.evaluate.gpu.session import Session
 from generator.evaluate.verify.bench import Bench
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import compile_source
@@ -191,12 +191,6 @@ def kernels(target: Target, seed: int) -> list[Kernel]:
     return list(found.values())
 
 
-def pair(workload: Workload, candidate: Candidate) -> list[Bench]:
-    """Two of a kernel, which share nothing but the inputs."""
-    runner = workload.bench(candidate).runner
-    return [Bench(runner, workload.new_outputs(), workload.device) for _ in range(2)]
-
-
 def disturb(session: Session, kernel: Kernel, launches: int) -> dict[str, Any]:
     """How many of so many launches, in pairs, gave other bits than the kernel without delays."""
     workload = session.workload(kernel.problem)
@@ -206,7 +200,9 @@ def disturb(session: Session, kernel: Kernel, launches: int) -> dict[str, Any]:
     plain.run(inputs)
     expected = plain.bits()
     torch.cuda.synchronize()
-    benches = pair(workload, kernel.delayed)
+    runner = workload.bench(kernel.delayed).runner
+    # Two that share nothing but the inputs.
+    benches = [Bench(runner, workload.new_outputs(), workload.device) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in benches]
     wrong = [torch.zeros((), dtype=torch.int64, device=workload.device) for _ in benches]
     began = time.monotonic()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from generator.errors import NormforgeError
+from generator.problem import RMSNORM_BACKWARD, SUMS
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -37,6 +38,16 @@ class CommandLine(argparse.ArgumentParser):
                 hint = f": did you mean '{near[0]}'?" if near else f"; see {self.prog} --help"
                 raise NormforgeError(f"there is no option '{name}'{hint}")
         return self.parse_args(argv)
+
+
+def add_operation(parser: argparse._ActionsContainer) -> None:
+    """The option that names an operation."""
+    parser.add_argument(
+        "--op",
+        choices=list(SUMS),
+        default=RMSNORM_BACKWARD,
+        help="the operation (default: %(default)s)",
+    )
 
 
 def positive_number(text: str) -> int:

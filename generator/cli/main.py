@@ -27,6 +27,7 @@ from pathlib import Path
 
 from generator.cli.arguments import (
     CommandLine,
+    add_operation,
     device_list,
     folder_name,
     positive_number,
@@ -36,7 +37,7 @@ from generator.cli.arguments import (
 from generator.errors import NormforgeError
 from generator.package.fallback_kernels import FALLBACKS
 from generator.paths import REPOSITORY
-from generator.problem import RMSNORM_BACKWARD, SUMS, load_problems
+from generator.problem import load_problems
 from generator.search.budget import TRIALS
 from generator.space.load import load_space, space_file
 from generator.target import find_target
@@ -73,12 +74,7 @@ def _what(group: argparse._ArgumentGroup) -> None:
         help="a name of search_spaces/gpus.yaml, or auto for the GPU of this machine; "
         "measured when it is here, else predicted",
     )
-    group.add_argument(
-        "--op",
-        choices=list(SUMS),
-        default=RMSNORM_BACKWARD,
-        help="the operation (default: %(default)s)",
-    )
+    add_operation(group)
     group.add_argument(
         "--shapes",
         default="default",

@@ -114,6 +114,9 @@ def render_forward(variant: ForwardVariant, *, comments: bool = True, include: s
     """The CUDA C++ source of a variant. comments, include: as of `generator.kernels.render`."""
     v = variant
     rows: list[tuple[str, int, str]] = [
+        ("kExact", v.exact, "N is a constant"),
+        ("kWalks", v.ctas_per_sm > 0, "CTAs walk over the rows"),
+        ("kOffset", True, "a number, added in fp32, comes with every call"),
         ("kRowColumns", v.N, "N" if v.exact else "largest N served"),
         ("kColumns", v.columns, "columns of one CTA"),
         ("kCluster", v.cluster, "CTAs that share a row"),
@@ -130,22 +133,12 @@ def render_forward(variant: ForwardVariant, *, comments: bool = True, include: s
         ("kStageBarriers", 0, ""),
         ("kSumsOffset", v.sums_offset, "bytes into shared memory"),
     ]
-    flags = [
-        ("kExact", v.exact, "N is a constant"),
-        ("kWalks", v.ctas_per_sm > 0, "CTAs walk over the rows"),
-        ("kOffset", True, "a number, added in fp32, comes with every call"),
-    ]
-    constants = [
-        f"constexpr bool {name} = {str(value).lower()};" + f"  // {meaning}" * comments
-        for name, value, meaning in flags
-    ]
-    constants += constant_lines(rows, comments)
     return (
         environment(comments, include)
         .get_template("rmsnorm_forward.cu.j2")
         .render(
             name=v.id,
-            constants=constants,
+            constants=constant_lines(rows, comments),
             element=_ELEMENT[v.dtype],
             weight=_ELEMENT[v.weight_dtype],
             cluster=v.cluster,

@@ -69,9 +69,10 @@ def environment(comments: bool = True, include: str = "") -> jinja2.Environment:
 
 
 def constant_lines(rows: Sequence[tuple[str, int, str]], comments: bool) -> list[str]:
-    """`constexpr` lines of (name, value, meaning)."""
+    """`constexpr` lines of (name, value, meaning), a bool's or an int's."""
     return [
-        f"constexpr int {name} = {value};" + (f"  // {meaning}" if meaning and comments else "")
+        f"constexpr {type(value).__name__} {name} = {str(value).lower()};"
+        + (f"  // {meaning}" if meaning and comments else "")
         for name, value, meaning in rows
     ]
 
@@ -111,6 +112,7 @@ def _constants(v: Variant, comments: bool) -> list[str]:
     """The knobs and the geometry as `constexpr` lines with their meaning."""
     stage_barriers = v["stages"] if v["pipeline"] == "bulk" else 0
     rows: list[tuple[str, int, str]] = [
+        ("kExact", v.exact, "N is a constant"),
         ("kRowColumns", v.N, "N" if v.exact else "largest N served"),
         ("kColumns", v.columns, "columns of one CTA"),
         ("kCluster", v["cluster"], "CTAs that share a row"),
@@ -154,5 +156,4 @@ def _constants(v: Variant, comments: bool) -> list[str]:
             ("kBlockSumsOffset", v.block_sums_offset, ""),
             ("kRunsWrittenOffset", v.runs_written_offset, ""),
         ]
-    exact = f"constexpr bool kExact = {str(v.exact).lower()};"
-    return [exact + "  // N is a constant" * comments, *constant_lines(rows, comments)]
+    return constant_lines(rows, comments)

@@ -152,7 +152,7 @@ class LegalConfigs:
         rng.shuffle(moves)
         coupled = []
         for name, value in moves:
-            moved = self._moved(config, {name: value})
+            moved = self._moved(config, name, value)
             if moved is not None:
                 yield moved
             else:
@@ -162,10 +162,10 @@ class LegalConfigs:
             if near is not None and near[name] == value:
                 yield near
 
-    def _moved(self, config: Config, changes: Config) -> Values | None:
-        """The config with `changes`, None where they mean nothing or a rule rejects it."""
-        moved = self.space.normalize({**config, **changes}, self.problem, self.target)
-        if any(moved[name] != value for name, value in changes.items()):
+    def _moved(self, config: Config, name: str, value: int | str) -> Values | None:
+        """The config with one change, None where that means nothing or a rule rejects it."""
+        moved = self.space.normalize({**config, name: value}, self.problem, self.target)
+        if moved[name] != value:
             return None
         if determinism_class(moved) == "none":
             return None

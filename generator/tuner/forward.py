@@ -208,11 +208,6 @@ class _Chooser:
         self._keep(problem, partial(self._first, problem, reason))
 
     def _keep(self, problem: Problem, choose: Callable[[], Entry]) -> None:
-        self._choose(problem, choose)
-        self._done += 1
-        self._tell(self._done)
-
-    def _choose(self, problem: Problem, choose: Callable[[], Entry]) -> None:
         try:
             entry = self.found[problem] = choose()
         except HostError:
@@ -220,10 +215,12 @@ class _Chooser:
         except NormforgeError as error:
             # The backward's winner must not be lost for it.
             self._say(f"forward {error}; a generic one serves it")
-            return
-        facts = entry.provenance
-        timed = f"{facts['us']:.1f} us, {facts['ratio']:.3f} of a copy" if "us" in facts else ""
-        self._say(f"forward {problem}: {entry.variant} ({timed or 'by rule'})")
+        else:
+            facts = entry.provenance
+            timed = f"{facts['us']:.1f} us, {facts['ratio']:.3f} of a copy" if "us" in facts else ""
+            self._say(f"forward {problem}: {entry.variant} ({timed or 'by rule'})")
+        self._done += 1
+        self._tell(self._done)
 
     def _first(self, problem: Problem, reason: str) -> Entry:
         """The first in the order of the rule that passes."""

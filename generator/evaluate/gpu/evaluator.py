@@ -100,13 +100,11 @@ class MeasuredEvaluator:
 
     def check_accuracy(self, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
         """Results of the accuracy check alone, without times."""
-        self._probe(problem)
-        return self._each("accuracy", problem, self._candidates(entries))
+        return self._each("accuracy", problem, entries)
 
     def check_determinism(self, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
         """Results of the determinism ladder alone, without times."""
-        self._probe(problem)
-        return self._each("ladder", problem, self._candidates(entries))
+        return self._each("ladder", problem, entries)
 
     def shortlist(
         self, problem: Problem, entries: Sequence[Entry], rounds: int | None = None
@@ -178,7 +176,9 @@ class MeasuredEvaluator:
     def _operation_of(self, problem: Problem) -> Operation:
         return self._operation or operation_of(problem)
 
-    def _each(self, kind: str, problem: Problem, candidates: tuple[Candidate, ...]) -> list[Result]:
+    def _each(self, kind: str, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
+        self._probe(problem)
+        candidates = self._candidates(entries)
         return [self._result(self._job(kind, problem, (one,))) for one in candidates]
 
     # Noise

@@ -19,10 +19,6 @@ from generator.runtime.spec import CHUNK_ROWS
 RUNS = 20
 
 
-def same_bits(a: Guarded, b: torch.Tensor) -> bool:
-    return bool(torch.equal(a.inside, b))
-
-
 def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype have the same bits; a NaN equals itself."""
     return bool(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
@@ -44,7 +40,7 @@ def check_repeats(
             around(i)
         bench.run(inputs)
         for name, out in bench.outputs.items():
-            if not same_bits(out, firsts[name]):
+            if not torch.equal(out.inside, firsts[name]):
                 count = int((out.inside != firsts[name]).sum())
                 return f"{name} of run {i} differs from run 0 in {count} bytes"
     return bench.fault()
@@ -62,7 +58,7 @@ def check_call_options(bench: Bench, inputs: Inputs, by_chunks: bool = False) ->
 
     def differs(option: str, *names: str) -> str:
         for name in names:
-            if not same_bits(bench.outputs[name], plain[name]):
+            if not torch.equal(bench.outputs[name].inside, plain[name]):
                 return f"{name} of a call {option} is not that of a plain call"
         return bench.fault()
 

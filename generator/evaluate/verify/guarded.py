@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 GUARD_BYTES = 4096
@@ -13,10 +15,7 @@ class Guarded:
     """A tensor with guard bytes around it."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        count = 1
-        for size in shape:
-            count *= size
-        self.bytes = count * dtype.itemsize
+        self.bytes = prod(shape) * dtype.itemsize
         padded = (self.bytes + 255) // 256 * 256
         self.buffer = torch.full(
             (2 * GUARD_BYTES + padded,), _GUARD, dtype=torch.uint8, device=device
