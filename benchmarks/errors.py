@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from math import ceil, sqrt
 from typing import Any
 
@@ -188,21 +189,16 @@ def worst(rows: Sequence[Mapping[str, Any]]) -> str:
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for each in rows:
         kinds.setdefault(each["shape"].split(":", 1)[1], []).append(each)
-    for kind, some in kinds.items():
-        for other in ("aten", "composite"):
-            for what in ("dx", "dw"):
-                known = [
-                    (ratio, r["shape"])
-                    for r in some
-                    if (ratio := r["ours over"].get(other, {}).get(what)) is not None
-                ]
-                if known:
-                    most, where = max(known)
-                    above = sum(ratio > 1.1 for ratio, _ in known)
-                    lines.append(
-                        f"{kind:12}{what} / {other:10} at most {most:.3f} ({where}), "
-                        f"above 1.1 at {above} of {len(known)}"
-                    )
+    for (kind, some), other, what in product(kinds.items(), ("aten", "composite"), ("dx", "dw")):
+        ratios = [(r["ours over"].get(other, {}).get(what), r["shape"]) for r in some]
+        known = [(ratio, shape) for ratio, shape in ratios if ratio is not None]
+        if known:
+            most, where = max(known)
+            above = sum(ratio > 1.1 for ratio, _ in known)
+            lines.append(
+                f"{kind:12}{what} / {other:10} at most {most:.3f} ({where}), "
+                f"above 1.1 at {above} of {len(known)}"
+            )
     return "\n".join(lines)
 
 

@@ -118,7 +118,7 @@ def measure(
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """One line for each row; the rows of one config are beside each other."""
+    """One line for each row."""
     return "\n".join(
         f"  {row['value']!s:12}"
         + (f"{row['us']:9.2f} us {row['ratio']:7.3f}" if "us" in row else f" {row['fault']}")

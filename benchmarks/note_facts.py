@@ -73,11 +73,8 @@ def generic_in_blocks() -> list[float]:
 def sent_early(dw: str, clusters: bool) -> list[float]:
     """Times with the last partial dw sent before dx over those with it sent after."""
     rows = read("send_h200")["rows"]
-    return [
-        row["ratio"]
-        for row in rows
-        if row["dw"] == dw and (row["config"]["cluster"] > 1) == clusters
-    ]
+    some = [row for row in rows if row["dw"] == dw]
+    return [row["ratio"] for row in some if (row["config"]["cluster"] > 1) == clusters]
 
 
 def row_by_row() -> list[Any]:

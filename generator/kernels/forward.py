@@ -133,17 +133,14 @@ def render_forward(variant: ForwardVariant, *, comments: bool = True, include: s
         ("kStageBarriers", 0, ""),
         ("kSumsOffset", v.sums_offset, "bytes into shared memory"),
     ]
-    return (
-        environment(comments, include)
-        .get_template("rmsnorm_forward.cu.j2")
-        .render(
-            name=v.id,
-            constants=constant_lines(rows, comments),
-            element=_ELEMENT[v.dtype],
-            weight=_ELEMENT[v.weight_dtype],
-            cluster=v.cluster,
-            form=v.form,
-        )
+    template = environment(comments, include).get_template("rmsnorm_forward.cu.j2")
+    return template.render(
+        name=v.id,
+        constants=constant_lines(rows, comments),
+        element=_ELEMENT[v.dtype],
+        weight=_ELEMENT[v.weight_dtype],
+        cluster=v.cluster,
+        form=v.form,
     )
 
 

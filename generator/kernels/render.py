@@ -84,27 +84,24 @@ def render(variant: Variant, *, comments: bool = True, include: str = "") -> str
     launch_bounds = ""
     if variant["min_blocks"]:
         launch_bounds = f"__launch_bounds__({variant.threads}, {variant['min_blocks']})"
-    return (
-        environment(comments, include)
-        .get_template(f"{variant.operation}.cu.j2")
-        .render(
-            name=variant.id,
-            operation=variant.operation,
-            knobs=variant.config,
-            strategy=variant.strategy,
-            determinism=variant.determinism,
-            constants=_constants(variant, comments),
-            row_load=_LOAD_HINT[variant["load_hint"]],
-            row_priority=variant["load_hint"] if variant["load_hint"] in _PRIORITIES else "",
-            row_store=_STORE_HINT[variant["store_hint"]],
-            element=_ELEMENT[variant.dtype],
-            weight=_ELEMENT[variant.weight_dtype],
-            residual=_ELEMENT[variant.residual] if variant.residual else "",
-            offset=variant.offset,
-            in_blocks=bool(variant.block_batches),
-            least_columns=variant.least_columns,
-            launch_bounds=launch_bounds,
-        )
+    template = environment(comments, include).get_template(f"{variant.operation}.cu.j2")
+    return template.render(
+        name=variant.id,
+        operation=variant.operation,
+        knobs=variant.config,
+        strategy=variant.strategy,
+        determinism=variant.determinism,
+        constants=_constants(variant, comments),
+        row_load=_LOAD_HINT[variant["load_hint"]],
+        row_priority=variant["load_hint"] if variant["load_hint"] in _PRIORITIES else "",
+        row_store=_STORE_HINT[variant["store_hint"]],
+        element=_ELEMENT[variant.dtype],
+        weight=_ELEMENT[variant.weight_dtype],
+        residual=_ELEMENT[variant.residual] if variant.residual else "",
+        offset=variant.offset,
+        in_blocks=bool(variant.block_batches),
+        least_columns=variant.least_columns,
+        launch_bounds=launch_bounds,
     )
 
 

@@ -20,6 +20,7 @@ from generator.package import fallback_kernels
 from generator.package.fallback_kernels import Layout, load_layouts
 from generator.paths import REPOSITORY
 from generator.problem import ITEMSIZE, Problem
+from generator.result import Result
 from generator.space.space import Space
 from generator.target import Target
 from tests.support.fake_supervisor import FakeSupervisor, timing_supervisor
@@ -95,7 +96,7 @@ def test_refused_candidates_carry_their_reason(target: Target) -> None:
         name = job.candidates[0].spec.name
         if name == deadly.id:
             return WorkerLostError("crashed", "the GPU worker died")
-        return layouts.Result("wrong", note="dx is off") if name == wrong.id else None
+        return Result("wrong", note="dx is off") if name == wrong.id else None
 
     def of(variant: Any) -> Callable[[Config], bool]:
         return lambda config: config == variant.config
