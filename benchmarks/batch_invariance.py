@@ -11,8 +11,7 @@ generator/evaluate/verify/batch_invariance.py.) Ends with exit code 1 when a bit
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 import time
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +20,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.command import command_line, exit_code
+from benchmarks.gpu import open_session
+from benchmarks.results import machine, write_json
 from generator.evaluate.verify.determinism import equal_bits
 from generator.operations.operation import TORCH_DTYPE
 from generator.runtime.spec import CHUNK_ROWS
@@ -96,36 +98,31 @@ def check(case: Case, cases: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def environment(package: Any) -> dict[str, str]:
-    """Where this ran, and the GPU that the package was tuned for."""
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "tuned_for": package.PROVENANCE["target"]["title"],
-        "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--package", default="generated.h200.rmsnorm_invariant_backward")
-    parser.add_argument("--cases", type=int, default=10_000, help="of each width")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each width, at most")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    package = import_module(options.package)
+def run(name: str, cases: int, seconds: float, out: Path) -> int:
+    """Check all widths of a package. Raises NormforgeError."""
+    session = open_session()
+    package = import_module(name)
     widths = sorted({(tuned.N, tuned.dtype) for tuned in package._package.table.tuned})
     rows = []
     for width in widths:
-        rows.append(check(Case(package, *width), options.cases, options.seconds))
+        rows.append(check(Case(package, *width), cases, seconds))
         print(rows[-1], flush=True)
         torch.cuda.empty_cache()
-    document = {"environment": environment(package), "rows": rows}
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    tuned_for = package.PROVENANCE["target"]["title"]
+    environment = {**machine(session.facts), "tuned_for": tuned_for}
+    write_json(out, {"environment": environment, "rows": rows})
     return int(any(row["differing"] for row in rows))
 
 
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = command_line(__doc__, "out")
+    parser.add_argument("--package", default="generated.h200.rmsnorm_invariant_backward")
+    parser.add_argument("--cases", type=int, default=10_000, help="of each width")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each width, at most")
+    args = parser.parse_args(argv)
+    return exit_code(__file__, lambda: run(args.package, args.cases, args.seconds, args.out))
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Compare dx and dw of sampled variants, GPU against CPU executor, bit for bit.
 
-    python benchmarks/bit_exact.py --out benchmarks/results/bit_exact_h200.json
+    python -m benchmarks.bit_exact --out benchmarks/results/bit_exact_h200.json
 
 Needs a GPU, its driver and a C++ compiler. Variants of an operation (--op) are drawn over all
 strategies, dtypes, pipelines and clusters, and from the kernels for any N where its packages have
@@ -25,34 +25,33 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.results import write_json  # noqa: E402
-from generator.emulate import Layout, Schedule, find_compiler, run_schedules  # noqa: E402
-from generator.emulate.check import CPU, plan  # noqa: E402
-from generator.errors import NormforgeError  # noqa: E402
-from generator.kernels.cubin_cache import compile_variant  # noqa: E402
-from generator.kernels.geometry import Config  # noqa: E402
-from generator.kernels.nvrtc import nvrtc_version  # noqa: E402
-from generator.kernels.render import render  # noqa: E402
-from generator.kernels.strategies import STRATEGIES, determinism_class  # noqa: E402
-from generator.kernels.variant import Variant, make_variant  # noqa: E402
-from generator.operations import OPERATIONS, operation_of  # noqa: E402
-from generator.operations.rmsnorm_backward import Inputs  # noqa: E402
-from generator.package.fallback_kernels import fallback_variants, first_choices, takes_rows  # noqa: E402
-from generator.problem import RMSNORM_BACKWARD, SUMS, Problem  # noqa: E402
-from generator.runtime.launch.driver import LaunchError  # noqa: E402
-from generator.runtime.launch.launch import launch_backward  # noqa: E402
-from generator.runtime.launch.loaded_kernel import LoadedKernel  # noqa: E402
-from generator.runtime.spec import KernelSpec, Launch  # noqa: E402
-from generator.space.load import load_space, space_file  # noqa: E402
-from generator.target import Target, match_device  # noqa: E402
+from benchmarks.command import command_line, exit_code
+from benchmarks.gpu import open_gpu
+from benchmarks.results import machine, write_json
+from generator.emulate import Layout, Schedule, find_compiler, run_schedules
+from generator.emulate.build import NO_COMPILER
+from generator.emulate.check import CPU, plan
+from generator.errors import NormforgeError
+from generator.evaluate.gpu.session import Session
+from generator.kernels.cubin_cache import compile_variant
+from generator.kernels.geometry import Config
+from generator.kernels.nvrtc import nvrtc_version
+from generator.kernels.render import render
+from generator.kernels.strategies import STRATEGIES, determinism_class
+from generator.kernels.variant import Variant, make_variant
+from generator.operations import OPERATIONS, operation_of
+from generator.operations.rmsnorm_backward import Inputs, run_backward
+from generator.package.fallback_kernels import fallback_variants, first_choices, takes_rows
+from generator.problem import RMSNORM_BACKWARD, SUMS, Problem
+from generator.runtime.launch.driver import LaunchError
+from generator.runtime.launch.loaded_kernel import LoadedKernel
+from generator.runtime.spec import KernelSpec, Launch
+from generator.space.load import load_space, space_file
+from generator.target import Target
 
 REDUCTIONS: tuple[Config | None, ...] = (
     *({"strategy": strategy.name, "order": strategy.order} for strategy in STRATEGIES),
@@ -200,27 +199,14 @@ def run_on_gpu(
     """dx and dw from the GPU, on the CPU; outputs and scratch are poisoned before."""
     base = layout.misaligned_bytes
     x, dy = place(inputs.x, layout.pad_x, base), place(inputs.dy, layout.pad_dy, base)
-    rstd, weight = inputs.rstd.cuda(), inputs.weight.cuda()
     mean = None if inputs.mean is None else inputs.mean.cuda()
+    given = Inputs(x, dy, inputs.rstd.cuda(), inputs.weight.cuda(), mean=mean)
     poison = torch.full_like(inputs.x, float("nan"))
     dx = place(poison, layout.pad_dx, base)
-    dw = torch.full_like(weight.repeat(SUMS[spec.operation].column_sums), torch.nan)
+    dw = torch.full_like(given.weight.repeat(SUMS[spec.operation].column_sums), torch.nan)
     workspace = torch.full((launch.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
     workspace[: launch.scratch_offset] = 0
-    stream = torch.cuda.current_stream().cuda_stream
-    launch_backward(
-        kernel,
-        launch,
-        stream,
-        x=x,
-        dy=dy,
-        rstd=rstd,
-        weight=weight,
-        dx=dx,
-        dw=dw,
-        workspace=workspace.data_ptr(),
-        mean=mean,
-    )
+    run_backward(kernel, launch, given, {"dx": dx, "dw": dw}, workspace)
     torch.cuda.synchronize()
     if bool(workspace[: launch.scratch_offset].any()):
         raise NormforgeError(f"{spec.name} left a counter or an accumulator changed on the GPU")
@@ -269,74 +255,63 @@ def compare_case(emulated: Emulated) -> dict[str, Any]:
     return row | {"outcome": "equal"}
 
 
-def environment(target: Target, processes: int) -> dict[str, Any]:
+def environment(session: Session, target: Target, processes: int) -> dict[str, Any]:
     """What the result depends on, and when it was made."""
-    from cuda.bindings import driver
-
-    _, version = driver.cuDriverGetVersion()
     compiler = subprocess.run(
         [find_compiler() or "", "--version"], capture_output=True, text=True, check=True
     )
     return {
-        "gpu": torch.cuda.get_device_properties(0).name,
+        **machine(session.facts),
         "arch": target.arch,
-        "cuda_driver": f"{version // 1000}.{version % 1000 // 10}",
         "nvrtc": nvrtc_version(),
-        "torch": torch.__version__,
         "python": platform.python_version(),
         "cpu": platform.processor() or platform.machine(),
         "compiler": compiler.stdout.splitlines()[0],
         "processes": processes,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--op", choices=list(SUMS), default=RMSNORM_BACKWARD)
-    parser.add_argument("--variants", type=int, default=450, help="to draw; a few may not launch")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    options = parser.parse_args()
-    if find_compiler() is None or not torch.cuda.is_available():
-        print("error: needs a C++ compiler and a GPU that PyTorch sees", file=sys.stderr)
-        return 2
-    properties = torch.cuda.get_device_properties(0)
-    target = match_device(properties.name, properties.multi_processor_count)
-    if target is None:
-        print(f"error: {properties.name} is not in search_spaces/gpus.yaml", file=sys.stderr)
-        return 2
-    torch.zeros(1, device="cuda")  # the context that LoadedKernel needs
-
+def run(args: argparse.Namespace) -> int:
+    """Raises NormforgeError."""
+    if find_compiler() is None:
+        raise NormforgeError(NO_COMPILER)
+    session, target = open_gpu()
     started = time.perf_counter()
     rows: dict[int, dict[str, Any]] = {}
-    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
         pending = [
-            pool.submit(emulate_case, index, options.seed, target, options.op)
-            for index in range(options.variants)
+            pool.submit(emulate_case, index, args.seed, target, args.op)
+            for index in range(args.variants)
         ]
         for future in as_completed(pending):
             emulated = future.result()
             row = rows[emulated.case.index] = compare_case(emulated)
             if row["outcome"] != "equal":
                 print(f"{row['outcome']}: {row['variant']} {row['problem']}: {row['why']}")
-
     outcomes = Counter(row["outcome"] for row in rows.values())
     report = {
         "what": "dx and dw of the GPU and of the CPU executor, compared bit for bit",
-        "operation": options.op,
-        "environment": environment(target, options.processes),
-        "seed": options.seed,
+        "operation": args.op,
+        "environment": environment(session, target, args.processes),
+        "seed": args.seed,
         "seconds": round(time.perf_counter() - started, 1),
         "outcomes": dict(outcomes),
         "cases": [rows[index] for index in sorted(rows)],
     }
-    write_json(options.out, report)
+    write_json(args.out, report)
     summary = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
-    print(f"{summary} in {report['seconds']} s; written to {options.out}")
+    print(f"{summary} in {report['seconds']} s; written to {args.out}")
     return 0 if set(outcomes) <= {"equal", "skipped"} and outcomes["equal"] else 1
 
 
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = command_line(__doc__, "out", op=RMSNORM_BACKWARD, seed=1)
+    parser.add_argument("--variants", type=int, default=450, help="to draw; a few may not launch")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args(argv)
+    return exit_code(__file__, lambda: run(args))
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Whether the load hint `evict_last` only moves cost to the kernels that run next.
 
-    python benchmarks/cache_hints.py --out benchmarks/results/cache_hints_h200.json
+    python -m benchmarks.cache_hints --out benchmarks/results/cache_hints_h200.json
 
 Rows of x and dy that were read with that hint stay in the L2 for a while. For each shape the
 winner of its study (before the finals the fastest config that may win) is compiled without and with
@@ -13,7 +12,6 @@ Exit code: 2 for bad input or without the GPU of the studies.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -21,31 +19,28 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
 
-import torch  # noqa: E402
-
-from benchmarks.results import machine, write_json  # noqa: E402
-from generator.errors import NormforgeError  # noqa: E402
-from generator.evaluate.gpu.protocol import Candidate  # noqa: E402
-from generator.evaluate.gpu.session import Session, Workload  # noqa: E402
-from generator.evaluate.gpu.timer import Operation, Timer  # noqa: E402
-from generator.evaluate.verify.bench import Bench  # noqa: E402
-from generator.evaluate.verify.determinism import digest  # noqa: E402
-from generator.kernels.cubin_cache import compile_variant  # noqa: E402
-from generator.kernels.geometry import Config  # noqa: E402
-from generator.kernels.variant import make_variant  # noqa: E402
-from generator.problem import Problem, load_problems  # noqa: E402
-from generator.studies.reader import Study, read_studies  # noqa: E402
-from generator.studies.storage import JOURNAL_NAME  # noqa: E402
-from generator.target import Target, find_target, match_device  # noqa: E402
+from benchmarks.command import command_line, exit_code
+from benchmarks.gpu import bench_of, open_gpu
+from benchmarks.results import machine, write_json
+from generator.errors import NormforgeError
+from generator.evaluate.gpu.session import Workload
+from generator.evaluate.gpu.timer import Operation, Timer
+from generator.evaluate.verify.bench import Bench
+from generator.evaluate.verify.determinism import digest
+from generator.kernels.geometry import Config
+from generator.paths import GENERATED
+from generator.problem import Problem, load_problems
+from generator.studies.reader import Study, read_studies
+from generator.studies.storage import JOURNAL_NAME
+from generator.target import Target, find_target
 
 SHAPES = (
     "4096x256:bf16,4096x1024:bf16,4096x2048:bf16,8192x2048:bf16,32768x2048:bf16,16384x3072:bf16,"
     "4096x4096:bf16,16384x4096:bf16,4096x8192:bf16"
 )
-STUDIES = ROOT / "generated" / "h200" / f"{JOURNAL_NAME}.xz"
+STUDIES = GENERATED / "h200" / f"{JOURNAL_NAME}.xz"
 HINTS = ("default", "evict_last")
 BLOCKS, ROUNDS = 3, 20
 
@@ -94,11 +89,7 @@ def choose(studies: Iterable[Study], problem: Problem, gpu: str) -> dict[str, in
 
 def load(workload: Workload, config: Config, hint: str, target: Target) -> Bench:
     """The kernel of a config with this load hint. Raises NormforgeError."""
-    variant = make_variant({**config, "load_hint": hint}, workload.problem)
-    compiled = compile_variant(variant, target.arch)
-    if compiled.error:
-        raise NormforgeError(f"{variant} does not compile: {compiled.error.splitlines()[0]}")
-    return workload.bench(Candidate(compiled.cubin, variant.spec(target.sms)))
+    return bench_of(workload, {**config, "load_hint": hint}, target)
 
 
 def check_bits(workload: Workload, benches: Mapping[str, Bench]) -> None:
@@ -148,13 +139,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def measure(configs: Mapping[Problem, Config], target: Target) -> dict[str, Any]:
     """The document. Raises NormforgeError."""
-    if not torch.cuda.is_available():
-        raise NormforgeError("followers are timed on a CUDA GPU, and PyTorch sees none")
-    session = Session(0)
-    facts = session.facts
-    here = match_device(facts["name"], facts["sms"])
-    if here is None or here.name != target.name:
-        raise NormforgeError(f"no --gpu {target.name}: this machine has a {facts['name']}")
+    session, here = open_gpu(target.name)
     rows = []
     for problem, config in configs.items():
         workload = session.workload(problem)
@@ -162,29 +147,25 @@ def measure(configs: Mapping[Problem, Config], target: Target) -> dict[str, Any]
         check_bits(workload, benches)
         known = {"shape": str(problem), "config": dict(config)}
         rows += [{**known, **row} for row in follow(session.timer, workload, benches)]
-    return {"environment": machine(facts), "blocks": BLOCKS, "rounds": ROUNDS, "rows": rows}
+    return {"environment": machine(session.facts), "blocks": BLOCKS, "rounds": ROUNDS, "rows": rows}
+
+
+def run(shapes: str, where: str, gpu: str, out: Path) -> int:
+    """Raises NormforgeError."""
+    problems, target = load_problems(shapes), find_target(gpu)
+    studies = read(where)
+    document = measure({p: choose(studies, p, target.name) for p in problems}, target)
+    write_json(out, document)
+    print(table(document["rows"]))
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shapes", default=SHAPES, help="as for tune.py")
+    parser = command_line(__doc__, "out", shapes=SHAPES, gpu="h200")
     parser.add_argument("--studies", default=str(STUDIES), help="a study file, its folder, a URL")
-    parser.add_argument("--gpu", default="h200", help="of the studies and of this machine")
-    parser.add_argument("--out", type=Path, required=True, help="the results file, .json")
     args = parser.parse_args(argv)
-    try:
-        problems, target = load_problems(args.shapes), find_target(args.gpu)
-        studies = read(args.studies)
-        document = measure({p: choose(studies, p, target.name) for p in problems}, target)
-        write_json(args.out, document)
-    except NormforgeError as error:
-        print(f"cache_hints.py: {error}", file=sys.stderr)
-        return 2
-    print(table(document["rows"]))
-    return 0
+    return exit_code(__file__, lambda: run(args.shapes, args.studies, args.gpu, args.out))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Set the emitted kernels beside every other implementation that is installed, in one run.
 
-    python benchmarks/compare.py --module generated/h200/rmsnorm_backward --shapes compare \
+    python -m benchmarks.compare --module generated/h200/rmsnorm_backward --shapes compare \
         --peers all --out benchmarks/results/h200.json --seconds 540
 
 The package says of which operation its kernels are; --op makes sure of it. Writes the results file
@@ -20,29 +19,24 @@ import argparse
 import os
 import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.comparison import (  # noqa: E402
+from benchmarks.command import command_line, exit_code, say, spare_cores
+from benchmarks.comparison import (
     Comparison,
     Plan,
     describe,
     load_module,
     load_peers,
     operation_of_package,
-    say,
     write_page,
 )
-from benchmarks.harness import sentence  # noqa: E402
-from benchmarks.peers import choose_peers  # noqa: E402
-from benchmarks.prepare import prepare  # noqa: E402
-from benchmarks.report import missing_sentence  # noqa: E402
-from benchmarks.results import Results  # noqa: E402
-from generator.errors import NormforgeError  # noqa: E402
-from generator.evaluate.gpu.session import Session  # noqa: E402
-from generator.problem import SUMS, load_problems  # noqa: E402
+from benchmarks.gpu import open_session
+from benchmarks.peers import choose_peers
+from benchmarks.prepare import prepare
+from benchmarks.report import missing_sentence
+from benchmarks.results import Results
+from generator.errors import NormforgeError
+from generator.problem import load_problems
 
 TUNED = (
     "4096x256:bf16,4096x1024:bf16,16384x1024:bf16,65536x3072:bf16,4096x4096:bf16,"
@@ -55,39 +49,27 @@ PREPARE_SHARE = 0.4
 """Of the seconds: what compiling in advance may take."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(
-        prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = command_line(
+        *(__doc__, "out"), module=None, op=None, shapes="compare", seconds=540.0, device=0
     )
-    found.add_argument("--module", type=Path, help="folder of the emitted package")
-    found.add_argument("--op", choices=list(SUMS), help="of the package (default: read from it)")
-    found.add_argument("--shapes", default="compare", help="as for tune.py")
-    found.add_argument("--peers", default="all", help="all, or a comma-separated list")
-    found.add_argument(
+    parser.add_argument("--peers", default="all", help="all, or a comma-separated list")
+    parser.add_argument(
         "--tuned",
         default=TUNED,
         help="shapes on which peers that tune themselves run, as for --shapes, or none",
     )
-    found.add_argument("--out", type=Path, required=True, help="the results file, .json")
-    found.add_argument("--seconds", type=float, default=540.0, help="begin no shape after this")
-    found.add_argument("--resume", action="store_true", help="keep the rows that --out has")
-    found.add_argument("--render", action="store_true", help="only draw page and plot from --out")
-    found.add_argument("--device", type=int, default=0, help="index of the GPU")
-    return found
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
+    parser.add_argument("--render", action="store_true", help="only draw page and plot from --out")
+    args = parser.parse_args(argv)
+    return exit_code(__file__, lambda: render(args) if args.render else compare(args))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    args = parser().parse_args(argv)
-    try:
-        if args.render:
-            write_page(Results.read(args.out))
-            return 0
-        return compare(args)
-    except NormforgeError as error:
-        say(f"compare.py: {error}")
-        return 2
+def render(args: argparse.Namespace) -> int:
+    """Draw page and plot of --out."""
+    write_page(Results.read(args.out))
+    return 0
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -100,12 +82,9 @@ def compare(args: argparse.Namespace) -> int:
     problems = load_problems(args.shapes, operation)
     tuned = [] if args.tuned == "none" else load_problems(args.tuned, operation)
     wanted = choose_peers(args.peers, operation)
-    processes = max(1, len(os.sched_getaffinity(0)) - 1)
+    processes = spare_cores()
     _set_environment(processes)
-    try:
-        session = Session(args.device)
-    except RuntimeError as error:
-        raise NormforgeError(f"a comparison needs a CUDA GPU: {sentence(error)}") from error
+    session = open_session(args.device)
     contenders, missing = load_peers(wanted, session.timer)
     say(missing_sentence(missing))
     peers = tuple(peer for peer in wanted if peer.name in contenders)

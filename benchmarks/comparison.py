@@ -7,7 +7,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks import harness
+from benchmarks.command import say
 from benchmarks.goals import best_peer, ratio
 from benchmarks.harness import Cell, Contender, Entrant, ShapeRun, check_gpu, kernel_path, sentence
 from benchmarks.peers.peer import Gradients, Peer, arguments, installed_version
@@ -25,6 +26,7 @@ from benchmarks.results import (
     Environment,
     Results,
     Row,
+    cell_of,
     machine,
     problem_of,
     write_text,
@@ -126,7 +128,8 @@ class Comparison:
         for row in results.rows:
             kind = row["N"], row["dtype"], row["weight_dtype"]
             for name in self.contenders:
-                if lacks_path(row, name):
+                cell = cell_of(row, name)
+                if cell and cell["us"] is not None and cell["path"] is None:
                     strategy = row["strategy"] if name == OURS else ""
                     groups.setdefault((name, strategy, *kind), []).append(row)
         for (name, *_), rows in groups.items():
@@ -236,19 +239,12 @@ def make_row(
         "dtype": problem.dtype,
         "weight_dtype": problem.weight_dtype,
         "add_us": add_us,
-        **{f"{OURS}_{key}": value for key, value in cells[OURS].to_json().items()},
+        **{f"{OURS}_{key}": value for key, value in asdict(cells[OURS]).items()},
         "plain_weight_us": plain_weight_us,
         "strategy": facts.get("strategy", "none"),
         "how": facts["how"],
-        "peers": {name: cell.to_json() for name, cell in cells.items() if name != OURS},
+        "peers": {name: asdict(cell) for name, cell in cells.items() if name != OURS},
     }
-
-
-def lacks_path(row: Row, name: str) -> bool:
-    if name == OURS:
-        return row["ours_us"] is not None and row["ours_path"] is None
-    cell = row["peers"].get(name)
-    return cell is not None and cell["us"] is not None and cell["path"] is None
 
 
 def set_path(row: Row, name: str, path: str) -> None:
@@ -275,9 +271,3 @@ def write_page(results: Results) -> None:
 
     write_text(results.path.with_suffix(".md"), markdown(results.environment, results.rows))
     say(plot(results.environment, results.rows, results.path.with_suffix(".svg")))
-
-
-def say(text: str) -> None:
-    """A line of progress, on standard error."""
-    if text:
-        print(text, file=sys.stderr, flush=True)

@@ -193,10 +193,7 @@ def training_norms() -> str:
     names = [name for name in WAYS if any(each.norm_ms(name) for each in eager)]
     names.remove("again")
     lines = [
-        (
-            each.title,
-            *(f"{ms:.2f}" if (ms := each.norm_ms(name)) else "" for name in names),
-        )
+        (each.title, *(f"{ms:.2f}" if (ms := each.norm_ms(name)) else "" for name in names))
         for each in eager
     ]
     return table(["ms of a step", *(WAYS[name].title for name in names)], lines)

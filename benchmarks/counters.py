@@ -1,12 +1,11 @@
-#!/usr/bin/env python3
 """Hardware counters of the module's kernels beside those of the floor, by Nsight Compute.
 
-    python benchmarks/counters.py --module generated/h200/rmsnorm_backward \
+    python -m benchmarks.counters --module generated/h200/rmsnorm_backward \
         --shapes 4096x1024:bf16,16384x4096:bf16 --out benchmarks/results/counters_h200.json
 
 For every shape: `torch.add(x, dy, out=dx)`, then the module's backward, each once with a cold L2
-(flushed by ncu) and unlocked clocks. Kernels run one at a time under ncu, so what two of them gain
-by overlapping does not show in their times. Needs ncu in PATH and the right to read counters.
+(flushed by ncu) and unlocked clocks. ncu runs one kernel at a time, so their times do not show what
+two kernels gain by overlapping. Needs ncu in PATH and permission to read counters.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.results import write_json  # noqa: E402
-from generator.errors import NormforgeError  # noqa: E402
-from generator.problem import Problem, load_problems  # noqa: E402
+from benchmarks.command import command_line, exit_code
+from benchmarks.results import write_json
+from generator.errors import NormforgeError
+from generator.paths import REPOSITORY
+from generator.problem import Problem, load_problems
 
 METRICS = {
     "us": ("gpu__time_duration.sum", 1e-3),
@@ -46,15 +44,11 @@ cycles become per cent of the kernel's cycles: how much of it the first and last
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--module", type=Path, required=True, help="folder of the emitted package")
-    parser.add_argument("--shapes", required=True, help="as for tune.py")
-    parser.add_argument("--out", type=Path, help="the results file, .json")
+    parser = command_line(__doc__, "module", "shapes", out=None)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    try:
+
+    def run_all() -> int:
         problems = load_problems(args.shapes)
         if args.inside:
             run(args.module, problems)
@@ -64,10 +58,9 @@ def main(argv: list[str] | None = None) -> int:
             write_json(args.out, document)
         else:
             print(json.dumps(document, indent=1))
-    except NormforgeError as error:
-        print(f"counters.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return exit_code(__file__, run_all)
 
 
 def count(module: Path, shapes: str, problems: list[Problem]) -> list[dict[str, Any]]:
@@ -78,11 +71,11 @@ def count(module: Path, shapes: str, problems: list[Problem]) -> list[dict[str, 
         *("ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"),
         *("--cache-control", "all", "--profile-from-start", "off"),
         *("--metrics", ",".join(metric for metric, _ in METRICS.values())),
-        *(sys.executable, str(Path(__file__).resolve())),
-        *("--module", str(module), "--shapes", shapes, "--inside"),
+        *(sys.executable, "-m", "benchmarks.counters"),
+        *("--module", str(module.resolve()), "--shapes", shapes, "--inside"),
     ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
     except FileNotFoundError:
         raise NormforgeError("ncu is not in PATH: install Nsight Compute") from None
     lines = done.stdout.splitlines()
@@ -115,8 +108,7 @@ def read(line: dict[str, str]) -> dict[str, Any]:
 
 
 def run(module: Path, problems: list[Problem]) -> None:
-    """What ncu watches: the floor and the module's call on every shape, after one call of each that
-    it does not watch."""
+    """What ncu profiles: the floor and the module's call on every shape, each warmed up once."""
     import torch
 
     from generator.operations.rmsnorm_backward import make_inputs

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """What determinism costs: the winner of a shape beside sums in any order, searched as long.
 
-    python benchmarks/determinism_overhead.py --out overhead.json
+    python -m benchmarks.determinism_overhead --out overhead.json
 
 A study gives reductions that are not deterministic (atomics, bulk reduce-adds without turns) few
 trials, because they cannot win. Here each of them gets as many as the strategy of the winner got in
@@ -25,27 +24,21 @@ from random import Random
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.compare import TUNED  # noqa: E402
-from benchmarks.results import machine, write_json  # noqa: E402
-from generator.errors import NormforgeError  # noqa: E402
-from generator.evaluate.evaluator import Pool, Shortlisting  # noqa: E402
-from generator.kernels.compile_pool import CompilePool  # noqa: E402
-from generator.kernels.cubin_cache import compile_variant  # noqa: E402
-from generator.kernels.geometry import Config  # noqa: E402
-from generator.kernels.strategies import (  # noqa: E402
-    REDUCTION_KNOBS,
-    determinism_class,
-    strategy_of,
-)
-from generator.problem import load_problems  # noqa: E402
-from generator.search.finals import compile_configs  # noqa: E402
-from generator.space.legal_configs import LegalConfigs  # noqa: E402
-from generator.space.load import load_space  # noqa: E402
-from generator.studies.reader import Study, read_studies  # noqa: E402
-from generator.tuner.choose_device import choose_target  # noqa: E402
+from benchmarks.command import command_line, exit_code, say, spare_cores
+from benchmarks.compare import TUNED
+from benchmarks.results import machine, write_json
+from generator.errors import NormforgeError
+from generator.evaluate.evaluator import Pool, Shortlisting
+from generator.kernels.compile_pool import CompilePool
+from generator.kernels.geometry import Config
+from generator.kernels.strategies import REDUCTION_KNOBS, determinism_class, strategy_of
+from generator.paths import GENERATED
+from generator.problem import load_problems
+from generator.search.finals import compile_configs
+from generator.space.legal_configs import LegalConfigs
+from generator.space.load import load_space
+from generator.studies.reader import Study, read_studies
+from generator.tuner.choose_device import choose_target
 
 BEST = 5
 """Configs of which neighbours are tried."""
@@ -147,27 +140,12 @@ def overhead(
     }
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    found.add_argument("--shapes", default=TUNED, help="as for tune.py")
-    found.add_argument("--studies", type=Path, default=ROOT / "generated" / "h200")
-    found.add_argument("--out", type=Path, required=True, help="the results file, .json")
-    found.add_argument("--seconds", type=float, default=inf, help="begin no shape after this")
-    found.add_argument("--seed", type=int, default=0)
-    return found
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    args = parser().parse_args(argv)
-    try:
-        return run(args)
-    except NormforgeError as error:
-        print(f"determinism_overhead.py: {error}", file=sys.stderr)
-        return 2
+    parser = command_line(__doc__, "out", shapes=TUNED, seconds=inf, seed=0)
+    parser.add_argument("--studies", type=Path, default=GENERATED / "h200")
+    args = parser.parse_args(argv)
+    return exit_code(__file__, lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -183,13 +161,13 @@ def run(args: argparse.Namespace) -> int:
     if evaluator is None:
         raise NormforgeError(f"the studies' GPU is needed: {sentence}")
     began, rows = time.monotonic(), []
-    with closing(evaluator), CompilePool(target.arch, 14, compile=compile_variant) as pool:
+    with closing(evaluator), CompilePool(target.arch, spare_cores()) as pool:
         for problem in problems:
             if time.monotonic() - began > args.seconds:
                 break
             legal = LegalConfigs(load_space(), problem, target)
             rows.append(overhead(legal, pool, evaluator, studies[problem], args.seed))
-            print(rows[-1], file=sys.stderr, flush=True)
+            say(str(rows[-1]))
             write_json(args.out, {"environment": machine(evaluator.facts), "rows": rows})
     return 1 if len(rows) < len(problems) else 0
 

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Errors of dx and dw on random normal rows against float64: a module's beside PyTorch's.
 
-    python benchmarks/errors.py --module generated/h200/rmsnorm_backward --random 40 \
+    python -m benchmarks.errors --module generated/h200/rmsnorm_backward --random 40 \
         --out benchmarks/results/errors_h200.json
 
 PyTorch's are ATen's fused operator (where the weight has x's dtype) and the composite, its own
@@ -23,33 +22,31 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from math import ceil, sqrt
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
 
-import torch  # noqa: E402
-
-from benchmarks.comparison import load_module  # noqa: E402
-from benchmarks.peers.libraries import EPS  # noqa: E402
-from benchmarks.peers.peer import Bind, Gradients  # noqa: E402
-from benchmarks.peers.pytorch import aten, decomposed_backward  # noqa: E402
-from benchmarks.results import OURS, machine, write_json  # noqa: E402
-from benchmarks.untuned import log_uniform  # noqa: E402
-from generator.emulate import Schedule, find_compiler, run_schedules  # noqa: E402
-from generator.emulate.run import CallOptions  # noqa: E402
-from generator.errors import NormforgeError  # noqa: E402
-from generator.evaluate.gpu.session import Session  # noqa: E402
-from generator.kernels.revision import compiler_input  # noqa: E402
-from generator.operations.rmsnorm_backward import TORCH_DTYPE, Inputs, make_reference  # noqa: E402
-from generator.package.fallback_kernels import DTYPES  # noqa: E402
-from generator.package.sources import variant_of  # noqa: E402
-from generator.problem import Problem, load_problems  # noqa: E402
-from generator.runtime.launch.launch import DW_IN_FP32, DW_IN_WEIGHT_DTYPE  # noqa: E402
-from generator.runtime.spec import KernelSpec, Launch, plan_launch  # noqa: E402
-from generator.runtime.table import Table  # noqa: E402
+from benchmarks.command import command_line, exit_code
+from benchmarks.comparison import load_module
+from benchmarks.gpu import open_session
+from benchmarks.peers.libraries import EPS
+from benchmarks.peers.peer import Bind, Gradients
+from benchmarks.peers.pytorch import aten, decomposed_backward
+from benchmarks.results import OURS, machine, write_json
+from benchmarks.untuned import log_uniform
+from generator.emulate import Schedule, find_compiler, run_schedules
+from generator.emulate.run import CallOptions
+from generator.errors import NormforgeError
+from generator.kernels.revision import compiler_input
+from generator.operations.rmsnorm_backward import TORCH_DTYPE, Inputs, make_reference
+from generator.package.fallback_kernels import DTYPES
+from generator.package.sources import variant_of
+from generator.problem import Problem, load_problems
+from generator.runtime.launch.launch import DW_IN_FP32, DW_IN_WEIGHT_DTYPE
+from generator.runtime.spec import KernelSpec, Launch, plan_launch
+from generator.runtime.table import Table
 
 ELEMENTS = 1 << 27
 """Of the largest random shape, by default."""
@@ -101,16 +98,13 @@ def in_fp32(bind: Bind) -> Bind:
 def of_module(module: Any, dw_in_fp32: bool) -> Bind:
     """A package's kernels, called as a training framework does."""
 
-    def bind(inputs: Inputs) -> Callable[[], Gradients]:
-        def run() -> Gradients:
-            dw_out = torch.empty_like(inputs.weight, dtype=torch.float32) if dw_in_fp32 else None
-            return module.rmsnorm_backward(
-                inputs.dy, inputs.x, inputs.rstd, inputs.weight, dw_out=dw_out
-            )
+    def run(inputs: Inputs) -> Gradients:
+        dw_out = torch.empty_like(inputs.weight, dtype=torch.float32) if dw_in_fp32 else None
+        return module.rmsnorm_backward(
+            inputs.dy, inputs.x, inputs.rstd, inputs.weight, dw_out=dw_out
+        )
 
-        return run
-
-    return bind
+    return lambda inputs: partial(run, inputs)
 
 
 def in_executor(table: Table, dw_in_fp32: bool) -> Bind:
@@ -195,72 +189,60 @@ def worst(rows: Sequence[Mapping[str, Any]]) -> str:
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for each in rows:
         kinds.setdefault(each["shape"].split(":", 1)[1], []).append(each)
-    for kind, some in kinds.items():
-        for other in ("aten", "composite"):
-            for what in ("dx", "dw"):
-                known = [
-                    (ratio, r["shape"])
-                    for r in some
-                    if (ratio := r["ours over"].get(other, {}).get(what)) is not None
-                ]
-                if known:
-                    most, where = max(known)
-                    above = sum(ratio > 1.1 for ratio, _ in known)
-                    lines.append(
-                        f"{kind:12}{what} / {other:10} at most {most:.3f} ({where}), "
-                        f"above 1.1 at {above} of {len(known)}"
-                    )
+    for (kind, some), other, what in product(kinds.items(), ("aten", "composite"), ("dx", "dw")):
+        ratios = [(r["ours over"].get(other, {}).get(what), r["shape"]) for r in some]
+        known = [(ratio, shape) for ratio, shape in ratios if ratio is not None]
+        if known:
+            most, where = max(known)
+            above = sum(ratio > 1.1 for ratio, _ in known)
+            lines.append(
+                f"{kind:12}{what} / {other:10} at most {most:.3f} ({where}), "
+                f"above 1.1 at {above} of {len(known)}"
+            )
     return "\n".join(lines)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises NormforgeError."""
+    problems = [] if args.shapes == "none" else load_problems(args.shapes)
+    problems += random_shapes(args.random, args.seed, args.elements)
+    module = load_module(args.module)
+    dw_in_fp32 = args.dw == "fp32"
+    calls: dict[str, Bind] = {"aten": aten, "composite": composite}
+    if dw_in_fp32:
+        calls = {"composite": in_fp32(composite)}
+    if args.executor:
+        if find_compiler() is None:
+            raise NormforgeError("--executor needs a C++ compiler, and none was found")
+        device, table = torch.device("cpu"), Table.load(args.module)
+        calls[OURS] = in_executor(table, dw_in_fp32)
+        executor = f"CPU, grids of {table.target['title']}"
+        environment = {"executor": executor, "torch": torch.__version__}
+    else:
+        session = open_session()
+        device, environment = session.device, machine(session.facts)
+        calls[OURS] = of_module(module, dw_in_fp32)
+    rows = []
+    for problem in problems:
+        with torch.no_grad():
+            found = errors(problem, calls, device)
+        if OURS in found:
+            said = module.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype)
+            rows.append(row(problem, found, said))
+            write_json(args.out, {"environment": environment, "dw": args.dw, "rows": rows})
+    print(worst(rows))
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--module", type=Path, required=True, help="folder of the emitted package")
-    parser.add_argument("--shapes", default="compare", help="as for tune.py, or none")
+    parser = command_line(__doc__, "module", "out", shapes="compare", seed=0)
     parser.add_argument("--random", type=int, default=20, help="shapes of every pair of dtypes")
-    parser.add_argument("--seed", type=int, default=0, help="of the random shapes")
     parser.add_argument("--elements", type=int, default=ELEMENTS, help="of the largest of them")
     parser.add_argument("--dw", choices=("weight", "fp32"), default="weight", help="its dtype")
     parser.add_argument("--executor", action="store_true", help="run the kernels on the CPU")
-    parser.add_argument("--out", type=Path, required=True, help="the results file, .json")
     args = parser.parse_args(argv)
-    try:
-        problems = [] if args.shapes == "none" else load_problems(args.shapes)
-        problems += random_shapes(args.random, args.seed, args.elements)
-        module = load_module(args.module)
-        calls: dict[str, Bind] = {"aten": aten, "composite": composite}
-        dw_in_fp32 = args.dw == "fp32"
-        if dw_in_fp32:
-            calls = {"composite": in_fp32(composite)}
-        if args.executor:
-            if find_compiler() is None:
-                raise NormforgeError("--executor needs a C++ compiler, and none was found")
-            device, table = torch.device("cpu"), Table.load(args.module)
-            calls[OURS] = in_executor(table, dw_in_fp32)
-            executor = f"CPU, grids of {table.target['title']}"
-            environment = {"executor": executor, "torch": torch.__version__}
-        else:
-            if not torch.cuda.is_available():
-                raise NormforgeError("no GPU: PyTorch sees none; --executor needs none")
-            device, environment = torch.device("cuda", 0), machine(Session(0).facts)
-            calls[OURS] = of_module(module, dw_in_fp32)
-        rows = []
-        for problem in problems:
-            with torch.no_grad():
-                found = errors(problem, calls, device)
-            if OURS not in found:
-                continue
-            said = module.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype)
-            rows.append(row(problem, found, said))
-            write_json(args.out, {"environment": environment, "dw": args.dw, "rows": rows})
-    except NormforgeError as error:
-        print(f"errors.py: {error}", file=sys.stderr)
-        return 2
-    print(worst(rows))
-    return 0
+    return exit_code(__file__, lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """What the ratio to the floor owes to the way in which the L2 is made cold.
 
-    python benchmarks/flushes.py --out benchmarks/results/flushes_h200.json
+    python -m benchmarks.flushes --out benchmarks/results/flushes_h200.json
 
 The kernels of a package, compiled with their load hint and without, and peers take turns with the
 floor, `torch.add(x, dy, out=dx)`, under every condition of `CONDITIONS`. dx and dw must have the
@@ -15,40 +14,38 @@ import argparse
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
 
-import torch  # noqa: E402
+from benchmarks.cache_hints import HINTS, check_bits, load
+from benchmarks.command import command_line, exit_code, say
+from benchmarks.comparison import load_peers
+from benchmarks.gpu import open_gpu, paired_ratio, take_turns
+from benchmarks.peers import choose_peers
+from benchmarks.peers.peer import Bind
+from benchmarks.results import machine, write_json
+from generator.errors import NormforgeError
+from generator.evaluate.gpu.session import Session, Workload
+from generator.evaluate.gpu.timer import Operation, Timer
+from generator.evaluate.verify.bench import Bench
+from generator.kernels.geometry import Config
+from generator.operations.rmsnorm_backward import Inputs
+from generator.package.known_winners import known_winners
+from generator.paths import GENERATED
+from generator.problem import Problem, load_problems
+from generator.target import Target
 
-from benchmarks.cache_hints import HINTS, check_bits, load  # noqa: E402
-from benchmarks.comparison import load_peers  # noqa: E402
-from benchmarks.peers import choose_peers  # noqa: E402
-from benchmarks.peers.peer import Bind  # noqa: E402
-from benchmarks.results import machine, write_json  # noqa: E402
-from generator.errors import NormforgeError  # noqa: E402
-from generator.evaluate.gpu.session import Session, Workload  # noqa: E402
-from generator.evaluate.gpu.timer import Operation, Timer  # noqa: E402
-from generator.evaluate.verify.bench import Bench  # noqa: E402
-from generator.kernels.geometry import Config  # noqa: E402
-from generator.operations.rmsnorm_backward import Inputs  # noqa: E402
-from generator.package.known_winners import known_winners  # noqa: E402
-from generator.problem import Problem, load_problems  # noqa: E402
-from generator.target import Target, match_device  # noqa: E402
-
-PACKAGE = ROOT / "generated" / "h200" / "rmsnorm_backward"
+PACKAGE = GENERATED / "h200" / "rmsnorm_backward"
 PEER_SHAPES = (
     "4096x256:bf16,4096x1024:bf16,16384x1024:bf16,4096x4096:bf16,16384x3072:bf16,"
     "16384x4096:bf16,65536x4096:bf16,16384x8192:bf16,4096x16384:bf16"
 )
-BLOCKS, ROUNDS = 3, 15
 SETS, SETS_BYTES = 6, 192 << 20
 """Of x, dy and dx under the condition `rotating`: so many, and more until they have these bytes."""
 READ_BYTES = 128 << 20
@@ -143,7 +140,7 @@ def operations(
 
     def keep(calls: Sequence[Operation]) -> list[Operation]:
         kept: deque[object] = deque(maxlen=number)  # so that each set has results of its own
-        return [partial(_append, kept, call) for call in calls]
+        return [lambda call=call: kept.append(call()) for call in calls]  # type: ignore[misc]
 
     floor = workload.operation.floor
     found = {"floor": rotate([floor(workload.problem, i, {"dx": dx}) for i, dx in sets])}
@@ -154,24 +151,16 @@ def operations(
     return found
 
 
-def _append(kept: deque[object], call: Operation) -> None:
-    kept.append(call())
-
-
 def measure(found: Mapping[str, Operation], timer: Condition) -> dict[str, Any]:
     """Medians over all rounds of each operation: `us`, and `over_floor`, its ratio to the floor."""
     timed = [timer.ending(operation) for operation in found.values()]
-    rounds: list[list[float]] = [[] for _ in timed]
-    for _ in range(BLOCKS):
-        for times, more in zip(rounds, timer.block(timed, ROUNDS), strict=True):
-            times += more
-    floor = rounds[0]
-    over = {
-        name: round(median(own / ref for own, ref in zip(times, floor, strict=True)), 4)
-        for name, times in zip(found, rounds, strict=True)
+    rounds = dict(zip(found, take_turns(timer, timed), strict=True))
+    return {
+        "us": {name: round(median(times), 2) for name, times in rounds.items()},
+        "over_floor": {
+            name: round(paired_ratio(times, rounds["floor"]), 4) for name, times in rounds.items()
+        },
     }
-    us = {name: round(median(times), 2) for name, times in zip(found, rounds, strict=True)}
-    return {"us": us, "over_floor": over}
 
 
 def measure_shape(
@@ -198,12 +187,12 @@ def _serves(bind: Bind, inputs: Inputs) -> bool:
         bind(inputs)()
         torch.cuda.synchronize()
     except Exception as error:
-        print(f"a peer is left out: {error}", file=sys.stderr)
+        say(f"a peer is left out: {error}")
         return False
     return True
 
 
-def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
+def run(args: argparse.Namespace) -> int:
     """Raises NormforgeError."""
     until = time.monotonic() + args.seconds
     problems = load_problems(args.shapes)
@@ -212,13 +201,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
     if absent := [str(problem) for problem in problems if problem not in winners]:
         raise NormforgeError(f"{args.module} has no winner for {', '.join(absent)}: leave them out")
     wanted = choose_peers(args.peers) if args.peers else []
-    if not torch.cuda.is_available():
-        raise NormforgeError("flushes are compared on a CUDA GPU, and PyTorch sees none")
-    session = Session(0)
-    here = match_device(session.facts["name"], session.facts["sms"])
-    targets = {winner.target for winner in winners.values()}
-    if here is None or {here.name} != targets:
-        raise NormforgeError(f"{args.module} is for {targets}, this is a {session.facts['name']}")
+    session, here = open_gpu(next(iter(winners.values())).target)
     peers, missing = load_peers(wanted, session.timer)
     if missing:
         raise NormforgeError(f"not installed: {', '.join(missing)}")
@@ -238,7 +221,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None] = print) -> int:
         row = measure_shape(session, timers, problem, winners[problem].config, here, binds)
         document["rows"].append(row)
         write_json(args.out, document)
-        say(line(row))
+        print(line(row))
     return 0
 
 
@@ -250,21 +233,11 @@ def line(row: Mapping[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--module", type=Path, default=PACKAGE, help="folder of the package")
-    parser.add_argument("--shapes", default="compare", help="as for tune.py")
+    parser = command_line(__doc__, "out", module=PACKAGE, shapes="compare", seconds=540.0)
     parser.add_argument("--peers", default="cudnn", help="comma-separated, or '' for none")
     parser.add_argument("--peer-shapes", default=PEER_SHAPES, help="where the peers take part")
-    parser.add_argument("--seconds", type=float, default=540.0, help="begin no shape after this")
-    parser.add_argument("--out", type=Path, required=True, help="the results file, .json")
     args = parser.parse_args(argv)
-    try:
-        return run(args)
-    except NormforgeError as error:
-        print(f"flushes.py: {error}", file=sys.stderr)
-        return 2
+    return exit_code(__file__, lambda: run(args))
 
 
 if __name__ == "__main__":

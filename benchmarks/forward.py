@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Set the forward kernels beside ATen's, Inductor's and QuACK's, and a copy, in one run.
 
-    python benchmarks/forward.py --module generated/h200/rmsnorm_backward --shapes compare \
+    python -m benchmarks.forward --module generated/h200/rmsnorm_backward --shapes compare \
         --out benchmarks/results/forward_h200.json --seconds 540
 
 Without --module the forwards of the shapes are tuned first, into a package in a temporary folder or
@@ -16,89 +15,71 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from math import exp, isfinite, log
+from math import isfinite
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
+from torch.nn.functional import rms_norm
 
-import torch  # noqa: E402
-from torch.nn.functional import rms_norm  # noqa: E402
-
-from benchmarks.harness import BLOCKS, ROUNDS, host_time, sentence  # noqa: E402
-from benchmarks.results import write_json  # noqa: E402
-from generator.errors import NormforgeError  # noqa: E402
-from generator.evaluate.gpu.timer import Timer  # noqa: E402
-from generator.operations.rmsnorm_forward import EPS, ForwardInputs, make_inputs  # noqa: E402
-from generator.package.emit import emit_package  # noqa: E402
-from generator.problem import Problem, load_problems  # noqa: E402
-from generator.runtime.serve.forward import Forward, reference_forward  # noqa: E402
-from generator.target import match_device  # noqa: E402
-from generator.tuner.forward import tune_forwards  # noqa: E402
+from benchmarks.command import command_line, exit_code, say, spare_cores
+from benchmarks.gpu import BLOCKS, ROUNDS, open_gpu, paired_ratio, take_turns
+from benchmarks.harness import host_time, sentence
+from benchmarks.results import machine, write_json
+from generator.evaluate.gpu.session import Session
+from generator.evaluate.gpu.timer import Timer
+from generator.operations.rmsnorm_forward import EPS, ForwardInputs, make_inputs
+from generator.package.emit import emit_package
+from generator.problem import Problem, load_problems
+from generator.runtime.serve.forward import Forward, reference_forward
+from generator.tuner.forward import tune_forwards
 
 Call = Callable[[], Any]
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(
-        prog="forward.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    found.add_argument("--module", type=Path, help="folder of the emitted package")
-    found.add_argument("--package", type=Path, help="where to put the package tuned here")
-    found.add_argument("--shapes", default="compare", help="as for tune.py")
-    found.add_argument("--out", type=Path, required=True, help="the results file, .json")
-    found.add_argument("--seconds", type=float, default=540.0, help="begin no shape after this")
-    found.add_argument("--resume", action="store_true", help="keep the rows that --out has")
-    found.add_argument("--device", type=int, default=0, help="index of the GPU")
-    return found
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    args = parser().parse_args(argv)
+    parser = command_line(*(__doc__, "out"), module=None, shapes="compare", seconds=540.0, device=0)
+    parser.add_argument("--package", type=Path, help="where to put the package tuned here")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
+    args = parser.parse_args(argv)
+    return exit_code(__file__, lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises NormforgeError."""
     until = time.monotonic() + args.seconds
-    try:
-        if not torch.cuda.is_available():
-            raise NormforgeError("a comparison needs a CUDA GPU, and PyTorch sees none")
-        problems = load_problems(args.shapes)
-        torch.cuda.set_device(args.device)
-        with tempfile.TemporaryDirectory() as folder:
-            module = args.module or tune(problems, args.package or Path(folder) / "package", args)
-            return compare(problems, Forward(module), args, until)
-    except NormforgeError as error:
-        say(f"forward.py: {error}")
-        return 2
-
-
-def tune(problems: list[Problem], package: Path, args: argparse.Namespace) -> Path:
-    """A package with the forwards of these shapes, measured now."""
-    properties = torch.cuda.get_device_properties(args.device)
-    target = match_device(properties.name, properties.multi_processor_count)
-    if target is None:
-        raise NormforgeError(f"search_spaces/gpus.yaml does not know a {properties.name}")
-    processes = max(1, len(os.sched_getaffinity(0)) - 1)
-    forwards = tune_forwards(problems, target, (args.device,), processes=processes, say=say)
-    emit_package([], [], target, package, forwards)
-    return package
+    problems = load_problems(args.shapes)
+    session, target = open_gpu(device=args.device)
+    with tempfile.TemporaryDirectory() as folder:
+        module = args.module
+        if module is None:
+            module = args.package or Path(folder) / "package"
+            processes = spare_cores()
+            forwards = tune_forwards(problems, target, (args.device,), processes=processes, say=say)
+            emit_package([], [], target, module, forwards)
+        return compare(problems, Forward(module), session, args, until)
 
 
 def compare(
-    problems: list[Problem], forward: Forward, args: argparse.Namespace, until: float
+    problems: list[Problem],
+    forward: Forward,
+    session: Session,
+    args: argparse.Namespace,
+    until: float,
 ) -> int:
     """Measure what the results file lacks; returns the exit code."""
     rows: dict[str, Any] = {}
     if args.resume and args.out.exists():
         rows = {row["shape"]: row for row in json.loads(args.out.read_text())["rows"]}
-    timer = Timer(torch.device("cuda", args.device))
+    harness = {"blocks": BLOCKS, "rounds": ROUNDS, "floor": "torch.mul(x, 1.5, out=y)"}
+    environment = {**machine(session.facts), "harness": harness}
     todo = [problem for problem in problems if str(problem) not in rows]
     longest = 0.0
     for done, problem in enumerate(todo):
@@ -106,10 +87,10 @@ def compare(
         if began + longest > until:
             say(f"{len(todo) - done} shapes are left: go on with --resume")
             return 1
-        rows[str(problem)] = row = measure(problem, forward, timer)
+        rows[str(problem)] = row = measure(problem, forward, session.timer)
         longest = max(longest, time.monotonic() - began)
         say(" ".join(f"{name} {value}" for name, value in brief(row).items()))
-        write(args.out, list(rows.values()), args.device)
+        write_json(args.out, {"environment": environment, "rows": list(rows.values())})
     say(summary(list(rows.values())))
     return 0
 
@@ -160,15 +141,12 @@ def measure(problem: Problem, forward: Forward, timer: Timer) -> dict[str, Any]:
             except Exception as error:
                 cells[name] = {"reason": sentence(error)}
         operations: list[Call] = [lambda: torch.mul(inputs.x, 1.5, out=out), *calls.values()]
-        times: list[list[float]] = [[] for _ in operations]
-        for _ in range(BLOCKS):
-            for own, block in zip(times, timer.block(operations, ROUNDS), strict=True):
-                own += block
-        for (name, call), own in zip(calls.items(), times[1:], strict=True):
-            ratio = median(t / f for t, f in zip(own, times[0], strict=True))
+        floor, *times = take_turns(timer, operations)
+        for (name, call), own in zip(calls.items(), times, strict=True):
+            ratio = paired_ratio(own, floor)
             cells[name] |= {"us": median(own), "ratio": ratio, "host_us": host_time(call)}
     facts = forward.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype)
-    return {"shape": str(problem), "copy_us": median(times[0]), **facts, "cells": cells}
+    return {"shape": str(problem), "copy_us": median(floor), **facts, "cells": cells}
 
 
 def brief(row: dict[str, Any]) -> dict[str, str]:
@@ -187,24 +165,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
     for name in dict.fromkeys(name for row in rows for name in row["cells"]):
         ratios = [row["cells"][name]["ratio"] for row in rows if "ratio" in row["cells"][name]]
         if ratios:
-            mean = exp(sum(map(log, ratios)) / len(ratios))
-            parts.append(f"{name} {mean:.3f} ({len(ratios)} shapes)")
+            parts.append(f"{name} {geometric_mean(ratios):.3f} ({len(ratios)} shapes)")
     return "Geometric mean of the ratio to a copy: " + ", ".join(parts)
-
-
-def write(path: Path, rows: list[dict[str, Any]], device: int) -> None:
-    """Write the results file, whole or not at all."""
-    facts = {
-        "gpu": torch.cuda.get_device_name(device),
-        "torch": torch.__version__,
-        "harness": {"blocks": BLOCKS, "rounds": ROUNDS, "floor": "torch.mul(x, 1.5, out=y)"},
-    }
-    write_json(path, {"environment": facts, "rows": rows})
-
-
-def say(text: str) -> None:
-    """A line of progress, on standard error."""
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,13 @@ from generator.problem import Problem, load_problems
 LARGE_BYTES = 400e6
 MEAN_LIMITS = {RMSNORM_BACKWARD.name: 1.12, "layernorm_backward": 1.08}
 """Of the ratio to the floor, its geometric mean, by operation."""
+BF16_LIMITS = {
+    "65536x3072, 65536x8192, 16384x16384": 1.06,
+    "4096x16384, 4096x32768, 4096x65536": 1.12,
+    "4096x4096, 4096x8192": 1.12,
+    "4096x1024, 4096x2048": 1.18,
+}
+"""Of the ratio to the floor, at each of these shapes in bf16."""
 
 
 @dataclass(frozen=True)
@@ -57,65 +64,43 @@ def goals(rows: Sequence[Row], operation: str = RMSNORM_BACKWARD.name) -> list[G
     compared = [problem for problem in every if problem in plain]
     mean = geometric_mean(ratio(plain[problem]) for problem in compared)
     limit = MEAN_LIMITS[operation]
-    found = [
-        Goal(
-            f"all {len(every)} shapes, geometric mean",
-            f"≤ {limit} add",
-            f"{mean:.3f} ({len(compared)} shapes)" if compared else "not measured",
-            _verdict(mean <= limit, compared, every),
-        )
-    ]
+    overall = Goal(
+        f"all {len(every)} shapes, geometric mean",
+        f"≤ {limit} add",
+        f"{mean:.3f} ({len(compared)} shapes)" if compared else "not measured",
+        _verdict(mean <= limit, compared, every),
+    )
     against_peers = _against_peers(plain, compared, every)
     if operation != RMSNORM_BACKWARD.name:
-        return [*found, against_peers[0]]
-    found += _by_class(plain, every)
-    found.append(_fp32_weight(rows))
-    return found + against_peers
+        return [overall, against_peers[0]]
+    return [overall, *_by_class(plain, every), _fp32_weight(rows), *against_peers]
 
 
 def _by_class(plain: dict[Problem, Row], every: Sequence[Problem]) -> list[Goal]:
     """The goals of RMSNorm's backward for shapes of a kind."""
-    found = []
 
-    def each(text: str, limit: float, wanted: Sequence[Problem]) -> None:
-        found.append(
-            _each(f"{text}, each", f"≤ {limit:.2f} add", limit, wanted, plain, ratio, "{:.3f}")
-        )
+    def each(text: str, limit: float, wanted: Sequence[Problem]) -> Goal:
+        said = (f"{text}, each", f"≤ {limit:.2f} add")
+        return _each(*said, limit, wanted, plain, ratio, "{:.3f}")
 
-    def bf16(*shapes: tuple[int, int]) -> list[Problem]:
-        return [Problem(M, N, "bf16", "bf16") for M, N in shapes]
+    def bf16(shapes: str) -> list[Problem]:
+        return [Problem.parse(f"{shape}:bf16") for shape in shapes.split(", ")]
+
+    def behind(row: Row) -> float:
+        return inf if row["ours_us"] is None else row["ours_us"] - row["add_us"]
 
     large = [p for p in every if RMSNORM_BACKWARD.traffic_bytes(p) >= LARGE_BYTES]
-    each("traffic ≥ 400 MB", 1.05, large)
-    each(
-        "65536x3072, 65536x8192, 16384x16384",
-        1.06,
-        bf16((65536, 3072), (65536, 8192), (16384, 16384)),
-    )
-    each(
-        "4096x16384, 4096x32768, 4096x65536",
-        1.12,
-        bf16((4096, 16384), (4096, 32768), (4096, 65536)),
-    )
-    each("4096x4096, 4096x8192", 1.12, bf16((4096, 4096), (4096, 8192)))
-    each("4096x1024, 4096x2048", 1.18, bf16((4096, 1024), (4096, 2048)))
-    found.append(
+    short = "4096x256, 4096x512"
+    other = [p for p in every if p.dtype != "bf16" and p.M == 4096 and p.N >= 4096]
+    return [
+        each("traffic ≥ 400 MB", 1.05, large),
+        *(each(text, limit, bf16(text)) for text, limit in BF16_LIMITS.items()),
         _each(
-            "4096x256, 4096x512, each",
-            "≤ add + 2.5 µs",
-            2.5,
-            bf16((4096, 256), (4096, 512)),
-            plain,
-            lambda row: inf if row["ours_us"] is None else row["ours_us"] - row["add_us"],
-            "add + {:.2f} µs",
-        )
-    )
-    each(
-        "fp32 and fp16 at M=4096, N ≥ 4096",
-        1.10,
-        [p for p in every if p.dtype != "bf16" and p.M == 4096 and p.N >= 4096],
-    )
-    return found
+            *(f"{short}, each", "≤ add + 2.5 µs", 2.5, bf16(short)),
+            *(plain, behind, "add + {:.2f} µs"),
+        ),
+        each("fp32 and fp16 at M=4096, N ≥ 4096", 1.10, other),
+    ]
 
 
 def _verdict(kept: bool, measured: Sequence[object], wanted: Sequence[object]) -> bool | None:
@@ -164,20 +149,15 @@ def _against_peers(
         if best is not None:
             ours = rows[problem]["ours_us"]
             faster[problem] = best[1] / ours if ours is not None else 0.0
-    texts = ("faster than the best peer, each", "faster than the best peer, geometric mean")
-    if not faster:
-        return [
-            Goal(text, limit, "not measured", None)
-            for text, limit in zip(texts, ("≥ 1.00", "≥ 1.15"), strict=True)
-        ]
-    least = min(faster, key=lambda problem: faster[problem])
-    mean = 0.0 if faster[least] == 0 else geometric_mean(faster.values())
+    worst, typical = "not measured", "not measured"
+    least = mean = 0.0
+    if faster:
+        where = min(faster, key=lambda problem: faster[problem])
+        least = faster[where]
+        mean = geometric_mean(faster.values()) if least else 0.0
+        worst, typical = f"{least:.3f} at worst ({where})", f"{mean:.3f}"
+    text, found = "faster than the best peer", [*faster]
     return [
-        Goal(
-            texts[0],
-            "≥ 1.00",
-            f"{faster[least]:.3f} at worst ({least})",
-            _verdict(faster[least] >= 1, [*faster], every),
-        ),
-        Goal(texts[1], "≥ 1.15", f"{mean:.3f}", _verdict(mean >= 1.15, [*faster], every)),
+        Goal(f"{text}, each", "≥ 1.00", worst, _verdict(least >= 1, found, every)),
+        Goal(f"{text}, geometric mean", "≥ 1.15", typical, _verdict(mean >= 1.15, found, every)),
     ]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from statistics import median
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu import BLOCKS, ROUNDS, take_turns
 from benchmarks.peers.peer import Bind, Gradients
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.timer import Timer
@@ -23,8 +23,6 @@ from generator.operations.operation import TORCH_DTYPE, Bound
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
 
-BLOCKS = 3
-ROUNDS = 15
 HOST_CALLS = 20
 HOST_REPEATS = 9
 PATH_CHARACTERS = 70
@@ -43,11 +41,10 @@ class Contender:
 class Cell:
     """What is known about one implementation on one shape.
 
-    us: median GPU time of the whole operation; host_us: time of one call on the host; error_dx,
-    error_dw: ||out - ref|| / ||ref|| against float64, dw being all sums over rows; deterministic:
-    equal bits in all runs on inputs that show any reordering; path: the kernels it ran; timed:
-    `graph`, or `events` when it cannot be captured and launch gaps may be inside; reason: why the
-    rest is missing.
+    us: median GPU time of the whole operation; host_us: host time of one call; error_dx, error_dw:
+    ||out - ref|| / ||ref|| against float64, dw being all sums over rows; deterministic: equal bits
+    in all runs on inputs that show any reordering; path: its kernels; timed: `graph`, or `events`
+    when it cannot be captured (then with launch gaps); reason: why the rest is missing.
     """
 
     us: float | None = None
@@ -58,9 +55,6 @@ class Cell:
     path: str | None = None
     timed: str = "graph"
     reason: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Entrant:
@@ -99,10 +93,8 @@ class ShapeRun:
         self._entrants: dict[str, Entrant] = {}
 
     def run(self) -> float:
-        """Does everything but the paths; microseconds of the floor.
-
-        Raises NormforgeError when a contender leaves the GPU unusable for this process.
-        """
+        """Does everything but the paths; microseconds of the floor. Raises NormforgeError when a
+        contender leaves the GPU unusable for this process."""
         inputs = self.operation.make_inputs(self.problem, self.timer.device)
         bounds = self.operation.bounds(self.problem, inputs)
         for name in self.contenders:
@@ -168,18 +160,17 @@ class ShapeRun:
         operations = [floor, *(self._entrants[name].run for name in together)]
         if self.beside is not None:
             operations.append(self.beside(inputs))
-        times: list[list[float]] = [[] for _ in operations]
-        for _ in range(BLOCKS):
-            for entrant in self._entrants.values():
-                entrant.restore()
-            for own, block in zip(times, self.timer.block(operations, ROUNDS), strict=True):
-                own += block
+        times = take_turns(self.timer, operations, before=self._restore)
         for name, own in zip(together, times[1 : 1 + len(together)], strict=True):
             self.cells[name].us = median(own)
         if self.beside is not None:
             self.beside_us = median(times[-1])
         self._each(self._time_by_events)
         return median(times[0])
+
+    def _restore(self) -> None:
+        for entrant in self._entrants.values():
+            entrant.restore()
 
     def _time_by_events(self, name: str, entrant: Entrant) -> None:
         if self.cells[name].timed == "events":

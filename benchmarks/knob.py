@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """What one knob does: the best configs of a study with each of its values, side by side.
 
-    python benchmarks/knob.py arrival --shapes 4096x256:bf16,4096x4096:bf16 --out arrival.json
+    python -m benchmarks.knob arrival --shapes 4096x256:bf16,4096x4096:bf16 --out arrival.json
 
 For every shape the fastest deterministic configs of its studies for which the knob has at least two
 legal values are compiled with each of them and checked against float64. Instead of a knob,
@@ -14,35 +13,30 @@ Exit code: 1 where a shape has no times, 2 for bad input or without the GPU of t
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
-from operator import truediv
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.results import machine, write_json  # noqa: E402
-from generator.errors import NormforgeError, ProblemError  # noqa: E402
-from generator.evaluate.evaluator import Pool  # noqa: E402
-from generator.evaluate.gpu.protocol import Candidate, Job, WorkerLostError  # noqa: E402
-from generator.evaluate.gpu.supervisor import Supervisor  # noqa: E402
-from generator.kernels.compile_pool import CompilePool  # noqa: E402
-from generator.kernels.cubin_cache import compile_variant  # noqa: E402
-from generator.kernels.geometry import Config  # noqa: E402
-from generator.kernels.resource_gate import refuse  # noqa: E402
-from generator.kernels.variant import Variant, make_variant  # noqa: E402
-from generator.problem import Problem, load_problems  # noqa: E402
-from generator.result import Result  # noqa: E402
-from generator.space.load import load_space  # noqa: E402
-from generator.space.space import Space  # noqa: E402
-from generator.studies.reader import Study, read_studies  # noqa: E402
-from generator.target import Target, match_device  # noqa: E402
+from benchmarks.command import command_line, exit_code, say, spare_cores
+from benchmarks.gpu import evaluate, paired_ratio, target_of
+from benchmarks.results import machine, write_json
+from generator.errors import NormforgeError, ProblemError
+from generator.evaluate.evaluator import Pool
+from generator.evaluate.gpu.protocol import Candidate, Job, WorkerLostError
+from generator.evaluate.gpu.supervisor import Supervisor
+from generator.kernels.compile_pool import CompilePool
+from generator.kernels.geometry import Config
+from generator.kernels.resource_gate import refuse
+from generator.kernels.variant import Variant, make_variant
+from generator.paths import GENERATED
+from generator.problem import Problem, load_problems
+from generator.space.load import load_space
+from generator.space.space import Space
+from generator.studies.reader import Study, read_studies
+from generator.target import Target
 
 BLOCKS = "in_blocks"
 """What can be compared like a knob: the field of a variant."""
@@ -104,11 +98,7 @@ def measure(
         result = refuse(variant, compiled, problem, target)
         candidate = Candidate(compiled.cubin, variant.spec(target.sms))
         if result is None:
-            try:
-                result = gpu.call(Job("evaluate", problem, (candidate,))).result
-            except WorkerLostError as lost:
-                result = Result(lost.outcome, note=lost.note)
-        assert result is not None
+            result = evaluate(gpu, problem, candidate)
         if result.outcome == "ok":
             runnable[value] = candidate
         else:
@@ -121,14 +111,14 @@ def measure(
                 rows[value]["fault"] = f"{lost.outcome}: {lost.note}"
         else:
             for value, times in zip(runnable, block[1:], strict=True):
-                ratio = median(map(truediv, times, block[0]))
+                ratio = paired_ratio(times, block[0])
                 rows[value] |= {"us": round(median(times), 3), "ratio": round(ratio, 4)}
                 rows[value]["floor_us"] = round(median(block[0]), 3)
     return list(rows.values())
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """One line for each row; the rows of one config are beside each other."""
+    """One line for each row."""
     return "\n".join(
         f"  {row['value']!s:12}"
         + (f"{row['us']:9.2f} us {row['ratio']:7.3f}" if "us" in row else f" {row['fault']}")
@@ -136,68 +126,49 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def run(
-    args: argparse.Namespace,
-    problems: list[Problem],
-    gpu: Supervisor,
-    target: Target,
-    pool: Pool,
-    space: Space,
-) -> int:
+def run(args: argparse.Namespace) -> int:
     """Measure all problems; the exit code. Raises NormforgeError."""
-    studies = read_studies(args.studies or str(ROOT / "generated" / target.name))
-    environment = machine(gpu.facts)
+    if args.configs < 1:
+        raise NormforgeError(f"--configs {args.configs}: at least 1 config of a shape is timed")
+    space = load_space()
+    names = [knob.name for knob in space.knobs]
+    if args.knob not in (*names, BLOCKS):
+        raise NormforgeError(f"the space has no knob '{args.knob}', but {', '.join(names)}")
+    problems = load_problems(args.shapes)
     rows: list[dict[str, Any]] = []
     timed = set()
-    for problem in problems:
-        found = families(space, args.knob, studies, problem, target, args.configs)
-        if not found:
-            print(f"{problem}: no measured config has two values of {args.knob}", file=sys.stderr)
-        for family in found:
-            try:
-                own = measure(gpu, pool, problem, target, args.knob, family)
-            except ProblemError as error:
-                print(error, file=sys.stderr)
-                break
-            rows += own
-            print(f"{problem} {next(iter(family.values()))}")
-            print(table(own))
-            if any("us" in row for row in own):
-                timed.add(problem)
-        write_json(args.out, {"environment": environment, "knob": args.knob, "rows": rows})
+    with closing(Supervisor(0)) as gpu:
+        target = target_of(gpu.facts, args.gpu)
+        studies = read_studies(args.studies or GENERATED / target.name)
+        with CompilePool(target.arch, spare_cores()) as pool:
+            for problem in problems:
+                found = families(space, args.knob, studies, problem, target, args.configs)
+                if not found:
+                    say(f"{problem}: no measured config has two values of {args.knob}")
+                for family in found:
+                    try:
+                        own = measure(gpu, pool, problem, target, args.knob, family)
+                    except ProblemError as error:
+                        say(str(error))
+                        break
+                    rows += own
+                    print(f"{problem} {next(iter(family.values()))}")
+                    print(table(own))
+                    if any("us" in row for row in own):
+                        timed.add(problem)
+                document = {"environment": machine(gpu.facts), "knob": args.knob, "rows": rows}
+                write_json(args.out, document)
     return 0 if len(timed) == len(problems) else 1
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, "shapes", "out", gpu="auto")
     parser.add_argument("knob", help=f"of search_spaces/rmsnorm_backward.yaml, or {BLOCKS}")
-    parser.add_argument("--shapes", required=True, help="as for tune.py")
     parser.add_argument("--configs", type=int, default=3, help="of each shape")
     parser.add_argument("--studies", help="a folder or a URL; generated/<gpu> by default")
-    parser.add_argument("--gpu", default="auto", help="must be the one of this machine")
-    parser.add_argument("--out", type=Path, required=True, help="the results file, .json")
     args = parser.parse_args(argv)
-    try:
-        if args.configs < 1:
-            raise NormforgeError(f"--configs {args.configs}: at least 1 config of a shape is timed")
-        space = load_space()
-        names = [knob.name for knob in space.knobs]
-        if args.knob not in (*names, BLOCKS):
-            raise NormforgeError(f"the space has no knob '{args.knob}', but {', '.join(names)}")
-        problems = load_problems(args.shapes)
-        with closing(Supervisor(0)) as gpu:
-            target = match_device(gpu.facts["name"], gpu.facts["sms"])
-            if target is None or args.gpu not in ("auto", target.name):
-                raise NormforgeError(f"no --gpu {args.gpu}: this machine has a {gpu.facts['name']}")
-            processes = max(1, len(os.sched_getaffinity(0)) - 1)
-            with CompilePool(target.arch, processes, compile=compile_variant) as pool:
-                return run(args, problems, gpu, target, pool, space)
-    except NormforgeError as error:
-        print(f"knob.py: {error}", file=sys.stderr)
-        return 2
+    return exit_code(__file__, lambda: run(args))
 
 
 if __name__ == "__main__":

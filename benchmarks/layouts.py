@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Which layout of a fallback kernel is fastest, by the bytes of a vector and the bracket of N.
 
-    python benchmarks/layouts.py --out benchmarks/results/layouts_h200.json
+    python -m benchmarks.layouts --out benchmarks/results/layouts_h200.json
 
 A group is a vector size and a bracket: rows of up to so many columns. Its candidates are `--draws`
 layouts (half at random, half the best of eight times as many by the predictor), those of the
@@ -14,7 +13,6 @@ written after each group. Exit code: 2 for bad input or without a GPU.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import time
@@ -25,43 +23,36 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
 from operator import truediv
-from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import torch  # noqa: E402
-
-from benchmarks.peers import choose_peers  # noqa: E402
-from benchmarks.results import write_json  # noqa: E402
-from generator.errors import NormforgeError, ProblemError  # noqa: E402
-from generator.evaluate.evaluator import Pool  # noqa: E402
-from generator.evaluate.gpu.protocol import Answer, Candidate, Job, WorkerLostError  # noqa: E402
-from generator.evaluate.gpu.session import Session, Workload  # noqa: E402
-from generator.evaluate.gpu.supervisor import Supervisor  # noqa: E402
-from generator.evaluate.gpu.timer import Operation  # noqa: E402
-from generator.evaluate.predict.evaluator import predict_us  # noqa: E402
-from generator.evaluate.verify.accuracy import check_accuracy  # noqa: E402
-from generator.kernels.compile_pool import CompilePool  # noqa: E402
-from generator.kernels.cubin_cache import compile_variant  # noqa: E402
-from generator.kernels.nvrtc import Compiled  # noqa: E402
-from generator.kernels.ptxas import Resources  # noqa: E402
-from generator.kernels.variant import Variant, make_variant  # noqa: E402
-from generator.package.fallback_kernels import (  # noqa: E402
+from benchmarks.command import command_line, exit_code, say, spare_cores
+from benchmarks.gpu import check_cuda, evaluate, paired_ratio, target_of
+from benchmarks.peers import choose_peers
+from benchmarks.results import write_json
+from generator.errors import ProblemError
+from generator.evaluate.evaluator import Pool
+from generator.evaluate.gpu.protocol import Answer, Candidate, Job, WorkerLostError
+from generator.evaluate.gpu.session import Session, Workload
+from generator.evaluate.gpu.supervisor import Supervisor
+from generator.evaluate.gpu.timer import Operation
+from generator.evaluate.predict.evaluator import predict_us
+from generator.kernels.compile_pool import CompilePool
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.ptxas import Resources
+from generator.kernels.variant import Variant, make_variant
+from generator.package.fallback_kernels import (
     MANY_ROWS,
     Layout,
     fallback_variants,
     legal_config,
     refuse_fallback,
 )
-from generator.problem import ITEMSIZE, Problem  # noqa: E402
-from generator.result import Result  # noqa: E402
-from generator.space.expressions import DERIVED  # noqa: E402
-from generator.space.load import load_space  # noqa: E402
-from generator.space.space import Space  # noqa: E402
-from generator.target import Target, match_device  # noqa: E402
+from generator.problem import ITEMSIZE, Problem
+from generator.space.expressions import DERIVED
+from generator.space.load import load_space
+from generator.space.space import Space
+from generator.target import Target
 
 _COARSE = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 _FINE = tuple(sorted((*_COARSE, 128, 384, 640, 1280, 2560, 5120)))
@@ -187,13 +178,8 @@ def layout_of(variant: Variant) -> Layout:
 
 
 class LayoutSession(Session):
-    """A worker's session that checks accuracy alone, and times ATen behind the candidates where it
-    has a kernel: where the weight has x's dtype."""
-
-    def _evaluate(self, workload: Workload, job: Job) -> Answer:
-        bench = workload.bench(job.candidates[0])
-        fault = check_accuracy(bench, workload.inputs, workload.expected).fault
-        return Answer(Result("wrong" if fault else "ok", note=fault))
+    """A worker's session that times ATen behind the candidates where it has a kernel: where the
+    weight has x's dtype."""
 
     def _interleave(self, workload: Workload, job: Job) -> Answer:
         benches = [workload.bench(candidate) for candidate in job.candidates]
@@ -215,13 +201,10 @@ def refusals(gpu: Supervisor, group: Group, made: Made, target: Target) -> dict[
         for name in made.keys() - found.keys():
             variant, compiled = made[name]
             candidate = Candidate(compiled.cubin, variant.spec(target.sms))
-            try:
-                result = gpu.call(Job("evaluate", problem, (candidate,))).result
-            except WorkerLostError as lost:
-                result = Result(lost.outcome, note=lost.note)
-            if result and result.outcome != "ok":
+            result = evaluate(gpu, problem, candidate, "accuracy")
+            if result.outcome != "ok":
                 found[name] = f"{result.outcome}: {result.note}"
-                print(f"{name}: {found[name]}", file=sys.stderr)
+                say(f"{name}: {found[name]}")
     return found
 
 
@@ -236,7 +219,7 @@ def measure(gpu: Supervisor, group: Group, made: Made, target: Target) -> dict[s
     for problem in group.problems():
         block = gpu.call(Job("interleave", problem, candidates)).block or []
         floors.append(median(block[0]))
-        ratios.append([median(map(truediv, times, block[0])) for times in block[1:]])
+        ratios.append([paired_ratio(times, block[0]) for times in block[1:]])
     return summary(group, [v for v, _ in usable], floors, ratios, list(refused.values()))
 
 
@@ -315,7 +298,7 @@ def run(
         except (WorkerLostError, ProblemError) as error:
             reason = {"vector_bytes": size, "columns": columns, "reason": str(error)}
             document["left"].append(reason)
-            print(f"{group}: {error}", file=sys.stderr)
+            say(f"{group}: {error}")
         else:
             document["groups"].append(found)
             print(f"{group}: ATen {found.get('aten', 'has no kernel')}")
@@ -327,12 +310,20 @@ def run(
         write_json(args.out, document)
 
 
+def on_this_gpu(args: argparse.Namespace) -> int:
+    """Raises NormforgeError."""
+    until = time.monotonic() + args.seconds
+    check_cuda()
+    with closing(Supervisor(0, open_handler=LayoutSession)) as gpu:
+        target = target_of(gpu.facts, args.gpu)
+        with CompilePool(target.arch, spare_cores()) as pool:
+            run(args, gpu, target, pool, until)
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gpu", default="auto", help="must be the one of this machine")
+    parser = command_line(__doc__, "out", gpu="auto", seconds=540.0, seed=0)
     parser.add_argument("--dtype", choices=tuple(ITEMSIZE), default="bf16", help="of x")
     parser.add_argument("--weight-dtype", choices=("fp32",), default="", help="where not x's")
     parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES[:3])
@@ -340,25 +331,8 @@ def main(argv: list[str] | None = None) -> int:
         "--columns", type=int, nargs="+", choices=_FINE, default=_FINE, help="brackets"
     )
     parser.add_argument("--draws", type=int, default=32, help="layouts of each group")
-    parser.add_argument("--seconds", type=float, default=540.0, help="begin no group after this")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True, help="the results file, .json")
     args = parser.parse_args(argv)
-    until = time.monotonic() + args.seconds
-    try:
-        if not torch.cuda.is_available():
-            raise NormforgeError("layouts are timed on a CUDA GPU, and PyTorch sees none")
-        with closing(Supervisor(0, open_handler=LayoutSession)) as gpu:
-            target = match_device(gpu.facts["name"], gpu.facts["sms"])
-            if target is None or args.gpu not in ("auto", target.name):
-                raise NormforgeError(f"no --gpu {args.gpu}: this machine has a {gpu.facts['name']}")
-            processes = max(1, len(os.sched_getaffinity(0)) - 1)
-            with CompilePool(target.arch, processes, compile=compile_variant) as pool:
-                run(args, gpu, target, pool, until)
-    except NormforgeError as error:
-        print(f"layouts.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(__file__, lambda: on_this_gpu(args))
 
 
 if __name__ == "__main__":

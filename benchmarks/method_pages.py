@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import lzma
 import re
 from collections.abc import Callable
 from functools import partial
 
 from benchmarks.goals import geometric_mean
-from benchmarks.page_text import read, table
+from benchmarks.page_text import generated, read, table
 from benchmarks.search_replay.replay import CLOSE
 from generator.paths import GENERATED
 
@@ -98,7 +97,7 @@ def noisy_trials() -> str:
 
 def tuned_ratios(operation: str) -> dict[tuple[int, int, str], float]:
     """Times over the floor in the finals of the H200's winners, without options, by M, N, dtype."""
-    tuned = json.loads((GENERATED / "h200" / operation / "table.json").read_text())["tuned"]
+    tuned = generated("h200", operation, "table.json")["tuned"]
     return {
         (entry["M"], entry["N"], entry["dtype"]): facts["ratio"]
         for entry in tuned

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from benchmarks.goals import best_peer
-from benchmarks.page_text import read
+from benchmarks.page_text import generated, read
 from benchmarks.results import problem_of
 from generator.kernels.strategies import launches
 from generator.paths import GENERATED
@@ -73,24 +73,19 @@ def generic_in_blocks() -> list[float]:
 def sent_early(dw: str, clusters: bool) -> list[float]:
     """Times with the last partial dw sent before dx over those with it sent after."""
     rows = read("send_h200")["rows"]
-    return [
-        row["ratio"]
-        for row in rows
-        if row["dw"] == dw and (row["config"]["cluster"] > 1) == clusters
-    ]
+    some = [row for row in rows if row["dw"] == dw]
+    return [row["ratio"] for row in some if (row["config"]["cluster"] > 1) == clusters]
 
 
 def row_by_row() -> list[Any]:
     """Specs of the fallback kernels that add row by row, for want of room."""
-    table = json.loads((GENERATED / "h200" / "rmsnorm_backward" / "table.json").read_text())
-    kernels = table["fallback"]
+    kernels = generated("h200", "rmsnorm_backward", "table.json")["fallback"]
     return [kernel["spec"] for kernel in kernels if not kernel["config"]["in_blocks"]]
 
 
 def finals() -> dict[str, Any]:
     """The winners of the H200 in their finals, by shape."""
-    shapes = json.loads((GENERATED / "h200" / "results.json").read_text())["shapes"]
-    return {shape["shape"]: shape for shape in shapes}
+    return {shape["shape"]: shape for shape in generated("h200", "results.json")["shapes"]}
 
 
 def compared() -> dict[str, Any]:

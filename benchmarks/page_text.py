@@ -1,4 +1,4 @@
-"""What the blocks of all pages share: results are read, tables are written."""
+"""What pages share: results are read, tables are written, plots are drawn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from generator.paths import REPOSITORY
+from generator.paths import GENERATED, REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 
@@ -16,6 +16,27 @@ def read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
+def generated(*parts: str) -> Any:
+    """A committed file below generated/."""
+    return json.loads(GENERATED.joinpath(*parts).read_text())
+
+
+NO_PLOT = "No plot: matplotlib is not installed."
+
+
+def pyplot() -> Any:
+    """Matplotlib's, for files alone; None where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], others: str = "---") -> str:
+    """A Markdown table. others: the rule below all columns but the first."""
+    lines = [header, ["---", *[others] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

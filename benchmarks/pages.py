@@ -21,8 +21,8 @@ from benchmarks.comparison_pages import COMPARISON_BLOCKS, comparison, flushed, 
 from benchmarks.goals import geometric_mean, goals
 from benchmarks.method_pages import METHOD_BLOCKS
 from benchmarks.note_pages import NOTE_BLOCKS
-from benchmarks.page_text import read, table
-from generator.paths import REPOSITORY
+from benchmarks.page_text import generated, read, table
+from generator.paths import GENERATED, REPOSITORY
 from generator.problem import Problem, load_problems
 
 FLUSHED_LIMIT = 1.08
@@ -40,8 +40,8 @@ def updated(page: str) -> str:
     return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", page)
 
 
-def _shapes(gpu: str = "h200") -> list[Any]:
-    return list(json.loads((REPOSITORY / "generated" / gpu / "results.json").read_text())["shapes"])
+def _shapes() -> list[Any]:
+    return list(generated("h200", "results.json")["shapes"])
 
 
 # ---- README --------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def gpus() -> str:
         "layernorm_backward": "of LayerNorm",
     }
     rows = []
-    for gpu in sorted(path for path in (REPOSITORY / "generated").iterdir() if path.is_dir()):
+    for gpu in sorted(path for path in GENERATED.iterdir() if path.is_dir()):
         told = {}
         for operation in kinds:
             path = gpu / operation / "table.json"

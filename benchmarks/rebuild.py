@@ -97,11 +97,7 @@ def rebuild(kernel: Stored, folder: Path, arch: str, sms: int, sources: bool = F
 def report(package: Opened, drawn: Sequence[Stored], processes: int, sources: bool) -> bool:
     """Print what became of the kernels; whether no difference is theirs."""
     job = partial(
-        rebuild,
-        folder=package.folder,
-        arch=package.arch,
-        sms=package.sms,
-        sources=sources,
+        rebuild, folder=package.folder, arch=package.arch, sms=package.sms, sources=sources
     )
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         found = list(pool.map(job, drawn))

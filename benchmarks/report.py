@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
 from statistics import median
 
-from benchmarks import drawing
+from benchmarks import page_text
 from benchmarks.goals import best_peer, geometric_mean, goals, ratio
 from benchmarks.peers import PEERS
-from benchmarks.results import Environment, Row, operation_in, problem_of
+from benchmarks.results import OURS, Environment, Row, cell_of, operation_in, problem_of
 from generator.operations import OPERATIONS
 from generator.report.peers import TITLES, peer_us
 
@@ -35,7 +36,10 @@ def markdown(environment: Environment, rows: Sequence[Row]) -> str:
         "inside; empty: not run on this shape.",
         _ratios(rows, names),
         "## Goals",
-        _goals(rows, operation),
+        _table(
+            ["goal", "limit", "reached", "met"],
+            [[g.text, g.limit, g.reached, MET[g.met]] for g in goals(rows, operation)],
+        ),
         "## Host time, accuracy, determinism",
         "Host time: one call, in µs, the median over the shapes. Errors: "
         "||out - ref|| / ||ref|| against float64, the largest over the shapes of a dtype. "
@@ -79,9 +83,7 @@ def _conditions(environment: Environment) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    align = ["---", *("---:" for _ in head[1:])]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, align, *lines))
+_table = partial(page_text.table, others="---:")
 
 
 def _number(value: float | None, form: str = ".2f") -> str:
@@ -141,29 +143,13 @@ def _ratio_cell(row: Row, name: str) -> str:
     return _number(cell["us"] / row["add_us"]) + mark
 
 
-def _goals(rows: Sequence[Row], operation: str) -> str:
-    lines = [
-        [goal.text, goal.limit, goal.reached, MET[goal.met]] for goal in goals(rows, operation)
-    ]
-    return _table(["goal", "limit", "reached", "met"], lines)
-
-
-def _cells(row: Row, names: Sequence[str]) -> dict[str, dict[str, object]]:
-    """Ours and the peers of a row under the same keys."""
-    keys = ("us", "host_us", "error_dx", "error_dw", "deterministic", "path", "reason")
-    cells = {"ours": {key: row.get(f"ours_{key}") for key in keys}}
-    cells.update({name: row["peers"][name] for name in names if name in row["peers"]})
-    return cells
-
-
 def _qualities(rows: Sequence[Row], names: Sequence[str]) -> str:
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     head = ["", "host µs"]
     head += [f"{what} {dtype}" for dtype in dtypes for what in ("dx", "dw")]
     lines = []
-    for name in ("ours", *names):
-        mine = [(row, _cells(row, names).get(name)) for row in rows]
-        held = [(row, cell) for row, cell in mine if cell is not None]
+    for name in (OURS, *names):
+        held = [(row, cell) for row in rows if (cell := cell_of(row, name)) is not None]
         host = _known(cell["host_us"] for _, cell in held)
         line = [TITLES.get(name, name), _number(median(host) if host else None, ".1f")]
         for dtype in dtypes:
@@ -181,11 +167,10 @@ def _known(values: Iterable[object]) -> list[float]:
 
 def _paths(rows: Sequence[Row], names: Sequence[str]) -> str:
     lines = []
-    for name in ("ours", *names):
+    for name in (OURS, *names):
         shapes = defaultdict(list)
         for row in rows:
-            path = _cells(row, names).get(name, {}).get("path")
-            if path:
+            if path := (cell_of(row, name) or {}).get("path"):
                 shapes[path].append(str(problem_of(row)).split("x", 1)[1])
         for path, widths in shapes.items():
             where = ", ".join(dict.fromkeys(widths))
@@ -196,9 +181,9 @@ def _paths(rows: Sequence[Row], names: Sequence[str]) -> str:
 def _failures(rows: Sequence[Row], names: Sequence[str]) -> str:
     shapes = defaultdict(list)
     for row in rows:
-        for name, cell in _cells(row, names).items():
-            if cell.get("reason"):
-                shapes[name, cell["reason"]].append(str(problem_of(row)))
+        for name in (OURS, *names):
+            if reason := (cell_of(row, name) or {}).get("reason"):
+                shapes[name, reason].append(str(problem_of(row)))
     return "\n".join(
         f"- {TITLES.get(name, name)}, {', '.join(where)}: {reason}"
         for (name, reason), where in shapes.items()
@@ -209,9 +194,9 @@ def plot(environment: Environment, rows: Sequence[Row], path: Path) -> str:
     """Draw every implementation by name: its mean ratio to the floor as a bar, and its ratio at
     every shape in bf16 over M·N. Shapes whose weight has another dtype than x are left out, because
     not every implementation serves them. "" or the sentence that says why there is no plot."""
-    pyplot = drawing.pyplot()
+    pyplot = page_text.pyplot()
     if pyplot is None:
-        return drawing.NO_PLOT
+        return page_text.NO_PLOT
     rows = [row for row in rows if row["weight_dtype"] == row["dtype"]]
     known = [peer.name for peer in PEERS[operation_in(environment)]]
     ratios = {"ours": [(row, ratio(row)) for row in rows if ratio(row) < inf]}

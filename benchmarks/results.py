@@ -16,13 +16,12 @@ weight has another. Times are in microseconds; None stands for what could not be
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from generator.disk import replacing
 from generator.errors import NormforgeError
 from generator.problem import RMSNORM_BACKWARD, Problem
 
@@ -37,6 +36,14 @@ SAME = ("gpu", "driver", "torch", "triton", "peers", "module")
 def problem_of(row: Row, operation: str = RMSNORM_BACKWARD) -> Problem:
     shape = (row["M"], row["N"], row["dtype"], str(row.get("weight_dtype", row["dtype"])))
     return Problem(*shape, operation=operation)
+
+
+def cell_of(row: Row, name: str) -> dict[str, Any] | None:
+    """What a row says of ours or of a peer, under the same keys; None where it took no part."""
+    if name != OURS:
+        return row["peers"].get(name)
+    own = f"{OURS}_"
+    return {key.removeprefix(own): value for key, value in row.items() if key.startswith(own)}
 
 
 def operation_in(environment: Environment) -> str:
@@ -65,10 +72,8 @@ class Results:
 
     @classmethod
     def resume(cls, path: Path, environment: Environment) -> Results:
-        """What the file already has, or nothing when there is none.
-
-        Raises NormforgeError when it was measured under other conditions.
-        """
+        """What the file already has, or nothing when there is none. Raises NormforgeError when it
+        was measured under other conditions."""
         if not path.exists():
             return cls(path, environment)
         found = cls.read(path)
@@ -141,15 +146,8 @@ def write_text(path: Path, text: str) -> None:
         if path.exists() and not path.is_file():  # /dev/null, a pipe
             path.write_text(text)
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        temporary = Path(name)
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            temporary.chmod(0o644)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(path) as part:
+            part.write_text(text)
+            part.chmod(0o644)
     except OSError as error:
         raise NormforgeError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """What several GPUs gain over one, from two finished runs of the same shapes.
 
     python tune.py --gpu h200 --devices 0 --out one --json > one.json
     python tune.py --gpu h200 --devices 0,1,2,3 --out many --json > many.json
-    python benchmarks/scaling.py --one one.json --many many.json --devices 4 \
+    python -m benchmarks.scaling --one one.json --many many.json --devices 4 \
         --out benchmarks/results/scaling_h200.json
 
 Both runs must start alike, for example in empty folders. Says how long they took and, for every
@@ -20,16 +19,16 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.results import write_json  # noqa: E402
-from generator.errors import NormforgeError  # noqa: E402
-from generator.search.choose_winner import TIE  # noqa: E402
+from benchmarks.command import command_line, exit_code
+from benchmarks.gpu import bench_of, open_gpu, paired_ratio, take_turns
+from benchmarks.results import write_json
+from generator.errors import NormforgeError
+from generator.problem import Problem
+from generator.search.choose_winner import TIE
 
 BLOCKS, ROUNDS = 5, 21
 """How long two winners are timed side by side."""
@@ -99,7 +98,6 @@ KINDS = ("same", "tie", "differs")
 
 def agreement(same: bool, slower: float) -> str:
     """`same` kernel; `tie`: another one whose time differs by no more than 1 %; or `differs`.
-
     slower: time of one winner over that of the other."""
     if same:
         return "same"
@@ -109,67 +107,45 @@ def agreement(same: bool, slower: float) -> str:
 def judge_on(index: int, gpu: str) -> tuple[Judge, dict[str, Any]]:
     """A judge on a GPU of this machine, and facts about that. Raises NormforgeError when it is not
     the model that the runs were on."""
-    import torch
-
-    from generator.evaluate.gpu.protocol import Candidate, NoGpuError
-    from generator.evaluate.gpu.session import Session, Workload
-    from generator.kernels.cubin_cache import compile_variant
-    from generator.kernels.variant import make_variant
-    from generator.problem import Problem
-    from generator.target import match_device
-
     try:
-        session = Session(index)
-    except NoGpuError as error:
+        session, target = open_gpu(gpu, index)
+    except NormforgeError as error:
         raise NormforgeError(f"--judge {index}: {error}") from error
-    target = match_device(session.facts["name"], session.facts["sms"])
-    if target is None or target.name != gpu:
-        raise NormforgeError(f"--judge {index} is a {session.facts['name']}, the runs are of {gpu}")
 
     def judge(shape: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> float:
-        problem = Problem.parse(shape)
-        torch.cuda.empty_cache()
-        work = Workload(problem, session.device)
-        variants = [make_variant(config, problem) for config in (first, second)]
-        benches = [
-            work.bench(Candidate(compile_variant(v, target.arch).cubin, v.spec(target.sms)))
-            for v in variants
-        ]
-        operations = [lambda bench=bench: bench.run(work.inputs) for bench in benches]
-        pairs: list[tuple[float, float]] = []
-        for _ in range(BLOCKS):
-            pairs += zip(*session.timer.block(operations, ROUNDS), strict=True)
-        return median(b / a for a, b in pairs)
+        work = session.workload(Problem.parse(shape))
+        benches = [bench_of(work, config, target) for config in (first, second)]
+        calls = [partial(bench.run, work.inputs) for bench in benches]
+        one, other = take_turns(session.timer, calls, BLOCKS, ROUNDS)
+        return paired_ratio(other, one)
 
     return judge, session.facts
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--one", type=Path, required=True, help="the run on one GPU")
-    parser.add_argument("--many", type=Path, required=True, help="the run on several")
-    parser.add_argument("--devices", type=int, required=True, help="how many GPUs that had")
-    parser.add_argument("--out", type=Path, help="where to write the result as JSON")
-    parser.add_argument("--judge", type=int, metavar="N", help="index of the GPU that judges")
-    args = parser.parse_args(arguments)
-    try:
-        one, many = read(args.one), read(args.many)
-        judge, facts = (None, {}) if args.judge is None else judge_on(args.judge, one["gpu"])
-        result = compare(one, many, args.devices, judge)
-        result["environment"] = facts
-        if args.out:
-            write_json(args.out, result)
-    except NormforgeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def run(args: argparse.Namespace) -> int:
+    """Raises NormforgeError."""
+    one, many = read(args.one), read(args.many)
+    judge, facts = (None, {}) if args.judge is None else judge_on(args.judge, one["gpu"])
+    result = compare(one, many, args.devices, judge) | {"environment": facts}
+    if args.out:
+        write_json(args.out, result)
     seconds = result["seconds"]
     print(
         f"{result['shapes']} shapes: {seconds[0]:.0f} s on one GPU, {seconds[1]:.0f} s on "
         f"{args.devices} ({result['ratio']:.2f}); winners: {result['agreement']}"
     )
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = command_line(__doc__, out=None)
+    parser.add_argument("--one", type=Path, required=True, help="the run on one GPU")
+    parser.add_argument("--many", type=Path, required=True, help="the run on several")
+    parser.add_argument("--devices", type=int, required=True, help="how many GPUs that had")
+    parser.add_argument("--judge", type=int, metavar="N", help="index of the GPU that judges")
+    args = parser.parse_args(argv)
+    return exit_code(__file__, lambda: run(args))
 
 
 if __name__ == "__main__":

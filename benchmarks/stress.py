@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Kernels of every strategy on a GPU with their timing disturbed, and under compute-sanitizer.
 
-    python benchmarks/stress.py --out benchmarks/results/stress_h200.json
+    python -m benchmarks.stress --out benchmarks/results/stress_h200.json
 
 Delays: every primitive that orders memory or threads first sleeps, or not, for a time drawn from
 the clock. Two copies of a kernel run at once on two streams, launch after launch, and every launch
@@ -29,28 +28,25 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
 
-import torch  # noqa: E402
-
-from benchmarks.results import machine, write_json  # noqa: E402
-from generator.errors import NormforgeError  # noqa: E402
-from generator.evaluate.gpu.protocol import Candidate  # noqa: E402
-from generator.evaluate.gpu.session import Session, Workload  # noqa: E402
-from generator.evaluate.verify.bench import Bench  # noqa: E402
-from generator.evaluate.verify.guarded import Guarded  # noqa: E402
-from generator.kernels.geometry import Config  # noqa: E402
-from generator.kernels.nvrtc import compile_source  # noqa: E402
-from generator.kernels.render import render  # noqa: E402
-from generator.kernels.resource_gate import refuse  # noqa: E402
-from generator.kernels.strategies import REDUCTION_KNOBS, determinism_class, strategy_of  # noqa: E402
-from generator.kernels.variant import Variant, make_variant  # noqa: E402
-from generator.operations.operation import TORCH_DTYPE  # noqa: E402
-from generator.problem import Problem  # noqa: E402
-from generator.space.legal_configs import LegalConfigs  # noqa: E402
-from generator.space.load import load_space, space_file  # noqa: E402
-from generator.target import Target, match_device  # noqa: E402
+from benchmarks.command import command_line, exit_code, say
+from benchmarks.gpu import open_gpu, open_session
+from benchmarks.results import machine, write_json
+from generator.errors import NormforgeError
+from generator.evaluate.gpu.protocol import Candidate
+from generator.evaluate.gpu.session import Session
+from generator.evaluate.verify.bench import Bench
+from generator.kernels.geometry import Config
+from generator.kernels.nvrtc import compile_source
+from generator.kernels.render import render
+from generator.kernels.resource_gate import refuse
+from generator.kernels.strategies import REDUCTION_KNOBS, determinism_class, strategy_of
+from generator.kernels.variant import Variant, make_variant
+from generator.problem import Problem
+from generator.space.legal_configs import LegalConfigs
+from generator.space.load import load_space, space_file
+from generator.target import Target
 
 PROBLEMS: dict[Problem, int] = {
     Problem.parse("2000x1024:bf16"): 1,
@@ -195,22 +191,6 @@ def kernels(target: Target, seed: int) -> list[Kernel]:
     return list(found.values())
 
 
-def pair(workload: Workload, candidate: Candidate) -> list[Bench]:
-    """Two of a kernel, which share nothing but the inputs."""
-    runner = workload.bench(candidate).runner
-    return [
-        Bench(
-            runner,
-            {
-                out.name: Guarded(out.shape, TORCH_DTYPE[out.dtype], workload.device)
-                for out in workload.operation.outputs(workload.problem)
-            },
-            workload.device,
-        )
-        for _ in range(2)
-    ]
-
-
 def disturb(session: Session, kernel: Kernel, launches: int) -> dict[str, Any]:
     """How many of so many launches, in pairs, gave other bits than the kernel without delays."""
     workload = session.workload(kernel.problem)
@@ -220,7 +200,9 @@ def disturb(session: Session, kernel: Kernel, launches: int) -> dict[str, Any]:
     plain.run(inputs)
     expected = plain.bits()
     torch.cuda.synchronize()
-    benches = pair(workload, kernel.delayed)
+    runner = workload.bench(kernel.delayed).runner
+    # Two that share nothing but the inputs.
+    benches = [Bench(runner, workload.new_outputs(), workload.device) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in benches]
     wrong = [torch.zeros((), dtype=torch.int64, device=workload.device) for _ in benches]
     began = time.monotonic()
@@ -251,7 +233,7 @@ def disturb(session: Session, kernel: Kernel, launches: int) -> dict[str, Any]:
 
 def inside(path: Path) -> None:
     """What compute-sanitizer watches: two launches of each kernel."""
-    session = Session(0)
+    session = open_session()
     for kernel in pickle.loads(path.read_bytes()):
         workload = session.workload(replace(kernel.problem, M=SANITIZED_ROWS))
         bench = workload.bench(kernel.plain)
@@ -273,7 +255,15 @@ def sanitize(found: Sequence[Kernel], seconds: float) -> dict[str, Any]:
         for tool in TOOLS:
             command = [program, "--tool", tool, "--report-api-errors", "no"]
             command += ["--kernel-name", "kernel_substring=norm_"]
-            command += [sys.executable, __file__, "--inside", str(path), "--out", os.devnull]
+            command += [
+                sys.executable,
+                "-m",
+                "benchmarks.stress",
+                "--inside",
+                str(path),
+                "--out",
+                os.devnull,
+            ]
             try:
                 done = subprocess.run(
                     command, capture_output=True, text=True, check=False, timeout=seconds
@@ -281,7 +271,7 @@ def sanitize(found: Sequence[Kernel], seconds: float) -> dict[str, Any]:
                 lines = [x for x in done.stdout.splitlines() if x.startswith("=========")]
                 said[tool] = " | ".join(x.strip("= ") for x in lines[-1:]) or done.stderr[-500:]
                 if "0 errors" not in said[tool] and "0 hazards" not in said[tool]:
-                    print("\n".join(lines[:40]), done.stderr[-1500:], file=sys.stderr)
+                    say("\n".join([*lines[:40], done.stderr[-1500:]]))
             except subprocess.TimeoutExpired:
                 said[tool] = f"stopped after {seconds:.0f} s"
     return said
@@ -289,12 +279,10 @@ def sanitize(found: Sequence[Kernel], seconds: float) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Raises NormforgeError."""
-    if not torch.cuda.is_available():
-        raise NormforgeError("kernels are disturbed on a CUDA GPU, and PyTorch sees none")
-    session = Session(0)
-    target = match_device(session.facts["name"], session.facts["sms"])
-    if target is None:
-        raise NormforgeError(f"search_spaces/gpus.yaml has no {session.facts['name']}")
+    if args.inside:
+        inside(args.inside)
+        return 0
+    session, target = open_gpu()
     found = kernels(target, args.seed)
     real = [kernel for kernel in found if not kernel.planted]
     document: dict[str, Any] = {"environment": machine(session.facts), "rows": []}
@@ -314,23 +302,12 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, "out", seed=0)
     parser.add_argument("--launches", type=int, default=100_000, help="in all, of real kernels")
-    parser.add_argument("--seed", type=int, default=0, help="of the configs that are drawn")
     parser.add_argument("--seconds", type=float, default=300.0, help="for each sanitizer tool")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, required=True, help="the results file, .json")
     args = parser.parse_args(argv)
-    try:
-        if args.inside:
-            inside(args.inside)
-            return 0
-        return run(args)
-    except NormforgeError as error:
-        print(f"stress.py: {error}", file=sys.stderr)
-        return 2
+    return exit_code(__file__, lambda: run(args))
 
 
 if __name__ == "__main__":

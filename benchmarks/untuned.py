@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """What a module gives on shapes that nobody tuned, beside tuning those very shapes.
 
-    python benchmarks/untuned.py --module generated/h200/rmsnorm_backward --rows 20 --widths 10 \
+    python -m benchmarks.untuned --module generated/h200/rmsnorm_backward --rows 20 --widths 10 \
         --trials 200 --out benchmarks/results/untuned_h200.json
 
 Draws `--rows` pairs of a tuned N (bf16) and a random M, and `--widths` pairs of a random N and M,
@@ -18,36 +17,27 @@ import random
 import sys
 import time
 from math import inf
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import torch  # noqa: E402
-
-from benchmarks.peers.pytorch import aten  # noqa: E402
-from benchmarks.results import write_json  # noqa: E402
-from generator.evaluate.gpu.protocol import Candidate  # noqa: E402
-from generator.evaluate.gpu.session import Session, Workload  # noqa: E402
-from generator.evaluate.gpu.timer import Timer  # noqa: E402
-from generator.kernels.compile_pool import CompilePool  # noqa: E402
-from generator.kernels.cubin_cache import compile_variant  # noqa: E402
-from generator.kernels.variant import make_variant  # noqa: E402
-from generator.problem import Problem, load_problems  # noqa: E402
-from generator.runtime.api import Package  # noqa: E402
-from generator.search.budget import Budget  # noqa: E402
-from generator.search.search import search_problem  # noqa: E402
-from generator.space.legal_configs import LegalConfigs  # noqa: E402
-from generator.space.load import load_space  # noqa: E402
-from generator.studies.records import Winner  # noqa: E402
-from generator.studies.storage import open_storage  # noqa: E402
-from generator.tuner.choose_device import choose_target  # noqa: E402
-from generator.tuner.plan import FINALISTS  # noqa: E402
-
-BLOCKS = 3
-ROUNDS = 15
+from benchmarks.command import command_line, exit_code, say, spare_cores
+from benchmarks.gpu import bench_of, open_session, paired_ratio, take_turns
+from benchmarks.peers.pytorch import aten
+from benchmarks.results import write_json
+from generator.errors import NormforgeError
+from generator.evaluate.gpu.session import Session
+from generator.kernels.compile_pool import CompilePool
+from generator.problem import Problem, load_problems
+from generator.runtime.api import Package
+from generator.search.budget import Budget
+from generator.search.search import search_problem
+from generator.space.legal_configs import LegalConfigs
+from generator.space.load import load_space
+from generator.studies.records import Winner
+from generator.studies.storage import open_storage
+from generator.target import Target
+from generator.tuner.choose_device import choose_target
+from generator.tuner.plan import FINALISTS
 
 
 def log_uniform(rng: random.Random, low: int, high: int) -> int:
@@ -95,60 +85,38 @@ def kernels(problem: Problem, winner: Winner, package: Package) -> dict[str, Any
     }
 
 
-def compare(problem: Problem, winner: Winner, package: Package, sms: int) -> dict[str, Any]:
+def compare(
+    problem: Problem, winner: Winner, package: Package, session: Session, target: Target
+) -> dict[str, Any]:
     """Times of the floor, the module's choice, the kernel tuned for the problem and ATen, µs."""
-    device = torch.device("cuda")
-    workload = Workload(problem, device)
+    workload = session.workload(problem)
     inputs = workload.inputs
-    variant = make_variant(winner.config, problem)
-    compiled = compile_variant(variant, package.table.target["arch"])
-    tuned = workload.bench(Candidate(compiled.cubin, variant.spec(sms)))
+    tuned = bench_of(workload, winner.config, target)
     operations = {
         "floor": workload.floor,
         "ours": lambda: package.rmsnorm_backward(inputs.dy, inputs.x, inputs.rstd, inputs.weight),
         "tuned": lambda: tuned.run(inputs),
         "aten": aten(inputs),
     }
-    timer = Timer(device)
-    times: dict[str, list[float]] = {name: [] for name in operations}
-    for _ in range(BLOCKS):
-        blocks = timer.block(list(operations.values()), ROUNDS)
-        for name, block in zip(operations, blocks, strict=True):
-            times[name] += block
-
-    def ratio(one: str, other: str) -> float:
-        pairs = zip(times[one], times[other], strict=True)
-        return median(a / b for a, b in pairs)
-
+    rounds = take_turns(session.timer, list(operations.values()))
+    times = dict(zip(operations, rounds, strict=True))
     return {
         **kernels(problem, winner, package),
         **{f"{name}_us": round(median(values), 3) for name, values in times.items()},
-        "ours_over_floor": round(ratio("ours", "floor"), 4),
-        "ours_over_tuned": round(ratio("ours", "tuned"), 4),
-        "ours_over_aten": round(ratio("ours", "aten"), 4),
+        **{
+            f"ours_over_{name}": round(paired_ratio(times["ours"], times[name]), 4)
+            for name in ("floor", "tuned", "aten")
+        },
     }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--module", type=Path, required=True, help="folder of the emitted package")
-    parser.add_argument("--rows", type=int, default=20, help="shapes with a tuned N")
-    parser.add_argument("--widths", type=int, default=10, help="shapes with an N of their own")
-    parser.add_argument("--shapes", help="these shapes instead, like those of tune.py")
-    parser.add_argument("--trials", type=int, default=200, help="of each search")
-    parser.add_argument("--seconds", type=float, default=inf, help="begin no search after this")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True, help="the results file, .json")
-    args = parser.parse_args(argv)
+def run(args: argparse.Namespace) -> int:
+    """Raises NormforgeError."""
     package = Package(args.module)
     target, measured, sentence = choose_target(package.table.target["name"], 0)
-    print(sentence, file=sys.stderr)
     if measured is None:
-        print("untuned.py: needs the module's GPU", file=sys.stderr)
-        return 2
+        raise NormforgeError(f"needs the module's GPU: {sentence}")
+    say(sentence)
     cases = (
         named(package, args.shapes)
         if args.shapes
@@ -156,36 +124,39 @@ def main(argv: list[str] | None = None) -> int:
     )
     started = time.monotonic()
     found: list[tuple[str, Problem, Winner | None]] = []
-    space = load_space()
-    with CompilePool(target.arch, 14, compile=compile_variant) as pool:
+    space, budget = load_space(), Budget(args.trials, n_finalists=FINALISTS)
+    with CompilePool(target.arch, spare_cores()) as pool:
         storage = open_storage(args.out.with_suffix(".journal"))
         for kind, problem in cases:
             if time.monotonic() - started >= args.seconds:
                 break
-            winner = search_problem(
-                LegalConfigs(space, problem, target),
-                pool,
-                measured,
-                storage,
-                Budget(args.trials, n_finalists=FINALISTS),
-            )
+            legal = LegalConfigs(space, problem, target)
+            winner = search_problem(legal, pool, measured, storage, budget)
             found.append((kind, problem, winner))
-    facts = measured.facts
     measured.close()
-    Session(0)  # CUDA in this process, now that the worker is gone
+    session = open_session()  # CUDA in this process, now that the worker is gone
     rows = []
     for kind, problem, winner in found:
-        if winner is None:
-            continue
-        row = compare(problem, winner, package, target.sms)
-        rows.append({"unknown": kind, **row})
-        print(kind, row["shape"], row["how"], row["ours_over_tuned"], row["ours_over_aten"])
-        document = {"environment": facts, "trials": args.trials, "rows": rows}
-        write_json(args.out, document)
-    left = len(cases) - len(found)
-    if left:
-        print(f"untuned.py: {left} shapes are left", file=sys.stderr)
+        if winner is not None:
+            row = compare(problem, winner, package, session, target)
+            rows.append({"unknown": kind, **row})
+            print(kind, row["shape"], row["how"], row["ours_over_tuned"], row["ours_over_aten"])
+            document = {"environment": measured.facts, "trials": args.trials, "rows": rows}
+            write_json(args.out, document)
+    if left := len(cases) - len(found):
+        say(f"untuned.py: {left} shapes are left")
     return 1 if left else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = command_line(__doc__, "module", "out", seconds=inf, seed=0)
+    parser.add_argument("--rows", type=int, default=20, help="shapes with a tuned N")
+    parser.add_argument("--widths", type=int, default=10, help="shapes with an N of their own")
+    parser.add_argument("--shapes", help="these shapes instead, like those of tune.py")
+    parser.add_argument("--trials", type=int, default=200, help="of each search")
+    args = parser.parse_args(argv)
+    return exit_code(__file__, lambda: run(args))
 
 
 if __name__ == "__main__":

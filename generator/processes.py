@@ -11,9 +11,11 @@ from multiprocessing import parent_process
 from threading import Thread
 
 
-def end_with_parent() -> None:
+def end_with_parent(niceness: int = 0) -> None:
     """End this process when the one that started it is gone: nobody else would after a kill -9.
-    Ctrl-C, which a terminal sends to all of them, is for the parent to act upon."""
+    Ctrl-C, which a terminal sends to all of them, is for the parent to act upon. niceness: added to
+    that of this process."""
+    os.nice(niceness)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has its parent's handler
     parent = parent_process()

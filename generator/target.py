@@ -76,22 +76,20 @@ class Target:
 
 def _target(name: str, entry: dict[str, Any]) -> Target:
     """The target of an entry that holds its architecture's numbers as well."""
-    major, minor = entry["compute_capability"]
+    counts = (
+        *("sms", "registers_per_sm", "max_threads_per_sm", "max_ctas_per_sm"),
+        *("barriers_per_sm", "max_vector_bytes"),
+    )
     return Target(
         name=name,
         title=str(entry["title"]),
         device_names=tuple(entry["device_names"]),
         arch=str(entry["arch"]),
-        compute_capability=(int(major), int(minor)),
-        sms=int(entry["sms"]),
-        registers_per_sm=int(entry["registers_per_sm"]),
-        max_threads_per_sm=int(entry["max_threads_per_sm"]),
-        max_ctas_per_sm=int(entry["max_ctas_per_sm"]),
+        compute_capability=tuple(entry["compute_capability"]),
+        **{count: int(entry[count]) for count in counts},
         smem_per_sm=int(entry["smem_per_sm_kib"]) * 1024,
         smem_per_cta=int(entry["smem_per_cta_kib"]) * 1024,
-        barriers_per_sm=int(entry["barriers_per_sm"]),
         has_bulk_copy=bool(entry["has_bulk_copy"]),
-        max_vector_bytes=int(entry["max_vector_bytes"]),
         l2_bytes=int(entry["l2_mib"]) * 1024 * 1024,
         bandwidth=float(entry["bandwidth_gbs"]) * 1e9,
         clock_hz=float(entry["clock_mhz"]) * 1e6,

@@ -6,6 +6,7 @@ saves, and does the whole operation: dx and the sums over rows, in the weight's 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from benchmarks.peers.cudnn_plans import cudnn_best, cudnn_heuristic, cudnn_version
@@ -17,7 +18,7 @@ from benchmarks.peers.libraries import (
     quack_layer_norm,
     quack_tuned,
 )
-from benchmarks.peers.peer import Peer
+from benchmarks.peers.peer import Gradients, Peer
 from benchmarks.peers.pytorch import (
     aten,
     aten_layer_norm,
@@ -28,8 +29,6 @@ from benchmarks.peers.pytorch import (
 from generator.errors import NormforgeError
 from generator.problem import RMSNORM_BACKWARD
 
-_TORCH = ("torch", "triton")
-_MAX = "max-autotune-no-cudagraphs"
 _LIGER = ("liger-kernel", "triton")
 _CUTE = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 _QUACK = ("quack-kernels", *_CUTE)
@@ -42,19 +41,19 @@ _CUDNN_PEERS = (
     Peer("cudnn", _CUDNN, cudnn_best, library=cudnn_version),
 )
 
+
+def _inductor(formula: Callable[..., Gradients]) -> tuple[Peer, Peer]:
+    needs, best = ("torch", "triton"), "max-autotune-no-cudagraphs"
+    return (
+        Peer("inductor", needs, partial(inductor, formula, "default"), compiles="disk"),
+        Peer("inductor_max", needs, partial(inductor, formula, best), tuned=True, compiles="disk"),
+    )
+
+
 PEERS: dict[str, tuple[Peer, ...]] = {
     RMSNORM_BACKWARD: (
         Peer("aten", ("torch",), lambda timer: aten),
-        Peer(
-            "inductor", _TORCH, partial(inductor, decomposed_backward, "default"), compiles="disk"
-        ),
-        Peer(
-            "inductor_max",
-            _TORCH,
-            partial(inductor, decomposed_backward, _MAX),
-            tuned=True,
-            compiles="disk",
-        ),
+        *_inductor(decomposed_backward),
         Peer("liger_triton", _LIGER, liger_triton, overwrites_dy=True, compiles="disk"),
         Peer("liger_cutedsl", ("liger-kernel", *_CUTE), liger_cutedsl, compiles="process"),
         Peer("quack", _QUACK, quack, compiles="disk"),
@@ -63,19 +62,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     ),
     "layernorm_backward": (
         Peer("aten", ("torch",), lambda timer: aten_layer_norm),
-        Peer(
-            "inductor",
-            _TORCH,
-            partial(inductor, decomposed_layer_norm, "default"),
-            compiles="disk",
-        ),
-        Peer(
-            "inductor_max",
-            _TORCH,
-            partial(inductor, decomposed_layer_norm, _MAX),
-            tuned=True,
-            compiles="disk",
-        ),
+        *_inductor(decomposed_layer_norm),
         Peer("liger_triton", _LIGER, liger_layer_norm, compiles="disk"),
         Peer("quack", _QUACK, quack_layer_norm, compiles="disk"),
         _QUACK_TUNED,
@@ -86,10 +73,8 @@ PEERS: dict[str, tuple[Peer, ...]] = {
 
 
 def choose_peers(names: str, operation: str = RMSNORM_BACKWARD) -> list[Peer]:
-    """The peers of an operation for `all` or a comma-separated list of names.
-
-    Raises NormforgeError for a name that is no peer's.
-    """
+    """The peers of an operation for `all` or a comma-separated list of names. Raises NormforgeError
+    for a name that is no peer's."""
     known = {peer.name: peer for peer in PEERS[operation]}
     if names == "all":
         return list(known.values())

@@ -25,10 +25,10 @@ TUNER_ROUNDS = 7
 class Peer:
     """One implementation that the kernels are compared with.
 
-    needs: the distributions that have to be installed; library: says the version of what is not a
-    distribution. load: imports it; the timer is for peers that tune themselves. tuned: slow to
-    prepare, and so run on some shapes only. overwrites_dy: writes dx over dy. compiles: `no`; to
-    the `disk`, where other processes find the result; or for this `process` alone, once for all M.
+    needs: required distributions; library: the version of what is no distribution. load: imports
+    it; the timer is for peers that tune themselves. tuned: slow to prepare, so run on some shapes
+    only. overwrites_dy: writes dx over dy. compiles: `no`; to `disk`, where other processes find
+    the result; or for this `process`, once for all M.
     """
 
     name: str

@@ -43,11 +43,7 @@ def decomposed_backward(
 
 
 def decomposed_layer_norm(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: torch.Tensor,
+    dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, weight: torch.Tensor
 ) -> Gradients:
     """The same of LayerNorm."""
     N = x.shape[1]

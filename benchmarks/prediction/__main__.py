@@ -10,7 +10,6 @@ Neither needs a GPU. docs/prediction.md explains the columns.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -21,11 +20,11 @@ from math import exp, log, sqrt
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.command import command_line, exit_code
 from benchmarks.prediction.fit import examples, fit_all, held_out
 from benchmarks.prediction.score import least, preferred, score, summary, table
 from benchmarks.prediction.shapes import Shape, Trial, physical, read_shapes
 from benchmarks.results import write_json, write_text
-from generator.errors import NormforgeError
 from generator.evaluate.predict.evaluator import described
 from generator.evaluate.predict.fitted import FITTED_FILE, Fitted, load_fitted
 from generator.evaluate.predict.model import floor_us
@@ -156,9 +155,7 @@ def score_command(shapes: Sequence[Shape], out: Path | None) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, out=None)
     parser.add_argument("command", choices=("score", "fit"))
     parser.add_argument(
         "--studies",
@@ -172,17 +169,16 @@ def main(argv: list[str] | None = None) -> int:
         default=RMSNORM_BACKWARD,
         help="of score: the operation whose studies are scored",
     )
-    parser.add_argument("--out", type=Path, help="of score: the results file, .json")
     args = parser.parse_args(argv)
     folders = args.studies or [GENERATED / "h200"]
-    if args.command == "fit":
-        return fit_command(read_shapes(folders), folders)
-    return score_command(read_shapes(folders, args.op), args.out)
+
+    def run() -> int:
+        if args.command == "fit":
+            return fit_command(read_shapes(folders), folders)
+        return score_command(read_shapes(folders, args.op), args.out)
+
+    return exit_code("prediction", run)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except NormforgeError as error:
-        print(f"prediction: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(main())

@@ -22,9 +22,8 @@ class Score:
     """How well one shape's trials were ranked, among those that may win.
 
     spearman, near: rank correlation, of all and of those within NEAR of the best; first, of_five:
-    how much slower the trial with the least predicted time, and the best of five, is than the
-    fastest; strategy, launches: whether the pick has those of the measured winner; tied: whether
-    the pick's strategy has a trial within 1 % of the fastest.
+    slowdown of the predicted best, and of the best of the first five; strategy, launches: whether
+    the pick agrees with the winner; tied: whether its strategy has a trial within 1 % of the best.
     """
 
     shape: str

@@ -1,7 +1,9 @@
-"""Compare searches on a space that was measured whole, or measure one.
+"""Search a recorded space many times without a GPU and compare, or record one on a GPU.
 
-python -m benchmarks.search_replay
-python -m benchmarks.search_replay --record FILE --gpu auto
+    python -m benchmarks.search_replay
+    python -m benchmarks.search_replay --record FILE --gpu auto
+
+Compared are searches at random, by Optuna's samplers alone, and by the search of this tuner.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.command import command_line, exit_code, say
 from benchmarks.search_replay.recording import (
     NARROW_FILE,
     RECORDING_FILE,
@@ -23,7 +26,6 @@ from benchmarks.search_replay.recording import (
 from benchmarks.search_replay.replay import CHECKPOINTS, Replayed, compare, table
 from generator.errors import NormforgeError
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.nvrtc import nvrtc_version
 from generator.search.budget import Progress
 from generator.studies.storage import open_storage
@@ -32,11 +34,7 @@ from generator.tuner.choose_device import choose_target
 
 def main(argv: list[str] | None = None) -> int:
     """Compare searches on a swept space, or sweep one. The exit code is 2 for bad input."""
-    parser = argparse.ArgumentParser(
-        prog="search_replay",
-        description="Search a recorded space many times without a GPU and compare: at random, by "
-        "Optuna's samplers alone, and by the search of this tuner.",
-    )
+    parser = command_line(__doc__, gpu="auto", device=0)
     parser.add_argument("--recording", type=Path, default=RECORDING_FILE, help="the swept space")
     parser.add_argument("--seeds", type=int, default=50, help="searches of each kind (default: 50)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -47,8 +45,6 @@ def main(argv: list[str] | None = None) -> int:
         help="instead, sweep the space of --narrow on the GPU of this machine and write FILE",
     )
     parser.add_argument("--narrow", type=Path, default=NARROW_FILE, help="what --record sweeps")
-    parser.add_argument("--gpu", default="auto", help="of --record (default: auto)")
-    parser.add_argument("--device", type=int, default=0, help="of --record")
     args = parser.parse_args(argv)
     if args.record is not None:
         return _record(args)
@@ -69,17 +65,17 @@ def _record(args: argparse.Namespace) -> int:
     """Sweep; the study lies beside the file, so that a killed sweep is resumed."""
     swept = load_narrow(args.narrow)
     target, measured, sentence = choose_target(args.gpu, args.device)
-    print(sentence, file=sys.stderr)
+    say(sentence)
     if measured is None:
         raise NormforgeError("a sweep is measured: run --record where the GPU is")
 
     def tell(event: Progress) -> None:
         if event.done % 200 == 0 or event.phase == "finals":
             best = f"best {event.best_us:.2f} us" if event.best_us else "no time yet"
-            print(f"{event.phase} {event.done}/{event.total}, {best}", file=sys.stderr, flush=True)
+            say(f"{event.phase} {event.done}/{event.total}, {best}")
 
     cores = len(os.sched_getaffinity(0))
-    with measured, CompilePool(target.arch, cores, compile=compile_variant) as pool:
+    with measured, CompilePool(target.arch, cores) as pool:
         journal = args.record.with_name(args.record.name.split(".")[0] + ".journal")
         facts = {"gpu": measured.facts["name"], "driver": measured.facts["driver"]}
         facts["nvrtc"] = nvrtc_version()
@@ -95,8 +91,4 @@ def _record(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except NormforgeError as error:
-        print(f"search_replay: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(exit_code("search_replay", main))

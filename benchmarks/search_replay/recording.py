@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import lzma
-import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from typing import Any
 import yaml
 from optuna.storages import BaseStorage
 
+from generator.disk import replacing
 from generator.errors import NormforgeError
 from generator.evaluate.evaluator import Evaluator, Pool
 from generator.kernels.geometry import Config
@@ -86,9 +86,8 @@ def narrow(
     rules: Sequence[Mapping[str, str]] = (),
 ) -> Space:
     """The space with these values of its knobs, the first value of every other knob, and these
-    rules beside its own.
-
-    Raises NormforgeError, beginning with `where`, for a knob or a value that the space has not."""
+    rules beside its own. Raises NormforgeError, beginning with `where`, for a knob or a value that
+    the space has not."""
     unknown = sorted(values.keys() - {knob.name for knob in space.knobs})
     if unknown:
         raise NormforgeError(f"{where}: {space.path.name} has no knob '{unknown[0]}'")
@@ -107,10 +106,10 @@ def narrow(
 class Recording:
     """What a sweep found.
 
-    values: the swept knobs and REDUCTION_KNOBS with their values; facts: where, when and with what
-    it was measured; entries: of every legal config the result and a number that equal machine code
-    has in common, by the values of those knobs in the order of `values`. Knobs that were not swept,
-    and those that the space gets later, had and have their first value. rules: as in Narrow.
+    values: the swept knobs and REDUCTION_KNOBS with their values; all other knobs have their first
+    one. facts: where, when and with what it was measured. entries: for every legal config, by its
+    values in the order of `values`, the result and a number shared by equal machine code. rules: as
+    in Narrow.
     """
 
     problem: Problem
@@ -156,14 +155,10 @@ class Recording:
             "ratios": [result.ratio and round(result.ratio, 5) for result in results],
             "cubins": [cubin for _, cubin in self.entries.values()],
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
+        with replacing(path) as part:
             with lzma.open(part, "wt", preset=9) as file:
                 json.dump(content, file, separators=(",", ":"))
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+            part.chmod(0o644)
 
     @classmethod
     def load(cls, path: Path) -> Recording:
@@ -227,12 +222,9 @@ def record(
     *,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Recording:
-    """Sweep a narrowed space and return what was found.
-
-    The sweep is a study like any other: a killed one is resumed with the same storage. What is near
-    the best is then measured REPEATS more times, in random order, and has the median. Raises
-    NormforgeError when nothing may win or the space is too large to be swept.
-    """
+    """Sweep a narrowed space. The sweep is a study: with the same storage it is resumed. What is
+    near the best is then measured REPEATS more times, in random order, and gets the median. Raises
+    NormforgeError when nothing may win or the space is too large."""
     problem, space = swept.problem, swept.space
     legal = LegalConfigs(space, problem, target)
     count = len(legal.first(MOST + 1))

@@ -89,11 +89,7 @@ class Replayed:
         """Configs that were recorded, that are legal, and legal ones within CLOSE of the best."""
         limit = self.recording.optimum * (1 + CLOSE)
         close = sum(self.ratio(config) <= limit for config in self.allowed)
-        return {
-            "recorded": len(self.recording.entries),
-            "legal": len(self.allowed),
-            "close": close,
-        }
+        return {"recorded": len(self.recording.entries), "legal": len(self.allowed), "close": close}
 
     def submit(self, variant: Variant) -> Future[Compiled]:
         _, cubin = self._entry(variant.config)
@@ -159,22 +155,6 @@ def by_sampler(
     return ratios
 
 
-def by_lying_tpe(replayed: Replayed, trials: int, seed: int) -> list[float]:
-    """TPE that counts what is under way as bad."""
-    tpe = TPESampler(seed=seed, multivariate=True, constant_liar=True)
-    return by_sampler(replayed, trials, seed, tpe)
-
-
-def by_gp(replayed: Replayed, trials: int, seed: int) -> list[float]:
-    """Optuna's Gaussian process, which needs scipy."""
-    return by_sampler(replayed, trials, seed, GPSampler(seed=seed))
-
-
-def by_evolution(replayed: Replayed, trials: int, seed: int) -> list[float]:
-    """A genetic algorithm with generations of 20."""
-    return by_sampler(replayed, trials, seed, NSGAIISampler(seed=seed, population_size=20))
-
-
 def by_tuner(
     replayed: Replayed, trials: int, seed: int, winners: Sequence[Winner] = ()
 ) -> list[float]:
@@ -202,13 +182,20 @@ def by_tuner_with_winners(replayed: Replayed, trials: int, seed: int) -> list[fl
 Search = Callable[[Replayed, int, int], list[float]]
 SEARCHES: Mapping[str, Search] = {
     "random": at_random,
-    "genetic": by_evolution,
-    "GP": by_gp,
-    "TPE, liar": by_lying_tpe,
+    "genetic": lambda replayed, trials, seed: by_sampler(
+        *(replayed, trials, seed), NSGAIISampler(seed=seed, population_size=20)
+    ),
+    "GP": lambda replayed, trials, seed: by_sampler(
+        *(replayed, trials, seed), GPSampler(seed=seed)
+    ),
+    "TPE, liar": lambda replayed, trials, seed: by_sampler(
+        *(replayed, trials, seed), TPESampler(seed=seed, multivariate=True, constant_liar=True)
+    ),
     "TPE": by_sampler,
     "this tuner": by_tuner,
     "this tuner, warm": by_tuner_with_winners,
 }
+"""By name. The liar counts what is under way as bad; a generation has 20; GP needs scipy."""
 SEEDS_FOR_ONE = {"GP": 5}
 """Of a search that takes minutes only one in so many seeds is tried."""
 
@@ -239,9 +226,8 @@ def compare(
     close: float = CLOSE,
 ) -> list[Comparison]:
     """Search the recording with `seeds` seeds in each way, on all cores unless told otherwise.
-    names: default all that can run here.
-
-    A search is given the last checkpoint as its budget and is looked at on the way."""
+    names: default all that can run here. A search is given the last checkpoint as its budget and is
+    looked at on the way."""
     names = available() if names is None else names
     jobs = {
         name: [

@@ -21,13 +21,15 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command_line, exit_code, say
+from benchmarks.gpu import open_session
 from benchmarks.peers.peer import installed_version
 from benchmarks.results import machine, write_json
 from benchmarks.training.steps import BLOCKS, TOKENS, Case, measure
 from benchmarks.training.summary import plot
+from generator.errors import NormforgeError
 
 CASES = (
     "llama3_8b,4096,eager",
@@ -48,17 +50,11 @@ PACKAGES = ("triton", "liger-kernel", "quack-kernels")
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(
-        prog="python -m benchmarks.training",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    found.add_argument("--out", type=Path, help="the results file, .json")
+    found = command_line(__doc__, out=None, seconds=3600.0)
     found.add_argument("--cases", default=";".join(CASES), help="separated by semicolons")
     found.add_argument("--processes", type=int, default=3, help="of each case")
     found.add_argument("--rounds", type=int, default=20, help="steps of each way in a process")
     found.add_argument("--warmups", type=int, default=10, help="steps before, which do not count")
-    found.add_argument("--seconds", type=float, default=3600.0, help="begin no process after this")
     found.add_argument("--resume", action="store_true", help="keep what --out has")
     found.add_argument("--render", action="store_true", help="only draw the plot of --out")
     found.add_argument("--one", help=argparse.SUPPRESS)  # a case, in this process
@@ -79,16 +75,18 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if args.out is None:
         asked.error("--out is missing")
+    return exit_code("training", lambda: measure_and_plot(cases, args))
+
+
+def measure_and_plot(cases: list[Case], args: argparse.Namespace) -> int:
+    """Raises NormforgeError."""
     code = 0 if args.render else run(cases, args)
-    if code == 2:
-        return code
-    if said := plot(json.loads(args.out.read_text()), args.out.with_suffix(".svg")):
-        print(said, file=sys.stderr)
+    say(plot(json.loads(args.out.read_text()), args.out.with_suffix(".svg")))
     return code
 
 
 def run(cases: list[Case], args: argparse.Namespace) -> int:
-    """Measure what is missing; returns the exit code."""
+    """Measure what is missing; returns the exit code. Raises NormforgeError."""
     until = time.monotonic() + args.seconds
     document: dict[str, Any] = {"environment": environment(), "cases": {}}
     if args.resume and args.out.exists():
@@ -98,8 +96,7 @@ def run(cases: list[Case], args: argparse.Namespace) -> int:
         ]
         if differs:
             was = ", ".join(f"{key} {former['environment'][key]}" for key in differs)
-            print(f"{args.out} was measured with {was}: leave out --resume", file=sys.stderr)
-            return 2
+            raise NormforgeError(f"{args.out} was measured with {was}: leave out --resume")
         document["cases"] = former["cases"]
     left = 0
     for case in cases:
@@ -114,7 +111,7 @@ def run(cases: list[Case], args: argparse.Namespace) -> int:
             one += ["--with-bits"] * (number == 0)
             done = subprocess.run(one, capture_output=True, text=True, check=False, env=ENVIRONMENT)
             if done.returncode:
-                print(f"{case}: {done.stderr[-2000:]}", file=sys.stderr)
+                say(f"{case}: {done.stderr[-2000:]}")
                 left += 1
                 break
             found.append(json.loads(done.stdout.splitlines()[-1]))
@@ -125,11 +122,9 @@ def run(cases: list[Case], args: argparse.Namespace) -> int:
 
 def environment() -> dict[str, Any]:
     """The GPU, the software and what all steps have in common."""
-    from generator.evaluate.gpu.session import Session
-
     versions = {name: installed_version(name) for name in PACKAGES}
     common = {"tokens": TOKENS, "blocks": BLOCKS, "dtype": "bf16"}
-    return {**machine(Session(0).facts), **versions, **common}
+    return {**machine(open_session().facts), **versions, **common}
 
 
 if __name__ == "__main__":

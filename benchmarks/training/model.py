@@ -67,13 +67,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 def block(
-    x: torch.Tensor,
-    w: Weights,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    widths: Widths,
-    norm: Norm,
+    x: torch.Tensor, w: Weights, cos: torch.Tensor, sin: torch.Tensor, *, widths: Widths, norm: Norm
 ) -> torch.Tensor:
     """A pre-norm block with causal attention and a gated feed-forward network. x: (batch, length,
     hidden), and so is the result."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 
 import torch
 from torch.nn.functional import rms_norm as pytorch_rms_norm
@@ -39,9 +41,9 @@ class Named:
     modes: tuple[str, ...] = tuple(MODES)
 
 
-def _module() -> Way:
-    from normforge import rms_norm
-
+def _of(module: str) -> Way:
+    """The `rms_norm` of one of our modules."""
+    rms_norm = import_module(module).rms_norm
     return Way(lambda x, weight: rms_norm(x, weight, EPS))
 
 
@@ -55,12 +57,6 @@ def _backend() -> Way:
     from normforge import inductor_backend
 
     return Way(backend=inductor_backend())
-
-
-def _batch_invariant() -> Way:
-    from normforge.batch_invariant import rms_norm
-
-    return Way(lambda x, weight: rms_norm(x, weight, EPS))
 
 
 def _liger() -> Way:
@@ -84,9 +80,11 @@ WAYS = {
     "again": Named("PyTorch once more (noise)", Way),
     "liger": Named("Liger", _liger, ("eager",)),
     "quack": Named("QuACK", _quack),
-    "rms_norm": Named("Normforge, `RMSNorm`", _module),
+    "rms_norm": Named("Normforge, `RMSNorm`", partial(_of, "normforge")),
     "install": Named("Normforge, `install()`", _install, ("eager",)),
     "backend": Named("Normforge, `inductor_backend()`", _backend, ("blocks", "whole")),
-    "batch_invariant": Named("Normforge, batch-invariant", _batch_invariant),
+    "batch_invariant": Named(
+        "Normforge, batch-invariant", partial(_of, "normforge.batch_invariant")
+    ),
 }
 """In the order of the tables. `again` is the baseline as a contender of its own."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from generator.errors import NormforgeError
 from generator.paths import REPOSITORY
+from generator.problem import RMSNORM_BACKWARD, SUMS
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -48,6 +49,16 @@ def program_version() -> str:
         project = (REPOSITORY / "pyproject.toml").read_text()
         found = re.search(r'^version = "(.+)"$', project, re.MULTILINE)
         return found[1] if found else "unknown"
+
+
+def add_operation(parser: argparse._ActionsContainer) -> None:
+    """The option that names an operation."""
+    parser.add_argument(
+        "--op",
+        choices=list(SUMS),
+        default=RMSNORM_BACKWARD,
+        help="the operation (default: %(default)s)",
+    )
 
 
 def positive_number(text: str) -> int:

@@ -9,10 +9,10 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from generator.cli.arguments import CommandLine, folder_name, storage_url
+from generator.cli.arguments import CommandLine, add_operation, folder_name, storage_url
 from generator.errors import NormforgeError
 from generator.paths import GENERATED
-from generator.problem import RMSNORM_BACKWARD, SUMS, Problem
+from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.report.answer import ask_package, document, render_answer
 from generator.report.collect import summaries
 from generator.report.explain import Explanation, parse_config
@@ -44,12 +44,7 @@ def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study]
 def name_studies(parser: CommandLine) -> None:
     """The options that `find_study` and the commands here read."""
     parser.add_argument("--gpu", help="only this GPU; without --out and --storage generated/<gpu>")
-    parser.add_argument(
-        "--op",
-        choices=list(SUMS),
-        default=RMSNORM_BACKWARD,
-        help="the operation (default: %(default)s)",
-    )
+    add_operation(parser)
     parser.add_argument("--out", type=folder_name, help="the output folder of the run")
     parser.add_argument("--storage", type=storage_url, help="the Optuna storage URL of the run")
 
@@ -131,8 +126,5 @@ def explain(argv: list[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "explain": explain,
-    "report": report,
-}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"explain": explain, "report": report}
 """By the first word of the command line; without one of these words it is a tuning run."""

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from generator.cli.arguments import (
     CommandLine,
+    add_operation,
     device_list,
     folder_name,
     positive_number,
@@ -37,7 +38,7 @@ from generator.cli.arguments import (
 )
 from generator.errors import NormforgeError
 from generator.package.fallback_kernels import FALLBACKS
-from generator.problem import RMSNORM_BACKWARD, SUMS, load_problems
+from generator.problem import load_problems
 from generator.search.budget import TRIALS
 from generator.space.load import load_space, space_file
 from generator.target import find_target
@@ -65,12 +66,7 @@ def _what(group: argparse._ArgumentGroup) -> None:
         help="a name of search_spaces/gpus.yaml, or auto for the GPU of this machine; "
         "measured when it is here, else predicted",
     )
-    group.add_argument(
-        "--op",
-        choices=list(SUMS),
-        default=RMSNORM_BACKWARD,
-        help="the operation (default: %(default)s)",
-    )
+    add_operation(group)
     group.add_argument(
         "--shapes",
         default="default",
@@ -126,11 +122,8 @@ def _where(group: argparse._ArgumentGroup) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; the exit code is 0 when every shape has a winner, 1 when one has none
-    or the run was asked to end, 2 for bad input, 130 after Ctrl-C.
-
-    PyTorch and Optuna are imported when the arguments are known to be right, so that a typo is told
-    at once.
-    """
+    or the run was asked to end, 2 for bad input, 130 after Ctrl-C. PyTorch and Optuna are imported
+    when the arguments are known to be right, so that a typo is told at once."""
     argv = sys.argv[1:] if argv is None else argv
     command = argv[0] if argv and argv[0] in COMMANDS else ""
     try:

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from generator.emulate.build import NO_COMPILER, find_compiler
 from generator.emulate.check import PARTICIPANTS, Check, check_variant
 from generator.errors import NormforgeError
-from generator.kernels.geometry import Config
 from generator.kernels.variant import make_variant
 from generator.problem import RMSNORM_BACKWARD, SUMS, Problem
 from generator.space.load import load_space, space_file
-from generator.space.space import Space
 from generator.target import find_target
 
 
@@ -70,7 +68,7 @@ def _check(options: argparse.Namespace) -> Check:
     space = load_space(space_file(problem.operation))
     target = find_target(options.gpu)
     fixed = {"strategy": options.strategy, **_settings(options.set)}
-    _check_knobs(space, fixed)
+    space.normalize(fixed, problem, target)  # which refuses unknown knobs and values
     config = next(space.legal(problem, target, fixed=fixed), None)
     if config is None:
         raise NormforgeError(f"{problem} on {target} has no legal config with {fixed}")
@@ -93,16 +91,6 @@ def _settings(texts: Sequence[str]) -> dict[str, int | str]:
             raise NormforgeError(f"--set {text}: expected KNOB=VALUE, for example pipeline=bulk")
         settings[name] = int(value) if value.isdigit() else value
     return settings
-
-
-def _check_knobs(space: Space, fixed: Config) -> None:
-    knobs = {knob.name: knob.choices for knob in space.knobs}
-    for name, value in fixed.items():
-        if name not in knobs:
-            raise NormforgeError(f"unknown knob '{name}': known are {', '.join(knobs)}")
-        if value not in knobs[name]:
-            choices = ", ".join(map(str, knobs[name]))
-            raise NormforgeError(f"{name} cannot be '{value}': it is one of {choices}")
 
 
 def _print(check: Check) -> None:

@@ -17,6 +17,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from generator.disk import replacing
 from generator.errors import NormforgeError
 from generator.paths import CACHE
 from generator.problem import RMSNORM_BACKWARD
@@ -73,11 +74,9 @@ def _has_x86_fma() -> bool:
 def build(
     source: str, cache_folder: Path = DEFAULT_CACHE, *, kernel: str = RMSNORM_BACKWARD
 ) -> Path:
-    """The program that runs `source`, from the cache or compiled now. kernel: name of the main one.
-
-    Raises NormforgeError with the compiler's first error when it refuses the source, and HostError
-    without a compiler or when the program cannot be made.
-    """
+    """The program that runs `source`, cached or compiled now. kernel: name of the main one. Raises
+    NormforgeError with the compiler's first error when it refuses the source, HostError without a
+    compiler or when the program cannot be made."""
     compiler = find_compiler()
     if compiler is None:
         raise HostError(NO_COMPILER)
@@ -126,25 +125,14 @@ def _is_whole(program: Path) -> bool:
 
 def compile_to(compiler: str, arguments: list[str], result: Path) -> None:
     """Run the compiler with `flags()` and these arguments; `result` appears whole, with its
-    checksum, or not at all.
-
-    Raises NormforgeError with the compiler's first error, HostError when that is not about the
-    source.
-    """
+    checksum, or not at all. Raises NormforgeError with the compiler's first error, HostError when
+    that is not about the source."""
     try:
-        result.parent.mkdir(parents=True, exist_ok=True)
-        # A name of its own until it is whole: several processes may build the same program.
-        handle, name = tempfile.mkstemp(dir=result.parent, suffix=".part")
-        os.close(handle)
-        part = Path(name)
-        try:
-            _compile([compiler, *flags(), *arguments, "-o", name])
+        with replacing(result) as part:
+            _compile([compiler, *flags(), *arguments, "-o", str(part)])
             with part.open("r+b") as file:
                 file.write(hashlib.sha256(file.read()).digest())
             part.chmod(0o755)
-            part.replace(result)
-        finally:
-            part.unlink(missing_ok=True)
     except OSError as error:
         raise HostError(
             f"cannot write to the cache {result.parent} ({error.strerror}): make room there and "

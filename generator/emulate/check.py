@@ -43,11 +43,10 @@ class EmulationResult:
 class Check:
     """What many schedules of one variant showed.
 
-    schedules: how many were run; 0 when `note` says why none could be. distinct_results: different
-    (dx, dw), bit by bit, among the schedules that ended well, all on the same inputs, whose dw is
-    a small rest of large terms. max_error_dx, max_error_dw: largest ||out - ref|| / ||ref||
-    against float64 on ordinary inputs. problems: different faults, each with a schedule that
-    shows it.
+    schedules: how many ran; 0 when `note` says why none could. distinct_results: different (dx,
+    dw), bit by bit, of schedules without a fault, on inputs whose dw cancels. max_error_dx,
+    max_error_dw: largest ||out - ref|| / ||ref|| against float64 on ordinary inputs. problems:
+    different faults, each with a schedule that shows it.
     """
 
     variant: str
@@ -95,33 +94,16 @@ def default_residencies(spec: KernelSpec, grid: int) -> tuple[int, ...]:
 
 
 def emulate(
-    variant: Variant,
-    problem: Problem,
-    inputs: Inputs | None = None,
-    *,
-    seed: int = 0,
-    residency: int | None = None,
-    launch: tuple[KernelSpec, Launch] | None = None,
-    layout: Layout | None = None,
-    deadline: float = DEADLINE_SECONDS,
+    variant: Variant, problem: Problem, inputs: Inputs | None = None, *, seed: int = 0
 ) -> EmulationResult:
-    """Run one variant once on the CPU; dx and dw have the bits that a GPU gives.
-
-    inputs: default those that the operation makes. residency: CTAs at once, default all. launch:
-    default `plan(variant, problem.M)`; dw depends on the grid, so a comparison with a GPU
-    passes the launch that is used there.
-
-    Raises NormforgeError as run_schedules does.
-    """
-    spec, numbers = launch or plan(variant, problem.M)
+    """Run one variant once on the CPU, with the grid of `plan`; dx and dw have the bits that a GPU
+    gives with that grid. inputs: default those of the operation. Raises NormforgeError as
+    run_schedules does."""
+    spec, launch = plan(variant, problem.M)
     inputs = inputs or operation_of(problem).make_inputs(problem, CPU)
-    schedule = Schedule(seed, residency if residency is not None else numbers.grid)
-    runs = run_schedules(
-        render(variant), spec, numbers, inputs, [schedule], layout=layout, deadline=deadline
-    )
-    problems = tuple(f"{variant}: {fault}" for fault in runs.faults)
-    if problems:
-        return EmulationResult(None, None, problems)
+    runs = run_schedules(render(variant), spec, launch, inputs, [Schedule(seed, launch.grid)])
+    if runs.faults:
+        return EmulationResult(None, None, tuple(f"{variant}: {fault}" for fault in runs.faults))
     return EmulationResult(runs.dx[0], runs.dw[0], ())
 
 
@@ -135,7 +117,6 @@ def check_variant(
     participants: int = PARTICIPANTS,
     all_rows: bool = False,
     layout: Layout | None = None,
-    deadline: float = DEADLINE_SECONDS,
 ) -> Check:
     """Run the variant under `schedules` schedules (seeds from `seed` on, residencies in turn) on
     a small grid and, unless `all_rows`, few of the problem's rows. Without a C++ compiler nothing
@@ -154,7 +135,6 @@ def check_variant(
         residencies=residencies,
         seed=seed,
         layout=layout,
-        deadline=deadline,
     )
 
 

@@ -17,14 +17,14 @@ SCHEDULES = 12
 
 @dataclass(frozen=True)
 class EmulatingPredictor(Predictor):
-    """The evaluator where the target is absent: times are predicted, and what is to win is executed
-    by `generator.emulate` on reduced M and real N. One that fails there is out, and what is to win
-    then is executed.
+    """The evaluator where the target is absent: times are predicted, and the would-be winner is
+    executed by `generator.emulate`, on few rows. One that fails is out, and the next one is
+    executed.
 
-    The executor runs the rendered source itself, so what passes is accurate, has the same bits
-    under every schedule tried, and leaves its counters at zero. It is not a GPU: determinism stays
-    `unverified`, and the check's name says what was done. Finalists that do not win are not
-    executed: doing so for all that are tied with the winner took 40 % of the time of a search.
+    The executor runs the rendered source, so what passes is accurate, has the same bits under every
+    schedule tried, and leaves its counters at zero. It is no GPU: determinism stays `unverified`,
+    and the check's name says what was done. Executing all finalists that are tied took 40 % of a
+    search.
     """
 
     schedules: int = SCHEDULES

@@ -39,7 +39,6 @@ extern "C" void main_kernel(const normforge::Arguments& b) {{
 }}
 """
 
-
 FORWARD_SCHEDULES = (Schedule(1, 1), Schedule(2, 1000), Schedule(3, 1000))
 
 
@@ -61,11 +60,9 @@ def run_forward(
     layout: Layout | None = None,
     sms: int = 2,
 ) -> ForwardRuns:
-    """Run a forward once for every schedule.
-
-    inputs: of M <= N rows, on the CPU; inner: x lies as `inner` rows and then a gap; sms:
-    multiprocessors, for CTAs that walk over the rows. Raises NormforgeError without a C++ compiler.
-    """
+    """Run a forward once for every schedule. inputs: of M <= N rows, on the CPU; inner: x lies as
+    `inner` rows and then a gap; sms: multiprocessors, for CTAs that walk over the rows. Raises
+    NormforgeError without a C++ compiler."""
     x, residual = inputs.x, inputs.residual
     M, N = x.shape
     spec = variant.spec(sms)

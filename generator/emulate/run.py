@@ -114,14 +114,10 @@ def run_schedules(
     deadline: float = DEADLINE_SECONDS,
     cache_folder: Path = DEFAULT_CACHE,
 ) -> Runs:
-    """Run `launch` of the kernels in `source` once for every schedule.
-
-    inputs: on the CPU. deadline: seconds for all schedules; the one that is under way then gets a
-    fault, and those behind it have no outcome. A schedule ends at its first fault.
-
-    Raises NormforgeError when the C++ compiler refuses the source, and HostError when this machine
-    cannot compile or run it.
-    """
+    """Run `launch` of the kernels in `source` once for every schedule, up to its first fault.
+    inputs: on the CPU. deadline: seconds for all schedules; the one under way then gets a fault,
+    later ones have no outcome. Raises NormforgeError when the C++ compiler refuses the source, and
+    HostError when this machine cannot compile or run it."""
     call_options = call_options or CallOptions()
     statistics = [inputs.rstd] + ([] if inputs.mean is None else [inputs.mean])
     tensors = [inputs.x, inputs.dy, *statistics, inputs.weight]

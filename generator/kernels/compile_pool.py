@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Lock
-from typing import Generic, TypeVar
 
-from generator.kernels.cubin_cache import DEFAULT_CACHE
-from generator.kernels.forward import ForwardVariant
+from generator.kernels.cubin_cache import DEFAULT_CACHE, compile_variant
 from generator.kernels.nvrtc import Compiled, nvrtc_version
-from generator.kernels.revision import code_digest
-from generator.kernels.variant import Variant
+from generator.kernels.revision import AnyVariant, code_digest
 from generator.processes import end_pool, end_with_parent, shielded
 
+NICE = 5
+"""Drivers and GPU workers come before the compilers."""
 LIVES = 3
 """Processes that one variant may cost, alone, before it is an error."""
-V = TypeVar("V", bound="Variant | ForwardVariant")
 
 
-class CompilePool(Generic[V]):
-    """Compiles variants of one kind in worker processes, for any number of threads. When a process
-    dies, the variants under way are compiled again, each alone: the one that kills its process time
-    and again is an error, and one whose process somebody else killed is not.
+class CompilePool:
+    """Compiles variants in worker processes, for any number of threads. When a process dies, each
+    variant under way is compiled again in a process of its own; one that keeps killing its process
+    is an error.
 
     compile: called in a worker with a variant, the arch and the cache's folder; method: how
-    multiprocessing starts the processes. None starts before there is something to compile.
+    multiprocessing starts the workers, which it does with the first variant.
     """
 
     def __init__(
@@ -38,7 +35,7 @@ class CompilePool(Generic[V]):
         processes: int,
         cache_folder: Path = DEFAULT_CACHE,
         *,
-        compile: Callable[[V, str, Path], Compiled],
+        compile: Callable[[AnyVariant, str, Path], Compiled] = compile_variant,
         method: str = "spawn",
     ) -> None:
         self.arch = arch
@@ -50,13 +47,13 @@ class CompilePool(Generic[V]):
         self._closed = False
 
     def _start(self, processes: int) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(processes, get_context(self._method), _begin)
+        return ProcessPoolExecutor(processes, get_context(self._method), end_with_parent, (NICE,))
 
-    def _submit(self, pool: ProcessPoolExecutor, variant: V) -> Future[Compiled]:
+    def _submit(self, pool: ProcessPoolExecutor, variant: AnyVariant) -> Future[Compiled]:
         with shielded():
             return pool.submit(self._compile, variant, self.arch, self.cache_folder)
 
-    def submit(self, variant: V) -> Future[Compiled]:
+    def submit(self, variant: AnyVariant) -> Future[Compiled]:
         with self._replacing:
             try:
                 return self._submit(self._pool, variant)
@@ -64,7 +61,9 @@ class CompilePool(Generic[V]):
                 self._pool = self._start(self.processes)
                 return self._submit(self._pool, variant)
 
-    def result(self, variant: V, future: Future[Compiled], timeout: float = 120) -> Compiled:
+    def result(
+        self, variant: AnyVariant, future: Future[Compiled], timeout: float = 120
+    ) -> Compiled:
         """The result of `submit`. Whatever goes wrong with one variant is the error in it."""
         try:
             return future.result(timeout)
@@ -78,7 +77,7 @@ class CompilePool(Generic[V]):
         except Exception as error:
             return self._failed(variant, f"{type(error).__name__}: {error}")
 
-    def _alone(self, variant: V, timeout: float) -> Compiled:
+    def _alone(self, variant: AnyVariant, timeout: float) -> Compiled:
         for _ in range(LIVES):
             if self._closed:
                 return self._failed(variant, "the run was ended")
@@ -95,10 +94,10 @@ class CompilePool(Generic[V]):
                 end_pool(pool)
         return self._failed(variant, f"NVRTC crashed on this variant {LIVES} times")
 
-    def _failed(self, variant: V, error: str) -> Compiled:
+    def _failed(self, variant: AnyVariant, error: str) -> Compiled:
         return Compiled(self.arch, "", b"", {}, nvrtc_version(), False, "", error)
 
-    def code(self, variant: V) -> str:
+    def code(self, variant: AnyVariant) -> str:
         """See `generator.evaluate.evaluator.Pool`."""
         return code_digest(variant, self.arch)
 
@@ -107,14 +106,8 @@ class CompilePool(Generic[V]):
         self._closed = True
         end_pool(self._pool)
 
-    def __enter__(self) -> CompilePool[V]:
+    def __enter__(self) -> CompilePool:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _begin() -> None:
-    """What a compiler process does first: drivers and GPU workers come before it."""
-    end_with_parent()
-    os.nice(5)

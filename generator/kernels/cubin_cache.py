@@ -8,25 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
 
+from generator.disk import replacing
 from generator.kernels.nvrtc import Compiled, compile_options, compile_source, nvrtc_version
 from generator.kernels.ptxas import Resources
-from generator.kernels.render import render
-from generator.kernels.variant import Variant
+from generator.kernels.revision import AnyVariant, compiler_input
 from generator.paths import CACHE
 
 DEFAULT_CACHE = CACHE / "cubins"
-
-
 ENTRY_FORMAT = 2
 """Version of what a cache entry holds: entries of other versions are never looked at."""
-
-
 STALE_SECONDS = 3600.0
 """Age of a half-written entry that nobody writes any more: a write takes milliseconds."""
 
@@ -76,14 +70,8 @@ class CubinCache:
         data = asdict(compiled) | {"cubin": compiled.cubin.hex()}
         body = json.dumps(data)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-            try:
-                with os.fdopen(handle, "w") as file:
-                    file.write(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
-                Path(name).replace(path)
-            finally:
-                Path(name).unlink(missing_ok=True)
+            with replacing(path) as part:
+                part.write_text(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
             _sweep(path.parent)
         except OSError:
             # The cache saves time only: a full disk costs a compile, not the run.
@@ -92,16 +80,21 @@ class CubinCache:
 
 def _sweep(folder: Path) -> None:
     """Remove what processes left behind that were killed while they wrote there. Raises OSError.
-
-    Who writes does it, where it writes: a folder has one entry in 256.
-    """
+    Who writes does it, where it writes: a folder has one entry in 256."""
     oldest = time.time() - STALE_SECONDS
     for part in folder.glob("*.part"):
         if part.stat().st_mtime < oldest:
             part.unlink()
 
 
-def compile_variant(variant: Variant, arch: str, cache_folder: Path = DEFAULT_CACHE) -> Compiled:
+def compile_variant(variant: AnyVariant, arch: str, cache_folder: Path = DEFAULT_CACHE) -> Compiled:
     """Render and compile one variant through the cache."""
-    cap = int(variant["register_cap"])
-    return CubinCache(cache_folder).compile(render(variant), arch, cap)
+    source, register_cap = compiler_input(variant)
+    return CubinCache(cache_folder).compile(source, arch, register_cap)
+
+
+def cached(variant: AnyVariant, arch: str, cache_folder: Path = DEFAULT_CACHE) -> Compiled | None:
+    """What the cache has of a variant, without compiling; None when it has nothing that is sound. A
+    look takes less than a millisecond, a new process that compiles several seconds to start."""
+    source, register_cap = compiler_input(variant)
+    return CubinCache(cache_folder).find(source, arch, register_cap)

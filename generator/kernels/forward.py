@@ -1,13 +1,11 @@
-"""The forward's kernels: one variant, its geometry, its source and its machine code."""
+"""The forward's kernels: one variant, its geometry and its source."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
-from generator.kernels.cubin_cache import DEFAULT_CACHE, CubinCache
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import _ELEMENT, constant_lines, environment
 from generator.problem import ITEMSIZE
@@ -116,6 +114,9 @@ def render_forward(variant: ForwardVariant, *, comments: bool = True, include: s
     """The CUDA C++ source of a variant. comments, include: as of `generator.kernels.render`."""
     v = variant
     rows: list[tuple[str, int, str]] = [
+        ("kExact", v.exact, "N is a constant"),
+        ("kWalks", v.ctas_per_sm > 0, "CTAs walk over the rows"),
+        ("kOffset", True, "a number, added in fp32, comes with every call"),
         ("kRowColumns", v.N, "N" if v.exact else "largest N served"),
         ("kColumns", v.columns, "columns of one CTA"),
         ("kCluster", v.cluster, "CTAs that share a row"),
@@ -132,35 +133,15 @@ def render_forward(variant: ForwardVariant, *, comments: bool = True, include: s
         ("kStageBarriers", 0, ""),
         ("kSumsOffset", v.sums_offset, "bytes into shared memory"),
     ]
-    flags = [
-        ("kExact", v.exact, "N is a constant"),
-        ("kWalks", v.ctas_per_sm > 0, "CTAs walk over the rows"),
-        ("kOffset", True, "a number, added in fp32, comes with every call"),
-    ]
-    constants = [
-        f"constexpr bool {name} = {str(value).lower()};" + f"  // {meaning}" * comments
-        for name, value, meaning in flags
-    ]
-    constants += constant_lines(rows, comments)
-    return (
-        environment(comments, include)
-        .get_template("rmsnorm_forward.cu.j2")
-        .render(
-            name=v.id,
-            constants=constants,
-            element=_ELEMENT[v.dtype],
-            weight=_ELEMENT[v.weight_dtype],
-            cluster=v.cluster,
-            form=v.form,
-        )
+    template = environment(comments, include).get_template("rmsnorm_forward.cu.j2")
+    return template.render(
+        name=v.id,
+        constants=constant_lines(rows, comments),
+        element=_ELEMENT[v.dtype],
+        weight=_ELEMENT[v.weight_dtype],
+        cluster=v.cluster,
+        form=v.form,
     )
-
-
-def compile_forward(
-    variant: ForwardVariant, arch: str, cache_folder: Path = DEFAULT_CACHE
-) -> Compiled:
-    """Render and compile a variant through the cache."""
-    return CubinCache(cache_folder).compile(render_forward(variant), arch)
 
 
 def forward_fault(variant: ForwardVariant, compiled: Compiled, target: Target) -> str:

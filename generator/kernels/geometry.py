@@ -19,7 +19,6 @@ from generator.target import WARP
 Config = Mapping[str, int | str]
 """Knob name to value, for every knob of the space."""
 
-
 BLOCK_ROWS = 16
 """Rows that a thread adds up at once. With blocks of b rows the error of a sum of n grows like that
 of b + n / b additions, not of n (Higham, "Accuracy and Stability of Numerical Algorithms", 4.2),

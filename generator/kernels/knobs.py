@@ -17,10 +17,10 @@ Value = int | str
 class KnobFacts:
     """What is fixed about a knob; the values that are searched are in the YAML.
 
-    domain: values for which the templates make a kernel. meaning: one line. launch_only: it changes
-    the launch and not the source, so that variants which differ in it share their cubin. neutral:
-    the value of a knob that was added later under which a variant keeps the id that it had before.
-    optional: not every search space has it.
+    meaning: one line. domain: values that the templates support. launch_only: it changes the launch
+    and not the source, so variants that differ in it share a cubin. neutral: of a knob that was
+    added later, the value that leaves the ids of older variants as they were. optional: not every
+    search space has it.
     """
 
     meaning: str
@@ -65,8 +65,7 @@ KNOBS: dict[str, KnobFacts] = {
     "min_blocks": KnobFacts("CTAs per SM promised to the compiler", range(33), neutral=0),
     "register_cap": KnobFacts("registers of a thread, 0 for no cap", range(256)),
     "load_hint": KnobFacts(
-        "cache hint of the loads of x and dy",
-        ("default", "no_allocate", "streaming", "evict_last"),
+        "cache hint of the loads of x and dy", ("default", "no_allocate", "streaming", "evict_last")
     ),
     "store_hint": KnobFacts("cache hint of the stores of dx", ("default", "streaming")),
 }

@@ -11,12 +11,12 @@ _COPY_AT_UNIFORM = 0xDAE  # LDGSTS [R + UR], desc[UR]; that of [R] is 0xFAE
 
 
 def illegal_copies(cubin: bytes) -> int:
-    """The asynchronous copies to shared memory (`cp.async`) that no GPU executes.
+    """Counts the asynchronous copies to shared memory (`cp.async`) that no GPU executes.
 
-    Where a copy has a cache policy and its address in shared memory has a part that is the same for
-    a warp, NVRTC (13.0 for sm_90a, 13.5 for sm_100a) now and then writes `LDGSTS [R3+UR0+0x6280],
-    desc[UR1][R14.64]`. The policy needs an even register: an H200 ends such a kernel with "an
-    illegal instruction was encountered". Every copy of this form that was ever seen had an odd one.
+    For a copy with a cache policy whose address in shared memory has a warp-uniform part, NVRTC
+    (13.0 for sm_90a, 13.5 for sm_100a) sometimes writes `LDGSTS [R3+UR0+0x6280],
+    desc[UR1][R14.64]`. The policy needs an even register, and every copy of this form had an odd
+    one: an H200 ends the kernel with "an illegal instruction was encountered".
     """
     return sum(
         struct.unpack_from("<H", code, at)[0] & _OPCODE == _COPY_AT_UNIFORM

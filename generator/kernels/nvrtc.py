@@ -1,9 +1,4 @@
-"""CUDA C++ to cubin through NVRTC, for any target, with no GPU and no driver.
-
-Results live in a content-addressed cache: the key covers source, options and NVRTC version, a file
-appears by an atomic rename, and its content carries its own checksum, so that a crash or a second
-run at the same time can leave nothing half-written that is later believed.
-"""
+"""CUDA C++ to cubin through NVRTC, for any target, with no GPU and no driver."""
 
 from __future__ import annotations
 
@@ -113,8 +108,6 @@ def compile_source(
 
 def _text(size_of: Any, read: Any, program: Any) -> bytes:
     _, size = size_of(program)
-    buffer = bytearray(size)
-    # The binding writes into the object it is given; bytes of the right size is what it takes.
-    content = bytes(buffer)
+    content = bytes(size)  # the binding writes into the object that it is given
     read(program, content)
     return content

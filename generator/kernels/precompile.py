@@ -10,11 +10,8 @@ from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 
-from generator.kernels.cubin_cache import DEFAULT_CACHE, CubinCache
-from generator.kernels.forward import ForwardVariant
-from generator.kernels.nvrtc import Compiled
-from generator.kernels.revision import compiler_input
-from generator.kernels.variant import Variant
+from generator.kernels.cubin_cache import DEFAULT_CACHE, compile_variant
+from generator.kernels.revision import AnyVariant
 from generator.processes import end_pool, end_with_parent, shielded
 
 MOST_PROCESSES = 8
@@ -23,30 +20,16 @@ NICE = 19
 """Behind everything else of a run: the compilers of `CompilePool` have 5."""
 
 
-def cached(
-    variant: Variant | ForwardVariant, arch: str, cache_folder: Path = DEFAULT_CACHE
-) -> Compiled | None:
-    """What the cache has of a variant, without compiling; None when it has nothing that is sound.
-
-    A look takes less than a millisecond, a new process that compiles several seconds to start.
-    """
-    source, register_cap = compiler_input(variant)
-    return CubinCache(cache_folder).find(source, arch, register_cap)
-
-
 @contextmanager
 def precompiling(
-    variants: Sequence[Variant | ForwardVariant], arch: str, cache_folder: Path = DEFAULT_CACHE
+    variants: Sequence[AnyVariant], arch: str, cache_folder: Path = DEFAULT_CACHE
 ) -> Iterator[None]:
-    """While the body runs, compile the variants into the cache, in this order, on cores that nobody
-    else wants. At its end the processes are ended, whatever they are doing.
-
-    Nothing is promised and nothing raised: what went wrong here, or was not reached, is compiled
-    where it is needed, and an error is said there.
-    """
+    """While the body runs, compile the variants into the cache, in this order, at low priority. At
+    its end the processes are killed. Raises nothing: what fails here, or is not reached, is
+    compiled where it is needed, and an error is reported there."""
     cores = len(os.sched_getaffinity(0))
     processes = min(MOST_PROCESSES, max(1, cores // CORES_PER_PROCESS))
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin)
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), end_with_parent, (NICE,))
     try:
         # The machine may have no process left, or one of ours may be dead already.
         with suppress(OSError, RuntimeError), shielded():
@@ -57,13 +40,7 @@ def precompiling(
         end_pool(pool)
 
 
-def _begin() -> None:
-    end_with_parent()
-    os.nice(NICE)
-
-
-def _fill(variant: Variant | ForwardVariant, arch: str, cache_folder: Path) -> None:
+def _fill(variant: AnyVariant, arch: str, cache_folder: Path) -> None:
     """Sends nothing back: its parent may be a driver, which has better things to do than to read
     machine code."""
-    source, register_cap = compiler_input(variant)
-    CubinCache(cache_folder).compile(source, arch, register_cap)
+    compile_variant(variant, arch, cache_folder)

@@ -22,7 +22,6 @@ _LOAD_HINT = {
 _PRIORITIES = ("evict_last",)
 _STORE_HINT = {"default": "", "streaming": ".cs"}
 
-
 _COMMENT_OR_LITERAL = re.compile(
     r"""//[^\n]* | /\*.*?\*/ | "(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*'""", re.DOTALL | re.VERBOSE
 )
@@ -70,9 +69,10 @@ def environment(comments: bool = True, include: str = "") -> jinja2.Environment:
 
 
 def constant_lines(rows: Sequence[tuple[str, int, str]], comments: bool) -> list[str]:
-    """`constexpr` lines of (name, value, meaning)."""
+    """`constexpr` lines of (name, value, meaning), a bool's or an int's."""
     return [
-        f"constexpr int {name} = {value};" + (f"  // {meaning}" if meaning and comments else "")
+        f"constexpr {type(value).__name__} {name} = {str(value).lower()};"
+        + (f"  // {meaning}" if meaning and comments else "")
         for name, value, meaning in rows
     ]
 
@@ -84,27 +84,24 @@ def render(variant: Variant, *, comments: bool = True, include: str = "") -> str
     launch_bounds = ""
     if variant["min_blocks"]:
         launch_bounds = f"__launch_bounds__({variant.threads}, {variant['min_blocks']})"
-    return (
-        environment(comments, include)
-        .get_template(f"{variant.operation}.cu.j2")
-        .render(
-            name=variant.id,
-            operation=variant.operation,
-            knobs=variant.config,
-            strategy=variant.strategy,
-            determinism=variant.determinism,
-            constants=_constants(variant, comments),
-            row_load=_LOAD_HINT[variant["load_hint"]],
-            row_priority=variant["load_hint"] if variant["load_hint"] in _PRIORITIES else "",
-            row_store=_STORE_HINT[variant["store_hint"]],
-            element=_ELEMENT[variant.dtype],
-            weight=_ELEMENT[variant.weight_dtype],
-            residual=_ELEMENT[variant.residual] if variant.residual else "",
-            offset=variant.offset,
-            in_blocks=bool(variant.block_batches),
-            least_columns=variant.least_columns,
-            launch_bounds=launch_bounds,
-        )
+    template = environment(comments, include).get_template(f"{variant.operation}.cu.j2")
+    return template.render(
+        name=variant.id,
+        operation=variant.operation,
+        knobs=variant.config,
+        strategy=variant.strategy,
+        determinism=variant.determinism,
+        constants=_constants(variant, comments),
+        row_load=_LOAD_HINT[variant["load_hint"]],
+        row_priority=variant["load_hint"] if variant["load_hint"] in _PRIORITIES else "",
+        row_store=_STORE_HINT[variant["store_hint"]],
+        element=_ELEMENT[variant.dtype],
+        weight=_ELEMENT[variant.weight_dtype],
+        residual=_ELEMENT[variant.residual] if variant.residual else "",
+        offset=variant.offset,
+        in_blocks=bool(variant.block_batches),
+        least_columns=variant.least_columns,
+        launch_bounds=launch_bounds,
     )
 
 
@@ -112,6 +109,7 @@ def _constants(v: Variant, comments: bool) -> list[str]:
     """The knobs and the geometry as `constexpr` lines with their meaning."""
     stage_barriers = v["stages"] if v["pipeline"] == "bulk" else 0
     rows: list[tuple[str, int, str]] = [
+        ("kExact", v.exact, "N is a constant"),
         ("kRowColumns", v.N, "N" if v.exact else "largest N served"),
         ("kColumns", v.columns, "columns of one CTA"),
         ("kCluster", v["cluster"], "CTAs that share a row"),
@@ -155,5 +153,4 @@ def _constants(v: Variant, comments: bool) -> list[str]:
             ("kBlockSumsOffset", v.block_sums_offset, ""),
             ("kRunsWrittenOffset", v.runs_written_offset, ""),
         ]
-    exact = f"constexpr bool kExact = {str(v.exact).lower()};"
-    return [exact + "  // N is a constant" * comments, *constant_lines(rows, comments)]
+    return constant_lines(rows, comments)

@@ -15,11 +15,13 @@ from generator.kernels.nvrtc import compile_options, nvrtc_version
 from generator.kernels.render import render
 from generator.kernels.variant import Variant
 
+AnyVariant = Variant | ForwardVariant
+
 _known: dict[tuple[str, str], str] = {}  # by id, which is unique to the source, and arch
 
 
 def compiler_input(
-    variant: Variant | ForwardVariant, *, comments: bool = True, include: str = ""
+    variant: AnyVariant, *, comments: bool = True, include: str = ""
 ) -> tuple[str, int]:
     """The source of a variant and its register cap. comments, include: as in `render`."""
     if isinstance(variant, ForwardVariant):
@@ -27,7 +29,7 @@ def compiler_input(
     return render(variant, comments=comments, include=include), int(variant["register_cap"])
 
 
-def code_digest(variant: Variant | ForwardVariant, arch: str) -> str:
+def code_digest(variant: AnyVariant, arch: str) -> str:
     """Sixteen hex digits over the source without its comments, NVRTC's options and its version."""
     if (variant.id, arch) not in _known:
         source, register_cap = compiler_input(variant, comments=False)
@@ -37,7 +39,7 @@ def code_digest(variant: Variant | ForwardVariant, arch: str) -> str:
     return _known[variant.id, arch]
 
 
-def code_of_all(variants: Iterable[Variant | ForwardVariant], arch: str) -> str:
+def code_of_all(variants: Iterable[AnyVariant], arch: str) -> str:
     """Sixteen hex digits over the code of several variants and their order."""
     return _digest(code_digest(variant, arch) for variant in variants)
 

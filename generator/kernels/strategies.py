@@ -19,11 +19,10 @@ REDUCTION_KNOBS = ("strategy", "order")
 class Strategy:
     """One way to sum dw.
 
-    name, order: values of REDUCTION_KNOBS. adds: when a CTA's partial dw is added to others:
-    `by_index`, `in_turns`, or `on_arrival`, where the order differs from run to run. tail: who
-    sums the rows of partial dw, one from each CTA, that a strategy of `by_index` leaves behind:
-    `slices` (CTAs that each have some columns), `last_cta` or `second_kernel`; "" without rows.
-    fragments: files of templates/, without their suffix, in the order in which they are pasted.
+    name, order: values of REDUCTION_KNOBS. adds: when a CTA adds its partial dw to the others':
+    `by_index`, `in_turns`, or `on_arrival`, where the order differs from run to run. tail: with
+    `by_index`, who sums the rows of partial dw, one per CTA: `slices` (every CTA some columns),
+    `last_cta` or `second_kernel`; else "". fragments: files of templates/ without suffix, in order.
     """
 
     name: str

@@ -91,12 +91,7 @@ class Variant(Geometry):
 
 
 def make_variant(
-    config: Config,
-    problem: Problem,
-    *,
-    exact: bool = True,
-    least: int = 1,
-    in_blocks: bool = True,
+    config: Config, problem: Problem, *, exact: bool = True, least: int = 1, in_blocks: bool = True
 ) -> Variant:
     """The variant that serves `problem` with `config` (any M), or with exact False any N from
     `least` to that of the problem. in_blocks: as in Geometry."""

@@ -1,7 +1,8 @@
-"""The backward of LayerNorm: what it takes and gives, and the reference in float64.
+"""The backward of LayerNorm: what it takes and gives.
 
 It has the inputs of RMSNorm's backward and the mean of every row. The sums over the rows are one
-output: dw, whose first half is dgamma and whose second half is dbeta.
+output: dw, whose first half is dgamma and whose second half is dbeta. The reference is that of
+RMSNorm, which knows rows with a mean.
 """
 
 from __future__ import annotations
@@ -11,14 +12,8 @@ from dataclasses import replace
 import torch
 
 from generator.operations import rmsnorm_backward as rmsnorm
-from generator.operations.operation import (
-    CHUNK_ELEMENTS,
-    Bound,
-    FrontEnd,
-    Operation,
-    TensorSpec,
-)
-from generator.operations.rmsnorm_backward import Inputs, Reference
+from generator.operations.operation import CHUNK_ELEMENTS, FrontEnd, Operation, TensorSpec
+from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
 
 EPS = 1e-5
@@ -55,49 +50,6 @@ def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs
     return replace(inputs, mean=mean, rstd=rstd)
 
 
-def make_reference(problem: Problem, inputs: Inputs) -> Reference:
-    """The reference in float64, computed in chunks of rows.
-
-    dx = rstd * (w * dy - mean(w * dy) - xhat * mean(xhat * w * dy)), dgamma = sum over rows of
-    dy * xhat, dbeta = sum over rows of dy, with xhat = (x - mean) * rstd (Ba, Kiros and Hinton,
-    "Layer Normalization", 2016); w is the weight and the offset, and the residual's gradient is
-    added to dx.
-    """
-    assert inputs.mean is not None
-    wide = torch.float64 if problem.dtype == "fp32" else torch.float32
-    device, N = inputs.x.device, problem.N
-    dx = torch.empty(inputs.x.shape, dtype=wide, device=device)
-    dw = torch.zeros(2 * N, dtype=torch.float64, device=device)
-    dw_scale = torch.zeros_like(dw)
-    row_scale = torch.empty((problem.M, 1), dtype=torch.float32, device=device)
-    weight = inputs.weight.double() + inputs.offset
-    step = max(1, CHUNK_ELEMENTS // N)
-    for start in range(0, problem.M, step):
-        part = slice(start, start + step)
-        rstd = inputs.rstd[part].double()[:, None]
-        xhat = (inputs.x[part].double() - inputs.mean[part].double()[:, None]) * rstd
-        dy = inputs.dy[part].double()
-        both = torch.cat((dy * xhat, dy), dim=1)
-        dw += both.sum(0)
-        dw_scale += both.abs().sum(0)
-        weighted = dy * weight
-        level = weighted.mean(dim=1, keepdim=True)
-        along = xhat * (xhat * weighted).mean(dim=1, keepdim=True)
-        gradient = rstd * (weighted - level - along)
-        terms = rstd * (weighted.abs() + weighted.abs().mean(dim=1, keepdim=True) + along.abs())
-        if inputs.residual is not None:
-            gradient += inputs.residual[part].double()
-            terms += inputs.residual[part].double().abs()
-        dx[part] = gradient
-        row_scale[part] = terms.amax(dim=1, keepdim=True)
-    return Reference(dx, dw, row_scale, dw_scale)
-
-
-def bounds(problem: Problem, inputs: Inputs) -> dict[str, Bound]:
-    """What dx, dw and dresidual_out have to be."""
-    return rmsnorm.bounds_of(problem, make_reference(problem, inputs))
-
-
 LAYERNORM_BACKWARD = Operation(
     name="layernorm_backward",
     front_end=FrontEnd(
@@ -114,7 +66,7 @@ LAYERNORM_BACKWARD = Operation(
     outputs=outputs,
     make_inputs=make_inputs,
     make_cancelling=rmsnorm.make_cancelling,
-    bounds=bounds,
+    bounds=rmsnorm.bounds,
     floor=rmsnorm.floor,
     load=rmsnorm.BackwardRunner,
 )

@@ -42,11 +42,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Bound:
-    """What an output has to be: within `unit * |reference| + slack` of the reference.
-
-    reference: like the output, float32 or float64, from float64 arithmetic on the rounded inputs;
-    slack: broadcasts against it and has as many rows.
-    """
+    """What an output has to be: within `unit * |reference| + slack` of the reference, which is like
+    the output, in float32 or float64, from float64 arithmetic on the rounded inputs. slack:
+    broadcasts against it and has as many rows."""
 
     reference: torch.Tensor
     unit: float
@@ -84,17 +82,14 @@ class FrontEnd:
 class Operation:
     """One operation. Every function takes the problem first; `Any` are the operation's own inputs.
 
-    name: also of its template; front_end: None for one that is part of another's package.
-    sums_rows: whether an output is a sum over rows, whose bits depend on the order of additions.
-    arguments, outputs: the tensors of a call.
-    make_inputs: random ones on a device, from a `seed`; make_cancelling: others, made from those
-    and a `seed`, in which any other order of additions shows.
-    bounds: what every output has to be for these inputs.
-    floor: an operation of PyTorch that moves `traffic_bytes` and computes next to nothing, on these
-    inputs and outputs; it is timed beside the kernels, as the least time that they can take.
-    load: machine code and its spec to what runs it.
-    forward: the operation whose kernels go into the same package, "" for none; fallbacks: whether
-    fallback kernels do.
+    name: also of its template; front_end: None for a part of another's package. sums_rows: whether
+    an output is a sum over rows, whose bits depend on the order of additions. arguments, outputs:
+    tensors of a call. make_inputs: random, on a device, from a `seed`; make_cancelling: made from
+    those and a `seed`, so that any other order of additions shows. bounds: what the outputs have to
+    be for some inputs. floor: an operation of PyTorch on these inputs and outputs that moves
+    `traffic_bytes` and computes next to nothing, timed beside the kernels as their lower bound.
+    load: machine code and its spec to what runs it. forward: the operation whose kernels go into
+    the same package, or ""; fallbacks: whether fallback kernels do.
     """
 
     name: str

@@ -22,7 +22,7 @@ from generator.operations.operation import (
 from generator.problem import Problem
 from generator.runtime.launch.launch import DW_IN_WEIGHT_DTYPE, launch_backward
 from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.spec import KernelSpec, plan_launch
+from generator.runtime.spec import KernelSpec, Launch, plan_launch
 
 
 def arguments(problem: Problem) -> tuple[TensorSpec, ...]:
@@ -68,11 +68,9 @@ class Inputs:
 @dataclass
 class Reference:
     """dx (M, N) and dw (N,) from float64 arithmetic on the rounded inputs, with the magnitudes that
-    bound the error of fp32 arithmetic: row_scale (M, 1), the largest sum of the magnitudes of dx's
-    terms in the row (they cancel where N is 1), and
-    dw_scale (N,), the sum of |dy * xhat| over the rows. dx is kept in float32 when the problem's
-    dtype is narrower (its error is 2^-24 then, far below a half unit of bf16 or fp16), else in
-    float64."""
+    bound the error of fp32 arithmetic: row_scale (M, 1), the largest sum of |terms| of dx in the
+    row, and dw_scale (N,), the sum of |dy * xhat| over the rows. For a dtype narrower than fp32, dx
+    is kept in float32, whose error is far below half a unit of bf16 or fp16."""
 
     dx: torch.Tensor
     dw: torch.Tensor
@@ -153,12 +151,14 @@ def make_reference(problem: Problem, inputs: Inputs) -> Reference:
 
     dx = rstd * (w * dy - xhat * mean(xhat * w * dy)), dw = sum over rows of dy * xhat, with
     xhat = x * rstd (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019); w is the
-    weight and the offset, and the residual's gradient is added to dx.
+    weight and the offset, and the residual's gradient is added to dx. Where rows have a mean,
+    xhat = (x - mean) * rstd, dx loses rstd * mean(w * dy), and behind dw comes the sum over rows of
+    dy (Ba, Kiros and Hinton, 2016).
     """
     wide = torch.float64 if problem.dtype == "fp32" else torch.float32
-    device = inputs.x.device
+    device, mean = inputs.x.device, inputs.mean
     dx = torch.empty(inputs.x.shape, dtype=wide, device=device)
-    dw = torch.zeros(problem.N, dtype=torch.float64, device=device)
+    dw = torch.zeros(problem.N * (1 if mean is None else 2), dtype=torch.float64, device=device)
     dw_scale = torch.zeros_like(dw)
     row_scale = torch.empty((problem.M, 1), dtype=torch.float32, device=device)
     weight = inputs.weight.double() + inputs.offset
@@ -166,15 +166,19 @@ def make_reference(problem: Problem, inputs: Inputs) -> Reference:
     for start in _row_chunks(problem):
         part = slice(start, start + step)
         rstd = inputs.rstd[part].double()[:, None]
-        xhat = inputs.x[part].double() * rstd
+        x = inputs.x[part].double()
+        xhat = (x if mean is None else x - mean[part].double()[:, None]) * rstd
         dy = inputs.dy[part].double()
-        product = dy * xhat
+        product = dy * xhat if mean is None else torch.cat((dy * xhat, dy), dim=1)
         dw += product.sum(0)
         dw_scale += product.abs().sum(0)
         weighted = dy * weight
         along = xhat * (xhat * weighted).mean(dim=1, keepdim=True)
         gradient = rstd * (weighted - along)
         terms = rstd * (weighted.abs() + along.abs())
+        if mean is not None:
+            gradient -= rstd * weighted.mean(dim=1, keepdim=True)
+            terms += rstd * weighted.abs().mean(dim=1, keepdim=True)
         if inputs.residual is not None:
             gradient += inputs.residual[part].double()
             terms += inputs.residual[part].double().abs()
@@ -183,24 +187,13 @@ def make_reference(problem: Problem, inputs: Inputs) -> Reference:
     return Reference(dx, dw, row_scale, dw_scale)
 
 
-def slacks(problem: Problem, reference: Reference) -> tuple[torch.Tensor, torch.Tensor]:
-    """What dx (M, 1) and dw (N,) may be off beside one rounding: fp32 arithmetic, in units of the
-    row's largest |dx| and of the sum of the magnitudes of dw's terms, and half a unit of a
-    subnormal result."""
-    return (
-        reference.row_scale * FP32_SLACK + half_subnormal(problem.dtype),
-        reference.dw_scale * FP32_SLACK + half_subnormal(problem.weight_dtype),
-    )
-
-
 def bounds(problem: Problem, inputs: Inputs) -> dict[str, Bound]:
-    """What dx, dw and dresidual_out have to be."""
-    return bounds_of(problem, make_reference(problem, inputs))
-
-
-def bounds_of(problem: Problem, reference: Reference) -> dict[str, Bound]:
-    """The bounds around a reference."""
-    slack_dx, slack_dw = slacks(problem, reference)
+    """What dx, dw and dresidual_out have to be. Beside one rounding they may be off by fp32
+    arithmetic, in units of the sums of the magnitudes of their terms, and by half a unit of a
+    subnormal result."""
+    reference = make_reference(problem, inputs)
+    slack_dx = reference.row_scale * FP32_SLACK + half_subnormal(problem.dtype)
+    slack_dw = reference.dw_scale * FP32_SLACK + half_subnormal(problem.weight_dtype)
     found = {
         "dx": Bound(reference.dx, HALF_UNIT[problem.dtype], slack_dx),
         "dw": Bound(reference.dw, HALF_UNIT[problem.weight_dtype], slack_dw),
@@ -217,6 +210,36 @@ def floor(
     size = RMSNORM_BACKWARD.traffic_bytes(problem)
     one, two, out = over_bytes(size, (inputs.x, inputs.dy, outputs["dx"]))
     return lambda: torch.add(one, two, out=out)
+
+
+def run_backward(
+    kernel: LoadedKernel,
+    launch: Launch,
+    inputs: Inputs,
+    outputs: Mapping[str, torch.Tensor | None],
+    workspace: torch.Tensor,
+    dw_mode: int = DW_IN_WEIGHT_DTYPE,
+) -> None:
+    """Enqueue one call on the current stream. inputs.weight may be None here, and x and dy packed
+    as (M / H, H, N); dw_mode: what to do with dw, which is fp32 but for DW_IN_WEIGHT_DTYPE."""
+    dx = outputs["dx"]
+    launch_backward(
+        kernel,
+        launch,
+        torch.cuda.current_stream().cuda_stream,
+        x=inputs.x,
+        dy=inputs.dy,
+        rstd=inputs.rstd,
+        weight=inputs.weight,
+        dx=dx,
+        dw=outputs["dw"],
+        workspace=workspace.data_ptr(),
+        dresidual=inputs.residual,
+        dresidual_out=None if dx is None else outputs.get("dresidual_out"),
+        dw_mode=dw_mode,
+        weight_offset=inputs.offset,
+        mean=inputs.mean,
+    )
 
 
 class BackwardRunner:
@@ -236,26 +259,8 @@ class BackwardRunner:
         *,
         dw_mode: int = DW_IN_WEIGHT_DTYPE,
     ) -> None:
-        """See Runner. inputs.weight may be None here, and x and dy packed as (M / H, H, N);
-        dw_mode: what to do with dw, which is fp32 but for DW_IN_WEIGHT_DTYPE."""
-        dx = outputs["dx"]
-        launch_backward(
-            self.kernel,
-            self.launch,
-            torch.cuda.current_stream().cuda_stream,
-            x=inputs.x,
-            dy=inputs.dy,
-            rstd=inputs.rstd,
-            weight=inputs.weight,
-            dx=dx,
-            dw=outputs["dw"],
-            workspace=workspace.data_ptr(),
-            dresidual=inputs.residual,
-            dresidual_out=None if dx is None else outputs.get("dresidual_out"),
-            dw_mode=dw_mode,
-            weight_offset=inputs.offset,
-            mean=inputs.mean,
-        )
+        """See Runner and `run_backward`."""
+        run_backward(self.kernel, self.launch, inputs, outputs, workspace, dw_mode)
 
 
 RMSNORM_BACKWARD = Operation(

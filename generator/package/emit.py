@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from generator.errors import NormforgeError
-from generator.kernels.forward import FORWARD_FIELDS, ForwardVariant
+from generator.kernels.forward import FORWARD_FIELDS
 from generator.kernels.nvrtc import Compiled
+from generator.kernels.revision import AnyVariant
 from generator.kernels.variant import Variant
 from generator.package.atomic_folder import check_writable, locked, replaced
-from generator.package.entries import PROVENANCE_KEYS, Emission, Entry, EntryOf, Forwards
+from generator.package.entries import PROVENANCE_KEYS, Emission, Entry, Forwards, problem_of
 from generator.package.files import KernelFiles, write_package
-from generator.problem import RMSNORM_BACKWARD, Problem
+from generator.problem import Problem
 from generator.runtime.table import ForwardTable, KernelOf, Table, TableOf, TunedOf
 from generator.target import Target
 
@@ -37,14 +38,12 @@ def emit_package(
 ) -> Emission:
     """Write or extend the package at `package`.
 
-    Problems that the package has and `entries` has not are kept with their kernels; a predicted
-    entry never replaces a measured one, and one that says what the package says already leaves that
-    as it is, with its date.
-    The fallback kernels are those of `fallback`. keep_fallbacks: and those of the package that take
-    other rows.
-    forwards: the forward kernels, under the same rules; None keeps those that the package has.
-    Raises NormforgeError, leaving the package as it was, for an entry that must not be emitted, a
-    package of another GPU, a damaged package and a folder that cannot be written.
+    Problems that only the package has keep their kernels. A predicted entry never replaces a
+    measured one; one that says the same as the package leaves the old entry with its date.
+    fallback: the fallback kernels; keep_fallbacks: and those of the package for other rows.
+    forwards: the forward kernels, under the same rules; None keeps the package's. Raises
+    NormforgeError, leaving the package as it was, for an entry that must not be emitted, a package
+    that is damaged or of another GPU, and a folder that cannot be written.
     """
     for entry in entries:
         _check(entry, target)
@@ -79,10 +78,10 @@ class _Merged:
 
 
 def _merge(
-    entries: Sequence[EntryOf[Any]], old: TableOf[Any] | None, files: KernelFiles, what: str
+    entries: Sequence[Entry], old: TableOf[Any] | None, files: KernelFiles, what: str
 ) -> _Merged:
     """Entries, and what the old table has beside them; all of their kernels join `files`."""
-    known = {_problem(tuned): tuned for tuned in old.tuned} if old else {}
+    known = {problem_of(tuned): tuned for tuned in old.tuned} if old else {}
     tuned: dict[Problem, TunedOf[Any]] = {}
     refused = []
     for entry in entries:
@@ -127,7 +126,7 @@ def _same(old: TunedOf[Any], new: TunedOf[Any]) -> bool:
 
 def _check(entry: Entry, target: Target) -> None:
     what = f"{entry.problem}: {entry.variant}"
-    if entry.variant.determinism == "none":
+    if isinstance(entry.variant, Variant) and entry.variant.determinism == "none":
         raise NormforgeError(f"{what} is not deterministic and cannot be emitted")
     if entry.evidence not in ("measured", "predicted"):
         raise NormforgeError(f"{what} has evidence '{entry.evidence}': measured or predicted")
@@ -157,7 +156,7 @@ def _check_arithmetic(table: Table, forward: ForwardTable | None) -> None:
                 )
 
 
-def _check_cubin(variant: Variant | ForwardVariant, compiled: Compiled, target: Target) -> None:
+def _check_cubin(variant: AnyVariant, compiled: Compiled, target: Target) -> None:
     if compiled.error or not compiled.cubin:
         raise NormforgeError(f"{variant} was not compiled: {compiled.error or 'it has no cubin'}")
     if compiled.arch != target.arch:
@@ -165,18 +164,7 @@ def _check_cubin(variant: Variant | ForwardVariant, compiled: Compiled, target: 
 
 
 def _facts(target: Target) -> dict[str, Any]:
-    return {
-        "name": target.name,
-        "title": target.title,
-        "arch": target.arch,
-        "sms": target.sms,
-    }
-
-
-def _problem(tuned: TunedOf[Any]) -> Problem:
-    spec = tuned.kernel.spec
-    shape = (tuned.M, tuned.N, tuned.dtype, tuned.weight_dtype, spec.offset, spec.residual)
-    return Problem(*shape, getattr(spec, "operation", RMSNORM_BACKWARD))
+    return {"name": target.name, "title": target.title, "arch": target.arch, "sms": target.sms}
 
 
 def _read(package: Path, target: Target) -> Table | None:

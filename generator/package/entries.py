@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.variant import Variant
-from generator.problem import Problem
-
-V = TypeVar("V", Variant, ForwardVariant)
+from generator.kernels.revision import AnyVariant
+from generator.problem import RMSNORM_BACKWARD, Problem
+from generator.runtime.table import TunedOf
 
 Made = tuple[ForwardVariant, Compiled]
 
@@ -25,26 +24,29 @@ PROVENANCE_KEYS = frozenset(
 
 
 @dataclass(frozen=True)
-class EntryOf(Generic[V]):
+class Entry:
     """The chosen kernel of one shape. evidence: `measured` or `predicted`; provenance: how it was
     chosen, as JSON values (of the backward PROVENANCE_KEYS)."""
 
     problem: Problem
-    variant: V
+    variant: AnyVariant
     compiled: Compiled
     evidence: str
     provenance: dict[str, Any]
 
 
-Entry = EntryOf[Variant]
-ForwardEntry = EntryOf[ForwardVariant]
+def problem_of(tuned: TunedOf[Any]) -> Problem:
+    """The shape that a table has a tuned kernel for; a forward is of RMSNorm."""
+    spec = tuned.kernel.spec
+    shape = (tuned.M, tuned.N, tuned.dtype, tuned.weight_dtype, spec.offset, spec.residual)
+    return Problem(*shape, getattr(spec, "operation", RMSNORM_BACKWARD))
 
 
 @dataclass(frozen=True)
 class Forwards:
     """The forward's kernels: those chosen for shapes, and those that take any row."""
 
-    tuned: tuple[ForwardEntry, ...]
+    tuned: tuple[Entry, ...]
     fallback: tuple[Made, ...]
 
 

@@ -7,7 +7,7 @@ newer than sm_80 (but a programmatic launch where there is one), so it runs wher
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -86,17 +86,15 @@ def _read(entries: Sequence[Mapping[str, Any]]) -> tuple[Layout, ...]:
 
 
 def fallback_variants(
-    target: Target,
-    dtypes: Sequence[tuple[str, str]] = DTYPES,
-    space: Space | None = None,
+    target: Target, dtypes: Sequence[tuple[str, str]] = DTYPES, space: Space | None = None
 ) -> list[Variant]:
-    """The fallback variants of a package for `target`, of every layout that the rules of the space
-    allow there: for vectors of 16, 8 and 4 bytes and of one element, each for rows of whole vectors
-    at aligned addresses. Last, and so for want of others, each comes once more for any rows
-    up to its own: it asks about every vector, with registers to spare.
+    """The fallback variants for `target`, of every layout that the rules of the space allow there:
+    for vectors of 16, 8 and 4 bytes and of one element, each for rows of whole vectors at aligned
+    addresses. Last, as a last resort, each comes again for any rows up to its own: it checks every
+    vector, with registers to spare.
 
     dtypes: pairs of x's and the weight's dtype. A variant serves every M >= 1 and N from its least
-    up to its own. `compile_fallbacks` keeps one for each length of rows.
+    up to its own. `compile_fallbacks` keeps one for each row length.
     """
     space = space or load_space()
     found: list[Variant] = []
@@ -187,14 +185,10 @@ def compile_fallbacks(
     compile: Callable[[list[Variant]], Iterable[Compiled]],
     variants: Sequence[Variant] | None = None,
 ) -> list[tuple[Variant, Compiled]]:
-    """The fallback kernels of a package: of several variants that take the same rows the first that
-    may run on the target, and where none may, the next longer one takes their rows as well.
-
-    variants: those to choose from, default `fallback_variants(target)`.
-
-    compile: gives the results of variants, in their order. It is asked for first choices, and then
-    for those that take the place of what may not run.
-    """
+    """The fallback kernels of a package: of the variants that take the same rows the first that may
+    run on the target; where none may, the next longer one takes these rows as well. variants: to
+    choose from, default `fallback_variants(target)`. compile: gives results in the order of its
+    variants; asked for first choices, then for replacements of what may not run."""
     variants = fallback_variants(target) if variants is None else variants
     found: dict[tuple[object, ...], tuple[Variant, Compiled]] = {}
 
@@ -252,18 +246,10 @@ def _config(layout: Layout, vector_bytes: int) -> Config:
         "slice_columns": 32,
         "sum_threads": 512,
         "cluster": 1,
-        "pipeline": layout.pipeline,
-        "stages": layout.stages,
-        "reload": layout.reload,
-        "threads_per_row": layout.threads_per_row,
-        "rows_per_cta": layout.rows_per_cta,
-        "rows_in_flight": layout.rows_in_flight,
-        "vector_bytes": vector_bytes,
-        "weight_in": layout.weight_in,
-        "ctas_per_sm": layout.ctas_per_sm,
         "grid": "full",
-        "min_blocks": layout.ctas_per_sm,
         "register_cap": 0,
-        "load_hint": layout.load_hint,
         "store_hint": "default",
+        "vector_bytes": vector_bytes,
+        "min_blocks": layout.ctas_per_sm,
+        **{knob: value for knob, value in asdict(layout).items() if knob != "columns"},
     }

@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 from generator.errors import NormforgeError
-from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import headers
-from generator.kernels.variant import Variant
+from generator.kernels.revision import AnyVariant
 from generator.operations import OPERATIONS
 from generator.package.sources import INCLUDE, config_of, included, revision, source_of
 from generator.paths import GENERATED, RUNTIME
@@ -29,9 +28,7 @@ from generator.runtime.cubins import CUBINS
 from generator.runtime.table import (
     FORWARD_TABLE,
     TABLE,
-    ForwardKernel,
     ForwardTable,
-    Kernel,
     KernelOf,
     S,
     Table,
@@ -57,7 +54,6 @@ __all__ = [
 {names}
 ]
 '''
-
 
 _FILE = re.compile(r"\w{1,200}")
 _TITLE = re.compile(r"[\w .,+()/-]{1,200}")
@@ -88,11 +84,7 @@ class KernelFiles:
     def _source_file(self, file: str) -> Path:
         return self.package / "kernels" / f"{file}.cu"
 
-    @overload
-    def add(self, variant: Variant, compiled: Compiled, *, tuned: bool) -> Kernel: ...
-    @overload
-    def add(self, variant: ForwardVariant, compiled: Compiled, *, tuned: bool) -> ForwardKernel: ...
-    def add(self, variant: Variant | ForwardVariant, compiled: Compiled, *, tuned: bool) -> Any:
+    def add(self, variant: AnyVariant, compiled: Compiled, *, tuned: bool) -> KernelOf[Any]:
         """A new kernel, of today's templates. tuned: its source is to be read."""
         file = self._store(variant.id, compiled.digest, compiled.cubin)
         if tuned:

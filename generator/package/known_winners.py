@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from generator.problem import Problem
+from generator.package.entries import problem_of
 from generator.result import Result
 from generator.runtime.table import Table, Tuned
 from generator.studies.records import Winner
@@ -22,15 +22,11 @@ def known_winners(package: Path) -> list[Winner]:
 
 def _winner(tuned: Tuned, target: str) -> Winner:
     kernel, facts = tuned.kernel, tuned.provenance
-    spec = kernel.spec
     return Winner(
-        problem=Problem(
-            *(tuned.M, tuned.N, tuned.dtype, tuned.weight_dtype, spec.offset, spec.residual),
-            spec.operation,
-        ),
+        problem=problem_of(tuned),
         target=target,
         config=kernel.config,
-        variant=spec.name,
+        variant=kernel.spec.name,
         cubin=kernel.digest,
         result=Result(
             "ok",

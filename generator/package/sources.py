@@ -9,7 +9,7 @@ from typing import Any
 
 from generator.kernels.forward import ForwardVariant
 from generator.kernels.render import headers
-from generator.kernels.revision import compiler_input
+from generator.kernels.revision import AnyVariant, compiler_input
 from generator.kernels.variant import Variant
 from generator.runtime.spec import ForwardSpec
 from generator.runtime.table import ForwardKernel, Kernel
@@ -34,14 +34,14 @@ def included(source: str) -> list[str]:
     return list(dict.fromkeys(_INCLUDED.findall(source)))
 
 
-def source_of(variant: Variant | ForwardVariant) -> str:
+def source_of(variant: AnyVariant) -> str:
     """The source of a variant as it is emitted to kernels/, with today's headers included."""
     include = f"../{INCLUDE}/{revision(headers())}"
     source, _ = compiler_input(variant, include=include)
     return source
 
 
-def config_of(variant: Variant | ForwardVariant) -> dict[str, Any]:
+def config_of(variant: AnyVariant) -> dict[str, Any]:
     """All that a variant was made from beside the facts of its spec, as JSON values: every knob,
     and of a fallback kernel whether it adds rows in blocks."""
     if isinstance(variant, ForwardVariant):
@@ -49,7 +49,7 @@ def config_of(variant: Variant | ForwardVariant) -> dict[str, Any]:
     return {**variant.config, **({} if variant.exact else {"in_blocks": variant.in_blocks})}
 
 
-def variant_of(kernel: Kernel | ForwardKernel) -> Variant | ForwardVariant:
+def variant_of(kernel: Kernel | ForwardKernel) -> AnyVariant:
     """The variant that a stored kernel was rendered from. Raises TypeError for a config that was
     made for other templates."""
     spec, config = kernel.spec, dict(kernel.config)

@@ -31,68 +31,50 @@ TARGET_NAMES = {
 }
 Derive = Callable[[Geometry, Problem, Target], int]
 
+_ROW = ("cluster", "threads_per_row", "vector_bytes")
+_BATCH = ("threads_per_row", "rows_in_flight")
+_CTA = ("threads_per_row", "rows_per_cta")
+_SM = (*_CTA, "ctas_per_sm")
+_SMEM = (
+    *("strategy", "slice_columns", "cluster", "pipeline", "stages", "threads_per_row"),
+    *("rows_per_cta", "rows_in_flight", "vector_bytes", "weight_in", "run_rows", "group_rows"),
+)
 DERIVED: dict[str, tuple[tuple[str, ...], Derive]] = {
-    "threads": (("threads_per_row", "rows_per_cta"), lambda v, p, t: v.threads),
+    "threads": (_CTA, lambda v, p, t: v.threads),
     "columns": (("cluster",), lambda v, p, t: v.columns),
     "row_bytes": (("cluster",), lambda v, p, t: v.row_bytes),
     "widest_vector": (("cluster",), lambda v, p, t: v.widest_vector),
     "elements": (("vector_bytes",), lambda v, p, t: v.elements),
-    "vectors": (("cluster", "threads_per_row", "vector_bytes"), lambda v, p, t: v.vectors),
-    "accumulators": (
-        ("cluster", "threads_per_row", "vector_bytes"),
-        lambda v, p, t: v.accumulators,
-    ),
-    "idle_columns": (
-        ("cluster", "threads_per_row", "vector_bytes"),
-        lambda v, p, t: v.idle_columns,
-    ),
-    "batch_rows": (("threads_per_row", "rows_in_flight"), lambda v, p, t: v.batch_rows),
+    "vectors": (_ROW, lambda v, p, t: v.vectors),
+    "accumulators": (_ROW, lambda v, p, t: v.accumulators),
+    "idle_columns": (_ROW, lambda v, p, t: v.idle_columns),
+    "batch_rows": (_BATCH, lambda v, p, t: v.batch_rows),
     "teams": (("rows_per_cta",), lambda v, p, t: v.teams),
-    "resident_threads": (
-        ("threads_per_row", "rows_per_cta", "ctas_per_sm"),
-        lambda v, p, t: v.threads * v["ctas_per_sm"],
-    ),
+    "resident_threads": (_SM, lambda v, p, t: v.threads * v["ctas_per_sm"]),
     "resident_registers": (
-        ("threads_per_row", "rows_per_cta", "ctas_per_sm", "register_cap"),
+        (*_SM, "register_cap"),
         lambda v, p, t: v.threads * v["ctas_per_sm"] * v["register_cap"],
     ),
     "register_estimate": (
-        (
-            *("cluster", "pipeline", "threads_per_row", "rows_in_flight", "vector_bytes"),
-            *("reload", "weight_in"),
-        ),
+        (*_ROW, "pipeline", "rows_in_flight", "reload", "weight_in"),
         lambda v, p, t: v.register_estimate,
     ),
     "register_budget": (
-        ("threads_per_row", "rows_per_cta", "ctas_per_sm", "register_cap"),
+        (*_SM, "register_cap"),
         lambda v, p, t: min(
             255,
             v["register_cap"] or 255,
             t.registers_per_sm // (v.threads * v["ctas_per_sm"]) // 8 * 8,
         ),
     ),
-    "batches": (
-        ("threads_per_row", "rows_in_flight"),
-        lambda v, p, t: ceil_div(p.M, v.batch_rows),
-    ),
+    "batches": (_BATCH, lambda v, p, t: ceil_div(p.M, v.batch_rows)),
     "participants": (
         ("ctas_per_sm", "cluster", "spare_sms"),
         lambda v, p, t: (t.sms - v["spare_sms"]) * v["ctas_per_sm"] // v["cluster"],
     ),
-    "smem_bytes": (
-        (
-            *("strategy", "slice_columns", "cluster", "pipeline", "stages", "threads_per_row"),
-            *("rows_per_cta", "rows_in_flight", "vector_bytes", "weight_in"),
-            *("run_rows", "group_rows"),
-        ),
-        lambda v, p, t: v.smem_bytes,
-    ),
+    "smem_bytes": (_SMEM, lambda v, p, t: v.smem_bytes),
     "resident_smem": (
-        (
-            *("strategy", "slice_columns", "cluster", "pipeline", "stages", "threads_per_row"),
-            *("rows_per_cta", "rows_in_flight", "vector_bytes", "weight_in", "ctas_per_sm"),
-            *("run_rows", "group_rows"),
-        ),
+        (*_SMEM, "ctas_per_sm"),
         lambda v, p, t: v["ctas_per_sm"] * (round_up(v.smem_bytes, 128) + 1024),
     ),
 }

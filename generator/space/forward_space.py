@@ -110,13 +110,10 @@ def _cta_sizes(per_row: int) -> list[int]:
 
 
 def preference(variant: ForwardVariant, problem: Problem, target: Target) -> tuple[float, ...]:
-    """Sort key of the rule that chooses where nothing can be measured; the smallest is preferred.
-
-    Rows stay in registers; CTAs take their rows and end, so that the hardware hands rows to
-    whichever SM is free; no clusters; at least two CTAs for every SM; about 32 bytes of x under
-    way in every thread (on full SMs as much as the memory's latency asks for); CTAs of about 256
-    threads; few rows in flight; wide vectors.
-    """
+    """Sort key, smallest first, of the rule that chooses where nothing can be measured: rows in
+    registers; CTAs that end after their rows, so that the hardware balances the SMs; no clusters;
+    at least two CTAs per SM; about 32 bytes of x in flight per thread (on full SMs what the memory
+    latency needs); about 256 threads per CTA; few rows in flight; wide vectors."""
     v = variant
     in_thread = v.vectors * v.rows_in_flight * v.vector_bytes
     enough = ceil_div(problem.M, v.rows_per_cta * v.rows_in_flight) >= 2 * target.sms
@@ -135,11 +132,8 @@ def preference(variant: ForwardVariant, problem: Problem, target: Target) -> tup
 
 def generic_forwards(dtypes: tuple[tuple[str, str], ...]) -> list[ForwardVariant]:
     """The variants that take any row: of whole 16-byte vectors at aligned addresses, or any other.
-    Each has room for twice as many columns as the one before, so that at most half of the threads
-    of a row have nothing to do.
-
-    dtypes: pairs of x's and the weight's dtype.
-    """
+    Each has room for twice the columns of the one before, so at most half of the threads of a row
+    idle. dtypes: pairs of x's and the weight's dtype."""
     found = []
     for dtype, weight_dtype in dtypes:
         for vector_bytes in (16, ITEMSIZE[dtype]):

@@ -87,13 +87,12 @@ class LegalConfigs:
         deterministic: bool = False,
     ) -> Values | None:
         """A legal config that differs from `wanted` in as few knobs as possible, not counting those
-        that gain or lose their meaning. Equally near ones are drawn from.
+        that gain or lose their meaning; a random one of several. None when there is none, or when
+        the search takes too long. held: knobs that keep their value; taken: configs to avoid;
+        deterministic: leave out the determinism class `none`.
 
-        held: knobs that keep their value; taken: configs that do not count; deterministic: leave
-        out the determinism class `none`. None when there is none or the search for it takes long.
-
-        A uniform-cost search over changes of one knob. A config that a rule rejects can only
-        become legal by a change of one of that rule's knobs, so no others are tried.
+        A uniform-cost search over changes of one knob. A rejected config only becomes legal when a
+        knob of the rule that rejects it changes, so no others are tried.
         """
         order = count()
         queue = [(0, 0.0, next(order), dict(wanted), frozenset(held))]
@@ -153,7 +152,7 @@ class LegalConfigs:
         rng.shuffle(moves)
         coupled = []
         for name, value in moves:
-            moved = self._moved(config, {name: value})
+            moved = self._moved(config, name, value)
             if moved is not None:
                 yield moved
             else:
@@ -163,10 +162,10 @@ class LegalConfigs:
             if near is not None and near[name] == value:
                 yield near
 
-    def _moved(self, config: Config, changes: Config) -> Values | None:
-        """The config with `changes`, None where they mean nothing or a rule rejects it."""
-        moved = self.space.normalize({**config, **changes}, self.problem, self.target)
-        if any(moved[name] != value for name, value in changes.items()):
+    def _moved(self, config: Config, name: str, value: int | str) -> Values | None:
+        """The config with one change, None where that means nothing or a rule rejects it."""
+        moved = self.space.normalize({**config, name: value}, self.problem, self.target)
+        if moved[name] != value:
             return None
         if determinism_class(moved) == "none":
             return None

@@ -155,10 +155,8 @@ class Space:
         return tuple(map(tuple, after))
 
     def normalize(self, config: Config, problem: Problem, target: Target) -> dict[str, int | str]:
-        """The config with every knob present and those without meaning at `otherwise`.
-
-        Raises NormforgeError for an unknown knob or a value that the space does not have.
-        """
+        """The config with every knob present and those without meaning at `otherwise`. Raises
+        NormforgeError for an unknown knob or a value that the space does not have."""
         for name, value in config.items():
             if name not in self._position:
                 raise NormforgeError(f"unknown knob '{name}': {self.path.name} has none such")
@@ -265,9 +263,8 @@ class Space:
     def sample(
         self, problem: Problem, target: Target, rng: random.Random, fixed: Config | None = None
     ) -> dict[str, int | str]:
-        """One legal config drawn by `rng`.
-
-        Raises NormforgeError naming the rule that rejects most often when there is none."""
+        """One legal config drawn by `rng`. Raises NormforgeError naming the rule that rejects most
+        often when there is none."""
         for config in self.legal(problem, target, rng=rng, fixed=fixed):
             return config
         raise NormforgeError(

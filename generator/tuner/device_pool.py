@@ -26,14 +26,8 @@ from generator.tuner.plan import Plan
 from generator.tuner.task_runner import Watcher
 
 _LIVES = 3  # processes that one problem may cost before the run ends
-
-
 _TICK_SECONDS = 0.5
-
-
 _START_SECONDS = 300.0
-
-
 _END_SECONDS = 30.0
 
 
@@ -90,12 +84,9 @@ class _Lane:
 
 
 class DevicePool:
-    """Processes that have started, one for each of `devices`.
-
-    open_device: called with the index in the process of each; method: how multiprocessing starts
-    the processes. Raises NormforgeError when a device
-    cannot be had (NoGpuError where there is none), or when they are of different models.
-    """
+    """Processes that have started, one for each of `devices`. open_device: called with the index in
+    each process; method: how multiprocessing starts it. Raises NormforgeError when a device cannot
+    be used (NoGpuError where there is none) or is of another model than the first."""
 
     def __init__(
         self,

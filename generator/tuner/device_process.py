@@ -16,7 +16,6 @@ from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.protocol import NoGpuError
 from generator.evaluate.gpu.supervisor import Supervisor
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.cubin_cache import compile_variant
 from generator.processes import end_with_parent
 from generator.search.budget import Progress
 from generator.studies.leases import LeaseLostError
@@ -50,7 +49,7 @@ class Gpu:
         return MeasuredEvaluator(target, supervisor=self._supervisor)
 
     def pool(self, arch: str, processes: int) -> AbstractContextManager[Pool]:
-        return CompilePool(arch, processes, compile=compile_variant)
+        return CompilePool(arch, processes)
 
     def close(self) -> None:
         self._supervisor.close()

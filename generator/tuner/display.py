@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from io import StringIO
-from types import TracebackType
 from typing import Any, TextIO
 
 from rich.box import Box
@@ -56,12 +55,7 @@ class Status:
             self._bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self.live:
             self._bars.stop()
 

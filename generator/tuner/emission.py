@@ -12,9 +12,9 @@ import torch
 from optuna.storages import BaseStorage
 
 from generator.kernels.compile_pool import CompilePool
+from generator.kernels.cubin_cache import cached
 from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled, nvrtc_version
-from generator.kernels.precompile import cached
 from generator.kernels.variant import Variant, make_variant
 from generator.package.emit import emit_package, read_forward_table
 from generator.package.entries import Emission, Entry
@@ -48,11 +48,7 @@ def generic_forwards_of(plan: Plan) -> list[ForwardVariant]:
 
 
 def emit(
-    plan: Plan,
-    winners: Sequence[Winner],
-    storage: BaseStorage,
-    pool: CompilePool[Variant],
-    watcher: Watcher,
+    plan: Plan, winners: Sequence[Winner], storage: BaseStorage, pool: CompilePool, watcher: Watcher
 ) -> Emission:
     """Write the package with these winners, and the other kernels of the operation's packages.
     Fallback kernels that the package has already for other rows stay, unless the plan makes all."""
@@ -77,9 +73,7 @@ def emit(
         )
 
     fallbacks = compile_fallbacks(
-        target,
-        compile,
-        wanted_fallbacks(plan.fallback_kernels, target, plan.problems),
+        target, compile, wanted_fallbacks(plan.fallback_kernels, target, plan.problems)
     )
     forwards = None
     if plan.operation.forward:
@@ -102,7 +96,7 @@ def emit(
 
 
 def _compile(
-    variants: Sequence[Variant], pool: CompilePool[Variant], tell: Callable[[int, int], None]
+    variants: Sequence[Variant], pool: CompilePool, tell: Callable[[int, int], None]
 ) -> list[Compiled]:
     """All of them. No process starts for what the cache has, which after a search is nearly all.
     tell: is told how many are done, and of how many."""

@@ -21,11 +21,11 @@ from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.forward import measure_forwards
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.forward import ForwardVariant, compile_forward
+from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import nvrtc_version
 from generator.kernels.revision import code_of_all
 from generator.operations import RMSNORM_FORWARD
-from generator.package.entries import ForwardEntry, Forwards, Made
+from generator.package.entries import Entry, Forwards, Made
 from generator.package.fallback_kernels import DTYPES
 from generator.problem import Problem
 from generator.result import Result
@@ -108,18 +108,14 @@ def tune_forwards(
     choices: Choices | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> Forwards:
-    """The forwards for these shapes (M, N and dtypes count) and for any other.
+    """The forwards for these shapes (M, N and dtypes count) and for any other. A shape for which no
+    kernel compiles or passes its checks is left to the fallback kernels, and `say` is told.
 
-    devices: indices of GPUs that are the target and share the shapes, none to choose by
-    `preference`.
-    known: a table whose choices are kept as they are while the sources are the same; predicted ones
-    are measured where they can be.
-    processes: compilers at a time. After Ctrl-C the shapes that are left are chosen by the rule.
-    generic: the forwards for any other shape, default all of them.
-    choices: those for a shape, default all of them.
-    tell: is told how many kernels and shapes are done, and of how many.
-    A shape of which no kernel compiles or passes its checks is left to the fallback kernels, with a
-    line that says so.
+    devices: indices of GPUs that share the shapes, none to choose by `preference`. known: a table
+    whose choices stay while the sources are the same; predicted ones are measured where possible.
+    processes: compilers at a time. generic: the forwards for any other shape, default all. choices:
+    those for a shape, default all. tell: is told how many kernels and shapes are done, and of how
+    many. After Ctrl-C the rest is chosen by `preference`.
     """
     choices = choices or forward_variants
     waiting = unsettled(problems, target, devices, known, choices)
@@ -131,7 +127,7 @@ def tune_forwards(
         gpus = [lanes.submit(open_gpu, device, target) for device in busy]
         for gpu in gpus:
             stack.callback(_close, gpu)
-        pool = stack.enter_context(CompilePool(target.arch, processes, compile=compile_forward))
+        pool = stack.enter_context(CompilePool(target.arch, processes))
         compiler = stack.enter_context(closing(ForwardCompiler(pool, target, say)))
         if gpus:
             compiler.start(forwards_to_compile(waiting, target, generic, choices))
@@ -174,7 +170,7 @@ class _Chooser:
         self._tell, self._done = tell, 0
         self.waiting, self.left = deque(waiting), list[Problem]()
         self.target, self.compiler, self._say = target, compiler, say
-        self.found: dict[Problem, ForwardEntry] = {}
+        self.found: dict[Problem, Entry] = {}
         self._why = ""
 
     def interrupt(self) -> None:
@@ -211,12 +207,7 @@ class _Chooser:
         reason = f"the rule's first choice that compiles without spills{why}"
         self._keep(problem, partial(self._first, problem, reason))
 
-    def _keep(self, problem: Problem, choose: Callable[[], ForwardEntry]) -> None:
-        self._choose(problem, choose)
-        self._done += 1
-        self._tell(self._done)
-
-    def _choose(self, problem: Problem, choose: Callable[[], ForwardEntry]) -> None:
+    def _keep(self, problem: Problem, choose: Callable[[], Entry]) -> None:
         try:
             entry = self.found[problem] = choose()
         except HostError:
@@ -224,12 +215,14 @@ class _Chooser:
         except NormforgeError as error:
             # The backward's winner must not be lost for it.
             self._say(f"forward {error}; a generic one serves it")
-            return
-        facts = entry.provenance
-        timed = f"{facts['us']:.1f} us, {facts['ratio']:.3f} of a copy" if "us" in facts else ""
-        self._say(f"forward {problem}: {entry.variant} ({timed or 'by rule'})")
+        else:
+            facts = entry.provenance
+            timed = f"{facts['us']:.1f} us, {facts['ratio']:.3f} of a copy" if "us" in facts else ""
+            self._say(f"forward {problem}: {entry.variant} ({timed or 'by rule'})")
+        self._done += 1
+        self._tell(self._done)
 
-    def _first(self, problem: Problem, reason: str) -> ForwardEntry:
+    def _first(self, problem: Problem, reason: str) -> Entry:
         """The first in the order of the rule that passes."""
         checks: list[str] = []
         fault = "none compiles"
@@ -241,12 +234,10 @@ class _Chooser:
                     checks = [f"{len(FORWARD_SCHEDULES)} schedules on the CPU"]
                 if not fault:
                     facts = self._facts(reason, problem) | {"checks": checks}
-                    return ForwardEntry(problem, usable, compiled, "predicted", facts)
+                    return Entry(problem, usable, compiled, "predicted", facts)
         raise NormforgeError(f"{problem}: no forward kernel for {self.target} passes ({fault})")
 
-    def _fastest(
-        self, problem: Problem, made: Sequence[Made], results: Sequence[Result]
-    ) -> ForwardEntry:
+    def _fastest(self, problem: Problem, made: Sequence[Made], results: Sequence[Result]) -> Entry:
         """The first, in the order of the rule, of those within TIE of the fastest."""
         ratios = {i: r.ratio for i, r in enumerate(results) if r.may_win and r.ratio is not None}
         if not ratios:
@@ -268,7 +259,7 @@ class _Chooser:
                 {"variant": made[i][0].id, "us": results[i].us, "ratio": ratios[i]} for i in tied
             ],
         }
-        return ForwardEntry(problem, *made[chosen], "measured", facts)
+        return Entry(problem, *made[chosen], "measured", facts)
 
     def _facts(self, reason: str, problem: Problem) -> dict[str, Any]:
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -7,9 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from generator.emulate.forward import emulate_forward
 from generator.kernels.compile_pool import CompilePool
+from generator.kernels.cubin_cache import cached
 from generator.kernels.forward import ForwardVariant, forward_fault
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.precompile import cached
 from generator.package.entries import Made
 from generator.problem import Problem
 from generator.target import Target
@@ -19,9 +19,7 @@ class ForwardCompiler:
     """Compiles in a pool what the cache lacks, and remembers, since shapes that differ in M share
     their kernels."""
 
-    def __init__(
-        self, pool: CompilePool[ForwardVariant], target: Target, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, pool: CompilePool, target: Target, say: Callable[[str], None]) -> None:
         self.pool, self.target, self._say = pool, target, say
         # What waits, waits here: a process that dies takes along all that its pool has been given.
         self._threads = ThreadPoolExecutor(pool.processes)

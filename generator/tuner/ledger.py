@@ -24,11 +24,9 @@ class Task:
 
 
 class Ledger:
-    """What of a plan is open, under way here, and concluded.
-
-    Every run concludes every problem itself, also those that others have searched: it claims them
-    when they are given back, and their studies answer at once. So all runs have the same winners.
-    """
+    """What of a plan is open, under way here, and concluded. Every run concludes every problem
+    itself: one that another run has searched is claimed when it is given back, and its study
+    answers at once. So all runs have the same winners."""
 
     def __init__(self, plan: Plan, queue: Queue) -> None:
         self._queue = queue

@@ -67,15 +67,13 @@ class Stop:
 
 @contextmanager
 def running(out: Path, shared: bool = False, database: Path | None = None) -> Iterator[Stop]:
-    """A run that writes to the folder `out`, which is created, and to the file `database`.
+    """A run that writes to the folder `out`, which is created, and to the file `database`. Raises
+    NormforgeError when another run has either, and in place of an error of the disk or the storage.
 
-    The first SIGINT or SIGTERM is noted, for Stop.check to act upon when the trial under way is
-    stored. After a SIGINT, KeyboardInterrupt is raised wherever the run is when INTERRUPT_SECONDS
-    have passed. Another signal, a second later or more, ends the process at once, as kill -9 would:
-    nothing finished is lost.
-    shared: several such runs may have the folder (those whose studies are in a database), but never
-    together with one that is not shared. Raises NormforgeError when another run has the folder or
-    the database, and in place of an error of the disk or of the study's storage.
+    The first SIGINT or SIGTERM is noted, for Stop.check to act on when the trial under way is
+    stored; INTERRUPT_SECONDS after a SIGINT, KeyboardInterrupt is raised anywhere. A second signal,
+    at least a second later, ends the process at once, like kill -9: nothing finished is lost.
+    shared: runs with studies in a database may share the folder, but not with one that has none.
     """
     stop = Stop()
     try:

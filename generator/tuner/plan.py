@@ -19,12 +19,8 @@ from generator.studies.storage import JOURNAL_NAME, is_shared
 from generator.target import Target
 
 FINALISTS = 8
-
-
 # Least squares over the 52 studies of generated/h200 (400 trials each, 7.6 s to 64 s).
 _SECONDS_PER_PROBLEM = 7.5
-
-
 _SECONDS_PER_GIGABYTE = 8.4
 
 

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from generator.emulate.evaluator import EmulatingPredictor
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.cubin_cache import compile_variant
-from generator.kernels.forward import ForwardVariant
 from generator.kernels.precompile import precompiling
-from generator.kernels.variant import Variant
+from generator.kernels.revision import AnyVariant
 from generator.package.emit import check_package, read_forward_table
 from generator.package.entries import Emission
 from generator.package.fallback_kernels import first_choices, wanted_fallbacks
@@ -51,11 +49,11 @@ def check_problems(plan: Plan, watcher: Watcher) -> None:
 def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: Watcher) -> Outcome:
     """Search every problem of the plan and emit the winners.
 
-    workforce: who measures, None to predict. Finished problems of an earlier run with the same
-    storage return at once. SIGTERM ends the run after the trial under way and emits what has been
-    found; Ctrl-C raises KeyboardInterrupt within a second or so, and what was emitted before stays.
-    With a shared storage any number of runs may do the same plan at the same time: each
-    problem is searched and concluded by one of them, and all of them end with the same winners.
+    workforce: who measures, None to predict. Problems that the storage has finished return at once.
+    SIGTERM ends the run after the trial under way and emits what was found; Ctrl-C raises
+    KeyboardInterrupt within about a second and leaves the package as it was. With a shared storage
+    any number of runs may do the same plan: each problem is searched once, and all end with the
+    same winners.
     """
     check_problems(plan, watcher)
     # A database that does not answer is told before a folder is made.
@@ -64,7 +62,7 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: 
     interrupted = False
     with (
         running(plan.out, plan.shared, database_file(plan.storage)) as stop,
-        CompilePool(plan.target.arch, compilers(plan), compile=compile_variant) as pool,
+        CompilePool(plan.target.arch, compilers(plan)) as pool,
     ):
         storage = database or open_storage(plan.where)
         queue = open_queue(plan.storage)
@@ -93,7 +91,7 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: 
     return Outcome(tuple(winners), emission, interrupted, ledger.failures)
 
 
-def foreseen(plan: Plan) -> list[Variant | ForwardVariant]:
+def foreseen(plan: Plan) -> list[AnyVariant]:
     """The kernels that the package will need whatever the search finds, in the order in which it
     does. None for a predicted run, whose search leaves no core idle."""
     if not plan.devices:

@@ -1,4 +1,4 @@
-"""benchmarks/cache_hints.py: what it chooses, what it times, its rows and its table."""
+"""benchmarks.cache_hints: what it chooses, what it times, its rows and its table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from benchmarks import cache_hints
+from benchmarks import cache_hints, gpu
 from benchmarks.cache_hints import BLOCKS, FOLLOWERS, HINTS, ROUNDS, check_bits, choose, follow
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.session import Workload
@@ -243,7 +243,7 @@ def test_document_is_written_and_the_table_printed(
         return FakeBench(workload, 5.0, [])
 
     monkeypatch.setattr(cache_hints, "read_studies", lambda where: [study(record(1.1))])
-    monkeypatch.setattr(cache_hints, "Session", lambda device: session)
+    monkeypatch.setattr(gpu, "Session", lambda device: session)
     monkeypatch.setattr(cache_hints, "load", load)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     out = tmp_path / "out.json"

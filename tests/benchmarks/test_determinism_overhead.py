@@ -1,4 +1,4 @@
-"""benchmarks/determinism_overhead.py: what it tries, and what it puts beside the winner."""
+"""benchmarks.determinism_overhead: what it tries, and what it puts beside the winner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/errors.py: what it draws, what it takes for an error, and its table."""
+"""benchmarks.errors: what it draws, what it takes for an error, and its table."""
 
 from __future__ import annotations
 

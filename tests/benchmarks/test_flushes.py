@@ -1,4 +1,4 @@
-"""benchmarks/flushes.py: what comes before and in an interval, who takes which inputs, its rows."""
+"""benchmarks.flushes: what comes before and in an interval, who takes which inputs, its rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks import flushes
-from benchmarks.flushes import BLOCKS, CONDITIONS, SETS, Condition, Rotating, measure, operations
+from benchmarks.flushes import CONDITIONS, SETS, Condition, Rotating, measure, operations
+from benchmarks.gpu import BLOCKS
 from generator.evaluate.gpu.session import Workload
 from generator.evaluate.gpu.timer import Timer
 from generator.operations.rmsnorm_backward import Inputs

@@ -1,4 +1,4 @@
-"""benchmarks/knob.py: which configs it takes, what it times, its rows and its exit codes."""
+"""benchmarks.knob: which configs it takes, what it times, its rows and its exit codes."""
 
 from __future__ import annotations
 

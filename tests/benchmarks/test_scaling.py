@@ -1,4 +1,4 @@
-"""benchmarks/scaling.py: what it reads, compares and refuses."""
+"""benchmarks.scaling: what it reads, compares and refuses."""
 
 from __future__ import annotations
 

@@ -27,12 +27,9 @@ from benchmarks.search_replay.recording import (
 )
 from benchmarks.search_replay.replay import (
     CLOSE,
+    SEARCHES,
     Replayed,
     at_random,
-    by_evolution,
-    by_gp,
-    by_lying_tpe,
-    by_sampler,
     by_tuner,
     by_tuner_with_winners,
     compare,
@@ -238,9 +235,7 @@ def test_replayed_and_live_searches_are_the_same_search(recording: Recording) ->
     assert replayed == [record.ratio if record.feasible else inf for record in live]
 
 
-@pytest.mark.parametrize(
-    "search", [at_random, by_evolution, by_lying_tpe, by_sampler, by_tuner, by_tuner_with_winners]
-)
+@pytest.mark.parametrize("search", [SEARCHES[name] for name in SEARCHES if name != "GP"])
 def test_a_search_is_fixed_by_its_seed_and_stays_within_its_budget(
     recording: Recording,
     search,  # type: ignore[no-untyped-def]
@@ -296,7 +291,7 @@ def test_the_comparison_counts_what_its_searches_found(recording: Recording) -> 
 def test_every_search_hears_of_a_trial_as_late_as_the_tuner(recording: Recording) -> None:
     """With a longer pipeline the samplers know less, and propose something else."""
     early, late = (Replayed(recording, lag) for lag in (0, 15))
-    for search in (by_sampler, by_lying_tpe, by_evolution):
+    for search in map(SEARCHES.get, ("TPE", "TPE, liar", "genetic")):
         one, other = search(early, 40, 1), search(late, 40, 1)
         assert one[:10] == other[:10]
         assert one != other
@@ -310,7 +305,7 @@ def test_known_winners_make_the_first_trials(recording: Recording) -> None:
 
 def test_the_gaussian_process_is_a_search_where_scipy_is(recording: Recording) -> None:
     pytest.importorskip("scipy")
-    assert len(by_gp(Replayed(recording), 12, 0)) == 12
+    assert len(SEARCHES["GP"](Replayed(recording), 12, 0)) == 12
 
 
 def test_recording_needs_the_gpu(tmp_path: Path) -> None:

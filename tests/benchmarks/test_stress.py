@@ -1,4 +1,4 @@
-"""benchmarks/stress.py: the kernels it takes, where it delays them, what it makes of a tool."""
+"""benchmarks.stress: the kernels it takes, where it delays them, what it makes of a tool."""
 
 from __future__ import annotations
 

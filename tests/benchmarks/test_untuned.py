@@ -1,4 +1,4 @@
-"""benchmarks/untuned.py: what it draws, and what a row says of the kernels."""
+"""benchmarks.untuned: what it draws, and what a row says of the kernels."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def run(
         untuned, "choose_target", lambda *_: (TARGET, FakeSupervisor(), "Measuring.")
     )
     monkeypatch.setattr(untuned, "CompilePool", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(untuned, "Session", lambda *_: None)
+    monkeypatch.setattr(untuned, "open_session", lambda: None)
     monkeypatch.setattr(untuned, "search_problem", search)
     monkeypatch.setattr(untuned, "compare", timed)
     code = untuned.main(["--module", str(COMMITTED), "--out", str(out), *arguments])

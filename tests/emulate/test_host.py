@@ -183,7 +183,7 @@ def test_command_line_prints_one_json_document(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--strategy", "nonsense"), "strategy cannot be 'nonsense'"),
+        (("--strategy", "nonsense"), "knob 'strategy' has no value 'nonsense'"),
         (("--strategy", "semaphore", "--set", "stages"), "expected KNOB=VALUE"),
         (("--strategy", "semaphore", "--set", "colour=red"), "unknown knob 'colour'"),
         (("--strategy", "semaphore", "--schedules", "0"), "--schedules 0"),

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from generator.evaluate.gpu.protocol import Candidate
-from generator.evaluate.verify import batch_invariance
 from generator.evaluate.verify.batch_invariance import LEAST_ROWS, check_batch_invariance
+from generator.operations import rmsnorm_backward
 from generator.operations.rmsnorm_backward import Inputs, make_cancelling, make_inputs
 from generator.problem import Problem
 from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32
@@ -101,7 +101,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
 
     def run(stand_in: Honest, M: int = 18000, **options: Any) -> str:
-        monkeypatch.setattr(batch_invariance, "launch_backward", stand_in)
+        monkeypatch.setattr(rmsnorm_backward, "launch_backward", stand_in)
         return check_batch_invariance(KERNEL, rows_of(M), **options)
 
     return run

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.forward import (
     ForwardVariant,
-    compile_forward,
     forward_fault,
 )
 from generator.kernels.nvrtc import Compiled
@@ -27,14 +27,14 @@ def test_preferred_and_generic_kernels_compile_without_spills_for(arch: str) -> 
     variants = [forward_variants(Problem.parse(shape), target)[0] for shape in shapes]
     variants += generic_forwards((("fp16", "fp32"),))[:3]
     for variant in variants:
-        compiled = compile_forward(variant, arch)
+        compiled = compile_variant(variant, arch)
         assert forward_fault(variant, compiled, target) == "", f"{variant} for {arch}"
         assert set(compiled.kernels) == set(FORWARD_KERNELS)
 
 
 def test_a_kernel_that_spills_does_not_compile_or_does_not_fit_is_refused() -> None:
     greedy = ForwardVariant(65536, "bf16", "bf16", "registers", 1024, 1, 1, 16)
-    assert "spills" in forward_fault(greedy, compile_forward(greedy, H200.arch), H200)
+    assert "spills" in forward_fault(greedy, compile_variant(greedy, H200.arch), H200)
     fine = of_kind("4096x4096:bf16")
     broken = Compiled(H200.arch, "", b"", {}, "13", False, "", "error: no")
     assert "does not compile" in forward_fault(fine, broken, H200)

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from generator.errors import NormforgeError
+from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.forward import (
     ANY_COLUMNS,
     ForwardVariant,
-    compile_forward,
 )
 from generator.kernels.nvrtc import Compiled
 from generator.package.emit import emit_package
-from generator.package.entries import ForwardEntry, Forwards
+from generator.package.entries import Entry, Forwards
 from generator.package.fallback_kernels import DTYPES
 from generator.package.sources import included
 from generator.problem import Problem
@@ -31,19 +31,19 @@ from tests.support.forward import H200, of_kind
 
 
 @cache
-def tuned(shape: str) -> ForwardEntry:
+def tuned(shape: str) -> Entry:
     variant = of_kind(shape)
-    return ForwardEntry(
-        *(Problem.parse(shape), variant, compile_forward(variant, H200.arch)),
+    return Entry(
+        *(Problem.parse(shape), variant, compile_variant(variant, H200.arch)),
         *("measured", {"reason": "test", "us": 1.0, "ratio": 1.1}),
     )
 
 
 @cache
-def emitted() -> tuple[ForwardEntry, tuple[tuple[ForwardVariant, Compiled], ...]]:
+def emitted() -> tuple[Entry, tuple[tuple[ForwardVariant, Compiled], ...]]:
     """A small set of real kernels."""
     entry = tuned("4096x1024:bf16")
-    generic = tuple((v, compile_forward(v, H200.arch)) for v in generic_forwards(DTYPES[:1]))
+    generic = tuple((v, compile_variant(v, H200.arch)) for v in generic_forwards(DTYPES[:1]))
     return entry, generic
 
 

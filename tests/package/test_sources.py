@@ -9,16 +9,13 @@ from pathlib import Path
 import pytest
 
 from generator.kernels.cubin_cache import compile_variant
-from generator.kernels.forward import (
-    ForwardVariant,
-    compile_forward,
-)
+from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled, compile_source
 from generator.kernels.render import headers
 from generator.kernels.revision import compiler_input
 from generator.kernels.variant import Variant
 from generator.package.emit import emit_package
-from generator.package.entries import PROVENANCE_KEYS, Entry, ForwardEntry, Forwards
+from generator.package.entries import PROVENANCE_KEYS, Entry, Forwards
 from generator.package.fallback_kernels import DTYPES, fallback_variants
 from generator.package.sources import config_of, included, revision, source_of, variant_of
 from generator.problem import Problem
@@ -49,7 +46,7 @@ VARIANTS: dict[str, Variant | ForwardVariant] = {
 
 def made(variant: Variant | ForwardVariant) -> Compiled:
     if isinstance(variant, ForwardVariant):
-        return compile_forward(variant, H200.arch)
+        return compile_variant(variant, H200.arch)
     return compile_variant(variant, H200.arch)
 
 
@@ -63,7 +60,7 @@ def emitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         kind = (rows, variant.N, variant.dtype, variant.weight_dtype)
         if isinstance(variant, ForwardVariant):
             problem = Problem(*kind)
-            entry = ForwardEntry(problem, variant, made(variant), "measured", facts)
+            entry = Entry(problem, variant, made(variant), "measured", facts)
             forwards.append(entry)
         else:
             problem = Problem(*kind, variant.offset, variant.residual)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ ENVIRONMENT: Environment = {
 
 def cell(us: float | None, **more: Any) -> dict[str, Any]:
     known = Cell(us, 12.0, 1e-3, 2e-3, True, "kernel") if us is not None else Cell()
-    return replace(known, **more).to_json()
+    return asdict(replace(known, **more))
 
 
 def row(problem: Problem, ratio: float = 1.03, peers: dict[str, float] | None = None) -> Row:

@@ -52,7 +52,7 @@ def timing_supervisor(
         found = fault(job)
         if isinstance(found, Exception):
             raise found
-        if job.kind == "evaluate":
+        if job.kind in ("evaluate", "accuracy"):
             return Answer(found or Result("ok"))
         assert job.kind == "interleave"
         return Answer(block=[[us] * rounds for us in times(job)])

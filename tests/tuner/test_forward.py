@@ -16,10 +16,8 @@ import torch
 from generator.emulate.build import HostError
 from generator.errors import NormforgeError, ProblemError
 from generator.kernels.compile_pool import LIVES, CompilePool
-from generator.kernels.forward import (
-    ForwardVariant,
-    compile_forward,
-)
+from generator.kernels.cubin_cache import compile_variant
+from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
 from generator.package.fallback_kernels import DTYPES
 from generator.problem import Problem
@@ -104,7 +102,7 @@ def test_gpu_processes_start_before_anything_is_compiled_and_none_that_has_nothi
         while not before and len(gpus) < 2 and time.monotonic() < until:
             time.sleep(0.01)  # they start in threads of their own
         before.add(tuple(sorted(gpus)))
-        return compile_forward(variant, arch)
+        return compile_variant(variant, arch)
 
     monkeypatch.setattr(forward_compiler, "cached", compile_where)
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
@@ -134,7 +132,7 @@ def test_kernels_of_later_shapes_are_compiled_while_the_first_one_is_measured(
     def compile_where(variant: ForwardVariant, arch: str, folder: Path) -> Compiled:
         if variant.exact:
             asked.add(variant.N)
-        return compile_forward(variant, arch)
+        return compile_variant(variant, arch)
 
     def measure(gpu: Any, problem: Problem, made: list[Any]) -> list[Result]:
         before.append(set(asked))
@@ -154,7 +152,7 @@ def test_no_compiler_starts_for_kernels_that_the_cache_has(monkeypatch: pytest.M
 
     variants = [of_kind("4096x1024:bf16")]
     for variant in [*variants, *generic_forwards(DTYPES)]:
-        compile_forward(variant, H200.arch)
+        compile_variant(variant, H200.arch)
     monkeypatch.setattr(ProcessPoolExecutor, "submit", submit)
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: variants)
     monkeypatch.setattr(forward_tune, "measure_forwards", lambda gpu, p, made: measured(made))
@@ -170,8 +168,9 @@ def crashing(
     forks()
     compiler = CrashingCompiler(Log(tmp_path / "log"), request.param.id)
     monkeypatch.setattr(forward_compiler, "cached", lambda *_: None)
-    monkeypatch.setattr(forward_tune, "compile_forward", compiler)
-    monkeypatch.setattr(forward_tune, "CompilePool", partial(CompilePool, method="forkserver"))
+    monkeypatch.setattr(
+        forward_tune, "CompilePool", partial(CompilePool, method="forkserver", compile=compiler)
+    )
     return compiler
 
 

@@ -21,10 +21,10 @@ import pytest
 
 from generator.errors import NormforgeError
 from generator.kernels import cubin_cache, precompile
-from generator.kernels.cubin_cache import CubinCache, compile_variant
-from generator.kernels.forward import compile_forward, render_forward
+from generator.kernels.cubin_cache import CubinCache, cached, compile_variant
+from generator.kernels.forward import render_forward
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.precompile import NICE, cached, precompiling
+from generator.kernels.precompile import NICE, precompiling
 from generator.package.fallback_kernels import (
     DTYPES,
     fallback_variants,
@@ -90,7 +90,7 @@ def test_what_was_precompiled_is_found_by_who_compiles_it_later(
     found = compile_variant(BACKWARD, H200.arch, tmp_path)
     assert found.cubin
     assert found == cached(BACKWARD, H200.arch, tmp_path)
-    assert compile_forward(forward, H200.arch, tmp_path).cubin
+    assert compile_variant(forward, H200.arch, tmp_path).cubin
 
     pool: Any = SimpleNamespace(arch=H200.arch, cache_folder=tmp_path, submit=refuse)
     assert emission._compile([BACKWARD], pool, lambda done, count: None) == [found]
@@ -104,7 +104,7 @@ def test_what_the_cache_lacks_is_compiled_by_the_pool(tmp_path: Path) -> None:
 
 
 def test_damaged_entry_of_the_cache_counts_as_none(tmp_path: Path) -> None:
-    compile_forward(FORWARDS[0], H200.arch, tmp_path)
+    compile_variant(FORWARDS[0], H200.arch, tmp_path)
     assert cached(FORWARDS[0], H200.arch, tmp_path)
     path = CubinCache(tmp_path).path(render_forward(FORWARDS[0]), H200.arch, 0)
     path.write_bytes(path.read_bytes()[:-10])

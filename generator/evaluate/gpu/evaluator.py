@@ -14,8 +14,8 @@ from generator.evaluate.gpu.nvml import DeviceMonitor
 from generator.evaluate.gpu.protocol import Candidate, Handler, Job, WorkerLostError
 from generator.evaluate.gpu.supervisor import JOB_SECONDS, KEPT, Supervisor
 from generator.evaluate.gpu.worker import open_session
-from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
+from generator.kernels.revision import AnyVariant
 from generator.kernels.variant import Variant
 from generator.operations import Operation, operation_of
 from generator.problem import Problem
@@ -28,16 +28,12 @@ FINAL_BLOCKS = 3
 FINAL_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Seconds after each noisy block of the finals: one minute for a neighbour to finish."""
 
-Entry = tuple[Variant | ForwardVariant, Compiled]
+Entry = tuple[AnyVariant, Compiled]
 
 
 class MeasuredEvaluator:
-    """Evaluates candidates on a real GPU; the search sees only Results. operation: None for that of
-    each problem.
-
-    What becomes of lost workers: see Supervisor, which also explains the arguments. Blocks of times
-    that generator.evaluate.gpu.noise does not believe are measured again.
-    """
+    """Evaluates candidates on a real GPU; the search sees only Results. Noisy blocks are measured
+    again. operation: None for that of each problem; the other arguments: see Supervisor."""
 
     evidence = "measured"
 
@@ -104,13 +100,11 @@ class MeasuredEvaluator:
 
     def check_accuracy(self, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
         """Results of the accuracy check alone, without times."""
-        self._probe(problem)
-        return self._each("accuracy", problem, self._candidates(entries))
+        return self._each("accuracy", problem, entries)
 
     def check_determinism(self, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
         """Results of the determinism ladder alone, without times."""
-        self._probe(problem)
-        return self._each("ladder", problem, self._candidates(entries))
+        return self._each("ladder", problem, entries)
 
     def shortlist(
         self, problem: Problem, entries: Sequence[Entry], rounds: int | None = None
@@ -131,9 +125,8 @@ class MeasuredEvaluator:
 
     def finals(self, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
         """The determinism ladder for each, then all that passed timed in the same blocks. What sums
-        over rows must have the same bits in a fresh process, too.
-
-        Raises NoisyError when a minute of trying brings no clean blocks."""
+        over rows must have the same bits in a fresh process, too. Raises NoisyError when a minute
+        of trying brings no clean blocks."""
         results = self.check_determinism(problem, entries)
         candidates = self._candidates(entries)
         if self._operation_of(problem).sums_rows:
@@ -183,7 +176,9 @@ class MeasuredEvaluator:
     def _operation_of(self, problem: Problem) -> Operation:
         return self._operation or operation_of(problem)
 
-    def _each(self, kind: str, problem: Problem, candidates: tuple[Candidate, ...]) -> list[Result]:
+    def _each(self, kind: str, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
+        self._probe(problem)
+        candidates = self._candidates(entries)
         return [self._result(self._job(kind, problem, (one,))) for one in candidates]
 
     # Noise

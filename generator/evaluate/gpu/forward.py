@@ -19,15 +19,12 @@ Check = Callable[[Problem, Sequence[Entry]], list[Result]]
 
 
 def measure_forwards(
-    evaluator: MeasuredEvaluator,
-    problem: Problem,
-    entries: Sequence[Entry],
+    evaluator: MeasuredEvaluator, problem: Problem, entries: Sequence[Entry]
 ) -> list[Result]:
-    """The results of all entries, which are in the order of the rule. Times have those that passed
-    accuracy and 20 runs, without and with a residual, and were among the fastest in one block of
-    all that are accurate (or among the first of the rule where that block stayed noisy).
-
-    Raises NoisyError and what `Supervisor.call` raises."""
+    """The results of all entries, which are in order of preference. Those that passed accuracy and
+    20 runs, without and with a residual, have times if they were among the fastest in one block of
+    all accurate ones (where that block stayed noisy: among the first). Raises NoisyError and what
+    `Supervisor.call` raises."""
     with_residual = replace(problem, residual=problem.dtype)
     results = evaluator.check_accuracy(with_residual, entries)
 

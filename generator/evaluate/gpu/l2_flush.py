@@ -33,14 +33,12 @@ _SOURCE = (
 
 
 class ColdCache:
-    """Memory of one device that takes the place of everything else in its L2.
+    """Memory of one device that displaces everything else in its L2. Raises NormforgeError when the
+    kernel that reads does not compile, LaunchError when the driver refuses it.
 
-    Writes of `flush_bytes` displace what came by ordinary accesses, but not what a kernel has read
-    with the priority evict_last: it would be found by the next operation on the same inputs. Reads
-    with that priority, of half as many bytes, come before the writes and displace it, too.
-
-    Raises NormforgeError when the kernel that reads does not compile, LaunchError when the driver
-    refuses it.
+    Writes of `flush_bytes` displace ordinary lines, but not what a kernel has read with the
+    priority evict_last, which the next operation on the same inputs would find. Reads with that
+    priority, of half as many bytes, come first and displace it, too.
     """
 
     def __init__(self, device: torch.device, flush_bytes: int = FLUSH_BYTES) -> None:

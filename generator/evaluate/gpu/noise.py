@@ -27,8 +27,6 @@ taken for noise by that best; by the best of its run until then none stayed nois
 SPREAD = 0.05
 """How far apart, beside JITTER_US, the quartiles of the ratios of one block may be, relative to
 their median: the median of 15 such ratios is uncertain by about 1 %."""
-
-
 SEARCH_PAUSES = (0.0, 0.05, 0.25)
 """Seconds after each noisy block of a trial. Short: the finals measure noisy trials once more."""
 
@@ -39,14 +37,11 @@ class NoisyError(ProblemError):
 
 @dataclass(frozen=True)
 class Timing:
-    """What blocks of the same operations say.
-
-    us, ratios: of every candidate, medians over the rounds, the ratio being the median of the
-    ratios to the reference of the same round; block_ratios: that of each block; floor_us: median of
-    the reference; spread: distance of the quartiles of the steadiest candidate's ratios, relative
-    to their median; discarded: noisy blocks that are not in these numbers; fault: "" or why even
-    these numbers are noisy.
-    """
+    """Results of blocks of the same operations. us, ratios: the median of every candidate over the
+    rounds, a ratio being to the reference of the same round; block_ratios: the same for each block;
+    floor_us: median of the reference; spread: interquartile range of the steadiest candidate's
+    ratios over their median; discarded: noisy blocks that are left out; fault: "" or why even these
+    numbers are noisy."""
 
     us: tuple[float, ...]
     ratios: tuple[float, ...]

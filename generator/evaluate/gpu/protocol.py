@@ -37,11 +37,11 @@ class Candidate:
 class Job:
     """One request.
 
-    kind: "evaluate", "accuracy", "ladder" or "digest" (one candidate each, answered with a Result),
-    "interleave" (any number of candidates, answered with one Block) or "probe" (the floor alone:
-    shows that the GPU works). best_us: of the best candidate so far; floor_us: the fastest floor of
-    this problem in this run; None where there is none yet. operation: its name; rounds: of the
-    Block, None for those of the finals.
+    kind: "evaluate", "accuracy", "ladder" or "digest" (one candidate, answered with a Result),
+    "interleave" (any number, answered with one Block) or "probe" (the floor alone: shows that the
+    GPU works). best_us: of the best candidate so far; floor_us: the fastest floor of this problem
+    in this run; None without one. operation: its name; rounds: of the Block, None for those of the
+    finals.
     """
 
     kind: str
@@ -84,7 +84,6 @@ class NoGpuError(NormforgeError):
 
 class WorkerLostError(Exception):
     """A job was not done, most often because the worker died or was killed at its deadline.
-
     outcome: that of the candidate; outside: it is no candidate's doing (a signal that nothing on a
     GPU sends ended the worker, or it died without a job)."""
 

@@ -57,13 +57,17 @@ class Workload:
         self.inputs = operation.make_inputs(problem, device)
         self.cancelling = operation.make_cancelling(problem, self.inputs)
         self.expected = operation.bounds(problem, self.inputs)
-        self.outputs = {
-            out.name: Guarded(out.shape, TORCH_DTYPE[out.dtype], device)
-            for out in operation.outputs(problem)
-        }
+        self.outputs = self.new_outputs()
         places = {name: guarded.tensor for name, guarded in self.outputs.items()}
         self.floor_bytes = operation.traffic_bytes(problem)
         self.floor = operation.floor(problem, self.inputs, places)
+
+    def new_outputs(self) -> dict[str, Guarded]:
+        """Room for the outputs of one kernel."""
+        return {
+            out.name: Guarded(out.shape, TORCH_DTYPE[out.dtype], self.device)
+            for out in self.operation.outputs(self.problem)
+        }
 
     def bench(self, candidate: Candidate) -> Bench:
         runner = self.operation.load(candidate.cubin, candidate.spec, self.problem)

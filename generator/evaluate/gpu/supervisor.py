@@ -37,11 +37,9 @@ def _first(start: Callable[[], GpuWorker]) -> tuple[GpuWorker, dict[str, Any]]:
 
 
 class Supervisor:
-    """One worker at work and one in reserve, which takes over when the first is lost.
-
-    seconds: deadline of one job; open_handler and method: see GpuWorker. facts: about the GPU;
-    lost: workers that were lost so far.
-    """
+    """One worker at work and one in reserve, which takes over when the first is lost. seconds:
+    deadline of one job; open_handler, method: see GpuWorker. facts: about the GPU; lost: how many
+    workers were lost."""
 
     def __init__(
         self,
@@ -78,11 +76,9 @@ class Supervisor:
             self._reserve = self._open()
 
     def call(self, job: Job) -> Answer:
-        """The answer to a job.
-
-        Raises WorkerLostError when the job cost the worker its life or cannot be finished,
-        ProblemError when something that is not the candidate's doing keeps every worker from it,
-        and NormforgeError when there is no working GPU any more."""
+        """The answer to a job. Raises WorkerLostError when the job killed its worker or cannot be
+        finished, ProblemError when something else keeps every worker from it, and NormforgeError
+        when no GPU works any more."""
         for pause in (None, *RETRY_PAUSES):
             if pause is not None:
                 self._sleep(pause)

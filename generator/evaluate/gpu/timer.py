@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
 
 import torch
 
@@ -17,12 +16,9 @@ WARM_SECONDS = 0.005
 
 
 class Timer:
-    """Times operations on the current device.
-
-    A block is one CUDA graph: flush, event, operation, event, for every operation in turn and
-    several rounds, so that neither the host nor a launch of it is inside any interval and all
-    operations of a block see the same clocks. The order rotates from round to round.
-    """
+    """Times operations on the current device. A block is one CUDA graph: flush, event, operation,
+    event, for every operation in turn and several rounds, in an order that rotates. So no interval
+    contains the host or a graph launch, and all operations of a block see the same clocks."""
 
     def __init__(self, device: torch.device, flush_bytes: int = FLUSH_BYTES) -> None:
         self.device = device
@@ -62,18 +58,3 @@ class Timer:
             self.stream.synchronize()
             replays += 1
         return [[a.elapsed_time(b) * 1e3 for a, b in pairs] for pairs in events]
-
-    def against(
-        self, reference: Operation, operations: Sequence[Operation], rounds: int
-    ) -> tuple[list[tuple[float, float]], float]:
-        """((µs, ratio) of every operation, µs of the reference): medians over the rounds, the ratio
-        being the median of ratios within a round."""
-        reference_times, *times = self.block([reference, *operations], rounds)
-        results = [
-            (
-                median(own),
-                median(t / r for t, r in zip(own, reference_times, strict=True)),
-            )
-            for own in times
-        ]
-        return results, median(reference_times)

@@ -18,8 +18,6 @@ from generator.evaluate.gpu.protocol import Answer, Handler, Job, NoGpuError, Wo
 from generator.processes import end_with_parent, shielded
 
 START_SECONDS = 120.0
-
-
 _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT}
 """Exit codes that no kernel causes: the system, a person or a batch system ended the worker."""
 
@@ -51,10 +49,9 @@ class GpuWorker:
         self._facts: dict[str, Any] | None = None
 
     def ready(self) -> dict[str, Any]:
-        """Waits until the worker has its GPU; facts about the device and the driver.
-
-        Raises NormforgeError when it says that it cannot have one (NoGpuError when there is none)
-        and WorkerLostError when it died or hung."""
+        """Waits until the worker has its GPU; facts about the device and the driver. Raises
+        NormforgeError when it says that it cannot have one (NoGpuError when there is none) and
+        WorkerLostError when it died or hung."""
         if self._facts is None:
             try:
                 answer = self._receive(START_SECONDS, "starting")

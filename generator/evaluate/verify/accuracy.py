@@ -21,22 +21,11 @@ class Accuracy:
     fault: str
 
 
-def _first_bad(bad: torch.Tensor) -> tuple[int, ...]:
-    flat = int(bad.flatten().to(torch.uint8).argmax())
-    place = []
-    for size in reversed(bad.shape):
-        place.append(flat % size)
-        flat //= size
-    return tuple(reversed(place))
-
-
 def compare(
     name: str, out: torch.Tensor, ref: torch.Tensor, unit: float, slack: torch.Tensor
 ) -> tuple[float, str]:
-    """The relative error of `out` and "" or the first element outside `unit * |ref| + slack`.
-
-    out, ref: same shape; slack broadcasts against them. Works in chunks of rows.
-    """
+    """The relative error of `out` and "" or the first element outside `unit * |ref| + slack`. out,
+    ref: same shape; slack broadcasts against them. Works in chunks of rows."""
     square_error = square_ref = 0.0
     fault = ""
     rows = max(1, CHUNK_ELEMENTS // out[0].numel()) if out.dim() > 1 else out.numel()
@@ -50,7 +39,8 @@ def compare(
         limit = wide.abs() * (unit * 1.001) + slack[part].to(wide.dtype)
         bad = ~(error <= limit)
         if not fault and bool(bad.any()):
-            at = _first_bad(bad)
+            first = bad.flatten().to(torch.uint8).argmax()
+            at = tuple(map(int, torch.unravel_index(first, bad.shape)))
             index = [at[0] + start, *at[1:]]
             fault = (
                 f"{name}{index} is {float(out[part][at]):.9g}, "

@@ -9,8 +9,8 @@ from random import Random
 import torch
 
 from generator.evaluate.verify.determinism import equal_bits
-from generator.operations.rmsnorm_backward import Inputs
-from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32, launch_backward
+from generator.operations.rmsnorm_backward import Inputs, run_backward
+from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32
 from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.spec import CHUNK_ROWS, KernelSpec, ceil_div, plan_launch
 
@@ -22,15 +22,11 @@ _PADDING = (0, 64)
 """Elements between rows: a multiple of every vector."""
 
 
-def check_batch_invariance(
-    kernel: LoadedKernel, inputs: Inputs, cases: int = CASES, seed: int = 0
-) -> str:
-    """Takes rows out of a batch, at random, and runs them as batches of their own, on random
-    numbers of SMs and with other strides. Compared bit by bit are dx with that of the whole batch;
-    dw, in fp32, with that of the same rows on other SMs; and with dw added up over micro-batches.
-
-    inputs: of the whole batch, 2-D. Returns "" or what differed.
-    """
+def check_batch_invariance(kernel: LoadedKernel, inputs: Inputs, seed: int = 0) -> str:
+    """Runs random rows of a batch as batches of their own, on random numbers of SMs and with other
+    strides. Compared bit by bit are dx with that of the whole batch, and dw in fp32 with that on
+    other SMs and with the sum over micro-batches. inputs: of the whole batch, 2-D. Returns "" or
+    what differed."""
     random = Random(seed)
     if len(inputs.x) < LEAST_ROWS:
         inputs = _repeated(inputs, ceil_div(LEAST_ROWS, len(inputs.x)))
@@ -38,7 +34,7 @@ def check_batch_invariance(
     spec: KernelSpec = kernel.spec
     whole = _Batch(kernel, inputs, 0, M)
     dx, _ = whole.run(spec.sms)
-    for _ in range(cases):
+    for _ in range(CASES):
         count = min(M, 1 + int(2 ** random.uniform(0, 14)))
         start = random.randint(0, M - count)
         batch = _Batch(kernel, inputs, start, start + count, random.choice(_PADDING))
@@ -88,22 +84,11 @@ class _Batch:
         dw = torch.empty(N, device=dx.device) if total is None else total
         workspace = torch.full((launch.workspace_bytes,), 0xFF, dtype=torch.uint8, device=dx.device)
         workspace[: launch.scratch_offset] = 0
-        launch_backward(
-            self.kernel,
-            launch,
-            torch.cuda.current_stream().cuda_stream,
-            x=given.x,
-            dy=given.dy,
-            rstd=given.rstd,
-            weight=given.weight,
-            dx=dx,
-            dw=dw,
-            workspace=workspace.data_ptr(),
-            dresidual=given.residual,
-            dresidual_out=None if other is None else torch.empty_like(other),
-            dw_mode=DW_IN_FP32 if total is None else DW_ADDED,
-            weight_offset=given.offset,
-        )
+        outputs = {"dx": dx, "dw": dw}
+        if other is not None:
+            outputs["dresidual_out"] = torch.empty_like(other)
+        dw_mode = DW_IN_FP32 if total is None else DW_ADDED
+        run_backward(self.kernel, launch, given, outputs, workspace, dw_mode)
         return dx, dw
 
 

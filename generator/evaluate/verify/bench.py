@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from generator.evaluate.verify.guarded import Guarded
 from generator.operations.operation import Runner
-
-AS_USUAL: Mapping[str, torch.Tensor | None] = MappingProxyType({})
 
 
 class Bench:
@@ -30,13 +27,13 @@ class Bench:
         self,
         inputs: Any,
         *,
-        instead: Mapping[str, torch.Tensor | None] = AS_USUAL,
+        instead: Mapping[str, torch.Tensor | None] | None = None,
         **options: Any,
     ) -> None:
         """Enqueue one call. instead: other places for some outputs, None for one that is not
         wanted; options: those of the operation's runner."""
         places = {name: guarded.tensor for name, guarded in self.outputs.items()}
-        self.runner.run(inputs, {**places, **instead}, self.workspace.tensor, **options)
+        self.runner.run(inputs, {**places, **(instead or {})}, self.workspace.tensor, **options)
 
     def arm(self) -> None:
         """Start a check: guards in order, counters and accumulators at zero."""

@@ -13,18 +13,10 @@ from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.guarded import Guarded
 from generator.operations.operation import CHUNK_ELEMENTS
 from generator.operations.rmsnorm_backward import Inputs
-from generator.runtime.launch.launch import (
-    DW_ADDED,
-    DW_IN_FP32,
-    gap_factor,
-)
+from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32, gap_factor
 from generator.runtime.spec import CHUNK_ROWS
 
 RUNS = 20
-
-
-def same_bits(a: Guarded, b: torch.Tensor) -> bool:
-    return bool(torch.equal(a.inside, b))
 
 
 def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -33,16 +25,11 @@ def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check_repeats(
-    bench: Bench,
-    inputs: Any,
-    runs: int = RUNS,
-    around: Callable[[int], None] | None = None,
+    bench: Bench, inputs: Any, runs: int = RUNS, around: Callable[[int], None] | None = None
 ) -> str:
-    """Runs `runs` times, each on outputs and scratch dirtied with another byte, and compares all
-    bits with those of the first run. `around(i)` is called before run i, to disturb it.
-
-    Returns "" or which run differed in what.
-    """
+    """Runs `runs` times, each on outputs and scratch filled with another byte, and compares all
+    bits with the first run. `around(i)` is called before run i, to disturb it. Returns "" or which
+    run differed in what."""
     bench.arm()
     bench.poison()
     bench.run(inputs)
@@ -53,7 +40,7 @@ def check_repeats(
             around(i)
         bench.run(inputs)
         for name, out in bench.outputs.items():
-            if not same_bits(out, firsts[name]):
+            if not torch.equal(out.inside, firsts[name]):
                 count = int((out.inside != firsts[name]).sum())
                 return f"{name} of run {i} differs from run 0 in {count} bytes"
     return bench.fault()
@@ -71,7 +58,7 @@ def check_call_options(bench: Bench, inputs: Inputs, by_chunks: bool = False) ->
 
     def differs(option: str, *names: str) -> str:
         for name in names:
-            if not same_bits(bench.outputs[name], plain[name]):
+            if not torch.equal(bench.outputs[name].inside, plain[name]):
                 return f"{name} of a call {option} is not that of a plain call"
         return bench.fault()
 

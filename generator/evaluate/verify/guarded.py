@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 GUARD_BYTES = 4096
 """Bytes before and after every output that no kernel may touch."""
-
-
 _GUARD = 0xA5
 
 
@@ -15,10 +15,7 @@ class Guarded:
     """A tensor with guard bytes around it."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        count = 1
-        for size in shape:
-            count *= size
-        self.bytes = count * dtype.itemsize
+        self.bytes = prod(shape) * dtype.itemsize
         padded = (self.bytes + 255) // 256 * 256
         self.buffer = torch.full(
             (2 * GUARD_BYTES + padded,), _GUARD, dtype=torch.uint8, device=device

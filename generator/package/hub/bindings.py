@@ -5,12 +5,12 @@ its values. Handles and addresses are plain numbers. Signatures and structures a
 whose macros choose the versions of functions that have several.
 """
 
-# ruff: noqa: N802 (the names are the driver's)
+# ruff: noqa: N802, N816 (the names are the driver's)
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from enum import IntEnum
 from typing import Any
@@ -136,105 +136,49 @@ class CUlaunchConfig(ctypes.Structure):
         return ctypes.addressof(self)
 
 
-_launch = _function("cuLaunchKernelEx", POINTER(CUlaunchConfig), c_void_p, c_void_p, c_void_p)
-_clusters = _function(
-    "cuOccupancyMaxActiveClusters", POINTER(c_int), c_void_p, POINTER(CUlaunchConfig)
-)
+# ---- Functions -----------------------------------------------------------------------------------
 
 
-def cuLaunchKernelEx(
-    config: CUlaunchConfig, function: int, parameters: int, extra: int
-) -> tuple[CUresult]:
-    return (_status[_launch(config, function, parameters, extra)],)
+def _call(name: str, *arguments: Any) -> Callable[..., tuple[CUresult]]:
+    """A function that returns its status alone."""
+    function = _function(name, *arguments)
+    return lambda *values: (_status[function(*values)],)
 
 
-def cuOccupancyMaxActiveClusters(function: int, config: CUlaunchConfig) -> tuple[CUresult, int]:
-    count = c_int()
-    return _status[_clusters(byref(count), function, config)], count.value
+def _get(name: str, result: Any, *arguments: Any) -> Callable[..., tuple[CUresult, Any]]:
+    """A function that writes its result to where its first argument points."""
+    function = _function(name, POINTER(result), *arguments)
+
+    def call(*values: Any) -> tuple[CUresult, Any]:
+        found = result()
+        return _status[function(byref(found), *values)], found.value
+
+    return call
 
 
-# ---- Modules -------------------------------------------------------------------------------------
+_config = POINTER(CUlaunchConfig)
+cuLaunchKernelEx = _call("cuLaunchKernelEx", _config, c_void_p, c_void_p, c_void_p)
+cuOccupancyMaxActiveClusters = _get("cuOccupancyMaxActiveClusters", c_int, c_void_p, _config)
+cuModuleLoadData = _get("cuModuleLoadData", c_void_p, c_char_p)
+cuModuleGetFunction = _get("cuModuleGetFunction", c_void_p, c_void_p, c_char_p)
+cuFuncSetAttribute = _call("cuFuncSetAttribute", c_void_p, c_int, c_int)
+cuMemAlloc = _get("cuMemAlloc_v2", c_uint64, c_size_t)
+cuMemAllocAsync = _get("cuMemAllocAsync", c_uint64, c_size_t, c_void_p)
+cuMemFreeAsync = _call("cuMemFreeAsync", c_uint64, c_void_p)
+cuMemsetD8Async = _call("cuMemsetD8Async", c_uint64, c_ubyte, c_size_t, c_void_p)
+cuStreamCreate = _get("cuStreamCreate", c_void_p, c_uint)
+cuStreamDestroy = _call("cuStreamDestroy_v2", c_void_p)
+cuStreamSynchronize = _call("cuStreamSynchronize", c_void_p)
 
-_load = _function("cuModuleLoadData", POINTER(c_void_p), c_char_p)
-_find = _function("cuModuleGetFunction", POINTER(c_void_p), c_void_p, c_char_p)
-_set_attribute = _function("cuFuncSetAttribute", c_void_p, c_int, c_int)
+cuUserObjectCreate = _get("cuUserObjectCreate", c_void_p, c_void_p, c_void_p, c_uint, c_uint)
+cuGraphRetainUserObject = _call("cuGraphRetainUserObject", c_void_p, c_void_p, c_uint, c_uint)
 
-
-def cuModuleLoadData(image: bytes) -> tuple[CUresult, int | None]:
-    module = c_void_p()
-    return _status[_load(byref(module), image)], module.value
-
-
-def cuModuleGetFunction(module: int, name: bytes) -> tuple[CUresult, int | None]:
-    function = c_void_p()
-    return _status[_find(byref(function), module, name)], function.value
-
-
-def cuFuncSetAttribute(function: int, attribute: int, value: int) -> tuple[CUresult]:
-    return (_status[_set_attribute(function, attribute, value)],)
-
-
-# ---- Memory --------------------------------------------------------------------------------------
-
-_allocate = _function("cuMemAlloc_v2", POINTER(c_uint64), c_size_t)
-_allocate_async = _function("cuMemAllocAsync", POINTER(c_uint64), c_size_t, c_void_p)
-_free_async = _function("cuMemFreeAsync", c_uint64, c_void_p)
-_set = _function("cuMemsetD8Async", c_uint64, c_ubyte, c_size_t, c_void_p)
-
-
-def cuMemAlloc(size: int) -> tuple[CUresult, int]:
-    address = c_uint64()
-    return _status[_allocate(byref(address), size)], address.value
-
-
-def cuMemAllocAsync(size: int, stream: int) -> tuple[CUresult, int]:
-    address = c_uint64()
-    return _status[_allocate_async(byref(address), size, stream)], address.value
-
-
-def cuMemFreeAsync(address: int, stream: int) -> tuple[CUresult]:
-    return (_status[_free_async(address, stream)],)
-
-
-def cuMemsetD8Async(address: int, value: int, count: int, stream: int) -> tuple[CUresult]:
-    return (_status[_set(address, value, count, stream)],)
-
-
-# ---- Streams -------------------------------------------------------------------------------------
-
-_create = _function("cuStreamCreate", POINTER(c_void_p), c_uint)
-_destroy = _function("cuStreamDestroy_v2", c_void_p)
-_wait = _function("cuStreamSynchronize", c_void_p)
 _exchange_mode = _function("cuThreadExchangeStreamCaptureMode", POINTER(c_int))
 _capture_info = _function(
     "cuStreamGetCaptureInfo_v2",
     *(c_void_p, POINTER(c_int), POINTER(c_uint64)),
     *(POINTER(c_void_p), c_void_p, c_void_p),
 )
-_user_object = _function(
-    "cuUserObjectCreate", POINTER(c_void_p), c_void_p, c_void_p, c_uint, c_uint
-)
-_retain = _function("cuGraphRetainUserObject", c_void_p, c_void_p, c_uint, c_uint)
-
-
-def cuStreamCreate(flags: int) -> tuple[CUresult, int | None]:
-    stream = c_void_p()
-    return _status[_create(byref(stream), flags)], stream.value
-
-
-def cuStreamDestroy(stream: int) -> tuple[CUresult]:
-    return (_status[_destroy(stream)],)
-
-
-def cuStreamSynchronize(stream: int) -> tuple[CUresult]:
-    return (_status[_wait(stream)],)
-
-
-def cuStreamGetCaptureInfo(stream: int) -> tuple[CUresult, int, int, int | None]:
-    """The status, the id and the graph of the capture; the rest is not asked for."""
-    status, number, graph = c_int(), c_uint64(), c_void_p()
-    code = _capture_info(stream, byref(status), byref(number), byref(graph), None, None)
-    return _status[code], status.value, number.value, graph.value
 
 
 def cuThreadExchangeStreamCaptureMode(mode: int) -> tuple[CUresult, int]:
@@ -242,15 +186,11 @@ def cuThreadExchangeStreamCaptureMode(mode: int) -> tuple[CUresult, int]:
     return _status[_exchange_mode(byref(before))], before.value
 
 
-def cuUserObjectCreate(
-    value: int, destroy: int, references: int, flags: int
-) -> tuple[CUresult, int | None]:
-    made = c_void_p()
-    return _status[_user_object(byref(made), value, destroy, references, flags)], made.value
-
-
-def cuGraphRetainUserObject(graph: int, owned: int, count: int, flags: int) -> tuple[CUresult]:
-    return (_status[_retain(graph, owned, count, flags)],)
+def cuStreamGetCaptureInfo(stream: int) -> tuple[CUresult, int, int, int | None]:
+    """The status, the id and the graph of the capture. The other values are not requested."""
+    status, number, graph = c_int(), c_uint64(), c_void_p()
+    code = _capture_info(stream, byref(status), byref(number), byref(graph), None, None)
+    return _status[code], status.value, number.value, graph.value
 
 
 __all__ = [

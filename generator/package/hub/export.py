@@ -28,12 +28,10 @@ _TOP = {"build", "README.md", "LICENSE"}
 
 
 def export_package(package: Path, folder: Path, gpu: str | None = None) -> Table:
-    """Write a package to `folder` as a repository; its table. gpu: whose package it has to be.
-
-    Equal packages give equal files. Raises NormforgeError, leaving the folder as it was, for an
+    """Write a package to `folder` as a repository, equal files for equal packages; its table. gpu:
+    whose package it has to be. Raises NormforgeError, leaving the folder as it was, for an
     operation without layers, a package that is missing, damaged or of another GPU, and a folder
-    that cannot be written or holds anything but an earlier export.
-    """
+    that cannot be written or holds anything but an earlier export."""
     operation = package.name
     if operation not in OPERATIONS:
         raise NormforgeError(f"{operation} has no layers to export, only {', '.join(OPERATIONS)}")
