@@ -60,6 +60,9 @@ PIPELINES = ("async", "bulk")
 TOOLS = ("memcheck", "racecheck", "synccheck")
 SANITIZED_ROWS = 300
 """Under compute-sanitizer, which is slow."""
+CLEAN = re.compile(r"\b0 (errors|hazards)")
+REPORT_LINES = 200
+"""Of a tool that found something, kept with the results."""
 
 DELAYED = re.compile(
     r"(DEVICE [^;{}]*?\b(?:send_words|receive_words|(?:load|store|add)_workspace\w*|load_acquire"
@@ -235,6 +238,7 @@ def inside(path: Path) -> None:
     """What compute-sanitizer watches: two launches of each kernel."""
     session = open_session()
     for kernel in pickle.loads(path.read_bytes()):
+        print(f"========= {kernel.label}", flush=True)  # in the tool's report, before what it says
         workload = session.workload(replace(kernel.problem, M=SANITIZED_ROWS))
         bench = workload.bench(kernel.plain)
         bench.arm()
@@ -243,12 +247,15 @@ def inside(path: Path) -> None:
         torch.cuda.synchronize()
 
 
-def sanitize(found: Sequence[Kernel], seconds: float) -> dict[str, Any]:
-    """The last words of each tool, by its name."""
+def sanitize(
+    found: Sequence[Kernel], seconds: float
+) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """The last line of each tool, and the reports of those that found something, by the tool."""
     program = shutil.which("compute-sanitizer")
     if program is None:
-        return dict.fromkeys(TOOLS, "compute-sanitizer is not installed")
-    said = {}
+        return dict.fromkeys(TOOLS, "compute-sanitizer is not installed"), {}
+    said: dict[str, str] = {}
+    reports: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernels"
         path.write_bytes(pickle.dumps(list(found)))
@@ -270,11 +277,12 @@ def sanitize(found: Sequence[Kernel], seconds: float) -> dict[str, Any]:
                 )
                 lines = [x for x in done.stdout.splitlines() if x.startswith("=========")]
                 said[tool] = " | ".join(x.strip("= ") for x in lines[-1:]) or done.stderr[-500:]
-                if "0 errors" not in said[tool] and "0 hazards" not in said[tool]:
+                if not CLEAN.search(said[tool]):
+                    reports[tool] = lines[:REPORT_LINES]
                     say("\n".join([*lines[:40], done.stderr[-1500:]]))
             except subprocess.TimeoutExpired:
                 said[tool] = f"stopped after {seconds:.0f} s"
-    return said
+    return said, reports
 
 
 def run(args: argparse.Namespace) -> int:
@@ -291,12 +299,12 @@ def run(args: argparse.Namespace) -> int:
         document["rows"].append(row)
         print(kernel.label, kernel.planted, row["differing"], "of", row["launches"], flush=True)
         write_json(args.out, document)
-    document["sanitizer"] = sanitize(real, args.seconds)
+    document["sanitizer"], document["sanitizer reports"] = sanitize(real, args.seconds)
     write_json(args.out, document)
     print(document["sanitizer"])
     bad = [row for row in document["rows"] if (row["differing"] > 0) != bool(row["planted"])]
     bad += [row for row in document["rows"] if row["fault"]]
-    clean = all(re.search(r"\b0 (errors|hazards)", text) for text in document["sanitizer"].values())
+    clean = all(map(CLEAN.search, document["sanitizer"].values()))
     return 0 if clean and not bad else 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 
 from benchmarks import stress
 from benchmarks.stress import CONTROLS, DELAY, build, sanitize, variants, with_delays
+from generator.emulate.check import check_source
 from generator.errors import NormforgeError
 from generator.kernels.render import render
 from generator.kernels.strategies import STRATEGIES, strategy_of
 from generator.kernels.variant import Variant
 from generator.paths import TEMPLATES
+from generator.runtime.spec import plan_launch
 from tests.support.packages import H200
 
 ORDERS = re.compile(
@@ -78,26 +81,48 @@ def test_a_kernel_compiles_with_delays_and_is_another_one(drawn: list[tuple[Vari
         ("========= Invalid read\n========= ERROR SUMMARY: 1 error", "ERROR SUMMARY: 1 error"),
     ],
 )
-def test_last_words_of_a_tool_are_kept(
+def test_last_line_of_a_tool_is_kept_and_the_report_of_one_that_found_something(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints: str, says: str
 ) -> None:
     program = tmp_path / "compute-sanitizer"
     program.write_text(f'#!/bin/sh\necho "{prints}"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert sanitize([], 20.0) == dict.fromkeys(stress.TOOLS, says)
+    said, reports = sanitize([], 20.0)
+    assert said == dict.fromkeys(stress.TOOLS, says)
+    kept = dict.fromkeys(stress.TOOLS, prints.splitlines()) if "Invalid" in prints else {}
+    assert reports == kept
 
 
 def test_a_tool_that_is_not_installed_or_does_not_end_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stress.shutil, "which", lambda name: None)
-    assert set(sanitize([], 1.0).values()) == {"compute-sanitizer is not installed"}
+    assert set(sanitize([], 1.0)[0].values()) == {"compute-sanitizer is not installed"}
     program = tmp_path / "slow"
     program.write_text("#!/bin/sh\nexec sleep 30\n")
     program.chmod(0o755)
     monkeypatch.setattr(stress.shutil, "which", lambda name: str(program))
-    assert set(sanitize([], 0.2).values()) == {"stopped after 0 s"}
+    assert set(sanitize([], 0.2)[0].values()) == {"stopped after 0 s"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", ["rmsnorm", "layernorm"])
+def test_kernels_under_the_sanitizer_pass_in_the_executor(
+    drawn: list[tuple[Variant, str]], operation: str
+) -> None:
+    """With the rows and the grid that compute-sanitizer gets. The executor checks every access."""
+    for variant, bug in drawn:
+        if bug or not variant.operation.startswith(operation):
+            continue
+        problem = next(
+            p for p in stress.PROBLEMS if (p.operation, p.N) == (variant.operation, variant.N)
+        )
+        problem = replace(problem, M=stress.SANITIZED_ROWS)
+        spec = variant.spec(H200.sms)
+        launch = plan_launch(spec, problem.M)
+        checked = check_source(render(variant), spec, launch, problem, schedules=1)
+        assert checked.passed, (variant.id, checked.problems)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
