@@ -37,11 +37,11 @@ def peers() -> str:
         (f"{peer.title} {peer.version}", f"{peer.over_floor:.2f}", f"{peer.over_ours:.2f}")
         for peer in found.standings
     ]
-    header = ["", "time over the floor, geometric mean", "its time over Normforge's"]
+    header = ["", "time / floor (geometric mean)", "time / Normforge's"]
     least, where = found.least
     said = (
         f"No peer is faster at any of the {len(found.rows)} shapes."
-        f" The closest takes {100 * (least - 1):.0f} % longer, at {where}."
+        f" The closest one takes {100 * (least - 1):.0f} % longer, at {where}."
     )
     return "\n".join((table(header, rows), "", said))
 
@@ -59,7 +59,7 @@ def tuned_peers() -> str:
         )
         for default, tuned in (("quack", "quack_tuned"), ("inductor", "inductor_max"))
     ]
-    header = ("time over the floor", "over Normforge's", "with its defaults")
+    header = ("time / floor", "time / Normforge's", "the same with defaults")
     return table([f"{len(found.rows)} shapes", *header], lines)
 
 
@@ -72,15 +72,15 @@ def layernorm() -> str:
         lines.append(
             (peer.title, f"{peer.over_floor:.2f}", f"{peer.over_ours:.2f}", f"{least:.3f}")
         )
-    header = ["", "time over the floor", "its time over Normforge's", "least"]
+    header = ["", "time / floor", "time / Normforge's", "lowest at a shape"]
     worst = max(
         row[f"ours_error_{what}"] / row["peers"]["aten"][f"error_{what}"]
         for row in found.rows
         for what in ("dx", "dw")
     )
     said = (
-        f"{len(found.rows)} shapes, geometric means. The error of dx, dgamma and dbeta is at most"
-        f" {worst:.3f} times that of ATen's kernel."
+        f"{len(found.rows)} shapes, geometric means. The errors of dx, dgamma and dbeta are at most"
+        f" {worst:.3f} times those of ATen."
     )
     return "\n".join((table(header, lines), "", said))
 
@@ -95,9 +95,9 @@ def cudnn() -> str:
     }
     least, where = found.least
     return (
-        f"At {len(found.rows)} small shapes the best of cuDNN's plans takes"
-        f" {over['add_us']:.2f} times the floor and {over['ours_us']:.2f} times as\nlong as"
-        f" Normforge's kernels, at least {least:.2f} times ({where})."
+        f"At {len(found.rows)} small shapes, cuDNN's best plan takes {over['add_us']:.2f} times the"
+        f" floor and {over['ours_us']:.2f} times as\nlong as Normforge's kernels (at least"
+        f" {least:.2f} times, at {where})."
     )
 
 
@@ -126,8 +126,8 @@ def overhead() -> str:
         lines.append((shape, trials, winner, own, free, f"{over:.3f}", f"{costs[shape]:.3f}"))
     mean = geometric_mean(costs.values())
     lines.append(("**geometric mean**", *[""] * 5, f"**{mean:.3f}**"))
-    header = ["shape", "trials", "winner", "over the floor", "fastest without order"]
-    return table([*header, "over the floor", "overhead"], lines)
+    header = ["shape", "trials", "winner", "time / floor", "fastest non-deterministic"]
+    return table([*header, "time / floor", "overhead"], lines)
 
 
 # ---- Training ------------------------------------------------------------------------------------
@@ -163,8 +163,8 @@ def flushes() -> str:
 
 def flush_in_short() -> str:
     return (
-        f"This is with a flush of the L2 before each operation. With inputs and outputs in rotation"
-        f" instead, Normforge\ntakes {flushed('rotating'):.2f} of the floor:"
+        "Here the L2 is flushed before each operation. With inputs and outputs in rotation instead,"
+        f" Normforge takes\n{flushed('rotating'):.2f} times the floor: see"
         " [how the cache is made cold](docs/performance.md#how-the-cache-is-made-cold)."
     )
 
@@ -196,7 +196,7 @@ def training_norms() -> str:
         (each.title, *(f"{ms:.2f}" if (ms := each.norm_ms(name)) else "" for name in names))
         for each in eager
     ]
-    return table(["ms of a step", *(WAYS[name].title for name in names)], lines)
+    return table(["ms per step", *(WAYS[name].title for name in names)], lines)
 
 
 def training_gain() -> str:
@@ -207,10 +207,10 @@ def training_gain() -> str:
         return f"{100 * (found[case].median - 1):.1f} %"
 
     return (
-        "What the speed is worth in training depends on the share of norms in a step. Blocks of"
-        " Qwen 3 1.7B, which\nnormalise queries and keys too, run"
+        "What this is worth in training depends on the share of norms in a step. Blocks of"
+        " Qwen 3 1.7B, which also\nnormalise queries and keys, run"
         f" {gain('qwen3_2b,4096,eager')} faster than with PyTorch's norm in eager code, and"
-        f" {gain('qwen3_2b,4096,blocks')}\nfaster where both are compiled. In Llama 3 8B norms"
+        f" {gain('qwen3_2b,4096,blocks')}\nfaster if both are compiled. In Llama 3 8B, norms"
         " take about 1 % of a step, and the gain is within the noise."
     )
 
@@ -220,10 +220,11 @@ def training_bits() -> str:
     found = read("training_bits_h200")["cases"]
     ways = [(case, way) for case, told in found.items() for way in told]
     differ = [f"{way} in {case}" for case, way in ways if not found[case][way]]
-    said = f"in all but {', '.join(differ)}" if differ else "in all of them"
+    said = f"except in {', '.join(differ)}" if differ else "in all of them"
     return (
-        f"Bits: {len(ways)} combinations of model, mode and norm ran the same step three times,"
-        " with PyTorch's\ndeterministic algorithms. All gradients had the same bits each time,"
+        f"Determinism: {len(ways)} combinations of model, mode and norm ran the same step three"
+        " times, with PyTorch's\ndeterministic algorithms. All gradients had the same bits each"
+        " time,"
         f" {said}."
     )
 

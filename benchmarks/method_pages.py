@@ -142,15 +142,15 @@ def stress() -> str:
     found = read("stress_h200")
     real = [row for row in found["rows"] if not row["planted"]]
     lines = [
-        ("launches of kernels as they are", f"{sum(row['launches'] for row in real):,}"),
-        ("of these with other bits", str(sum(row["differing"] for row in real))),
+        ("launches of correct kernels", f"{sum(row['launches'] for row in real):,}"),
+        ("of these, with different bits", str(sum(row["differing"] for row in real))),
     ]
     for row in found["rows"]:
         if row["planted"]:
-            share = f"{row['differing']:,} of {row['launches']:,} launches with other bits"
+            share = f"{row['differing']:,} of {row['launches']:,} launches with different bits"
             lines.append((f"planted in `{row['strategy']}`: {row['planted']}", share))
     lines += [(f"compute-sanitizer, {tool}", said) for tool, said in found["sanitizer"].items()]
-    return table([f"{len(real)} kernels", "found"], lines)
+    return table([f"{len(real)} kernels", "result"], lines)
 
 
 METHOD_BLOCKS: dict[str, Callable[[], str]] = {

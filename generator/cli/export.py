@@ -20,17 +20,17 @@ def export(argv: list[str]) -> int:
     """Raises NormforgeError."""
     parser = CommandLine(
         prog="tune.py export",
-        description="Write a package as a repository of Hugging Face's kernels: get_kernel and "
-        "kernelize load it, and it needs PyTorch alone. Or write the trials of a shape as T4 "
-        "results or as a cache file of Kernel Tuner, for the tools that read those.",
+        description="Write a package as a repository for Hugging Face's kernels (get_kernel and "
+        "kernelize), which depends only on PyTorch. Or write the trials of a shape as T4 results "
+        "or as a cache file of Kernel Tuner.",
     )
     form = parser.add_mutually_exclusive_group(required=True)
     form.add_argument(
         "--hf",
         type=folder_name,
         metavar="FOLDER",
-        help="where the package is written: a new or empty folder, or an earlier export, which it "
-        "replaces",
+        help="where to write the package: a new or empty folder, or an earlier export, which is "
+        "replaced",
     )
     for name in ("--t4", "--kernel-tuner"):
         form.add_argument(

@@ -1,4 +1,4 @@
-"""Find the fastest deterministic kernel of every shape and write the module.
+"""Find the fastest deterministic kernel for every shape, and write them as a Python package.
 
 Examples:
   python tune.py --gpu gb200
@@ -6,12 +6,11 @@ Examples:
   python tune.py --gpu auto --shapes 4096x4096:bf16,16384x8192:bf16:fp32 --trials 200 --seconds 600
   python tune.py --gpu h200 --devices 0,1,2,3 --storage postgresql+psycopg://tuner@host/normforge
 
-Looking at what a run left behind (each has a --help of its own):
+Show the results of a run (each command has its own --help):
   python tune.py report --gpu h200
   python tune.py explain --gpu h200 --shape 4096x4096:bf16 --config strategy=last_cta
 
-Taking its package elsewhere, as a repository of Hugging Face's kernels, or the trials of a shape to
-tools that read T4 results or cache files of Kernel Tuner:
+Export the package for Hugging Face's kernels, or the trials of a shape for other tuners' tools:
   python tune.py export --gpu h200 --hf FOLDER
   python tune.py export --gpu h200 --shape 4096x4096:bf16 --t4 FILE
   python tune.py export --gpu h200 --shape 4096x4096:bf16 --kernel-tuner FILE
@@ -63,17 +62,17 @@ def _what(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--gpu",
         required=True,
-        help="a name of search_spaces/gpus.yaml, or auto for the GPU of this machine; "
-        "measured when it is here, else predicted",
+        help="a name in search_spaces/gpus.yaml, or auto for the GPU of this machine. Times are "
+        "measured if this machine has the GPU, else predicted",
     )
     add_operation(group)
     group.add_argument(
         "--shapes",
         default="default",
-        help="comma-separated: names or paths of shape files, or MxN:dtype[:weight dtype]",
+        help="comma-separated names or paths of shape files, or shapes MxN:dtype[:weight dtype]",
     )
     group.add_argument(
-        "--space", type=Path, help="the search space's file (default: the operation's)"
+        "--space", type=Path, help="file of the search space (default: that of the operation)"
     )
     group.add_argument(
         "--fallbacks",
@@ -81,7 +80,7 @@ def _what(group: argparse._ArgumentGroup) -> None:
         default="common",
         help="kernels for shapes that are not tuned: common, for rows of whole 16-byte vectors in "
         "the dtypes of the run (default); all, hundreds for every dtype and row length; or none. "
-        "Those that the package has already stay",
+        "Existing ones are kept",
     )
 
 
@@ -89,23 +88,23 @@ def _how(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--trials",
         type=positive_number,
-        help=f"trials of each shape (default: {TRIALS['measured']} measured, "
+        help=f"trials per shape (default: {TRIALS['measured']} measured, "
         f"{TRIALS['predicted']} predicted)",
     )
     group.add_argument(
         "--seconds",
         type=positive_seconds,
-        help="search for so long in all, in equal shares for the shapes; what earlier runs of a "
-        "shape took counts, its finals (2 s on a GPU) and the module come on top",
+        help="total search time, divided equally among the shapes. The time of earlier runs of a "
+        "shape counts. Finals (2 s per shape on a GPU) and writing the package come on top",
     )
-    group.add_argument("--seed", type=int, default=0, help="of the search")
+    group.add_argument("--seed", type=int, default=0, help="seed of the search (default: 0)")
     group.add_argument(
         "--devices",
         "--device",
         type=device_list,
         default=(0,),
         metavar="N[,N...]",
-        help="indices of the GPUs of this machine to measure on, one search on each (default: 0)",
+        help="indices of this machine's GPUs to measure on, with one search each (default: 0)",
     )
 
 
@@ -113,8 +112,8 @@ def _where(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--storage",
         type=storage_url,
-        help="the URL of a database instead of the file in --out; with PostgreSQL "
-        "(postgresql+psycopg://...) any number of runs on any machines share the work",
+        help="URL of a database to use instead of a file in --out. With PostgreSQL "
+        "(postgresql+psycopg://...), runs on any number of machines share the work",
     )
     group.add_argument("--out", type=folder_name, help="output folder (default: generated/<gpu>)")
     group.add_argument("--json", action="store_true", help="print one JSON document at the end")
