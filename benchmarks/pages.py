@@ -85,7 +85,7 @@ def goal_table() -> str:
     for text, name in (("256 MB of writes", "writes"), ("inputs in rotation", "rotating")):
         mean = flushed(name)
         said = f"{mean:.3f}" if mean <= FLUSHED_LIMIT else f"**missed**: {mean:.3f}"
-        found.append((f"{text} for a flush, geometric mean", f"≤ {FLUSHED_LIMIT} add", said))
+        found.append((f"{text} for a flush, geometric mean", f"≤ {FLUSHED_LIMIT} floor", said))
     return table(["goal", "limit", "reached"], found)
 
 
@@ -127,7 +127,7 @@ def host_times() -> str:
             "aten autograd backward",
         ),
         ("forward with autograd", "rms_norm forward", "aten autograd forward"),
-        ("forward without", "rms_norm without grad", "aten without grad"),
+        ("forward without autograd", "rms_norm without grad", "aten without grad"),
         ("the forward's operator", "rms_norm, operator", "aten forward op"),
         ("the same with a residual", "add_rms_norm, operator", "aten add and forward op"),
     ]
@@ -172,7 +172,7 @@ def untuned() -> str:
             mean = geometric_mean(row["ours_over_tuned"] for row in rows)
             lines.append(
                 (
-                    f"{title}, {len(rows)} times unknown {unknown}",
+                    f"{title}, {len(rows)} shapes, unknown {unknown}",
                     f"{mean:.3f}",
                     span("ours_over_tuned"),
                     span("ours_over_aten"),
@@ -223,7 +223,7 @@ def what_wins() -> str:
 
     def counts(key: str, name: Callable[[Any], str] = str) -> str:
         found = Counter(name(config[key]) for config in configs)
-        return ", ".join(f"{value} {n}" for value, n in found.most_common())
+        return ", ".join(f"{value}: {n}" for value, n in found.most_common())
 
     return table(
         ["choice", f"winners of {len(configs)}"],

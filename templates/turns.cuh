@@ -11,7 +11,7 @@
 // Memory ordering. The CTA barrier in `pass` orders the adds of all threads before thread 0's release
 // at gpu scope, which is cumulative. The next CTA's thread 0 acquires the counter, and its CTA barrier
 // extends that to its threads. (In `bulk_reduce`, only thread 0 takes part in turns within a group. Its
-// fragment argues for them.)
+// fragment argues for the order of those turns.)
 struct Turns : DwContext {
   // counters: [0] start tickets, [1 + g] turn inside group g, [1 + groups] turn of the groups.
   DEVICE unsigned groups() const { return (participants + group - 1) / group; }
@@ -35,7 +35,7 @@ struct Turns : DwContext {
     if (threadIdx.x == 0) store_release(turn, next);
   }
   // Called by the very last participant. Every other one has started, has had its turns, and no longer
-  // looks at a counter: each read its counter before it passed the turn on.
+  // looks at a counter: each passed its turn on only after its last look at one.
   DEVICE void reset() const {
     if (threadIdx.x != 0) return;
     for (unsigned i = 0; i < groups() + 2; ++i) store_relaxed(counters + i, 0);

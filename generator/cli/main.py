@@ -8,7 +8,7 @@ Examples:
 
 Show the results of a run (each command has its own --help):
   python tune.py report --gpu h200
-  python tune.py explain --gpu h200 --shape 4096x4096:bf16 --config strategy=last_cta
+  python tune.py explain --gpu h200 --shape 4096x4096:bf16 --config load_hint=default
 
 Export the package for Hugging Face's kernels, or the trials of a shape for other tuners' tools:
   python tune.py export --gpu h200 --hf FOLDER
@@ -69,7 +69,8 @@ def _what(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--shapes",
         default="default",
-        help="comma-separated names or paths of shape files, or shapes MxN:dtype[:weight dtype]",
+        help="comma-separated names or paths of shape files, or shapes MxN:dtype[:weight dtype]"
+        "[+offset][+residual]",
     )
     group.add_argument(
         "--space", type=Path, help="file of the search space (default: that of the operation)"

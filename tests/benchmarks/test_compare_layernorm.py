@@ -135,7 +135,7 @@ def test_goals_are_those_of_layernorm() -> None:
         return [(goal.text, goal.limit, goal.met) for goal in goals(some, NAME)]
 
     mean, faster = "all 47 shapes, geometric mean", "faster than the best peer, each"
-    assert verdicts(1.07) == [(mean, "≤ 1.08 add", True), (faster, "≥ 1.00", True)]
+    assert verdicts(1.07) == [(mean, "≤ 1.08 floor", True), (faster, "≥ 1.00", True)]
     assert [met for _, _, met in verdicts(1.09)] == [False, True]
     assert [met for _, _, met in verdicts(1.6)] == [False, False]
 
@@ -149,8 +149,8 @@ def test_page_and_resume_know_the_operation(tmp_path: Path) -> None:
     page = path.with_suffix(".md").read_text()
     assert page.startswith("# LayerNorm backward on NVIDIA H200\n")
     assert "| 4096x256:bf16 |" in page
-    assert "≤ 1.08 add" in page
-    assert "≤ 1.12 add" not in page
+    assert "≤ 1.08 floor" in page
+    assert "≤ 1.12 floor" not in page
     assert "| cuDNN best plan |" in page
 
     results = Results.resume(path, environment)

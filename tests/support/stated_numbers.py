@@ -60,7 +60,7 @@ STATED: dict[str, list[str]] = {
         f"The best {WORD[plan.FINALISTS]} of the shortlist",
         f"at most {budget.Budget(1).sweep_limit} legal configs",
         f"within {percent(choose_winner.TIE)} of the fastest are tied",
-        f"Below {choose_winner.HOST_US:.0f} µs the GPU",
+        f"Below {choose_winner.HOST_US:.0f} µs the host",
         f"be {choose_winner.LAUNCH_US} µs slower than the fastest",
         f"{WORD[finals.ONE_LAUNCH_PLACES].capitalize()} places in the finals",
         f"configs within {percent(prior.TIE)} are tied",
@@ -220,8 +220,8 @@ STATED |= {
         f"{COMPARED} shapes in bf16, fp16 and fp32",
         f"ran at {TUNED_PEERS} shapes",
         f"Python {PYTHON} or newer, PyTorch {TORCH} or newer",
-        f"tuned lengths from {WIDTHS[0]} to {WIDTHS[-1]:,}; any other up to {GENERIC[16]:,} by"
-        f" fallback kernels, some odd ones up to {GENERIC[2]:,};",
+        f"tuned lengths from {WIDTHS[0]} to {WIDTHS[-1]:,}; fallback kernels serve any other up to"
+        f" {GENERIC[16]:,}, or {GENERIC[2]:,} if it is an odd number",
     ],
     "index.md": [f"PyTorch {TORCH} or newer"],
     "adopting.md": [
@@ -243,13 +243,13 @@ STATED |= {
     ],
     "lab-notes.md": lab_notes(),
     "performance.md": [
-        f"({l2_flush.FLUSH_BYTES >> 20} MB are written before each)",
+        f"`evict_last` and then writes {l2_flush.FLUSH_BYTES >> 20} MB",
         f"driver {MEASURED_BY['driver']}, NVRTC {LAYERNORM['tuned'][0]['kernel']['nvrtc']},"
         f" PyTorch {MEASURED_BY['torch'].rpartition('.')[0]}",
         f"{len(read('h200')['rows'])} shapes in which all implementations",
         f"Plain reads of {flushes.READ_BYTES >> 20} MB inside",
         f"so they ran at {TUNED_PEERS}, in",
-        f"then {len(TRAINING[0]['ms']['pytorch'])} that do, in each of {WORD[len(TRAINING)]}",
+        f"then {len(TRAINING[0]['ms']['pytorch'])} timed ones in each of {WORD[len(TRAINING)]}",
         f"{WORD[PASSES]} passes in turn",
         f"ended by hand after {FIRST_SEARCH_SECONDS} s",
         f"within {PLAN_SECONDS:.0f} seconds",

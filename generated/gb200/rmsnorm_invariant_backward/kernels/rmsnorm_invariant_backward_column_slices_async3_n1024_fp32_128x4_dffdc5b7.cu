@@ -55,7 +55,7 @@ constexpr int kRunsWrittenOffset = 37008;
 #define ROW_STORE ""
 #define LEAST_COLUMNS 1024  // of a row
 
-#include "../include/b3bf4d471f61/primitives.cuh"
+#include "../include/c93eb2f1b2ef/primitives.cuh"
 
 using Element = float;        // x, dy, dx
 using WeightElement = float;  // weight, dw
@@ -63,13 +63,13 @@ using ResidualElement = float;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/b3bf4d471f61/elements.cuh"
+#include "../include/c93eb2f1b2ef/elements.cuh"
 
-#include "../include/b3bf4d471f61/teams.cuh"
-#include "../include/b3bf4d471f61/row_of_group.cuh"
-#include "../include/b3bf4d471f61/load_rstds.cuh"
+#include "../include/c93eb2f1b2ef/teams.cuh"
+#include "../include/c93eb2f1b2ef/row_of_group.cuh"
+#include "../include/c93eb2f1b2ef/load_rstds.cuh"
 
-// What one launch works on. Strides and offsets are elements and 64-bit throughout.
+// What one launch works on. Strides and gaps count elements and are 64-bit.
 struct Arguments {
   const Element* x;
   const Element* dy;
@@ -78,43 +78,44 @@ struct Arguments {
   Element* dx;                  // null: not wanted
   void* dw;                     // null: not wanted
   const ResidualElement* dresidual;
-  ResidualElement* dresidual_out;  // dx in the residual's dtype where that is another one
+  ResidualElement* dresidual_out;  // dx in the residual's dtype, if that differs from dx's
   unsigned* counters;
-  float* zeroed;
-  float* scratch;
+  float* zeroed;   // workspace that is 0 before and after each launch
+  float* scratch;  // workspace with any contents
   long long rows;
   long long x_stride, dy_stride, dresidual_stride, dx_stride;
   // The heads of a packed tensor: a number of rows at their stride, then a gap before the next ones.
-  // gaps * row >> 32 of these gaps lie before a row; gaps is 0 if there are none.
+  // (gaps * row) >> 32 of these gaps lie before a row; gaps is 0 if there are none. The host allows gaps
+  // only where the rows fit into 32 bits (gap_factor in generator/runtime/launch/launch.py).
   long long x_gap, dy_gap;
   unsigned gaps;
   int columns, group, dw_mode;
   float weight_offset;
 };
 
-#include "../include/b3bf4d471f61/rows.cuh"
+#include "../include/c93eb2f1b2ef/rows.cuh"
 
-#include "../include/b3bf4d471f61/row_sum.cuh"
-#include "../include/b3bf4d471f61/row_sum_cta.cuh"
+#include "../include/c93eb2f1b2ef/row_sum.cuh"
+#include "../include/c93eb2f1b2ef/row_sum_cta.cuh"
 
-#include "../include/b3bf4d471f61/runs.cuh"
+#include "../include/c93eb2f1b2ef/runs.cuh"
 
-#include "../include/b3bf4d471f61/rows_async.cuh"
+#include "../include/c93eb2f1b2ef/rows_async.cuh"
 
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/b3bf4d471f61/weight_registers.cuh"
+#include "../include/c93eb2f1b2ef/weight_registers.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
-#include "../include/b3bf4d471f61/partial_dw.cuh"
-#include "../include/b3bf4d471f61/dw_output.cuh"
-#include "../include/b3bf4d471f61/dw_context.cuh"
-#include "../include/b3bf4d471f61/sum_groups.cuh"
-#include "../include/b3bf4d471f61/sum_slice.cuh"
-#include "../include/b3bf4d471f61/last_arrived.cuh"
-#include "../include/b3bf4d471f61/dw_groups_column_slices.cuh"
+#include "../include/c93eb2f1b2ef/partial_dw.cuh"
+#include "../include/c93eb2f1b2ef/dw_output.cuh"
+#include "../include/c93eb2f1b2ef/dw_context.cuh"
+#include "../include/c93eb2f1b2ef/sum_groups.cuh"
+#include "../include/c93eb2f1b2ef/sum_slice.cuh"
+#include "../include/c93eb2f1b2ef/last_arrived.cuh"
+#include "../include/c93eb2f1b2ef/dw_groups_column_slices.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 
@@ -132,8 +133,8 @@ extern "C" __global__ void  rmsnorm_invariant_backward(ARGUMENTS(Arguments, args
   RowPipeline pipeline(rows, smem);
   RowSum row_sum(smem);
   Schedule schedule(args.rows, static_cast<unsigned>(args.group), participant, participants);
-  // The first rows are requested before the barrier below. The requesting thread has itself set up the
-  // barriers of the stages, and no other thread looks at them yet.
+  // The first rows are requested before any barrier. With bulk copies this is safe because the requesting
+  // thread has itself set up the barriers of the stages, and no other thread looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
 

@@ -201,9 +201,9 @@ DEVICE Ledger book_and_read(Ledger* ledger, Ledger entry) {
                : "l"(ledger), "l"(entry) : "memory");
   return before;
 }
-// The same for thread 0, without waiting for the result. If the address is uniform, the compiler
-// combines the additions of a warp and reads the result at once to hand out shares of it. Adding the
-// lane's number, which is 0, makes the address one of the thread.
+// book_and_read for thread 0 only, so that nothing waits for the result. If the address is uniform, the
+// compiler combines the additions of a warp and reads the result at once to hand out shares of it.
+// Adding the lane's number, which is 0 for thread 0, makes the address look different in each thread.
 DEVICE Ledger book_and_read_later(Ledger* ledger, Ledger entry) {
   unsigned lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -299,7 +299,8 @@ DEVICE void mbarrier_init(unsigned long long* barrier, unsigned arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(arrivals) : "memory");
 }
-// Makes initialised barriers visible to the copy engine and to the CTAs of the cluster.
+// Makes initialised barriers visible to the copy engine and, after the next cluster barrier, to the
+// other CTAs of the cluster.
 DEVICE void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -367,7 +368,7 @@ DEVICE void store_cluster(float* to, float value, unsigned long long* barrier, u
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::
                    "r"(address), "f"(value), "r"(remote) : "memory");
 }
-// mbarrier_wait for data that other CTAs of the cluster send.
+// mbarrier_wait with an acquire at cluster scope, for data that other CTAs of the cluster send.
 DEVICE void mbarrier_wait_cluster(unsigned long long* barrier, unsigned phase) {
   unsigned done = 0;
   while (!done) {

@@ -1,7 +1,8 @@
 // ---- The last CTAs to arrive sum ----------------------------------------------------------------
 // The order of arrivals gives each CTA a place: 0 for the last to arrive, 1 for the one before it, and
-// so on. The columns are divided into slices, slice s for place s (modulo the number of CTAs). A CTA
-// that has a slice waits until all CTAs have arrived, and sums it. The others leave at once.
+// so on. The columns are divided into slices, slice s for place s modulo the number of participants. A
+// CTA that has a slice waits until all CTAs have arrived, and sums it. The others leave at once. (With
+// clusters each rank has a ledger of its own, and the CTAs meant here are those of one rank.)
 //
 // Progress. No CTA waits forever for one that might never run, whatever the grid and however many
 // CTAs the device holds at once:
@@ -16,12 +17,12 @@
 // The ledger of a rank is one 64-bit word, so that all CTAs agree on the order of its entries:
 //   bits 0 to 19   starts
 //   bits 20 to 39  arrivals
-//   bits 44 to 63  places handed over
-// The arrival of participant 0 subtracts the total of all starts and arrivals. So these fields end at 0,
-// where the next launch begins. Bits 40 to 43 tell whether it has done so: bits 0 to 43 are then
-// negative, or 0 once all have arrived. Only a CTA that has itself arrived looks at the ledger, so it
-// never mistakes the 0 before the first start for the 0 after the last arrival (coherence: it sees its
-// own arrival or a later entry).
+//   bits 44 to 63  CTAs that have handed over their place
+// The arrival of participant 0 also subtracts the final total of starts and arrivals. So these fields
+// end at 0, where the next launch begins. Bit 43 (kSign) tells whether it has done so: until all have
+// arrived, bits 0 to 43 are then negative; afterwards they are 0. Only a CTA that has itself arrived
+// looks at the ledger, so it never mistakes the 0 before the first start for the 0 after the last
+// arrival (coherence: it sees its own arrival or a later entry).
 //
 // Handing over. The last CTA to arrive reads, with its own arrival, how many CTAs handed over before
 // it. Each of these got the number of those before it, which is its position in a list. It writes its
@@ -30,8 +31,8 @@
 // So exactly one CTA sums each slice. The words of the list carry their own data, so relaxed accesses
 // suffice. Whoever reads a word sets it back to 0 and takes the entry back. This needs no order,
 // because the next launch begins after the end of this one. (It is not launched as a programmatic
-// dependent, and this one lets no dependent start early. A programmatic dependent that runs in between
-// must wait for its primary.)
+// dependent, and this one lets no dependent start early. A programmatic dependent of another kernel on
+// the stream must wait for its primary before it touches the workspace.)
 struct LastArrived : DwContext {
   static constexpr Ledger kStart = 1, kArrival = 1ull << 20, kSign = 1ull << 43,
                           kHandover = 1ull << 44;
@@ -67,7 +68,8 @@ struct LastArrived : DwContext {
     return static_cast<unsigned>(entries(seen) / kHandover);
   }
 
-  // For thread 0 of a CTA that has arrived. False when it has handed over its slices.
+  // For thread 0 of a CTA that has arrived. True once all have arrived; false if it has handed over its
+  // slices.
   template <typename Look> DEVICE bool await(unsigned place, Look look) const {
     unsigned looks = 0;
     while (true) {
@@ -92,10 +94,10 @@ struct LastArrived : DwContext {
     book_relaxed(ledger(), 0 - kHandover);
     return entry - 1;
   }
-  // Arrives by `arrive(ledger, entry)`, which returns what the ledger held before. Waits by
-  // `look(ledger)`, and then sums its slices of `partials`, the rows of all participants. `arrive` is
-  // called after all threads of the CTA have written their partial dw. If the CTA has arrived earlier,
-  // `arrive` returns what was read then.
+  // Arrives with `arrive(ledger, entry)`, which returns what the ledger held before. Waits with
+  // `look(ledger)`, which reads it. Then sums its slices over `partials`, the rows of all
+  // participants. `arrive` is called after all threads of the CTA have written their partial dw. If
+  // the CTA has arrived earlier, `arrive` returns what was read then.
   template <typename Partials, typename Arrive, typename Look>
   DEVICE void finish_slices(unsigned participant, const float* partials, Arrive arrive,
                             Look look) const {

@@ -10,15 +10,15 @@
 // after that one has ended. A vector access is four accesses of one word each, relaxed at gpu scope,
 // hence morally strong. A thread that has seen a word cannot later read the 0 from before it (coherence
 // of reads), and the 0 that it writes follows the word that it has seen (coherence of read and write).
-// In a launch each word has one sender, which writes it once, and one receiver. So nothing touches it
-// afterwards.
+// In a launch each word has one sender, which writes it once, and one receiver. So nothing touches a word
+// after its receiver has emptied it.
 //
-// The ledger says who waits, and that a CTA may wait. "All have arrived" is only a hint here. It keeps
-// thousands of threads from polling words long before they are sent (without it the kernel is 0.4 to
-// 2.5 us slower). No word counts as arrived because of it. So a CTA can arrive early, when it begins its
-// last rows, and use the ledger's answer after it has sent its words. Those who wait rely only on this:
-// it will send them without waiting for any CTA outside its cluster (last_arrived.cuh).
-// The words and the ledger are 0 before the first launch and after each.
+// The ledger decides who waits, and when a CTA may keep waiting. "All have arrived" is only a hint
+// here. It keeps thousands of threads from polling words long before they are sent (without it the
+// kernel is 0.4 to 2.5 us slower). No word counts as arrived because of it. So a CTA can arrive early,
+// when it begins its last rows, and use the ledger's answer after it has sent its words. Those who
+// wait rely only on this: a CTA that has arrived sends its words without waiting for any CTA outside
+// its cluster. The words and the ledger are 0 before the first launch and after each.
 // Determinism class gpu_to_gpu: timing decides who sums, but not the order of the sum.
 
 // A zero is sent as -0. Adding -0 instead of +0 changes no sum that starts at +0: when rounding to
@@ -54,8 +54,8 @@ struct DwStrategy : LastArrived {
   Ledger before_arrival = 0;  // thread 0's
 
   // Arrives early. Every team calls this before its last batch, and the first team does the arriving.
-  // It always has a batch (plan_launch in generator/runtime/spec.py launches no other CTA). A CTA that
-  // never arrived would keep all others waiting.
+  // It always has a batch (plan_launch in generator/runtime/spec.py launches no CTA without one). A
+  // CTA that never arrived would keep all others waiting.
   DEVICE void announce(unsigned participant) {
     if (threadIdx.x == 0 && output.base != nullptr)
       before_arrival = book_and_read_later(ledger(), arrival(participant));
