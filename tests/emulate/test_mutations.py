@@ -294,7 +294,7 @@ PLANTED = {
     ),
     "no barrier before the tail uses shared memory": Mutation(
         "mailbox",
-        "    cta_barrier();  // behind it, shared memory is the tail's as well\n",
+        "    cta_barrier();  // from here on, the tail may use all shared memory\n",
         "",
         r"race: (overwrites|reads) byte \d+ of shared memory",
     ),

@@ -166,7 +166,7 @@ def test_every_strategy_compiles_without_spills_in_every_dtype(
             rejection = SPACE.reject(config, problem, target)
             assert rejection is not None
             assert rejection.rule == "bulk_instructions"
-            assert "need sm_90; a100 has none" in rejection.sentence
+            assert "need sm_90, which a100 does not have" in rejection.sentence
             continue
         v = plain_variant(problem, target, **REDUCTION[reduction])
         check_compiled(v, compile_source(render(v), target.arch), target)
