@@ -39,6 +39,10 @@ class Knob:
             return self.values
         return (*self.values, self.otherwise)
 
+    def matters(self, names: Names) -> bool:
+        """Whether the knob means anything beside the knobs above it, which are in `names`."""
+        return self.when is None or bool(self.when(names))
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -166,7 +170,7 @@ class Space:
         names = Names(problem, target, True)
         fixed = self.fixed_for(problem)
         for knob in self.knobs:
-            active = knob.when is None or bool(knob.when(names))
+            active = knob.matters(names)
             value = fixed.get(knob.name, config.get(knob.name, knob.values[0]))
             if not active:
                 value = knob.otherwise
@@ -180,7 +184,7 @@ class Space:
         names = Names(problem, target, True)
         found = set()
         for knob in self.knobs:
-            if knob.when is None or knob.when(names):
+            if knob.matters(names):
                 found.add(knob.name)
             names[knob.name] = config.get(knob.name, knob.otherwise)
         return found
@@ -203,7 +207,7 @@ class Space:
         if other := self._not_fixed(config, problem):
             return other
         for knob in self.knobs:
-            active = knob.when is None or bool(knob.when(names))
+            active = knob.matters(names)
             if config[knob.name] not in (knob.values if active else (knob.otherwise,)):
                 sentence = f"{knob.name} cannot be {config[knob.name]} here: when {knob.when}"
                 return Rejection("when", sentence)
@@ -243,7 +247,7 @@ class Space:
                 yield {knob.name: names[knob.name] for knob in self.knobs}
                 return
             knob = self.knobs[index]
-            active = knob.when is None or bool(knob.when(names))
+            active = knob.matters(names)
             values: Sequence[int | str] = knob.values if active else (knob.otherwise,)
             if knob.name in own or (knob.name in fixed and active):
                 values = [value for value in values if value == fixed[knob.name]]

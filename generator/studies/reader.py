@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from generator.kernels.strategies import strategy_of
 from generator.problem import Problem
 from generator.result import Result
 from generator.space.load import load_space, space_file
+from generator.space.space import Space
 from generator.studies import postgres
 from generator.studies.records import Record, Winner, plain_floor
 from generator.studies.storage import JOURNAL_NAME, open_storage
@@ -175,6 +176,12 @@ def _read_study(
     )
 
 
+@cache
+def _space_of(operation: str) -> Space:
+    """Read once for all studies of an operation."""
+    return load_space(space_file(operation))
+
+
 def _importance(
     storage: BaseStorage, name: str, match: re.Match[str], problem: Problem
 ) -> dict[str, float]:
@@ -187,17 +194,17 @@ def _importance(
         target = replace(find_target(match["gpu"]), sms=int(match["sms"]))
     except NormforgeError:
         target = None
-    space = load_space(space_file(problem.operation))
-    study = optuna.create_study()
-    for trial in optuna.load_study(study_name=name, storage=storage).get_trials(
+    trials = optuna.load_study(study_name=name, storage=storage).get_trials(
         deepcopy=False, states=(TrialState.COMPLETE,)
-    ):
+    )
+    if len(trials) < 2:
+        return {}
+    space, study = _space_of(problem.operation), optuna.create_study()
+    for trial in trials:
         kept = space.meaningful(trial.params, problem, target) if target else trial.params.keys()
         params = {knob: value for knob, value in trial.params.items() if knob in kept}
         choices = {knob: trial.distributions[knob] for knob in params}
         study.add_trial(create_trial(params=params, distributions=choices, value=trial.value))
-    if len(study.trials) < 2:
-        return {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         warnings.filterwarnings("ignore", "Some regimes", UserWarning)  # a value tried once

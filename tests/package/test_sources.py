@@ -47,8 +47,6 @@ WITH_SOURCE = [name for name in VARIANTS if name != "forward"]
 
 
 def made(variant: Variant | ForwardVariant) -> Compiled:
-    if isinstance(variant, ForwardVariant):
-        return compile_variant(variant, H200.arch)
     return compile_variant(variant, H200.arch)
 
 
