@@ -56,6 +56,7 @@ from tests.support.samples import (
     plain_variant,
     planted_entry,
     sample_variant,
+    space_of,
 )
 
 pytestmark = pytest.mark.gpu
@@ -110,10 +111,28 @@ def bench_of(workload: Workload, v: Variant, target: Target, old: str = "", new:
 # ---- Every strategy is right ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduction", REDUCTION)
-@pytest.mark.parametrize(("M", "N"), [(1000, 1024), (777, 3072), (300, 1001), (257, 8192)])
-@pytest.mark.parametrize("operation", sorted(SUMS))
+def has_configs(reduction: str, problem: Problem) -> bool:
+    """Whether the space of an operation has this reduction and the problem's rows."""
+    space = space_of(problem.operation)
+    values = {knob.name: knob.values for knob in space.knobs}
+    fixed = [(entry.widths, entry.dtypes) for entry in space.fixed]
+    return all(value in values[name] for name, value in REDUCTION[reduction].items()) and (
+        not fixed
+        or any(problem.N in widths and problem.dtype in dtypes for widths, dtypes in fixed)
+    )
+
+
+CASES = [
+    (operation, reduction, M, N, dtype)
+    for operation in sorted(SUMS)
+    for M, N in ((1000, 1024), (777, 3072), (300, 1001), (257, 8192))
+    for dtype in DTYPES
+    for reduction in REDUCTION
+    if has_configs(reduction, Problem(M, N, dtype, dtype, operation=operation))
+]
+
+
+@pytest.mark.parametrize(("operation", "reduction", "M", "N", "dtype"), CASES)
 def test_random_variants_are_accurate_and_repeat_their_bits_exactly_if_they_claim_to(
     here: Target,
     workload: Callable[[str], Workload],
