@@ -27,7 +27,7 @@ from generator.package.fallback_kernels import (
 from generator.space.forward_space import generic_forwards
 from generator.studies.records import Winner
 from generator.studies.study_log import StudyLog
-from generator.tuner.forward import tune_forwards
+from generator.tuner.forward import tune_forwards, unsettled
 from generator.tuner.plan import Plan
 from generator.tuner.task_runner import Watcher
 
@@ -48,10 +48,16 @@ def generic_forwards_of(plan: Plan) -> list[ForwardVariant]:
 
 
 def emit(
-    plan: Plan, winners: Sequence[Winner], storage: BaseStorage, pool: CompilePool, watcher: Watcher
+    plan: Plan,
+    winners: Sequence[Winner],
+    storage: BaseStorage,
+    pool: CompilePool,
+    watcher: Watcher,
+    interrupted: bool = False,
 ) -> Emission:
     """Write the package with these winners, and the other kernels of the operation's packages.
-    Fallback kernels that the package has already for other rows stay, unless the plan makes all."""
+    Fallback kernels that the package has already for other rows stay, unless the plan makes all.
+    interrupted: choose no forwards, which can take minutes; the next run does."""
     target = plan.target
     watcher.phase("winners", 0, len(winners))
     chosen = [make_variant(winner.config, winner.problem) for winner in winners]
@@ -77,11 +83,17 @@ def emit(
     )
     forwards = None
     if plan.operation.forward:
+        problems, known = [winner.problem for winner in winners], read_forward_table(plan.package)
+        if interrupted:
+            left = unsettled(problems, target, plan.devices, known, plan.forwards)
+            problems = []
+            if left:
+                watcher.say(f"forward kernels still to be chosen: {len(left)}")
         forwards = tune_forwards(
-            [winner.problem for winner in winners],
+            problems,
             target,
             plan.devices,
-            known=read_forward_table(plan.package),
+            known=known,
             processes=_processes(),
             say=watcher.say,
             generic=generic_forwards_of(plan),
