@@ -27,7 +27,8 @@ from generator.package.fallback_kernels import (
 from generator.space.forward_space import generic_forwards
 from generator.studies.records import Winner
 from generator.studies.study_log import StudyLog
-from generator.tuner.forward import tune_forwards, unsettled
+from generator.tuner.forward import tune_forwards
+from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import Plan
 from generator.tuner.task_runner import Watcher
 
@@ -53,11 +54,12 @@ def emit(
     storage: BaseStorage,
     pool: CompilePool,
     watcher: Watcher,
-    interrupted: bool = False,
+    stop: Stop,
 ) -> Emission:
     """Write the package with these winners, and the other kernels of the operation's packages.
     Fallback kernels that the package has already for other rows stay, unless the plan makes all.
-    interrupted: choose no forwards, which can take minutes; the next run does."""
+    Choosing forwards can take minutes: after a signal, the next run chooses the rest.
+    """
     target = plan.target
     watcher.phase("winners", 0, len(winners))
     chosen = [make_variant(winner.config, winner.problem) for winner in winners]
@@ -83,22 +85,17 @@ def emit(
     )
     forwards = None
     if plan.operation.forward:
-        problems, known = [winner.problem for winner in winners], read_forward_table(plan.package)
-        if interrupted:
-            left = unsettled(problems, target, plan.devices, known, plan.forwards)
-            problems = []
-            if left:
-                watcher.say(f"forward kernels still to be chosen: {len(left)}")
         forwards = tune_forwards(
-            problems,
+            [winner.problem for winner in winners],
             target,
             plan.devices,
-            known=known,
+            known=read_forward_table(plan.package),
             processes=_processes(),
             say=watcher.say,
             generic=generic_forwards_of(plan),
             choices=plan.forwards,
             tell=partial(watcher.phase, "forward kernels"),
+            check=stop.check,
         )
     watcher.phase("writing", 0, 1)
     keep = plan.fallbacks != "all"

@@ -107,6 +107,7 @@ def tune_forwards(
     generic: Sequence[ForwardVariant] | None = None,
     choices: Choices | None = None,
     tell: Callable[[int, int], None] = lambda done, total: None,
+    check: Callable[[], None] = lambda: None,
 ) -> Forwards:
     """The forwards for these shapes (M, N and dtypes count) and for any other. A shape for which no
     kernel compiles or passes its checks is left to the fallback kernels, and `say` is told.
@@ -115,7 +116,8 @@ def tune_forwards(
     whose choices stay while the sources are the same; predicted ones are measured where possible.
     processes: compilers at a time. generic: the forwards for any other shape, default all. choices:
     those for a shape, default all. tell: is told how many kernels and shapes are done, and of how
-    many. After Ctrl-C the rest is chosen by `preference`.
+    many. check: is called before each shape. After a KeyboardInterrupt, from it or from Ctrl-C, the
+    rest is left out, and `say` is told how many shapes that is.
     """
     choices = choices or forward_variants
     waiting = unsettled(problems, target, devices, known, choices)
@@ -139,16 +141,16 @@ def tune_forwards(
             fallback += compiler.usable([variant])
             tell(done, steps)
         chooser = _Chooser(
-            *(waiting, target, choices, compiler, say),
+            *(waiting, target, choices, compiler, say, check),
             lambda done: tell(len(generic) + done, steps),
         )
         try:
             for measured in [lanes.submit(chooser.measure, gpu) for gpu in gpus]:
                 measured.result()
+            chooser.predict()
         except KeyboardInterrupt:
-            chooser.interrupt()
+            say(f"forward kernels still to be chosen: {chooser.interrupt()}")
             lanes.shutdown()
-        chooser.predict()
     found = chooser.found
     chosen = tuple(found[shape] for shape in _shapes(problems) if shape in found)
     return Forwards(chosen, tuple(fallback))
@@ -164,24 +166,28 @@ class _Chooser:
         choices: Choices,
         compiler: ForwardCompiler,
         say: Callable[[str], None],
+        check: Callable[[], None],
         tell: Callable[[int], None],
     ) -> None:
         self.choices = choices
-        self._tell, self._done = tell, 0
-        self.waiting, self.left = deque(waiting), list[Problem]()
+        self._check, self._tell, self._done = check, tell, 0
+        self.waiting = deque(waiting)
         self.target, self.compiler, self._say = target, compiler, say
         self.found: dict[Problem, Entry] = {}
         self._why = ""
 
-    def interrupt(self) -> None:
-        """Measure no more than what is under way."""
-        self.left += self.waiting
+    def interrupt(self) -> int:
+        """Measure no more than what is under way; how many shapes that leaves."""
+        left = len(self.waiting)
         self.waiting.clear()
+        return left
 
     def measure(self, gpu: Future[MeasuredEvaluator]) -> None:
         """Measure shapes until none waits. One that cannot be measured is left to the rule, and
         when the GPU does not work, all are that no other thread takes."""
         while True:
+            if self.waiting:
+                self._check()
             try:
                 problem = self.waiting.popleft()
             except IndexError:
@@ -200,8 +206,9 @@ class _Chooser:
 
     def predict(self) -> None:
         """Choose by the rule where nothing was measured."""
-        for problem in [*self.left, *self.waiting]:
-            self._predict(problem, self._why)
+        while self.waiting:
+            self._check()
+            self._predict(self.waiting.popleft(), self._why)
 
     def _predict(self, problem: Problem, why: str) -> None:
         reason = f"the rule's first choice that compiles without spills{why}"

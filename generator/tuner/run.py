@@ -85,7 +85,7 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: 
             queue.close()
         winners = [(p, ledger.winners[p]) for p in plan.problems if p in ledger.winners]
         found = [winner for _, winner in winners if winner is not None]
-        emission = emit(plan, found, storage, pool, watcher, interrupted) if found else None
+        emission = emit(plan, found, storage, pool, watcher, stop) if found else None
         if stop.at_once:  # it came too late to stop anything
             raise KeyboardInterrupt
     return Outcome(tuple(winners), emission, interrupted, ledger.failures)

@@ -91,6 +91,31 @@ def test_longest_shapes_are_measured_first_and_the_order_of_the_result_is_kept(
     assert [entry.problem for entry in forwards.tuned] == shapes
 
 
+@pytest.mark.usefixtures("gpus")
+def test_stop_leaves_the_shapes_out_that_are_not_measured_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After SIGTERM the package is written with what there is."""
+    shapes = [Problem.parse(f"{M}x1024:bf16") for M in (4096, 64, 65536, 512)]
+    order: list[int] = []
+
+    def measure(gpu: Any, problem: Problem, made: list[Any]) -> list[Result]:
+        order.append(problem.M)
+        return measured(made)
+
+    def check() -> None:
+        if len(order) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
+    monkeypatch.setattr(forward_tune, "measure_forwards", measure)
+    lines: list[str] = []
+    forwards = tune_forwards(shapes, H200, (0,), generic=(), say=lines.append, check=check)
+    assert order == [65536, 4096]
+    assert [entry.problem.M for entry in forwards.tuned] == [4096, 65536]
+    assert lines[-1] == "forward kernels still to be chosen: 2"
+
+
 def test_gpu_processes_start_before_anything_is_compiled_and_none_that_has_nothing_to_do(
     monkeypatch: pytest.MonkeyPatch, gpus: list[int]
 ) -> None:
