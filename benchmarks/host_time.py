@@ -40,30 +40,38 @@ _RMS_NORM = {
     "rmsnorm_backward": "aten op",
     "rmsnorm_backward, operator": "aten op",
     "install() op": "aten op",
+    "install() autograd backward": "aten autograd backward",
     "rms_norm backward": "aten autograd backward",
     "rms_norm, operator": "aten forward op",
     "add_rms_norm, operator": "aten add and forward op",
+    "rmsnorm_forward": "aten forward op",
     "rms_norm forward": "aten autograd forward",
     "rms_norm without grad": "aten without grad",
+    "RMSNorm module forward": "aten module forward",
 }
 COMPARED = (
     *_RMS_NORM.items(),
     ("layer_norm_backward", "aten op"),
     ("layer_norm_backward, operator", "aten op"),
     ("layer_norm backward", "aten autograd backward"),
+    ("layer_norm forward", "aten autograd forward"),
+    ("layer_norm without grad", "aten without grad"),
     *((f"{name}, native", other) for name, other in _RMS_NORM.items()),
 )
 """Calls, and PyTorch's with which each is compared."""
 
 
-def host_us(calls: Calls, package: Package | LayerNormPackage) -> dict[str, list[float]]:
+def host_us(
+    calls: Calls, package: Package | LayerNormPackage, native: Package | None = None
+) -> dict[str, list[float]]:
     """Microseconds of each call in every pass, the cost of an empty one taken off. The package is
-    installed for the lines of `install()` only."""
+    installed for the lines of `install()` only, and `native` for those of them that are native."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for turn in range(PASSES):
         for name in (*names[turn:], *names[:turn]):
-            with package.installed() if name.startswith("install()") else nullcontext():
+            by = native if native is not None and name.endswith(", native") else package
+            with by.installed() if name.startswith("install()") else nullcontext():
                 found[name].append(_batches(calls[name]) - _batches(_nothing))
     return found
 
@@ -108,6 +116,7 @@ def entry_points(package: Package, inputs: Inputs) -> Calls:
     """What a training program and what compiled code calls."""
     dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
     ops, leaves = package.ops, leaves_of(inputs)
+    module = package.RMSNorm(x.shape[-1], 1e-6, device=x.device, dtype=weight.dtype)
     return {
         "rmsnorm_backward": lambda: package.rmsnorm_backward(dy, x, rstd, weight),
         "rmsnorm_backward, operator": lambda: ops.rms_norm_backward(
@@ -116,8 +125,23 @@ def entry_points(package: Package, inputs: Inputs) -> Calls:
         "rms_norm, operator": lambda: ops.rms_norm(x, weight, 1e-6, 0.0),
         "add_rms_norm, operator": lambda: ops.add_rms_norm(x, dy, weight, 1e-6, 0.0),
         "rms_norm backward": grad(package.rms_norm(*leaves, 1e-6), leaves, dy),
+        "rmsnorm_forward": lambda: package.rmsnorm_forward(x, weight, 1e-6),
         "rms_norm forward": lambda: package.rms_norm(*leaves, 1e-6),
         "rms_norm without grad": lambda: package.rms_norm(x, weight, 1e-6),
+        "RMSNorm module forward": lambda: module(leaves[0]),
+        **{f"install() {name}": call for name, call in pytorchs_backward(inputs).items()},
+    }
+
+
+def pytorchs_backward(inputs: Inputs) -> Calls:
+    """The calls that `install()` routes."""
+    dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
+    N, column, mask, leaves = x.shape[-1], rstd.reshape(-1, 1), [True, True], leaves_of(inputs)
+    aten = torch.ops.aten._fused_rms_norm_backward
+    y = torch.nn.functional.rms_norm(leaves[0], (N,), leaves[1], 1e-6)
+    return {
+        "op": lambda: aten(dy, x, [N], column, weight, mask),
+        "autograd backward": grad(y, leaves, dy),
     }
 
 
@@ -131,24 +155,23 @@ def whole_calls(package: Package, inputs: Inputs) -> Calls:
     """The entry points and what they are compared with."""
     dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
     N, column, mask = x.shape[-1], rstd.reshape(-1, 1), [True, True]
-    aten = torch.ops.aten._fused_rms_norm_backward
-    leaf, scale = leaves = leaves_of(inputs)
+    aten = torch.ops.aten._fused_rms_norm_backward.default
+    leaf, scale = leaves_of(inputs)
     norm, eager = torch.nn.functional.rms_norm, package.rmsnorm_backward
     forward = torch.ops.aten._fused_rms_norm
-    y, main_grad = norm(leaf, (N,), scale, 1e-6), torch.zeros(N, device=x.device)
+    module = torch.nn.RMSNorm(N, 1e-6, device=x.device, dtype=weight.dtype)
+    main_grad = torch.zeros(N, device=x.device)
     return {
         **entry_points(package, inputs),
         "rmsnorm_backward, dw only": lambda: eager(dy, x, rstd, weight, need_dx=False),
         "rmsnorm_backward, main_grad": lambda: eager(
             dy, x, rstd, weight, dw_out=main_grad, accumulate=True
         ),
-        "aten op": lambda: aten(dy, x, [N], column, weight, mask),
-        "aten op, overload": lambda: aten.default(dy, x, [N], column, weight, mask),
-        "install() op": lambda: aten(dy, x, [N], column, weight, mask),
-        "aten autograd backward": grad(y, leaves, dy),
-        "install() autograd backward": grad(y, leaves, dy),
+        **{f"aten {name}": call for name, call in pytorchs_backward(inputs).items()},
+        "aten op, overload": lambda: aten(dy, x, [N], column, weight, mask),
         "aten autograd forward": lambda: norm(leaf, (N,), scale, 1e-6),
         "aten without grad": lambda: norm(x, (N,), weight, 1e-6),
+        "aten module forward": lambda: module(leaf),
         "aten forward op": lambda: forward(x, [N], weight, 1e-6),
         "aten add and forward op": lambda: forward(x + dy, [N], weight, 1e-6),
     }
@@ -183,31 +206,27 @@ def layer_norm_calls(package: LayerNormPackage, inputs: Inputs) -> Calls:
     }
 
 
-def native_calls(folder: Path, inputs: Inputs) -> Calls:
-    """The entry points of a second copy of the package, whose native path is on. Raises
-    RuntimeError where it cannot be built."""
-    package = Package(folder)
-    package.use_native()
-    return {f"{name}, native": call for name, call in entry_points(package, inputs).items()}
-
-
 def run(folder: Path, problem: Problem) -> dict[str, Any]:
     """The document for one problem on the current device."""
     device = torch.device("cuda", torch.cuda.current_device())
     inputs, refused = operation_of(problem).make_inputs(problem, device), ""
     package: Package | LayerNormPackage
+    native = None
     if problem.operation == RMSNORM_BACKWARD:
         package = Package(folder)
         calls = whole_calls(package, inputs)
         try:
-            calls |= native_calls(folder, inputs)
+            native = Package(folder)
+            native.use_native()
+            of_native = entry_points(native, inputs)
+            calls |= {f"{name}, native": call for name, call in of_native.items()}
         except RuntimeError as error:
             refused = str(error)
     else:
         package = LayerNormPackage(folder)
         calls = layer_norm_calls(package, inputs)
     said = package.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype)
-    times = host_us(calls, package)
+    times = host_us(calls, package, native)
     of_passes = ratios(times)
     return {
         "shape": str(problem),

@@ -128,6 +128,8 @@ def host_times() -> str:
         ),
         ("forward with autograd", "rms_norm forward", "aten autograd forward"),
         ("forward without autograd", "rms_norm without grad", "aten without grad"),
+        ("forward of the module", "RMSNorm module forward", "aten module forward"),
+        ("`rmsnorm_forward`", "rmsnorm_forward", "aten forward op"),
         ("the forward's operator", "rms_norm, operator", "aten forward op"),
         ("the same with a residual", "add_rms_norm, operator", "aten add and forward op"),
     ]

@@ -58,6 +58,22 @@ def test_lines_take_turns_and_the_package_is_installed_for_its_own_only(
     assert {len(each) for each in times.values()} == {3}
 
 
+@pytest.mark.slow
+def test_native_lines_of_install_are_those_of_the_native_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    package: Any = FakePackage()
+    native: Any = FakePackage()
+    seen: set[tuple[str, bool, bool]] = set()
+    names = ("install() op", "install() op, native", "rms_norm forward, native")
+    calls: Any = {
+        name: lambda name=name: seen.add((name, package.open, native.open)) for name in names
+    }
+    host_time.host_us(calls, package, native)
+    assert seen == {(names[0], True, False), (names[1], False, True), (names[2], False, False)}
+
+
 def test_ratios_are_of_one_pass() -> None:
     times = {"rmsnorm_backward": [1.0, 4.0], "aten op": [2.0, 16.0], "other": [0.0, 0.0]}
     assert host_time.ratios(times) == {"rmsnorm_backward / aten op": [0.5, 0.25]}
@@ -70,8 +86,9 @@ def test_lines_of_rms_norm_run(tmp_path: Path) -> None:
     with aten_on_cpu():
         calls = host_time.whole_calls(write_package(tmp_path), inputs)
         results = {name: call() for name, call in calls.items()}
+        points = host_time.entry_points(write_package(tmp_path / "another"), inputs)
     pairs = [pair for pair in host_time.COMPARED if pair[0] in calls]
-    assert len(pairs) == 8
+    assert {one for one, _ in pairs} == points.keys(), "every entry point has a ratio"
     for one, other in pairs:
         found = [
             [value] if torch.is_tensor(value) else value for value in map(results.get, (one, other))
@@ -79,7 +96,7 @@ def test_lines_of_rms_norm_run(tmp_path: Path) -> None:
         for mine, theirs in zip(*found, strict=False):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     natively = [one for one, _ in host_time.COMPARED if one.endswith("native")]
-    assert {one.removesuffix(", native") for one in natively} <= {*calls}
+    assert {one.removesuffix(", native") for one in natively} == points.keys()
 
 
 def test_lines_of_layer_norm_run(tmp_path: Path) -> None:
@@ -93,7 +110,9 @@ def test_lines_of_layer_norm_run(tmp_path: Path) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     operator_dx, sums, _ = results["layer_norm_backward, operator"]
     torch.testing.assert_close((operator_dx, *sums), (dx, dw, db), rtol=1e-4, atol=1e-4)
-    assert len([pair for pair in host_time.COMPARED if {*pair} <= {*calls}]) == 4
+    compared = {one for one, other in host_time.COMPARED if {one, other} <= {*calls}}
+    lines = {name for name in calls if not name.startswith("aten ")}
+    assert lines - compared == {"layer_norm_backward, dw only"}
     assert [name for name in calls if name.startswith("install()")] == [
         "install() op",
         "install() autograd backward",

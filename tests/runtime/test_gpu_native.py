@@ -14,10 +14,8 @@ from generator.problem import Problem
 from generator.runtime.api import Package
 from generator.target import Target
 from generator.tuner.forward import tune_forwards
-from tests.support.entry_points import MODULE, Training, equal_bits, norm_of
-from tests.support.native import (
-    in_threads,
-)
+from tests.support.entry_points import INSTALL, MODULE, Training, equal_bits, norm_of
+from tests.support.native import in_threads, installed_natively
 from tests.support.samples import compiled_fallbacks, planted_entry
 
 TUNED = (
@@ -282,3 +280,63 @@ def test_gpu_trainings_have_the_same_bits(
         torch.use_deterministic_algorithms(False)
     assert equal_bits(*runs)
     assert 0 < pair.fallbacks < 8 * 9
+
+
+def installed_steps(package: Package, shape: str, count: int = 6) -> list[torch.Tensor]:
+    """Gradients by PyTorch's norm while the package is installed."""
+    x, weight, dy = gpu_inputs(shape)
+    norm, results = torch.nn.functional.rms_norm, []
+    with package.installed():
+        for _ in range(count):
+            y = norm(x, weight.shape, weight, 1e-6)
+            results += torch.autograd.grad(y, (x, weight), dy)
+    return results
+
+
+def asked(package: Package) -> list[None]:
+    """Grows with every plain call of PyTorch's backward that Python serves, installed from now."""
+    installation, calls = package._installation, []
+    quick = installation._quick
+
+    def counted(*given: Any) -> Any:
+        calls.append(None)
+        return quick(*given)
+
+    installation._quick = counted
+    return calls
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [shape for shape in GPU_SHAPES if shape.count(":") == 1])
+def test_gpu_installed_native_backward_gives_the_bits_of_python(pair: Pair, shape: str) -> None:
+    wanted, calls = installed_steps(pair.python, shape), asked(pair.native)
+    assert equal_bits(installed_steps(pair.native, shape), wanted)
+    before = len(calls)
+    assert 0 < before < 6, "not one backward was native"
+    assert equal_bits(installed_steps(pair.native, shape), wanted) and len(calls) == before
+
+
+@pytest.mark.gpu
+def test_gpu_native_path_that_starts_while_installed(on_gpu: Path) -> None:
+    package, shape = Package(on_gpu), "777x1024:bf16"
+    calls = asked(package)
+    wanted = installed_steps(package, shape)
+    with package.installed():
+        package.use_native()
+        assert installed_natively() and equal_bits(installed_steps(package, shape), wanted)
+        before = len(calls)
+        assert equal_bits(installed_steps(package, shape), wanted) and len(calls) == before
+    assert not installed_natively()
+
+
+@pytest.mark.gpu
+def test_gpu_trainings_of_pytorch_norms_have_the_same_bits(pair: Pair) -> None:
+    """The norms of the hidden size are served natively, those of slices need not be."""
+    runs, calls = [], asked(pair.native)
+    for package in (pair.python, pair.native):
+        with package.installed():
+            norm = norm_of(package, INSTALL)
+            sizes = {"width": 1024, "heads": 8, "tokens": 32}
+            runs.append(Training(*norm, "cuda", torch.bfloat16, **sizes).train(8))
+    assert equal_bits(*runs)
+    assert 0 < len(calls) < 8 * 9

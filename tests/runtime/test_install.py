@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,35 @@ def test_backward_under_way_ends_as_it_began_when_another_thread_uninstalls(
     assert all(same(one, (x, weight)) for one in found) and len(found) == 5
     work()
     assert not same(found[-1], (x, weight)) and aten == ["backward"]
+
+
+def test_native_kernel_comes_and_goes_with_the_installation(aten: list[str]) -> None:
+    class Kernel:
+        pass
+
+    functions: list[Any] = []
+    kernels: list[weakref.ref[Kernel]] = []
+
+    def take(function: Any) -> Kernel:
+        functions.append(function)
+        kernels.append(weakref.ref(kernel := Kernel()))
+        return kernel
+
+    def registered() -> list[bool]:
+        return [kernel() is not None for kernel in kernels]
+
+    entry_point = Installation(lambda *_: None, lambda dy, x, *_: (x, x[0]), "CPU")
+    with entry_point.installed():
+        entry_point.use_native(take)
+        assert registered() == [True]
+    assert registered() == [False]
+    with entry_point.installed():
+        assert registered() == [False, True]
+    assert registered() == [False, False]
+    x, rstd = randn(4, 16), torch.ones(4, 1)
+    for function in functions:  # as a call does that is under way
+        assert same(function(x, x, [16], rstd, x[0], [True, True]), (x, x[0]))
+    assert aten == []
 
 
 def test_what_was_not_tuned_goes_to_the_kernel_that_was_there(

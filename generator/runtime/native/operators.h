@@ -1,5 +1,5 @@
-// What PyTorch calls of native.cpp: the autograd node of `rms_norm`, and kernels of the operators,
-// which compiled code calls.
+// What PyTorch calls of native.cpp: the autograd node of `rms_norm`, kernels of the operators, which
+// compiled code calls, and one of PyTorch's own backward for `install()`.
 
 #pragma once
 
@@ -55,6 +55,13 @@ Results call(PyObject* function, PyObject* const* arguments, size_t count) {
         if (!Py_IsNone(item)) results[i] = THPVariable_Unpack(item);
     }
     return results;
+}
+
+template <size_t count>
+Results call(PyObject* function, const Reference (&given)[count]) {
+    PyObject* arguments[count];
+    for (size_t i = 0; i < count; ++i) arguments[i] = given[i].object;
+    return call(function, arguments, count);
 }
 
 double number(PyObject* object) {
@@ -115,9 +122,7 @@ struct Norm : torch::autograd::Function<Norm> {
             Reference(PyFloat_FromDouble(offset)),
             Reference(PyBool_FromLong(need_dx)),
             Reference(PyBool_FromLong(need_dw))};
-        PyObject* arguments[8];
-        for (size_t i = 0; i < 8; ++i) arguments[i] = given[i].object;
-        const auto results = call(store.gradients, arguments, 8);
+        const auto results = call(store.gradients, given);
         return {results[0], results[1], {}, {}};
     }
 };
@@ -186,6 +191,63 @@ void take_operators(Store& store, const char* space) {
         library->impl(name, torch::CppFunction::makeFromBoxedFunctor(
                                 std::make_unique<Operator>(store, serve, std::move(python))));
     }
+}
+
+// ---- PyTorch's own backward ---------------------------------------------------------------------
+// A kernel for the key of the device, below autograd, before the one of `install()` in Python. What
+// it does not serve goes to the Python function itself: a call that is under way when the package
+// is uninstalled has to end as it began, and PyTorch calls no kernel that it has removed.
+
+template <class Items, class Make>
+PyObject* list_of(const Items& items, Make make) {
+    const Reference list(PyList_New(items.size()));
+    for (size_t i = 0; i < items.size(); ++i) PyList_SET_ITEM(list.object, i, make(items[i]));
+    return Py_NewRef(list.object);
+}
+
+struct PyTorchsBackward : c10::OperatorKernel {
+    Store& store;
+    PyObject* const python;  // stays alive as long as this
+    PyTorchsBackward(Store& store, PyObject* python) : store(store), python(python) {}
+    // dy, x, normalized_shape, rstd, weight, output_mask
+    void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+        const auto given = torch::jit::pop(*stack, 6);
+        const auto tensor = [&](int i) {
+            return given[i].isTensor() ? given[i].toTensor() : at::Tensor();
+        };
+        const at::Tensor dy = tensor(0), x = tensor(1), rstd = tensor(3), weight = tensor(4);
+        const auto shape = given[2].toIntVector();
+        const auto wanted = given[5].toBoolList().vec();
+        Results results;
+        const bool refused = at::GradMode::is_enabled() && (dy.requires_grad() || x.requires_grad());
+        if (shape.size() == 1 && wanted[0] && wanted[1] && !refused) {
+            const WithoutGil others_may_run;
+            results = serve(store, dy, x, rstd, weight);
+        }
+        if (results.empty()) {
+            const pybind11::gil_scoped_acquire gil;
+            const Reference arguments[] = {Reference(THPVariable_Wrap(dy)),
+                                           Reference(THPVariable_Wrap(x)),
+                                           Reference(list_of(shape, PyLong_FromLongLong)),
+                                           Reference(THPVariable_Wrap(rstd)),
+                                           Reference(THPVariable_Wrap(weight)),
+                                           Reference(list_of(wanted, PyBool_FromLong))};
+            results = call(python, arguments);
+        }
+        for (auto& result : results) stack->emplace_back(std::move(result));
+    }
+};
+
+// The kernel stays in its place as long as the library.
+torch::Library* take_backward(Store& store, PyObject* python) {
+    using K = c10::DispatchKey;
+    const auto key = store.device_type == at::kCPU ? K::CPU : K::CUDA;
+    auto library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__,
+                                                    __LINE__);
+    library->impl("_fused_rms_norm_backward",
+                  torch::CppFunction::makeFromBoxedFunctor(
+                      std::make_unique<PyTorchsBackward>(store, python)));
+    return library.release();
 }
 
 }  // namespace NORMFORGE_NAMESPACE

@@ -46,7 +46,7 @@ class Package(DescribedServer):
         members["__doc__"] = RMSNorm.__doc__
         self.RMSNorm: type[RMSNorm] = type("RMSNorm", (RMSNorm,), members)
         register_sharding(self.ops)
-        installation = Installation(self._quick, self._route, "CUDA", folder)
+        installation = self._installation = Installation(self._quick, self._route, "CUDA", folder)
         self.install = installation.install
         self.uninstall = installation.uninstall
         self.installed = installation.installed
@@ -171,9 +171,9 @@ class Package(DescribedServer):
 
     def use_native(self) -> None:
         """Launch plain training steps from C++ from now on. Kernels and bits stay the same, and
-        host time falls: in the forward and backward of `rms_norm` and `RMSNorm`, and in the
-        operators that compiled code calls. None of these then needs Python, not even in autograd's
-        thread.
+        host time falls: in the forward and backward of `rms_norm` and `RMSNorm`, in the operators
+        that compiled code calls, and in PyTorch's backward after `install()`. None of these then
+        needs Python, not even in autograd's thread.
 
         Compiles three small files into TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions),
         once per machine and version of PyTorch and Python. Later processes load the result. Needs a
@@ -188,6 +188,8 @@ class Package(DescribedServer):
         Raises RuntimeError if something is missing, and says what. Everything then works as before.
         """
         self._native.start(self._forward, self._norm.gradients, self.ops.namespace)
+        assert self._native.take is not None
+        self._installation.use_native(self._native.take)
 
     def warmup(
         self,

@@ -3,7 +3,8 @@
 While installed, a package serves one of PyTorch's CUDA operators. For RMSNorm that is
 `aten::_fused_rms_norm_backward`, which torch.nn.RMSNorm and torch.nn.functional.rms_norm call in
 their backward. Calls without a kernel in the package go to the kernel that was registered before.
-torch.compile decomposes the operator before it gets here; graph_pass.py serves that case.
+torch.compile decomposes the operator before it gets here; graph_pass.py serves that case. After
+`use_native()` a kernel in C++ comes first.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch
 
 Serve = Callable[..., "tuple[torch.Tensor | None, ...] | None"]
 """Takes dy, x, rstd, weight and perhaps more; None for what it does not serve."""
+Take = Callable[[Callable[..., Any]], Any]
+"""Puts a kernel in C++ before one in Python. It stays until what this gives is freed."""
 
 
 class Routed(NamedTuple):
@@ -84,6 +87,9 @@ class Installation:
         self.package = self if package is None else package
         self._lock = threading.RLock()
         self._library: torch.library.Library | None = None
+        self._kernel: Any = None
+        self._take: Take | None = None
+        self._native: Any = None
         self._wanted = False
         self._blocks = 0
 
@@ -122,16 +128,31 @@ class Installation:
                 self._blocks -= 1
                 self._apply()
 
+    def use_native(self, take: Take) -> None:
+        """Serve in C++ what can be, whenever this is installed."""
+        with self._lock:
+            self._take = take
+            if self._library is not None:
+                self._put_native_first()
+
+    def _put_native_first(self) -> None:
+        take, kernel = self._take, self._kernel
+        if take is not None:
+            with _registering(self._routed, self._device, kernel):
+                self._native = take(kernel)
+
     def _apply(self) -> None:
         wanted = self._wanted or self._blocks > 0
         if wanted and self._library is None:
             self._end_predecessor()
             try:
-                self._library = _override(self._routed, self._quick, self._route, self._device)
+                found = _override(self._routed, self._quick, self._route, self._device)
+                self._library, self._kernel = found
             except BaseException:
                 self._wanted = False
                 raise
             setattr(torch.library, self._routed.mark, self)
+            self._put_native_first()
         elif not wanted:
             self.end()
 
@@ -139,6 +160,7 @@ class Installation:
         """Restore PyTorch's kernel at once and permanently."""
         self._wanted = False
         if self._library is not None:
+            self._native = None
             self._library._destroy()
             self._library = None
             delattr(torch.library, self._routed.mark)
@@ -151,11 +173,24 @@ class Installation:
 
 
 _KEPT: deque[Any] = deque(maxlen=1000)
-"""The last kernels, also after `uninstall`: PyTorch would free one while a thread that has found it
-waits for the interpreter. Each takes two kilobytes."""
+"""The last kernels and their functions in Python, also after `uninstall`: PyTorch would free one
+while a thread that has found it waits for the interpreter. Each takes two kilobytes."""
 
 
-def _override(routed: Routed, quick: Serve, route: Serve, device: str) -> torch.library.Library:
+@contextmanager
+def _registering(routed: Routed, device: str, kernel: Callable[..., Any]) -> Iterator[None]:
+    """Around the registration of this kernel, or of one in C++ that calls it."""
+    with warnings.catch_warnings():
+        # PyTorch says that a kernel of its own is overridden, which is the purpose.
+        warnings.simplefilter("ignore")
+        yield
+    _KEPT.append((torch.library.get_kernel(f"aten::{routed.operator}", device), kernel))
+
+
+def _override(
+    routed: Routed, quick: Serve, route: Serve, device: str
+) -> tuple[torch.library.Library, Callable[..., Any]]:
+    """What keeps a kernel in the place of PyTorch's, and its function."""
     name = f"aten::{routed.operator}"
     if not hasattr(torch.ops.aten, routed.operator):
         raise RuntimeError(f"PyTorch {torch.__version__} has no {name}: use {routed.instead}")
@@ -174,11 +209,7 @@ def _override(routed: Routed, quick: Serve, route: Serve, device: str) -> torch.
             raise RuntimeError(f"PyTorch has no {name} for {device} to fall back to")
         return original.call_boxed(keys, *given)
 
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        # PyTorch says that a kernel of its own is overridden, which is the purpose.
-        warnings.simplefilter("ignore")
-        kernel = routed.make(quick, route, leave)
+    library, kernel = torch.library.Library("aten", "IMPL"), routed.make(quick, route, leave)
+    with _registering(routed, device, kernel):
         library.impl(routed.operator, kernel, device, allow_override=True)
-    _KEPT.append(torch.library.get_kernel(name, device))
-    return library
+    return library, kernel

@@ -174,6 +174,17 @@ PyObject* take_operators(PyObject* self, PyObject* space) {
     END_HANDLE_TH_ERRORS
 }
 
+// (function): from now on calls of PyTorch's backward are served here where they can be, else by this
+// function, which the caller keeps alive. Ends when the answer is freed.
+PyObject* take_backward(PyObject* self, PyObject* python) {
+    HANDLE_TH_ERRORS
+    auto* library = take_backward(store_of(self), python);
+    return PyCapsule_New(library, nullptr, [](PyObject* capsule) {
+        delete static_cast<torch::Library*>(PyCapsule_GetPointer(capsule, nullptr));
+    });
+    END_HANDLE_TH_ERRORS
+}
+
 // (the four addresses of Driver, on the CPU?, forward, gradients): a new store
 PyObject* make_store(PyTypeObject* type, PyObject* arguments, PyObject*) {
     unsigned long long at[4];
@@ -204,6 +215,8 @@ PyMethodDef methods[] = {{"norm", as_method(norm), METH_FASTCALL, nullptr},
                          {"set_scratch", set_scratch, METH_VARARGS, nullptr},
                          {"add", add, METH_VARARGS, nullptr},
                          {"take_operators", as_method<PyObject*(PyObject*, PyObject*)>(take_operators),
+                          METH_O, nullptr},
+                         {"take_backward", as_method<PyObject*(PyObject*, PyObject*)>(take_backward),
                           METH_O, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 PyType_Slot slots[] = {{Py_tp_methods, methods},

@@ -1,0 +1,372 @@
+"""`install()` after `use_native()`: plain calls of PyTorch's operator are launched from C++, all
+others go to the handler in Python. The extension is the real one, the driver is made of callbacks.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from generator.runtime.api import Package
+from generator.runtime.frontends.install import Installation
+from generator.runtime.native import native
+from generator.runtime.spec import KernelSpec
+from tests.support.entry_points import (
+    Training,
+    aten_on_cpu,
+    equal_bits,
+    norm_of,
+    randn,
+    routing_on_cpu,
+    same,
+    write_package,
+)
+from tests.support.fake_driver import SEPARATE, SPEC
+from tests.support.native import (
+    OTHERS,
+    Machine,
+    by_backward,
+    in_threads,
+    inputs,
+    installed_natively,
+    learned,
+    rows,
+    who_served,
+)
+
+
+@pytest.fixture(autouse=True)
+def aten() -> Iterator[list[str]]:
+    """PyTorch's operators on the CPU; the calls that reached them."""
+    calls: list[str] = []
+    with aten_on_cpu(calls):
+        yield calls
+
+
+def by_aten(dy: Any, x: Any, rstd: Any, weight: Any, mask: Any = (True, True)) -> Any:
+    columns = [1024] if x is None else [x.shape[-1]]
+    return torch.ops.aten._fused_rms_norm_backward(dy, x, columns, rstd, weight, list(mask))
+
+
+def installation_of(package: Package) -> Installation:
+    """Of CPU tensors, native if the package is."""
+    found = routing_on_cpu(package)
+    if package._native.take is not None:
+        found.use_native(package._native.take)
+    return found
+
+
+def norm_step() -> list[torch.Tensor]:
+    """A training step of PyTorch's own module."""
+    norm = torch.nn.RMSNorm(1024, 1e-6, dtype=torch.bfloat16)
+    x = rows().requires_grad_()
+    return list(torch.autograd.grad(norm(x), (x, norm.weight), rows(seed=1)))
+
+
+@pytest.mark.parametrize("spec", [SPEC, SEPARATE], ids=["one kernel", "two kernels"])
+@pytest.mark.parametrize("order", ["native first", "install first", "while calls go on"])
+def test_plain_calls_are_launched_from_cpp_in_either_order(
+    make: Any, machine: Machine, spec: KernelSpec, order: str, aten: list[str]
+) -> None:
+    package, never, kernels = make(spec), make(spec, on=False), 1 + (spec is SEPARATE)
+    with installation_of(never).installed():
+        wanted = by_aten(**inputs())
+    entry_point = routing_on_cpu(package)
+    take = package._native.take
+    if order != "native first":
+        entry_point.install()
+    if order == "while calls go on":
+        for _ in range(4):
+            assert who_served(machine, lambda: by_aten(**inputs()))[:2] == (0, kernels)
+    entry_point.use_native(take)
+    entry_point.use_native(take)  # changes nothing
+    entry_point.install()
+    try:
+        if order != "while calls go on":  # those have taught it
+            assert who_served(machine, lambda: by_aten(**inputs()))[:2] == (0, kernels)
+            by_aten(**inputs())
+        by_cpp, by_python, found = who_served(machine, lambda: by_aten(**inputs()))
+        assert (by_cpp, by_python) == (kernels, 0)
+        assert equal_bits(list(found), list(wanted))
+    finally:
+        entry_point.uninstall()
+    assert aten == []
+
+
+def test_training_step_needs_no_python(
+    make: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, asked = make(), []
+    quick = package._quick
+    monkeypatch.setattr(package, "_quick", lambda *given: asked.append(0) or quick(*given))
+    with installation_of(package).installed():
+        wanted = [norm_step() for _ in range(4)][-1]
+        before = len(asked)
+        by_cpp, by_python, found = who_served(machine, norm_step)
+    assert (by_cpp, by_python) == (1, 0)
+    assert len(asked) == before > 0
+    assert equal_bits(found, wanted)
+
+
+TAKEN_APART = {"dy a subclass": 2, "dy negative": 1}
+"""What PyTorch makes plain calls of before they get here, and how many."""
+
+
+@pytest.mark.filterwarnings("ignore:nothing like")
+@pytest.mark.parametrize("name", OTHERS)
+def test_call_that_differs_in_one_thing_is_left_to_python(
+    make: Any, machine: Machine, name: str
+) -> None:
+    package, never, outcomes = make(), make(on=False), []
+    learned(package, by_backward)
+    learned(package, by_backward, 1)
+    for one in (package, never):
+        with installation_of(one).installed():
+            try:
+                by_cpp, _, results = who_served(machine, lambda: by_aten(**OTHERS[name]()))
+                assert by_cpp == TAKEN_APART.get(name, 0) * (one is package)
+                outcomes.append([getattr(t, "a", t) for t in results if t is not None])
+            except (TypeError, ValueError, RuntimeError) as error:
+                outcomes.append((type(error), str(error)))
+            if one is package:
+                assert who_served(machine, lambda: by_aten(**inputs()))[:2] == (1, 0)
+    if isinstance(outcomes[0], tuple):
+        assert outcomes[0] == outcomes[1]
+    else:
+        assert equal_bits(*outcomes)
+
+
+@pytest.mark.parametrize("mask", [(True, False), (False, True), (False, False)])
+def test_what_is_not_wanted_is_not_computed(
+    make: Any, machine: Machine, mask: tuple[bool, bool], aten: list[str]
+) -> None:
+    package = make()
+    learned(package, by_backward)
+    with installation_of(package).installed():
+        wanted = by_aten(**inputs())
+        by_cpp, _, found = who_served(machine, lambda: by_aten(**inputs(), mask=mask))
+    assert by_cpp == 0 and aten == []
+    for one, other, computed in zip(found, wanted, mask, strict=True):
+        assert torch.equal(one, other) if computed else one is None
+
+
+def test_norms_over_two_dimensions_stay_with_pytorch(
+    make: Any, machine: Machine, aten: list[str]
+) -> None:
+    package = make()
+    learned(package, by_backward)
+    given = inputs()
+    with installation_of(package).installed():
+        call = lambda: torch.ops.aten._fused_rms_norm_backward(  # noqa: E731
+            given["dy"], given["x"], [1, 1024], given["rstd"], given["weight"], [True, True]
+        )
+        assert who_served(machine, call)[:2] == (0, 0)
+    assert aten == ["backward"]
+
+
+@pytest.mark.parametrize("state", ["capturing", "another stream"])
+def test_state_of_the_machine_is_asked(make: Any, machine: Machine, state: str) -> None:
+    package = make()
+    learned(package, by_backward)
+    machine.capturing, machine.stream = state == "capturing", 8 if state == "another stream" else 7
+    with installation_of(package).installed():
+        assert who_served(machine, lambda: by_aten(**inputs()))[:2] == (0, 1)
+        machine.capturing, machine.stream = False, 7
+        assert who_served(machine, lambda: by_aten(**inputs()))[:2] == (1, 0)
+
+
+def test_uninstall_restores_pytorch_and_install_again_is_native(
+    make: Any, machine: Machine, aten: list[str]
+) -> None:
+    package = make()
+    learned(package, by_backward)
+    entry_point = installation_of(package)
+    for _ in range(3):
+        entry_point.install()
+        assert who_served(machine, lambda: by_aten(**inputs()))[:2] == (1, 0)
+        with entry_point.installed():
+            entry_point.uninstall()
+            assert who_served(machine, lambda: by_aten(**inputs()))[:2] == (1, 0)
+        assert aten == []
+        assert who_served(machine, lambda: by_aten(**inputs()))[:2] == (0, 0)
+        assert aten.pop() == "backward"
+
+
+def test_packages_take_turns(make: Any, machine: Machine, aten: list[str]) -> None:
+    packages = [make(), make(SEPARATE)]
+    one, two = (installation_of(package) for package in packages)
+    for package in packages:
+        learned(package, by_backward)
+    for _ in range(2):
+        with one.installed():
+            with pytest.raises(RuntimeError, match="uninstall it first"):
+                two.install()
+            assert who_served(machine, lambda: by_aten(**inputs()))[:2] == (1, 0)
+        with two.installed():
+            assert who_served(machine, lambda: by_aten(**inputs()))[:2] == (2, 0)
+    assert aten == []
+
+
+def test_package_that_is_loaded_again_takes_the_place_of_its_former_self(
+    make: Any, machine: Machine, aten: list[str]
+) -> None:
+    first, second = make(), make(on=False)
+    learned(first, by_backward)
+    former, now = installation_of(first), installation_of(second)
+    former.package = now.package = "one package"
+    former.install()
+    now.install()
+    assert who_served(machine, lambda: by_aten(**inputs()))[:2] == (0, 1)
+    now.uninstall()
+    by_aten(**inputs())
+    assert aten == ["backward"]
+
+
+@pytest.mark.parametrize("served_by", ["cpp", "python"])
+def test_call_that_uninstalls_its_own_package_ends_as_it_began(
+    make: Any, machine: Machine, served_by: str, aten: list[str]
+) -> None:
+    """Its kernel is no longer registered when it goes on."""
+    package = make(SEPARATE)
+    learned(package, by_backward)
+    wanted = by_backward(package, **inputs())
+    entry_point = installation_of(package)
+    entry_point.install()
+    if served_by == "python":
+        monitored = package._find
+
+        def find(*given: Any) -> Any:
+            entry_point.uninstall()
+            return monitored(*given)
+
+        package._find = find  # type: ignore[method-assign]
+        given = inputs(7)
+        by_cpp, by_python, found = who_served(machine, lambda: by_aten(**given))
+        wanted = by_backward(package, **given)
+    else:
+        machine.between = entry_point.uninstall
+        by_cpp, by_python, found = who_served(machine, lambda: by_aten(**inputs()))
+    assert (by_cpp, by_python) == ((2, 0) if served_by == "cpp" else (0, 2))
+    assert equal_bits(list(found), list(wanted)) and aten == []
+    by_aten(**inputs())
+    assert aten == ["backward"]
+
+
+def test_backward_under_way_ends_as_it_began_when_another_thread_uninstalls(
+    make: Any, aten: list[str]
+) -> None:
+    """It is in the kernel in C++, and waits for the interpreter to go on in Python."""
+    x, weight, rstd = randn(4, 16), randn(16), torch.ones(4, 1)
+    take = make()._native.take
+    entry_point = Installation(lambda *_: None, lambda *_: (x, weight), "CPU")
+    another = Installation(lambda *_: None, lambda *_: (-x, weight), "CPU")
+    backward = torch.ops.aten._fused_rms_norm_backward.default
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.append(backward(x, x, [16], rstd, weight, [True, True]))
+        except RuntimeError as error:
+            found.append(error)
+
+    interval = sys.getswitchinterval()
+    for one in (entry_point, another):
+        one.use_native(take)
+    for _ in range(5):
+        entry_point.install()
+        thread = threading.Thread(target=work)
+        sys.setswitchinterval(100)  # who runs goes on until it waits
+        try:
+            thread.start()
+            until = time.monotonic() + 0.02
+            while time.monotonic() < until:
+                pass
+        finally:
+            entry_point.uninstall()
+            another.install()  # in the memory that the former kernel would leave
+            sys.setswitchinterval(interval)
+        thread.join()
+        another.uninstall()
+    assert all(same(one, (x, weight)) for one in found) and len(found) == 5
+    work()
+    assert not same(found[-1], (x, weight)) and aten == ["backward"]
+
+
+def test_threads_may_train_install_and_uninstall(make: Any, machine: Machine) -> None:
+    package = make(SEPARATE)
+    entry_point = installation_of(package)
+    wanted = by_backward(package, **inputs())
+    learned(package, by_backward)
+
+    def train() -> None:
+        for _ in range(30):
+            with entry_point.installed():
+                assert equal_bits(list(by_aten(**inputs())), list(wanted))
+
+    in_threads([train] * 3)
+    assert len(machine.native) > 2 * 80
+
+
+def test_error_in_python_is_that_of_the_call(make: Any) -> None:
+    class OddError(Exception):
+        pass
+
+    error = OddError("planted")
+
+    def fail(*_: Any) -> Any:
+        raise error
+
+    entry_point = Installation(lambda *_: None, fail, "CPU")
+    entry_point.use_native(make()._native.take)
+    with entry_point.installed():
+        calls: tuple[Callable[[], Any], ...] = (lambda: by_aten(**inputs()), norm_step)
+        for call in calls:
+            with pytest.raises(OddError) as caught:
+                call()
+            assert caught.value is error
+
+
+def test_gradient_of_a_gradient_is_not_dropped(make: Any, machine: Machine) -> None:
+    """PyTorch differentiates through its own operators then."""
+    package, grads = make(), []
+    learned(package, by_backward)
+    for one in (package, make(on=False)):
+        with installation_of(one).installed():
+            norm = torch.nn.RMSNorm(1024, 1e-6, dtype=torch.bfloat16)
+            x = rows().requires_grad_()
+            (dx,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+            grads.append([dx.detach(), *torch.autograd.grad(dx.float().square().sum(), x)])
+    assert equal_bits(*grads)
+
+
+def test_trainings_have_the_same_bits(make: Any, machine: Machine, aten: list[str]) -> None:
+    runs = []
+    for package in (make(), make(on=False)):
+        with installation_of(package).installed():
+            norm = norm_of(package, "install")
+            runs.append(Training(*norm, "cpu", torch.bfloat16, width=1024, heads=8).train(4))
+    assert equal_bits(*runs)
+    assert len(machine.native) > 0 and "backward" not in aten
+
+
+def test_use_native_of_a_package_reaches_its_installation(
+    tmp_path: Path, module: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_driver_addresses", lambda: machine.addresses)
+    monkeypatch.setattr(native, "build", lambda: None)
+    monkeypatch.setattr(native, "load", lambda _: module)
+    for first in ("native", "install"):
+        package = write_package(tmp_path / first)
+        if first == "native":
+            package.use_native()
+        with package.installed():
+            package.use_native()
+            assert installed_natively()
+        assert not installed_natively()
