@@ -11,6 +11,7 @@ import torch
 
 from generator.runtime.api import Package
 from generator.runtime.launch.workspace import PER_THREAD
+from generator.runtime.serve.call_cache import CallCache
 from generator.runtime.spec import KernelSpec
 from tests.support.entry_points import equal_bits
 from tests.support.fake_driver import (
@@ -285,3 +286,20 @@ def test_shapes_of_the_same_rows_share_a_plan(machine: Machine, make: Any) -> No
     assert (by_cpp, by_python) == (1, 0)
     wanted = by_backward(package, **given)
     assert dx.shape == (2, 3, 1024) and equal_bits([dx.view(6, 1024), dw], list(wanted))
+
+
+@entry_points
+def test_forgotten_backwards_go_to_python_once_and_are_learned_again(
+    machine: Machine, make: Any, entry_point: EntryPoint
+) -> None:
+    """As `set_sm_margin` needs it, whose next launches have another grid."""
+    package = make()
+    learned(package, entry_point)
+    package._native.forget()
+    package._calls = CallCache()
+    served = []
+    for _ in range(5):
+        by_cpp, by_python, _ = who_served(machine, lambda: entry_point(package, **inputs()))
+        served.append((by_cpp, by_python))
+    assert served[0] == (0, 1)
+    assert served[-1] == (1, 0)

@@ -36,12 +36,13 @@ _TORCH = Path(torch.__file__).resolve().parent
 
 
 class Native:
-    """The native path of one package; nothing but five attributes that are None before `start`.
+    """The native path of one package; nothing but attributes that are None before `start`.
 
     norm: (x, weight, eps, offset) to y, the autograd node. backward: (dy, x, rstd, weight) to
     (dx, dw), or None for what it does not serve. take: for `Installation.use_native`, puts a kernel
     of PyTorch's backward before a function. learn: takes a quick call that has just served.
     reserve: (device, stream, launch) takes the memory that learning such a call would take.
+    forget: () ends what was learned of backwards.
     """
 
     def __init__(self) -> None:
@@ -50,6 +51,7 @@ class Native:
         self.take: Callable[[Callable[..., Any]], Any] | None = None
         self.learn: Callable[[Any], None] | None = None
         self.reserve: Callable[[int, int, Launch], None] | None = None
+        self.forget: Callable[[], None] | None = None
         self._lock = threading.Lock()
 
     def start(
@@ -76,7 +78,7 @@ class Native:
             self.learn, self.reserve = plans.learn, plans.reserve
             forward.native, forward.learn = store.forward, plans.learn_forward
             store.take_operators(namespace)
-            self.take = store.take_backward
+            self.take, self.forget = store.take_backward, store.forget_backwards
             self.backward, self.norm = store.backward, store.norm
 
 

@@ -83,7 +83,10 @@ class BatchInvariantPackage(Package):
         if not 0 <= sms < most:
             raise ValueError(f"the margin must be 0 to {most - 1} SMs, got {sms}")
         self._sm_margin = sms
-        self._calls = CallCache()  # the old one has launches with the previous margin
+        # What is known of calls has launches with the previous margin.
+        self._calls = CallCache()
+        if self._native.forget is not None:
+            self._native.forget()
 
     def _launch(self, spec: KernelSpec, rows: int) -> Launch:
         return plan_launch(replace(spec, sms=max(1, spec.sms - self._sm_margin)), rows)

@@ -146,11 +146,11 @@ PyObject* add(PyObject* self, PyObject* arguments) {
                           &second.function, &second.offsets.data, &second.offsets.size))
         return nullptr;
     const auto scalar = [](PyObject* of) { return reinterpret_cast<THPDtype*>(of)->scalar_type; };
-    const Key key(kind, device, reinterpret_cast<void*>(stream), rows, columns, scalar(dtype),
-                  scalar(weight_dtype));
     auto& store = store_of(self);
     auto& lane = lane_of(store, device, stream);
     const std::lock_guard<std::mutex> lock(store.mutex);
+    const Key key(store.generations[kind], kind, device, reinterpret_cast<void*>(stream), rows, columns,
+                  scalar(dtype), scalar(weight_dtype));
     auto& plan = store.plans[key];
     if (plan.lane == nullptr) {
         plan.block = block.words();
@@ -162,6 +162,14 @@ PyObject* add(PyObject* self, PyObject* arguments) {
     }
     Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
+}
+
+// (): the plans of backwards serve no more, and Python serves such calls until they are learned again.
+PyObject* forget_backwards(PyObject* self, PyObject*) {
+    auto& store = store_of(self);
+    const std::lock_guard<std::mutex> lock(store.mutex);
+    ++store.generations[kBackward];
+    Py_RETURN_NONE;
 }
 
 // (namespace): from now on calls of its operators are served here where they can be.
@@ -213,6 +221,7 @@ PyMethodDef methods[] = {{"norm", as_method(norm), METH_FASTCALL, nullptr},
                          {"forward", as_method(forward), METH_FASTCALL, nullptr},
                          {"backward", as_method(backward), METH_FASTCALL, nullptr},
                          {"set_scratch", set_scratch, METH_VARARGS, nullptr},
+                         {"forget_backwards", forget_backwards, METH_NOARGS, nullptr},
                          {"add", add, METH_VARARGS, nullptr},
                          {"take_operators", as_method<PyObject*(PyObject*, PyObject*)>(take_operators),
                           METH_O, nullptr},

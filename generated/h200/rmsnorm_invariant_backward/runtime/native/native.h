@@ -59,7 +59,8 @@ struct Plan {
 
 enum Kind { kBackward, kForward, kAddForward };  // of calls, as plans.py numbers them
 
-using Key = std::tuple<int, int64_t, void*, int64_t, int64_t, at::ScalarType, at::ScalarType>;
+// Of a plan. The first number is the kind's generation: plans of earlier ones serve no more.
+using Key = std::tuple<int, int, int64_t, void*, int64_t, int64_t, at::ScalarType, at::ScalarType>;
 
 // The plans of one package. Like its operators it stays for the life of the process, and with it
 // all that it points to: nodes of a graph may outlive the package's module.
@@ -70,6 +71,7 @@ struct Store {
     PyObject* gradients = nullptr;  // (dy, x, weight, rstd, eps, offset, dx?, dw?) -> (dx, dw)
     std::mutex mutex;               // of the maps; what is in them is never taken out
     std::map<Key, Plan> plans;
+    int generations[3] = {};
     std::map<std::pair<int64_t, void*>, Lane> lanes;
 };
 
@@ -141,9 +143,9 @@ Plan* plan_of(Store& store, Kind kind, std::initializer_list<const at::Tensor*> 
     if (store.driver.current_stream(index, &stream) != 0) return nullptr;
     Plan* plan = nullptr;
     {
-        const Key key(kind, index, stream, x.numel() / columns, columns, x.scalar_type(),
-                      weight.scalar_type());
         const std::lock_guard<std::mutex> lock(store.mutex);
+        const Key key(store.generations[kind], kind, index, stream, x.numel() / columns, columns,
+                      x.scalar_type(), weight.scalar_type());
         const auto found = store.plans.find(key);
         if (found == store.plans.end()) return nullptr;
         plan = &found->second;
