@@ -78,7 +78,7 @@ class Native:
             self.learn, self.reserve = plans.learn, plans.reserve
             forward.native, forward.learn = store.forward, plans.learn_forward
             store.take_operators(namespace)
-            self.take, self.forget = store.take_backward, store.forget_backwards
+            self.take, self.forget = store.take_backward, plans.forget
             self.backward, self.norm = store.backward, store.norm
 
 

@@ -53,6 +53,7 @@ class Plans:
     def __init__(self, store: Any) -> None:
         self._store, self._workspaces = store, Workspaces()
         self._seen: set[tuple[Any, int]] = set()
+        self._made = 0  # all that were seen, forgotten ones too
         self._needed: dict[tuple[int, int], int] = {}  # words of scratch, by device and stream
 
     def learn(self, quick: Any) -> None:
@@ -92,12 +93,18 @@ class Plans:
         if current_device() != device:
             return None
         stream = raw_stream(device)
-        if (call, stream) in self._seen or len(self._seen) >= _MOST_PLANS:
+        if (call, stream) in self._seen or self._made >= _MOST_PLANS:
             return None
         if stream == PER_THREAD or is_capturing():
             return None
         self._seen.add((call, stream))
+        self._made += 1
         return stream
+
+    def forget(self) -> None:
+        """Backwards go to Python until they are learned again."""
+        self._store.forget_backwards()
+        self._seen.clear()
 
     def reserve(self, device: int, stream: int, launch: Launch) -> None:
         """Make room for a launch on a stream, so that learning it takes no memory. Where there is
