@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from generator.disk import read_yaml
 from generator.errors import NormforgeError
 from generator.kernels.forward import FORWARD_FIELDS
 from generator.kernels.knobs import KNOBS
@@ -43,11 +42,7 @@ def load_space(path: Path = SPACE_FILE) -> Space:
 def _read(path: Path) -> dict[str, Any]:
     """The knobs and rules of a file. One that `extends` another of the project has those of that
     one, but for what it says itself."""
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise NormforgeError(f"cannot read the search space {path}: {reason}") from error
+    content = read_yaml(path, "the search space ")
     beside = {"extends", "fixed"}
     if not isinstance(content, dict) or set(content) - beside != {"knobs", "rules"}:
         raise NormforgeError(
