@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,10 @@ def load_space(path: Path = SPACE_FILE) -> Space:
         raise NormforgeError(f"{path}: knob '{missing[0]}' is missing; one value is enough")
     fixed = _read_fixed(path, content.get("fixed", []), {knob.name: knob for knob in knobs})
     return Space(path, tuple(knobs), read_rules(path, content["rules"]), fixed)
+
+
+load_space_once = cache(load_space)
+"""The same for who asks often: the file is read once in a process."""
 
 
 def _read(path: Path) -> dict[str, Any]:
