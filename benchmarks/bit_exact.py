@@ -16,140 +16,35 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import random
 import subprocess
 import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 
+from benchmarks.bit_exact_cases import Case, draw_case
 from benchmarks.command import command_line, exit_code
 from benchmarks.gpu import open_gpu
 from benchmarks.results import machine, write_json
 from generator.emulate import Layout, Schedule, find_compiler, run_schedules
 from generator.emulate.build import NO_COMPILER
-from generator.emulate.check import CPU, plan
+from generator.emulate.check import plan
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.session import Session
 from generator.kernels.cubin_cache import compile_variant
-from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import nvrtc_version
 from generator.kernels.render import render
-from generator.kernels.strategies import STRATEGIES, determinism_class
-from generator.kernels.variant import Variant, make_variant
-from generator.operations import OPERATIONS, operation_of
 from generator.operations.rmsnorm_backward import Inputs, run_backward
-from generator.package.fallback_kernels import fallback_variants, first_choices, takes_rows
-from generator.problem import RMSNORM_BACKWARD, SUMS, Problem
+from generator.problem import RMSNORM_BACKWARD, SUMS
 from generator.runtime.launch.driver import LaunchError
 from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.spec import KernelSpec, Launch
-from generator.space.load import load_space, space_file
 from generator.target import Target
-
-REDUCTIONS: tuple[Config | None, ...] = (
-    *({"strategy": strategy.name, "order": strategy.order} for strategy in STRATEGIES),
-    None,
-)
-"""None: a kernel for any N, of an operation that has some."""
-DTYPES = (("bf16",) * 2, ("fp16",) * 2, ("fp32",) * 2, ("bf16", "fp32"), ("fp16", "fp32"))
-WIDTHS = (
-    *(1, 6, 33, 64, 77, 128, 129, 256, 333, 512, 1000, 1001, 1024, 1536, 2048, 2050, 3072, 4096),
-    *(4104, 5120, 8192, 12288, 16384),
-)
-MOST_ELEMENTS = 1 << 20
-
-
-@dataclass(frozen=True)
-class Case:
-    """One variant with everything that its run depends on."""
-
-    index: int
-    problem: Problem
-    variant: Variant
-    participants: int
-    layout: Layout
-
-    def inputs(self) -> list[Inputs]:
-        operation = operation_of(self.problem)
-        plain = operation.make_inputs(self.problem, CPU, seed=self.index)
-        return [plain, operation.make_cancelling(self.problem, plain, seed=self.index + 1)]
-
-
-def draw_case(index: int, seed: int, target: Target, operation: str = RMSNORM_BACKWARD) -> Case:
-    """Case `index`: reduction kinds and dtypes in turn, the rest at random."""
-    rng = random.Random(f"{seed} {index}")
-    reductions = REDUCTIONS if OPERATIONS[operation].fallbacks else REDUCTIONS[:-1]
-    reduction = reductions[index % len(reductions)]
-    dtype, weight_dtype = DTYPES[index // len(reductions) % len(DTYPES)]
-    while True:
-        N = rng.choice(WIDTHS)
-        M = rng.randint(1, max(1, min(700, MOST_ELEMENTS // N)))
-        problem = Problem(M, N, dtype, weight_dtype, operation=operation)
-        if reduction is None:
-            variant = draw_fallback(problem, target, rng)
-        else:
-            variant = draw_variant(problem, reduction, target, rng)
-        if variant is not None:
-            participants = 2 if variant.determinism == "none" else rng.randint(1, 20)
-            return Case(index, problem, variant, participants, draw_layout(variant, rng))
-
-
-def draw_fallback(problem: Problem, target: Target, rng: random.Random) -> Variant | None:
-    """One of the kernels that packages have for any N up to their own; None where none serves the
-    problem."""
-    fallbacks = fallbacks_of(problem.dtype, problem.weight_dtype, target)
-    kernels = [variant for variant in fallbacks if takes_rows(variant, problem)]
-    return rng.choice(kernels) if kernels else None
-
-
-@cache
-def fallbacks_of(dtype: str, weight_dtype: str, target: Target) -> list[Variant]:
-    return first_choices(fallback_variants(target, [(dtype, weight_dtype)]))
-
-
-def draw_variant(
-    problem: Problem, reduction: Config, target: Target, rng: random.Random
-) -> Variant | None:
-    """A variant that reduces dw as `reduction` says. Further knobs are fixed at random; those that
-    the rules of the space reject are dropped, the last one first."""
-    # Configs are legal for many rows; that they also serve few is part of the test.
-    tuned = replace(problem, M=65536)
-    free = determinism_class(reduction) == "none"
-    extras: list[Config] = [
-        {"pipeline": rng.choice(("bulk", "direct", "async"))},
-        {"cluster": rng.choice((1, 2, 8) if free else (1, 2, 4, 8))},
-        {"reload": rng.choice(("smem", "none"))},
-    ]
-    if problem.N * problem.itemsize <= 1024:
-        extras.append({"threads_per_row": rng.choice((8, 16, 32))})
-    space = load_space(space_file(problem.operation))
-    for count in range(len(extras), -1, -1):
-        fixed = dict(reduction)
-        for extra in extras[:count]:
-            fixed |= extra
-        try:
-            config = space.sample(tuned, target, rng, fixed)
-        except NormforgeError:
-            continue
-        if not (free and config["cluster"] == 4):
-            return make_variant(config, problem)
-    return None
-
-
-def draw_layout(variant: Variant, rng: random.Random) -> Layout:
-    """Dense rows, or strides and bases that are multiples of what the variant needs and no more."""
-    if rng.random() < 0.5:
-        return Layout()
-    aligned = 16 if variant["pipeline"] == "bulk" else variant["vector_bytes"]
-    unit = aligned // variant.itemsize
-    return Layout(unit, 3 * unit, 2 * unit, aligned)
 
 
 @dataclass
@@ -173,8 +68,8 @@ def emulate_case(index: int, seed: int, target: Target, operation: str) -> Emula
     spec, launch = plan(case.variant, case.problem.M, case.participants)
     schedule = Schedule(index, min(launch.grid, 8))
     results = []
+    source = render(case.variant)
     for inputs in case.inputs():
-        source = render(case.variant)
         runs = run_schedules(source, spec, launch, inputs, [schedule], layout=case.layout)
         if runs.faults:
             return Emulated(case, [], b"", runs.faults[0])

@@ -17,7 +17,7 @@ from benchmarks.peers.peer import Bind, Gradients
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.verify.accuracy import compare
-from generator.evaluate.verify.determinism import RUNS
+from generator.evaluate.verify.determinism import RUNS, equal_bits
 from generator.operations import operation_of
 from generator.operations.operation import TORCH_DTYPE, Bound
 from generator.operations.rmsnorm_backward import Inputs
@@ -220,18 +220,12 @@ def host_time(call: Callable[[], object]) -> float:
 def repeats(entrant: Entrant) -> bool:
     """True when the bits of all gradients are the same in all runs."""
     entrant.restore()
-    first = [_bits(out).clone() for out in entrant.run()]
+    first = [out.clone() for out in entrant.run()]
     for _ in range(1, RUNS):
         entrant.restore()
-        for out, expected in zip(entrant.run(), first, strict=True):
-            if not torch.equal(_bits(out), expected):
-                return False
+        if not all(map(equal_bits, entrant.run(), first)):
+            return False
     return True
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as integers: a NaN equals itself there."""
-    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
 def kernel_path(call: Callable[[], object]) -> str:

@@ -13,21 +13,18 @@ written after each group. Exit code: 2 for bad input or without a GPU.
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import product
 from operator import truediv
 from statistics import geometric_mean, median
 from typing import Any
 
 from benchmarks.command import command_line, exit_code, say, spare_cores
 from benchmarks.gpu import check_cuda, evaluate, paired_ratio, target_of
+from benchmarks.layout_candidates import BRACKETS, FINE, SIZES, Group, draw, known, layout_of
 from benchmarks.peers import choose_peers
 from benchmarks.results import write_json
 from generator.errors import ProblemError
@@ -36,145 +33,20 @@ from generator.evaluate.gpu.protocol import Answer, Candidate, Job, WorkerLostEr
 from generator.evaluate.gpu.session import Session, Workload
 from generator.evaluate.gpu.supervisor import Supervisor
 from generator.evaluate.gpu.timer import Operation
-from generator.evaluate.predict.evaluator import predict_us
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.ptxas import Resources
-from generator.kernels.variant import Variant, make_variant
-from generator.package.fallback_kernels import (
-    MANY_ROWS,
-    Layout,
-    fallback_variants,
-    legal_config,
-    refuse_fallback,
-)
-from generator.problem import ITEMSIZE, Problem
-from generator.space.expressions import DERIVED
-from generator.space.load import load_space
-from generator.space.space import Space
+from generator.kernels.variant import Variant
+from generator.package.fallback_kernels import fallback_variants, refuse_fallback
+from generator.problem import ITEMSIZE
 from generator.target import Target
 
-_COARSE = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
-_FINE = tuple(sorted((*_COARSE, 128, 384, 640, 1280, 2560, 5120)))
-BRACKETS = {2: _FINE, 4: _FINE, 8: _COARSE, 16: _COARSE}
-"""The brackets of each vector size. Kernels of narrow vectors are busy with instructions, of which
-there are as many as columns in the bracket."""
-CHOICES = (
-    (("direct", 1), *product(("async",), (2, 3, 4, 6))),
-    (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024),
-    (1, 2, 4, 8),
-    (1, 2, 3, 4, 6, 8),
-    (1, 2, 4),
-    ("none", "smem"),
-    ("registers", "smem"),
-    ("evict_last",),
-)
-"""What is drawn for a layout, in the order of its fields."""
-SIZES = tuple(BRACKETS)
 CHECKED_ROWS = (777,)
-TIMED_ROWS = (4096, 65536)
-TIMED_ELEMENTS = 1 << 28
-"""At most: the widest rows are fewer."""
 ROUNDS = 9
 KEPT = 2
 
 Made = dict[str, tuple[Variant, Compiled]]
 """Compiled candidates by the id of their variant."""
 Table = list[list[float]]
-
-
-@dataclass(frozen=True)
-class Group:
-    """Rows of `least` to `columns` elements, in vectors of `vector_bytes`. weight_dtype: x's where
-    it is empty."""
-
-    vector_bytes: int
-    columns: int
-    dtype: str
-    weight_dtype: str = ""
-
-    @property
-    def least(self) -> int:
-        return max((n for n in BRACKETS[self.vector_bytes] if n < self.columns), default=0) + 1
-
-    def problems(self, rows: Iterable[int] = TIMED_ROWS) -> list[Problem]:
-        """At two N of the bracket, an eighth from its ends, that no wider vector divides."""
-        low = self.least - 1 or self.columns // 2
-        edge = (self.columns - low) // 8
-        unit = self.vector_bytes // ITEMSIZE[self.dtype]
-        widths = [(n // unit | 1) * unit for n in (low + edge, self.columns - edge)]
-        shapes = [(min(M, TIMED_ELEMENTS // N), N) for M in rows for N in widths]
-        return [self._problem(M, N) for M, N in shapes]
-
-    @property
-    def widest(self) -> Problem:
-        """What the rules of the space are asked about."""
-        return self._problem(MANY_ROWS, self.columns)
-
-    def _problem(self, M: int, N: int) -> Problem:
-        return Problem(M, N, self.dtype, self.weight_dtype or self.dtype)
-
-
-def legal(
-    group: Group, layout: Layout, target: Target, space: Space, in_blocks: bool = True
-) -> Variant | None:
-    """The variant of a layout, None where the rules of the space forbid it."""
-    problem, vector_bytes = group.widest, group.vector_bytes
-    config = legal_config(layout, vector_bytes, problem, target, space, in_blocks=in_blocks)
-    if config is None:
-        return None
-    return make_variant(config, problem, exact=False, least=group.least, in_blocks=in_blocks)
-
-
-def known(group: Group, ours: Iterable[Variant], target: Target) -> list[Variant]:
-    """What the fallback kernels have for the group, then the same of brackets up to twice as wide
-    or half as wide; each with either hint for its loads."""
-    same = [v for v in ours if v["vector_bytes"] == group.vector_bytes]
-    same.sort(key=lambda v: abs(v.N - group.columns))
-    near = [v for v in same if group.columns <= 2 * v.N <= 4 * group.columns]
-    layouts = [
-        (replace(layout_of(variant), columns=group.columns, load_hint=hint), variant.in_blocks)
-        for variant in near
-        for hint in ("default", "evict_last")
-    ]
-    space = load_space()
-    found = [legal(group, layout, target, space, how) for layout, how in dict.fromkeys(layouts)]
-    return [variant for variant in found if variant]
-
-
-def draw(group: Group, target: Target, count: int, seed: int) -> list[Variant]:
-    """At most `count` legal layouts, the same for the same seed; first those of the model."""
-    space, problem = load_space(), group.widest
-    choices: list[Any] = list(product(*CHOICES))
-    random.Random(f"{seed} {group}").shuffle(choices)
-    found: dict[str, tuple[float, Variant]] = {}
-    for pipeline, *rest in choices:
-        variant = legal(group, Layout(group.columns, *pipeline, *rest), target, space)
-        if variant is None:
-            continue
-        registers = DERIVED["register_budget"][1](variant, problem, target)
-        if fits(variant, registers) and variant.id not in found:
-            estimate = Resources(registers, 0, 0, 0, 0)
-            times = [predict_us(variant, estimate, p, target).us for p in group.problems()]
-            found[variant.id] = (geometric_mean(times), variant)
-        if len(found) == 4 * count:
-            break
-    best = sorted(found, key=lambda name: found[name][0])[: count // 2]
-    return [found[name][1] for name in dict.fromkeys([*best, *found])][:count]
-
-
-def fits(variant: Variant, registers: int) -> bool:
-    """Whether it will probably compile without spills and no thread idles much. The registers
-    allowed are what 300 compiles for sm_90a needed beside the estimate of the rules."""
-    rows = variant["rows_in_flight"] if variant["reload"] == "none" else 0
-    more = 2 * (variant["vector_bytes"] // 4 + rows) * variant.vectors
-    idle = variant["threads_per_row"] > 32 and variant.idle_columns * 3 > variant.columns
-    return not idle and variant.register_estimate + more <= registers + 4
-
-
-def layout_of(variant: Variant) -> Layout:
-    """What the fallback kernels would have for it."""
-    return Layout(variant.N, *(variant[field.name] for field in fields(Layout)[1:]))
 
 
 class LayoutSession(Session):
@@ -328,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--weight-dtype", choices=("fp32",), default="", help="where not x's")
     parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES[:3])
     parser.add_argument(
-        "--columns", type=int, nargs="+", choices=_FINE, default=_FINE, help="brackets"
+        "--columns", type=int, nargs="+", choices=FINE, default=FINE, help="brackets"
     )
     parser.add_argument("--draws", type=int, default=32, help="layouts of each group")
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Files that appear whole, and stay after a power cut."""
+"""Files that can be read, appear whole, and stay after a power cut."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import yaml
+
+from generator.errors import NormforgeError
+
+
+def read_yaml(path: Path, what: str = "") -> Any:
+    """The content of a file. Raises NormforgeError, which calls the file `what`."""
+    try:
+        return yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise NormforgeError(f"cannot read {what}{path}: {reason}") from error
 
 
 @contextmanager

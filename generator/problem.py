@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-import yaml
-
+from generator.disk import read_yaml
 from generator.errors import NormforgeError
 from generator.paths import SEARCH_SPACES
 from generator.runtime.table import ITEMSIZE, shape_name
@@ -199,11 +198,7 @@ def load_problems(shapes: str, operation: str = RMSNORM_BACKWARD) -> list[Proble
 
 
 def _load_file(path: Path, operation: str) -> list[Problem]:
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise NormforgeError(f"cannot read the shape file {path}: {reason}") from error
+    content = read_yaml(path, "the shape file ")
     if isinstance(content, dict) and (other := sorted(map(str, content.keys() - {"shapes"}))):
         raise NormforgeError(f"{path}: unknown key '{other[0]}': expected 'shapes' and no other")
     blocks = content.get("shapes") if isinstance(content, dict) else None

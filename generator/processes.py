@@ -11,13 +11,14 @@ from multiprocessing import parent_process
 from threading import Thread
 
 
-def end_with_parent(niceness: int = 0) -> None:
+def end_with_parent(niceness: int = 0, sigterm: signal.Handlers = signal.SIG_DFL) -> None:
     """End this process when the one that started it is gone: nobody else would after a kill -9.
     Ctrl-C, which a terminal sends to all of them, is for the parent to act upon. niceness: added to
-    that of this process."""
+    that of this process. sigterm: SIG_IGN where the parent decides what ends when, as a batch
+    system sends it to every process of a job."""
     os.nice(niceness)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked process has its parent's handler
+    signal.signal(signal.SIGTERM, sigterm)  # a forked process has its parent's handler
     parent = parent_process()
     if parent is None:
         raise RuntimeError("end_with_parent is for processes started by multiprocessing")

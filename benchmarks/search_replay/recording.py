@@ -16,10 +16,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
 from optuna.storages import BaseStorage
 
-from generator.disk import replacing
+from generator.disk import read_yaml, replacing
 from generator.errors import NormforgeError
 from generator.evaluate.evaluator import Evaluator, Pool
 from generator.kernels.geometry import Config
@@ -58,14 +57,10 @@ class Narrow:
     rules: tuple[Mapping[str, str], ...] = ()
 
 
-def load_narrow(path: Path = NARROW_FILE, space: Space | None = None) -> Narrow:
+def load_narrow(path: Path = NARROW_FILE) -> Narrow:
     """Read a file of `problem`, `values` and, if it has any, `rules` of its own. Raises
     NormforgeError with the file and the fault."""
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise NormforgeError(f"cannot read {path}: {reason}") from error
+    content = read_yaml(path)
     if not isinstance(content, dict) or set(content) - {"rules"} != {"problem", "values"}:
         raise NormforgeError(
             f"{path}: expected the keys 'problem', 'values' and perhaps 'rules', and no others"
@@ -75,7 +70,7 @@ def load_narrow(path: Path = NARROW_FILE, space: Space | None = None) -> Narrow:
     rules = content.get("rules", [])
     if not isinstance(rules, list):
         raise NormforgeError(f"{path}: 'rules' is a list")
-    narrowed = narrow(space or load_space(), content["values"], str(path), rules)
+    narrowed = narrow(load_space(), content["values"], str(path), rules)
     return Narrow(Problem.parse(str(content["problem"])), narrowed, tuple(rules))
 
 

@@ -142,14 +142,14 @@ class Steps:
                     found[name].append(start.elapsed_time(end))
         return found
 
-    def repeats_bits(self, name: str, runs: int = 3) -> bool:
-        """Whether all gradients have the same bits in every run. Attention is deterministic then:
+    def repeats_bits(self, name: str) -> bool:
+        """Whether all gradients have the same bits in three runs. Attention is deterministic then:
         with warn_only it would stay as it is."""
         torch.use_deterministic_algorithms(True)
         try:
             self.calls[name]()
             first = [gradient.clone() for gradient in self.gradients()]
-            for _ in range(runs - 1):
+            for _ in range(2):
                 self.calls[name]()
                 if not all(map(torch.equal, first, self.gradients())):
                     return False

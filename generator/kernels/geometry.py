@@ -150,9 +150,8 @@ class Geometry(ItemSizes):
         row = ceil_div(rows * self.row_elements * streams, 4)
         if self["reload"] == "smem":
             row = min(row, 8)
-        weight = 0
-        if self["weight_in"] == "registers":
-            weight = ceil_div(self.row_elements * self.weight_itemsize, 4)
+        kept = self["weight_in"] == "registers"
+        weight = ceil_div(self.row_elements * self.weight_itemsize, 4) if kept else 0
         return int(self.accumulators + row + weight + 24)
 
     @property
@@ -166,14 +165,11 @@ class Geometry(ItemSizes):
     # Shared memory, in bytes from the start of the dynamic allocation.
 
     @property
-    def barrier_bytes(self) -> int:
+    def sums_offset(self) -> int:
+        """Behind the mbarriers."""
         stages = self["stages"] if self["pipeline"] == "bulk" else 0
         exchange = 2 if self["cluster"] > 1 else 0
         return round_up(self.teams * (stages + exchange) * 8, 16)
-
-    @property
-    def sums_offset(self) -> int:
-        return self.barrier_bytes
 
     @property
     def sums_per_team(self) -> int:
@@ -265,9 +261,7 @@ class Geometry(ItemSizes):
         """Partial dw of every team, in the memory of the stages once they are done; none where a
         single team stores whole float4s from its registers, or every team does."""
         alone = self.teams == 1 and self.elements % 4 == 0 and self.stores_rows
-        if alone or self.run_rows:
-            return 0
-        return self.teams * self.partial_stride * 4
+        return 0 if alone or self.run_rows else self.teams * self.partial_stride * 4
 
     @property
     def tail_columns(self) -> int:
@@ -286,9 +280,8 @@ class Geometry(ItemSizes):
     def tail_bytes(self) -> int:
         if self.strategy.launches > 1:  # the second kernel has shared memory of its own
             return 0
-        if self.run_rows:
-            return self.group_sums_at_once(self.threads) * self.tail_columns * 4
-        return self.lanes(self.threads) * self.tail_columns * 4
+        rows = self.group_sums_at_once if self.run_rows else self.lanes
+        return rows(self.threads) * self.tail_columns * 4
 
     def group_sums_at_once(self, threads: int) -> int:
         """Rows in the shared memory of `threads` threads that add up groups: Lanes::kRows."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -65,10 +64,10 @@ class _Layouts:
 
 
 @cache
-def load_layouts(path: Path = LAYOUTS_FILE) -> _Layouts:
+def load_layouts() -> _Layouts:
     """Read the layouts. Raises NormforgeError for a damaged file."""
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(LAYOUTS_FILE.read_text())
         return _Layouts(
             {name: _read(entries) for name, entries in content["layouts"].items()},
             {
@@ -78,16 +77,16 @@ def load_layouts(path: Path = LAYOUTS_FILE) -> _Layouts:
         )
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
-        raise NormforgeError(f"cannot read the fallback layouts {path}: {reason}") from error
+        raise NormforgeError(
+            f"cannot read the fallback layouts {LAYOUTS_FILE}: {reason}"
+        ) from error
 
 
 def _read(entries: Sequence[Mapping[str, Any]]) -> tuple[Layout, ...]:
     return tuple(Layout(**entry) for entry in entries)
 
 
-def fallback_variants(
-    target: Target, dtypes: Sequence[tuple[str, str]] = DTYPES, space: Space | None = None
-) -> list[Variant]:
+def fallback_variants(target: Target, dtypes: Sequence[tuple[str, str]] = DTYPES) -> list[Variant]:
     """The fallback variants for `target`, of every layout that the rules of the space allow there:
     for vectors of 16, 8 and 4 bytes and of one element, each for rows of whole vectors at aligned
     addresses. Last, as a last resort, each comes again for any rows up to its own: it checks every
@@ -96,7 +95,7 @@ def fallback_variants(
     dtypes: pairs of x's and the weight's dtype. A variant serves every M >= 1 and N from its least
     up to its own. `compile_fallbacks` keeps one for each row length.
     """
-    space = space or load_space()
+    space = load_space()
     found: list[Variant] = []
     for dtype, weight_dtype in dtypes:
         for vector_bytes, layouts in _layouts(ITEMSIZE[dtype], weight_dtype).items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,13 +53,16 @@ def render_answer(why: Explanation, verdict: Verdict | None, served: dict[str, A
         same = winner is not None and kernel == winner.variant
         parts[0] += f"\n  package: {'the same kernel' if same else kernel} ({served['reason']})"
     parts[0] += f"\n  {len(study.records)} trials: {counts}"
-    parts.append("Config\n" + columns([(f"{name}", value) for name, value in why.winner.items()]))
+    parts.append("Config\n" + columns(list(why.winner.items())))
     if winner is not None:
         how = "side by side" if winner.evidence == "measured" else "predicted"
         tied = [(f.variant, number(f.us), number(f.ratio, 3)) for f in winner.tied]
         parts.append(columns([(f"in the tie (finals, {how})", "us", "x floor"), *tied]))
     strategies = [
-        (name + (" *" if ineligible else ""), *_cells(timed), timed.variant)
+        (
+            name + (" *" if ineligible else ""),
+            *(number(timed.us), number(timed.ratio, 3), _behind(timed), timed.variant),
+        )
         for name, ineligible, timed in why.runners_up
     ]
     parts.append(
@@ -72,12 +74,7 @@ def render_answer(why: Explanation, verdict: Verdict | None, served: dict[str, A
     costs = sorted(why.costs, key=lambda cost: -abs(_weight(cost)))
     if costs:
         rows = [
-            (
-                f"{cost.knob}={cost.value}",
-                _behind(cost.alone),
-                _behind(cost.best),
-                cost.trials,
-            )
+            (f"{cost.knob}={cost.value}", _behind(cost.alone), _behind(cost.best), cost.trials)
             for cost in costs[:_SHOWN]
         ]
         parts.append(
@@ -114,10 +111,6 @@ def _line(timed: Timed) -> str:
     outcome = "" if timed.outcome == "ok" else f", {timed.outcome}"
     us, ratio = number(timed.us), number(timed.ratio, 3)
     return f"{timed.variant}, {us} us, {ratio} x floor{behind}{outcome}"
-
-
-def _cells(timed: Timed) -> Sequence[str]:
-    return number(timed.us), number(timed.ratio, 3), _behind(timed)
 
 
 def _behind(timed: Timed | None) -> str:

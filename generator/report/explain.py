@@ -165,7 +165,7 @@ class Explanation:
         if determinism_class(config) == "none" or result.outcome == "nondeterministic":
             reason = result.note or "its bits depend on the order in which CTAs finish"
             behind = self._behind(record)
-            timed = f"; it takes {_percent(behind)} the winner's time" if behind is not None else ""
+            timed = "" if behind is None else f"; it takes {1 + behind:.3f} times the winner's time"
             return "not_deterministic", f"not deterministic: {reason}{timed}"
         final = next((r for c, r in study.finals if self._today(c) == config), None)
         reference = study.winner.result.ratio if study.winner else None
@@ -178,20 +178,20 @@ class Explanation:
                 then = "what is most like winners on measured GPUs"
             if study.winner and any(self._today(t.config) == config for t in study.winner.tied):
                 return "tied", (
-                    f"{_signed(behind)} to the winner in the finals: counts as equal, and then one "
+                    f"{behind:+.1%} to the winner in the finals: counts as equal, and then one "
                     f"launch comes before two and {then} wins"
                 )
             if behind < 0:
                 return "tied", (
-                    f"{_signed(behind)} to the winner in the finals, which is worth less than the "
+                    f"{behind:+.1%} to the winner in the finals, which is worth less than the "
                     "launch that the winner saves"
                 )
             how = "side by side with the winner" if study.evidence == "measured" else "predicted"
-            return "slower", f"{_signed(behind)} in the finals, {how}"
+            return "slower", f"{behind:+.1%} in the finals, {how}"
         if result.ratio is None:
             return "failed", f"{result.outcome}: {result.note}"
         behind = self._behind(record)
-        shown = f"{_signed(behind)} in the search" if behind is not None else "slower in the search"
+        shown = f"{behind:+.1%} in the search" if behind is not None else "slower in the search"
         us = f"{result.us:.2f} us" if result.us else "no time"
         return "slower", f"{shown} ({us}, {record.ratio:.3f} x floor)"
 
@@ -262,14 +262,6 @@ def _may_count(record: Record) -> bool:
 
 def _distance(one: Config, other: Config) -> int:
     return sum(other[name] != value for name, value in one.items())
-
-
-def _signed(share: float) -> str:
-    return f"{share:+.1%}"
-
-
-def _percent(behind: float) -> str:
-    return f"{1 + behind:.3f} times"
 
 
 def parse_config(text: str, space: Space) -> Values:

@@ -274,8 +274,8 @@ def bandwidth_share(study: Study) -> float | None:
     return moved / (seconds * target.bandwidth)
 
 
-def runners_up(study: Study, count: int = 3) -> list[tuple[str, float]]:
-    """The best finalists beside the winner: variant, and time over the winner's less 1."""
+def runners_up(study: Study) -> list[tuple[str, float]]:
+    """The three best finalists beside the winner: variant, and time over the winner's less 1."""
     winner = study.winner
     if winner is None or not winner.result.ratio:
         return []
@@ -284,7 +284,7 @@ def runners_up(study: Study, count: int = 3) -> list[tuple[str, float]]:
         for config, result in study.finals
         if result.ratio and may_win(config, result) and config != winner.config
     ]
-    return sorted(others, key=lambda other: other[1])[:count]
+    return sorted(others, key=lambda other: other[1])[:3]
 
 
 def overhead_of(study: Study) -> float | None:

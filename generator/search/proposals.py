@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +10,10 @@ from itertools import count, groupby, islice
 from operator import attrgetter
 
 from generator.kernels.geometry import Config
-from generator.kernels.knobs import KNOBS
 from generator.kernels.strategies import REDUCTION_KNOBS, determinism_class
-from generator.problem import Problem
 from generator.search.surrogate import Surrogate
 from generator.space.legal_configs import Key, LegalConfigs, Values
-from generator.studies.records import Record, Winner
-from generator.target import Target
+from generator.studies.records import Record
 
 FIRST = 12
 """Trials, seeds among them, before the surrogate is asked; the others are drawn at random."""
@@ -159,40 +155,3 @@ def _reduction_kind(config: Config) -> tuple[int | str, ...]:
 def _ineligible(config: Config) -> bool:
     """Whether the config cannot win and is measured only for the overhead of determinism."""
     return determinism_class(config) == "none"
-
-
-def warm_starts(problem: Problem, target: Target, winners: Sequence[Winner]) -> list[Config]:
-    """Configs of known winners, nearest first: those of the same target, then of elements as wide,
-    then by the distance in log2 of M and N, to which another dtype adds as much as a factor of
-    1.4 does, and another dtype of the weight or another operation as much as one of 1.2. Where N
-    differs, the config for as many columns in each CTA comes before the winner's own."""
-
-    def distance(winner: Winner) -> tuple[bool, bool, float]:
-        other = winner.problem
-        return (
-            winner.target != target.name,
-            other.itemsize != problem.itemsize,
-            math.hypot(math.log2(other.M / problem.M), math.log2(other.N / problem.N))
-            + 0.5 * (other.dtype != problem.dtype)
-            + 0.25 * (other.weight_dtype != problem.weight_dtype)
-            + 0.25 * (other.operation != problem.operation),
-        )
-
-    found: list[Config] = []
-    for winner in sorted(winners, key=distance):
-        for config in (_with_as_many_columns(winner, problem), winner.config):
-            if config is not None and config not in found:
-                found.append(config)
-    return found
-
-
-def _with_as_many_columns(winner: Winner, problem: Problem) -> Config | None:
-    """The winner's config with a cluster by as much larger as the rows are longer, so that each CTA
-    has the same work; None where there is no such cluster. How many SMs a grid of such clusters
-    leaves out is not said: it depends on their size."""
-    width = winner.problem.N // int(winner.config["cluster"])
-    cluster = problem.N // width
-    exists = cluster in KNOBS["cluster"].domain and cluster * width == problem.N
-    if not exists or problem.N == winner.problem.N:
-        return None
-    return {k: v for k, v in winner.config.items() if k != "spare_sms"} | {"cluster": cluster}

@@ -22,7 +22,7 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from generator.evaluate.evaluator import Evaluator, Pool, Preferring
+from generator.evaluate.evaluator import Evaluator, Pool
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.resource_gate import identity, refuse
 from generator.kernels.variant import Variant, make_variant
@@ -30,16 +30,13 @@ from generator.result import Result
 from generator.search.budget import Budget, Progress
 from generator.search.choose_winner import choose, expected_error, preference_of
 from generator.search.finals import fastest_ineligible, hold_finals
-from generator.search.proposals import Proposals, warm_starts
+from generator.search.proposals import Proposals
 from generator.search.resume import Known, still_made, up_to_date
 from generator.search.sampler import LegalSampler, NothingLeftError, distributions
+from generator.search.starts import incumbent_and_starts
 from generator.space.legal_configs import LegalConfigs, Values
 from generator.studies.records import Record, Winner, plain_floor, study_names
 from generator.studies.study_log import StudyLog, stored_winners
-
-WARM_STARTS = 6
-"""Configs from the winners of other problems that a search starts from, beside the incumbent: a
-winner with another N gives two."""
 
 
 def search_problem(
@@ -94,10 +91,7 @@ def search_problem(
         known=known,
         stored=len(trials),
     )
-    try:
-        search.run()
-    finally:
-        search.abandon()
+    search.run()
     return search.finish(machine or {})
 
 
@@ -132,10 +126,10 @@ class _Search:
         in all."""
         self.legal, self.pool, self.evaluator, self.log = legal, pool, evaluator, log
         self.budget, self.on_progress = budget, on_progress
-        self.records = [record for record, _ in known.values()]
+        self.records: list[Record] = []
         self.measured: dict[str, tuple[int, Result]] = {}
         for number, (record, _) in known.items():
-            self._remember(number, record)
+            self._keep(number, record)
         self.stored = stored
         self.before = max((record.elapsed for record in self.records), default=0.0)
         self.started = time.monotonic()
@@ -148,20 +142,11 @@ class _Search:
         self.study = optuna.create_study(sampler=self.sampler)
         self.study.add_trials([trial for _, trial in known.values()])
 
-        place = (legal.problem, legal.target.name, evaluator.evidence)
-        incumbents = [w for w in winners if (w.problem, w.target, w.evidence) == place]
-        if evaluator.evidence == "predicted":  # by this very model
-            incumbents = [w for w in incumbents if w.study == log.name]
-        others = [w for w in winners if w not in incumbents]
-        incumbent = dict(incumbents[-1].config) if incumbents else None
-        self.incumbent = incumbent if incumbent and legal.allows(incumbent) else None
-        known_good = evaluator.starts(legal.problem) if isinstance(evaluator, Preferring) else []
-        starts = warm_starts(legal.problem, legal.target, others)
-        starts = [*known_good, *starts][:WARM_STARTS]
+        self.incumbent, starts = incumbent_and_starts(legal, evaluator, winners, log.name)
         self.proposals = Proposals(
             legal=legal,
             rng=rng,
-            starts=[incumbent, *starts] if incumbent else starts,
+            starts=starts,
             records=self.records,
             taken=self.sampler.taken,
             used=self._used,
@@ -174,17 +159,16 @@ class _Search:
         next ones; results are taken in the order of the proposals."""
         plan = self.proposals.plan()
         more = True
-        while not self._late():
-            while more and len(self.pending) <= self.pool.processes and self._used() < 1:
-                more = self._ask(plan)
-            if not self.pending:
-                break
-            self._tell(self.pending.popleft())
-
-    def abandon(self) -> None:
-        """Compile nothing that nobody will measure."""
-        while self.pending:
-            self.pending.pop().compiled.cancel()
+        try:
+            while not self._late():
+                while more and len(self.pending) <= self.pool.processes and self._used() < 1:
+                    more = self._ask(plan)
+                if not self.pending:
+                    break
+                self._tell(self.pending.popleft())
+        finally:
+            while self.pending:  # which nobody will measure
+                self.pending.pop().compiled.cancel()
 
     def finish(self, machine: Mapping[str, Any]) -> Winner | None:
         """The stored winner where it is up to date, else that of new finals."""
@@ -272,17 +256,14 @@ class _Search:
         for name, value in record.attributes().items():
             trial.set_user_attr(name, value)
         trial.set_constraint("infeasible", 0.0 if record.feasible else 1.0)
-        if result.ratio is None:
-            finished = self.study.tell(trial, state=TrialState.PRUNED)
-        else:
-            finished = self.study.tell(trial, result.ratio)
-        self.log.add(finished)
-        self._remember(self.stored, record)
+        state = TrialState.PRUNED if result.ratio is None else TrialState.COMPLETE
+        self.log.add(self.study.tell(trial, result.ratio, state))
+        self._keep(self.stored, record)
         self.stored += 1
-        self.records.append(record)
         self._report(pending.origin)
 
-    def _remember(self, number: int, record: Record) -> None:
+    def _keep(self, number: int, record: Record) -> None:
+        self.records.append(record)
         if record.identity:
             self.measured.setdefault(record.identity, (number, record.result))
 
@@ -304,10 +285,8 @@ class _Search:
         return dict(Counter(record.result.outcome for record in self.records))
 
     def _report(self, phase: str) -> None:
-        if self.on_progress is None:
-            return
-        self.on_progress(
-            Progress(
+        if self.on_progress is not None:
+            progress = Progress(
                 problem=self.legal.problem,
                 phase=phase,
                 done=len(self.records),
@@ -316,4 +295,4 @@ class _Search:
                 best_us=self._best_us(),
                 counts=self._counts(),
             )
-        )
+            self.on_progress(progress)

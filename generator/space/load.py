@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from generator.disk import read_yaml
 from generator.errors import NormforgeError
 from generator.kernels.forward import FORWARD_FIELDS
 from generator.kernels.knobs import KNOBS
@@ -40,14 +40,14 @@ def load_space(path: Path = SPACE_FILE) -> Space:
     return Space(path, tuple(knobs), read_rules(path, content["rules"]), fixed)
 
 
+load_space_once = cache(load_space)
+"""The same for who asks often: the file is read once in a process."""
+
+
 def _read(path: Path) -> dict[str, Any]:
     """The knobs and rules of a file. One that `extends` another of the project has those of that
     one, but for what it says itself."""
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise NormforgeError(f"cannot read the search space {path}: {reason}") from error
+    content = read_yaml(path, "the search space ")
     beside = {"extends", "fixed"}
     if not isinstance(content, dict) or set(content) - beside != {"knobs", "rules"}:
         raise NormforgeError(

@@ -93,13 +93,12 @@ def _reason(error: BaseException) -> str:
     return " ".join(str(driver).split())[:200]
 
 
-def patiently(work: Callable[[], _Answer], patience: float | None = None) -> _Answer:
+def patiently(work: Callable[[], _Answer]) -> _Answer:
     """The answer of `work`, which is repeated while the database is away.
 
     Raises what `work` raises when that is no outage, and NormforgeError when the outage is longer
-    than `patience` seconds."""
-    patience = PATIENCE_SECONDS if patience is None else patience
-    until = time.monotonic() + patience
+    than PATIENCE_SECONDS."""
+    until = time.monotonic() + PATIENCE_SECONDS
     told = False
     while True:
         try:
@@ -110,8 +109,8 @@ def patiently(work: Callable[[], _Answer], patience: float | None = None) -> _An
             reason = _reason(error)
             if time.monotonic() > until:
                 raise NormforgeError(
-                    f"the database did not answer for {patience:.0f} s ({reason}): finished trials "
-                    "are kept; run the same command to continue"
+                    f"the database did not answer for {PATIENCE_SECONDS:.0f} s ({reason}): "
+                    "finished trials are kept; run the same command to continue"
                 ) from error
             if not told:
                 print(f"Waiting for the database ({reason}).", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ from generator.kernels.geometry import Config
 from generator.kernels.strategies import strategy_of
 from generator.problem import Problem
 from generator.result import Result
-from generator.space.load import load_space, space_file
-from generator.space.space import Space
+from generator.space.load import load_space_once, space_file
 from generator.studies import postgres
 from generator.studies.records import Record, Winner, plain_floor
 from generator.studies.storage import JOURNAL_NAME, open_storage
@@ -176,12 +175,6 @@ def _read_study(
     )
 
 
-@cache
-def _space_of(operation: str) -> Space:
-    """Read once for all studies of an operation."""
-    return load_space(space_file(operation))
-
-
 def _importance(
     storage: BaseStorage, name: str, match: re.Match[str], problem: Problem
 ) -> dict[str, float]:
@@ -199,7 +192,7 @@ def _importance(
     )
     if len(trials) < 2:
         return {}
-    space, study = _space_of(problem.operation), optuna.create_study()
+    space, study = load_space_once(space_file(problem.operation)), optuna.create_study()
     for trial in trials:
         kept = space.meaningful(trial.params, problem, target) if target else trial.params.keys()
         params = {knob: value for knob, value in trial.params.items() if knob in kept}

@@ -56,9 +56,7 @@ class Gpu:
 
 
 def _drive(connection: Connection, index: int, open_device: Callable[[int], Device]) -> None:
-    end_with_parent()
-    # A batch system sends it to every process of a job; the parent decides what ends when.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent(sigterm=signal.SIG_IGN)
     try:
         device = open_device(index)
     except NormforgeError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from generator.kernels.forward import ForwardVariant
@@ -12,7 +11,7 @@ from generator.operations import Operation, operation_of
 from generator.problem import Problem
 from generator.search.budget import Budget
 from generator.space.forward_space import forwards_with
-from generator.space.load import load_space
+from generator.space.load import load_space_once
 from generator.space.space import Space
 from generator.studies.records import study_name
 from generator.studies.storage import JOURNAL_NAME, is_shared
@@ -70,7 +69,7 @@ class Plan:
     @property
     def space(self) -> Space:
         """Read from its file in every process: a space holds compiled rules."""
-        return _load_once(self.space_file)
+        return load_space_once(self.space_file)
 
     @property
     def where(self) -> str | Path:
@@ -95,11 +94,6 @@ class Plan:
     def study(self, problem: Problem) -> str:
         """The name of the study of a problem."""
         return study_name(problem, self.target, self.evidence, self.space)
-
-
-@cache
-def _load_once(path: Path) -> Space:
-    return load_space(path)
 
 
 def longest_first(problems: Sequence[Problem]) -> list[Problem]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.bit_exact import REDUCTIONS, draw_case, emulate_case
+from benchmarks.bit_exact import emulate_case
+from benchmarks.bit_exact_cases import REDUCTIONS, draw_case
 from generator.emulate import find_compiler
 from generator.kernels.strategies import STRATEGIES
 from generator.target import Target

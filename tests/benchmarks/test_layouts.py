@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from benchmarks import layouts
-from benchmarks.layouts import BRACKETS, ROUNDS, Group, LayoutSession, draw, refusals, run
+from benchmarks.layout_candidates import BRACKETS, SIZES, TIMED_ELEMENTS, Group, draw
+from benchmarks.layouts import ROUNDS, LayoutSession, refusals, run
 from generator.evaluate.gpu.protocol import Job, WorkerLostError
 from generator.kernels.geometry import Config
 from generator.package import fallback_kernels
@@ -77,7 +78,7 @@ def test_nothing_is_drawn_where_nothing_fits(target: Target) -> None:
 @pytest.mark.parametrize("dtype", ITEMSIZE)
 def test_timed_rows_are_of_the_bracket_and_of_no_wider_vector(dtype: str) -> None:
     itemsize = ITEMSIZE[dtype]
-    for size in (s for s in layouts.SIZES if s >= itemsize):
+    for size in (s for s in SIZES if s >= itemsize):
         lows = (BRACKETS[size][0] // 2, *BRACKETS[size])
         for low, columns in zip(lows, BRACKETS[size], strict=False):
             problems = Group(size, columns, dtype).problems()
@@ -85,7 +86,7 @@ def test_timed_rows_are_of_the_bracket_and_of_no_wider_vector(dtype: str) -> Non
             for problem in problems:
                 assert low < problem.N <= columns
                 assert problem.N * itemsize % (2 * size) == size
-                assert problem.M * problem.N <= layouts.TIMED_ELEMENTS
+                assert problem.M * problem.N <= TIMED_ELEMENTS
 
 
 def test_refused_candidates_carry_their_reason(target: Target) -> None:

@@ -13,7 +13,7 @@ from optuna.storages import BaseStorage
 from generator.kernels.strategies import determinism_class
 from generator.kernels.variant import make_variant
 from generator.problem import Problem
-from generator.search.proposals import warm_starts
+from generator.search.starts import warm_starts
 from generator.space.legal_configs import LegalConfigs
 from generator.studies.records import Winner
 from generator.studies.storage import open_storage

@@ -33,7 +33,7 @@ from generator.paths import GENERATED, REPOSITORY, TEMPLATES
 from generator.problem import load_problems
 from generator.runtime.launch import workspace
 from generator.runtime.spec import CHUNK_ROWS
-from generator.search import budget, choose_winner, finals, proposals, search
+from generator.search import budget, choose_winner, finals, proposals, starts
 from generator.space import forward_space
 from generator.studies import postgres, work_queue
 from generator.tuner import device_pool, lifecycle, plan, task_runner
@@ -94,7 +94,7 @@ STATED: dict[str, list[str]] = {
         f"by {percent(exp(correction.BOUND) - 1)} at most",
         f"within {percent(prior.TIE)} count as equal",
         f"the {WORD[prior.NEAREST]} nearest measured winners",
-        f"starts from {WORD[search.WARM_STARTS]} of those winners",
+        f"starts from {WORD[starts.WARM_STARTS]} of those winners",
         f"^(1/{MODEL.smoothness:.0f})",
         f"{percent(MODEL.smooth_max(1, 1) - 1)} more where they are equal",
         f"{WORD[MODEL.loads_in_flight]} at a time in each thread",

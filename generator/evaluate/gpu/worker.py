@@ -105,9 +105,7 @@ class GpuWorker:
 
 
 def _serve(connection: Connection, device: int, open_handler: Callable[[int], Handler]) -> None:
-    end_with_parent()
-    # A batch system sends it to every process of a job; the parent decides what ends when.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent(sigterm=signal.SIG_IGN)
     try:
         handler = open_handler(device)
         connection.send(handler.facts)

@@ -48,12 +48,11 @@ class CallCache:
     need no lock; two that meet a call for the first time may both prepare it.
 
     recent: checks, each with what is quick for its calls. All of them take equally many tensors.
-    device: the type of device whose calls are kept; "" for any.
     """
 
-    def __init__(self, device: str = "cuda") -> None:
+    def __init__(self) -> None:
         self.recent: tuple[tuple[Check, Any], ...] = ()
-        self._device = device
+        self._device = "cuda"  # of the calls that are kept; "" for any
         self._by_key: dict[Hashable, tuple[KnownCall, ...]] = {}
         self._misses = 0
 

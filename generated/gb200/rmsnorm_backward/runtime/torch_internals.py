@@ -140,11 +140,15 @@ def _kind(tensor: Any) -> tuple[Any, ...] | None:
     return type(tensor), *layout, tensor.requires_grad, tensor.is_neg()
 
 
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
+Size = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and dtype."""
+
+
+def contiguous(shape: Sequence[int], dtype: torch.dtype) -> Size:
+    """What `empty_strided` takes for a contiguous tensor."""
     strides = []
     step = 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    return tuple(reversed(strides))
+    return tuple(shape), tuple(reversed(strides)), dtype

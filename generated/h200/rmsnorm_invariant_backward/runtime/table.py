@@ -24,7 +24,7 @@ FORWARD_TABLE = "forward.json"
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one element of each supported dtype."""
 _TARGET_FACTS = {"name", "title", "arch", "sms"}
-_DIGEST = re.compile(rb'\{\n "digest": "([0-9a-f]{16})",\n')
+_DIGEST = re.compile(r'\A\{\n "digest": "[0-9a-f]{16}",\n')
 MAX_ALIGNMENT = 32
 """Bytes: the widest vector of any kernel, and so the most that an address needs to be known for."""
 
@@ -130,7 +130,13 @@ class TableOf(Generic[S]):
         """
         shape = shape_name(M, N, dtype, weight_dtype, offset, residual)
         passed_over = []
-        for entry in self._by_distance(M, N, dtype, weight_dtype, offset, residual):
+        same = [
+            entry
+            for entry in self.tuned
+            if (entry.N, entry.dtype, entry.weight_dtype) == (N, dtype, weight_dtype)
+            and (entry.kernel.spec.offset, entry.kernel.spec.residual) == (offset, residual)
+        ]
+        for entry in sorted(same, key=lambda entry: (_distance(entry, M), entry.M)):
             fault = misfit(entry.kernel.spec, N, alignment, weight_alignment, residual_alignment)
             if fault:
                 passed_over.append(f"{entry.kernel.file} {fault}")
@@ -150,17 +156,6 @@ class TableOf(Generic[S]):
                 reason = f"{why}; this kernel takes any N from {spec.least} to {spec.N}"
                 return ChoiceOf("fallback", reason, kernel)
         return ChoiceOf("none", f"{why}, and no fallback kernel serves it")
-
-    def _by_distance(
-        self, M: int, N: int, dtype: str, weight_dtype: str, offset: bool, residual: str
-    ) -> list[TunedOf[S]]:
-        same = [
-            entry
-            for entry in self.tuned
-            if (entry.N, entry.dtype, entry.weight_dtype) == (N, dtype, weight_dtype)
-            and (entry.kernel.spec.offset, entry.kernel.spec.residual) == (offset, residual)
-        ]
-        return sorted(same, key=lambda entry: (_distance(entry, M), entry.M))
 
 
 Kernel = KernelOf[KernelSpec]
@@ -210,10 +205,10 @@ def _read(
         return KernelOf(**{**data, "spec": spec})
 
     try:
-        content = path.read_bytes()
-        data = json.loads(content)
+        text = path.read_bytes().decode()  # as read_text, but with the ends of lines as they are
+        data = json.loads(text)
         if data["format"] == FORMAT:
-            if "digest" in data and not _is_sealed(content):
+            if "digest" in data and text != seal(_DIGEST.sub("{\n", text)):
                 raise ValueError("its digest is not that of what it says")
             if data["target"].keys() != _TARGET_FACTS:
                 raise ValueError("its target has other fields")
@@ -235,13 +230,6 @@ def seal(text: str) -> str:
     rest = text.removeprefix("{\n")
     digest = hashlib.sha256(rest.encode()).hexdigest()[:16]
     return f'{{\n "digest": "{digest}",\n{rest}'
-
-
-def _is_sealed(content: bytes) -> bool:
-    found = _DIGEST.match(content)
-    if found is None:
-        return False
-    return hashlib.sha256(content[found.end() :]).hexdigest()[:16].encode() == found[1]
 
 
 def _plain(kernel: KernelOf[S]) -> dict[str, Any]:
@@ -278,32 +266,18 @@ def misfit(
 ) -> str:
     """Why a kernel of the right width and dtypes cannot serve a call: the rest of a sentence that
     begins with the kernel, or "" when it can."""
-    fault = misaligned(
-        *(N, spec.dtype, spec.weight_dtype, spec.vector_bytes, alignment, weight_alignment)
-    )
-    if fault:
-        return fault
-    if spec.residual:
-        # What holds for the weight holds for the residual's gradient, whose rows may be copied
-        # whole besides.
-        step = min(16, spec.vector_bytes // ITEMSIZE[spec.dtype] * ITEMSIZE[spec.residual])
-        if residual_alignment % step:
-            return f"needs rows of the residual's gradient at multiples of {step} bytes"
-    return ""
-
-
-def misaligned(
-    N: int, dtype: str, weight_dtype: str, vector: int, alignment: int, weight_alignment: int
-) -> str:
-    """Why a kernel that reads rows in vectors of so many bytes cannot read them or the weight: the
-    rest of a sentence as of `misfit`, or "" when it can."""
-    itemsize = ITEMSIZE[dtype]
+    itemsize, vector = ITEMSIZE[spec.dtype], spec.vector_bytes
     if N * itemsize % vector or alignment % vector:
         return f"needs rows at multiples of {vector} bytes"
-    # The weights beside one vector of x are loaded at most 16 bytes at a time.
-    weights = min(16, vector // itemsize * ITEMSIZE[weight_dtype])
+    # The weights beside one vector of x are loaded at most 16 bytes at a time; so are the
+    # residual's gradients, whose rows may be copied whole besides.
+    weights = min(16, vector // itemsize * ITEMSIZE[spec.weight_dtype])
     if weight_alignment % weights:
         return f"needs a weight at a multiple of {weights} bytes"
+    if spec.residual:
+        step = min(16, vector // itemsize * ITEMSIZE[spec.residual])
+        if residual_alignment % step:
+            return f"needs rows of the residual's gradient at multiples of {step} bytes"
     return ""
 
 

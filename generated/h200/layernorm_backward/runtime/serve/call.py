@@ -24,7 +24,8 @@ from ..launch.workspace import PER_THREAD, Workspaces
 from ..spec import Launch
 from ..table import MAX_ALIGNMENT
 from ..torch_internals import (
-    contiguous_strides,
+    Size,
+    contiguous,
     current_device,
     empty_strided,
     is_capturing,
@@ -42,26 +43,14 @@ _MOST_STREAMS = 64
 
 QuickCall = Callable[..., "Results | None"]
 """Takes dy, x, rstd, weight and, when the signature has it, mean; None: not served."""
-Size = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, strides and dtype."""
 _DONE = (0,)  # what a driver call returns: CUDA_SUCCESS
 
 
 def formula(options: Options) -> Call:
     """The formula in PyTorch, for whatever has no kernel."""
 
-    def call(
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        rstd: torch.Tensor,
-        weight: torch.Tensor | None,
-        dresidual: torch.Tensor | None = None,
-        dw_out: torch.Tensor | None = None,
-        mean: torch.Tensor | None = None,
-    ) -> Results:
-        return reference_backward(
-            dy, x, rstd, weight, dresidual=dresidual, dw_out=dw_out, mean=mean, **vars(options)
-        )
+    def call(*tensors: Any) -> Results:
+        return reference_backward(**vars(Arguments(*tensors)), **vars(options))
 
     return call
 
@@ -115,19 +104,19 @@ class KernelCall:
         x, weight, dresidual, dw_out = given.x, given.weight, given.dresidual, given.dw_out
         self.wants_dw = weight is not None and options.need_dw
         self.with_third = dresidual is not None
-        self.dx_size = _size(x.shape, x.dtype) if options.need_dx else None
+        self.dx_size = contiguous(x.shape, x.dtype) if options.need_dx else None
         self.dw_size: Size | None = None
         self.third_size: Size | None = None
         dw_mode = DW_IN_WEIGHT_DTYPE
         if dresidual is not None and dresidual.dtype != x.dtype:
-            self.third_size = _size(x.shape, dresidual.dtype)
+            self.third_size = contiguous(x.shape, dresidual.dtype)
         if weight is not None and options.need_dw:
             dw_dtype = dw_out.dtype if dw_out is not None else options.dw_dtype or weight.dtype
             if options.accumulate:
                 dw_mode = DW_ADDED
             elif dw_dtype != weight.dtype:
                 dw_mode = DW_IN_FP32
-            self.dw_size = _size(dw_shape(given), dw_dtype) if dw_out is None else None
+            self.dw_size = contiguous(dw_shape(given), dw_dtype) if dw_out is None else None
         self.extent = plain_extent(
             launch,
             rows=layout.rows,
@@ -244,10 +233,6 @@ class KernelCall:
             addresses=addresses,
             mean=mean,
         )
-
-
-def _size(shape: tuple[int, ...], dtype: torch.dtype) -> Size:
-    return tuple(shape), contiguous_strides(shape), dtype
 
 
 def _quick_call(slow: KernelCall) -> QuickCall:

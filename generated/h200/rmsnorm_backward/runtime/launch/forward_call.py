@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..torch_internals import (
-    contiguous_strides,
+    contiguous,
     current_device,
     empty_strided,
     is_capturing,
@@ -66,14 +66,14 @@ class _Bindings(dict[int, tuple[Any, ...]]):
         self, kernel: LoadedKernel, device: int, with_residual: bool, fixed: tuple[int, ...]
     ) -> None:
         """fixed: rows first, and the other arguments that no call changes."""
-        self._kernel, self._device, self._with_residual = kernel, device, with_residual
+        self.kernel, self.device, self._with_residual = kernel, device, with_residual
         self._fixed = fixed
 
     def __missing__(self, stream: int) -> tuple[Any, ...]:
-        function = self._kernel.load(self._device)[self._with_residual]
+        function = self.kernel.load(self.device)[self._with_residual]
         values = ctypes.create_string_buffer(pack_arguments(*self._fixed), _ARGUMENTS.size)
         array = (ctypes.c_void_p * 1)(ctypes.addressof(values))
-        config = self._kernel.main_config(self._kernel.spec.grid(self._fixed[0]), stream)
+        config = self.kernel.main_config(self.kernel.spec.grid(self._fixed[0]), stream)
         address = ctypes.addressof(array)
         binding = (threading.Lock(), values, config, function, address, array)  # keeps the array
         if len(self) >= _MOST_STREAMS:
@@ -93,23 +93,36 @@ def forward_call(
     """The function that serves every call of one signature with one kernel.
 
     x, weight, residual: of that signature, on a CUDA device, at least one row; only facts about
-    them are kept. A layout of None asks for a copy. The function is one flat one because every
-    attribute read and every inner call in it is paid at every step of a training.
+    them are kept. A layout of None asks for a copy.
     """
     N = x.shape[-1]
-    M = x.numel() // N
     device = x.get_device()
-    dtype = x.dtype
-    size = (tuple(x.shape), contiguous_strides(x.shape), dtype)
-    rstd_shape = (*x.shape[:-1], 1)
-    rstd_size = (rstd_shape, contiguous_strides(rstd_shape), torch.float32)
-    copy_x = x_layout is None
-    copy_weight = weight is not None and not weight.is_contiguous()
-    copy_residual = residual is not None and residual_layout is None
+    with_residual = residual is not None
     rows, other = x_layout or RowLayout(N), residual_layout or RowLayout(N)
-    fixed = (M, rows.stride, rows.outer, other.stride, N, rows.inner)
+    fixed = (x.numel() // N, rows.stride, rows.outer, other.stride, N, rows.inner)
+    copy_weight = weight is not None and not weight.is_contiguous()
+    copy = (x_layout is None, copy_weight, with_residual and residual_layout is None)
+    bindings = _Bindings(kernel, device, with_residual, fixed)
+    call = _flat_call(bindings, tuple(x.shape), x.dtype, copy)
+    if weight is not None and fixed[1:4] == (N, 0, N):
+        dtypes = (x.dtype, weight.dtype)
+        call.facts = Facts(kernel, device, with_residual, fixed, dtypes)  # type: ignore[attr-defined]
+    return call
+
+
+def _flat_call(
+    bindings: _Bindings,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    copy: tuple[bool, bool, bool],
+) -> ForwardCall:
+    """Flat, because every attribute read and every inner call in here is paid at every step of a
+    training. shape, dtype: of x. copy: which of x, weight and residual are made dense first."""
+    kernel, device = bindings.kernel, bindings.device
+    copy_x, copy_weight, copy_residual = copy
+    size = contiguous(shape, dtype)
+    rstd_size = contiguous((*shape[:-1], 1), torch.float32)
     launch_kernel = cuda_driver().cuLaunchKernelEx
-    bindings = _Bindings(kernel, device, residual is not None, fixed)
 
     def call(
         x: torch.Tensor,
@@ -153,7 +166,4 @@ def forward_call(
             return results
         raise LaunchError(status.name, "launching", kernel.spec.name)
 
-    if weight is not None and fixed[1:4] == (N, 0, N):
-        dtypes = (dtype, weight.dtype)
-        call.facts = Facts(kernel, device, residual is not None, fixed, dtypes)  # type: ignore[attr-defined]
     return call

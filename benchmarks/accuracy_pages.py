@@ -1,0 +1,71 @@
+"""Errors of ours beside PyTorch's: blocks for benchmarks.pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from benchmarks.page_text import read, table
+from generator.problem import Problem
+
+
+def errors() -> str:
+    """Errors against float64 over PyTorch's, by dtypes."""
+
+    def kind(row: Any) -> str:
+        problem = Problem.parse(row["shape"])
+        if problem.dtype == "fp32":
+            return "fp32"
+        return "bf16, fp16" + ("" if problem.weight_dtype == problem.dtype else ", fp32 weight")
+
+    def span(rows: list[Any], peer: str, which: str) -> str:
+        values = [row["ours over"][peer][which] for row in rows if peer in row["ours over"]]
+        if not values:
+            return ""
+        least, most = min(values), max(values)
+        text = f"{least:.2f}" if f"{least:.2f}" == f"{most:.2f}" else f"{least:.2f} to {most:.2f}"
+        return text if least == most else f"{text}, median {median(values):.2f}"
+
+    lines = []
+    for name, note in (("errors_h200", ""), ("errors_dw_fp32_h200", ", dw in fp32")):
+        every = read(name)["rows"]
+        for wanted in ("bf16, fp16", "bf16, fp16, fp32 weight", "fp32"):
+            rows = [row for row in every if kind(row) == wanted]
+            if note and wanted != "bf16, fp16":
+                continue  # with an fp32 weight dw is in fp32 anyway
+            pairs = [(p, w) for p in ("aten", "composite") for w in ("dx", "dw")]
+            lines.append((f"{wanted}{note} ({len(rows)})", *(span(rows, p, w) for p, w in pairs)))
+    return table(
+        ["dtypes (shapes)", "dx / fused", "dw / fused", "dx / operations", "dw / operations"], lines
+    )
+
+
+def errors_in_executor() -> str:
+    rows = read("errors_dw_fp32_executor")["rows"]
+    most = max(row["ours over"]["composite"]["dw"] for row in rows)
+    return (
+        f"In the executor, dw in fp32 of {len(rows)} other random shapes has at most {most:.2f}"
+        " times the error of\nPyTorch's operations (`errors_dw_fp32_executor.json`)."
+    )
+
+
+def dw_precision() -> str:
+    """The error of dw in bf16 and in fp32, of the same shapes."""
+
+    def typical(name: str) -> float:
+        rows = [row for row in read(name)["rows"] if row["shape"].endswith(":bf16")]
+        return median(row["errors"]["ours"]["dw"] for row in rows)
+
+    return (
+        "dw in fp32 matters where gradients are accumulated. In bf16, which is what PyTorch can add"
+        f" to a\n`main_grad`, its relative error is {typical('errors_h200'):.1e} in the median;"
+        f" in fp32 {typical('errors_dw_fp32_h200'):.1e}."
+    )
+
+
+ACCURACY_BLOCKS: dict[str, Callable[[], str]] = {
+    "errors": errors,
+    "errors_in_executor": errors_in_executor,
+    "dw_precision": dw_precision,
+}
