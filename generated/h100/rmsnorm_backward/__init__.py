@@ -1,0 +1,43 @@
+"""RMSNorm for NVIDIA H100 SXM5 80GB HBM3. Written by Normforge; tune again instead of editing."""
+
+from pathlib import Path
+
+from .runtime.api import Package
+
+_package = Package(Path(__file__).resolve().parent)
+
+PROVENANCE = _package.provenance
+explain = _package.explain
+graph_pass = _package.graph_pass
+inductor_backend = _package.inductor_backend
+install = _package.install
+installed = _package.installed
+patch = _package.patch
+rms_norm = _package.rms_norm
+rmsnorm_backward = _package.rmsnorm_backward
+rmsnorm_forward = _package.rmsnorm_forward
+uninstall = _package.uninstall
+unpatch = _package.unpatch
+use_native = _package.use_native
+warmup = _package.warmup
+
+RMSNorm = _package.RMSNorm
+RMSNorm.__module__ = __name__  # where pickle finds it
+
+__all__ = [
+    "PROVENANCE",
+    "RMSNorm",
+    "explain",
+    "graph_pass",
+    "inductor_backend",
+    "install",
+    "installed",
+    "patch",
+    "rms_norm",
+    "rmsnorm_backward",
+    "rmsnorm_forward",
+    "uninstall",
+    "unpatch",
+    "use_native",
+    "warmup",
+]

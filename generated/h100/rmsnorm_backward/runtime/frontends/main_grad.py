@@ -1,0 +1,109 @@
+"""Gradients of a weight that go to its `main_grad`, as Megatron's fused accumulation has it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from ..serve.options import Arguments, Options
+from ..serve.reference import Results
+from ..torch_internals import is_plain, modes_active
+from .gradients import NormArguments, gradients
+from .rms_norm import Norm
+
+
+def main_grad_norm(
+    norm: Norm,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    parameter: torch.nn.Parameter,
+    eps: float | None,
+    weight_offset: float,
+) -> Any:
+    """`rms_norm` whose backward adds dw to parameter.main_grad. weight: the parameter, or a flat
+    view of it. Once a gradient of dx is asked for, there is an error."""
+    arguments = (norm, x, residual, weight, parameter, eps, weight_offset)
+    if is_dynamo_compiling():
+        # A graph would not see what happens to attributes of a parameter. Not a decorator: the
+        # import of this module would import the compiler.
+        return torch.compiler.disable(_MainGradNorm.apply)(*arguments)
+    return _MainGradNorm.apply(*arguments)
+
+
+class _MainGradNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        norm: Norm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        parameter: torch.nn.Parameter,
+        eps: float | None,
+        weight_offset: float,
+    ) -> Any:
+        y, rstd, *stream = norm.rmsnorm_forward(
+            x, weight, eps, weight_offset=weight_offset, residual=residual
+        )
+        ctx.save_for_backward(stream[0] if stream else x, weight, rstd)
+        # The parameter itself: what hooks give back for a saved tensor lacks its attributes.
+        ctx.norm, ctx.parameter, ctx.x_dtype = norm, parameter, x.dtype
+        ctx.arguments = NormArguments(eps, weight_offset)
+        ctx.set_materialize_grads(False)
+        return (y, *stream) if stream else y
+
+    @staticmethod
+    def backward(
+        ctx: Any, dy: torch.Tensor | None, dstream: torch.Tensor | None = None
+    ) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "RMSNorm(main_grad=True) has no second derivative: run without create_graph=True"
+            )
+        stream, weight, rstd = ctx.saved_tensors
+        _, needs_x, needs_residual, _, needs_dw, _, _ = ctx.needs_input_grad
+        wanted = (needs_x or needs_residual, needs_dw)
+        watched = modes_active() or not is_plain(dy)
+        run = ctx.norm.operators.backward if watched else ctx.norm.run
+
+        def into_main_grad(given: Arguments, options: Options) -> Results:
+            if options.need_dw:
+                buffer = _main_grad(ctx.parameter).view(weight.shape)
+                given = replace(given, dw_out=buffer)
+                add = not getattr(ctx.parameter, "overwrite_main_grad", False)
+                options = replace(options, accumulate=add)
+            results: Results = run(given, options)
+            return results
+
+        dx, dw = gradients(into_main_grad, ctx.arguments, wanted, dy, stream, weight, rstd, dstream)
+        dresidual = dx if needs_residual else None
+        dx = dx.to(ctx.x_dtype) if dx is not None and needs_x else None
+        dummy = None if dw is None else _dummy(ctx.parameter)
+        return None, dx, dresidual, None, dummy, None, None
+
+
+def _main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The buffer of a parameter. Trainers that shard parameters make it on request."""
+    on_request = getattr(parameter, "get_main_grad", None)
+    buffer = getattr(parameter, "main_grad", None) if on_request is None else on_request()
+    if buffer is None:
+        raise RuntimeError(
+            "RMSNorm(main_grad=True) adds its gradient to weight.main_grad, and there is none: "
+            "let the trainer make its buffers before the first backward"
+        )
+    return buffer
+
+
+def _dummy(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """What autograd sees for the gradient that is in the buffer already. Trainers whose hooks start
+    a communication want some tensor, and drop it."""
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    if getattr(parameter, "zero_out_wgrad", False):
+        return torch.zeros_like(parameter)
+    return torch.empty_like(parameter)

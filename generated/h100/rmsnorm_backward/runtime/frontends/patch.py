@@ -1,0 +1,164 @@
+"""`patch`: the norms of a model that has a class of its own for them, as Hugging Face's have, or
+PyTorch's.
+
+A patched module becomes an instance of a subclass of its class. Weights, names, state dicts, hooks
+and `isinstance` stay as they are, also of models on the meta device.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from .rms_norm import Norm
+
+CASTINGS = ("llama", "gemma", "torch")
+_EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
+_ORIGINAL, _SERVED = "_normforge_original", "_normforge_served"
+
+Forward = Callable[..., Any]
+
+
+def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> list[str]:
+    """Let a package serve the norms of a model; the names of those that it now serves.
+
+    A norm is a module whose class is called …RMSNorm, with one weight of one dimension (or none, if
+    it is PyTorch's), an eps, and a forward of one argument. Others are left alone.
+
+    casting: what the norms compute, with xhat = x * rstd in fp32.
+      None     found out for each on a few rows; what is neither of the next two is left alone
+      "torch"  xhat * w, rounded once to x's dtype
+      "gemma"  xhat * (1 + w), rounded once to x's dtype
+      "llama"  w * xhat, after xhat was rounded to x's dtype. With None such a norm is served as
+               "torch", one rounding less. The product and its gradient are PyTorch's, and slower.
+
+    Raises ValueError for another casting. A model that is patched twice is patched as the last time
+    says.
+    """
+    if casting not in (None, *CASTINGS):
+        raise ValueError(f"casting must be one of {', '.join(CASTINGS)} or None, got {casting!r}")
+
+    def forward_for(module: Any) -> Forward | None:
+        found = (casting or _casting_of(module)) if _may_be_served(module) else None
+        return None if found is None else _forward_of(norm, found)
+
+    return replace_forwards(model, "RMSNorm", forward_for)
+
+
+def replace_forwards(
+    model: torch.nn.Module, norm: str, forward_for: Callable[[Any], Forward | None]
+) -> list[str]:
+    """Give modules of a model other forwards; their names. norm: what they are, so that packages of
+    two norms patch one model; forward_for: the same function for modules that are alike, None for
+    those that are left alone."""
+    unpatch(model, norm)
+    served = []
+    for name, module in model.named_modules():
+        found = forward_for(module)
+        if found is not None:
+            kind: Any = type(module)
+            module.__class__ = _patched(kind, norm, found)
+            served.append(name)
+    return served
+
+
+def unpatch(model: torch.nn.Module, norm: str = "RMSNorm") -> list[str]:
+    """Give the norms of a model their own forward back; the names of those that were patched."""
+    freed = []
+    for name, module in model.named_modules():
+        kind = type(module)
+        if hasattr(kind, _ORIGINAL) and getattr(kind, _SERVED, "RMSNorm") == norm:
+            module.__class__ = getattr(kind, _ORIGINAL)
+            freed.append(name)
+    return freed
+
+
+def _may_be_served(module: Any) -> bool:
+    kind = type(module)
+    if not kind.__name__.endswith("RMSNorm") or hasattr(kind, "_package_norm"):
+        return False
+    weight = getattr(module, "weight", None)
+    if kind is torch.nn.RMSNorm:
+        return len(module.normalized_shape) == 1
+    alone = list(module.state_dict()) == ["weight"] and weight is not None and weight.dim() == 1
+    if not alone or not any(hasattr(module, name) for name in _EPS_NAMES):
+        return False
+    return len(inspect.signature(module.forward).parameters) == 1
+
+
+def _eps_of(module: Any) -> float | None:
+    found: float | None = next(getattr(module, n) for n in _EPS_NAMES if hasattr(module, n))
+    return found
+
+
+def _casting_of(module: Any) -> str | None:
+    """Whether a norm adds 1 to its weight, on rows whose mean is not 0 and the smallest of which
+    show the eps; None when it computes anything else."""
+    if type(module) is torch.nn.RMSNorm:
+        return "torch"
+    width, eps = len(module.weight), _eps_of(module)
+    weight, x = torch.linspace(-1, 2, width), rows_to_try(width)
+    y = try_forward(module, {"weight": weight}, x)
+    xhat = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + (eps or torch.finfo(x.dtype).eps))
+    for casting, scale in (("torch", weight), ("gemma", 1 + weight)):
+        if is_close(y, xhat * scale):
+            return casting
+    return None
+
+
+def rows_to_try(width: int) -> torch.Tensor:
+    """Rows whose mean is not 0, of different sizes."""
+    return torch.stack([size * torch.linspace(-1, 3, width) for size in (1, 1e-2, 1e-3)])
+
+
+def try_forward(module: Any, parameters: dict[str, torch.Tensor | None], x: torch.Tensor) -> Any:
+    """What a module with these parameters makes of x; None when it cannot."""
+    alike = copy.copy(module)  # on the CPU, without hooks, whatever device and sharding it has
+    alike.__dict__["_parameters"] = {
+        name: None if value is None else torch.nn.Parameter(value)
+        for name, value in parameters.items()
+    }
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            return type(module).forward(alike, x)
+    except Exception:  # it is no such norm
+        return None
+
+
+def is_close(y: Any, wanted: torch.Tensor) -> bool:
+    """Whether what `try_forward` gave is what was wanted, up to rounding."""
+    same = isinstance(y, torch.Tensor) and y.shape == wanted.shape
+    return same and torch.allclose(y.float(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@cache
+def _forward_of(norm: Norm, casting: str) -> Forward:
+    """The forward of a module whose norm a package computes."""
+    offset = 1.0 if casting == "gemma" else 0.0
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        return norm.rms_norm(x, self.weight, _eps_of(self), weight_offset=offset)
+
+    def forward_rounded(self: Any, x: torch.Tensor) -> Any:
+        return self.weight * norm.rms_norm(x, None, _eps_of(self))
+
+    return forward_rounded if casting == "llama" else forward
+
+
+@cache
+def _patched(kind: type, norm: str, forward: Forward) -> type:
+    """A subclass of a class of norms, with another forward."""
+    members = {
+        "forward": forward,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        _ORIGINAL: kind,
+        _SERVED: norm,
+    }
+    return type(kind.__name__, (kind,), members)

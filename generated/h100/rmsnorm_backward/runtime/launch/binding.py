@@ -1,0 +1,112 @@
+"""The launches of one signature on one stream, with everything but the tensors written already.
+
+A call that goes through here packs the addresses of its tensors and launches. What else a launch
+needs (configuration, functions, extents, workspace) was put into one block of arguments before; the
+block belongs to the signature and the stream, and the stream's lock guards it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any, NamedTuple
+
+from ..spec import Launch
+from .driver import cuda_driver
+from .launch import MAIN_ARGUMENTS, MAIN_OFFSETS, SUM_ARGUMENTS, SUM_OFFSETS, Extent
+from .loaded_kernel import LoadedKernel
+from .workspace import StreamWorkspace
+
+pack_addresses = struct.Struct("@8Q").pack_into
+"""Writes x, dy, rstd, weight, dx, dw, dresidual and dresidual_out (0 for None), which the main
+kernel's arguments begin with."""
+pack_mean = struct.Struct("@Q").pack_into
+"""Writes mean at MEAN."""
+MEAN = MAIN_ARGUMENTS.size - 8
+_DW, _SCRATCH = 5 * 8, 10 * 8
+
+
+class Binding(NamedTuple):
+    """What the launches of one signature on one stream are made of.
+
+    scratch: the workspace's address that `values` has; when the workspace has another one now, the
+    binding is stale. launch: the driver's cuLaunchKernelEx. second: None where one kernel does it.
+    main_arguments, sum_arguments: addresses of the arrays of parameter addresses; keep: owns them.
+    """
+
+    workspace: StreamWorkspace
+    lock: Any
+    scratch: int
+    values: Any
+    launch: Any
+    main_config: Any
+    main: Any
+    main_arguments: int
+    sum_config: Any
+    second: Any
+    sum_arguments: int
+    keep: tuple[Any, ...]
+
+
+class ArgumentBlock(NamedTuple):
+    """The arguments of both kernels in one piece of memory, the addresses of the tensors first.
+
+    main_at, sum_at: where the parameters of either kernel begin; scratch_at: where the address of
+    the scratch stands. All in bytes.
+    """
+
+    values: Any
+    main_at: tuple[int, ...]
+    sum_at: tuple[int, ...]
+    scratch_at: tuple[int, ...]
+
+
+def argument_block(launch: Launch, extent: Extent, zeros: int, scratch: int) -> ArgumentBlock:
+    """The arguments of a launch, with 0 for the addresses of all tensors."""
+    values = ctypes.create_string_buffer(MAIN_ARGUMENTS.size + SUM_ARGUMENTS.size)
+    MAIN_ARGUMENTS.pack_into(
+        values, 0, *([0] * 8), zeros, zeros + launch.zeroed_offset, scratch, *extent, 0
+    )
+    SUM_ARGUMENTS.pack_into(
+        values,
+        MAIN_ARGUMENTS.size,
+        *(scratch, 0, launch.partials, extent.columns, extent.dw_mode, extent.group),
+    )
+    sum_at = [MAIN_ARGUMENTS.size + at for at in SUM_OFFSETS]
+    sum_at[1] = _DW  # both kernels read dw's address from one place
+    return ArgumentBlock(values, MAIN_OFFSETS, tuple(sum_at), (_SCRATCH, MAIN_ARGUMENTS.size))
+
+
+def bind(
+    kernel: LoadedKernel,
+    launch: Launch,
+    extent: Extent,
+    device: int,
+    stream: int,
+    workspace: StreamWorkspace,
+    wants_dw: bool,
+) -> Binding:
+    """The binding of a launch to a raw stream of the current device, whose index is `device`.
+    Without dw there is no second kernel. Hold the workspace's lock. Raises LaunchError."""
+    workspace.fit(launch)
+    main, second = kernel.load(device)
+    second = second if wants_dw else None
+    block = argument_block(launch, extent, workspace.zeros, workspace.scratch)
+    base = ctypes.addressof(block.values)
+    main_at, sum_at = ([base + at for at in offsets] for offsets in (block.main_at, block.sum_at))
+    main_array = (ctypes.c_void_p * len(main_at))(*main_at)
+    sum_array = (ctypes.c_void_p * len(sum_at))(*sum_at)
+    return Binding(
+        workspace=workspace,
+        lock=workspace.lock,
+        scratch=workspace.scratch,
+        values=block.values,
+        launch=cuda_driver().cuLaunchKernelEx,
+        main_config=kernel.main_config(launch.grid, stream),
+        main=main,
+        main_arguments=ctypes.addressof(main_array),
+        sum_config=kernel.sum_config(launch.sum_grid, stream) if second is not None else None,
+        second=second,
+        sum_arguments=ctypes.addressof(sum_array),
+        keep=(main_array, sum_array),
+    )

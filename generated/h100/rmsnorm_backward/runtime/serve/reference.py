@@ -1,0 +1,103 @@
+"""The formula in plain PyTorch: serves CPU tensors, and says what the kernels compute."""
+
+from __future__ import annotations
+
+import torch
+
+Results = tuple[torch.Tensor | None, ...]
+
+
+def reference_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    weight_offset: float = 0.0,
+    dresidual: torch.Tensor | None = None,
+    need_dx: bool = True,
+    need_dw: bool = True,
+    dw_out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    dw_dtype: torch.dtype | None = None,
+    mean: torch.Tensor | None = None,
+) -> Results:
+    """dx and dw of y = x * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(x^2) + eps).
+
+    dy, x: (..., N); rstd: one value per row; weight: (N,), or (H, N) with x (..., H, N), or None
+    for ones. With xhat = x * rstd and g = dy * (weight + weight_offset):
+    dx = rstd * (g - xhat * mean(g * xhat)) + dresidual; dw = sum of dy * xhat over the rows.
+    Everything is computed in fp32 (in float64 for float64 inputs) and rounded once at the end.
+    dx is contiguous and of x's shape and dtype; dw is of the weight's shape, and of `dw_dtype`, by
+    default the weight's. What is not wanted, and dw without a weight, is None. With `dw_out`, dw is
+    stored there, or added there with `accumulate` (in fp32 at least, rounded once), and dw_out is
+    returned. With `dresidual` there is a third result: dx in dresidual's dtype, which is dx itself
+    when that is x's.
+
+    With `mean`, of each row, xhat = (x - mean) * rstd, dx is less by rstd * mean(g), and dw has a
+    second row: the gradient of a bias, the sum of dy over the rows.
+    """
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    with torch.no_grad():
+        grad = dy.to(compute)
+        scale = rstd.to(compute).reshape(*x.shape[:-1], 1)
+        centred = x.to(compute)
+        if mean is not None:
+            centred = centred - mean.to(compute).reshape(scale.shape)
+        normalized = centred * scale
+        dx = third = None
+        if need_dx:
+            weighted = grad * _effective(weight, weight_offset, compute)
+            along = (weighted * normalized).mean(-1, keepdim=True)
+            if mean is not None:
+                weighted = weighted - weighted.mean(-1, keepdim=True)
+            total = scale * (weighted - normalized * along)
+            if dresidual is not None:
+                total = total + dresidual.to(compute)
+            dx = third = total.to(x.dtype).contiguous()
+            if dresidual is not None and dresidual.dtype != x.dtype:
+                third = total.to(dresidual.dtype).contiguous()
+        dw = None
+        if need_dw and weight is not None:
+            rows = x.numel() // max(1, weight.numel())
+            dw = (grad * normalized).reshape(rows, *weight.shape).sum(0)
+            if mean is not None:
+                dw = torch.stack((dw, grad.reshape(rows, *weight.shape).sum(0)))
+            if dw_out is None:
+                dw = dw.to(dw_dtype or weight.dtype)
+            else:
+                dw = dw_out.copy_(dw_out.to(compute) + dw if accumulate else dw)
+    return (dx, dw) if dresidual is None else (dx, dw, third)
+
+
+def reference_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    weight_offset: float = 0.0,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The formula in plain PyTorch, on any device; arguments and results are `Forward`'s.
+
+    float64 rows are computed in float64 and get an rstd of float64, as PyTorch's do.
+    """
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    with torch.no_grad():
+        rows = x.to(compute)
+        stream = None
+        if residual is not None:
+            stream = (rows + residual.to(compute)).to(residual.dtype).contiguous()
+            rows = stream.to(compute)
+        mean = rows.square().mean(-1, keepdim=True)
+        rstd = torch.rsqrt(mean + (torch.finfo(compute).eps if eps is None else eps))
+        scale: torch.Tensor | float = 1.0 + weight_offset
+        if weight is not None:
+            scale = weight.to(compute) + weight_offset
+        y = (rows * rstd * scale).to(x.dtype).contiguous()
+    return (y, rstd) if stream is None else (y, rstd, stream)
+
+
+def _effective(
+    weight: torch.Tensor | None, offset: float, compute: torch.dtype
+) -> torch.Tensor | float:
+    return 1.0 + offset if weight is None else weight.to(compute) + offset
