@@ -1,11 +1,13 @@
 """Score the predictions, or fit the correction that they learn.
 
 python -m benchmarks.prediction score --out benchmarks/results/prediction_h200.json
+python -m benchmarks.prediction score --studies generated/h200 --studies generated/h100 --leave gpu
 python -m benchmarks.prediction score --op layernorm_backward
 python -m benchmarks.prediction fit
 
-The second scores the fitted model as it stands on an operation that it was not fitted to.
-Neither needs a GPU. docs/prediction.md explains the columns.
+The first scores every shape by a model that has not seen its N, the second by one that has not seen
+its GPU. The third scores the fitted model as it stands on an operation that it was not fitted to.
+None needs a GPU. docs/prediction.md explains the columns.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from hashlib import sha256
 from math import exp, log, sqrt
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from benchmarks.command import command_line, exit_code
 from benchmarks.prediction.fit import examples, fit_all, held_out
 from benchmarks.prediction.score import least, preferred, score, summary, table
 from benchmarks.prediction.shapes import Shape, Trial, physical, read_shapes
 from benchmarks.results import write_json, write_text
+from generator.errors import NormforgeError
 from generator.evaluate.predict.evaluator import described
 from generator.evaluate.predict.fitted import FITTED_FILE, Fitted, load_fitted
 from generator.evaluate.predict.model import floor_us
@@ -42,13 +46,22 @@ def prior_of(shapes: Sequence[Shape]) -> Prior:
     return Prior(tuple(Measured(s.problem, s.target.arch, s.target.sms, s.won) for s in shapes))
 
 
-def without_width(shapes: Sequence[Shape], width: int) -> Prior:
-    return prior_of([shape for shape in shapes if width != shape.problem.N])
+Group = Callable[[Shape], object]
+GROUPS: dict[str, Group] = {
+    "width": lambda shape: shape.problem.N,
+    "gpu": lambda shape: shape.target.name,
+}
+"""What a model that scores a shape may not have seen: shapes of the same group."""
 
 
-def predictions(shapes: Sequence[Shape]) -> list[list[float]]:
-    """Of every trial of every shape, by a correction that has not seen the shape's width."""
-    factors = held_out(shapes, *examples(shapes))
+def unseen(shapes: Sequence[Shape], group: Group, shape: Shape) -> Prior:
+    """The prior without the group of a shape."""
+    return prior_of([other for other in shapes if group(other) != group(shape)])
+
+
+def predictions(shapes: Sequence[Shape], group: Group) -> list[list[float]]:
+    """Of every trial of every shape, by a correction that has not seen the shape's group."""
+    factors = held_out(shapes, [group(shape) for shape in shapes], *examples(shapes))
     return [
         [us * exp(factor) for us, factor in zip(physical(shape), found, strict=True)]
         for shape, found in zip(shapes, factors, strict=True)
@@ -99,8 +112,9 @@ def fit_command(shapes: Sequence[Shape], folders: Sequence[Path]) -> int:
     for folder in folders:
         for file in sorted(folder.glob("studies.journal*")):
             digests[f"{folder.name}/{file.name}"] = sha256(file.read_bytes()).hexdigest()[:16]
+    width = GROUPS["width"]
     error = error_at_picks(
-        shapes, predictions(shapes), lambda shape: without_width(shapes, shape.problem.N)
+        shapes, predictions(shapes, width), lambda shape: unseen(shapes, width, shape)
     )
     errors = {RMSNORM_BACKWARD: round(error, 3)}
     fitted = Fitted(fit_all(shapes), prior_of(shapes), errors, digests)
@@ -114,43 +128,56 @@ def fit_command(shapes: Sequence[Shape], folders: Sequence[Path]) -> int:
     return 0
 
 
-def score_command(shapes: Sequence[Shape], out: Path | None) -> int:
-    """Print the table, and write it with the score of every shape."""
+def score_command(shapes: Sequence[Shape], group: Group, out: Path | None) -> int:
+    """Print a table for each GPU, and write it with the score of every shape."""
     seen = all(shape.problem.operation == RMSNORM_BACKWARD for shape in shapes)
-    learned = predictions(shapes) if seen else fitted_predictions(shapes, load_fitted())
+    learned = predictions(shapes, group) if seen else fitted_predictions(shapes, load_fitted())
+    documents = {}
+    for gpu in dict.fromkeys(shape.target.name for shape in shapes):
+        own = [place for place, shape in enumerate(shapes) if shape.target.name == gpu]
+        priors = [
+            unseen(shapes, group, shapes[place]) if seen else load_fitted().prior for place in own
+        ]
+        print(f"{gpu}:", end=" ")
+        documents[gpu] = _scored([shapes[p] for p in own], [learned[p] for p in own], priors)
+    if out is not None:
+        write_json(out, documents if len(documents) > 1 else next(iter(documents.values())))
+    return 0
 
-    def prior(shape: Shape) -> Prior:
-        return without_width(shapes, shape.problem.N) if seen else load_fitted().prior
 
+def _scored(
+    shapes: Sequence[Shape], learned: Sequence[list[float]], priors: Sequence[Prior]
+) -> dict[str, Any]:
+    """Prints the table of some shapes; returns what is written of them."""
+    plain = list(map(physical, shapes))
     by_model = {
-        "physical terms": (list(map(physical, shapes)), False),
+        "physical terms": (plain, False),
         "with correction": (learned, False),
         "with correction and prior": (learned, True),
     }
     scores = {}
     for name, (predicted, with_prior) in by_model.items():
         scores[name] = [
-            score(shape, times, partial(preferred, prior(shape)) if with_prior else least)
-            for shape, times in zip(shapes, predicted, strict=True)
+            score(shape, times, partial(preferred, prior) if with_prior else least)
+            for shape, times, prior in zip(shapes, predicted, priors, strict=True)
         ]
     summaries = {name: summary(found) for name, found in scores.items()}
     print(f"{len(shapes)} shapes, {sum(len(s.trials) for s in shapes)} timed trials")
     print(table(summaries))
     factors = [
-        us / plain
-        for shape, times in zip(shapes, learned, strict=True)
-        for us, plain in zip(times, physical(shape), strict=True)
+        a / b for x, y in zip(learned, plain, strict=True) for a, b in zip(x, y, strict=True)
     ]
+    by_shape = dict(zip(map(id, shapes), priors, strict=True))
     facts = {
-        "error_at_choices": round(error_at_picks(shapes, learned, prior), 3),
+        "error_at_choices": round(
+            error_at_picks(shapes, learned, lambda shape: by_shape[id(shape)]), 3
+        ),
         "factors": [round(min(factors), 3), round(max(factors), 3)],
         "floors_over_predicted": floors(shapes),
     }
     print(json.dumps(facts))
-    if out is not None:
-        detail = {name: [asdict(s) for s in found] for name, found in scores.items()}
-        write_json(out, {"summaries": summaries, "facts": facts, "shapes": detail})
-    return 0
+    detail = {name: [asdict(s) for s in found] for name, found in scores.items()}
+    return {"summaries": summaries, "facts": facts, "shapes": detail}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -169,13 +196,22 @@ def main(argv: list[str] | None = None) -> int:
         default=RMSNORM_BACKWARD,
         help="of score: the operation whose studies are scored",
     )
+    parser.add_argument(
+        "--leave",
+        choices=tuple(GROUPS),
+        default="width",
+        help="of score: what the model that scores a shape has not seen (default: its width)",
+    )
     args = parser.parse_args(argv)
     folders = args.studies or [GENERATED / "h200"]
 
     def run() -> int:
         if args.command == "fit":
             return fit_command(read_shapes(folders), folders)
-        return score_command(read_shapes(folders, args.op), args.out)
+        shapes = read_shapes(folders, args.op)
+        if args.leave == "gpu" and len({shape.target.name for shape in shapes}) < 2:
+            raise NormforgeError("--leave gpu needs studies of two GPUs: name both with --studies")
+        return score_command(shapes, GROUPS[args.leave], args.out)
 
     return exit_code("prediction", run)
 

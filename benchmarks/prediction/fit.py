@@ -122,20 +122,24 @@ def fit_all(shapes: Sequence[Shape], trees: int = TREES) -> Correction:
 
 
 def held_out(
-    shapes: Sequence[Shape], names: tuple[str, ...], rows: list[Floats], rest: list[Floats]
+    shapes: Sequence[Shape],
+    groups: Sequence[object],
+    names: tuple[str, ...],
+    rows: list[Floats],
+    rest: list[Floats],
 ) -> list[list[float]]:
     """Of every shape the logarithms of the factors by a correction that was fitted without the
-    shapes of its width. The others are as in `examples`."""
+    shapes of its group. groups: one for each shape; the others are as in `examples`."""
     weight = [weights(shape) for shape in shapes]
     found: list[list[float]] = [[] for _ in shapes]
-    for width in sorted({shape.problem.N for shape in shapes}):
-        learnt = [place for place, shape in enumerate(shapes) if width != shape.problem.N]
+    for group in dict.fromkeys(groups):
+        learnt = [place for place, other in enumerate(groups) if other != group]
         known, left, heavy = (
             np.concatenate([part[p] for p in learnt]) for part in (rows, rest, weight)
         )
         model = fit(names, known, left, heavy)
-        for place, shape in enumerate(shapes):
-            if width == shape.problem.N:
+        for place, own in enumerate(groups):
+            if own == group:
                 described = [dict(zip(names, row, strict=True)) for row in rows[place].tolist()]
                 found[place] = list(map(model.log_factor, described))
     return found
