@@ -141,6 +141,22 @@ def test_overlap_is_refused_though_the_call_is_known(package: Package) -> None:
             package.rmsnorm_backward(**given | {"dy": dy}, dx_out=dx_out)
 
 
+def test_calls_over_dy_and_apart_are_prepared_each_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, prepared = write_package(tmp_path), []
+    package._calls._device = ""
+    find = package._find
+    monkeypatch.setattr(package, "_find", lambda *call: prepared.append(call) or find(*call))
+    given = arguments(6, 16)
+    odd = torch.empty(6 * 16 + 1, dtype=BF16)[1:].view(6, 16)
+    for times in range(2):
+        package.rmsnorm_backward(**given)
+        for dx_out in (given["dy"].clone(), given["dy"], odd):
+            package.rmsnorm_backward(**given, dx_out=dx_out)
+        assert len(prepared) == 4, times
+
+
 def test_compiled_code_copies_dx(package: Package) -> None:
     def step(dy: Any, x: Any, rstd: Any, weight: Any, dx_out: Any) -> Any:
         dx, dw = package.rmsnorm_backward(dy * 1, x, rstd, weight, dx_out=dx_out)

@@ -92,19 +92,18 @@ def composition(
 def may_overwrite_dy(config: Mapping[str, Any]) -> bool:
     """Whether a kernel that was rendered from this config may write dx over dy.
 
-    With the pipelines async and bulk it may, for any strategy:
-    - Each element of dy is copied to shared memory once. All later reads, also those of a reload,
-      are of that copy. The sums of dw, and the second kernel of `separate`, read the workspace.
-    - async: the thread that writes an element of dx has copied that element of dy itself, and has
-      waited for the copy before it computes dx.
-    - bulk: one copy brings a whole row, or a CTA's part of it, and the CTA writes no other columns
-      of the row. All its threads wait for the copy before they compute dx. The completion of a
-      bulk copy comes with a fence between the async proxy and the generic one (PTX ISA).
-    - Copies under way are of later rows of the same team of threads. No other team writes those.
+    It may if it reads every element of dy once and by an access that allows for writes. For what it
+    writes to a row depends on all of that row, by the sum over it, so the read comes first. The
+    sums of dw and the second kernel of `separate` read the workspace, and not dy.
 
-    With direct loads it may not. These are `ld.global.nc`, for memory that nobody writes during the
-    kernel. Each element is loaded once, by the thread that writes it, but the assembler is free to
-    load it again later.
+    - async: it may. The thread that writes an element has copied it to shared memory itself, and
+      has waited for that. What is read later, also by a reload, is the copy.
+    - bulk: it may. One copy brings a row, or a CTA's columns of it, and all threads that write
+      there wait for it. Its completion comes with a fence between the async and the generic proxy.
+    - direct: it may not. Each element is loaded once, by the thread that writes it. But the loads
+      are `ld.global.nc`, for memory that nobody writes, and the assembler may repeat them.
+
+    Copies under way are of later rows of the same team of threads, which no other team writes.
     """
     return config.get("pipeline") in ("async", "bulk")
 
