@@ -7,7 +7,7 @@ kernel lacks, and `_fallback` says what serves the rest."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -38,6 +38,8 @@ class Server:
     _aten_call = staticmethod(aten_call)
     """PyTorch's own kernel, of the norm that this is of."""
     _has_aten = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+    _invariant: ClassVar[bool] = False
+    """Whether no bit of a row's results may depend on the batch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -32,7 +32,6 @@ class Package(DescribedServer):
     """
 
     _forward_class: ClassVar[type[Forward]] = Forward
-    _invariant: ClassVar[bool] = False
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
