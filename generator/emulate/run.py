@@ -52,7 +52,7 @@ class Layout:
 class CallOptions:
     """What a call may ask of any kernel: no weight (ones), no dx, no dw, dw as fp32 (DW_IN_FP32)
     or added to `added_to`, as fp32 (DW_ADDED); inner > 0: x and dy lie as `inner` rows and then a
-    gap."""
+    gap; dx_over_dy: dx is written over dy, which needs equal strides and no gaps."""
 
     weight: bool = True
     dx: bool = True
@@ -60,6 +60,7 @@ class CallOptions:
     dw_mode: int = DW_IN_WEIGHT_DTYPE
     added_to: torch.Tensor | None = None
     inner: int = 0
+    dx_over_dy: bool = False
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,7 @@ def _fields(
         "partials": launch.partials,
         "no_weight": int(not call_options.weight),
         "no_dx": int(not call_options.dx),
+        "dx_over_dy": int(call_options.dx_over_dy),
         "no_dw": int(not call_options.dw),
         "dw_mode": call_options.dw_mode,
         "dw_item": 4 if fp32_dw else ITEMSIZE[spec.weight_dtype],

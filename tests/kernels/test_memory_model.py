@@ -96,6 +96,7 @@ def test_the_page_says_what_was_checked() -> None:
 
 EMITS = {
     "load_workspace": "ld.relaxed.gpu.global.v4.f32",
+    "store_row": "st.global",
     "store_workspace": "st.global.v4.f32",
     "store_workspace_word": "st.global.f32",
     "add_workspace": "red.relaxed.gpu.global.add.v4.f32",

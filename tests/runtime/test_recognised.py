@@ -65,7 +65,7 @@ class Own:
     def _quick(self, *tensors: Any) -> Tensors | None:
         if any(tensors[i].data_ptr() % MAX_ALIGNMENT for i in (0, 1, 3)):
             return None
-        return self(*tensors[:4], None, None, tensors[4])
+        return self(*tensors[:4], None, None, tensors[4], None)
 
 
 class EntryPoint:

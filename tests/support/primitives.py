@@ -7,6 +7,7 @@ instruction makes a weaker litmus program.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -95,12 +96,17 @@ def event(name: str, label: str, place: str = "", instruction: int = 0, **more: 
     )
 
 
-def bulk_load(label: str, to: str, value: int, barrier: str) -> Event:
-    """A row into a stage; the inputs are read only. Completion counts on the stage's mbarrier."""
+def bulk_load(label: str, to: str, value: int, barrier: str, source: str = "") -> Event:
+    """A row into a stage: `value`, where the inputs are read only, else what `source` holds.
+    Completion counts on the stage's mbarrier."""
     (op,) = instructions("bulk_load")
     assert op == "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
     write = Event("write", f"{label} writes", to, value, proxy="async")
-    return Event("async", label, parts=(write, *_completion(barrier)))
+    if not source:
+        return Event("async", label, parts=(write, *_completion(barrier)))
+    read = Event("read", f"{label} reads", source, proxy="async")
+    write = replace(write, value=0, plus=(read.label,))
+    return Event("async", label, parts=(read, write, *_completion(barrier)))
 
 
 def bulk_out(name: str, label: str, to: str, source: str) -> Event:

@@ -61,6 +61,7 @@ void lay_out_memory() {
     buffer.base = at + (row_matrix ? l.misaligned_bytes : 0);
     at += (buffer.extent() + l.misaligned_bytes + 4095) / 4096 * 4096 + kGap;
   }
+  if (l.dx_over_dy) m.buffers[kDx].base = m.buffers[kDy].base;
   const std::size_t elements = std::size_t{l.rows} * l.columns;
   m.written[0].resize(l.no_dx ? 0 : elements);
   m.written[1].resize(l.no_dw ? 0 : sums);
@@ -80,6 +81,8 @@ std::size_t stored_row(BufferId id, std::size_t row) {
 void reset_memory() {
   for (const BufferId id : {kDx, kDw, kDresidualOut, kScratch})
     std::memset(m.buffers[id].base, 0xff, m.buffers[id].extent());
+  if (m.launch.dx_over_dy)
+    std::memcpy(m.buffers[kDy].base, m.initial_dy.data(), m.initial_dy.size());
   if (!m.initial_dw.empty())
     std::memcpy(m.buffers[kDw].base, m.initial_dw.data(), m.initial_dw.size());
   for (const BufferId id : {kCounters, kZeroed})
@@ -147,6 +150,27 @@ void input_read(Input input, const void* from, unsigned bytes, int line) {
                                     1u << kWeight};
   checked_buffer(kMasks[input], from, bytes, "reads", line);
   check_aligned(from, bytes, "reads", line);
+  check_still_dy(from, bytes, line);
+}
+
+namespace {
+
+// The marks of what has been written of an output, from an address in it on.
+unsigned char* marks_of(unsigned which, const Buffer& b, const void* at) {
+  const auto offset = static_cast<std::size_t>(static_cast<const unsigned char*>(at) - b.base);
+  return m.written[which].data() + offset / b.pitch * m.launch.columns + offset % b.pitch / b.item;
+}
+
+}  // namespace
+
+void check_still_dy(const void* from, unsigned bytes, int line) {
+  const Buffer& b = m.buffers[kDx];
+  if (!m.launch.dx_over_dy || !b.holds(from, bytes)) return;
+  const unsigned char* written = marks_of(0, b, from);
+  for (unsigned i = 0; i < bytes / b.item; ++i)
+    if (written[i])
+      fault(line, "reads %s, over which dx has been written",
+            place_of(static_cast<const unsigned char*>(from) + i * b.item).c_str());
 }
 
 void output_write(Output output, const void* to, unsigned bytes, int line) {
@@ -155,10 +179,8 @@ void output_write(Output output, const void* to, unsigned bytes, int line) {
   else if (!m.launch.no_dx) mask = 1u << kDx | (m.launch.residual_out ? 1u << kDresidualOut : 0);
   const Buffer& b = checked_buffer(mask, to, bytes, "writes", line);
   check_aligned(to, bytes, "writes", line);
-  const auto offset = static_cast<std::size_t>(static_cast<const unsigned char*>(to) - b.base);
   const unsigned which = &b == &m.buffers[kDx] ? 0 : &b == &m.buffers[kDw] ? 1 : 2;
-  unsigned char* written = m.written[which].data() + offset / b.pitch * m.launch.columns +
-                           offset % b.pitch / b.item;
+  unsigned char* written = marks_of(which, b, to);
   for (unsigned i = 0; i < bytes / b.item; ++i)
     if (written[i]++)
       fault(line, "writes %s a second time",

@@ -101,6 +101,7 @@ void land_one() {
   }
   unsigned piece = copy.bytes - copy.landed;
   if (m.rng.chance(50)) piece = std::min(piece, kPiece * (1 + m.rng.below(piece / kPiece + 1)));
+  if (copy.kind == Copy::kLoad) check_still_dy(copy.from + copy.landed, piece, copy.line);
   if (copy.kind == Copy::kAdd)
     add_staged(copy, copy.landed, piece);
   else
@@ -136,13 +137,15 @@ void copy_async_commit() {
   self.groups.push_back({kUnset, {}});
 }
 
-// Nothing but this wait makes a copy readable, so when it lands before makes no difference.
-void copy_async_wait(unsigned pending, int) {
+// Nothing but this wait makes a copy readable, so when it lands before makes no difference. Its source
+// is read as late as can be.
+void copy_async_wait(unsigned pending, int line) {
   Thread& self = *m.current;
   if (self.groups.size() <= pending + 1) return;
   const std::size_t done = self.groups.size() - 1 - pending;
   for (std::size_t i = 0; i < done; ++i)
     for (const PendingCopy& copy : self.groups[i].copies) {
+      check_still_dy(copy.from, copy.bytes, line);
       std::memcpy(copy.to, copy.from, copy.bytes);
       note_copied(self, copy.to, copy.bytes);
     }

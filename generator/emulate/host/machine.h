@@ -301,6 +301,7 @@ struct Launch {
   unsigned weight_offset = 0;  // the bits of a float
   unsigned residual_item = 0, residual_out = 0;
   unsigned inner = 0, gaps = 0;  // x and dy: a gap of one row (of two in dy) behind every `inner` rows
+  unsigned dx_over_dy = 0;       // dx is dy's memory, row on row
 };
 
 // The parameter of the main kernel, as its template declares it; not all of them take a mean.
@@ -322,6 +323,7 @@ struct Machine {
   Buffer buffers[kBuffers];
   std::vector<unsigned char> written[3];  // dx, dw, dresidual_out: one byte per element
   std::vector<unsigned char> initial_dw;  // what dw holds before a launch that adds to it
+  std::vector<unsigned char> initial_dy;  // what dy holds before a launch that writes dx over it
   std::vector<Word> words[2];             // zeroed, scratch
   std::vector<std::vector<Word>> adds;    // unordered adds to the quads of `zeroed` since a store
   std::vector<Mail> mail;                 // by quad of `zeroed`
@@ -360,6 +362,8 @@ void check_end_state();  // after it
 Buffer& checked_buffer(unsigned mask, const void* at, std::size_t bytes, const char* verb,
                        int line);
 void check_aligned(const void* at, std::size_t bytes, const char* verb, int line);
+// Reads of dy, at the time when a copy makes them: of what dx has not been written over.
+void check_still_dy(const void* from, unsigned bytes, int line);
 
 // workspace.cpp
 void note_workspace_copy(unsigned copy, bool add, int line);

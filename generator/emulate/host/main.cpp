@@ -49,7 +49,7 @@ std::vector<Run> read_request() {
       {"no_dw", &l.no_dw}, {"dw_mode", &l.dw_mode}, {"dw_item", &l.dw_item},
       {"weight_offset", &l.weight_offset}, {"residual_item", &l.residual_item},
       {"residual_out", &l.residual_out}, {"inner", &l.inner},
-      {"gaps", &l.gaps}};
+      {"gaps", &l.gaps}, {"dx_over_dy", &l.dx_over_dy}};
   std::vector<Run> runs;
   std::string name;
   while (std::cin >> name && name != "data") {
@@ -103,6 +103,8 @@ int main(int count, char** arguments) {
   lay_out_memory();
   for (const BufferId id : {kX, kDy, kRstd, kMean, kWeight})
     if (id != kMean || m.launch.statistics > 1) read_rows(id);
+  const Buffer& dy = m.buffers[kDy];
+  if (m.launch.dx_over_dy) m.initial_dy.assign(dy.base, dy.base + dy.extent());
   if (m.launch.residual_item) read_rows(kDresidual);
   if (m.launch.dw_mode == 2) {
     m.initial_dw.resize(m.buffers[kDw].row_bytes);

@@ -18,6 +18,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..serve.call import QuickCall
+from ..serve.checks import check_dx_out
 from ..serve.options import Arguments, Options, dw_shape
 from ..serve.reference import Results
 from ..torch_internals import (
@@ -96,6 +97,8 @@ class NormOperators:
     def serve(self, run: Backward, given: Arguments, options: Options) -> Results:
         """Any backward: through the operator where somebody watches those, else at once by `run`.
         Who asks its results for a gradient gets an error."""
+        if getattr(given.dx_out, "requires_grad", False) and torch.is_grad_enabled():
+            raise RuntimeError("dx_out requires a gradient, but dx has none: give dx_out.detach()")
         if (
             is_dynamo_compiling()
             or modes_active()
@@ -109,9 +112,11 @@ class NormOperators:
         return run(given, options)
 
     def backward(self, given: Arguments, options: Options) -> Results:
-        """Any backward through the operator. `dw_out` is written by operators of PyTorch, which a
-        tracer understands."""
-        dw_out, dw_dtype = given.dw_out, options.dw_dtype
+        """Any backward through the operator. `dw_out` and `dx_out` are written by operators of
+        PyTorch, which a tracer understands."""
+        dw_out, dx_out, dw_dtype = given.dw_out, given.dx_out, options.dw_dtype
+        if dx_out is not None:
+            check_dx_out(given, options)
         if dw_out is not None:
             narrow = options.accumulate and dw_out.dtype != torch.float64
             dw_dtype = torch.float32 if narrow else dw_out.dtype
@@ -126,6 +131,9 @@ class NormOperators:
         if dw_out is not None:
             with torch.no_grad():
                 dw = dw_out.add_(dw) if options.accumulate else dw_out.copy_(dw)
+        if dx_out is not None:
+            with torch.no_grad():
+                dx = dx_out.copy_(dx)
         found = (dx if options.need_dx else None, dw if need_dw else None)
         if given.dresidual is None:
             return found

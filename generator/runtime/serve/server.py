@@ -7,7 +7,7 @@ kernel lacks, and `_fallback` says what serves the rest."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,13 +20,13 @@ from ..table import MAX_ALIGNMENT, Choice, Table
 from ..torch_internals import resolved
 from .call import Call, KernelCall, aten_call, formula
 from .call_cache import CallCache
-from .checks import DTYPES, check_arguments, foreign_device
+from .checks import DTYPES, check_arguments, check_dx_out, check_overlap, foreign_device
 from .layout import read_layout
-from .options import PLAIN, Arguments, Composition, Options, composition, per_head
+from .options import PLAIN, Arguments, Composition, Options, composition, may_overwrite_dy
 from .reference import Results
 from .warn_once import WarnOnce
 
-_OPTIONAL = ("weight", "dresidual", "dw_out", "mean")
+_OPTIONAL = ("weight", "dresidual", "dw_out", "mean", "dx_out")
 
 
 class Server:
@@ -38,6 +38,8 @@ class Server:
     _aten_call = staticmethod(aten_call)
     """PyTorch's own kernel, of the norm that this is of."""
     _has_aten = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
+    _invariant: ClassVar[bool] = False
+    """Whether no bit of a row's results may depend on the batch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,8 +77,13 @@ class Server:
             if not isinstance(value, torch.Tensor) and not (value is None and name in _OPTIONAL):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
         present = [tensor for tensor in tensors if tensor is not None]
+        over_dy = None  # without a dx_out
+        if given.dx_out is not None:
+            check_dx_out(given, options)
+            check_overlap(given)
+            over_dy = given.dx_out.data_ptr() == given.dy.data_ptr()
         which = (routed, given.weight is None, given.dresidual is None, given.dw_out is None)
-        kind = (*which, given.x.shape, options)
+        kind = (*which, over_dy, given.x.shape, options)
         known = self._calls.find(kind, present)
         if known is not None:
             results: Results = known.call(*tensors)
@@ -137,7 +144,9 @@ class Server:
         """What serves a call on a CUDA device by one kernel, or by several calls that do."""
         x, weight = given.x, given.weight
         if weight is not None and weight.dim() > 1:
-            return self._composed(per_head, options)
+            composed = composition(given, options, None)
+            assert composed is not None
+            return self._composed(composed, options)
         layout, places = read_layout(given)
         alignments: dict[str, Any] = {
             "alignment": power_of_two(places, MAX_ALIGNMENT),
@@ -148,15 +157,16 @@ class Server:
         residual = "" if given.dresidual is None else DTYPES.get(given.dresidual.dtype, "")
         shape = (layout.rows, layout.columns, *names)
         choice = self._best(device, shape, options.weight_offset != 0, residual, **alignments)
-        spec = None if choice.kernel is None else choice.kernel.spec
-        composed = composition(given, options, spec)
+        kernel = choice.kernel
+        over_dy = kernel is not None and may_overwrite_dy(kernel.config)
+        composed = composition(given, options, None if kernel is None else kernel.spec, over_dy)
         if composed is not None:
             return self._composed(composed, options)
-        if choice.kernel is None:
+        if kernel is None:
             return choice.reason
         return KernelCall(
-            kernel=self._kernels.get(choice.kernel),
-            launch=self._launch(choice.kernel.spec, layout.rows),
+            kernel=self._kernels.get(kernel),
+            launch=self._launch(kernel.spec, layout.rows),
             device=device,
             given=given,
             options=options,
@@ -222,8 +232,10 @@ def _alignment(tensor: torch.Tensor | None) -> int:
 
 
 def _resolved(given: Arguments) -> Arguments:
-    """The same numbers as they lie in memory. Raises ValueError for a dw_out that is a view of
-    others."""
-    if given.dw_out is not None and given.dw_out.is_neg():
-        raise ValueError("dw_out is a lazily negated view: give the tensor that it is a view of")
+    """The same numbers as they lie in memory. Raises ValueError for a dw_out or dx_out that is a
+    view of others."""
+    for name in ("dw_out", "dx_out"):
+        out = getattr(given, name)
+        if out is not None and out.is_neg():
+            raise ValueError(f"{name} is a lazily negated view: give the tensor behind it")
     return Arguments(**{name: resolved(tensor) for name, tensor in vars(given).items()})

@@ -21,6 +21,7 @@ PROTOCOLS: dict[str, Protocol] = {
     "list of places handed over": slices.HAND_OVER,
     "`mailbox`": slices.MAILBOX,
     "stage refilled": stages.REFILL,
+    "dx over dy": stages.DX_OVER_DY,
     "stage reused for partial dw": stages.STAGE_REUSED,
     "sums of runs": stages.RUNS,
     "stage refilled in a cluster": stages.REFILL_IN_CLUSTER,

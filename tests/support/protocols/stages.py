@@ -55,6 +55,27 @@ REFILL = Protocol(
     },
 )
 
+DX_OVER_DY = Protocol(
+    "an element of dy copied after dx has been written there",
+    program(
+        cta(
+            "A",
+            [
+                event("mbarrier_expect", "row expected", "landed"),
+                bulk_load("copy", STAGE, 0, "landed", source="dy"),
+            ],
+            [
+                event("mbarrier_wait", "wait", "landed"),
+                event("load_shared_packet", "row", STAGE),
+                event("store_row", "dx", "dy", value=1, plus=("row",)),
+            ],
+        ),
+        dy=5,
+    ),
+    sees(copy_reads=5),
+    {"no wait for the row": gone("wait"), "a relaxed wait for the row": relaxed("wait")},
+)
+
 DONE = event("cta_barrier", "barrier before partial dw", "done")
 HELD = event("cta_barrier", "barrier behind partial dw", "held")
 STAGE_REUSED = Protocol(

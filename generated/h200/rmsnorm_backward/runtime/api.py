@@ -32,7 +32,6 @@ class Package(DescribedServer):
     """
 
     _forward_class: ClassVar[type[Forward]] = Forward
-    _invariant: ClassVar[bool] = False
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -62,6 +61,7 @@ class Package(DescribedServer):
         dresidual: torch.Tensor | None = None,
         need_dx: bool = True,
         need_dw: bool = True,
+        dx_out: torch.Tensor | None = None,
         dw_out: torch.Tensor | None = None,
         accumulate: bool = False,
         dw_dtype: torch.dtype | None = None,
@@ -88,6 +88,9 @@ class Package(DescribedServer):
                 is added to dx in fp32.
             need_dx: False to skip dx.
             need_dw: False to skip dw.
+            dx_out: a contiguous tensor for dx, in x's shape and dtype. It is returned as dx. It may
+                be dy itself, which then holds dx instead; it may overlap no other argument. Where
+                no kernel may write it, and in compiled code, dx is copied to it.
             dw_out: a tensor for dw, in the weight's dtype or fp32. It is returned as dw.
             accumulate: add dw to dw_out instead of overwriting it, in fp32 and in a fixed order.
             dw_dtype: torch.float32 to get dw without rounding it to the weight's dtype.
@@ -104,6 +107,7 @@ class Package(DescribedServer):
         if (
             weight is not None
             and dresidual is None
+            and dx_out is None
             and dw_out is None
             and dw_dtype is None
             and need_dx
@@ -119,7 +123,7 @@ class Package(DescribedServer):
             results = self._quick(dy, x, rstd, weight)
             if results is not None:
                 return results
-        given = Arguments(dy, x, rstd, weight, dresidual, dw_out)
+        given = Arguments(dy, x, rstd, weight, dresidual, dw_out, dx_out=dx_out)
         options = Options(float(weight_offset), need_dx, need_dw, accumulate, dw_dtype)
         return self._serve(given, options)
 

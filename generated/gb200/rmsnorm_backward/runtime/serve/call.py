@@ -36,7 +36,7 @@ from .options import Arguments, Options, dw_shape
 from .reference import Results, reference_backward
 
 Call = Callable[..., Results]
-"""Takes dy, x, rstd, weight and, when the signature has them, dresidual, dw_out and mean."""
+"""Takes dy, x, rstd, weight and, when the signature has them, dresidual, dw_out, mean, dx_out."""
 
 _MOST_STREAMS = 64
 """Streams remembered per signature."""
@@ -104,7 +104,8 @@ class KernelCall:
         x, weight, dresidual, dw_out = given.x, given.weight, given.dresidual, given.dw_out
         self.wants_dw = weight is not None and options.need_dw
         self.with_third = dresidual is not None
-        self.dx_size = contiguous(x.shape, x.dtype) if options.need_dx else None
+        own_dx = options.need_dx and given.dx_out is None
+        self.dx_size = contiguous(x.shape, x.dtype) if own_dx else None
         self.dw_size: Size | None = None
         self.third_size: Size | None = None
         dw_mode = DW_IN_WEIGHT_DTYPE
@@ -140,10 +141,11 @@ class KernelCall:
         dresidual: torch.Tensor | None = None,
         dw_out: torch.Tensor | None = None,
         mean: torch.Tensor | None = None,
+        dx_out: torch.Tensor | None = None,
     ) -> Results:
         if current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(dy, x, rstd, weight, dresidual, dw_out, mean)
+                return self(dy, x, rstd, weight, dresidual, dw_out, mean, dx_out)
         if self.copy:
             copy_dy, copy_x, copy_rstd, copy_weight, copy_dresidual, copy_mean = self.copy
             dy = dense(dy) if copy_dy else dy
@@ -155,7 +157,7 @@ class KernelCall:
                 dresidual = dense(dresidual)
             if mean is not None and copy_mean:
                 mean = mean.detach().contiguous()
-        dx = empty_strided(*self.dx_size) if self.dx_size else None
+        dx = empty_strided(*self.dx_size) if self.dx_size else dx_out
         dw = empty_strided(*self.dw_size) if self.dw_size else dw_out
         third = empty_strided(*self.third_size) if self.third_size else None
         stream = raw_stream(self.device)
@@ -173,8 +175,9 @@ class KernelCall:
             0 if third is None else third.data_ptr(),
             mean=0 if mean is None else mean.data_ptr(),
         )
-        if dw_out is not None and not dw_out.is_inference():
-            torch.autograd.graph.increment_version(dw_out)  # as every write in place does
+        for out in (dx_out, dw_out):
+            if out is not None and not out.is_inference():
+                torch.autograd.graph.increment_version(out)  # as every write in place does
         return (dx, dw, dx if third is None else third) if self.with_third else (dx, dw)
 
     def bind(self, stream: int) -> Binding:

@@ -8,8 +8,9 @@ below takes one option away and calls `backward` (that of the server) with the r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -43,6 +44,7 @@ class Arguments:
     dresidual: torch.Tensor | None = None
     dw_out: torch.Tensor | None = None
     mean: torch.Tensor | None = None
+    dx_out: torch.Tensor | None = None
 
 
 def dw_shape(given: Arguments) -> tuple[int, ...]:
@@ -59,16 +61,19 @@ Backward = Callable[[Arguments, Options], Results]
 Composition = Callable[[Backward, Arguments, Options], Results]
 
 
-def composition(given: Arguments, options: Options, spec: KernelSpec | None) -> Composition | None:
+def composition(
+    given: Arguments, options: Options, spec: KernelSpec | None, over_dy: bool = False
+) -> Composition | None:
     """The one place that decides between fused and composed: what to take away from a call before
     a kernel serves it, None when the kernel does all of it.
 
-    spec: of the kernel that would serve the call, None when there is none.
+    spec: of the kernel that would serve the call, None when there is none. over_dy: whether that
+    kernel may write dx over dy.
     """
-    weight, dw_out = given.weight, given.dw_out
+    weight, dw_out, dx_out = given.weight, given.dw_out, given.dx_out
     residual = None if spec is None else RESIDUALS.get(spec.residual)
     if weight is not None and weight.dim() > 1:
-        return per_head
+        return per_head if dx_out is None else dx_elsewhere
     if given.dresidual is not None and given.dresidual.dtype != residual:
         return add_residual
     if options.weight_offset and not (spec is not None and spec.offset):
@@ -77,7 +82,30 @@ def composition(given: Arguments, options: Options, spec: KernelSpec | None) -> 
         return dw_elsewhere if narrow else offset_in_weight
     if dw_out is not None and (spec is None or not _kernel_writes(dw_out, weight, options)):
         return dw_elsewhere
+    if dx_out is not None and (spec is None or dx_out.data_ptr() % spec.vector_bytes):
+        return dx_elsewhere
+    if dx_out is not None and not over_dy and dx_out.data_ptr() == given.dy.data_ptr():
+        return dx_elsewhere
     return None
+
+
+def may_overwrite_dy(config: Mapping[str, Any]) -> bool:
+    """Whether a kernel that was rendered from this config may write dx over dy.
+
+    It may if it reads every element of dy once and by an access that allows for writes. For what it
+    writes to a row depends on all of that row, by the sum over it, so the read comes first. The
+    sums of dw and the second kernel of `separate` read the workspace, and not dy.
+
+    - async: it may. The thread that writes an element has copied it to shared memory itself, and
+      has waited for that. What is read later, also by a reload, is the copy.
+    - bulk: it may. One copy brings a row, or a CTA's columns of it, and all threads that write
+      there wait for it. Its completion comes with a fence between the async and the generic proxy.
+    - direct: it may not. Each element is loaded once, by the thread that writes it. But the loads
+      are `ld.global.nc`, for memory that nobody writes, and the assembler may repeat them.
+
+    Copies under way are of later rows of the same team of threads, which no other team writes.
+    """
+    return config.get("pipeline") in ("async", "bulk")
 
 
 def _kernel_writes(dw_out: torch.Tensor, weight: torch.Tensor | None, options: Options) -> bool:
@@ -128,7 +156,7 @@ def add_residual(backward: Backward, given: Arguments, options: Options) -> Resu
         dx.add_(dresidual)  # one pass: PyTorch adds narrow types in fp32, too
         return dx, dw, dx
     total = dx + dresidual
-    return total.to(dx.dtype), dw, total.to(dresidual.dtype)
+    return dx.copy_(total), dw, total.to(dresidual.dtype)
 
 
 def offset_in_weight(backward: Backward, given: Arguments, options: Options) -> Results:
@@ -157,3 +185,14 @@ def dw_elsewhere(backward: Backward, given: Arguments, options: Options) -> Resu
     dx, dw, *third = backward(replace(given, dw_out=None), plain)
     assert dw is not None
     return (dx, dw_out.add_(dw) if options.accumulate else dw_out.copy_(dw), *third)
+
+
+def dx_elsewhere(backward: Backward, given: Arguments, options: Options) -> Results:
+    """dx_out that no kernel may write (its address, or dy under a kernel that may read dy later):
+    dx in a tensor of its own first."""
+    dx_out = given.dx_out
+    assert dx_out is not None
+    dx, dw, *third = backward(replace(given, dx_out=None), options)
+    assert dx is not None
+    dx_out.copy_(dx)
+    return (dx_out, dw, *(dx_out if result is dx else result for result in third))

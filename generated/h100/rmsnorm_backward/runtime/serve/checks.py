@@ -89,6 +89,50 @@ def _check_options(given: Arguments, options: Options) -> None:
         raise TypeError(f"dw_out must have the weight's dtype or {wide}, got {dw_out.dtype}")
 
 
+def check_dx_out(given: Arguments, options: Options) -> None:
+    """Raise TypeError or ValueError, with one sentence, for a dx_out that does not fit."""
+    x, dx_out = given.x, given.dx_out
+    assert dx_out is not None
+    if not options.need_dx:
+        raise ValueError("dx_out is given, but dx is not computed: need_dx must be True")
+    if dx_out.dtype != x.dtype:
+        raise TypeError(f"dx_out must have x's dtype {x.dtype}, got {dx_out.dtype}")
+    if dx_out.shape != x.shape:
+        raise ValueError(f"dx_out must have x's shape {tuple(x.shape)}, got {tuple(dx_out.shape)}")
+    if not dx_out.is_contiguous():
+        raise ValueError(f"dx_out must be contiguous, got strides {dx_out.stride()}")
+
+
+def check_overlap(given: Arguments) -> None:
+    """Raise ValueError, with one sentence, if dx_out overlaps another tensor and is not dy. Every
+    call asks: no address is part of a signature. A tensor with gaps counts as if it had none."""
+    dx_out = given.dx_out
+    assert dx_out is not None
+    if dx_out.device.type == "meta":
+        return
+    first, end = _span(dx_out)
+    for name, tensor in vars(given).items():
+        if tensor is None or name == "dx_out":
+            continue
+        start, behind = _span(tensor)
+        if behind <= first or end <= start:
+            continue
+        if name != "dy":
+            raise ValueError(f"dx_out overlaps {name}, which must keep its numbers")
+        if start != first or not tensor.is_contiguous() or tensor.shape != dx_out.shape:
+            raise ValueError("dx_out overlaps dy but is not dy: give dy itself, or other memory")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of its first byte and of the one behind its last."""
+    first = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return first, first
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return first, first + (last + 1) * tensor.element_size()
+
+
 def check_forward(
     x: torch.Tensor,
     weight: torch.Tensor | None,

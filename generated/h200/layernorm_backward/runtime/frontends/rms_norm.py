@@ -24,6 +24,11 @@ from .operators import Operators
 
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
+NO_INVARIANT_BIAS = (
+    "batch-invariant norms have no bias: PyTorch sums its gradient over the rows, and the bits of "
+    "that sum depend on the batch"
+)
+
 
 class Norm:
     """The `rms_norm` of one package, and the gradients of its autograd nodes.
@@ -36,6 +41,7 @@ class Norm:
     def __init__(self, server: Server, forward: Forward, operators: Operators) -> None:
         self.forward, self.operators = forward, operators
         self._quick, self.run, self._native = server._quick, server._run, server._native
+        self._invariant = server._invariant
 
     def rms_norm(
         self,
@@ -43,11 +49,12 @@ class Norm:
         weight: torch.Tensor | None = None,
         eps: float | None = None,
         *,
+        bias: torch.Tensor | None = None,
         weight_offset: float = 0.0,
         residual: torch.Tensor | None = None,
     ) -> Any:
-        """y = x * rstd * (weight + weight_offset) with rstd = 1 / sqrt(mean(x^2) + eps) of each
-        row, differentiable in x, weight and residual.
+        """y = x * rstd * (weight + weight_offset) + bias with rstd = 1 / sqrt(mean(x^2) + eps) of
+        each row, differentiable in x, weight, bias and residual.
 
         Works under torch.compile, torch.utils.checkpoint, autocast (which changes nothing here),
         inference mode and CUDA graphs, and with DTensor. Second derivatives (create_graph=True),
@@ -59,18 +66,24 @@ class Norm:
                 dtype.
             eps: added to the mean square; None for the machine epsilon of fp32, as in
                 torch.nn.functional.rms_norm.
+            bias: a tensor of the weight's shape, or (N,). It is rounded to x's dtype, and added to
+                y by PyTorch, which also sums its gradient over the rows.
             weight_offset: a number added to the weight in fp32.
             residual: in x's shape and any floating dtype. The norm is then that of
                 h = x + residual, which has the residual's dtype. The backward kernel adds the
                 gradient of h to that of the norm.
 
         Returns:
-            y in x's shape and dtype, computed in fp32 and rounded once, or (y, h) with a residual.
-                Add the next layer's output to h.
+            y in x's shape and dtype, computed in fp32 and rounded once (with a bias, before and
+                after it is added), or (y, h) with a residual. Add the next layer's output to h.
 
         Raises:
-            TypeError, ValueError: if the arguments do not fit together.
+            TypeError, ValueError: if the arguments do not fit together, or for a bias in a
+                batch-invariant package.
         """
+        if bias is not None:
+            results = self.rms_norm(x, weight, eps, weight_offset=weight_offset, residual=residual)
+            return self.add_bias(results, bias, weight)
         if (
             is_dynamo_compiling()
             or modes_active()
@@ -98,6 +111,18 @@ class Norm:
         if native is None:
             return EagerNorm.apply(self, x, weight, eps, weight_offset)
         return native(x, weight, eps, weight_offset)
+
+    def add_bias(self, results: Any, bias: torch.Tensor, weight: torch.Tensor | None) -> Any:
+        """Results of `rms_norm` with a bias added to y."""
+        if self._invariant:
+            raise ValueError(NO_INVARIANT_BIAS)
+        y, *stream = results if isinstance(results, tuple) else (results,)
+        if isinstance(y, torch.Tensor):  # torch.fx traces with objects that are none
+            shape = y.shape[-1:] if weight is None else weight.shape
+            if bias.shape not in (shape, shape[-1:]):
+                raise ValueError(f"bias must have shape {tuple(shape)}, got {tuple(bias.shape)}")
+        y = y + bias.to(y.dtype)
+        return (y, *stream) if stream else y
 
     def _watched(
         self,

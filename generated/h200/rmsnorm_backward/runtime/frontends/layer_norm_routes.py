@@ -34,6 +34,7 @@ def layer_norm_aten_call(options: Options) -> Call:
         dresidual: None,
         dw_out: None,
         mean: torch.Tensor,
+        *_: Any,
     ) -> Results:
         rows, need_dw = (*x.shape[:-1], 1), options.need_dw and weight is not None
         with torch.no_grad():

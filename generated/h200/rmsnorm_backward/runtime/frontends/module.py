@@ -10,7 +10,7 @@ import torch
 
 from .dtensor import register_sharding
 from .main_grad import main_grad_norm
-from .rms_norm import Norm
+from .rms_norm import NO_INVARIANT_BIAS, Norm
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -18,6 +18,9 @@ class RMSNorm(torch.nn.RMSNorm):
     has x's dtype.
 
     Args:
+        bias: have a bias as well, initialised to 0. PyTorch adds it to y, and sums its gradient
+            over the rows. Without elementwise_affine there is none. Raises ValueError in a
+            batch-invariant norm.
         weight_offset: a number added to the weight in fp32, for models that store w - 1. The weight
             is initialised to 1 - weight_offset.
         main_grad: for trainers that accumulate gradients in a buffer, such as Megatron. The kernel
@@ -59,19 +62,28 @@ class RMSNorm(torch.nn.RMSNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = False,
         weight_offset: float = 0.0,
         main_grad: bool = False,
         batch_invariant: bool = False,
     ) -> None:
+        if bias and self._package_invariant:
+            raise ValueError(NO_INVARIANT_BIAS)
         register_sharding(self._package_norm.operators)
         self.weight_offset = float(weight_offset)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.main_grad = main_grad and elementwise_affine
         self._simple = len(self.normalized_shape) == 1 and elementwise_affine and not main_grad
+        self.register_parameter("bias", None)
+        if bias and elementwise_affine:
+            self.bias = torch.nn.Parameter(torch.zeros_like(self.weight))
+            self._simple = False
 
     def reset_parameters(self) -> None:
         if self.elementwise_affine:
             torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+        if getattr(self, "bias", None) is not None:
+            torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """y, or (y, x + residual) with a residual; see `rms_norm`."""
@@ -79,7 +91,8 @@ class RMSNorm(torch.nn.RMSNorm):
             return self._package_norm.rms_norm(
                 x, self.weight, self.eps, weight_offset=self.weight_offset, residual=residual
             )
-        rows, other, weight = flat(self.normalized_shape, x, residual, self.weight)
+        tensors = (x, residual, self.weight, getattr(self, "bias", None))
+        rows, other, weight, bias = flat(self.normalized_shape, *tensors)
         if self.main_grad and weight is not None:
             results = main_grad_norm(
                 self._package_norm, rows, other, weight, self.weight, self.eps, self.weight_offset
@@ -88,12 +101,15 @@ class RMSNorm(torch.nn.RMSNorm):
             results = self._package_norm.rms_norm(
                 rows, weight, self.eps, weight_offset=self.weight_offset, residual=other
             )
+        if bias is not None:
+            results = self._package_norm.add_bias(results, bias, weight)
         return like(x, results, self.normalized_shape)
 
     def extra_repr(self) -> str:
         offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
         main_grad = ", main_grad=True" if self.main_grad else ""
-        return super().extra_repr() + offset + main_grad
+        bias = ", bias=True" if getattr(self, "bias", None) is not None else ""
+        return super().extra_repr() + bias + offset + main_grad
 
 
 def invariant_class() -> type[RMSNorm]:

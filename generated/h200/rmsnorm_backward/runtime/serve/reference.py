@@ -21,6 +21,7 @@ def reference_backward(
     accumulate: bool = False,
     dw_dtype: torch.dtype | None = None,
     mean: torch.Tensor | None = None,
+    dx_out: torch.Tensor | None = None,
 ) -> Results:
     """dx and dw of y = x * rstd * (weight + weight_offset), rstd = 1 / sqrt(mean(x^2) + eps).
 
@@ -31,8 +32,9 @@ def reference_backward(
     dx is contiguous and of x's shape and dtype; dw is of the weight's shape, and of `dw_dtype`, by
     default the weight's. What is not wanted, and dw without a weight, is None. With `dw_out`, dw is
     stored there, or added there with `accumulate` (in fp32 at least, rounded once), and dw_out is
-    returned. With `dresidual` there is a third result: dx in dresidual's dtype, which is dx itself
-    when that is x's.
+    returned. With `dx_out`, which may be dy, dx is stored there, and dx_out is returned. With
+    `dresidual` there is a third result: dx in dresidual's dtype, which is dx itself when that is
+    x's.
 
     With `mean`, of each row, xhat = (x - mean) * rstd, dx is less by rstd * mean(g), and dw has a
     second row: the gradient of a bias, the sum of dy over the rows.
@@ -67,6 +69,9 @@ def reference_backward(
                 dw = dw.to(dw_dtype or weight.dtype)
             else:
                 dw = dw_out.copy_(dw_out.to(compute) + dw if accumulate else dw)
+        if dx_out is not None and dx is not None:  # last, as it may be dy
+            third = dx_out if third is dx else third
+            dx = dx_out.copy_(dx)
     return (dx, dw) if dresidual is None else (dx, dw, third)
 
 
