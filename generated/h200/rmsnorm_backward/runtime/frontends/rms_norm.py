@@ -99,6 +99,18 @@ class Norm:
             return EagerNorm.apply(self, x, weight, eps, weight_offset)
         return native(x, weight, eps, weight_offset)
 
+    def forwards(self) -> tuple[Forward, ...]:
+        """Those that serve this norm, and others that were asked of it."""
+        return (self.forward,)
+
+    def matching(self, name: str) -> Norm:
+        """The norm beside this one whose forward has the bits of another implementation. Raises
+        ValueError."""
+        raise ValueError(
+            f"matches={name!r} needs batch-invariant kernels: take the norm from "
+            "normforge.batch_invariant"
+        )
+
     def _watched(
         self,
         x: torch.Tensor,
