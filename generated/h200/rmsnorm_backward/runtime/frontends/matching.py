@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -24,9 +25,13 @@ _WHOLE = 16
 """Triton's kernel for rows of a multiple of so many columns is another one."""
 
 
+_CONTRACTS = {"TRITON_DEFAULT_FP_FUSION": True, "TRITON_FORCE_DISABLE_FP_FUSION": False}
+"""What Triton's variables have to be, and are if they are not set."""
+
+
 def form_of(matches: str) -> str:
     """The form of the forward kernels for a `matches`. Raises ValueError for one that there is not,
-    RuntimeError for "vllm" where no Triton is installed."""
+    RuntimeError for "vllm" where no Triton is installed or its contractions are off."""
     found = _NAME.fullmatch(matches) if isinstance(matches, str) else None
     if found is None:
         raise ValueError(f'matches must be like "vllm" or "vllm-triton3.7", got {matches!r}')
@@ -39,6 +44,10 @@ def form_of(matches: str) -> str:
                 'matches="vllm" follows the Triton that is installed here, and there is none: name '
                 'the one that vLLM runs with, such as "vllm-triton3.7"'
             ) from error
+        for name, wanted in _CONTRACTS.items():
+            value = os.environ.get(name, "").lower()
+            if value and (value in ("1", "true", "yes", "on", "y")) != wanted:
+                raise RuntimeError(f"{name}={value} keeps Triton from the arithmetic of matches")
     first, second = map(int, number.split(".")[:2])
     if not _KNOWN[0] <= (first, second) <= _KNOWN[1]:
         raise ValueError(
