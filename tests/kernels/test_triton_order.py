@@ -71,6 +71,18 @@ def evaluated(ptx: str, elements: list[torch.Tensor]) -> torch.Tensor:
 
 
 @of_kernels
+def test_thread_has_runs_of_16_bytes(dtype: str, whole: bool) -> None:
+    text = compiled(dtype, whole).asm["ttgir"]
+    load = re.search(r"tt\.load .*?, (#\w+)>", text)
+    assert load is not None
+    run = 4 if dtype == "fp32" else 8
+    layout = rf"sizePerThread = \[{run}\], threadsPerWarp = \[32\], warpsPerCTA = \[4\]"
+    assert re.search(
+        rf"^{load[1]} = #ttg\.blocked<{{{layout}, order = \[0\]}}>", text, re.MULTILINE
+    )
+
+
+@of_kernels
 def test_thread_adds_its_squares_in_this_order(dtype: str, whole: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     shape = (OF_THREAD, 4096)
