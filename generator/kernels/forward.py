@@ -15,14 +15,19 @@ from generator.target import WARP, Target
 READ_TWICE = 4
 """Vectors that a thread has under way where rows are read twice."""
 ANY_COLUMNS = 1 << 30
+TILE_FORMS = ("tiles_in_turn", "tiles_in_pairs")
+"""Those with the arithmetic of vLLM's Triton kernel. They differ in how a thread adds."""
+TILE_THREADS = 128
+_OF_TILE_THREAD = 8
+"""Columns of a tile that a thread has."""
 
 
 @dataclass(frozen=True)
 class ForwardVariant:
     """One forward kernel. form: `registers`, where a row stays in registers, or `twice`, where it
-    is read again and may have any length. ctas_per_sm: CTAs that walk over the rows and load the
-    next ones ahead; 0 for as many CTAs as the rows need. exact: for N alone, else for any N up to
-    it."""
+    is read again and may have any length, or one of TILE_FORMS, the same with sums as in Triton.
+    ctas_per_sm: CTAs that walk over the rows and load the next ones ahead; 0 for as many CTAs as
+    the rows need. exact: for N alone, else for any N up to it."""
 
     N: int
     dtype: str
@@ -59,6 +64,8 @@ class ForwardVariant:
         """Vectors of one row that a thread holds at once."""
         if self.form == "twice":
             return READ_TWICE
+        if self.form in TILE_FORMS:
+            return _OF_TILE_THREAD // self.elements
         return ceil_div(self.columns, self.threads_per_row * self.elements)
 
     @property
@@ -113,10 +120,11 @@ FORWARD_FIELDS = frozenset(("cluster", "threads_per_row", "vector_bytes"))
 def render_forward(variant: ForwardVariant, *, comments: bool = True, include: str = "") -> str:
     """The CUDA C++ source of a variant. comments, include: as of `generator.kernels.render`."""
     v = variant
+    tiles = v.form in TILE_FORMS
     rows: list[tuple[str, int, str]] = [
         ("kExact", v.exact, "N is a constant"),
         ("kWalks", v.ctas_per_sm > 0, "CTAs walk over the rows"),
-        ("kOffset", True, "a number, added in fp32, comes with every call"),
+        ("kOffset", not tiles, "a number, added in fp32, comes with every call"),
         ("kRowColumns", v.N, "N" if v.exact else "largest N served"),
         ("kColumns", v.columns, "columns of one CTA"),
         ("kCluster", v.cluster, "CTAs that share a row"),
@@ -141,6 +149,7 @@ def render_forward(variant: ForwardVariant, *, comments: bool = True, include: s
         weight=_ELEMENT[v.weight_dtype],
         cluster=v.cluster,
         form=v.form,
+        tiles=tiles,
     )
 
 

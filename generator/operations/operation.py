@@ -89,7 +89,8 @@ class Operation:
     be for some inputs. floor: an operation of PyTorch on these inputs and outputs that moves
     `traffic_bytes` and computes next to nothing, timed beside the kernels as their lower bound.
     load: machine code and its spec to what runs it. forward: the operation whose kernels go into
-    the same package, or ""; fallbacks: whether fallback kernels do.
+    the same package, or ""; fallbacks: whether fallback kernels do; tiles: whether forwards with
+    the arithmetic of vLLM's do.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Operation:
     load: Callable[[bytes, Any, Problem], Runner]
     forward: str = ""
     fallbacks: bool = False
+    tiles: bool = False
 
     @property
     def template(self) -> str:

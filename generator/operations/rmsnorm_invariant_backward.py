@@ -22,4 +22,5 @@ RMSNORM_INVARIANT_BACKWARD = replace(
         ),
     ),
     fallbacks=False,
+    tiles=True,
 )

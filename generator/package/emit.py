@@ -215,16 +215,18 @@ def _fallbacks(
     new: Sequence[tuple[Any, Compiled]], kept: Sequence[KernelOf[Any]], files: KernelFiles
 ) -> tuple[KernelOf[Any], ...]:
     """The fallback kernels of a new package: those of `kept`, each in its place unless a new one
-    takes the same rows, and the other new ones behind them."""
+    takes the same rows, and the other new ones behind them. Forwards that differ in their form may
+    have different bits, and do not take each other's place."""
 
-    def rows(spec: Any) -> tuple[object, ...]:
-        return (spec.N, spec.vector_bytes, spec.dtype, spec.weight_dtype)
+    def rows(kernel: KernelOf[Any]) -> tuple[object, ...]:
+        spec, form = kernel.spec, kernel.config.get("form")
+        return (spec.N, spec.vector_bytes, spec.dtype, spec.weight_dtype, form)
 
     made = [files.add(*one, tuned=False) for one in new]
-    fresh = {rows(kernel.spec): kernel for kernel in made}
+    fresh = {rows(kernel): kernel for kernel in made}
     found = [
-        fresh.pop(rows(old.spec))
-        if rows(old.spec) in fresh
+        fresh.pop(rows(old))
+        if rows(old) in fresh
         else files.keep(old, f"kernel {old.file}", tuned=False)
         for old in kept
     ]

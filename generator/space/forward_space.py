@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from generator.kernels.forward import ANY_COLUMNS, READ_TWICE, ForwardVariant
+from generator.kernels.forward import (
+    ANY_COLUMNS,
+    READ_TWICE,
+    TILE_FORMS,
+    TILE_THREADS,
+    ForwardVariant,
+)
 from generator.problem import ITEMSIZE, Problem
 from generator.runtime.spec import ceil_div
 from generator.target import Target
@@ -18,6 +24,7 @@ MOST_VECTORS = 8
 """Vectors of x that a thread holds, in all of its rows; half as many in the largest CTAs, whose
 threads have 64 registers."""
 CTA_THREADS = (128, 256, 512)
+TILE_ARCHES = ("sm_90a",)
 CLUSTER_ROW_BYTES = 16384
 """Rows shorter than this are not shared by several CTAs."""
 
@@ -155,3 +162,20 @@ def generic_forwards(dtypes: tuple[tuple[str, str], ...]) -> list[ForwardVariant
                 )
             )
     return found
+
+
+def tile_forwards(target: Target) -> list[ForwardVariant]:
+    """The variants with the arithmetic of vLLM's Triton kernel: of either order of a thread's sum,
+    for rows of a multiple of 16 columns, which are read in vectors, and for any other. None for an
+    architecture for which nobody has read that arithmetic off the machine code."""
+    if target.arch not in TILE_ARCHES:
+        return []
+    return [
+        ForwardVariant(
+            *(ANY_COLUMNS, dtype, dtype, form, TILE_THREADS, 1, 1, vector_bytes),
+            exact=False,
+        )
+        for form in TILE_FORMS
+        for dtype in ITEMSIZE
+        for vector_bytes in (16, ITEMSIZE[dtype])
+    ]

@@ -24,7 +24,7 @@ from generator.package.fallback_kernels import (
     wanted_dtypes,
     wanted_fallbacks,
 )
-from generator.space.forward_space import generic_forwards
+from generator.space.forward_space import generic_forwards, tile_forwards
 from generator.studies.records import Winner
 from generator.studies.study_log import StudyLog
 from generator.tuner.forward import tune_forwards
@@ -41,6 +41,8 @@ def _processes() -> int:
 
 def generic_forwards_of(plan: Plan) -> list[ForwardVariant]:
     """The forward kernels for any rows that the package of a plan is to have."""
+    if plan.operation.tiles:
+        return tile_forwards(plan.target)
     pairs = wanted_dtypes(plan.fallback_kernels, plan.problems)
     found = generic_forwards(tuple(pairs))
     if plan.fallbacks == "common":

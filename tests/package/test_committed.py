@@ -16,7 +16,7 @@ from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.runtime.cubins import CUBINS
 from generator.runtime.table import FORWARD_TABLE, TABLE, ForwardTable, KernelOf, Table, seal
-from generator.space.forward_space import generic_forwards
+from generator.space.forward_space import generic_forwards, tile_forwards
 from generator.space.load import load_space, space_file
 from generator.studies.reader import read_studies
 from generator.studies.records import study_names
@@ -174,6 +174,16 @@ def test_batch_invariant_kernels_of_a_width_have_what_the_space_fixes() -> None:
         assert backward.kernel.config.items() >= knobs.items(), backward.shape
         assert before.kernel.config.items() >= fields.items(), before.shape
         assert before.kernel.config["form"] == "registers"
+
+
+@pytest.mark.parametrize("gpu", ["gb200", "h200"])
+def test_committed_package_has_todays_forwards_with_the_arithmetic_of_vllms(gpu: str) -> None:
+    """Of the H200 alone; for that of others nobody has read Triton's machine code."""
+    table = ForwardTable.load(GENERATED / gpu / "rmsnorm_invariant_backward")
+    assert table is not None
+    named = [kernel.spec.name for kernel in table.fallback]
+    assert named == [variant.id for variant in tile_forwards(find_target(gpu))]
+    assert len(named) == {"gb200": 0, "h200": 12}[gpu]
 
 
 def test_batch_invariant_kernels_were_checked_for_it() -> None:

@@ -13,7 +13,7 @@ from generator.package.fallback_kernels import fallback_variants, first_choices,
 from generator.package.known_winners import known_winners
 from generator.problem import Problem
 from generator.runtime.table import ForwardTable, Table
-from generator.space.forward_space import generic_forwards
+from generator.space.forward_space import generic_forwards, tile_forwards
 from tests.support.packages import H200, compiled, entry, put, snapshot
 
 
@@ -52,6 +52,15 @@ def test_forward_fallbacks_are_kept_in_the_same_way(package: Path) -> None:
     table = ForwardTable.load(package)
     assert table is not None
     assert table.fallback == ()
+
+
+def test_forwards_of_two_orders_do_not_take_each_others_place(package: Path) -> None:
+    tiles = [(variant, compiled(variant)) for variant in tile_forwards(H200)]
+    emit_package([], [], H200, package, Forwards((), tuple(tiles)))
+    emit_package([], [], H200, package, Forwards((), tuple(tiles[:6])), keep_fallbacks=True)
+    table = ForwardTable.load(package)
+    assert table is not None
+    assert [kernel.spec.name for kernel in table.fallback] == [v.id for v, _ in tiles]
 
 
 @pytest.mark.parametrize("which", ["none", "common", "all"])

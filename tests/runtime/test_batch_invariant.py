@@ -6,7 +6,9 @@ another order. A driver that launches nothing serves the committed package."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from generator.runtime.launch.launch import DW_ADDED
 from generator.runtime.serve import call
 from generator.runtime.serve.reference import reference_backward, reference_forward
 from generator.runtime.spec import plan_launch
+from generator.runtime.table import ForwardTable
 from tests.support.entry_points import routing_on_cpu, same
 from tests.support.fake_driver import FakeDevice, FakeDriver, stand_in, tensors
 
@@ -368,3 +371,85 @@ def test_formula_serves_the_cpu(
     found = package.rmsnorm_backward(dy, with_gaps(x), rstd, odd(weight))
     assert same(found, reference_backward(dy, x, rstd, weight))
     assert driver.launches == []
+
+
+# ---- Forwards with the bits of vLLM's ------------------------------------------------------------
+
+ORDERS = {"vllm-triton3.7": "tiles_in_turn", "vllm-triton3.8": "tiles_in_pairs"}
+
+
+@pytest.mark.parametrize("matches", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("width", [16, 24, 1000, 1001, N, 1040])
+def test_matching_forward_has_one_kernel_for_all_rows_of_a_kind(
+    package: BatchInvariantPackage,
+    driver: Recorder,
+    matches: str,
+    dtype: torch.dtype,
+    width: int,
+) -> None:
+    """Of rows of a multiple of 16 columns, Triton makes another kernel."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    table = ForwardTable.load(FOLDER)
+    assert table is not None
+    in_vectors = width % 16 == 0
+    (wanted,) = (
+        kernel
+        for kernel in table.fallback
+        if (kernel.config["form"], kernel.spec.dtype) == (ORDERS[matches], name)
+        and (kernel.spec.vector_bytes == 16) == in_vectors
+    )
+    x, weight = torch.zeros(6, width, dtype=dtype), torch.ones(width, dtype=dtype)
+    for rows in (x, odd(x), by_column(x), with_gaps(x), x[:1], x[:0]):
+        y = package.rms_norm(on_gpu(rows), on_gpu(weight), 1e-5, matches=matches)
+        assert y.shape == rows.shape
+        seen = of(driver, "rmsnorm_forward")
+        assert len(seen) == (len(rows) > 0)
+        for one in seen:
+            assert one.function.cubin == wanted.read_cubin(FOLDER)
+            assert (one.grid, one.block) == (len(rows), 128)
+            assert not in_vectors or not any(address % 16 for address in one.arguments[:5])
+
+
+def test_gradients_of_a_matching_forward_are_the_packages_from_its_rstd(
+    package: BatchInvariantPackage, driver: Recorder
+) -> None:
+    x, dy = (on_gpu(tensor).requires_grad_() for tensor in tensors(M, N)[:2])
+    weight = on_gpu(tensors(M, N)[3]).requires_grad_()
+    package.rms_norm(x, weight, matches="vllm-triton3.7").backward(dy)
+    (forward,), (backward,) = of(driver, "rmsnorm_forward"), of(driver, MAIN)
+    kernel = package.table.choose(M, N, "bf16", "bf16").kernel
+    assert kernel is not None and backward.function.cubin == kernel.read_cubin(FOLDER)
+    assert backward.arguments[2] == forward.arguments[4] != 0
+
+
+def test_what_vllm_does_not_have_is_refused(package: BatchInvariantPackage) -> None:
+    x, weight = on_gpu(torch.zeros(6, N)), on_gpu(torch.ones(N))
+    serve = partial(package.rms_norm, matches="vllm-triton3.7")
+    with pytest.raises(ValueError, match=r"no residual.* rms_norm\(h"):
+        serve(x, weight, residual=x)
+    with pytest.raises(ValueError, match="weight_offset must be 0"):
+        serve(x, weight, weight_offset=1.0)
+    with pytest.raises(ValueError, match=r"x's dtype, torch.bfloat16, got torch.float32"):
+        serve(x.bfloat16(), weight)
+    with pytest.raises(RuntimeError, match=r"no forward kernel for torch.float64, and no other"):
+        serve(x.double(), weight.double())
+
+
+def test_gpu_without_such_kernels_is_told_so(driver: Recorder, package: object) -> None:
+    other = BatchInvariantPackage(GENERATED / "gb200" / "rmsnorm_invariant_backward")
+    with pytest.raises(RuntimeError, match=r"and no other adds as vLLM's does"):
+        other.rms_norm(on_gpu(torch.zeros(6, N)), matches="vllm-triton3.7")
+
+
+def test_warmup_loads_the_matching_kernels_that_were_asked_for(
+    package: BatchInvariantPackage, driver: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm, on_cpu = package.RMSNorm(1000, matches="vllm-triton3.8"), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, device: on_cpu(size))
+    for name, answer in (("is_available", True), ("device", nullcontext()), ("current_device", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    package.warmup([(6, 1000, "bf16")])
+    assert driver.loads == 1
+    norm._norm().rms_norm(on_gpu(torch.zeros(6, 1000).bfloat16()))
+    assert len(of(driver, "rmsnorm_forward")) == driver.loads == 1

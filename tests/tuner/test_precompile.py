@@ -33,7 +33,12 @@ from generator.package.fallback_kernels import (
 )
 from generator.paths import REPOSITORY
 from generator.problem import Problem
-from generator.space.forward_space import forward_variants, forwards_with, generic_forwards
+from generator.space.forward_space import (
+    forward_variants,
+    forwards_with,
+    generic_forwards,
+    tile_forwards,
+)
 from generator.space.load import space_file
 from generator.target import find_target
 from generator.tuner import emission, run
@@ -247,14 +252,17 @@ def test_foreseen_are_fallback_kernels_and_the_forwards_to_be_measured_in_the_or
 def test_foreseen_of_a_batch_invariant_run_are_forwards_of_what_the_space_fixes(
     tmp_path: Path,
 ) -> None:
-    """No fallback kernel, whose bits are another's."""
+    """And the forwards with the arithmetic of vLLM's, for any row. No fallback kernel, whose bits
+    are another's."""
     operation = "rmsnorm_invariant_backward"
     problem = Problem.parse("4096x1024:bf16", operation)
     plan = make_plan(tmp_path, 1, problems=(problem,), space_file=space_file(operation))
     fields = {"cluster": 1, "threads_per_row": 64, "vector_bytes": 16}
     wanted = forwards_with(fields, problem, H200)
     assert 1 < len(wanted) < len(forward_variants(problem, H200)) / 2
-    assert foreseen(plan) == list({v.id: v for v in wanted}.values())
+    tiles = tile_forwards(H200)
+    assert len(tiles) == 12
+    assert foreseen(plan) == [*tiles, *{v.id: v for v in wanted}.values()]
 
 
 def test_forwards_that_the_package_keeps_are_not_precompiled(

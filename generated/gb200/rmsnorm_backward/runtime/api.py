@@ -32,12 +32,13 @@ class Package(DescribedServer):
     """
 
     _forward_class: ClassVar[type[Forward]] = Forward
+    _norm_class: ClassVar[type[Norm]] = Norm
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._forward = self._forward_class(folder)
         self.ops = Operators(digest_of(folder, SCHEMAS), self._forward, self._run, self._quick)
-        self._norm = Norm(self, self._forward, self.ops)
+        self._norm = self._norm_class(self, self._forward, self.ops)
         self.rms_norm = self._norm.rms_norm
         self.rmsnorm_forward = self._norm.rmsnorm_forward
         # A class per package, under a name by which pickle finds it.
@@ -225,7 +226,8 @@ class Package(DescribedServer):
             raise RuntimeError("warmup needs a CUDA device, and PyTorch finds none")
         named = [shape for shape in named if shape[0] > 0]
         with torch.cuda.device(device):
-            self._forward.warmup(named, option)
+            for forward in self._norm.forwards():
+                forward.warmup(named, option)
             index = torch.cuda.current_device()
             stream = raw_stream(index)
             workspace = self._workspaces.of_stream(index, stream)

@@ -29,6 +29,8 @@ class RMSNorm(torch.nn.RMSNorm):
             torch.compile runs such a norm outside its graphs.
         batch_invariant: use kernels whose bits do not depend on the batch. The norm is then an
             RMSNorm of `normforge.batch_invariant`. Raises RuntimeError if there are none.
+        matches: "vllm" for a batch-invariant norm whose forward has the bits of vLLM's; see
+            docs/determinism.md. Raises ValueError for a norm that is not batch-invariant.
 
     With main_grad, and if the weight has an attribute grad_added_to_main_grad, that is set to True
     and autograd gets a dummy gradient: zeros if weight.zero_out_wgrad is set, else uninitialised
@@ -41,6 +43,7 @@ class RMSNorm(torch.nn.RMSNorm):
     """Whether its kernels are batch-invariant."""
     weight_offset: float = 0.0
     main_grad: bool = False
+    matches: str | None = None
     _simple: bool = False
     """One normalised dimension and a weight. The package then checks the shape itself."""
 
@@ -66,10 +69,14 @@ class RMSNorm(torch.nn.RMSNorm):
         weight_offset: float = 0.0,
         main_grad: bool = False,
         batch_invariant: bool = False,
+        matches: str | None = None,
     ) -> None:
         if bias and self._package_invariant:
             raise ValueError(NO_INVARIANT_BIAS)
-        register_sharding(self._package_norm.operators)
+        self.matches = matches
+        register_sharding(self._norm().operators)
+        if matches is not None and weight_offset:
+            raise ValueError("with `matches`, weight_offset must be 0: vLLM's kernel has none")
         self.weight_offset = float(weight_offset)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.main_grad = main_grad and elementwise_affine
@@ -79,6 +86,11 @@ class RMSNorm(torch.nn.RMSNorm):
             self.bias = torch.nn.Parameter(torch.zeros_like(self.weight))
             self._simple = False
 
+    def _norm(self) -> Norm:
+        if self.matches is None:
+            return self._package_norm
+        return self._package_norm.matching(self.matches)
+
     def reset_parameters(self) -> None:
         if self.elementwise_affine:
             torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
@@ -87,18 +99,19 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """y, or (y, x + residual) with a residual; see `rms_norm`."""
+        norm = self._norm()
         if self._simple:
-            return self._package_norm.rms_norm(
+            return norm.rms_norm(
                 x, self.weight, self.eps, weight_offset=self.weight_offset, residual=residual
             )
         tensors = (x, residual, self.weight, getattr(self, "bias", None))
         rows, other, weight, bias = flat(self.normalized_shape, *tensors)
         if self.main_grad and weight is not None:
             results = main_grad_norm(
-                self._package_norm, rows, other, weight, self.weight, self.eps, self.weight_offset
+                norm, rows, other, weight, self.weight, self.eps, self.weight_offset
             )
         else:
-            results = self._package_norm.rms_norm(
+            results = norm.rms_norm(
                 rows, weight, self.eps, weight_offset=self.weight_offset, residual=other
             )
         if bias is not None:
@@ -109,7 +122,8 @@ class RMSNorm(torch.nn.RMSNorm):
         offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
         main_grad = ", main_grad=True" if self.main_grad else ""
         bias = ", bias=True" if getattr(self, "bias", None) is not None else ""
-        return super().extra_repr() + bias + offset + main_grad
+        matches = f", matches={self.matches!r}" if self.matches else ""
+        return super().extra_repr() + bias + offset + main_grad + matches
 
 
 def invariant_class() -> type[RMSNorm]:

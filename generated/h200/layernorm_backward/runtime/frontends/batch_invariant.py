@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -16,8 +18,13 @@ from ..serve.checks import check_forward
 from ..serve.forward import Forward
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
+from ..serve.server import Server
 from ..spec import KernelSpec, Launch, plan_launch
-from ..table import MAX_ALIGNMENT
+from ..table import MAX_ALIGNMENT, ForwardKernel
+from .dtensor import register_sharding
+from .matching import MatchingNorm, TileTable, form_of
+from .operators import SCHEMAS, Operators, digest_of
+from .rms_norm import Norm
 
 _ADVICE = (
     "the bits of any other kernel may depend on the batch. Tune this width (docs/determinism.md "
@@ -28,6 +35,14 @@ _ADVICE = (
 class BatchInvariantForward(Forward):
     """As Forward, but with these kernels or none: y and rstd of a row depend on that row, N, the
     dtypes and the options alone. Raises RuntimeError where there is no kernel for a CUDA call."""
+
+    _advice = _ADVICE
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._tiles: tuple[ForwardKernel, ...] = ()
+        if self.table is not None:  # its kernels for any row are those of `matches`
+            self._tiles, self.table = self.table.fallback, replace(self.table, fallback=())
 
     def _prepare(
         self, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
@@ -51,7 +66,84 @@ class BatchInvariantForward(Forward):
         return self(placed, weight, eps, weight_offset, residual)
 
     def _fallback(self, reason: str) -> ForwardCall:
-        raise RuntimeError(f"{reason}, and {_ADVICE}")
+        raise RuntimeError(f"{reason}, and {self._advice}")
+
+
+class MatchingForward(BatchInvariantForward):
+    """The forward of a package that adds as Triton does. form: as of `form_of`."""
+
+    _advice = (
+        "no other adds as vLLM's does. Leave `matches` out, or tune this operation again for a GPU "
+        "of sm_90a, for which alone that order was read off"
+    )
+
+    def __init__(self, folder: Path, form: str) -> None:
+        super().__init__(folder)
+        if self.table is not None:
+            kernels = tuple(k for k in self._tiles if k.config["form"] == form)
+            self.table = TileTable(self.table.target, fallback=kernels)
+
+
+class InvariantNorm(Norm):
+    """The norm of a batch-invariant package, and those beside it that match another."""
+
+    def __init__(self, server: Server, forward: Forward, operators: Operators) -> None:
+        super().__init__(server, forward, operators)
+        self._server = server
+        self._by_name: dict[str, MatchingNorm] = {}
+        self._by_form: dict[str, MatchingNorm] = {}
+        self._lock = Lock()
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+        *,
+        weight_offset: float = 0.0,
+        residual: torch.Tensor | None = None,
+        matches: str | None = None,
+    ) -> Any:
+        """As `Norm.rms_norm`, by batch-invariant kernels.
+
+        Args:
+            x, weight, eps, weight_offset, residual: as there.
+            matches: "vllm" for the bits of vLLM's batch-invariant `rms_norm` on this GPU, as the
+                Triton compiles it that is installed here, or "vllm-triton3.7" as that version
+                does. The gradients are the package's, from the rstd of this forward. The weight
+                has x's dtype then, and there is no offset and no residual.
+
+        Returns:
+            As there.
+
+        Raises:
+            TypeError, ValueError: if the arguments do not fit together.
+            RuntimeError: if there is no such kernel for a call on a GPU, or no Triton for "vllm".
+        """
+        if matches is None:
+            return super().rms_norm(x, weight, eps, weight_offset=weight_offset, residual=residual)
+        norm = self.matching(matches)
+        return norm.rms_norm(x, weight, eps, weight_offset=weight_offset, residual=residual)
+
+    def matching(self, name: str) -> Norm:
+        """The norm whose forward has the bits that `name` stands for; see `rms_norm`."""
+        found = self._by_name.get(name)
+        return self._make(name) if found is None else found
+
+    def forwards(self) -> tuple[Forward, ...]:
+        return (self.forward, *(norm.forward for norm in tuple(self._by_form.values())))
+
+    def _make(self, name: str) -> MatchingNorm:
+        form, server = form_of(name), self._server
+        with self._lock:
+            if form not in self._by_form:
+                forward = MatchingForward(server.folder, form)
+                digest = f"{digest_of(server.folder, SCHEMAS)}_{form}"
+                operators = Operators(digest, forward, server._run, server._quick)
+                self._by_form[form] = MatchingNorm(server, forward, operators)
+                register_sharding(operators)
+            self._by_name[name] = self._by_form[form]
+            return self._by_form[form]
 
 
 class BatchInvariantPackage(Package):
@@ -61,6 +153,7 @@ class BatchInvariantPackage(Package):
     RuntimeError. Off the GPU the formula serves, which promises nothing of the kind."""
 
     _forward_class = BatchInvariantForward
+    _norm_class = InvariantNorm
     _invariant = True
     _sm_margin = 0
 

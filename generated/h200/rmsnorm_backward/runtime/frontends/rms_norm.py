@@ -124,6 +124,18 @@ class Norm:
         y = y + bias.to(y.dtype)
         return (y, *stream) if stream else y
 
+    def forwards(self) -> tuple[Forward, ...]:
+        """Those that serve this norm, and others that were asked of it."""
+        return (self.forward,)
+
+    def matching(self, name: str) -> Norm:
+        """The norm beside this one whose forward has the bits of another implementation. Raises
+        ValueError."""
+        raise ValueError(
+            f"matches={name!r} needs batch-invariant kernels: take the norm from "
+            "normforge.batch_invariant"
+        )
+
     def _watched(
         self,
         x: torch.Tensor,
