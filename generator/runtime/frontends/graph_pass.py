@@ -3,8 +3,9 @@
 A graph that `make_fx` traced without decompositions (as graph trainers do) holds RMSNorm as
 `aten._fused_rms_norm.default` and `aten._fused_rms_norm_backward.default` with their getitem users;
 the operators of other norms are those that `NormOperators.aten` says. `route` gives them to a
-package's operators. `tag` marks them, getitems included, for `torch.fx.passes.regional_inductor`,
-which compiles what is marked and leaves the rest as it is.
+package's operators, and additions of a residual stream with them. `tag` marks them, getitems
+included, for `torch.fx.passes.regional_inductor`, which compiles what is marked and leaves the rest
+as it is.
 
 Plain torch.compile decomposes these operators before any pass can see them; `make_backend` is an
 Inductor that keeps them, and routes them.
@@ -17,11 +18,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
+from .additions import fold_additions
 from .operators import NormOperators, Operators
 from .routes import MARK, getitems
 
@@ -82,29 +84,41 @@ def tag(
     return module
 
 
+class Counts(NamedTuple):
+    """How many nodes of norms, and additions before or after them, a package was given."""
+
+    norms: int
+    additions: int
+
+    def tell(self, operators: NormOperators) -> None:
+        if any(self):
+            given = (self.norms, operators.norm, operators.namespace, self.additions)
+            _log.info("gave %d %s nodes to %s; additions folded: %d", *given)
+
+
 def route(module: GraphModule, operators: NormOperators) -> GraphModule:
-    """Replace every norm over the last dimension by the operators of a package."""
-    count = 0
+    """Replace every norm over the last dimension by the operators of a package, together with the
+    additions that `fold_additions` folds into them."""
+    counts = []
     for each in graph_modules(module):
-        replaced = route_graph(each.graph, operators)
-        if replaced:
+        counts.append(route_graph(each.graph, operators))
+        if any(counts[-1]):
             each.recompile()
-        count += replaced
-    if count:
-        _log.info("gave %d %s nodes to %s", count, operators.norm, operators.namespace)
+    Counts(*map(sum, zip(*counts, strict=True))).tell(operators)
     return module
 
 
-def route_graph(graph: torch.fx.Graph, operators: NormOperators) -> int:
-    """`route` on a graph; how many nodes it replaced."""
-    replaced = 0
+def route_graph(graph: torch.fx.Graph, operators: NormOperators) -> Counts:
+    """`route` on a graph."""
+    norms = 0
     for node in find_norms(graph, operators):
         target: Any = node.target
         route_node = operators.routes.get(target._schema.name)
-        replaced += route_node is not None and route_node(node, operators)
-    if replaced:
+        norms += route_node is not None and route_node(node, operators)
+    counts = Counts(norms, fold_additions(graph, operators))
+    if any(counts):
         graph.lint()
-    return replaced
+    return counts
 
 
 def make_pass(
@@ -194,7 +208,7 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
 
         class RouteNorms(CustomGraphPass):
             def __call__(self, graph: torch.fx.Graph) -> None:
-                route_graph(graph, operators)
+                route_graph(graph, operators).tell(operators)
 
             def uuid(self) -> str:
                 return key

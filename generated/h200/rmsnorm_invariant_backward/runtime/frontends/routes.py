@@ -23,10 +23,11 @@ def getitems(node: Node) -> list[Node]:
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
-    """The arguments of a node by the names of its operator's schema."""
+    """The arguments of a node by the names of its operator's schema, in that order."""
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {name: given[name] for name in names if name in given}
 
 
 def takes(x: Any, weight: Any, normalized_shape: Any) -> bool:
@@ -60,10 +61,13 @@ def _route_backward(node: Node, operators: Any) -> bool:
     return True
 
 
-def replace_node(node: Node, target: Any, arguments: tuple[Any, ...]) -> Node:
-    """Put a call of `target` in the place of a node. Its first results are the node's."""
+def replace_node(
+    node: Node, target: Any, arguments: tuple[Any, ...], place: Node | None = None
+) -> Node:
+    """Put a call of `target` in the place of a node, or before the node `place`. Its first results
+    are the node's."""
     graph = node.graph
-    with graph.inserting_before(node):
+    with graph.inserting_before(place or node):
         new = graph.call_function(target, arguments)
     new.meta = dict(node.meta)
     for each in (new, *getitems(node)):  # Inductor is not to take what is no norm of PyTorch's now
