@@ -471,7 +471,7 @@ def test_backend_decomposes_as_its_settings_say_all_but_norms(
 
     given: dict[str, Any] = {}
     monkeypatch.setattr(compile_fx, "compile_fx", lambda *_, **options: given.update(options))
-    make_backend(package.ops, fallback_random=fallback)(None, [])
+    make_backend(package.ops, fallback_random=fallback)(trace(none), [])
     with config.patch(fallback_random=fallback):
         wanted = set(select_decomp_table())
     with config.patch(fallback_random=not fallback):

@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .routes import arguments_of, getitems, replace_node
-
-_PLACE = ("custom", "recompute", "ac_graph_id", "partitioner_tag")
-"""What other passes and users write into meta, to say on which stream, in which region and in which
-half of a step a node runs, and whether it runs again in the backward."""
+from .graph_values import are_alike, in_one_place, is_contiguous, value_of
+from .routes import INPUTS, arguments_of, getitems, replace_node
 
 
 def fold_additions(graph: torch.fx.Graph, operators: Any) -> int:
@@ -75,6 +72,7 @@ def _fold_after(backward: Node) -> bool:
     if between is None or dresidual in between:
         return False
     backward.args, backward.kwargs = tuple({**given, "dresidual": dresidual}.values()), {}
+    backward.meta.pop(INPUTS, None)
     total.replace_all_uses_with(dx)
     backward.graph.erase_node(total)
     return True
@@ -88,41 +86,15 @@ def _terms(node: Any) -> tuple[Node, Node] | None:
     a, b = given["self"], given["other"]
     if given.get("alpha", 1) != 1 or not isinstance(a, Node) or not isinstance(b, Node):
         return None
-    total, *values = (each.meta.get("val") for each in (node, a, b))
-    if not isinstance(total, torch.Tensor) or not is_contiguous(total):
-        return None
-    return (a, b) if all(are_alike(value, total) for value in values) else None
-
-
-def are_alike(one: Any, two: torch.Tensor) -> bool:
-    """Whether a value is a tensor of this one's shape, dtype and device, whatever the sizes are
-    that symbols stand for."""
-    if not isinstance(one, torch.Tensor) or (one.dtype, one.device) != (two.dtype, two.device):
-        return False
-    return one.dim() == two.dim() and all(map(same_size, one.shape, two.shape))
-
-
-def same_size(one: Any, two: Any) -> bool:
-    """Whether two sizes are equal for every value of their symbols."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(one == two)
-
-
-def is_contiguous(tensor: torch.Tensor) -> bool:
-    """The same, of strides. A question to PyTorch would fix the symbols."""
-    step: Any = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if not same_size(size, 1) and not same_size(stride, step):
-            return False
-        step = step * size
-    return True
+    total = value_of(node)
+    alike = all(are_alike(value_of(each), total) for each in (a, b))
+    return (a, b) if alike and is_contiguous(total) else None
 
 
 def _between(first: Node, last: Node) -> set[Any] | None:
     """The nodes between two. None if one of them may change memory, or act in another way than by
     its results, or if the two run in different places."""
-    if any((first.meta.get(key) or None) != (last.meta.get(key) or None) for key in _PLACE):
+    if not in_one_place((first, last)):
         return None
     between = []
     node = first.next
@@ -136,7 +108,7 @@ def _are_pure(nodes: Iterable[Node]) -> bool:
     for node in nodes:
         if node.op in ("placeholder", "get_attr") or node.target is operator.getitem:
             continue
-        if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
+        if isinstance(value_of(node), torch.SymInt | torch.SymFloat | torch.SymBool):
             continue
         schema = getattr(node.target, "_schema", None)
         if schema is None or schema.is_mutable or not schema.returns or node.is_impure():

@@ -3,9 +3,9 @@
 A graph that `make_fx` traced without decompositions (as graph trainers do) holds RMSNorm as
 `aten._fused_rms_norm.default` and `aten._fused_rms_norm_backward.default` with their getitem users;
 the operators of other norms are those that `NormOperators.aten` says. `route` gives them to a
-package's operators, and additions of a residual stream with them. `tag` marks them, getitems
-included, for `torch.fx.passes.regional_inductor`, which compiles what is marked and leaves the rest
-as it is.
+package's operators, and additions of a residual stream with them, and RMSNorms that are written
+out. `tag` marks them, getitems included, for `torch.fx.passes.regional_inductor`, which compiles
+what is marked and leaves the rest as it is.
 
 Plain torch.compile decomposes these operators before any pass can see them; `make_backend` is an
 Inductor that keeps them, and routes them.
@@ -24,6 +24,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .additions import fold_additions
+from .decomposed import replace_decomposed
 from .operators import NormOperators, Operators
 from .routes import MARK, getitems
 
@@ -96,9 +97,25 @@ class Counts(NamedTuple):
             _log.info("gave %d %s nodes to %s; additions folded: %d", *given)
 
 
+def route_decomposed(module: GraphModule, operators: NormOperators) -> GraphModule:
+    """Replace the RMSNorms that a graph writes out, as `replace_decomposed` says, if that is the
+    norm of the package."""
+    if isinstance(operators, Operators):
+        count = 0
+        for each in graph_modules(module):
+            replaced = replace_decomposed(each.graph, operators.rms_norm)
+            if replaced:
+                each.recompile()
+            count += replaced
+        if count:
+            _log.info("gave %d written-out RMSNorms to %s", count, operators.namespace)
+    return module
+
+
 def route(module: GraphModule, operators: NormOperators) -> GraphModule:
     """Replace every norm over the last dimension by the operators of a package, together with the
     additions that `fold_additions` folds into them."""
+    route_decomposed(module, operators)
     counts = []
     for each in graph_modules(module):
         counts.append(route_graph(each.graph, operators))
@@ -192,8 +209,8 @@ def _refuse_other(given: Any) -> None:
 
 def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[..., Any]:
     """A backend for torch.compile: Inductor with these settings, but what `route` takes of the norm
-    stays whole and is this package's. Inductor's caches keep what it compiles under keys that have
-    `cache_key` in them.
+    stays whole and is this package's, and so are RMSNorms that are written out. Inductor's caches
+    keep what it compiles under keys that have `cache_key` in them.
 
     Raises ValueError where post_grad_custom_pre_pass is set, here or, once it compiles, in
     torch._inductor.config.
@@ -217,6 +234,7 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
             _refuse_other(getattr(config, _SLOT))
             table = Decompositions(operators)
         settings = {**inductor_configs, _SLOT: RouteNorms()}
+        route_decomposed(module, operators)
         return compile_fx(
             module, example_inputs, decompositions=table, config_patches=settings, **options
         )
