@@ -56,7 +56,9 @@ def present(given: Arguments) -> list[torch.Tensor]:
 
 @pytest.fixture
 def known() -> Backward:
-    return Backward(device="")
+    cache = Backward()
+    cache._device = ""
+    return cache
 
 
 def test_frequent_calls_are_found_in_turn(known: Backward) -> None:

@@ -140,8 +140,8 @@ class Package(DescribedServer):
         """A pass over traced training graphs, for graph trainers.
 
         Args:
-            how: `route` replaces every RMSNorm by this package's; `tag` marks it for
-                torch.fx.passes.regional_inductor.
+            how: `route` replaces every RMSNorm by this package's, and folds additions of a
+                residual stream into it; `tag` marks it for torch.fx.passes.regional_inductor.
             inductor_configs: settings of torch._inductor.config for `tag`. By default Inductor
                 autotunes; None keeps the current settings.
 
@@ -152,8 +152,9 @@ class Package(DescribedServer):
         return make_pass(self.ops, how, inductor_configs)
 
     def inductor_backend(self, **inductor_configs: Any) -> Callable[..., Any]:
-        """A backend for torch.compile: Inductor, with every torch.nn.RMSNorm served by this
-        package. inductor_configs: settings of torch._inductor.config."""
+        """A backend for torch.compile: Inductor, with every torch.nn.RMSNorm, and RMSNorms that a
+        model writes out, served by this package. inductor_configs: settings of
+        torch._inductor.config."""
         return make_backend(self.ops, **inductor_configs)
 
     def patch(self, model: torch.nn.Module, casting: str | None = None) -> list[str]:

@@ -24,7 +24,7 @@ from ..table import MAX_ALIGNMENT, ForwardKernel
 from .dtensor import register_sharding
 from .matching import MatchingNorm, TileTable, form_of
 from .operators import SCHEMAS, Operators, digest_of
-from .rms_norm import Norm
+from .rms_norm import NO_INVARIANT_BIAS, Norm
 
 _ADVICE = (
     "the bits of any other kernel may depend on the batch. Tune this width (docs/determinism.md "
@@ -100,6 +100,7 @@ class InvariantNorm(Norm):
         weight: torch.Tensor | None = None,
         eps: float | None = None,
         *,
+        bias: torch.Tensor | None = None,
         weight_offset: float = 0.0,
         residual: torch.Tensor | None = None,
         matches: str | None = None,
@@ -108,6 +109,7 @@ class InvariantNorm(Norm):
 
         Args:
             x, weight, eps, weight_offset, residual: as there.
+            bias: None. A gradient that PyTorch sums depends on the batch.
             matches: "vllm" for the bits of vLLM's batch-invariant `rms_norm` on this GPU, as the
                 Triton compiles it that is installed here, or "vllm-triton3.7" as that version
                 does. The gradients are the package's, from the rstd of this forward. The weight
@@ -120,6 +122,8 @@ class InvariantNorm(Norm):
             TypeError, ValueError: if the arguments do not fit together.
             RuntimeError: if there is no such kernel for a call on a GPU, or no Triton for "vllm".
         """
+        if bias is not None:
+            raise ValueError(NO_INVARIANT_BIAS)
         if matches is None:
             return super().rms_norm(x, weight, eps, weight_offset=weight_offset, residual=residual)
         norm = self.matching(matches)

@@ -101,7 +101,7 @@ class LayerNormOperators(NormOperators):
     def __init__(self, digest: str, backward: Backward, quick: QuickCall) -> None:
         super().__init__(digest, LAYER_NORM_SCHEMAS, layer_norm_forward, backward, quick)
         operator = self.layer_norm = self._named("layer_norm")
-        self.layer_norm_backward = self._backward_operator
+        self.layer_norm_backward = self.backward_operator
         run: Callable[..., Any] = lambda *given: below_autograd(operator, given)  # noqa: E731
         node = layer_norm_node(run, self.backward)
         kernel = autograd_of(operator, self._layer_norm, node, layer_norm_forward)

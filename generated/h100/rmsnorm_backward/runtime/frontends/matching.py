@@ -97,12 +97,13 @@ class MatchingNorm(Norm):
         weight: torch.Tensor | None = None,
         eps: float | None = None,
         *,
+        bias: torch.Tensor | None = None,
         weight_offset: float = 0.0,
         residual: torch.Tensor | None = None,
     ) -> Any:
         """As Norm.rms_norm. Raises ValueError for what the other implementation does not have."""
         _check(x, weight, weight_offset, residual)
-        return super().rms_norm(x, weight, eps)
+        return super().rms_norm(x, weight, eps, bias=bias)
 
     def rmsnorm_forward(
         self,

@@ -85,8 +85,8 @@ class NormOperators:
             for device in ("CPU", "CUDA"):
                 self._library.impl(name, run, device)
             torch.library.register_fake(f"{self.namespace}::{name}", fake, lib=self._library)
-        self._backward_operator = self._named(name)
-        self._differentiate(name, autograd_of_backward(self._backward_operator, run))
+        self.backward_operator = self._named(name)
+        self._differentiate(name, autograd_of_backward(self.backward_operator, run))
 
     def _named(self, name: str) -> Any:
         return getattr(getattr(torch.ops, self.namespace), name).default
@@ -123,7 +123,7 @@ class NormOperators:
         need_dw = options.need_dw and given.weight is not None
         # What is compiled would ask at once for the gradient that is refused.
         with torch.no_grad() if is_dynamo_compiling() else nullcontext():
-            dx, dw, third = self._backward_operator(
+            dx, dw, third = self.backward_operator(
                 *(given.dy, given.x, given.rstd, given.weight, given.dresidual),
                 *(dw_dtype, options.weight_offset, options.need_dx, need_dw),
                 *(() if given.mean is None else (given.mean,)),
@@ -208,7 +208,7 @@ class Operators(NormOperators):
     ) -> None:
         super().__init__(digest, SCHEMAS, forward, backward, quick)
         self.rms_norm, self.add_rms_norm = self._named("rms_norm"), self._named("add_rms_norm")
-        self.rms_norm_backward = self._backward_operator
+        self.rms_norm_backward = self.backward_operator
         norm = autograd_of_norm(self.rms_norm, self._rms_norm, self.backward)
         self._differentiate("rms_norm", norm)
         add_norm = autograd_of_add_norm(self.add_rms_norm, self._add_rms_norm, self.backward)

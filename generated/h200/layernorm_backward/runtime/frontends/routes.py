@@ -9,8 +9,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from .graph_values import fake_value
+
 MARK = "compile_with_inductor"
 """What torch.fx.passes.regional_inductor looks for in a node's meta."""
+
+INPUTS = "eager_input_vals"
+"""Where AOTAutograd keeps the arguments of a node, whose layouts Inductor then keeps."""
 
 
 def getitems(node: Node) -> list[Node]:
@@ -23,10 +28,11 @@ def getitems(node: Node) -> list[Node]:
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
-    """The arguments of a node by the names of its operator's schema."""
+    """The arguments of a node by the names of its operator's schema, in that order."""
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {name: given[name] for name in names if name in given}
 
 
 def takes(x: Any, weight: Any, normalized_shape: Any) -> bool:
@@ -60,35 +66,26 @@ def _route_backward(node: Node, operators: Any) -> bool:
     return True
 
 
-def replace_node(node: Node, target: Any, arguments: tuple[Any, ...]) -> Node:
-    """Put a call of `target` in the place of a node. Its first results are the node's."""
+def replace_node(
+    node: Node, target: Any, arguments: tuple[Any, ...], place: Node | None = None
+) -> Node:
+    """Put a call of `target` in the place of a node, or before the node `place`. Its first results
+    are the node's."""
     graph = node.graph
-    with graph.inserting_before(node):
+    with graph.inserting_before(place or node):
         new = graph.call_function(target, arguments)
     new.meta = dict(node.meta)
     for each in (new, *getitems(node)):  # Inductor is not to take what is no norm of PyTorch's now
         if MARK in (each.meta.get("custom") or {}):
             each.meta["custom"] = {k: v for k, v in each.meta["custom"].items() if k != MARK}
-    new.meta.pop("val", None)
-    value = _fake_value(target, arguments)
+    for stale in ("val", INPUTS):
+        new.meta.pop(stale, None)
+    value = fake_value(target, arguments)
     if value is not None:
         new.meta["val"] = value
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     return new
-
-
-def _fake_value(target: Any, arguments: tuple[Any, ...]) -> Any:
-    """What the call gives, on the values that tracing left in the nodes; None without them."""
-    values = [a.meta.get("val") if isinstance(a, Node) else a for a in arguments]
-    missing = any(
-        isinstance(a, Node) and value is None for a, value in zip(arguments, values, strict=True)
-    )
-    modes = [mode for value in values if (mode := getattr(value, "fake_mode", None)) is not None]
-    if missing or not modes or any(mode is not modes[0] for mode in modes):
-        return None
-    with modes[0]:
-        return target(*values)
 
 
 Routes = Mapping[str, Callable[[Node, Any], bool]]

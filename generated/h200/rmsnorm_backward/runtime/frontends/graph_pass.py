@@ -3,8 +3,9 @@
 A graph that `make_fx` traced without decompositions (as graph trainers do) holds RMSNorm as
 `aten._fused_rms_norm.default` and `aten._fused_rms_norm_backward.default` with their getitem users;
 the operators of other norms are those that `NormOperators.aten` says. `route` gives them to a
-package's operators. `tag` marks them, getitems included, for `torch.fx.passes.regional_inductor`,
-which compiles what is marked and leaves the rest as it is.
+package's operators, and additions of a residual stream with them, and RMSNorms that are written
+out. `tag` marks them, getitems included, for `torch.fx.passes.regional_inductor`, which compiles
+what is marked and leaves the rest as it is.
 
 Plain torch.compile decomposes these operators before any pass can see them; `make_backend` is an
 Inductor that keeps them, and routes them.
@@ -17,11 +18,13 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
+from .additions import fold_additions
+from .decomposed import replace_decomposed
 from .operators import NormOperators, Operators
 from .routes import MARK, getitems
 
@@ -82,29 +85,57 @@ def tag(
     return module
 
 
-def route(module: GraphModule, operators: NormOperators) -> GraphModule:
-    """Replace every norm over the last dimension by the operators of a package."""
-    count = 0
-    for each in graph_modules(module):
-        replaced = route_graph(each.graph, operators)
-        if replaced:
-            each.recompile()
-        count += replaced
-    if count:
-        _log.info("gave %d %s nodes to %s", count, operators.norm, operators.namespace)
+class Counts(NamedTuple):
+    """How many nodes of norms, and additions before or after them, a package was given."""
+
+    norms: int
+    additions: int
+
+    def tell(self, operators: NormOperators) -> None:
+        if any(self):
+            given = (self.norms, operators.norm, operators.namespace, self.additions)
+            _log.info("gave %d %s nodes to %s; additions folded: %d", *given)
+
+
+def route_decomposed(module: GraphModule, operators: NormOperators) -> GraphModule:
+    """Replace the RMSNorms that a graph writes out, as `replace_decomposed` says, if that is the
+    norm of the package."""
+    if isinstance(operators, Operators):
+        count = 0
+        for each in graph_modules(module):
+            replaced = replace_decomposed(each.graph, operators.rms_norm)
+            if replaced:
+                each.recompile()
+            count += replaced
+        if count:
+            _log.info("gave %d written-out RMSNorms to %s", count, operators.namespace)
     return module
 
 
-def route_graph(graph: torch.fx.Graph, operators: NormOperators) -> int:
-    """`route` on a graph; how many nodes it replaced."""
-    replaced = 0
+def route(module: GraphModule, operators: NormOperators) -> GraphModule:
+    """Replace every norm over the last dimension by the operators of a package, together with the
+    additions that `fold_additions` folds into them."""
+    route_decomposed(module, operators)
+    counts = []
+    for each in graph_modules(module):
+        counts.append(route_graph(each.graph, operators))
+        if any(counts[-1]):
+            each.recompile()
+    Counts(*map(sum, zip(*counts, strict=True))).tell(operators)
+    return module
+
+
+def route_graph(graph: torch.fx.Graph, operators: NormOperators) -> Counts:
+    """`route` on a graph."""
+    norms = 0
     for node in find_norms(graph, operators):
         target: Any = node.target
         route_node = operators.routes.get(target._schema.name)
-        replaced += route_node is not None and route_node(node, operators)
-    if replaced:
+        norms += route_node is not None and route_node(node, operators)
+    counts = Counts(norms, fold_additions(graph, operators))
+    if any(counts):
         graph.lint()
-    return replaced
+    return counts
 
 
 def make_pass(
@@ -178,8 +209,8 @@ def _refuse_other(given: Any) -> None:
 
 def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[..., Any]:
     """A backend for torch.compile: Inductor with these settings, but what `route` takes of the norm
-    stays whole and is this package's. Inductor's caches keep what it compiles under keys that have
-    `cache_key` in them.
+    stays whole and is this package's, and so are RMSNorms that are written out. Inductor's caches
+    keep what it compiles under keys that have `cache_key` in them.
 
     Raises ValueError where post_grad_custom_pre_pass is set, here or, once it compiles, in
     torch._inductor.config.
@@ -194,7 +225,7 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
 
         class RouteNorms(CustomGraphPass):
             def __call__(self, graph: torch.fx.Graph) -> None:
-                route_graph(graph, operators)
+                route_graph(graph, operators).tell(operators)
 
             def uuid(self) -> str:
                 return key
@@ -203,6 +234,7 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
             _refuse_other(getattr(config, _SLOT))
             table = Decompositions(operators)
         settings = {**inductor_configs, _SLOT: RouteNorms()}
+        route_decomposed(module, operators)
         return compile_fx(
             module, example_inputs, decompositions=table, config_patches=settings, **options
         )
