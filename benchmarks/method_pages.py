@@ -36,6 +36,24 @@ def ranks(name: str) -> str:
     return table((*header, "strategy", "launches"), rows)
 
 
+def unseen_gpus() -> str:
+    """How well the trials of a GPU are ranked by what was learned on the other one."""
+    rows = []
+    for gpu, document in sorted(read("prediction_gpus").items()):
+        found, facts = document["summaries"]["with correction and prior"], document["facts"]
+        rows.append(
+            (
+                f"{gpu.upper()}, {found['shapes']}",
+                f"{found['spearman']:.2f}",
+                *(percent(found[key], 1) for key in ("first", "first_worst", "of_five")),
+                *(percent(found[key]) for key in ("strategy", "launches")),
+                percent(facts["error_at_choices"], 1),
+            )
+        )
+    header = ("GPU, shapes", "Spearman", "first", "worst", "best of five", "strategy", "launches")
+    return table((*header, "error of the choice"), rows)
+
+
 def prediction_errors() -> str:
     """How far times and floors are off, and how far the correction goes."""
     facts = [read(name)["facts"] for name in SCORES.values()]
@@ -95,9 +113,9 @@ def noisy_trials() -> str:
     return f"Of the {trials:,} trials of `generated/h200`, {noisy} stayed noisy."
 
 
-def tuned_ratios(operation: str) -> dict[tuple[int, int, str], float]:
-    """Times over the floor in the finals of the H200's winners, without options, by M, N, dtype."""
-    tuned = generated("h200", operation, "table.json")["tuned"]
+def tuned_ratios(operation: str, gpu: str = "h200") -> dict[tuple[int, int, str], float]:
+    """Times over the floor in the finals of a GPU's winners, without options, by M, N, dtype."""
+    tuned = generated(gpu, operation, "table.json")["tuned"]
     return {
         (entry["M"], entry["N"], entry["dtype"]): facts["ratio"]
         for entry in tuned
@@ -145,10 +163,12 @@ def stress() -> str:
         ("launches of correct kernels", f"{sum(row['launches'] for row in real):,}"),
         ("of these, with different bits", str(sum(row["differing"] for row in real))),
     ]
-    for row in found["rows"]:
-        if row["planted"]:
-            share = f"{row['differing']:,} of {row['launches']:,} launches with different bits"
-            lines.append((f"planted in `{row['strategy']}`: {row['planted']}", share))
+    planted = [row for row in found["rows"] if row["planted"]]
+    for bug in dict.fromkeys((row["strategy"], row["planted"]) for row in planted):
+        rows = [row for row in planted if (row["strategy"], row["planted"]) == bug]
+        differing, launches = (sum(row[key] for row in rows) for key in ("differing", "launches"))
+        share = f"{differing:,} of {launches:,} launches with different bits"
+        lines.append((f"planted in `{bug[0]}`: {bug[1]}", share))
     lines += [(f"compute-sanitizer, {tool}", said) for tool, said in found["sanitizer"].items()]
     return table([f"{len(real)} kernels", "result"], lines)
 
@@ -157,6 +177,7 @@ METHOD_BLOCKS: dict[str, Callable[[], str]] = {
     "stress": stress,
     "prediction_ranks": partial(ranks, SCORES["RMSNorm"]),
     "prediction_ranks_layernorm": partial(ranks, SCORES["LayerNorm"]),
+    "prediction_gpus": unseen_gpus,
     "prediction_errors": prediction_errors,
     "search_replay": search_replay,
     "bit_exact": bit_exact,
