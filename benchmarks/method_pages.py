@@ -12,16 +12,16 @@ from benchmarks.page_text import generated, read, table
 from benchmarks.search_replay.replay import CLOSE
 from generator.paths import GENERATED
 
-SCORES = {"RMSNorm": "prediction_h200", "LayerNorm": "prediction_layernorm_h200"}
+SCORES = {"RMSNorm": "prediction_widths", "LayerNorm": "prediction_layernorm"}
 
 
 def percent(value: float, digits: int = 0) -> str:
     return f"{100 * value:.{digits}f} %"
 
 
-def ranks(name: str) -> str:
-    """How well predictions rank the trials of an operation's studies."""
-    summaries = read(name)["summaries"]
+def ranks(name: str, gpu: str = "h200") -> str:
+    """How well predictions rank the trials of an operation's studies on a GPU."""
+    summaries = read(name)[gpu]["summaries"]
     rows = [
         (
             model,
@@ -31,7 +31,7 @@ def ranks(name: str) -> str:
         )
         for model, found in summaries.items()
     ]
-    shapes = f"{next(iter(summaries.values()))['shapes']} shapes"
+    shapes = f"{gpu.upper()}, {next(iter(summaries.values()))['shapes']} shapes"
     header = (shapes, "Spearman", "near the best", "first", "worst", "best of five")
     return table((*header, "strategy", "launches"), rows)
 
@@ -56,7 +56,7 @@ def unseen_gpus() -> str:
 
 def prediction_errors() -> str:
     """How far times and floors are off, and how far the correction goes."""
-    facts = [read(name)["facts"] for name in SCORES.values()]
+    facts = [read(name)["h200"]["facts"] for name in SCORES.values()]
 
     def floors(which: str) -> list[str]:
         return [percent(each["floors_over_predicted"][which], 1) for each in facts]
@@ -176,6 +176,7 @@ def stress() -> str:
 METHOD_BLOCKS: dict[str, Callable[[], str]] = {
     "stress": stress,
     "prediction_ranks": partial(ranks, SCORES["RMSNorm"]),
+    "prediction_ranks_h100": partial(ranks, SCORES["RMSNorm"], "h100"),
     "prediction_ranks_layernorm": partial(ranks, SCORES["LayerNorm"]),
     "prediction_gpus": unseen_gpus,
     "prediction_errors": prediction_errors,

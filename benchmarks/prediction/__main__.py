@@ -1,7 +1,7 @@
 """Score the predictions, or fit the correction that they learn.
 
-python -m benchmarks.prediction score --out benchmarks/results/prediction_h200.json
-python -m benchmarks.prediction score --studies generated/h200 --studies generated/h100 --leave gpu
+python -m benchmarks.prediction score --out benchmarks/results/prediction_widths.json
+python -m benchmarks.prediction score --leave gpu --out benchmarks/results/prediction_gpus.json
 python -m benchmarks.prediction score --op layernorm_backward
 python -m benchmarks.prediction fit
 
@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.command import command_line, exit_code
 from benchmarks.prediction.fit import examples, fit_all, held_out
 from benchmarks.prediction.score import least, preferred, score, summary, table
-from benchmarks.prediction.shapes import Shape, Trial, physical, read_shapes
+from benchmarks.prediction.shapes import MEASURED, Shape, Trial, physical, read_shapes
 from benchmarks.results import write_json, write_text
 from generator.errors import NormforgeError
 from generator.evaluate.predict.evaluator import described
@@ -141,7 +141,7 @@ def score_command(shapes: Sequence[Shape], group: Group, out: Path | None) -> in
         print(f"{gpu}:", end=" ")
         documents[gpu] = _scored([shapes[p] for p in own], [learned[p] for p in own], priors)
     if out is not None:
-        write_json(out, documents if len(documents) > 1 else next(iter(documents.values())))
+        write_json(out, documents)
     return 0
 
 
@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
         "--studies",
         type=Path,
         action="append",
-        help="a folder with measured studies, any number of times (default: generated/h200)",
+        help="a folder with measured studies, any number of times (default: those in generated/)",
     )
     parser.add_argument(
         "--op",
@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
         help="of score: what the model that scores a shape has not seen (default: its width)",
     )
     args = parser.parse_args(argv)
-    folders = args.studies or [GENERATED / "h200"]
+    folders = args.studies or [GENERATED / gpu for gpu in MEASURED]
 
     def run() -> int:
         if args.command == "fit":

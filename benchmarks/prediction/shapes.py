@@ -20,6 +20,9 @@ from generator.studies.reader import Study, read_studies
 from generator.studies.records import Record
 from generator.target import Target, find_target
 
+MEASURED = ("h200", "h100")
+"""GPUs with committed studies that were measured."""
+
 
 @dataclass(frozen=True)
 class Trial:

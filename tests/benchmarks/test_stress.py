@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks import stress
-from benchmarks.stress import CONTROLS, DELAY, build, sanitize, variants, with_delays
+from benchmarks.stress import SANITIZED_ROWS, sanitize
+from benchmarks.stress_kernels import CONTROLS, DELAY, PROBLEMS, build, variants, with_delays
 from generator.emulate.check import check_source
 from generator.errors import NormforgeError
 from generator.kernels.render import render
@@ -115,10 +116,8 @@ def test_kernels_under_the_sanitizer_pass_in_the_executor(
     for variant, bug in drawn:
         if bug or not variant.operation.startswith(operation):
             continue
-        problem = next(
-            p for p in stress.PROBLEMS if (p.operation, p.N) == (variant.operation, variant.N)
-        )
-        problem = replace(problem, M=stress.SANITIZED_ROWS)
+        problem = next(p for p in PROBLEMS if (p.operation, p.N) == (variant.operation, variant.N))
+        problem = replace(problem, M=SANITIZED_ROWS)
         spec = variant.spec(H200.sms)
         launch = plan_launch(spec, problem.M)
         checked = check_source(render(variant), spec, launch, problem, schedules=1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.prediction.fit import examples, fit_all
 from benchmarks.prediction.score import least, score
-from benchmarks.prediction.shapes import Shape, physical, read_shapes
+from benchmarks.prediction.shapes import MEASURED, Shape, physical, read_shapes
 from generator.evaluate.predict.correction import BOUND
 from generator.evaluate.predict.evaluator import Predictor
 from generator.evaluate.predict.fitted import FITTED_FILE, Fitted, bare, load_fitted, model_revision
@@ -35,7 +35,7 @@ PLAIN = Problem.parse("4096x4096:bf16")
 
 @pytest.fixture(scope="module")
 def shapes() -> list[Shape]:
-    return read_shapes([GENERATED / "h200"])
+    return read_shapes([GENERATED / gpu for gpu in MEASURED])
 
 
 def test_fitted_file_is_of_the_committed_studies() -> None:
