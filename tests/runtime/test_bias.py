@@ -116,12 +116,26 @@ def test_module_of_a_time_before_the_bias_runs(package: Package) -> None:
     assert "bias" not in repr(norm)
 
 
+def test_bias_that_a_module_is_given_later_is_added(package: Package) -> None:
+    norm, x = package.RMSNorm(16), randn(6, 16)
+    plain = norm(x)
+    norm.bias = torch.nn.Parameter(randn(16, seed=3))
+    assert torch.equal(norm(x), plain + norm.bias)
+    norm.bias = None
+    assert torch.equal(norm(x), plain)
+
+
 def test_what_does_not_fit_is_named(package: Package) -> None:
     x, weight = randn(6, 16), randn(16)
     with pytest.raises(ValueError, match=r"bias must have shape \(16,\), got \(1,\)"):
         package.rms_norm(x, weight, bias=randn(1))
     with pytest.raises(ValueError, match=r"bias must have shape \(16,\), got \(6, 16\)"):
         package.rms_norm(x, None, bias=x)
+    with pytest.raises(ValueError, match="bias is on meta and x on cpu"):
+        package.rms_norm(x, weight, bias=weight.to("meta"))
+    for bias, kind in (([0.0] * 16, "list"), (weight.int(), "int32"), (weight.cfloat(), "complex")):
+        with pytest.raises(TypeError, match=f"a tensor of a floating dtype, got .*{kind}"):
+            package.rms_norm(x, weight, bias=bias)
 
 
 def test_batch_invariant_norms_have_none(

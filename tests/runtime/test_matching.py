@@ -116,6 +116,14 @@ def test_module_refuses_what_vllm_does_not_have() -> None:
         norm(torch.ones(2, 64), residual=torch.ones(2, 64))
 
 
+def test_what_is_no_tensor_is_named_or_traced() -> None:
+    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor, got list"):
+        batch_invariant.rms_norm([1.0], torch.ones(1), matches=NAMED)
+    norm, x = batch_invariant.RMSNorm(64, matches=NAMED), torch.randn(4, 64)
+    traced = torch.fx.symbolic_trace(torch.nn.Sequential(norm))
+    assert torch.allclose(traced(x), norm(x), atol=1e-6)
+
+
 def test_only_batch_invariant_norms_match_another() -> None:
     with pytest.raises(ValueError, match="needs batch-invariant kernels"):
         normforge.RMSNorm(64, matches=NAMED)

@@ -247,7 +247,8 @@ def without_gradient(
     run: Callable[[Arguments, Options], Results], given: Arguments, options: Options
 ) -> Results:
     """The results of `run` for tensors that want a gradient: who asks one of them for it gets an
-    error, not a gradient in which this call is missing. `dw_out` is left as it is."""
+    error, not a gradient in which this call is missing. `dw_out` and `dx_out` are left as they
+    are."""
     with torch.no_grad():
         results = run(given, options)
     kept = [id(tensor) for tensor in vars(given).values()]

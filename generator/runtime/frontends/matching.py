@@ -127,7 +127,8 @@ def _check(x: Any, weight: Any, weight_offset: float, residual: Any) -> None:
             "with `matches` there is no residual: vLLM adds it in another kernel. Add it before: "
             "h = x + residual, then rms_norm(h, ...)"
         )
-    if weight is not None and weight.dtype != x.dtype:
+    tensors = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
+    if tensors and weight.dtype != x.dtype:  # torch.fx traces with objects that are none
         raise ValueError(
             f"with `matches`, the weight must have x's dtype, {x.dtype}, got {weight.dtype}"
         )

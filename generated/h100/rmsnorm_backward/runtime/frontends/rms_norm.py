@@ -119,6 +119,11 @@ class Norm:
         y, *stream = results if isinstance(results, tuple) else (results,)
         if isinstance(y, torch.Tensor):  # torch.fx traces with objects that are none
             shape = y.shape[-1:] if weight is None else weight.shape
+            if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
+                kind = bias.dtype if isinstance(bias, torch.Tensor) else type(bias).__name__
+                raise TypeError(f"bias must be a tensor of a floating dtype, got {kind}")
+            if bias.device != y.device:
+                raise ValueError(f"bias is on {bias.device} and x on {y.device}")
             if bias.shape not in (shape, shape[-1:]):
                 raise ValueError(f"bias must have shape {tuple(shape)}, got {tuple(bias.shape)}")
         y = y + bias.to(y.dtype)
