@@ -248,6 +248,11 @@ def everything(x: Any, w: Any) -> Any:
     return w * (x * torch.rsqrt(x.pow(2).mean((0, 1), keepdim=True) + EPS))
 
 
+def one_number(x: Any, w: Any) -> Any:
+    x = x.sum()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+
+
 def other_rows(x: Any, w: Any) -> Any:
     return w * (x.cos() * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
 
@@ -319,6 +324,7 @@ def transposed(x: Any, w: Any) -> Any:
 LEFT = (
     *(xhat_is_used, mean_is_used, rstd_is_returned, cube, other_power, columns, everything),
     *(
+        one_number,
         other_rows,
         eps_for_each_row,
         no_eps,
@@ -365,6 +371,15 @@ def test_products_with_what_is_no_weight_stay(package: Package, weight: Any, dty
     assert calls(graphs[0]) == [package.ops.rms_norm, operator.mul]
     assert found.dtype == wanted.dtype
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_of_a_batch_stay(package: Package) -> None:
+    """The operator has no rule for a batch of them, and PyTorch would call it for each."""
+    step = torch.vmap(SPELLINGS["power"], (None, 0))
+    run, graphs = compiled(package, step)
+    x, weights = rows(4, 16), randn(3, 16, seed=1)
+    torch.testing.assert_close(run(x, weights), step(x, weights), rtol=1e-5, atol=1e-5)
+    assert calls(graphs[0]).count(operator.mul) == 1
 
 
 def test_weights_with_a_rounded_offset_stay(package: Package) -> None:

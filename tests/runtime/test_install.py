@@ -8,6 +8,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,17 @@ def test_norms_over_two_dimensions_stay_with_pytorch(
     two = len(shape) > 1
     assert asked == ([] if two else ["quick", "route"])
     assert aten == (["backward", "backward"] if two else [])
+
+
+@pytest.mark.parametrize("mask", [[], [True], [True] * 3])
+def test_masks_of_another_length_stay_with_pytorch(
+    package: Package, aten: list[str], mask: list[bool]
+) -> None:
+    """It refuses them in its own words."""
+    x, w, rstd = randn(4, 16), randn(16), torch.ones(4, 1)
+    with routing_on_cpu(package).installed(), suppress(IndexError):
+        torch.ops.aten._fused_rms_norm_backward(x, x, [16], rstd, w, mask)
+    assert aten == ["backward"]
 
 
 def test_routing_serves_second_derivatives_by_pytorch(package: Package, aten: list[str]) -> None:

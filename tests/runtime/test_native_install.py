@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,17 @@ def test_what_is_not_wanted_is_not_computed(
     assert by_cpp == 0 and aten == []
     for one, other, computed in zip(found, wanted, mask, strict=True):
         assert torch.equal(one, other) if computed else one is None
+
+
+@pytest.mark.parametrize("mask", [[], [True], [True] * 3])
+def test_masks_of_another_length_stay_with_pytorch(
+    make: Any, machine: Machine, mask: Any, aten: list[str]
+) -> None:
+    package = make()
+    learned(package, by_backward)
+    with installation_of(package).installed(), suppress(IndexError):
+        assert who_served(machine, lambda: by_aten(**inputs(), mask=mask))[:2] == (0, 0)
+    assert aten == ["backward"]
 
 
 def test_norms_over_two_dimensions_stay_with_pytorch(

@@ -11,6 +11,7 @@ import torch
 
 from generator.runtime.api import Package
 from generator.runtime.launch.workspace import PER_THREAD
+from generator.runtime.native import plans
 from generator.runtime.serve.call_cache import CallCache
 from generator.runtime.spec import KernelSpec
 from tests.support.entry_points import equal_bits
@@ -32,6 +33,7 @@ from tests.support.native import (
     learned,
     leaves,
     rows,
+    shifted,
     started,
     who_served,
 )
@@ -62,10 +64,10 @@ def test_planted_scratch_of_somebody_else_is_noticed(machine: Machine, make: Any
     package, reference = make(SEPARATE), make(SEPARATE, on=False)
     learned(package)
     learned(reference)
-    plans = package._native.learn.__self__
+    learner = package._native.learn.__self__
     theirs = reference._workspaces.of_stream(0, 7).scratch
     for wrong, message in ((theirs, "memory of a call"), (12345, "nobody allocated")):
-        plans._store.set_scratch(0, 7, wrong)
+        learner._store.set_scratch(0, 7, wrong)
         by_autograd(package, **inputs())
         by_autograd(reference, **inputs())
         with pytest.raises(AssertionError, match=message):
@@ -289,18 +291,28 @@ def test_shapes_of_the_same_rows_share_a_plan(machine: Machine, make: Any) -> No
 
 
 @entry_points
-def test_forgotten_backwards_go_to_python_once_and_are_learned_again(
-    machine: Machine, make: Any, entry_point: EntryPoint
+def test_another_variant_of_backwards_goes_to_python_once_and_is_learned(
+    machine: Machine, make: Any, entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `set_sm_margin` needs it, whose next launches have another grid."""
     package = make()
+    monkeypatch.setattr(plans, "_MOST_PLANS", 8)
     learned(package, entry_point)
-    package._native.forget()
-    package._calls = CallCache()
-    package._calls._device = ""
+
+    def vary(variant: int) -> None:
+        package._native.vary(variant)
+        package._calls = CallCache()
+        package._calls._device = ""
+
+    vary(16)
     served = []
     for _ in range(5):
         by_cpp, by_python, _ = who_served(machine, lambda: entry_point(package, **inputs()))
         served.append((by_cpp, by_python))
     assert served[0] == (0, 1)
     assert served[-1] == (1, 0)
+    shift = inputs(x=shifted(6, 1024))
+    for turn in range(20):  # nothing has to be learned again
+        vary(16 * (turn % 2))
+        assert who_served(machine, lambda: entry_point(package, **shift))[0] == 0
+        assert who_served(machine, lambda: entry_point(package, **inputs()))[:2] == (1, 0)

@@ -42,7 +42,7 @@ class Native:
     (dx, dw), or None for what it does not serve. take: for `Installation.use_native`, puts a kernel
     of PyTorch's backward before a function. learn: takes a quick call that has just served.
     reserve: (device, stream, launch) takes the memory that learning such a call would take.
-    forget: () ends what was learned of backwards.
+    vary: (variant) chooses what was learned of backwards under this number, first 0.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Native:
         self.take: Callable[[Callable[..., Any]], Any] | None = None
         self.learn: Callable[[Any], None] | None = None
         self.reserve: Callable[[int, int, Launch], None] | None = None
-        self.forget: Callable[[], None] | None = None
+        self.vary: Callable[[int], None] | None = None
         self._lock = threading.Lock()
 
     def start(
@@ -78,7 +78,7 @@ class Native:
             self.learn, self.reserve = plans.learn, plans.reserve
             forward.native, forward.learn = store.forward, plans.learn_forward
             store.take_operators(namespace)
-            self.take, self.forget = store.take_backward, plans.forget
+            self.take, self.vary = store.take_backward, plans.vary
             self.backward, self.norm = store.backward, store.norm
 
 

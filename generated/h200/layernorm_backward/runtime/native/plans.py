@@ -52,8 +52,8 @@ class Plans:
 
     def __init__(self, store: Any) -> None:
         self._store, self._workspaces = store, Workspaces()
-        self._seen: set[tuple[Any, int]] = set()
-        self._made = 0  # all that were seen, forgotten ones too
+        self._seen: set[tuple[Any, ...]] = set()  # what C++ knows plans by
+        self._variants = [0, 0, 0]
         self._needed: dict[tuple[int, int], int] = {}  # words of scratch, by device and stream
 
     def learn(self, quick: Any) -> None:
@@ -64,47 +64,48 @@ class Plans:
         call = getattr(quick, "slow", None)
         if call is None or not _is_dense(call):
             return
-        stream = self._is_new(call, call.device)
-        if stream is not None:
+        rows, columns, dtype = call.extent.rows, call.extent.columns, call.dx_size[2]
+        key = self._new_key(_BACKWARD, call.device, rows, columns, dtype, call.dw_size[2])
+        if key is not None:
             with suppress(RuntimeError):  # no memory for another workspace: Python has one
-                self._add(call, stream)
+                self._add(call, key)
 
     def learn_forward(self, call: Any) -> None:
         """The same of a forward. call: what its call cache has."""
         facts = getattr(call, "facts", None)
         if facts is None:
             return
-        stream = self._is_new(call, facts.device)
-        if stream is None:
-            return
         kernel, rows, columns = facts.kernel, facts.fixed[0], facts.fixed[4]
+        kind = _ADD_FORWARD if facts.with_residual else _FORWARD
+        key = self._new_key(kind, facts.device, rows, columns, *facts.dtypes)
+        if key is None:
+            return
         function = kernel.load(facts.device)[facts.with_residual]
-        config = kernel.main_config(kernel.spec.grid(rows), stream)
+        config = kernel.main_config(kernel.spec.grid(rows), key[3])
         keep((config, function))
         main = (int(config.getPtr()), int(function), _words([0]))
-        kind = _ADD_FORWARD if facts.with_residual else _FORWARD
         block = (pack_arguments(*facts.fixed), b"")
-        self._store.add(
-            *(kind, facts.device, stream, rows, columns, *facts.dtypes, *block, main, (0, 0, b""))
-        )
+        self._store.add(*key, *block, main, (0, 0, b""))
 
-    def _is_new(self, call: Any, device: int) -> int | None:
-        """The current stream where a plan of this call is to be made, which is then not new."""
+    def _new_key(self, kind: int, device: int, *signature: Any) -> tuple[Any, ...] | None:
+        """What C++ is to know a plan of the current stream by, once for each that is to be made."""
         if current_device() != device:
             return None
         stream = raw_stream(device)
-        if (call, stream) in self._seen or self._made >= _MOST_PLANS:
+        key = (self._variants[kind], kind, device, stream, *signature)
+        if key in self._seen or len(self._seen) >= _MOST_PLANS:
             return None
         if stream == PER_THREAD or is_capturing():
             return None
-        self._seen.add((call, stream))
-        self._made += 1
-        return stream
+        self._seen.add(key)
+        return key
 
-    def forget(self) -> None:
-        """Backwards go to Python until they are learned again."""
-        self._store.forget_backwards()
-        self._seen.clear()
+    def vary(self, variant: int) -> None:
+        """Serve backwards by what is learned under this number. What was learned before serves
+        again when its number comes back: plans are never given back, and their number is limited.
+        """
+        self._variants[_BACKWARD] = variant
+        self._store.vary_backwards(variant)
 
     def reserve(self, device: int, stream: int, launch: Launch) -> None:
         """Make room for a launch on a stream, so that learning it takes no memory. Where there is
@@ -114,8 +115,8 @@ class Plans:
         with suppress(RuntimeError), self._paused(device, stream, launch):
             pass
 
-    def _add(self, call: Any, stream: int) -> None:
-        kernel, launch, device = call.kernel, call.launch, call.device
+    def _add(self, call: Any, key: tuple[Any, ...]) -> None:
+        kernel, launch, (device, stream) = call.kernel, call.launch, key[2:4]
         with self._paused(device, stream, launch) as workspace:
             main, second = kernel.load(device)
             block = argument_block(launch, call.extent, workspace.zeros, workspace.scratch)
@@ -126,12 +127,8 @@ class Plans:
                 sum_config = kernel.sum_config(launch.sum_grid, stream)
                 sum_words = (int(sum_config.getPtr()), int(second), _words(block.sum_at))
             keep((config, main, sum_config, second))
-            rows, columns = call.extent.rows, call.extent.columns
-            dtypes = (call.dx_size[2], call.dw_size[2])
             arguments = (block.values.raw, _words(block.scratch_at))
-            self._store.add(
-                _BACKWARD, device, stream, rows, columns, *dtypes, *arguments, main_words, sum_words
-            )
+            self._store.add(*key, *arguments, main_words, sum_words)
 
     @contextmanager
     def _paused(self, device: int, stream: int, launch: Launch) -> Iterator[StreamWorkspace]:

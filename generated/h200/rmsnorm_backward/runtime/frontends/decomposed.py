@@ -130,7 +130,7 @@ def _scale(x: Node, factor: Node) -> tuple[Node, float, set[Node]] | None:
         nodes |= {weight}
         weight = _cast(weight)
     rows, value = value_of(x), value_of(weight)
-    if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.device != rows.device:
+    if type(value) is not FakeTensor or value.dim() != 1 or value.device != rows.device:
         return None
     narrow = any(value_of(node).dtype != torch.float32 for node in nodes)
     if narrow or value.dtype not in (rows.dtype, torch.float32) or isinstance(offset, Node):
@@ -222,7 +222,7 @@ def _mean_over_rows(node: Any) -> Any:
     if given != {"keepdim": True} or not isinstance(rows, torch.Tensor):
         return None
     dims = tuple(dim) if isinstance(dim, list | tuple) else (dim,)
-    return x if dims in ((-1,), (rows.dim() - 1,)) else None
+    return x if rows.dim() and dims in ((-1,), (rows.dim() - 1,)) else None
 
 
 def _squared(node: Any) -> Any:

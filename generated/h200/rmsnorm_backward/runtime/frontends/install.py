@@ -46,7 +46,7 @@ def _rms_norm_backward(quick: Serve, route: Serve, leave: Callable[..., Any]) ->
         weight: torch.Tensor | None,
         output_mask: list[bool],
     ) -> Any:
-        if len(normalized_shape) == 1:
+        if len(normalized_shape) == 1 and len(output_mask) == 2:
             if output_mask == both and weight is not None:
                 results = quick(dy, x, rstd, weight)
                 if results is not None:

@@ -220,7 +220,7 @@ struct PyTorchsBackward : c10::OperatorKernel {
         const auto wanted = given[5].toBoolList().vec();
         Results results;
         const bool refused = at::GradMode::is_enabled() && (dy.requires_grad() || x.requires_grad());
-        if (shape.size() == 1 && wanted[0] && wanted[1] && !refused) {
+        if (shape.size() == 1 && wanted == std::vector<bool>{true, true} && !refused) {
             const WithoutGil others_may_run;
             results = serve(store, dy, x, rstd, weight);
         }

@@ -59,7 +59,7 @@ struct Plan {
 
 enum Kind { kBackward, kForward, kAddForward };  // of calls, as plans.py numbers them
 
-// Of a plan. The first number is the kind's generation: plans of earlier ones serve no more.
+// Of a plan. The first number is the variant of the kind: plans of others do not serve now.
 using Key = std::tuple<int, int, int64_t, void*, int64_t, int64_t, at::ScalarType, at::ScalarType>;
 
 // The plans of one package. Like its operators it stays for the life of the process, and with it
@@ -71,7 +71,7 @@ struct Store {
     PyObject* gradients = nullptr;  // (dy, x, weight, rstd, eps, offset, dx?, dw?) -> (dx, dw)
     std::mutex mutex;               // of the maps; what is in them is never taken out
     std::map<Key, Plan> plans;
-    int generations[3] = {};
+    int variants[3] = {};  // of every kind, the one that serves
     std::map<std::pair<int64_t, void*>, Lane> lanes;
 };
 
@@ -144,7 +144,7 @@ Plan* plan_of(Store& store, Kind kind, std::initializer_list<const at::Tensor*> 
     Plan* plan = nullptr;
     {
         const std::lock_guard<std::mutex> lock(store.mutex);
-        const Key key(store.generations[kind], kind, index, stream, x.numel() / columns, columns,
+        const Key key(store.variants[kind], kind, index, stream, x.numel() / columns, columns,
                       x.scalar_type(), weight.scalar_type());
         const auto found = store.plans.find(key);
         if (found == store.plans.end()) return nullptr;
