@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -20,12 +18,14 @@ from generator.runtime.api import Package
 from generator.runtime.frontends.install import Installation
 from generator.runtime.serve.warn_once import WarnOnce
 from tests.support.entry_points import (
+    UNINSTALLS,
     aten_on_cpu,
     grads,
     leaf,
     randn,
     routing_on_cpu,
     same,
+    uninstall_while_it_waits,
     write_package,
 )
 
@@ -178,23 +178,8 @@ def test_backward_under_way_ends_as_it_began_when_another_thread_uninstalls(
         except RuntimeError as error:
             found.append(error)
 
-    interval = sys.getswitchinterval()
-    for _ in range(5):
-        entry_point.install()
-        thread = threading.Thread(target=work)
-        sys.setswitchinterval(100)  # who runs goes on until it waits
-        try:
-            thread.start()
-            until = time.monotonic() + 0.02
-            while time.monotonic() < until:
-                pass
-        finally:
-            entry_point.uninstall()
-            another.install()  # in the memory that the former kernel would leave
-            sys.setswitchinterval(interval)
-        thread.join()
-        another.uninstall()
-    assert all(same(one, (x, weight)) for one in found) and len(found) == 5
+    uninstall_while_it_waits(entry_point, another, work)
+    assert all(same(one, (x, weight)) for one in found) and len(found) == UNINSTALLS
     work()
     assert not same(found[-1], (x, weight)) and aten == ["backward"]
 

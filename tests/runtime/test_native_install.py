@@ -4,9 +4,6 @@ others go to the handler in Python. The extension is the real one, the driver is
 
 from __future__ import annotations
 
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +17,7 @@ from generator.runtime.frontends.install import Installation
 from generator.runtime.native import native
 from generator.runtime.spec import KernelSpec
 from tests.support.entry_points import (
+    UNINSTALLS,
     Training,
     aten_on_cpu,
     equal_bits,
@@ -27,6 +25,7 @@ from tests.support.entry_points import (
     randn,
     routing_on_cpu,
     same,
+    uninstall_while_it_waits,
     write_package,
 )
 from tests.support.fake_driver import SEPARATE, SPEC
@@ -288,25 +287,10 @@ def test_backward_under_way_ends_as_it_began_when_another_thread_uninstalls(
         except RuntimeError as error:
             found.append(error)
 
-    interval = sys.getswitchinterval()
     for one in (entry_point, another):
         one.use_native(take)
-    for _ in range(5):
-        entry_point.install()
-        thread = threading.Thread(target=work)
-        sys.setswitchinterval(100)  # who runs goes on until it waits
-        try:
-            thread.start()
-            until = time.monotonic() + 0.02
-            while time.monotonic() < until:
-                pass
-        finally:
-            entry_point.uninstall()
-            another.install()  # in the memory that the former kernel would leave
-            sys.setswitchinterval(interval)
-        thread.join()
-        another.uninstall()
-    assert all(same(one, (x, weight)) for one in found) and len(found) == 5
+    uninstall_while_it_waits(entry_point, another, work)
+    assert all(same(one, (x, weight)) for one in found) and len(found) == UNINSTALLS
     work()
     assert not same(found[-1], (x, weight)) and aten == ["backward"]
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -251,3 +254,27 @@ def grads(result: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
 
 def same(one: Any, two: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+UNINSTALLS = 5
+
+
+def uninstall_while_it_waits(one: Any, another: Any, work: Callable[[], None]) -> None:
+    """Uninstall `one`, an Installation, while `work` in another thread is about to run its kernel;
+    UNINSTALLS times."""
+    interval = sys.getswitchinterval()
+    for _ in range(UNINSTALLS):
+        one.install()
+        thread = threading.Thread(target=work)
+        sys.setswitchinterval(100)  # who runs goes on until it waits
+        try:
+            thread.start()
+            until = time.monotonic() + 0.02
+            while time.monotonic() < until:
+                pass
+        finally:
+            one.uninstall()
+            another.install()  # in the memory that the former kernel would leave
+            sys.setswitchinterval(interval)
+        thread.join()
+        another.uninstall()
