@@ -3,7 +3,8 @@
     python -m benchmarks.search_replay
     python -m benchmarks.search_replay --record FILE --gpu auto
 
-Compared are searches at random, by Optuna's samplers alone, and by the search of this tuner.
+Compared are searches at random, by Optuna's samplers alone, by the search of this tuner, and by the
+same with another surrogate.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.command import command_line, exit_code, say
+from benchmarks.search_replay.comparison import CHECKPOINTS, compare, table
 from benchmarks.search_replay.recording import (
     NARROW_FILE,
     RECORDING_FILE,
@@ -23,7 +25,7 @@ from benchmarks.search_replay.recording import (
     load_narrow,
     record,
 )
-from benchmarks.search_replay.replay import CHECKPOINTS, Replayed, compare, table
+from benchmarks.search_replay.replay import SEARCHES, Replayed, available
 from generator.errors import NormforgeError
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.nvrtc import nvrtc_version
@@ -50,6 +52,9 @@ def main(argv: list[str] | None = None) -> int:
         return _record(args)
     if args.seeds < 1:
         raise NormforgeError("--seeds must be at least 1")
+    missing = [name for name in SEARCHES if name not in available()]
+    if missing:
+        say(f"left out: {'; '.join(missing)}. They need scikit-learn (pip install scikit-learn).")
     recording = Recording.load(args.recording)
     compared = compare(recording, args.seeds)
     if args.json:

@@ -5,28 +5,27 @@ What runs is the tuner's own search; only its compiler and its evaluator answer 
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cached_property
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import cached_property, partial
 from importlib.util import find_spec
-from itertools import accumulate
 from math import inf
-from statistics import mean
+from unittest.mock import patch
 
 import optuna
-import torch
-from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, TPESampler
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 
 from benchmarks.search_replay.recording import Recording
+from benchmarks.search_replay.surrogates import (
+    ExpectedImprovement,
+    ForestSurrogate,
+    LikelihoodFree,
+)
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.session import SLOW
 from generator.kernels.geometry import Config
@@ -39,6 +38,7 @@ from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.spec import MAIN_KERNEL
+from generator.search import proposals
 from generator.search.budget import Budget
 from generator.search.sampler import LegalSampler, distributions
 from generator.search.search import search_problem
@@ -47,8 +47,6 @@ from generator.studies.records import Record, Winner, may_win, study_name
 from generator.studies.study_log import StudyLog
 from generator.target import find_target
 
-CHECKPOINTS = (30, 60, 100)
-"""Evaluations after which searches are compared."""
 CLOSE = 0.01
 """A search has succeeded when its best is at most this much slower than the optimum: less than that
 counts as equal in the finals."""
@@ -167,7 +165,9 @@ def by_tuner(
     return [record.ratio if record.feasible else inf for record in records]
 
 
-def by_tuner_with_winners(replayed: Replayed, trials: int, seed: int) -> list[float]:
+def by_tuner_with_winners(
+    replayed: Replayed, trials: int, seed: int, search: Callable[..., list[float]] = by_tuner
+) -> list[float]:
     """The same where the winners of other shapes are known, as in all runs but the first."""
     problem = replayed.legal.problem
     package = GENERATED / replayed.recording.gpu / problem.operation
@@ -176,10 +176,25 @@ def by_tuner_with_winners(replayed: Replayed, trials: int, seed: int) -> list[fl
         for winner in known_winners(package)
         if (winner.problem.M, winner.problem.N) != (problem.M, problem.N)
     ]
-    return by_tuner(replayed, trials, seed, others)
+    return search(replayed, trials, seed, others)
+
+
+def by_forest(
+    replayed: Replayed,
+    trials: int,
+    seed: int,
+    winners: Sequence[Winner] = (),
+    *,
+    forest: type[ForestSurrogate],
+) -> list[float]:
+    """The search of this tuner with another surrogate, and the same in all else."""
+    with patch.object(proposals, "Surrogate", partial(forest, seed=seed)):
+        return by_tuner(replayed, trials, seed, winners)
 
 
 Search = Callable[[Replayed, int, int], list[float]]
+forest_search = partial(by_forest, forest=ExpectedImprovement)
+lfbo_search = partial(by_forest, forest=LikelihoodFree)
 SEARCHES: Mapping[str, Search] = {
     "random": at_random,
     "genetic": lambda replayed, trials, seed: by_sampler(
@@ -192,107 +207,20 @@ SEARCHES: Mapping[str, Search] = {
         *(replayed, trials, seed), TPESampler(seed=seed, multivariate=True, constant_liar=True)
     ),
     "TPE": by_sampler,
+    "forest": forest_search,
+    "LFBO": lfbo_search,
     "this tuner": by_tuner,
+    "forest, warm": partial(by_tuner_with_winners, search=forest_search),
+    "LFBO, warm": partial(by_tuner_with_winners, search=lfbo_search),
     "this tuner, warm": by_tuner_with_winners,
 }
-"""By name. The liar counts what is under way as bad; a generation has 20; GP needs scipy."""
+"""By name. The liar counts what is under way as bad; a generation has 20."""
 SEEDS_FOR_ONE = {"GP": 5}
 """Of a search that takes minutes only one in so many seeds is tried."""
+NEEDS = {"GP": "scipy"} | dict.fromkeys(("forest", "LFBO", "forest, warm", "LFBO, warm"), "sklearn")
+"""Modules without which a search is left out. Both come with scikit-learn."""
 
 
 def available() -> list[str]:
-    """The searches that can run here: the Gaussian process needs scipy."""
-    return [name for name in SEARCHES if name != "GP" or find_spec("scipy")]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How one kind of search did. reached: the mean of optimum / best found after each of
-    CHECKPOINTS, 0 while nothing is found; close: the share of seeds within CLOSE of the
-    optimum by then."""
-
-    name: str
-    seeds: int
-    reached: tuple[float, ...]
-    close: tuple[float, ...]
-
-
-def compare(
-    recording: Recording,
-    seeds: int,
-    names: Sequence[str] | None = None,
-    checkpoints: Sequence[int] = CHECKPOINTS,
-    processes: int | None = None,
-    close: float = CLOSE,
-) -> list[Comparison]:
-    """Search the recording with `seeds` seeds in each way, on all cores unless told otherwise.
-    names: default all that can run here. A search is given the last checkpoint as its budget and is
-    looked at on the way."""
-    names = available() if names is None else names
-    jobs = {
-        name: [
-            (name, max(checkpoints), seed)
-            for seed in range(max(1, seeds // SEEDS_FOR_ONE.get(name, 1)))
-        ]
-        for name in names
-    }
-    every = [job for own in jobs.values() for job in own]
-    workers = processes or len(os.sched_getaffinity(0))
-    if workers == 1:
-        _start(recording)
-        best = [_search(*job) for job in every]
-    else:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, context, _start_process, (recording,)) as pool:
-            best = list(pool.map(_search, *zip(*every, strict=True)))
-    found = dict(zip(every, best, strict=True))
-    compared = []
-    for name, own in jobs.items():
-        paths = [found[job] for job in own]
-        reached = [
-            [recording.optimum / path[min(count, len(path)) - 1] for path in paths]
-            for count in checkpoints
-        ]
-        shares = tuple(mean(share >= 1 / (1 + close) for share in at) for at in reached)
-        compared.append(Comparison(name, len(own), tuple(map(mean, reached)), shares))
-    return compared
-
-
-_replayed: list[Replayed] = []
-
-
-def _start_process(recording: Recording) -> None:
-    torch.set_num_threads(1)  # of the Gaussian process: every core has a search of its own
-    warnings.simplefilter("ignore", ExperimentalWarning)
-    _start(recording)
-
-
-def _start(recording: Recording) -> None:
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    _replayed[:] = [Replayed(recording)]
-
-
-def _search(name: str, trials: int, seed: int) -> list[float]:
-    """The best ratio after each evaluation."""
-    return list(accumulate(SEARCHES[name](_replayed[0], trials, seed), min))
-
-
-def table(
-    recording: Recording, compared: Sequence[Comparison], checkpoints: Sequence[int] = CHECKPOINTS
-) -> str:
-    """The comparison as text."""
-    counts = Replayed(recording).counts()
-    lines = [
-        f"{recording.problem} on {recording.facts.get('gpu', recording.gpu)}: {counts['legal']} "
-        f"legal configs of {counts['recorded']} recorded, {counts['close']} of them within "
-        f"{CLOSE:.0%} of the best, which is at {recording.optimum:.4f} x floor.",
-        "Mean share of the optimum's speed, and share of seeds within "
-        f"{CLOSE:.0%} of it, after so many evaluations:",
-        "",
-        f"{'search':18}{'seeds':>6}" + "".join(f"{count:>16}" for count in checkpoints),
-    ]
-    for row in compared:
-        pairs = zip(row.reached, row.close, strict=True)
-        cells = [f"{reached:.3f}  {close:.0%}" for reached, close in pairs]
-        lines.append(f"{row.name:18}{row.seeds:>6}" + "".join(f"{cell:>16}" for cell in cells))
-    return "\n".join(lines)
+    """The searches that can run here."""
+    return [name for name in SEARCHES if name not in NEEDS or find_spec(NEEDS[name])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -14,6 +15,7 @@ import yaml
 from optuna.storages import InMemoryStorage
 
 from benchmarks.search_replay.__main__ import main as command
+from benchmarks.search_replay.comparison import compare, table
 from benchmarks.search_replay.recording import (
     NARROW_FILE,
     NEAR,
@@ -27,13 +29,17 @@ from benchmarks.search_replay.recording import (
 )
 from benchmarks.search_replay.replay import (
     CLOSE,
+    NEEDS,
     SEARCHES,
     Replayed,
     at_random,
     by_tuner,
     by_tuner_with_winners,
-    compare,
-    table,
+)
+from benchmarks.search_replay.surrogates import (
+    ExpectedImprovement,
+    ForestSurrogate,
+    LikelihoodFree,
 )
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
@@ -43,7 +49,9 @@ from generator.kernels.variant import Variant
 from generator.problem import Problem
 from generator.result import Result
 from generator.search.budget import Budget
+from generator.search.proposals import FIRST
 from generator.search.search import search_problem
+from generator.search.surrogate import FEWEST
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
 from generator.studies.records import Record, study_name
@@ -235,7 +243,7 @@ def test_replayed_and_live_searches_are_the_same_search(recording: Recording) ->
     assert replayed == [record.ratio if record.feasible else inf for record in live]
 
 
-@pytest.mark.parametrize("search", [SEARCHES[name] for name in SEARCHES if name != "GP"])
+@pytest.mark.parametrize("search", [SEARCHES[name] for name in SEARCHES if name not in NEEDS])
 def test_a_search_is_fixed_by_its_seed_and_stays_within_its_budget(
     recording: Recording,
     search,  # type: ignore[no-untyped-def]
@@ -306,6 +314,58 @@ def test_known_winners_make_the_first_trials(recording: Recording) -> None:
 def test_the_gaussian_process_is_a_search_where_scipy_is(recording: Recording) -> None:
     pytest.importorskip("scipy")
     assert len(SEARCHES["GP"](Replayed(recording), 12, 0)) == 12
+
+
+@pytest.mark.parametrize("name", ["forest", "LFBO"])
+def test_another_surrogate_proposes_in_the_same_search(recording: Recording, name: str) -> None:
+    """Its seed fixes it; what comes before the surrogate is asked stays as it was."""
+    pytest.importorskip("sklearn", reason="needs scikit-learn (pip install scikit-learn)")
+    replayed = Replayed(recording)
+    found = SEARCHES[name](replayed, 40, 1)
+    assert len(found) == 40
+    assert min(found) < inf
+    assert found == SEARCHES[name](replayed, 40, 1)
+    ours = by_tuner(replayed, 40, 1)
+    assert found != ours
+    assert found[:FIRST] == ours[:FIRST]
+    assert ours == by_tuner(replayed, 40, 1)
+
+
+@pytest.mark.parametrize("kind", [ExpectedImprovement, LikelihoodFree])
+def test_a_forest_prefers_what_is_like_the_fast_configs(kind: type[ForestSurrogate]) -> None:
+    """Four rows in each CTA are fast here, whatever the rest is."""
+    pytest.importorskip("sklearn", reason="needs scikit-learn (pip install scikit-learn)")
+    legal = LegalConfigs(SWEPT.space, PROBLEM, TARGET)
+    configs = legal.first(10_000)
+    random.Random(0).shuffle(configs)
+    known, candidates = configs[:40], configs[40:140]
+    records = [
+        Record(config, str(place), timed(1.0 if config["rows_per_cta"] == 4 else 1.3), "", 0.0)
+        for place, config in enumerate(known)
+    ]
+    keys = {legal.key(config): config for config in candidates}
+    best = kind(SWEPT.space, 0).best(records, [*map(legal.key, known)], [], list(keys))
+    assert best is not None
+    assert keys[best]["rows_per_cta"] == 4
+    assert kind(SWEPT.space, 0).best(records[: FEWEST - 1], [], [], list(keys)) is None
+
+
+def test_a_search_whose_library_is_missing_is_left_out_and_said(
+    recording: Recording,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "sweep.json.xz"
+    recording.save(path)
+    monkeypatch.setattr("benchmarks.search_replay.replay.find_spec", lambda name: None)
+    monkeypatch.setattr("benchmarks.search_replay.__main__.compare", lambda *args: [])
+    assert command(["--recording", str(path)]) == 0
+    said = capsys.readouterr().err
+    assert said == (
+        "left out: GP; forest; LFBO; forest, warm; LFBO, warm. They need scikit-learn "
+        "(pip install scikit-learn).\n"
+    )
 
 
 def test_recording_needs_the_gpu(tmp_path: Path) -> None:

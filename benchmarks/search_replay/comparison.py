@@ -1,0 +1,115 @@
+"""Many searches of each kind in a swept space, and what they found by when."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import mean
+
+import optuna
+import torch
+from optuna.exceptions import ExperimentalWarning
+
+from benchmarks.search_replay.recording import Recording
+from benchmarks.search_replay.replay import CLOSE, SEARCHES, SEEDS_FOR_ONE, Replayed, available
+
+CHECKPOINTS = (30, 60, 100)
+"""Evaluations after which searches are compared."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How one kind of search did. reached: the mean of optimum / best found after each of
+    CHECKPOINTS, 0 while nothing is found; close: the share of seeds within CLOSE of the
+    optimum by then."""
+
+    name: str
+    seeds: int
+    reached: tuple[float, ...]
+    close: tuple[float, ...]
+
+
+def compare(
+    recording: Recording,
+    seeds: int,
+    names: Sequence[str] | None = None,
+    checkpoints: Sequence[int] = CHECKPOINTS,
+    processes: int | None = None,
+    close: float = CLOSE,
+) -> list[Comparison]:
+    """Search the recording with `seeds` seeds in each way, on all cores unless told otherwise.
+    names: default all that can run here. A search is given the last checkpoint as its budget and is
+    looked at on the way."""
+    names = available() if names is None else names
+    jobs = {
+        name: [
+            (name, max(checkpoints), seed)
+            for seed in range(max(1, seeds // SEEDS_FOR_ONE.get(name, 1)))
+        ]
+        for name in names
+    }
+    every = [job for own in jobs.values() for job in own]
+    workers = processes or len(os.sched_getaffinity(0))
+    if workers == 1:
+        _start(recording)
+        best = [_search(*job) for job in every]
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, context, _start_process, (recording,)) as pool:
+            best = list(pool.map(_search, *zip(*every, strict=True)))
+    found = dict(zip(every, best, strict=True))
+    compared = []
+    for name, own in jobs.items():
+        paths = [found[job] for job in own]
+        reached = [
+            [recording.optimum / path[min(count, len(path)) - 1] for path in paths]
+            for count in checkpoints
+        ]
+        shares = tuple(mean(share >= 1 / (1 + close) for share in at) for at in reached)
+        compared.append(Comparison(name, len(own), tuple(map(mean, reached)), shares))
+    return compared
+
+
+_replayed: list[Replayed] = []
+
+
+def _start_process(recording: Recording) -> None:
+    torch.set_num_threads(1)  # of the Gaussian process: every core has a search of its own
+    warnings.simplefilter("ignore", ExperimentalWarning)
+    _start(recording)
+
+
+def _start(recording: Recording) -> None:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    _replayed[:] = [Replayed(recording)]
+
+
+def _search(name: str, trials: int, seed: int) -> list[float]:
+    """The best ratio after each evaluation."""
+    return list(accumulate(SEARCHES[name](_replayed[0], trials, seed), min))
+
+
+def table(
+    recording: Recording, compared: Sequence[Comparison], checkpoints: Sequence[int] = CHECKPOINTS
+) -> str:
+    """The comparison as text."""
+    counts = Replayed(recording).counts()
+    lines = [
+        f"{recording.problem} on {recording.facts.get('gpu', recording.gpu)}: {counts['legal']} "
+        f"legal configs of {counts['recorded']} recorded, {counts['close']} of them within "
+        f"{CLOSE:.0%} of the best, which is at {recording.optimum:.4f} x floor.",
+        "Mean share of the optimum's speed, and share of seeds within "
+        f"{CLOSE:.0%} of it, after so many evaluations:",
+        "",
+        f"{'search':18}{'seeds':>6}" + "".join(f"{count:>16}" for count in checkpoints),
+    ]
+    for row in compared:
+        pairs = zip(row.reached, row.close, strict=True)
+        cells = [f"{reached:.3f}  {close:.0%}" for reached, close in pairs]
+        lines.append(f"{row.name:18}{row.seeds:>6}" + "".join(f"{cell:>16}" for cell in cells))
+    return "\n".join(lines)
