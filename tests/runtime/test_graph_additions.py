@@ -150,6 +150,10 @@ def broadcast(x: Any, r: Any, g: Any, w: Any) -> Any:
     return norm(x + w, w)
 
 
+def one_row_added(x: Any, r: Any, g: Any, w: Any) -> Any:
+    return norm(x + r[:1], w)
+
+
 def number_added(x: Any, r: Any, g: Any, w: Any) -> Any:
     return norm(x + 1.5, w)
 
@@ -239,7 +243,7 @@ def gradient_with_factor(x: Any, r: Any, g: Any, w: Any) -> Any:
 
 
 LEFT = (
-    *(broadcast, number_added, factor, promoted, transposed, its_own_weight),
+    *(broadcast, one_row_added, number_added, factor, promoted, transposed, its_own_weight),
     *(user_and_weight_between, term_changes, sum_changes, weight_changes),
     *(gradient_is_used_twice, gradient_is_returned, other_term_comes_later),
     *(other_term_needs_the_backward, other_term_changes, gradient_with_itself, wider_gradient),
