@@ -211,11 +211,9 @@ def first_search() -> str:
     h200 = geometric_mean(theirs[row["shape"]] for row in rows)
     trials = [row["trials"] for row in rows]
     tuned = generated("h100", "rmsnorm_backward", "table.json")["tuned"]
-    ratios, first = (
-        tuned_ratios("rmsnorm_backward", "h100"),
-        [Problem.parse(r["shape"]) for r in rows],
-    )
-    own = geometric_mean(ratios[p.M, p.N, p.dtype] for p in first)
+    ratios = tuned_ratios("rmsnorm_backward", "h100")
+    problems = [Problem.parse(row["shape"]) for row in rows]
+    own = geometric_mean(ratios[p.M, p.N, p.dtype] for p in problems)
     counts = [entry["provenance"]["trials"] for entry in tuned]
     return (
         f"{environment['gpu']}, {environment['date']}: {len(rows)} shapes,"

@@ -95,12 +95,12 @@ def floors(shapes: Sequence[Shape]) -> dict[str, float]:
 
 
 def error_at_picks(
-    shapes: Sequence[Shape], predicted: Sequence[list[float]], prior: Callable[[Shape], Prior]
+    shapes: Sequence[Shape], predicted: Sequence[list[float]], priors: Sequence[Prior]
 ) -> float:
     """Root mean square over the shapes of measured over predicted time, less 1, of the pick."""
     found = []
-    for shape, times in zip(shapes, predicted, strict=True):
-        pick = preferred(prior(shape), shape, shape.feasible, times)
+    for shape, times, prior in zip(shapes, predicted, priors, strict=True):
+        pick = preferred(prior, shape, shape.feasible, times)
         ratio = log(times[pick] / floor_us(shape.problem, shape.target))
         found.append(shape.trials[pick].log_ratio - ratio)
     return sqrt(fmean((exp(value) - 1) ** 2 for value in found))
@@ -113,15 +113,14 @@ def fit_command(shapes: Sequence[Shape], folders: Sequence[Path]) -> int:
         for file in sorted(folder.glob("studies.journal*")):
             digests[f"{folder.name}/{file.name}"] = sha256(file.read_bytes()).hexdigest()[:16]
     width = GROUPS["width"]
-    error = error_at_picks(
-        shapes, predictions(shapes, width), lambda shape: unseen(shapes, width, shape)
-    )
+    priors = [unseen(shapes, width, shape) for shape in shapes]
+    error = error_at_picks(shapes, predictions(shapes, width), priors)
     errors = {RMSNORM_BACKWARD: round(error, 3)}
     fitted = Fitted(fit_all(shapes), prior_of(shapes), errors, digests)
     for name in UNSEEN:
         if others := read_shapes(folders, name):
             times = fitted_predictions(others, fitted)
-            errors[name] = round(error_at_picks(others, times, lambda _: fitted.prior), 3)
+            errors[name] = round(error_at_picks(others, times, [fitted.prior] * len(others)), 3)
     write_text(FITTED_FILE, json.dumps(fitted.to_json(), separators=(",", ":")) + "\n")
     for name, error in errors.items():
         print(f"{FITTED_FILE}: expected error {error:.1%} ({name})")
@@ -167,11 +166,8 @@ def _scored(
     factors = [
         a / b for x, y in zip(learned, plain, strict=True) for a, b in zip(x, y, strict=True)
     ]
-    by_shape = dict(zip(map(id, shapes), priors, strict=True))
     facts = {
-        "error_at_choices": round(
-            error_at_picks(shapes, learned, lambda shape: by_shape[id(shape)]), 3
-        ),
+        "error_at_choices": round(error_at_picks(shapes, learned, priors), 3),
         "factors": [round(min(factors), 3), round(max(factors), 3)],
         "floors_over_predicted": floors(shapes),
     }

@@ -10,6 +10,7 @@ import torch
 
 from .dtensor import register_sharding
 from .main_grad import main_grad_norm
+from .matching import NO_OFFSET
 from .rms_norm import NO_INVARIANT_BIAS, Norm
 
 
@@ -76,7 +77,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.matches = matches
         register_sharding(self._norm().operators)
         if matches is not None and weight_offset:
-            raise ValueError("with `matches`, weight_offset must be 0: vLLM's kernel has none")
+            raise ValueError(NO_OFFSET)
         self.weight_offset = float(weight_offset)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.main_grad = main_grad and elementwise_affine

@@ -23,8 +23,7 @@ _KNOWN = ((3, 5), (3, 9))
 """The first and the last version whose order was looked at."""
 _WHOLE = 16
 """Triton's kernel for rows of a multiple of so many columns is another one."""
-
-
+NO_OFFSET = "with `matches`, weight_offset must be 0: vLLM's kernel has none"
 _CONTRACTS = {"TRITON_DEFAULT_FP_FUSION": True, "TRITON_FORCE_DISABLE_FP_FUSION": False}
 """What Triton's variables have to be, and are if they are not set."""
 
@@ -121,7 +120,7 @@ class MatchingNorm(Norm):
 
 def _check(x: Any, weight: Any, weight_offset: float, residual: Any) -> None:
     if weight_offset:
-        raise ValueError("with `matches`, weight_offset must be 0: vLLM's kernel has none")
+        raise ValueError(NO_OFFSET)
     if residual is not None:
         raise ValueError(
             "with `matches` there is no residual: vLLM adds it in another kernel. Add it before: "
