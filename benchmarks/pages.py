@@ -113,51 +113,47 @@ def headlines() -> str:
     )
 
 
-def host_times() -> str:
-    """Microseconds on the host of one call, beside PyTorch's."""
-    times = read("host_time_h200")["whole calls"]
+HOST_CALLS = (
+    ("`rmsnorm_backward`", "rmsnorm_backward", "aten op"),
+    ("the operator that compiled models call", "rmsnorm_backward, operator", "aten op"),
+    ("`layer_norm_backward`", "layer_norm_backward", "aten op"),
+    ("the operator that compiled models call", "layer_norm_backward, operator", "aten op"),
+    ("PyTorch's operator after `install()`", "install() op", "aten op"),
+    ("backward of `rms_norm` by autograd", "rms_norm backward", "aten autograd backward"),
+    ("backward of `layer_norm` by autograd", "layer_norm backward", "aten autograd backward"),
+    (
+        "backward by autograd after `install()`",
+        "install() autograd backward",
+        "aten autograd backward",
+    ),
+    ("`rms_norm` with autograd", "rms_norm forward", "aten autograd forward"),
+    ("`rms_norm` without autograd", "rms_norm without grad", "aten without grad"),
+    ("`layer_norm` with autograd", "layer_norm forward", "aten autograd forward"),
+    ("`layer_norm` without autograd", "layer_norm without grad", "aten without grad"),
+    ("`RMSNorm`", "RMSNorm module forward", "aten module forward"),
+    ("`rmsnorm_forward`", "rmsnorm_forward", "aten forward op"),
+    ("the forward's operator", "rms_norm, operator", "aten forward op"),
+    ("the same with a residual", "add_rms_norm, operator", "aten add and forward op"),
+)
+"""What a page calls a call, its name in the results, and PyTorch's."""
+
+
+def host_times(name: str = "host_time_h200") -> str:
+    """Microseconds on the host of one call, and their ratio to PyTorch's."""
+    document = read(name)
+    times, ratios = document["whole calls"], document["ratios"]
+
+    def cell(ours: str, theirs: str) -> str:
+        return f"{times[ours]:.1f} ({ratios[f'{ours} / {theirs}']:.2f})"
+
     rows = [
-        ("`rmsnorm_backward`", "rmsnorm_backward", "aten op"),
-        ("the operator that compiled models call", "rmsnorm_backward, operator", "aten op"),
-        ("PyTorch's operator after `install()`", "install() op", "aten op"),
-        ("backward of `rms_norm` by autograd", "rms_norm backward", "aten autograd backward"),
-        (
-            "backward by autograd after `install()`",
-            "install() autograd backward",
-            "aten autograd backward",
-        ),
-        ("forward with autograd", "rms_norm forward", "aten autograd forward"),
-        ("forward without autograd", "rms_norm without grad", "aten without grad"),
-        ("forward of the module", "RMSNorm module forward", "aten module forward"),
-        ("`rmsnorm_forward`", "rmsnorm_forward", "aten forward op"),
-        ("the forward's operator", "rms_norm, operator", "aten forward op"),
-        ("the same with a residual", "add_rms_norm, operator", "aten add and forward op"),
+        (text, f"{times[theirs]:.1f}", cell(ours, theirs))
+        + ((cell(f"{ours}, native", theirs),) if f"{ours}, native" in times else ())
+        for text, ours, theirs in HOST_CALLS
+        if f"{ours} / {theirs}" in ratios
     ]
-
-    def of(name: str) -> str:
-        return f"{times[name]:.1f}" if name in times else ""
-
-    return table(
-        ["call", "µs", "with `use_native()`", "PyTorch"],
-        [
-            (text, of(ours), of(f"{ours}, native"), of(theirs))
-            for text, ours, theirs in rows
-            if ours in times
-        ],
-    )
-
-
-def host_ratios(name: str = "host_time_h200") -> str:
-    """Ratios to PyTorch with their spread over the passes."""
-    d = read(name)
-    return table(
-        ["ratio of host times", "median of the passes", "least", "most"],
-        [
-            (name, f"{value:.2f}", f"{min(passes):.2f}", f"{max(passes):.2f}")
-            for name, value in d["ratios"].items()
-            for passes in [d["ratios of the passes"][name]]
-        ],
-    )
+    headers = ["call", "PyTorch", "Normforge (ratio)", "with `use_native()` (ratio)"]
+    return table(headers[: len(rows[0])], rows)
 
 
 def untuned() -> str:
@@ -260,8 +256,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "goals": goal_table,
     "headlines": headlines,
     "host_times": host_times,
-    "host_ratios": host_ratios,
-    "layernorm_host_ratios": partial(host_ratios, "host_time_layernorm_h200"),
+    "layernorm_host_times": partial(host_times, "host_time_layernorm_h200"),
     "untuned": untuned,
     "brackets": brackets,
     "first_search": first_search,
