@@ -48,23 +48,22 @@ def _shapes() -> list[Any]:
 
 
 def gpus() -> str:
-    """Tuned packages and the evidence of their kernels."""
+    """Tuned packages, and how many shapes of each have kernels that were measured or predicted."""
     kinds = {
-        "rmsnorm_backward": "shapes of RMSNorm",
-        "rmsnorm_invariant_backward": "batch-invariant",
-        "layernorm_backward": "of LayerNorm",
+        "rmsnorm_backward/table.json": "RMSNorm backward",
+        "rmsnorm_backward/forward.json": "RMSNorm forward",
+        "rmsnorm_invariant_backward/table.json": "batch-invariant backward",
+        "layernorm_backward/table.json": "LayerNorm backward",
     }
     rows = []
     for gpu in sorted(path for path in GENERATED.iterdir() if path.is_dir()):
-        told = {}
-        for operation in kinds:
-            path = gpu / operation / "table.json"
-            if path.exists():
-                package = json.loads(path.read_text())
-                found = Counter(entry["evidence"] for entry in package["tuned"])
-                told[operation] = ", ".join(f"{n} {e}" for e, n in found.items())
-        title = package["target"]["title"]
-        rows.append((title, *(told.get(operation, "") for operation in kinds)))
+        told = []
+        for path in (gpu / name for name in kinds):
+            content = json.loads(path.read_text()) if path.exists() else {"tuned": []}
+            found = Counter(entry["evidence"] for entry in content["tuned"])
+            told.append(", ".join(f"{n} {evidence}" for evidence, n in sorted(found.items())))
+        title = json.loads((gpu / "rmsnorm_backward" / "table.json").read_text())["target"]["title"]
+        rows.append((title, *told))
     return table(["package for", *kinds.values()], rows)
 
 

@@ -53,7 +53,7 @@ constexpr int kArrivesEarly = 1;  // a CTA, when it begins its last rows
 #define ROW_STORE ""
 #define LEAST_COLUMNS 192  // of a row
 
-#include "../include/c93eb2f1b2ef/primitives.cuh"
+#include "../include/33d2c6a0be94/primitives.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -61,11 +61,11 @@ using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/c93eb2f1b2ef/elements.cuh"
+#include "../include/33d2c6a0be94/elements.cuh"
 
-#include "../include/c93eb2f1b2ef/teams.cuh"
-#include "../include/c93eb2f1b2ef/row_of.cuh"
-#include "../include/c93eb2f1b2ef/load_rstds.cuh"
+#include "../include/33d2c6a0be94/teams.cuh"
+#include "../include/33d2c6a0be94/row_of.cuh"
+#include "../include/33d2c6a0be94/load_rstds.cuh"
 
 // What one launch works on. Strides and gaps count elements and are 64-bit.
 struct Arguments {
@@ -91,29 +91,29 @@ struct Arguments {
   float weight_offset;
 };
 
-#include "../include/c93eb2f1b2ef/rows.cuh"
+#include "../include/33d2c6a0be94/rows.cuh"
 
-#include "../include/c93eb2f1b2ef/row_sum.cuh"
-#include "../include/c93eb2f1b2ef/row_sum_cta.cuh"
+#include "../include/33d2c6a0be94/row_sum.cuh"
+#include "../include/33d2c6a0be94/row_sum_cta.cuh"
 
-#include "../include/c93eb2f1b2ef/schedule.cuh"
+#include "../include/33d2c6a0be94/schedule.cuh"
 
-#include "../include/c93eb2f1b2ef/rows_async.cuh"
+#include "../include/33d2c6a0be94/rows_async.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/c93eb2f1b2ef/weight_registers.cuh"
+#include "../include/33d2c6a0be94/weight_registers.cuh"
 
-#include "../include/c93eb2f1b2ef/row_blocks.cuh"
+#include "../include/33d2c6a0be94/row_blocks.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
-#include "../include/c93eb2f1b2ef/partial_dw.cuh"
-#include "../include/c93eb2f1b2ef/dw_output.cuh"
-#include "../include/c93eb2f1b2ef/dw_context.cuh"
-#include "../include/c93eb2f1b2ef/sum_slice.cuh"
-#include "../include/c93eb2f1b2ef/last_arrived.cuh"
-#include "../include/c93eb2f1b2ef/dw_mailbox.cuh"
+#include "../include/33d2c6a0be94/partial_dw.cuh"
+#include "../include/33d2c6a0be94/dw_output.cuh"
+#include "../include/33d2c6a0be94/dw_context.cuh"
+#include "../include/33d2c6a0be94/sum_slice.cuh"
+#include "../include/33d2c6a0be94/last_arrived.cuh"
+#include "../include/33d2c6a0be94/dw_mailbox.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 
