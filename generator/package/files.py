@@ -73,11 +73,17 @@ class KernelFiles:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Every source that is written, by the name of its kernel. Of a form that which the old
-        package has stays, where its kernel does."""
+        """Every source that is written, by the name of its kernel. Of a form it is one whose headers
+        are there for others as well, if possible that which the old package has."""
         found = dict(self._sources)
+        there = {name for source in found.values() for name in included(source)}
         for same in self._forwards.values():
-            name = min(same, key=lambda file: (not self._source_file(file).exists(), file))
+
+            def order(file: str, same: Mapping[str, str] = same) -> tuple[bool, bool, str]:
+                headers_there = there.issuperset(included(same[file]))
+                return not headers_there, not self._source_file(file).exists(), file
+
+            name = min(same, key=order)
             found[name] = same[name]
         return found
 

@@ -19,15 +19,18 @@ from generator.kernels.forward import (
     ForwardVariant,
 )
 from generator.kernels.nvrtc import Compiled
+from generator.kernels.render import headers
+from generator.package import files, sources
 from generator.package.emit import emit_package
 from generator.package.entries import Entry, Forwards
 from generator.package.fallback_kernels import DTYPES
-from generator.package.sources import included
+from generator.package.sources import included, revision
 from generator.problem import Problem
 from generator.runtime.serve.forward import Forward
 from generator.runtime.table import ForwardTable
 from generator.space.forward_space import generic_forwards
 from tests.support.forward import H200, of_kind
+from tests.support.packages import entry
 
 
 @cache
@@ -42,21 +45,21 @@ def tuned(shape: str) -> Entry:
 @cache
 def emitted() -> tuple[Entry, tuple[tuple[ForwardVariant, Compiled], ...]]:
     """A small set of real kernels."""
-    entry = tuned("4096x1024:bf16")
+    forward = tuned("4096x1024:bf16")
     generic = tuple((v, compile_variant(v, H200.arch)) for v in generic_forwards(DTYPES[:1]))
-    return entry, generic
+    return forward, generic
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    entry, generic = emitted()
+    forward, generic = emitted()
     folder = tmp_path / "h200" / "rmsnorm_backward"
-    emit_package([], [], H200, folder, Forwards((entry,), generic))
+    emit_package([], [], H200, folder, Forwards((forward,), generic))
     return folder
 
 
 def test_package_holds_forward_kernels_that_its_runtime_finds(package: Path) -> None:
-    entry, generic = emitted()
+    forward, generic = emitted()
     table = ForwardTable.load(package)
     assert table is not None
     kernels = list(table.kernels())
@@ -68,7 +71,7 @@ def test_package_holds_forward_kernels_that_its_runtime_finds(package: Path) -> 
     assert source.read_text().count("__global__") == 2
     assert Forward(package).explain(9000, 1024, "bf16") == {
         "how": "nearest",
-        "kernel": entry.variant.id,
+        "kernel": forward.variant.id,
         "evidence": "measured",
     }
     sys.path.insert(0, str(package.parent))
@@ -112,8 +115,8 @@ def test_emission_without_forwards_keeps_them_and_a_rule_never_replaces_a_measur
     before = (package / "forward.json").read_text()
     emit_package([], [], H200, package)
     assert (package / "forward.json").read_text() == before
-    entry, generic = emitted()
-    predicted = replace(entry, evidence="predicted", provenance={"reason": "rule"})
+    forward, generic = emitted()
+    predicted = replace(forward, evidence="predicted", provenance={"reason": "rule"})
     other = replace(predicted, problem=Problem.parse("64x1024:bf16"))
     emit_package([], [], H200, package, Forwards((predicted, other), generic))
     tuned = json.loads((package / "forward.json").read_text())["tuned"]
@@ -126,16 +129,31 @@ def test_one_source_of_a_form_is_written_and_stays_while_its_kernel_does(package
         assert (package / "include" / included(found.read_text())[0] / "elements.cuh").exists()
         return found.stem
 
-    entry, generic = emitted()
+    forward, generic = emitted()
     first, second = tuned("4096x512:bf16"), tuned("4096x256:bf16")
-    assert source() == entry.variant.id
+    assert source() == forward.variant.id
     emit_package([], [], H200, package, Forwards((second, first), generic))
-    assert source() == entry.variant.id
+    assert source() == forward.variant.id
     table = ForwardTable.load(package)
     assert table is not None and len(table.tuned) == 3
-    other = replace(entry, variant=second.variant, compiled=second.compiled)
+    other = replace(forward, variant=second.variant, compiled=second.compiled)
     emit_package([], [], H200, package, Forwards((other,), generic))
     assert source() == min(first.variant.id, second.variant.id)
+
+
+def test_a_kept_source_of_older_headers_gives_way_to_one_that_needs_no_others(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {**headers(), "elements.cuh": "// Reworded.\n" + headers()["elements.cuh"]}
+    for module in (sources, files):
+        monkeypatch.setattr(module, "headers", lambda: texts)
+    _, generic = emitted()
+    forwards = Forwards((tuned("4096x512:bf16"),), generic)
+    emit_package([entry("4096x1024:bf16")], [], H200, package, forwards)
+    written = [path.stem for path in (package / "kernels").iterdir()]
+    assert tuned("4096x512:bf16").variant.id in written
+    assert len(written) == 2
+    assert [path.name for path in (package / "include").iterdir()] == [revision(texts)]
 
 
 def test_package_without_a_forward_table_loads_and_a_damaged_one_says_so(package: Path) -> None:

@@ -33,8 +33,8 @@ constexpr int kSumsOffset = 0;  // bytes into shared memory
 #define ROW_OPERAND ""
 #define ROW_STORE ""
 
-#include "../include/c93eb2f1b2ef/primitives.cuh"
-#include "../include/c93eb2f1b2ef/forward_primitives.cuh"
+#include "../include/33d2c6a0be94/primitives.cuh"
+#include "../include/33d2c6a0be94/forward_primitives.cuh"
 
 using Element = bf16;  // x, y
 using WeightElement = bf16;
@@ -42,7 +42,7 @@ using ResidualElement = Element;
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/c93eb2f1b2ef/elements.cuh"
+#include "../include/33d2c6a0be94/elements.cuh"
 
 // ---- Teams ----------------------------------------------------------------------------------
 
@@ -119,13 +119,13 @@ DEVICE RowPacket scaled(const RowPacket& x, float rstd, const Packet<kWeightByte
   return packet;
 }
 
-#include "../include/c93eb2f1b2ef/row_sum.cuh"
-#include "../include/c93eb2f1b2ef/forward_row_sum.cuh"
+#include "../include/33d2c6a0be94/row_sum.cuh"
+#include "../include/33d2c6a0be94/forward_row_sum.cuh"
 // No CTA may send to another one of the cluster before that one runs and has set up its barriers.
 DEVICE void await_cluster() {
 }
 
-#include "../include/c93eb2f1b2ef/forward_registers.cuh"
+#include "../include/33d2c6a0be94/forward_registers.cuh"
 
 // ---- The kernels ----------------------------------------------------------------------------
 
