@@ -209,8 +209,7 @@ def test_worker_that_cannot_be_replaced_ends_the_run_and_blames_no_candidate(
     bench = Bench(tmp_path, "segfault", "", "segfault")
     with bench.evaluator() as evaluator:
         assert bench.evaluate(evaluator, 1).outcome == "ok"
-        reserve = evaluator._supervisor._reserve
-        assert reserve is not None
+        (reserve,) = evaluator._supervisor._reserves
         reserve.ready()
         bench.broken.write_text(how)
         if how != "no answer":
@@ -219,6 +218,25 @@ def test_worker_that_cannot_be_replaced_ends_the_run_and_blames_no_candidate(
             bench.evaluate(evaluator, 0)
         bench.broken.unlink()
         assert bench.evaluate(evaluator, 1).outcome == "ok", "the GPU came back"
+
+
+def test_reserves_take_over_one_after_the_other(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    with bench.evaluator() as evaluator:
+        supervisor = evaluator._supervisor
+        supervisor.spare(3)
+        first, *reserves = supervisor.pids
+        assert len(reserves) == 3
+        supervisor.spare()
+        for pid in reserves:
+            supervisor.renew(None)
+            assert supervisor.pids[0] == pid
+        assert supervisor.pids == reserves[-1:]
+        supervisor.renew(None)
+        assert supervisor.pids[0] not in (first, *reserves), "a new one when none is left"
+        supervisor.spare(2)
+        pids = supervisor.pids
+    assert [born(pid) for pid in pids] == [None] * 3, "all end with it"
 
 
 def test_worker_that_cannot_start_is_one_sentence(tmp_path: Path) -> None:

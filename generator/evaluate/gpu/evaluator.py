@@ -33,7 +33,8 @@ Entry = tuple[AnyVariant, Compiled]
 
 class MeasuredEvaluator:
     """Evaluates candidates on a real GPU; the search sees only Results. Noisy blocks are measured
-    again. operation: None for that of each problem; the other arguments: see Supervisor."""
+    again. operation: None for that of each problem; final_blocks: in which finalists are timed; the
+    other arguments: see Supervisor."""
 
     evidence = "measured"
 
@@ -48,8 +49,10 @@ class MeasuredEvaluator:
         sleep: Callable[[float], None] = time.sleep,
         supervisor: Supervisor | None = None,
         operation: Operation | None = None,
+        final_blocks: int = FINAL_BLOCKS,
     ) -> None:
         self.target, self._operation = target, operation
+        self._final_blocks = final_blocks
         self._sleep = sleep
         self._supervisor = supervisor or Supervisor(
             device, seconds, open_handler=open_handler, method=method, sleep=sleep
@@ -235,7 +238,8 @@ class MeasuredEvaluator:
         job = self._job("interleave", problem, tuple(candidates))
         best = self._floors.get(problem)
 
-        timing = collect(lambda: self._block(job), FINAL_BLOCKS, best, FINAL_PAUSES, self._sleep)
+        count = self._final_blocks
+        timing = collect(lambda: self._block(job), count, best, FINAL_PAUSES, self._sleep)
         self.discarded += timing.discarded
         if timing.fault:
             raise NoisyError(

@@ -56,24 +56,22 @@ class Supervisor:
         self._sleep = sleep
         self._roomy = True
         self._starved = 0
-        self._reserve: GpuWorker | None = None
+        self._reserves: list[GpuWorker] = []
         self._worker, self.facts = _first(self._open)
 
     def close(self) -> None:
-        self._worker.kill()
-        if self._reserve is not None:
-            self._reserve.kill()
+        for worker in (self._worker, *self._reserves):
+            worker.kill()
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers."""
-        workers = (self._worker, self._reserve)
-        return [worker.pid for worker in workers if worker is not None]
+        return [worker.pid for worker in (self._worker, *self._reserves)]
 
-    def spare(self) -> None:
-        """Start a reserve, which takes seconds, while something else is done."""
-        if self._reserve is None and self._roomy:
-            self._reserve = self._open()
+    def spare(self, count: int = 1) -> None:
+        """Start what `count` reserves lack, which takes seconds, while something else is done."""
+        while len(self._reserves) < count and self._roomy:
+            self._reserves.append(self._open())
 
     def call(self, job: Job) -> Answer:
         """The answer to a job. Raises WorkerLostError when the job killed its worker or cannot be
@@ -113,13 +111,13 @@ class Supervisor:
         self.renew(probe)
 
     def renew(self, probe: Job | None) -> None:
-        """The reserve, or a new process, becomes the worker. With a probe it has to time the floor
+        """A reserve, or a new process, becomes the worker. With a probe it has to time the floor
         first: a GPU that no longer works must not be blamed on candidate after
         candidate."""
         for pause in (0.0, *RETRY_PAUSES):
             self._sleep(pause)
             self._worker.kill()
-            self._worker, self._reserve = self._reserve or self._open(), None
+            self._worker = self._reserves.pop(0) if self._reserves else self._open()
             try:
                 self._worker.ready()
                 if probe is None:
