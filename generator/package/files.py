@@ -73,8 +73,8 @@ class KernelFiles:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Every source that is written, by the name of its kernel. Of a form it is one whose headers
-        are there for others as well, if possible that which the old package has."""
+        """Every source that is written, by the name of its kernel. Of a form it is one whose
+        headers are there for others as well, if possible that which the old package has."""
         found = dict(self._sources)
         there = {name for source in found.values() for name in included(source)}
         for same in self._forwards.values():
