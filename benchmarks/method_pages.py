@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lzma
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -145,13 +146,17 @@ def price_of_invariance() -> str:
 
 
 def invariance_cases() -> str:
-    """Random batches whose bits were compared on a GPU."""
-    found = read("batch_invariance_h200")
-    rows = found["rows"]
-    cases, least = sum(row["cases"] for row in rows), min(row["cases"] for row in rows)
+    """Random batches whose bits were compared on a GPU, in two runs."""
+    runs = [read("batch_invariance_h200"), read("batch_invariance_sms_h200")]
+    cases: Counter[tuple[int, str]] = Counter()
+    for row in (row for run in runs for row in run["rows"]):
+        cases[row["N"], row["dtype"]] += row["cases"]
+    on_fewer = sum(row["cases"] for row in runs[1]["rows"])
+    differing = sum(row["differing"] for run in runs for row in run["rows"])
     return (
-        f"On one {found['environment']['gpu']}, {cases:,} random batches of {len(rows)} widths, at"
-        f" least {least:,} of each: {sum(row['differing'] for row in rows)} had a differing bit."
+        f"On NVIDIA H200s, {sum(cases.values()):,} random batches of {len(cases)} widths, at least"
+        f" {min(cases.values()):,} of each; {on_fewer:,} of them on a random number of SMs."
+        f" {differing} had a differing bit."
     )
 
 
