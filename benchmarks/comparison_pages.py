@@ -16,8 +16,8 @@ SMALL_US = 20
 FLUSHES = {
     "present": "reads with `evict_last`, then 256 MB of writes (all other tables)",
     "writes": "256 MB of writes",
-    "clean": "the first, then 128 MB of plain reads",
-    "rotating": "nothing: inputs and outputs in rotation",
+    "clean": "as in the first row, then 128 MB of plain reads",
+    "rotating": "nothing, but inputs and outputs rotate through memory",
 }
 """Conditions of benchmarks/flushes.py that make the L2 cold before an operation."""
 
@@ -171,9 +171,9 @@ def flushes() -> str:
         beside = f"{geometric_mean(peer):.3f} ({min(peer):.3f})"
         lines.append((text, f"{flushed(name):.3f}", f"{plain:.3f}", f"{small:.3f}", beside))
     shapes, few = len(found), len(peer)
-    header = [f"{shapes} shapes", "without its load hint", f"floor below {SMALL_US} µs"]
+    header = [f"winners, {shapes} shapes", "without the load hint", f"floor below {SMALL_US} µs"]
     return table(
-        ["before each operation", *header, f"cuDNN over ours, {few} shapes (least)"], lines
+        ["before each operation", *header, f"cuDNN / Normforge, {few} shapes (lowest)"], lines
     )
 
 

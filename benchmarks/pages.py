@@ -169,7 +169,7 @@ def untuned() -> str:
             mean = geometric_mean(row["ours_over_tuned"] for row in rows)
             lines.append(
                 (
-                    f"{title}, {len(rows)} shapes, unknown {unknown}",
+                    f"{title}, {len(rows)} shapes, untuned {unknown}",
                     f"{mean:.3f}",
                     span("ours_over_tuned"),
                     span("ours_over_aten"),
@@ -177,7 +177,7 @@ def untuned() -> str:
                 )
             )
     return table(
-        ["set", "over a tuned kernel: mean", "range", "over ATen", "over the floor"], lines
+        ["set", "time / tuned kernel's: mean", "range", "time / ATen's", "time / floor"], lines
     )
 
 
@@ -193,7 +193,7 @@ def brackets() -> str:
         cells = [f"{group['best'][0]['mean']:.2f}" if group else "" for group in chosen]
         lines.append((str(vector_bytes), *cells, f"{aten:.1f}"))
     columns = [f"N ≤ {width}" for width in widths]
-    return table(["bytes of a vector", *columns, "ATen, least"], lines)
+    return table(["bytes of a vector", *columns, "ATen, lowest"], lines)
 
 
 def first_search() -> str:
