@@ -58,9 +58,9 @@ def dw_precision() -> str:
         return median(row["errors"]["ours"]["dw"] for row in rows)
 
     return (
-        "dw in fp32 matters where gradients are accumulated. In bf16, which is what PyTorch can add"
-        f" to a\n`main_grad`, its relative error is {typical('errors_h200'):.1e} in the median;"
-        f" in fp32 {typical('errors_dw_fp32_h200'):.1e}."
+        "dw in fp32 matters where gradients are accumulated. In bf16, which is what PyTorch adds to"
+        f" a `main_grad`,\nthe median of its relative error is {typical('errors_h200'):.1e}; in"
+        f" fp32 it is {typical('errors_dw_fp32_h200'):.1e}."
     )
 
 
