@@ -140,8 +140,8 @@ def price_of_invariance() -> str:
     mean, floor = (geometric_mean([each[s] for s in price]) for each in (price, ours))
     header = ("N, dtype", *(f"M = {M}" for M in batches))
     return (
-        table(header, rows) + f"\n\nOver {len(price)} shapes the geometric mean is {mean:.2f}, and"
-        f" {floor:.2f} of the floor; at most {max(price.values()):.2f}."
+        table(header, rows) + f"\n\nOver {len(price)} shapes, the geometric mean is {mean:.2f} and"
+        f" the largest {max(price.values()):.2f}. The mean over\nthe floor is {floor:.2f}."
     )
 
 
@@ -154,9 +154,9 @@ def invariance_cases() -> str:
     on_fewer = sum(row["cases"] for row in runs[1]["rows"])
     differing = sum(row["differing"] for run in runs for row in run["rows"])
     return (
-        f"On NVIDIA H200s, {sum(cases.values()):,} random batches of {len(cases)} widths, at least"
-        f" {min(cases.values()):,} of each; {on_fewer:,} of them on a random number of SMs."
-        f" {differing} had a differing bit."
+        f"On NVIDIA H200s, {sum(cases.values()):,} random batches of {len(cases)} widths were"
+        f" compared, at least {min(cases.values()):,} of each,\n{on_fewer:,} of them on a random"
+        f" number of SMs: {differing} had a differing bit."
     )
 
 
@@ -165,7 +165,7 @@ def stress() -> str:
     found = read("stress_h200")
     real = [row for row in found["rows"] if not row["planted"]]
     lines = [
-        ("launches of correct kernels", f"{sum(row['launches'] for row in real):,}"),
+        ("launches of unchanged kernels", f"{sum(row['launches'] for row in real):,}"),
         ("of these, with different bits", str(sum(row["differing"] for row in real))),
     ]
     planted = [row for row in found["rows"] if row["planted"]]
