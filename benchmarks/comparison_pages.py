@@ -88,7 +88,7 @@ def layernorm() -> str:
         lines.append(
             (peer.title, f"{peer.over_floor:.2f}", f"{peer.over_ours:.2f}", f"{least:.3f}")
         )
-    header = ["", "time / floor", "time / Normforge's", "lowest at a shape"]
+    header = ["", "time / floor", "time / Normforge's", "the lowest, at any shape"]
     worst = max(
         row[f"ours_error_{what}"] / row["peers"]["aten"][f"error_{what}"]
         for row in found.rows
