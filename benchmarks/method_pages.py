@@ -70,8 +70,8 @@ def prediction_errors() -> str:
                 "factor of the correction",
                 *(f"{least:.2f} to {most:.2f}" for least, most in (f["factors"] for f in facts)),
             ),
-            ("measured floors are longer by", *floors("all")),
-            ("those below 12 µs by", *floors("short")),
+            ("measured floors over predicted ones, less 1", *floors("all")),
+            ("the same for floors below 12 µs", *floors("short")),
         ],
     )
 
