@@ -44,7 +44,7 @@ def counters() -> str:
             )
         )
     header = ("µs", "DRAM, % of peak", "DRAM reads", "issue slots, %", "active SMs, %")
-    return table(("floor, ours", *header, "second kernel, µs"), lines)
+    return table(("shape", *header, "second kernel, µs"), lines)
 
 
 def tails() -> str:
@@ -74,8 +74,8 @@ def tails() -> str:
                 f"{clocks['done'][2] - clocks['rows_end'][2]:.1f}",
             )
         )
-    header = ("floor", "without dw reduction", "whole", "rows end", "from there to dw")
-    return table(("µs", "strategy, cluster", *header), lines)
+    header = ("floor", "without dw reduction", "whole", "rows end", "last rows' end to dw")
+    return table(("shape", "strategy, cluster", *header), lines)
 
 
 # ---- Clusters ------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def strategies() -> str:
         best[key] = min(best.get(key, ratio), ratio)
     names = sorted({name for name, _ in best}, key=lambda name: best[name, BY_STRATEGY[1]])
     rows = [(f"`{name}`", *(f"{best[name, shape]:.2f}" for shape in BY_STRATEGY)) for name in names]
-    return table(("", *BY_STRATEGY), rows)
+    return table(("time / floor", *BY_STRATEGY), rows)
 
 
 NOTE_BLOCKS: dict[str, Callable[[], str]] = {
