@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class CommandLine(argparse.ArgumentParser):
-    """A parser whose complaints are NormforgeErrors, and which knows what was probably meant."""
+    """A parser that raises NormforgeError, and suggests the option that was probably meant."""
 
     def error(self, message: str) -> NoReturn:
         raise NormforgeError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        """As argparse does, which drops what a full disk refuses."""
+        """Unlike argparse's, raises OSError when the disk is full."""
         (file or sys.stderr).write(message)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -63,7 +63,7 @@ def add_operation(parser: argparse._ActionsContainer) -> None:
 
 def positive_number(text: str) -> int:
     if not re.fullmatch(r"-?\d{1,9}", text):
-        raise argparse.ArgumentTypeError(f"'{text}' is no whole number")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number")
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' must be above 0")
     return int(text)
@@ -73,7 +73,7 @@ def positive_seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is no number") from None
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
     if not (math.isfinite(seconds) and seconds > 0):
         raise argparse.ArgumentTypeError(f"'{text}' must be above 0 and finite")
     return seconds
@@ -81,20 +81,20 @@ def positive_seconds(text: str) -> float:
 
 def device_list(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", text):
-        raise argparse.ArgumentTypeError(f"'{text}' is no list of indices like 0,1,2,3")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of indices like 0,1,2,3")
     return tuple(dict.fromkeys(map(int, text.split(","))))
 
 
 def folder_name(text: str) -> Path:
     if not text.strip():
-        raise argparse.ArgumentTypeError("an empty name is no folder")
+        raise argparse.ArgumentTypeError("an empty name is not a folder")
     return Path(text)
 
 
 def storage_url(text: str) -> str:
     if "://" not in text and not text.startswith("postgresql"):
         raise argparse.ArgumentTypeError(
-            f"takes the URL of a database, got '{text}': write for example "
+            f"'{text}' is not the URL of a database: write for example "
             "postgresql+psycopg://user@host/normforge, or choose a folder with --out"
         )
     return text

@@ -21,8 +21,8 @@ def export(argv: list[str]) -> int:
     parser = CommandLine(
         prog="tune.py export",
         description="Write a package as a repository for Hugging Face's kernels (get_kernel and "
-        "kernelize), which depends only on PyTorch. Or write the trials of a shape as T4 results "
-        "or as a cache file of Kernel Tuner.",
+        "kernelize) that depends only on PyTorch. Or write the trials of a shape as T4 results, or "
+        "as a cache file of Kernel Tuner.",
     )
     form = parser.add_mutually_exclusive_group(required=True)
     form.add_argument(
@@ -34,15 +34,15 @@ def export(argv: list[str]) -> int:
     )
     for name in ("--t4", "--kernel-tuner"):
         form.add_argument(
-            name, type=folder_name, metavar="FILE", help="a new file for the trials of --shape"
+            name, type=folder_name, metavar="FILE", help="write the trials of --shape to a new file"
         )
     name_studies(parser)
-    parser.add_argument("--shape", help="MxN:dtype[:weight dtype], of the trials")
+    parser.add_argument("--shape", help="MxN:dtype[:weight dtype][+offset][+residual]")
     args = parser.parse(argv)
     if args.hf is None:
         return _export_trials(args)
     if args.shape is not None or args.storage is not None:
-        raise NormforgeError("--shape and --storage belong to trials, not to --hf")
+        raise NormforgeError("--shape and --storage are for trials, not for --hf")
     if args.gpu is not None:
         find_target(args.gpu)
     output = args.out or GENERATED / (args.gpu or "h200")
@@ -53,7 +53,7 @@ def export(argv: list[str]) -> int:
 
 def _export_trials(args: argparse.Namespace) -> int:
     if args.shape is None:
-        raise NormforgeError("trials are those of a shape: write --shape 4096x4096:bf16")
+        raise NormforgeError("name the shape whose trials to export: --shape 4096x4096:bf16")
     study = find_study(args, Problem.parse(args.shape, args.op))
     file: Path = args.t4 or args.kernel_tuner
     content = t4(study, program_version()) if args.t4 else kernel_tuner(study)

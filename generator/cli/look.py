@@ -43,10 +43,13 @@ def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study]
 
 def name_studies(parser: CommandLine) -> None:
     """The options that `find_study` and the commands here read."""
-    parser.add_argument("--gpu", help="only this GPU; without --out and --storage generated/<gpu>")
+    parser.add_argument(
+        "--gpu",
+        help="the GPU whose results to use: those in generated/<gpu>, without --out and --storage",
+    )
     add_operation(parser)
-    parser.add_argument("--out", type=folder_name, help="the output folder of the run")
-    parser.add_argument("--storage", type=storage_url, help="the Optuna storage URL of the run")
+    parser.add_argument("--out", type=folder_name, help="the --out of the run")
+    parser.add_argument("--storage", type=storage_url, help="the --storage of the run")
 
 
 def find_study(args: argparse.Namespace, problem: Problem) -> Study:
@@ -67,14 +70,15 @@ def report(argv: list[str]) -> int:
     """`tune.py report`: a page for every GPU, and the same as text."""
     parser = CommandLine(
         prog="tune.py report",
-        description="Write what the studies say as one HTML page per GPU, and print it as text.",
+        description="Show the results of all shapes: print them, and write one HTML page per GPU.",
     )
     name_studies(parser)
     parser.add_argument(
         "--html",
         type=folder_name,
         metavar="FOLDER",
-        help="folder of report_<gpu>.html (default: --out, generated/<gpu> or the current one)",
+        help="where to write report_<gpu>.html (default: the folder of the results; the current "
+        "one with --storage)",
     )
     args = parser.parse(argv)
     studies, place = _studies(args, importance=True)
@@ -96,16 +100,16 @@ def explain(argv: list[str]) -> int:
     """`tune.py explain`: why this kernel, and with --config why not that one."""
     parser = CommandLine(
         prog="tune.py explain",
-        description="Say why a kernel won a shape, or why the config given by --config did not.",
+        description="Say why a kernel won at a shape, or why the config in --config did not.",
     )
     name_studies(parser)
-    parser.add_argument("--shape", help="MxN:dtype[:weight dtype]")
+    parser.add_argument("--shape", help="MxN:dtype[:weight dtype][+offset][+residual]")
     parser.add_argument("stray", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--config", help="knob=value,...: where it leaves a knob open, the winner's value counts"
+        "--config", help="knob=value,...; knobs that are left out have the winner's values"
     )
     parser.add_argument(
-        "--space", type=Path, help="the search space's file (default: the operation's)"
+        "--space", type=Path, help="file of the search space (default: that of the operation)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     args = parser.parse(argv)

@@ -62,15 +62,15 @@ def _what(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--gpu",
         required=True,
-        help="a name in search_spaces/gpus.yaml, or auto for the GPU of this machine. Times are "
-        "measured if this machine has the GPU, else predicted",
+        help="a name in search_spaces/gpus.yaml, such as h200, or auto for this machine's GPU. "
+        "Times are measured if this machine has the GPU, else predicted",
     )
     add_operation(group)
     group.add_argument(
         "--shapes",
         default="default",
-        help="comma-separated names or paths of shape files, or shapes MxN:dtype[:weight dtype]"
-        "[+offset][+residual]",
+        help="comma-separated shapes MxN:dtype[:weight dtype][+offset][+residual], names in "
+        "search_spaces/shapes/, or paths of such files (default: those in default.yaml there)",
     )
     group.add_argument(
         "--space", type=Path, help="file of the search space (default: that of the operation)"
@@ -79,9 +79,9 @@ def _what(group: argparse._ArgumentGroup) -> None:
         "--fallbacks",
         choices=FALLBACKS,
         default="common",
-        help="kernels for shapes that are not tuned: common, for rows of whole 16-byte vectors in "
-        "the dtypes of the run (default); all, hundreds for every dtype and row length; or none. "
-        "Existing ones are kept",
+        help="kernels for row lengths that are not tuned: common, for rows of whole 16-byte "
+        "vectors in the dtypes of the run (default); all, hundreds for every dtype and row length; "
+        "or none. Existing ones are kept",
     )
 
 
@@ -95,8 +95,9 @@ def _how(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--seconds",
         type=positive_seconds,
-        help="total search time, divided equally among the shapes. The time of earlier runs of a "
-        "shape counts. Finals (2 s per shape on a GPU) and writing the package come on top",
+        help="total search time, divided equally among the shapes, including the time of earlier "
+        "runs of a shape. The finals (2 s per shape on a GPU) and the writing of the package are "
+        "not included",
     )
     group.add_argument("--seed", type=int, default=0, help="seed of the search (default: 0)")
     group.add_argument(
@@ -105,7 +106,8 @@ def _how(group: argparse._ArgumentGroup) -> None:
         type=device_list,
         default=(0,),
         metavar="N[,N...]",
-        help="indices of this machine's GPUs to measure on, with one search each (default: 0)",
+        help="indices of this machine's GPUs to measure on; each searches one shape at a time "
+        "(default: 0)",
     )
 
 

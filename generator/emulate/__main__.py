@@ -1,4 +1,4 @@
-"""`python -m generator.emulate`: one variant under many schedules, for whoever has a suspicion."""
+"""Run one kernel on the CPU under many schedules, and report races, deadlocks and wrong numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m generator.emulate", description=__doc__)
-    parser.add_argument("--strategy", required=True, help="for example semaphore")
+    parser.add_argument("--strategy", required=True, help="a reduction strategy, such as semaphore")
     parser.add_argument(
         "--op",
         choices=list(SUMS),
@@ -50,11 +50,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KNOB=VALUE",
         help="fix a knob of the search space, for example pipeline=bulk; may be repeated",
     )
-    parser.add_argument("--gpu", default="h200", help="whose rules make the config legal")
-    parser.add_argument("--schedules", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
-    parser.add_argument("--residency", type=int, help="CTAs at once; default 1, half, all in turn")
-    parser.add_argument("--ctas", type=int, default=PARTICIPANTS, help="largest grid, in clusters")
+    parser.add_argument("--gpu", default="h200", help="take a config that is legal on this GPU")
+    parser.add_argument("--schedules", type=int, default=50, help="how many (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first schedule")
+    parser.add_argument(
+        "--residency", type=int, help="CTAs that run at once (default: 1, half and all, in turn)"
+    )
+    parser.add_argument(
+        "--ctas",
+        type=int,
+        default=PARTICIPANTS,
+        help="CTAs (or clusters) of the grid, at most (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
 

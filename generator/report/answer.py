@@ -57,7 +57,7 @@ def render_answer(why: Explanation, verdict: Verdict | None, served: dict[str, A
     if winner is not None:
         how = "side by side" if winner.evidence == "measured" else "predicted"
         tied = [(f.variant, number(f.us), number(f.ratio, 3)) for f in winner.tied]
-        parts.append(columns([(f"in the tie (finals, {how})", "us", "x floor"), *tied]))
+        parts.append(columns([(f"tied for the win (finals, {how})", "us", "x floor"), *tied]))
     strategies = [
         (
             name + (" *" if ineligible else ""),
@@ -67,9 +67,7 @@ def render_answer(why: Explanation, verdict: Verdict | None, served: dict[str, A
     ]
     parts.append(
         "Runners-up by strategy, from single trials of the search (* may not win)\n"
-        + columns(
-            [("strategy", "us", "x floor", "to the winner", "its fastest trial"), *strategies]
-        )
+        + columns([("strategy", "us", "x floor", "vs winner", "its fastest trial"), *strategies])
     )
     costs = sorted(why.costs, key=lambda cost: -abs(_weight(cost)))
     if costs:
@@ -78,8 +76,8 @@ def render_answer(why: Explanation, verdict: Verdict | None, served: dict[str, A
             for cost in costs[:_SHOWN]
         ]
         parts.append(
-            "What a change of one knob costs, against the winner's trial; 'alone' changes nothing\n"
-            "else, 'best with it' is the fastest trial that has the value\n"
+            "What changing one knob costs, vs the winner's trial. 'alone': nothing else changes;\n"
+            "'best with it': the fastest trial that has the value\n"
             + columns([("instead of the winner's", "alone", "best with it", "trials"), *rows])
         )
     return "\n\n".join(parts)
@@ -107,7 +105,7 @@ def _why_not(why: Explanation, verdict: Verdict) -> str:
 def _line(timed: Timed) -> str:
     if timed.ratio is None:
         return f"{timed.variant}, {timed.outcome}: {timed.note}"
-    behind = "" if timed.behind is None else f", {timed.behind:+.1%} to the winner"
+    behind = "" if timed.behind is None else f", {timed.behind:+.1%} vs the winner"
     outcome = "" if timed.outcome == "ok" else f", {timed.outcome}"
     us, ratio = number(timed.us), number(timed.ratio, 3)
     return f"{timed.variant}, {us} us, {ratio} x floor{behind}{outcome}"

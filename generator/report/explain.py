@@ -125,7 +125,7 @@ class Explanation:
             sentences = tuple(
                 f"{name}={given[name]} means nothing here: it needs {knobs[name].when}"
                 if knobs[name].when
-                else f"{name}={given[name]} is no value of the space"
+                else f"{name}={given[name]} is not a value of the space"
                 for name in lost
             )
             return Verdict("meaningless", sentences, config, best=best)
@@ -178,12 +178,12 @@ class Explanation:
                 then = "what is most like winners on measured GPUs"
             if study.winner and any(self._today(t.config) == config for t in study.winner.tied):
                 return "tied", (
-                    f"{behind:+.1%} to the winner in the finals: counts as equal, and then one "
+                    f"{behind:+.1%} vs the winner in the finals: counts as equal, and then one "
                     f"launch comes before two and {then} wins"
                 )
             if behind < 0:
                 return "tied", (
-                    f"{behind:+.1%} to the winner in the finals, which is worth less than the "
+                    f"{behind:+.1%} vs the winner in the finals, which is worth less than the "
                     "launch that the winner saves"
                 )
             how = "side by side with the winner" if study.evidence == "measured" else "predicted"

@@ -86,9 +86,9 @@ def _head(summary: Summary) -> str:
 def _compared(comparison: Comparison) -> str:
     least, shape = comparison.least
     return (
-        f"Beside its peers, {len(comparison.rows)} shapes in one run: "
+        f"Compared with peers, {len(comparison.rows)} shapes in one run: "
         f"{number(comparison.ours, 3)} of the floor; "
-        f"the fastest peer takes {number(least, 3)} times as long at least ({shape})"
+        f"the fastest peer takes at least {number(least, 3)} times as long ({shape})"
     )
 
 
@@ -144,7 +144,7 @@ def _percent(share: float | None) -> str:
 
 def _predicted(summary: Summary) -> str:
     """Every predicted winner with its expected error and what came next."""
-    rows = [("shape", "expected error", "runners-up, predicted time to the winner's")]
+    rows = [("shape", "expected error", "runners-up, predicted time vs the winner's")]
     for study in summary.studies:
         if study.evidence == "predicted" and study.winner:
             error = study.winner.result.extra.get("expected_error")

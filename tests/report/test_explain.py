@@ -155,7 +155,7 @@ def test_a_finalist_that_is_faster_but_needs_a_launch_more(why: Explanation) -> 
     asked = replace(why, study=replace(why.study, winner=replace(winner, result=slowed, tied=())))
     verdict = ask(asked, "store_hint=streaming")
     assert verdict.kind == "tied"
-    assert verdict.sentences[0].startswith("-1.6% to the winner")
+    assert verdict.sentences[0].startswith("-1.6% vs the winner")
     assert "the launch that the winner saves" in verdict.sentences[0]
 
 

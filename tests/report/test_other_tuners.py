@@ -108,14 +108,14 @@ def test_a_file_is_written_once(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--t4 {file}", "trials are those of a shape: write --shape 4096x4096:bf16"),
+        ("--t4 {file}", "name the shape whose trials to export: --shape 4096x4096:bf16"),
         (f"--t4 {{file}} --shape {SHAPE}", "name the studies: --gpu h200"),
         ("--t4 {file} --gpu gb200 --shape 4096x4096:fp32", "has no study of 4096x4096:fp32"),
         ("--t4 {file} --gpu gb200 --shape 4096x4096", "has no dtype"),
         (f"--t4 {{file}} --gpu b200 --shape {SHAPE}", "no studies in "),
         (f"--t4 /proc/no --gpu gb200 --shape {SHAPE}", "cannot write /proc/no ("),
         (f"--t4 {{file}} --kernel-tuner {{file}} --gpu gb200 --shape {SHAPE}", "not allowed with"),
-        (f"--hf {{file}} --shape {SHAPE}", "--shape and --storage belong to trials, not to --hf"),
+        (f"--hf {{file}} --shape {SHAPE}", "--shape and --storage are for trials, not for --hf"),
     ],
 )
 def test_what_cannot_be_exported_is_told_in_a_sentence(
