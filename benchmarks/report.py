@@ -223,7 +223,7 @@ def plot(environment: Environment, rows: Sequence[Row], path: Path) -> str:
     bars.bar_label(drawn, fmt="%.2f", padding=3)
     bars.invert_yaxis()
     bars.set_xlim(0, 1.15 * max(means.values()))
-    bars.set_xlabel("time / floor, geometric mean of so many shapes")
+    bars.set_xlabel("time / floor, geometric mean (number of shapes)")
     for name in reversed(names):
         shown = [
             (row["M"] * row["N"], over) for row, over in ratios[name] if row["dtype"] == "bf16"
