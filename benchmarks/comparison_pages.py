@@ -57,7 +57,7 @@ def in_short() -> str:
         " moves the same bytes (geometric mean\nof"
         f" {len(found.rows)} shapes). PyTorch's takes {over['aten']:.2f} times as long as that"
         f" `torch.add`, Inductor's {over['inductor']:.2f} times, and\nthat of the closest peer,"
-        f" cuDNN, {over['cudnn']:.2f} times. Forward and backward of transformer blocks are"
+        f" cuDNN, {over['cudnn']:.2f} times. Forward and backward of transformer blocks run"
         f" {least} to {most} % faster\nthan with PyTorch's norm ([details](#how-fast-is-it))."
     )
 
