@@ -15,7 +15,7 @@ import torch
 
 from generator.runtime.api import Package
 from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.native import native
+from generator.runtime.native import build
 from generator.runtime.serve.checks import check_arguments
 from generator.runtime.spec import KernelSpec
 from generator.runtime.table import TABLE, Table
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The extension, built once for all workers of a run."""
     try:
-        native._compiler(), native._arguments()
+        build._compiler(), build._arguments()
     except RuntimeError as error:
         pytest.skip(str(error))
     shared = tmp_path_factory.getbasetemp()
@@ -77,7 +77,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if "TORCH_EXTENSIONS_DIR" not in os.environ:
             patch.setenv("TORCH_EXTENSIONS_DIR", str(shared))
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return native.load(native.build())
+        return build.load(build.build())
 
 
 @pytest.fixture

@@ -356,8 +356,7 @@ def test_use_native_of_a_package_reaches_its_installation(
     tmp_path: Path, module: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "_driver_addresses", lambda: machine.addresses)
-    monkeypatch.setattr(native, "build", lambda: None)
-    monkeypatch.setattr(native, "load", lambda _: module)
+    monkeypatch.setattr(native, "load_extension", lambda: module)
     for first in ("native", "install"):
         package = write_package(tmp_path / first)
         if first == "native":
