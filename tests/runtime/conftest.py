@@ -6,7 +6,7 @@ import fcntl
 import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from generator.runtime.native import build
 from generator.runtime.serve.checks import check_arguments
 from generator.runtime.spec import KernelSpec
 from generator.runtime.table import TABLE, Table
+from tests.support.entry_points import aten_on_cpu, write_package
 from tests.support.fake_driver import (
     SPEC,
     TARGET,
@@ -34,6 +35,20 @@ from tests.support.native import (
     Machine,
     started,
 )
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """One without kernels: the formula serves everything."""
+    return write_package(tmp_path_factory.mktemp("package"))
+
+
+@pytest.fixture
+def aten() -> Iterator[list[str]]:
+    """PyTorch's operators on the CPU; the calls that reached them."""
+    calls: list[str] = []
+    with aten_on_cpu(calls):
+        yield calls
 
 
 @pytest.fixture
