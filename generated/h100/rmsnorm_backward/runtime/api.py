@@ -81,7 +81,8 @@ class Package(DescribedServer):
                 (the heads of a packed tensor) are read in place, and so is one row repeated by
                 `expand`. Other layouts are copied first.
             x: shape and dtype of dy, in any layout.
-            rstd: fp32, one value per row, as the forward saved it.
+            rstd: fp32, one value per row, as the forward saved it. From 2^64 on, which takes an eps
+                below 2^-128, a kernel's dx is not finite.
             weight: (N,) in x's dtype or fp32; (H, N) with x (..., H, N) for one weight per head;
                 None for ones.
             weight_offset: a number added to the weight in fp32 (1.0 for models that store w - 1).

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ..serve.options import SMALLEST_EPS
 from ..table import MAX_ALIGNMENT
 
 SOURCES = ("native.cpp", "native.h", "operators.h")
@@ -153,6 +154,7 @@ def _defines() -> list[str]:
     return [
         f"-D_GLIBCXX_USE_CXX11_ABI={int(getattr(torch._C, '_GLIBCXX_USE_CXX11_ABI', True))}",
         f"-DNORMFORGE_ALIGNMENT={MAX_ALIGNMENT}",
+        f"-DNORMFORGE_SMALLEST_EPS={SMALLEST_EPS!r}",
         *(["-DNORMFORGE_CUDA"] if torch.version.cuda is not None else []),
     ]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..serve.options import Arguments, Options
+from ..serve.options import Arguments, Options, options_for
 from ..serve.reference import Results
 from ..torch_internals import (
     PLAIN_KEYS,
@@ -71,7 +71,8 @@ def gradients(
     wide = weight is not None and weight.dtype not in (x.dtype, torch.float32)
     scale = weight.float() if wide and weight is not None else weight
     given = Arguments(dy, x, rstd, scale, dresidual if need_dx else None, mean=mean)
-    dx, dw, *_ = backward(given, Options(norm.weight_offset, need_dx, need_dw))
+    options = options_for(norm.eps, norm.weight_offset, need_dx, need_dw)
+    dx, dw, *_ = backward(given, options)
     return dx, dw.to(weight.dtype) if wide and dw is not None and weight is not None else dw
 
 

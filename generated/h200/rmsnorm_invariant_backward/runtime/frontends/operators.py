@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..serve.call import QuickCall
 from ..serve.checks import check_dx_out
-from ..serve.options import Arguments, Options, dw_shape
+from ..serve.options import Arguments, FormulaOptions, Options, dw_shape
 from ..serve.reference import Results
 from ..torch_internals import (
     is_plain,
@@ -113,7 +113,9 @@ class NormOperators:
 
     def backward(self, given: Arguments, options: Options) -> Results:
         """Any backward through the operator. `dw_out` and `dx_out` are written by operators of
-        PyTorch, which a tracer understands."""
+        PyTorch, which a tracer understands, and so is the formula made of them."""
+        if type(options) is FormulaOptions:
+            return self._backward(given, options)
         dw_out, dx_out, dw_dtype = given.dw_out, given.dx_out, options.dw_dtype
         if dx_out is not None:
             check_dx_out(given, options)
