@@ -97,7 +97,8 @@ class NormOperators:
     def serve(self, run: Backward, given: Arguments, options: Options) -> Results:
         """Any backward: through the operator where somebody watches those, else at once by `run`.
         Who asks its results for a gradient gets an error."""
-        if getattr(given.dx_out, "requires_grad", False) and torch.is_grad_enabled():
+        wants = given.dx_out is not None and getattr(given.dx_out, "requires_grad", False)
+        if wants and torch.is_grad_enabled():
             raise RuntimeError("dx_out requires a gradient, but dx has none: give dx_out.detach()")
         if (
             is_dynamo_compiling()

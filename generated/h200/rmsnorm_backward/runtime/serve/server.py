@@ -84,7 +84,8 @@ class Server:
         if type(options) is FormulaOptions:
             return self._by_formula(given, options)
         for name, value in vars(given).items():
-            if not isinstance(value, torch.Tensor) and not (value is None and name in _OPTIONAL):
+            # PyTorch takes a while to say that None is no tensor.
+            if not (name in _OPTIONAL if value is None else isinstance(value, torch.Tensor)):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
         present = [tensor for tensor in tensors if tensor is not None]
         over_dy = None  # without a dx_out

@@ -265,6 +265,6 @@ def wants_gradient(given: Arguments) -> bool:
     """Whether somebody may ask for the gradient of dx or dw. A weight alone that wants one does not
     count: dw does not depend on it, and dx is of no use where x wants no gradient."""
     return torch.is_grad_enabled() and any(
-        isinstance(tensor, torch.Tensor) and tensor.requires_grad
+        tensor is not None and isinstance(tensor, torch.Tensor) and tensor.requires_grad
         for tensor in (given.dy, given.x, given.dresidual)
     )
