@@ -115,6 +115,28 @@ def test_builds_at_the_same_time_leave_one_whole_file(
     assert build.build(("-O1",)) not in (path, build.build())
 
 
+@pytest.mark.parametrize(
+    ("where", "name", "other"),
+    [
+        (torch, "__version__", "2.13.0+cu130"),
+        (torch.version, "cuda", "13.0"),
+        (torch.version, "git_version", "of another build"),
+        (build.sysconfig, "get_config_var", lambda _: "cpython-311t-x86_64-linux-gnu"),
+        (build.platform, "machine", lambda: "another"),
+        (build, "MAX_ALIGNMENT", 16),
+        (build, "SOURCES", build.SOURCES[:2]),
+    ],
+)
+def test_extension_of_a_wheel_fits_one_pytorch_and_python(
+    where: Any, name: str, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of another name is not looked for."""
+    here = build.prebuilt_name()
+    assert build.prebuilt_name() == here
+    monkeypatch.setattr(where, name, other)
+    assert build.prebuilt_name() != here
+
+
 @pytest.mark.slow
 def test_extension_that_is_loaded_again_shares_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any
