@@ -18,6 +18,7 @@ from generator.kernels.variant import Variant
 from generator.operations.rmsnorm_backward import Inputs, make_inputs
 from generator.problem import Problem
 from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32, gap_factor
+from generator.runtime.serve.options import SMALLEST_EPS
 from generator.target import Target
 from tests.support.samples import DETERMINISTIC, REDUCTION, plain_variant, sample_variant
 
@@ -156,3 +157,22 @@ def test_weight_that_is_not_there_is_not_read(target: Target) -> None:
         call_options=CallOptions(weight=False),
     )
     assert runs.faults and "out of bounds" in runs.faults[0]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_dx_is_finite_as_far_as_smallest_eps_says(dtype: str, target: Target) -> None:
+    """And overflows where the square of rstd does, for which reason there is such a limit."""
+    problem = Problem.parse(f"6x1024:{dtype}")
+    variant = plain_variant(problem, target)
+    plain = make_inputs(problem, CPU)
+
+    def finite(rms: float, gradient: float) -> bool:
+        """Of rows of this size whose dy is xhat times the gradient, with eps = 0."""
+        x = (plain.x.double() * rms).to(plain.x.dtype)
+        rstd = torch.rsqrt(x.float().square().mean(-1))
+        dy = (x.float() * rstd[:, None] * gradient).to(x.dtype)
+        inputs = replace(plain, x=x, dy=dy, rstd=rstd, weight=torch.ones_like(plain.weight))
+        return bool(call(variant, inputs).dx[0].isfinite().all())
+
+    assert finite(SMALLEST_EPS**0.5 * 1.2, 2.0**31)  # mean(dy * xhat) is the gradient
+    assert finite(2.0**-63, 1.0) and not finite(2.0**-65, 1.0)

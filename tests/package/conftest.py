@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from generator.paths import REPOSITORY
 
 
 @pytest.fixture
@@ -33,3 +36,17 @@ def imported(package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     yield load
     forget()
+
+
+@pytest.fixture
+def wheel_sources(tmp_path: Path) -> Path:
+    """A copy of what a wheel is built of."""
+    pytest.importorskip("setuptools", "77", reason="building needs setuptools 77")
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    for name in ("normforge", "generated"):
+        skip = shutil.ignore_patterns("__pycache__", "studies.journal*", "native_*.so")
+        shutil.copytree(REPOSITORY / name, source / name, ignore=skip)
+    return source

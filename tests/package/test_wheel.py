@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import warnings
@@ -188,21 +187,18 @@ def test_checkout_serves_its_packages(tmp_path: Path) -> None:
     use("generated.h200.rmsnorm_backward", REPOSITORY, tmp_path)
 
 
-def test_wheel_carries_the_packages(tmp_path: Path) -> None:
-    pytest.importorskip("setuptools", "77", reason="building needs setuptools 77")
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, source)
-    for name in ("normforge", "generated"):
-        skip = shutil.ignore_patterns("__pycache__", "studies.journal*")
-        shutil.copytree(REPOSITORY / name, source / name, ignore=skip)
+def test_wheel_carries_the_packages(wheel_sources: Path, tmp_path: Path) -> None:
     build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
     done = subprocess.run(
-        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", build],
+        cwd=wheel_sources,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    (wheel,) = source.glob("*.whl")
+    (wheel,) = wheel_sources.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
     with ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(tmp_path / "site")

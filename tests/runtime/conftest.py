@@ -6,7 +6,7 @@ import fcntl
 import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ import torch
 
 from generator.runtime.api import Package
 from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.native import native
+from generator.runtime.native import build
 from generator.runtime.serve.checks import check_arguments
 from generator.runtime.spec import KernelSpec
 from generator.runtime.table import TABLE, Table
+from tests.support.entry_points import aten_on_cpu, write_package
 from tests.support.fake_driver import (
     SPEC,
     TARGET,
@@ -34,6 +35,20 @@ from tests.support.native import (
     Machine,
     started,
 )
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    """One without kernels: the formula serves everything."""
+    return write_package(tmp_path_factory.mktemp("package"))
+
+
+@pytest.fixture
+def aten() -> Iterator[list[str]]:
+    """PyTorch's operators on the CPU; the calls that reached them."""
+    calls: list[str] = []
+    with aten_on_cpu(calls):
+        yield calls
 
 
 @pytest.fixture
@@ -68,7 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The extension, built once for all workers of a run."""
     try:
-        native._compiler(), native._arguments()
+        build._compiler(), build._arguments()
     except RuntimeError as error:
         pytest.skip(str(error))
     shared = tmp_path_factory.getbasetemp()
@@ -77,7 +92,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if "TORCH_EXTENSIONS_DIR" not in os.environ:
             patch.setenv("TORCH_EXTENSIONS_DIR", str(shared))
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return native.load(native.build())
+        return build.load(build.build())
 
 
 @pytest.fixture

@@ -11,15 +11,10 @@ import torch
 from generator.paths import GENERATED
 from generator.runtime.api import Package
 from generator.runtime.frontends.batch_invariant import BatchInvariantPackage
-from tests.support.entry_points import leaf, randn, write_package
+from tests.support.entry_points import leaf, randn
 
 BF16 = torch.bfloat16
 REFUSED = "batch-invariant norms have no bias"
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return write_package(tmp_path_factory.mktemp("package"))
 
 
 @pytest.fixture(scope="module")

@@ -35,11 +35,6 @@ from tests.support.fake_driver import SPEC, TARGET, Calls, FakeDriver, entry, te
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return write_package(tmp_path_factory.mktemp("package"))
-
-
 def arguments(*shape: int, dtype: torch.dtype = BF16, **change: Any) -> dict[str, Any]:
     """Of a call, with a weight."""
     dy, x, weight = (

@@ -3,7 +3,7 @@ which they leave alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +16,15 @@ from generator.runtime.api import Package
 from generator.runtime.frontends.graph_pass import make_backend, route
 from tests.support.entry_points import (
     Training,
-    aten_on_cpu,
     needs_whole_forward,
     randn,
-    write_package,
 )
 
 ATEN = torch.ops.aten
 Step = Callable[..., Any]
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return write_package(tmp_path_factory.mktemp("additions"))
-
-
-@pytest.fixture(autouse=True)
-def aten() -> Iterator[None]:
-    with aten_on_cpu():
-        yield
+pytestmark = pytest.mark.usefixtures("aten")
 
 
 def norm(x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:

@@ -27,7 +27,6 @@ from tests.support.entry_points import (
     grads,
     needs_whole_forward,
     randn,
-    write_package,
 )
 from tests.support.norm_classes import (
     NORM_CLASSES,
@@ -39,11 +38,6 @@ from tests.support.norm_classes import (
 )
 
 EPS = 1e-5
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return write_package(tmp_path_factory.mktemp("decomposed"))
 
 
 @pytest.fixture(autouse=True)

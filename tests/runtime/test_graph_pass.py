@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +24,15 @@ from generator.runtime.frontends.graph_pass import (
 )
 from tests.support.entry_points import (
     FORWARD_STAYS_WHOLE,
-    aten_on_cpu,
     needs_whole_forward,
     randn,
-    write_package,
 )
 
 ATEN = torch.ops.aten
 Step = Callable[..., Any]
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return write_package(tmp_path_factory.mktemp("graph"))
-
-
-@pytest.fixture(autouse=True)
-def aten() -> Iterator[None]:
-    with aten_on_cpu():
-        yield
+pytestmark = pytest.mark.usefixtures("aten")
 
 
 def forward_only(x: torch.Tensor, w: torch.Tensor) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from generator.runtime.frontends.install import Installation
 from generator.runtime.serve.warn_once import WarnOnce
 from tests.support.entry_points import (
     UNINSTALLS,
-    aten_on_cpu,
     grads,
     leaf,
     randn,
@@ -28,19 +26,6 @@ from tests.support.entry_points import (
     uninstall_while_it_waits,
     write_package,
 )
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return write_package(tmp_path_factory.mktemp("package"))
-
-
-@pytest.fixture
-def aten() -> Iterator[list[str]]:
-    """PyTorch's operators on the CPU; the calls that reached them."""
-    calls: list[str] = []
-    with aten_on_cpu(calls):
-        yield calls
 
 
 def train_once(norm: torch.nn.Module) -> list[torch.Tensor]:

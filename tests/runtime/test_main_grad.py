@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from generator.runtime.api import Package
-from tests.support.entry_points import randn, write_package
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return write_package(tmp_path_factory.mktemp("package"))
+from tests.support.entry_points import randn
 
 
 def trained(norm: torch.nn.Module, seed: int = 0, **with_residual: bool) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from generator.runtime.native import native
+from generator.runtime.native import build, native
 from tests.support.entry_points import equal_bits, write_package
 from tests.support.native import (
     in_threads,
@@ -21,7 +21,7 @@ from tests.support.native import (
 def test_nothing_is_built_or_loaded_without_being_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("build", "load", "_driver_addresses"):
+    for name in ("load_extension", "_driver_addresses"):
         monkeypatch.delattr(native, name)
     package = write_package(tmp_path)
     assert vars(package._native).keys() >= {"norm", "backward", "learn"}
@@ -54,17 +54,17 @@ def test_missing_compiler_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(
         RuntimeError, match="needs a C\\+\\+ compiler, and there is no no-such-comp"
     ):
-        native.build()
+        build.build()
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(RuntimeError, match=r"there is no c\+\+, g\+\+ or clang\+\+: install one"):
-        native.build()
+        build.build()
 
 
 def test_missing_headers_are_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    monkeypatch.setattr(build.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
     with pytest.raises(RuntimeError, match=r"/nowhere/Python.h, which is missing: install the dev"):
-        native.build()
+        build.build()
 
 
 def test_words_of_the_compiler_are_passed_on(
@@ -74,7 +74,7 @@ def test_words_of_the_compiler_are_passed_on(
         "CXX", script(tmp_path / "cc", "echo native.cpp:1: error: planted >&2; exit 1")
     )
     with pytest.raises(RuntimeError, match=r"could not compile .*native.cpp: .*planted \(set CXX"):
-        native.build()
+        build.build()
     assert list((cache / "normforge").iterdir()) == []
 
 
@@ -84,13 +84,13 @@ def test_folder_that_cannot_be_written_is_said(
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
     with pytest.raises(RuntimeError, match="set TORCH_EXTENSIONS_DIR to a folder"):
-        native.build()
+        build.build()
 
 
 def test_damaged_build_is_said(tmp_path: Path) -> None:
     (tmp_path / "native_0.so").write_bytes(b"no library")
     with pytest.raises(RuntimeError, match=r"could not load .*native_0.so .*: remove it"):
-        native.load(tmp_path / "native_0.so")
+        build.load(tmp_path / "native_0.so")
 
 
 def test_builds_at_the_same_time_leave_one_whole_file(
@@ -102,24 +102,46 @@ def test_builds_at_the_same_time_leave_one_whole_file(
     found: list[tuple[Path, bytes]] = []
 
     def work() -> None:
-        path = native.build()
+        path = build.build()
         found.append((path, path.read_bytes()))
 
     in_threads([work] * 4)
     ((path, content),) = set(found)
     assert content == b"abcdef" and list((cache / "normforge").iterdir()) == [path]
     monkeypatch.setenv("CXX", script(tmp_path / "cc", "exit 1"))
-    assert native.build() == path  # no compiler ran
+    assert build.build() == path  # no compiler ran
     monkeypatch.setenv("CXX", script(tmp_path / "dd", slow))
-    assert native.build() != path
-    assert native.build(("-O1",)) not in (path, native.build())
+    assert build.build() != path
+    assert build.build(("-O1",)) not in (path, build.build())
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "other"),
+    [
+        (torch, "__version__", "2.13.0+cu130"),
+        (torch.version, "cuda", "13.0"),
+        (torch.version, "git_version", "of another build"),
+        (build.sysconfig, "get_config_var", lambda _: "cpython-311t-x86_64-linux-gnu"),
+        (build.platform, "machine", lambda: "another"),
+        (build, "MAX_ALIGNMENT", 16),
+        (build, "SOURCES", build.SOURCES[:2]),
+    ],
+)
+def test_extension_of_a_wheel_fits_one_pytorch_and_python(
+    where: Any, name: str, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of another name is not looked for."""
+    here = build.prebuilt_name()
+    assert build.prebuilt_name() == here
+    monkeypatch.setattr(where, name, other)
+    assert build.prebuilt_name() != here
 
 
 @pytest.mark.slow
 def test_extension_that_is_loaded_again_shares_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any
 ) -> None:
-    again = native.load(Path(module.__file__))
+    again = build.load(Path(module.__file__))
     assert again.Store is not module.Store and "normforge_native" not in sys.modules
     packages = [
         started(write_package(tmp_path / str(i)), loaded)

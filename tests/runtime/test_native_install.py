@@ -4,7 +4,7 @@ others go to the handler in Python. The extension is the real one, the driver is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from generator.runtime.spec import KernelSpec
 from tests.support.entry_points import (
     UNINSTALLS,
     Training,
-    aten_on_cpu,
     equal_bits,
     norm_of,
     randn,
@@ -41,13 +40,7 @@ from tests.support.native import (
     who_served,
 )
 
-
-@pytest.fixture(autouse=True)
-def aten() -> Iterator[list[str]]:
-    """PyTorch's operators on the CPU; the calls that reached them."""
-    calls: list[str] = []
-    with aten_on_cpu(calls):
-        yield calls
+pytestmark = pytest.mark.usefixtures("aten")
 
 
 def by_aten(dy: Any, x: Any, rstd: Any, weight: Any, mask: Any = (True, True)) -> Any:
@@ -356,8 +349,7 @@ def test_use_native_of_a_package_reaches_its_installation(
     tmp_path: Path, module: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "_driver_addresses", lambda: machine.addresses)
-    monkeypatch.setattr(native, "build", lambda: None)
-    monkeypatch.setattr(native, "load", lambda _: module)
+    monkeypatch.setattr(native, "load_extension", lambda: module)
     for first in ("native", "install"):
         package = write_package(tmp_path / first)
         if first == "native":

@@ -25,11 +25,6 @@ from tests.support.entry_points import (
 from tests.support.patience import patience
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return write_package(tmp_path_factory.mktemp("package"))
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_step_has_the_bits_of_the_eager_one(package: Package, dynamic: bool) -> None:
     x, weight = leaf(4, 16, dtype=torch.bfloat16), leaf(16, dtype=torch.bfloat16, seed=1)

@@ -10,12 +10,7 @@ import torch
 from torch import nn
 
 from generator.runtime.api import Package
-from tests.support.entry_points import grads, randn, write_package
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return write_package(tmp_path_factory.mktemp("package"))
+from tests.support.entry_points import grads, randn
 
 
 class PlainRMSNorm(nn.Module):

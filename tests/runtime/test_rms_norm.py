@@ -21,13 +21,7 @@ from tests.support.entry_points import (
     leaf,
     randn,
     same,
-    write_package,
 )
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return write_package(tmp_path_factory.mktemp("package"))
 
 
 @pytest.mark.parametrize("eps", [None, 1e-5])

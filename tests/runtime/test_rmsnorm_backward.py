@@ -25,14 +25,8 @@ from tests.support.entry_points import (
     leaf,
     randn,
     same,
-    write_package,
 )
 from tests.support.fake_driver import SPEC
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return write_package(tmp_path_factory.mktemp("package"))
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

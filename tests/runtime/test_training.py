@@ -24,16 +24,10 @@ from tests.support.entry_points import (
     equal_bits,
     norm_of,
     routing_on_cpu,
-    write_package,
 )
 
 STRICT: dict[str, Any] = {"fused": True, "chain": 1}
 """The formula rounds once, and leaves the order of additions to PyTorch."""
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return write_package(tmp_path_factory.mktemp("training"))
 
 
 @pytest.fixture(autouse=True)

@@ -11,15 +11,10 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from generator.runtime.api import Package
-from tests.support.entry_points import randn, write_package
+from tests.support.entry_points import randn
 
 Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 X, TANGENT, WEIGHT = randn(4, 8), randn(4, 8, seed=1), randn(8, seed=2)
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
-    return write_package(tmp_path_factory.mktemp("package"))
 
 
 def theirs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -69,6 +69,7 @@ class Machine(FakeDriver):
         self.errors: set[str] = set()
         self.refuse_native = 0  # launches
         self.full = self.idle = False  # no memory is left; native kernels do nothing
+        self.square_rstd = False  # in fp32, as the kernels do, which may be too large
         self.allocated: dict[int, tuple[int, int]] = {}
         self.between: Callable[[], None] = lambda: None
         self.local = threading.local()
@@ -96,7 +97,7 @@ class Machine(FakeDriver):
         name = _FUNCTIONS[int(function) - 1]
         status = super().cuLaunchKernelEx(config, name, parameters, extra)
         if status[0] == 0:
-            compute(name, parameters)
+            self._compute(name, parameters)
         return status
 
     def cuMemAllocAsync(self, size: int, stream: int) -> tuple[Any, ...]:  # noqa: N802
@@ -105,6 +106,14 @@ class Machine(FakeDriver):
         status, address = super().cuMemAllocAsync(size, stream)
         self.allocated[int(address)] = (size, stream)
         return status, address
+
+    def _compute(self, name: str, parameters: int) -> None:
+        compute(name, parameters)
+        if self.square_rstd and name == NAMES[0]:
+            _, _, rstd, _, dx, *_ = arguments = read_arguments(name, parameters)
+            count, columns = arguments[11], arguments[-4]
+            squares = at_address(rstd, count, dtype=torch.float32).square()
+            at_address(dx, count, columns)[squares.isinf()] = torch.inf
 
     def _stream(self, device: int, at: Any) -> int:
         at[0] = self.here()
@@ -139,7 +148,7 @@ class Machine(FakeDriver):
             )
         )
         if not self.idle:
-            compute(name, parameters)
+            self._compute(name, parameters)
         self.between()
         return 0
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..serve.options import Arguments, Options
+from ..serve.options import Arguments, Options, options_for
 from ..serve.reference import Results
 from ..torch_internals import (
     PLAIN_KEYS,
@@ -71,7 +71,8 @@ def gradients(
     wide = weight is not None and weight.dtype not in (x.dtype, torch.float32)
     scale = weight.float() if wide and weight is not None else weight
     given = Arguments(dy, x, rstd, scale, dresidual if need_dx else None, mean=mean)
-    dx, dw, *_ = backward(given, Options(norm.weight_offset, need_dx, need_dw))
+    options = options_for(norm.eps, norm.weight_offset, need_dx, need_dw)
+    dx, dw, *_ = backward(given, options)
     return dx, dw.to(weight.dtype) if wide and dw is not None and weight is not None else dw
 
 
@@ -264,6 +265,6 @@ def wants_gradient(given: Arguments) -> bool:
     """Whether somebody may ask for the gradient of dx or dw. A weight alone that wants one does not
     count: dw does not depend on it, and dx is of no use where x wants no gradient."""
     return torch.is_grad_enabled() and any(
-        isinstance(tensor, torch.Tensor) and tensor.requires_grad
+        tensor is not None and isinstance(tensor, torch.Tensor) and tensor.requires_grad
         for tensor in (given.dy, given.x, given.dresidual)
     )

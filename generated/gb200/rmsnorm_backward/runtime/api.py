@@ -81,7 +81,8 @@ class Package(DescribedServer):
                 (the heads of a packed tensor) are read in place, and so is one row repeated by
                 `expand`. Other layouts are copied first.
             x: shape and dtype of dy, in any layout.
-            rstd: fp32, one value per row, as the forward saved it.
+            rstd: fp32, one value per row, as the forward saved it. From 2^64 on, which takes an eps
+                below 2^-128, a kernel's dx is not finite.
             weight: (N,) in x's dtype or fp32; (H, N) with x (..., H, N) for one weight per head;
                 None for ones.
             weight_offset: a number added to the weight in fp32 (1.0 for models that store w - 1).
@@ -181,9 +182,10 @@ class Package(DescribedServer):
         that compiled code calls, and in PyTorch's backward after `install()`. None of these then
         needs Python, not even in autograd's thread.
 
-        Compiles three small files into TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions),
-        once per machine and version of PyTorch and Python. Later processes load the result. Needs a
-        C++ compiler ($CXX, c++, g++ or clang++), Python's headers and PyTorch with CUDA. A call is
+        Loads the extension of the wheel where that has one for this PyTorch and Python. Otherwise
+        compiles three small files into TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions),
+        once per machine and version of both, for which it needs a C++ compiler ($CXX, c++, g++ or
+        clang++) and Python's headers. Either way it needs PyTorch with CUDA. A call is
         plain if it has a weight and dense, aligned tensors, and is not captured into a CUDA graph;
         a plain backward computes both gradients without options. All other calls work as before,
         and so do the first two calls of every shape, and the first on another stream. Uses one more

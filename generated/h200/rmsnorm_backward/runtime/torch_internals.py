@@ -107,7 +107,8 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 def is_plain(tensor: torch.Tensor | None) -> bool:
     """False for a subclass, which has its own way with operators (DTensor, fake tensors). True for
     what is no tensor at all."""
-    return type(tensor) in PLAIN_TYPES or not isinstance(tensor, torch.Tensor)
+    # PyTorch takes a while to say that None is no tensor.
+    return type(tensor) in PLAIN_TYPES or tensor is None or not isinstance(tensor, torch.Tensor)
 
 
 def resolved(tensor: Any) -> Any:

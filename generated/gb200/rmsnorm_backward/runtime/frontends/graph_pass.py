@@ -26,7 +26,7 @@ from torch.fx import GraphModule, Node
 from .additions import fold_additions
 from .decomposed import replace_decomposed
 from .operators import NormOperators, Operators
-from .routes import MARK, getitems
+from .routes import MARK, getitems, is_tiny
 
 Pass = Callable[..., GraphModule]
 """Takes a graph module and, as graph trainers give it, the example inputs; returns the module."""
@@ -207,10 +207,23 @@ def _refuse_other(given: Any) -> None:
         )
 
 
+def has_tiny_eps(module: GraphModule, norm: Norm) -> bool:
+    """Whether a graph of Dynamo calls PyTorch's function of the norm with an eps whose backward is
+    not for kernels. Of a graph of the backward alone nobody can tell."""
+    for node in (node for each in graph_modules(module) for node in each.graph.nodes):
+        name = getattr(node.target, "__name__", "").split(".")[0]
+        if name.endswith("_norm") and norm.aten[0].endswith(name):
+            numbers = (*node.args[3:], *node.kwargs.values())  # behind x, shape and weight
+            if any(map(is_tiny, numbers)):
+                return True
+    return False
+
+
 def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[..., Any]:
     """A backend for torch.compile: Inductor with these settings, but what `route` takes of the norm
     stays whole and is this package's, and so are RMSNorms that are written out. Inductor's caches
-    keep what it compiles under keys that have `cache_key` in them.
+    keep what it compiles under keys that have `cache_key` in them. In a graph where `has_tiny_eps`,
+    PyTorch's norms are Inductor's.
 
     Raises ValueError where post_grad_custom_pre_pass is set, here or, once it compiles, in
     torch._inductor.config.
@@ -232,7 +245,7 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
 
         with config.patch(inductor_configs):
             _refuse_other(getattr(config, _SLOT))
-            table = Decompositions(operators)
+            table = None if has_tiny_eps(module, operators) else Decompositions(operators)
         settings = {**inductor_configs, _SLOT: RouteNorms()}
         route_decomposed(module, operators)
         return compile_fx(

@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..serve.call import QuickCall
 from ..serve.checks import check_dx_out
-from ..serve.options import Arguments, Options, dw_shape
+from ..serve.options import Arguments, FormulaOptions, Options, dw_shape
 from ..serve.reference import Results
 from ..torch_internals import (
     is_plain,
@@ -97,7 +97,8 @@ class NormOperators:
     def serve(self, run: Backward, given: Arguments, options: Options) -> Results:
         """Any backward: through the operator where somebody watches those, else at once by `run`.
         Who asks its results for a gradient gets an error."""
-        if getattr(given.dx_out, "requires_grad", False) and torch.is_grad_enabled():
+        wants = given.dx_out is not None and getattr(given.dx_out, "requires_grad", False)
+        if wants and torch.is_grad_enabled():
             raise RuntimeError("dx_out requires a gradient, but dx has none: give dx_out.detach()")
         if (
             is_dynamo_compiling()
@@ -113,7 +114,9 @@ class NormOperators:
 
     def backward(self, given: Arguments, options: Options) -> Results:
         """Any backward through the operator. `dw_out` and `dx_out` are written by operators of
-        PyTorch, which a tracer understands."""
+        PyTorch, which a tracer understands, and so is the formula made of them."""
+        if type(options) is FormulaOptions:
+            return self._backward(given, options)
         dw_out, dx_out, dw_dtype = given.dw_out, given.dx_out, options.dw_dtype
         if dx_out is not None:
             check_dx_out(given, options)

@@ -104,21 +104,22 @@ struct Norm : torch::autograd::Function<Norm> {
         const double offset = ctx->saved_data.at("offset").toDouble();
         const bool need_dx = ctx->needs_input_grad(0);
         const bool need_dw = weight.defined() && ctx->needs_input_grad(1);
-        if (need_dx && need_dw && offset == 0 && !at::GradMode::is_enabled()) {
+        const auto eps = ctx->saved_data.find("eps");
+        const bool none = eps == ctx->saved_data.end();
+        const bool usual = none || eps->second.toDouble() >= NORMFORGE_SMALLEST_EPS;
+        if (need_dx && need_dw && offset == 0 && usual && !at::GradMode::is_enabled()) {
             const WithoutGil others_may_run;
             const auto results = serve(store, dy, x, rstd, weight);
             if (!results.empty()) return {results[0], results[1], {}, {}};
         }
 
         const pybind11::gil_scoped_acquire gil;
-        const auto eps = ctx->saved_data.find("eps");
         const Reference given[] = {
             Reference(THPVariable_Wrap(dy)),
             Reference(THPVariable_Wrap(x)),
             Reference(THPVariable_Wrap(weight)),
             Reference(THPVariable_Wrap(rstd)),
-            Reference(eps == ctx->saved_data.end() ? Py_NewRef(Py_None)
-                                                   : PyFloat_FromDouble(eps->second.toDouble())),
+            Reference(none ? Py_NewRef(Py_None) : PyFloat_FromDouble(eps->second.toDouble())),
             Reference(PyFloat_FromDouble(offset)),
             Reference(PyBool_FromLong(need_dx)),
             Reference(PyBool_FromLong(need_dw))};

@@ -8,6 +8,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..serve.forward import Forward
+from ..serve.options import SMALLEST_EPS
 from ..serve.server import Server
 from ..torch_internals import (
     PLAIN_TYPES,
@@ -21,8 +22,6 @@ from .differentiable import differentiable_norm, foreign_norm, is_foreign
 from .dtensor import register_sharding
 from .gradients import NormArguments, gradients, gradients_of_sum, is_watched
 from .operators import Operators
-
-Gradients = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
 NO_INVARIANT_BIAS = (
     "batch-invariant norms have no bias: PyTorch sums its gradient over the rows, and the bits of "
@@ -65,7 +64,7 @@ class Norm:
             weight: (N,), or (H, N) with x (..., H, N), or None for ones. Its gradient has its
                 dtype.
             eps: added to the mean square; None for the machine epsilon of fp32, as in
-                torch.nn.functional.rms_norm.
+                torch.nn.functional.rms_norm. Below 2^-96 the backward is PyTorch's operations.
             bias: a tensor of the weight's shape, or (N,). It is rounded to x's dtype, and added to
                 y by PyTorch, which also sums its gradient over the rows.
             weight_offset: a number added to the weight in fp32.
@@ -223,10 +222,11 @@ class Norm:
         weight_offset: float,
         need_dx: bool,
         need_dw: bool,
-    ) -> Gradients:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """dx and dw of an autograd node, in Python or in C++."""
         watched = is_watched(dy)
-        if need_dx and need_dw and weight is not None and not watched and not weight_offset:
+        usual = not weight_offset and (eps is None or eps >= SMALLEST_EPS)
+        if need_dx and need_dw and weight is not None and not watched and usual:
             results = self._quick(dy, x, rstd, weight)
             if results is not None:
                 return results  # type: ignore[return-value]

@@ -22,7 +22,15 @@ from .call import Call, KernelCall, aten_call, formula
 from .call_cache import CallCache
 from .checks import DTYPES, check_arguments, check_dx_out, check_overlap, foreign_device
 from .layout import read_layout
-from .options import PLAIN, Arguments, Composition, Options, composition, may_overwrite_dy
+from .options import (
+    PLAIN,
+    Arguments,
+    Composition,
+    FormulaOptions,
+    Options,
+    composition,
+    may_overwrite_dy,
+)
 from .reference import Results
 from .warn_once import WarnOnce
 
@@ -73,8 +81,11 @@ class Server:
         """Any call on this process's tensors: known, or prepared now. routed: as `_route` has it;
         the same call may be one of PyTorch's kernel for `rmsnorm_backward`."""
         tensors = tuple(vars(given).values())
+        if type(options) is FormulaOptions:
+            return self._by_formula(given, options)
         for name, value in vars(given).items():
-            if not isinstance(value, torch.Tensor) and not (value is None and name in _OPTIONAL):
+            # PyTorch takes a while to say that None is no tensor.
+            if not (name in _OPTIONAL if value is None else isinstance(value, torch.Tensor)):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
         present = [tensor for tensor in tensors if tensor is not None]
         over_dy = None  # without a dx_out
@@ -96,6 +107,9 @@ class Server:
         quick = getattr(call, "quick", None) if options == PLAIN else None
         self._calls.add(kind, present, call, quick)
         return call(*tensors)
+
+    def _by_formula(self, given: Arguments, options: Options) -> Results:
+        return formula(options)(*vars(given).values())
 
     def _route(
         self,

@@ -14,7 +14,7 @@ from ..serve.call import Call
 from ..serve.options import Options
 from ..serve.reference import Results
 from .install import Routed, Serve
-from .routes import Routes, arguments_of, getitems, replace_node, takes
+from .routes import Routes, arguments_of, getitems, of_tiny_eps, replace_node, takes
 
 
 def dw_and_db(sums: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -90,6 +90,8 @@ def _route_layer_norm_backward(node: Node, operators: Any) -> bool:
     x, weight, bias, rstd = given["input"], given["weight"], given["bias"], given["rstd"]
     need_dx, *sums = given["output_mask"]
     if not takes(x, weight, given["normalized_shape"]) or not _saved_wide(x, rstd):
+        return False
+    if of_tiny_eps(rstd):
         return False
     if any(sums) and (weight is None or _dtype(bias) not in (None, _dtype(weight))):
         return False

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..serve.options import SMALLEST_EPS
 from .graph_values import fake_value
 
 MARK = "compile_with_inductor"
@@ -45,6 +46,20 @@ def takes(x: Any, weight: Any, normalized_shape: Any) -> bool:
     return rows is None or scale is None or scale.dtype in (rows.dtype, torch.float32)
 
 
+def is_tiny(eps: Any) -> bool:
+    """Whether the backward of a norm with this eps is not for kernels: see SMALLEST_EPS."""
+    return isinstance(eps, float | int) and not isinstance(eps, bool) and eps < SMALLEST_EPS
+
+
+def of_tiny_eps(rstd: Any) -> bool:
+    """Whether a graph shows that an rstd is of such a norm. It does if it has the forward."""
+    if not isinstance(rstd, Node) or rstd.target is not operator.getitem:
+        return False
+    forward: Any = rstd.args[0]
+    known = isinstance(forward.target, torch._ops.OpOverload)
+    return known and is_tiny(arguments_of(forward).get("eps"))
+
+
 def _route_norm(node: Node, operators: Any) -> bool:
     given = arguments_of(node)
     x, weight = given["input"], given.get("weight")
@@ -58,7 +73,7 @@ def _route_norm(node: Node, operators: Any) -> bool:
 def _route_backward(node: Node, operators: Any) -> bool:
     given = arguments_of(node)
     x, weight = given["input"], given.get("weight")
-    if not takes(x, weight, given["normalized_shape"]):
+    if not takes(x, weight, given["normalized_shape"]) or of_tiny_eps(given["rstd"]):
         return False
     need_dx, need_dw = given["output_mask"]
     arguments = (given["grad_out"], x, given["rstd"], weight, None, None, 0.0, need_dx, need_dw)

@@ -72,7 +72,7 @@ class LayerNormPackage(DescribedServer):
             x: (..., N), bf16, fp16 or fp32.
             weight: (N,) in x's dtype or fp32, or None for ones.
             bias: like the weight, or None for zeros.
-            eps: added to the variance.
+            eps: added to the variance. Below 2^-96 the backward is PyTorch's operations.
             residual: in x's shape and any floating dtype. The norm is then that of
                 h = x + residual, which has the residual's dtype. The backward kernel adds the
                 gradient of h to that of the norm.
@@ -137,7 +137,7 @@ class LayerNormPackage(DescribedServer):
                 place are copied first.
             x: shape and dtype of dy, in any layout.
             mean: fp32, one value per row, as the forward saved it.
-            rstd: like mean.
+            rstd: like mean. From 2^64 on, a kernel's dx is not finite.
             weight: (N,) in x's dtype or fp32, or None for ones. Without a weight there is no dw and
                 no db.
             dresidual: the gradient of the residual stream, in x's shape and any floating dtype. It

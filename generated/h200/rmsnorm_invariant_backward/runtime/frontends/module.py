@@ -100,7 +100,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """y, or (y, x + residual) with a residual; see `rms_norm`."""
-        norm = self._norm()
+        norm = self._package_norm if self.matches is None else self._norm()
         if self._simple and self._parameters.get("bias") is None:  # which may be given later
             return norm.rms_norm(
                 x, self.weight, self.eps, weight_offset=self.weight_offset, residual=residual

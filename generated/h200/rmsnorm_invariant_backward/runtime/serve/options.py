@@ -33,6 +33,26 @@ class Options:
 
 
 @dataclass(frozen=True)
+class FormulaOptions(Options):
+    """Of a call that no kernel may serve; see SMALLEST_EPS."""
+
+
+SMALLEST_EPS = 2.0**-96
+"""Of norms whose backward kernels serve; the formula serves those of a smaller eps.
+
+The kernels compute rstd^2 * mean(g * xhat), with g = dy * weight, before they multiply it by x. At
+this eps, rstd is at most 2^48, so that fp32 holds this up to a mean of 2^32, which no fp16 and no
+sensible bf16 gradient reaches. Where rstd is 2^64 or more, as it may be with eps = 0, its square
+alone is inf, while x * rstd is of ordinary size."""
+
+
+def options_for(eps: float | None, weight_offset: float, need_dx: bool, need_dw: bool) -> Options:
+    """Of the backward of a norm with this eps."""
+    tiny = eps is not None and eps < SMALLEST_EPS
+    return (FormulaOptions if tiny else Options)(weight_offset, need_dx, need_dw)
+
+
+@dataclass(frozen=True)
 class Arguments:
     """The tensors of one call. mean: of each row, for a norm that takes it off; dw is (2, N) then,
     and its second row the gradient of a bias."""
