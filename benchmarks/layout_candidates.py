@@ -110,7 +110,7 @@ def draw(group: Group, target: Target, count: int, seed: int) -> list[Variant]:
         variant = legal(group, Layout(group.columns, *pipeline, *rest), target, space)
         if variant is None:
             continue
-        registers = DERIVED["register_budget"][1](variant, problem, target)
+        registers = DERIVED["register_budget"].value(variant, problem, target)
         if fits(variant, registers) and variant.id not in found:
             estimate = Resources(registers, 0, 0, 0, 0)
             times = [predict_us(variant, estimate, p, target).us for p in group.problems()]

@@ -12,6 +12,7 @@ import yaml
 
 from generator.errors import NormforgeError
 from generator.paths import SEARCH_SPACES
+from generator.runtime.spec import ceil_div, round_up
 
 GPUS_FILE = SEARCH_SPACES / "gpus.yaml"
 
@@ -58,20 +59,23 @@ class Target:
 
         registers: of one thread; smem_bytes: of one CTA, static and dynamic; barriers: CTA barriers
         that the kernel uses, of which a barrier whose number is not a constant takes all 16."""
-        warps = -(-threads // WARP)
-        per_warp = -(-registers * WARP // _REGISTER_UNIT) * _REGISTER_UNIT
+        warps = ceil_div(threads, WARP)
+        per_warp = round_up(registers * WARP, _REGISTER_UNIT)
         # Each of the four schedulers of an SM owns a quarter of the registers.
         by_registers = 4 * (self.registers_per_sm // 4 // per_warp) // warps
-        smem = -(-smem_bytes // _SMEM_UNIT) * _SMEM_UNIT + SMEM_RESERVED_PER_CTA
         if smem_bytes > self.smem_per_cta:
             return 0
         return min(
             by_registers,
             self.max_threads_per_sm // (warps * WARP),
-            self.smem_per_sm // smem,
+            self.smem_per_sm // self.smem_of_cta(smem_bytes),
             self.max_ctas_per_sm,
             self.barriers_per_sm // max(1, barriers),
         )
+
+    def smem_of_cta(self, smem_bytes: int) -> int:
+        """Bytes of an SM's shared memory that one CTA of `smem_bytes` takes."""
+        return round_up(smem_bytes, _SMEM_UNIT) + SMEM_RESERVED_PER_CTA
 
 
 def _target(name: str, entry: dict[str, Any]) -> Target:

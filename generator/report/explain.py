@@ -10,7 +10,6 @@ from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import determinism_class
 from generator.kernels.variant import make_variant
-from generator.space.expressions import Names
 from generator.space.legal_configs import LegalConfigs
 from generator.space.space import Space
 from generator.studies.reader import Study, reduction_kind
@@ -129,9 +128,10 @@ class Explanation:
                 for name in lost
             )
             return Verdict("meaningless", sentences, config, best=best)
-        broken = self._broken(config)
+        broken = self.space.broken_rules(config, self.study.problem, self.target)
         if broken:
-            return Verdict("illegal", (*broken, self._way_out(given)), config, best=best)
+            sentences = (*map(str, broken), self._way_out(given))
+            return Verdict("illegal", sentences, config, best=best)
         record = next((r for known, r in self._known if known == config), self._final(config))
         if record is not None:
             kind, sentence = self._judge(config, record)
@@ -194,16 +194,6 @@ class Explanation:
         shown = f"{behind:+.1%} in the search" if behind is not None else "slower in the search"
         us = f"{result.us:.2f} us" if result.us else "no time"
         return "slower", f"{shown} ({us}, {record.ratio:.3f} x floor)"
-
-    def _broken(self, config: Config) -> list[str]:
-        """A sentence for every rule that the config breaks."""
-        names = Names(self.study.problem, self.target, True)
-        names.update(config)
-        return [
-            f"{rule.id}: {rule.sentence(names)}"
-            for rule in self.space.rules
-            if not rule.require(names)
-        ]
 
     def _way_out(self, given: Config) -> str:
         legal = LegalConfigs(self.space, self.study.problem, self.target)

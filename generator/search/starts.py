@@ -34,7 +34,7 @@ def incumbent_and_starts(
     if not incumbents:
         return None, starts
     incumbent = dict(incumbents[-1].config)
-    return incumbent if legal.allows(incumbent) else None, [incumbent, *starts]
+    return incumbent if legal.is_legal(incumbent) else None, [incumbent, *starts]
 
 
 def warm_starts(problem: Problem, target: Target, winners: Sequence[Winner]) -> list[Config]:

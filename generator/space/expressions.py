@@ -6,12 +6,13 @@ import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Geometry
+from generator.kernels.knobs import KNOBS
 from generator.problem import Problem
-from generator.runtime.spec import ceil_div, round_up
+from generator.runtime.spec import ceil_div
 from generator.target import Target
 
 PROBLEM_NAMES = (
@@ -29,7 +30,15 @@ TARGET_NAMES = {
         )
     },
 }
-Derive = Callable[[Geometry, Problem, Target], int]
+
+
+class Derived(NamedTuple):
+    """A number that follows from a config. knobs: those that it needs, as far as a space has them;
+    value: computes it."""
+
+    knobs: tuple[str, ...]
+    value: Callable[[Geometry, Problem, Target], int]
+
 
 _ROW = ("cluster", "threads_per_row", "vector_bytes")
 _BATCH = ("threads_per_row", "rows_in_flight")
@@ -39,27 +48,27 @@ _SMEM = (
     *("strategy", "slice_columns", "cluster", "pipeline", "stages", "threads_per_row"),
     *("rows_per_cta", "rows_in_flight", "vector_bytes", "weight_in", "run_rows", "group_rows"),
 )
-DERIVED: dict[str, tuple[tuple[str, ...], Derive]] = {
-    "threads": (_CTA, lambda v, p, t: v.threads),
-    "columns": (("cluster",), lambda v, p, t: v.columns),
-    "row_bytes": (("cluster",), lambda v, p, t: v.row_bytes),
-    "widest_vector": (("cluster",), lambda v, p, t: v.widest_vector),
-    "elements": (("vector_bytes",), lambda v, p, t: v.elements),
-    "vectors": (_ROW, lambda v, p, t: v.vectors),
-    "accumulators": (_ROW, lambda v, p, t: v.accumulators),
-    "idle_columns": (_ROW, lambda v, p, t: v.idle_columns),
-    "batch_rows": (_BATCH, lambda v, p, t: v.batch_rows),
-    "teams": (("rows_per_cta",), lambda v, p, t: v.teams),
-    "resident_threads": (_SM, lambda v, p, t: v.threads * v["ctas_per_sm"]),
-    "resident_registers": (
+DERIVED: dict[str, Derived] = {
+    "threads": Derived(_CTA, lambda v, p, t: v.threads),
+    "columns": Derived(("cluster",), lambda v, p, t: v.columns),
+    "row_bytes": Derived(("cluster",), lambda v, p, t: v.row_bytes),
+    "widest_vector": Derived(("cluster",), lambda v, p, t: v.widest_vector),
+    "elements": Derived(("vector_bytes",), lambda v, p, t: v.elements),
+    "vectors": Derived(_ROW, lambda v, p, t: v.vectors),
+    "accumulators": Derived(_ROW, lambda v, p, t: v.accumulators),
+    "idle_columns": Derived(_ROW, lambda v, p, t: v.idle_columns),
+    "batch_rows": Derived(_BATCH, lambda v, p, t: v.batch_rows),
+    "teams": Derived(("rows_per_cta",), lambda v, p, t: v.teams),
+    "resident_threads": Derived(_SM, lambda v, p, t: v.threads * v["ctas_per_sm"]),
+    "resident_registers": Derived(
         (*_SM, "register_cap"),
         lambda v, p, t: v.threads * v["ctas_per_sm"] * v["register_cap"],
     ),
-    "register_estimate": (
+    "register_estimate": Derived(
         (*_ROW, "pipeline", "rows_in_flight", "reload", "weight_in"),
         lambda v, p, t: v.register_estimate,
     ),
-    "register_budget": (
+    "register_budget": Derived(
         (*_SM, "register_cap"),
         lambda v, p, t: min(
             255,
@@ -67,18 +76,17 @@ DERIVED: dict[str, tuple[tuple[str, ...], Derive]] = {
             t.registers_per_sm // (v.threads * v["ctas_per_sm"]) // 8 * 8,
         ),
     ),
-    "batches": (_BATCH, lambda v, p, t: ceil_div(p.M, v.batch_rows)),
-    "participants": (
+    "batches": Derived(_BATCH, lambda v, p, t: ceil_div(p.M, v.batch_rows)),
+    "participants": Derived(
         ("ctas_per_sm", "cluster", "spare_sms"),
         lambda v, p, t: (t.sms - v["spare_sms"]) * v["ctas_per_sm"] // v["cluster"],
     ),
-    "smem_bytes": (_SMEM, lambda v, p, t: v.smem_bytes),
-    "resident_smem": (
+    "smem_bytes": Derived(_SMEM, lambda v, p, t: v.smem_bytes),
+    "resident_smem": Derived(
         (*_SMEM, "ctas_per_sm"),
-        lambda v, p, t: v["ctas_per_sm"] * (round_up(v.smem_bytes, 128) + 1024),
+        lambda v, p, t: v["ctas_per_sm"] * t.smem_of_cta(v.smem_bytes),
     ),
 }
-"""By name: the knobs that the number needs, of those that the space has, and its value."""
 
 MOST_CHARACTERS = 1000
 _ALLOWED = (
@@ -126,6 +134,13 @@ class Expression:
     def __str__(self) -> str:
         return self.text
 
+    @property
+    def knobs(self) -> frozenset[str]:
+        """The knobs that its value depends on, also through derived names."""
+        derived = self.names & DERIVED.keys()
+        needed = self.names.union(*(DERIVED[name].knobs for name in derived))
+        return needed & KNOBS.keys()
+
     def __call__(self, names: Mapping[str, Any]) -> Any:
         """The value. Raises NormforgeError where the names do not allow one, such as `M / 0`."""
         try:
@@ -159,4 +174,4 @@ class Names(dict[str, Any]):
         )
 
     def __missing__(self, name: str) -> Any:
-        return DERIVED[name][1](self.geometry, self.problem, self.target)
+        return DERIVED[name].value(self.geometry, self.problem, self.target)

@@ -16,7 +16,6 @@ from itertools import count, islice
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import REDUCTION_KNOBS, determinism_class
 from generator.problem import Problem
-from generator.space.expressions import DERIVED
 from generator.space.space import Space
 from generator.target import Target
 
@@ -48,7 +47,7 @@ class LegalConfigs:
         """Places of the values in the file: the fixed order that breaks ties."""
         return tuple(knob.choices.index(config[knob.name]) for knob in self.space.knobs)
 
-    def allows(self, config: Config) -> bool:
+    def is_legal(self, config: Config) -> bool:
         """Whether a config that may come from another space is legal as it stands."""
         known = {knob.name: knob.choices for knob in self.space.knobs}
         if config.keys() != known.keys() or any(config[n] not in known[n] for n in known):
@@ -152,7 +151,7 @@ class LegalConfigs:
         rng.shuffle(moves)
         coupled = []
         for name, value in moves:
-            moved = self._moved(config, name, value)
+            moved = self._with_change(config, name, value)
             if moved is not None:
                 yield moved
             else:
@@ -162,7 +161,7 @@ class LegalConfigs:
             if near is not None and near[name] == value:
                 yield near
 
-    def _moved(self, config: Config, name: str, value: int | str) -> Values | None:
+    def _with_change(self, config: Config, name: str, value: int | str) -> Values | None:
         """The config with one change, None where that means nothing or a rule rejects it."""
         moved = self.space.normalize({**config, name: value}, self.problem, self.target)
         if moved[name] != value:
@@ -189,10 +188,5 @@ class LegalConfigs:
 
     @cached_property
     def _knobs_of_rule(self) -> dict[str, frozenset[str]]:
-        knobs = {}
-        for rule in self.space.rules:
-            needed = set(rule.require.names)
-            for name in rule.require.names & DERIVED.keys():
-                needed |= set(DERIVED[name][0])
-            knobs[rule.id] = frozenset(needed & self._values.keys())
-        return knobs
+        knobs = self._values.keys()
+        return {rule.id: rule.require.knobs & knobs for rule in self.space.rules}

@@ -151,7 +151,7 @@ def _read_knob(path: Path, name: Any, entry: Any, known: set[str], above: set[st
             raise NormforgeError(f"{where}: 'when' looks at '{later[0]}', which comes later")
         # Derived names are resolved at the knob's place; those that need a later knob are refused.
         for used in expression.names & DERIVED.keys():
-            late = sorted(set(DERIVED[used][0]) - above)
+            late = sorted(set(DERIVED[used].knobs) - above)
             if late:
                 raise NormforgeError(
                     f"{where}: 'when' uses {used}, which needs the later knob '{late[0]}'"

@@ -14,7 +14,7 @@ from typing import Any
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.problem import Problem
-from generator.space.expressions import DERIVED, Expression, Names
+from generator.space.expressions import Expression, Names
 from generator.target import Target
 
 PATIENCE = 1_000_000
@@ -39,8 +39,8 @@ class Knob:
             return self.values
         return (*self.values, self.otherwise)
 
-    def matters(self, names: Names) -> bool:
-        """Whether the knob means anything beside the knobs above it, which are in `names`."""
+    def is_active(self, names: Names) -> bool:
+        """Whether the knob has a meaning beside the knobs above it, which are in `names`."""
         return self.when is None or bool(self.when(names))
 
 
@@ -151,10 +151,8 @@ class Space:
         """Rules by the index of the last knob they need, so that enumeration prunes early."""
         after: list[list[Rule]] = [[] for _ in range(len(self.knobs) + 1)]
         for rule in self.rules:
-            needed = set(rule.require.names)
-            for name in rule.require.names & DERIVED.keys():
-                needed |= set(DERIVED[name][0])
-            last = max((self._position[n] for n in needed if n in self._position), default=-1)
+            needed = rule.require.knobs & self._position.keys()
+            last = max((self._position[name] for name in needed), default=-1)
             after[last + 1].append(rule)
         return tuple(map(tuple, after))
 
@@ -170,21 +168,17 @@ class Space:
         names = Names(problem, target, True)
         fixed = self.fixed_for(problem)
         for knob in self.knobs:
-            active = knob.matters(names)
-            value = fixed.get(knob.name, config.get(knob.name, knob.values[0]))
-            if not active:
-                value = knob.otherwise
-            elif value not in knob.values:
-                value = knob.values[0]
-            names[knob.name] = value
+            wanted = fixed.get(knob.name, config.get(knob.name))
+            value = wanted if wanted in knob.values else knob.values[0]
+            names[knob.name] = value if knob.is_active(names) else knob.otherwise
         return {knob.name: names[knob.name] for knob in self.knobs}
 
-    def meaningful(self, config: Config, problem: Problem, target: Target) -> set[str]:
+    def active_knobs(self, config: Config, problem: Problem, target: Target) -> set[str]:
         """The knobs that mean anything in a config; those that it lacks have `otherwise`."""
         names = Names(problem, target, True)
         found = set()
         for knob in self.knobs:
-            if knob.matters(names):
+            if knob.is_active(names):
                 found.add(knob.name)
             names[knob.name] = config.get(knob.name, knob.otherwise)
         return found
@@ -207,11 +201,18 @@ class Space:
         if other := self._not_fixed(config, problem):
             return other
         for knob in self.knobs:
-            active = knob.matters(names)
+            active = knob.is_active(names)
             if config[knob.name] not in (knob.values if active else (knob.otherwise,)):
                 sentence = f"{knob.name} cannot be {config[knob.name]} here: when {knob.when}"
                 return Rejection("when", sentence)
         return None
+
+    def broken_rules(self, config: Config, problem: Problem, target: Target) -> list[Rejection]:
+        """Every rule that the complete config breaks."""
+        names = Names(problem, target, True)
+        names.update(config)
+        broken = (rule for rule in self.rules if not rule.require(names))
+        return [Rejection(rule.id, rule.sentence(names)) for rule in broken]
 
     def _not_fixed(self, config: Config, problem: Problem) -> Rejection | None:
         """The first knob that has another value than the space fixes."""
@@ -247,7 +248,7 @@ class Space:
                 yield {knob.name: names[knob.name] for knob in self.knobs}
                 return
             knob = self.knobs[index]
-            active = knob.matters(names)
+            active = knob.is_active(names)
             values: Sequence[int | str] = knob.values if active else (knob.otherwise,)
             if knob.name in own or (knob.name in fixed and active):
                 values = [value for value in values if value == fixed[knob.name]]
@@ -284,17 +285,14 @@ class Space:
         nearest: dict[str, tuple[int, Rejection]] = {}
         for _ in range(300):
             drawn = {k.name: fixed.get(k.name, rng.choice(k.values)) for k in self.knobs}
-            names = Names(problem, target, True)
             config = self.normalize(drawn, problem, target)
-            names.update(config)
             if other := self._not_fixed(config, problem):
                 return f"; {other}"
-            broken = [rule for rule in self.rules if not rule.require(names)]
-            for rule in broken:
-                counts[rule.id] += 1
-                if rule.id not in nearest or len(broken) < nearest[rule.id][0]:
-                    rejection = Rejection(rule.id, rule.sentence(names))
-                    nearest[rule.id] = (len(broken), rejection)
+            broken = self.broken_rules(config, problem, target)
+            for rejection in broken:
+                counts[rejection.rule] += 1
+                if rejection.rule not in nearest or len(broken) < nearest[rejection.rule][0]:
+                    nearest[rejection.rule] = (len(broken), rejection)
         if not counts:
             return ""
         return f"; the rule met most: {nearest[counts.most_common(1)[0][0]][1]}"

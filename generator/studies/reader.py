@@ -194,7 +194,7 @@ def _importance(
         return {}
     space, study = load_space_once(space_file(problem.operation)), optuna.create_study()
     for trial in trials:
-        kept = space.meaningful(trial.params, problem, target) if target else trial.params.keys()
+        kept = space.active_knobs(trial.params, problem, target) if target else trial.params.keys()
         params = {knob: value for knob, value in trial.params.items() if knob in kept}
         choices = {knob: trial.distributions[knob] for knob in params}
         study.add_trial(create_trial(params=params, distributions=choices, value=trial.value))

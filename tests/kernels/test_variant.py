@@ -258,7 +258,7 @@ def test_only_clusters_of_more_than_two_spare_sms(case: Case, spare: int) -> Non
     assert (other.id, render(other)) == (v.id, render(v)), "it acts through the launch alone"
     # The rules count on the same clusters.
     full = plan_launch(replace(other.spec(target.sms), even_grid=False), 1 << 30)
-    _, participants = DERIVED["participants"]
+    participants = DERIVED["participants"].value
     assert participants(other, problem, target) == full.participants
 
 

@@ -323,7 +323,7 @@ def test_a_knob_that_means_nothing_in_the_fastest_trials_has_no_importance(
     for study in studies:
         timed = sorted(study.timed, key=lambda record: record.ratio)
         fastest = [r.config for r in timed[: len(timed) // 10 + 1]]
-        known = [space.meaningful(config, study.problem, TARGET) for config in fastest]
+        known = [space.active_knobs(config, study.problem, TARGET) for config in fastest]
         for name in {knob.name for knob in space.knobs}.difference(*known):
             found += 1
             assert study.importance.get(name, 0.0) == 0.0, (study.name, name)

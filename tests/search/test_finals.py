@@ -303,7 +303,7 @@ def test_a_predicted_incumbent_has_no_rights_among_measured_ones(storage: BaseSt
 
 def test_an_illegal_incumbent_is_a_start_and_no_finalist(storage: BaseStorage) -> None:
     stale = {**DETERMINISTIC[0], "register_cap": 40}  # would run, but a rule rejects it
-    assert not LEGAL.allows(stale)
+    assert not LEGAL.is_legal(stale)
     evaluator = FakeEvaluator()
     search(storage, evaluator, trials=30, incumbent=make_winner(stale))
     assert stale not in evaluator.finalists[0]

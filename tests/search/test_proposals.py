@@ -175,7 +175,7 @@ def test_longer_rows_start_with_as_many_columns_in_each_cta() -> None:
         assert [c["cluster"] for c in found] == expected, shape
         adapted = legal.adapt(found[0], random.Random(0))
         assert adapted is not None
-        assert legal.allows(adapted)
+        assert legal.is_legal(adapted)
 
 
 def test_a_space_as_large_as_the_limit_is_swept(storage: BaseStorage, tmp_path: Path) -> None:

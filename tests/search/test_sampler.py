@@ -146,10 +146,10 @@ def test_a_config_of_another_space_is_adapted() -> None:
     config = LEGAL.draw(rng, (), deterministic=True)
     assert config is not None
     foreign = {**config, "swizzle": 3, "stages": 99}
-    assert not LEGAL.allows(foreign)
+    assert not LEGAL.is_legal(foreign)
     adapted = LEGAL.adapt(foreign, rng)
     assert adapted is not None
-    assert LEGAL.allows(adapted)
+    assert LEGAL.is_legal(adapted)
     assert adapted["strategy"] == config["strategy"]
 
 

@@ -204,7 +204,7 @@ def test_config_with_another_value_is_rejected_by_name(knob: str, value: int) ->
         f"fixed: {knob} is {FIXED[knob]} for all 4096 columns of bf16, not {value}: their bits "
         "depend on it"
     )
-    assert not LegalConfigs(INVARIANT, PROBLEM, H200).allows(other)
+    assert not LegalConfigs(INVARIANT, PROBLEM, H200).is_legal(other)
 
 
 # ---- The forward ---------------------------------------------------------------------------------

@@ -12,16 +12,16 @@ from tests.support.synthetic import LEGAL, PROBLEM, SPACE, TARGET
 def test_a_config_with_a_knob_that_means_nothing_is_not_allowed() -> None:
     """Two configs that differ in it would be one kernel under two names."""
     one = SPACE.sample(PROBLEM, TARGET, random.Random(1), {"pipeline": "direct"})
-    assert LEGAL.allows(one)
+    assert LEGAL.is_legal(one)
     for knob in SPACE.knobs:
         for value in knob.choices:
             other = {**one, knob.name: value}
             normal = SPACE.normalize(other, PROBLEM, TARGET)
             if normal != other:
-                assert not LEGAL.allows(other), (knob.name, value)
+                assert not LEGAL.is_legal(other), (knob.name, value)
     stages = next(knob for knob in SPACE.knobs if knob.name == "stages")
     meaningless = next(value for value in stages.choices if value != one["stages"])
-    assert not LEGAL.allows({**one, "stages": meaningless})
+    assert not LEGAL.is_legal({**one, "stages": meaningless})
 
 
 def test_registers_that_a_config_may_use_are_those_of_its_share_of_an_sm() -> None:
@@ -40,11 +40,11 @@ def test_registers_that_a_config_may_use_are_those_of_its_share_of_an_sm() -> No
 def test_a_value_that_the_space_does_not_have_is_not_allowed() -> None:
     """A winner of another space may have one that no rule looks at."""
     config = LEGAL.first(1)[0]
-    assert LEGAL.allows(config)
+    assert LEGAL.is_legal(config)
     for knob in SPACE.knobs:
         other: int | str = "unheard-of" if isinstance(knob.values[0], str) else 12345
-        assert not LEGAL.allows({**config, knob.name: other})
-        assert not LEGAL.allows({k: v for k, v in config.items() if k != knob.name})
+        assert not LEGAL.is_legal({**config, knob.name: other})
+        assert not LEGAL.is_legal({k: v for k, v in config.items() if k != knob.name})
 
 
 def test_held_knobs_keep_their_values() -> None:
