@@ -7,19 +7,18 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.render import _ELEMENT, constant_lines, environment
+from generator.kernels.render import ELEMENT_TYPE, constant_lines, environment
 from generator.problem import ITEMSIZE
 from generator.runtime.spec import FORWARD_KERNELS, ForwardSpec, ceil_div, round_up
 from generator.target import WARP, Target
 
-READ_TWICE = 4
+VECTORS_READ_TWICE = 4
 """Vectors that a thread has under way where rows are read twice."""
 ANY_COLUMNS = 1 << 30
 TILE_FORMS = ("tiles_in_turn", "tiles_in_pairs")
 """Those with the arithmetic of vLLM's Triton kernel. They differ in how a thread adds."""
 TILE_THREADS = 128
-_OF_TILE_THREAD = 8
-"""Columns of a tile that a thread has."""
+_TILE_COLUMNS_OF_THREAD = 8
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,9 @@ class ForwardVariant:
     def vectors(self) -> int:
         """Vectors of one row that a thread holds at once."""
         if self.form == "twice":
-            return READ_TWICE
+            return VECTORS_READ_TWICE
         if self.form in TILE_FORMS:
-            return _OF_TILE_THREAD // self.elements
+            return _TILE_COLUMNS_OF_THREAD // self.elements
         return ceil_div(self.columns, self.threads_per_row * self.elements)
 
     @property
@@ -145,8 +144,8 @@ def render_forward(variant: ForwardVariant, *, comments: bool = True, include: s
     return template.render(
         name=v.id,
         constants=constant_lines(rows, comments),
-        element=_ELEMENT[v.dtype],
-        weight=_ELEMENT[v.weight_dtype],
+        element=ELEMENT_TYPE[v.dtype],
+        weight=ELEMENT_TYPE[v.weight_dtype],
         cluster=v.cluster,
         form=v.form,
         tiles=tiles,

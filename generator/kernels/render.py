@@ -12,7 +12,7 @@ from generator.kernels.variant import Variant
 from generator.paths import TEMPLATES
 from generator.runtime.spec import CHUNK_ROWS
 
-_ELEMENT = {"bf16": "bf16", "fp16": "fp16", "fp32": "float"}
+ELEMENT_TYPE = {"bf16": "bf16", "fp16": "fp16", "fp32": "float"}
 _LOAD_HINT = {
     "default": ".nc",
     "no_allocate": ".nc.L1::no_allocate",
@@ -95,9 +95,9 @@ def render(variant: Variant, *, comments: bool = True, include: str = "") -> str
         row_load=_LOAD_HINT[variant["load_hint"]],
         row_priority=variant["load_hint"] if variant["load_hint"] in _PRIORITIES else "",
         row_store=_STORE_HINT[variant["store_hint"]],
-        element=_ELEMENT[variant.dtype],
-        weight=_ELEMENT[variant.weight_dtype],
-        residual=_ELEMENT[variant.residual] if variant.residual else "",
+        element=ELEMENT_TYPE[variant.dtype],
+        weight=ELEMENT_TYPE[variant.weight_dtype],
+        residual=ELEMENT_TYPE[variant.residual] if variant.residual else "",
         offset=variant.offset,
         in_blocks=bool(variant.block_batches),
         least_columns=variant.least_columns,

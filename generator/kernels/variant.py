@@ -96,9 +96,13 @@ def make_variant(
     """The variant that serves `problem` with `config` (any M), or with exact False any N from
     `least` to that of the problem. in_blocks: as in Geometry."""
     return Variant(
-        dict(config),
-        *(problem.N, problem.dtype, problem.weight_dtype),
-        *(exact, problem.offset, problem.residual),
+        config=dict(config),
+        N=problem.N,
+        dtype=problem.dtype,
+        weight_dtype=problem.weight_dtype,
+        exact=exact,
+        offset=problem.offset,
+        residual=problem.residual,
         least=least,
         in_blocks=in_blocks,
         operation=problem.operation,

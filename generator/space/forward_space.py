@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 
 from generator.kernels.forward import (
     ANY_COLUMNS,
-    READ_TWICE,
     TILE_FORMS,
     TILE_THREADS,
+    VECTORS_READ_TWICE,
     ForwardVariant,
 )
 from generator.problem import ITEMSIZE, Problem
@@ -59,35 +59,52 @@ def forwards_with(
 
 
 def _variants(N: int, dtype: str, weight_dtype: str, target: Target) -> Iterator[ForwardVariant]:
+    row = (N, dtype, weight_dtype)
     widest = widest_vector(N, dtype, target)
     for vector_bytes in (32, 16) if widest == 32 else (widest,):
-        kind = (N, dtype, weight_dtype)
         clusters = [1]
         if target.has_bulk_copy and N * ITEMSIZE[dtype] >= CLUSTER_ROW_BYTES:
             clusters += [c for c in (2, 4, 8) if N * ITEMSIZE[dtype] % (c * vector_bytes) == 0]
         for cluster in clusters:
-            across = N * ITEMSIZE[dtype] // vector_bytes // cluster
-            for per_row in _threads_per_row(across, 128 if cluster > 1 else 1):
-                for in_flight in (1, 2, 4, 8):
-                    if ceil_div(across, per_row) * in_flight > _most_vectors(per_row):
-                        break
-                    # Clusters are for rows so long that few of them are under way at once.
-                    if cluster > 1 and in_flight > 1:
-                        break
-                    sizes = [per_row] if cluster > 1 else _cta_sizes(per_row)
-                    for threads in sizes:
-                        for ctas_per_sm in (0, max(1, 1024 // threads)):
-                            if ctas_per_sm and vector_bytes < widest:
-                                continue
-                            yield ForwardVariant(
-                                *(*kind, "registers", per_row, threads // per_row),
-                                *(in_flight, vector_bytes, cluster, ctas_per_sm),
-                            )
-        if N * ITEMSIZE[dtype] // vector_bytes >= READ_TWICE * 256:
+            for variant in _in_registers(row, vector_bytes, cluster):
+                if variant.ctas_per_sm == 0 or vector_bytes == widest:
+                    yield variant
+        if N * ITEMSIZE[dtype] // vector_bytes >= VECTORS_READ_TWICE * 256:
             for threads in (256, 512, 1024):
                 for ctas_per_sm in (0, 2048 // threads):
                     yield ForwardVariant(
-                        *(*kind, "twice", threads, 1, 1, vector_bytes, 1, ctas_per_sm)
+                        *row,
+                        form="twice",
+                        threads_per_row=threads,
+                        rows_per_cta=1,
+                        rows_in_flight=1,
+                        vector_bytes=vector_bytes,
+                        ctas_per_sm=ctas_per_sm,
+                    )
+
+
+def _in_registers(
+    row: tuple[int, str, str], vector_bytes: int, cluster: int
+) -> Iterator[ForwardVariant]:
+    """Variants that keep a row in registers. row: its N, dtype and weight dtype."""
+    N, dtype, _ = row
+    across = N * ITEMSIZE[dtype] // vector_bytes // cluster
+    for per_row in _threads_per_row(across, 128 if cluster > 1 else 1):
+        # Clusters are for rows so long that few of them are under way at once.
+        for in_flight in (1,) if cluster > 1 else (1, 2, 4, 8):
+            if ceil_div(across, per_row) * in_flight > _most_vectors(per_row):
+                break
+            for threads in [per_row] if cluster > 1 else _cta_sizes(per_row):
+                for ctas_per_sm in (0, max(1, 1024 // threads)):
+                    yield ForwardVariant(
+                        *row,
+                        form="registers",
+                        threads_per_row=per_row,
+                        rows_per_cta=threads // per_row,
+                        rows_in_flight=in_flight,
+                        vector_bytes=vector_bytes,
+                        cluster=cluster,
+                        ctas_per_sm=ctas_per_sm,
                     )
 
 
@@ -147,17 +164,30 @@ def generic_forwards(dtypes: tuple[tuple[str, str], ...]) -> list[ForwardVariant
             wide = ((2, 8), (2, 16), (2, 32), (4, 32), (4, 64), (4, 128), (4, 256))
             narrow = ((8, 32), (8, 64), (8, 128), (8, 256), (8, 512))
             for vectors, per_row in wide if vector_bytes == 16 else narrow:
-                rows = max(1, 256 // per_row)
                 N = vectors * per_row * vector_bytes // ITEMSIZE[dtype]
                 found.append(
                     ForwardVariant(
-                        *(N, dtype, weight_dtype, "registers", per_row, rows, 1, vector_bytes),
+                        N,
+                        dtype,
+                        weight_dtype,
+                        form="registers",
+                        threads_per_row=per_row,
+                        rows_per_cta=max(1, 256 // per_row),
+                        rows_in_flight=1,
+                        vector_bytes=vector_bytes,
                         exact=False,
                     )
                 )
             found.append(
                 ForwardVariant(
-                    *(ANY_COLUMNS, dtype, weight_dtype, "twice", 512, 1, 1, vector_bytes),
+                    ANY_COLUMNS,
+                    dtype,
+                    weight_dtype,
+                    form="twice",
+                    threads_per_row=512,
+                    rows_per_cta=1,
+                    rows_in_flight=1,
+                    vector_bytes=vector_bytes,
                     exact=False,
                 )
             )
@@ -172,7 +202,14 @@ def tile_forwards(target: Target) -> list[ForwardVariant]:
         return []
     return [
         ForwardVariant(
-            *(ANY_COLUMNS, dtype, dtype, form, TILE_THREADS, 1, 1, vector_bytes),
+            ANY_COLUMNS,
+            dtype,
+            dtype,
+            form=form,
+            threads_per_row=TILE_THREADS,
+            rows_per_cta=1,
+            rows_in_flight=1,
+            vector_bytes=vector_bytes,
             exact=False,
         )
         for form in TILE_FORMS

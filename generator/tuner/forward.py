@@ -42,7 +42,7 @@ Choices = Callable[[Problem, Target], list[ForwardVariant]]
 """The variants of a shape that there are to choose from, the preferred one first."""
 
 
-def unsettled(
+def shapes_to_choose(
     problems: Sequence[Problem],
     target: Target,
     devices: Sequence[int],
@@ -120,7 +120,7 @@ def tune_forwards(
     rest is left out, and `say` is told how many shapes that is.
     """
     choices = choices or forward_variants
-    waiting = unsettled(problems, target, devices, known, choices)
+    waiting = shapes_to_choose(problems, target, devices, known, choices)
     generic = generic_forwards(DTYPES) if generic is None else generic
     with ExitStack() as stack:
         # Their processes take seconds to start, in which the kernels are compiled.
@@ -141,8 +141,13 @@ def tune_forwards(
             fallback += compiler.usable([variant])
             tell(done, steps)
         chooser = _Chooser(
-            *(waiting, target, choices, compiler, say, check),
-            lambda done: tell(len(generic) + done, steps),
+            waiting,
+            target,
+            choices,
+            compiler,
+            say=say,
+            check=check,
+            tell=lambda done: tell(len(generic) + done, steps),
         )
         try:
             for measured in [lanes.submit(chooser.measure, gpu) for gpu in gpus]:
@@ -165,6 +170,7 @@ class _Chooser:
         target: Target,
         choices: Choices,
         compiler: ForwardCompiler,
+        *,
         say: Callable[[str], None],
         check: Callable[[], None],
         tell: Callable[[int], None],

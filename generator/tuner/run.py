@@ -20,7 +20,7 @@ from generator.studies.storage import database_file, open_storage
 from generator.studies.work_queue import open_queue
 from generator.tuner.device_pool import DevicePool
 from generator.tuner.emission import emit, generic_forwards_of
-from generator.tuner.forward import forwards_to_compile, unsettled
+from generator.tuner.forward import forwards_to_compile, shapes_to_choose
 from generator.tuner.ledger import Ledger
 from generator.tuner.lifecycle import running
 from generator.tuner.plan import Plan
@@ -68,7 +68,7 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: 
         queue = open_queue(plan.storage)
         ledger = Ledger(plan, queue)
         try:
-            with precompiling(foreseen(plan), plan.target.arch):
+            with precompiling(kernels_to_precompile(plan), plan.target.arch):
                 if isinstance(workforce, DevicePool):
                     workforce.search(plan, ledger, stop, watcher)
                 else:
@@ -91,7 +91,7 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: 
     return Outcome(tuple(winners), emission, interrupted, ledger.failures)
 
 
-def foreseen(plan: Plan) -> list[AnyVariant]:
+def kernels_to_precompile(plan: Plan) -> list[AnyVariant]:
     """The kernels that the package will need whatever the search finds, in the order in which it
     does. None for a predicted run, whose search leaves no core idle."""
     if not plan.devices:
@@ -101,5 +101,5 @@ def foreseen(plan: Plan) -> list[AnyVariant]:
         return [*fallbacks]
     known = read_forward_table(plan.package)
     generic = generic_forwards_of(plan)
-    shapes = unsettled(plan.problems, plan.target, plan.devices, known, plan.forwards)
+    shapes = shapes_to_choose(plan.problems, plan.target, plan.devices, known, plan.forwards)
     return [*fallbacks, *forwards_to_compile(shapes, plan.target, generic, plan.forwards)]

@@ -26,7 +26,7 @@ from generator.space.forward_space import forward_variants, forwards_with, gener
 from generator.target import Target
 from generator.tuner import forward as forward_tune
 from generator.tuner import forward_compiler
-from generator.tuner.forward import MOST_VARIANTS, tune_forwards, unsettled
+from generator.tuner.forward import MOST_VARIANTS, shapes_to_choose, tune_forwards
 from tests.support.fake_gpu import CrashingCompiler, Log
 from tests.support.fake_run import forks
 from tests.support.forward import H200, of_kind
@@ -334,8 +334,8 @@ def test_forward_is_one_of_the_choices_that_there_are(
     known: Any = SimpleNamespace(
         tuned=[SimpleNamespace(**vars(problem), evidence="measured", provenance=entry.provenance)]
     )
-    assert unsettled([problem], H200, devices, known, choices) == []
-    assert unsettled([problem], H200, devices, known) == [problem]
+    assert shapes_to_choose([problem], H200, devices, known, choices) == []
+    assert shapes_to_choose([problem], H200, devices, known) == [problem]
 
 
 def test_a_full_executor_cache_ends_the_choice_of_a_forward(

@@ -45,7 +45,7 @@ from generator.tuner import emission, run
 from generator.tuner.emission import generic_forwards_of
 from generator.tuner.forward import MOST_VARIANTS, forwards_to_compile, space_code
 from generator.tuner.plan import longest_first
-from generator.tuner.run import foreseen, tune
+from generator.tuner.run import kernels_to_precompile, tune
 from tests.support.fake_devices import FACTS, Quiet, make_plan
 from tests.support.fake_gpu import born
 from tests.support.patience import patience
@@ -238,7 +238,7 @@ def test_foreseen_are_fallback_kernels_and_the_forwards_to_be_measured_in_the_or
     plan = make_plan(tmp_path, 1, problems=(SHORT, options, WIDE, LONG))
     plan = replace(plan, fallbacks="all")
     fallbacks = first_choices(fallback_variants(H200))
-    found = foreseen(plan)
+    found = kernels_to_precompile(plan)
     assert found[: len(fallbacks)] == fallbacks
     names = [variant.id for variant in found[len(fallbacks) :]]
     assert len(set(names)) == len(names), "compiled twice"
@@ -246,7 +246,7 @@ def test_foreseen_are_fallback_kernels_and_the_forwards_to_be_measured_in_the_or
     for shape in longest_first([SHORT, WIDE, LONG]):
         wanted += [v.id for v in forward_variants(shape, H200)[:MOST_VARIANTS]]
     assert names == list(dict.fromkeys(wanted))
-    assert foreseen(make_plan(tmp_path, 1, devices=())) == []
+    assert kernels_to_precompile(make_plan(tmp_path, 1, devices=())) == []
 
 
 def test_foreseen_of_a_batch_invariant_run_are_forwards_of_what_the_space_fixes(
@@ -262,7 +262,7 @@ def test_foreseen_of_a_batch_invariant_run_are_forwards_of_what_the_space_fixes(
     assert 1 < len(wanted) < len(forward_variants(problem, H200)) / 2
     tiles = tile_forwards(H200)
     assert len(tiles) == 12
-    assert foreseen(plan) == [*tiles, *{v.id: v for v in wanted}.values()]
+    assert kernels_to_precompile(plan) == [*tiles, *{v.id: v for v in wanted}.values()]
 
 
 def test_forwards_that_the_package_keeps_are_not_precompiled(
@@ -284,7 +284,7 @@ def test_forwards_that_the_package_keeps_are_not_precompiled(
     table.append(tuned(third, "measured", "old"))
     monkeypatch.setattr(run, "read_forward_table", lambda package: SimpleNamespace(tuned=table))
     plan = make_plan(tmp_path, 1, problems=(SHORT, WIDE, third))
-    found = foreseen(plan)
+    found = kernels_to_precompile(plan)
     wanted = forwards_to_compile(longest_first([WIDE, third]), H200, generic_forwards_of(plan))
     common = wanted_fallbacks("common", H200, plan.problems)
     assert 0 < len(common) < len(fallback_variants(H200))

@@ -117,10 +117,8 @@ class MeasuredEvaluator:
         finals."""
         job = self._job("interleave", problem, self._candidates(entries), rounds=rounds)
         try:
-            timing = collect(
-                *(lambda: self._block(job), 1, self._floors.get(problem), SEARCH_PAUSES),
-                self._sleep,
-            )
+            best = self._floors.get(problem)
+            timing = collect(lambda: self._block(job), 1, best, SEARCH_PAUSES, self._sleep)
         except WorkerLostError:
             return []
         self.discarded += timing.discarded
