@@ -185,5 +185,5 @@ def test_only_kernels_of_runs_are_checked() -> None:
     def candidate(spec: KernelSpec) -> Candidate:
         return Candidate(b"", spec)
 
-    assert candidate(KERNEL.spec).by_chunks
-    assert not candidate(SPEC).by_chunks
+    assert candidate(KERNEL.spec).batch_invariant
+    assert not candidate(SPEC).batch_invariant

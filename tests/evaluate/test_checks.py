@@ -143,7 +143,7 @@ def test_the_best_floor_counts_not_the_last() -> None:
     evaluator = object.__new__(MeasuredEvaluator)
     evaluator._floors = {}
     for floor_us in (12.0, 10.0, 11.0):
-        evaluator._learn(PROBLEM, floor_us)
+        evaluator._update_floor(PROBLEM, floor_us)
     assert evaluator._floors == {PROBLEM: 10.0}
 
 

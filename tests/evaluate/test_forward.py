@@ -90,7 +90,7 @@ def test_all_are_checked_and_the_fastest_timed_side_by_side(tmp_path: Path) -> N
     assert {job["operation"] for job in jobs} == {"rmsnorm_forward"}
     for shape in (PROBLEM, WITH_RESIDUAL):
         kinds = [job["kind"] for job in jobs if job["problem"] == str(shape)]
-        assert (kinds.count("accuracy"), kinds.count("ladder")) == (12, FINALISTS)
+        assert (kinds.count("accuracy"), kinds.count("determinism")) == (12, FINALISTS)
     assert "digest" not in {job["kind"] for job in jobs}, "nothing is summed over rows"
 
 

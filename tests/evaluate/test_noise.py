@@ -252,7 +252,7 @@ def test_shortlisting_orders_by_what_is_seen_side_by_side() -> None:
 def test_shortlisting_in_a_storm_says_nothing_and_does_not_wait_for_its_end() -> None:
     world = World(storm=lambda seconds: True)
     measuring = evaluator(world)
-    measuring._learn(PROBLEM, 40.0)
+    measuring._update_floor(PROBLEM, 40.0)
     assert measuring.shortlist(PROBLEM, [entry(config) for config in SOUND[:4]]) == []
     assert measuring.discarded > 0
     assert world.clock.seconds < 5
@@ -261,7 +261,7 @@ def test_shortlisting_in_a_storm_says_nothing_and_does_not_wait_for_its_end() ->
 def test_finals_wait_for_a_storm_to_pass() -> None:
     world = World(storm=lambda seconds: seconds < 20, drift=0)
     measuring = evaluator(world)
-    measuring._learn(PROBLEM, 40.0)
+    measuring._update_floor(PROBLEM, 40.0)
     results = measuring.finals(PROBLEM, [entry(config) for config in SOUND[:4]])
     landscape = Landscape()
     for config, result in zip(SOUND, results, strict=False):

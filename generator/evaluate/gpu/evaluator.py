@@ -62,7 +62,7 @@ class MeasuredEvaluator:
         self.discarded = self.noisy = 0
         self.noise: set[str] = set()
         self.monitor = DeviceMonitor(self.facts.get("bus_id"))
-        self.neighbours = self.monitor.causes(self._supervisor.pids)
+        self.causes_at_start = self.monitor.causes(self._supervisor.pids)
         self._supervisor.spare()
 
     @property
@@ -93,21 +93,21 @@ class MeasuredEvaluator:
         self.discarded += result.extra.get("discarded_blocks", 0)
         if result.noisy:
             self.noisy += 1
-            notes = (result.note, self._blame(result.extra.get("noise", "")))
+            notes = (result.note, self._describe_noise(result.extra.get("noise", "")))
             return replace(result, note="; ".join(note for note in notes if note))
         if result.floor_us is not None:
-            self._learn(problem, result.floor_us)
+            self._update_floor(problem, result.floor_us)
             # Floors of different GPUs are not compared (generator.search.finals.noisy).
             result = replace(result, extra={**result.extra, "gpu": self.facts.get("uuid", "")})
         return result
 
     def check_accuracy(self, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
         """Results of the accuracy check alone, without times."""
-        return self._each("accuracy", problem, entries)
+        return self._check_each("accuracy", problem, entries)
 
     def check_determinism(self, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
-        """Results of the determinism ladder alone, without times."""
-        return self._each("ladder", problem, entries)
+        """Results of the determinism checks alone, without times."""
+        return self._check_each("determinism", problem, entries)
 
     def shortlist(
         self, problem: Problem, entries: Sequence[Entry], rounds: int | None = None
@@ -118,14 +118,14 @@ class MeasuredEvaluator:
         job = self._job("interleave", problem, self._candidates(entries), rounds=rounds)
         try:
             best = self._floors.get(problem)
-            timing = collect(lambda: self._block(job), 1, best, SEARCH_PAUSES, self._sleep)
+            timing = collect(lambda: self._measure_block(job), 1, best, SEARCH_PAUSES, self._sleep)
         except WorkerLostError:
             return []
         self.discarded += timing.discarded
         return [] if timing.fault else list(timing.ratios)
 
     def finals(self, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
-        """The determinism ladder for each, then all that passed timed in the same blocks. What sums
+        """The determinism checks for each, then all that passed timed in the same blocks. What sums
         over rows must have the same bits in a fresh process, too. Raises NoisyError when a minute
         of trying brings no clean blocks."""
         results = self.check_determinism(problem, entries)
@@ -134,16 +134,16 @@ class MeasuredEvaluator:
             self._supervisor.renew(self._job("probe", problem))
             for i, candidate in enumerate(candidates):
                 if results[i].outcome == "ok":
-                    results[i] = self._once_more(problem, candidate, results[i])
-        results = self._timed(problem, candidates, results)
+                    results[i] = self._check_fresh_process(problem, candidate, results[i])
+        results = self._time_finalists(problem, candidates, results)
         self._supervisor.spare()  # starts while the next problem is searched
         return results
 
     def disturbances(self) -> str:
         """One sentence about the noise of the run so far, "" without any."""
         said = []
-        if self.neighbours:
-            said.append(f"at the start {'; '.join(self.neighbours)}")
+        if self.causes_at_start:
+            said.append(f"at the start {'; '.join(self.causes_at_start)}")
         if self.discarded:
             said.append(f"{self.discarded} noisy blocks were measured again")
         if self.noisy:
@@ -162,7 +162,7 @@ class MeasuredEvaluator:
             return  # replaced, and the new one has done it
         floor_us = median(answer.block[0]) if answer.block else None
         if answer.block and floor_us and not noise_in(answer.block):
-            self._learn(problem, floor_us)
+            self._update_floor(problem, floor_us)
 
     def _candidates(self, entries: Sequence[Entry]) -> tuple[Candidate, ...]:
         sms = self.target.sms
@@ -177,29 +177,29 @@ class MeasuredEvaluator:
     def _operation_of(self, problem: Problem) -> Operation:
         return self._operation or operation_of(problem)
 
-    def _each(self, kind: str, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
+    def _check_each(self, kind: str, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
         self._probe(problem)
         candidates = self._candidates(entries)
         return [self._result(self._job(kind, problem, (one,))) for one in candidates]
 
     # Noise
 
-    def _learn(self, problem: Problem, floor_us: float) -> None:
+    def _update_floor(self, problem: Problem, floor_us: float) -> None:
         self._floors[problem] = min(floor_us, self._floors.get(problem, floor_us))
 
-    def _look(self) -> tuple[str, ...]:
+    def _find_causes(self) -> tuple[str, ...]:
         """What NVML sees right now that may disturb."""
         causes = self.monitor.causes(self._supervisor.pids)
         self.noise.update(causes)
         return causes
 
-    def _blame(self, fault: str) -> str:
-        causes = "; ".join(self._look())
+    def _describe_noise(self, fault: str) -> str:
+        causes = "; ".join(self._find_causes())
         return f"noisy: {fault}" + (f" ({causes})" if causes else "")
 
     # The finals
 
-    def _once_more(self, problem: Problem, candidate: Candidate, first: Result) -> Result:
+    def _check_fresh_process(self, problem: Problem, candidate: Candidate, first: Result) -> Result:
         again = self._result(self._job("digest", problem, (candidate,)))
         if again.outcome != "ok":
             return again
@@ -208,7 +208,7 @@ class MeasuredEvaluator:
             return replace(first, outcome="nondeterministic", determinism="refuted", note=note)
         return replace(first, checks=(*first.checks, "fresh process"))
 
-    def _timed(
+    def _time_finalists(
         self, problem: Problem, candidates: Sequence[Candidate], results: list[Result]
     ) -> list[Result]:
         """The results with times. Who breaks the worker while all take turns is found by timing
@@ -219,11 +219,11 @@ class MeasuredEvaluator:
             if not open_:
                 return results
             try:
-                timing = self._blocks(problem, [candidates[i] for i in open_])
+                timing = self._time_together(problem, [candidates[i] for i in open_])
             except WorkerLostError as lost:
                 reason = lost.note
                 for i in open_:
-                    results[i] = self._alone(problem, candidates[i]) or results[i]
+                    results[i] = self._fault_alone(problem, candidates[i]) or results[i]
                 continue
             for place, i in enumerate(open_):
                 fields = timing.fields(self._operation_of(problem).traffic_bytes(problem), place)
@@ -232,28 +232,29 @@ class MeasuredEvaluator:
             return results
         raise ProblemError(f"{problem}: timing the finalists failed: {reason}; {KEPT}")
 
-    def _blocks(self, problem: Problem, candidates: Sequence[Candidate]) -> Timing:
+    def _time_together(self, problem: Problem, candidates: Sequence[Candidate]) -> Timing:
         job = self._job("interleave", problem, tuple(candidates))
         best = self._floors.get(problem)
 
         count = self._final_blocks
-        timing = collect(lambda: self._block(job), count, best, FINAL_PAUSES, self._sleep)
+        timing = collect(lambda: self._measure_block(job), count, best, FINAL_PAUSES, self._sleep)
         self.discarded += timing.discarded
         if timing.fault:
+            noise = self._describe_noise(timing.fault)
             raise NoisyError(
-                f"{problem}: no clean numbers for the finals, {self._blame(timing.fault)}: no "
-                f"winner is chosen; {KEPT} with the finals"
+                f"{problem}: no clean numbers for the finals, {noise}: no winner is chosen; "
+                f"{KEPT} with the finals"
             )
-        self._look()
-        self._learn(problem, timing.floor_us)
+        self._find_causes()
+        self._update_floor(problem, timing.floor_us)
         return timing
 
-    def _block(self, job: Job) -> Block:
+    def _measure_block(self, job: Job) -> Block:
         answer = self._supervisor.call(job).block
         assert answer is not None
         return answer
 
-    def _alone(self, problem: Problem, candidate: Candidate) -> Result | None:
+    def _fault_alone(self, problem: Problem, candidate: Candidate) -> Result | None:
         """The outcome of a candidate that breaks the worker by itself, else None."""
         try:
             self._supervisor.call(self._job("interleave", problem, (candidate,)))

@@ -23,12 +23,12 @@ class Candidate:
     spec: KernelSpec | ForwardSpec
 
     @property
-    def orderless(self) -> bool:
+    def nondeterministic(self) -> bool:
         """Whether it is not deterministic by construction."""
         return isinstance(self.spec, KernelSpec) and self.spec.determinism == "none"
 
     @property
-    def by_chunks(self) -> bool:
+    def batch_invariant(self) -> bool:
         """Whether its bits are those of a batch-invariant kernel, whose dw is a sum of chunks."""
         return isinstance(self.spec, KernelSpec) and self.spec.run_rows > 0
 
@@ -37,7 +37,7 @@ class Candidate:
 class Job:
     """One request.
 
-    kind: "evaluate", "accuracy", "ladder" or "digest" (one candidate, answered with a Result),
+    kind: "evaluate", "accuracy", "determinism" or "digest" (one candidate, answered with a Result),
     "interleave" (any number, answered with one Block) or "probe" (the floor alone: shows that the
     GPU works). best_us: of the best candidate so far; floor_us: the fastest floor of this problem
     in this run; None without one. operation: its name; rounds: of the Block, None for those of the

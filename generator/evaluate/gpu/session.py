@@ -107,7 +107,7 @@ class Session:
         work: dict[str, Callable[[Workload, Job], Answer]] = {
             "evaluate": self._evaluate,
             "accuracy": self._accuracy,
-            "ladder": self._ladder,
+            "determinism": self._determinism,
             "digest": self._digest,
             "interleave": self._interleave,
             "probe": self._probe,
@@ -128,7 +128,7 @@ class Session:
         bench = workload.bench(job.candidates[0])
         accuracy = check_accuracy(bench, workload.inputs, workload.expected)
         if accuracy.fault:
-            return Answer(_accurate(accuracy))
+            return Answer(_accuracy_result(accuracy))
         operations = [workload.floor, lambda: bench.run(workload.inputs)]
         timing = collect(
             lambda: self.timer.block(operations, SEARCH_ROUNDS),
@@ -137,39 +137,41 @@ class Session:
             SEARCH_PAUSES,
             time.sleep,
         )
-        known = replace(_accurate(accuracy), **timing.fields(workload.floor_bytes))
+        result = replace(_accuracy_result(accuracy), **timing.fields(workload.floor_bytes))
         us = timing.us[0]
         # Noise makes anything slow.
         if job.best_us is not None and us > SLOW * job.best_us and not timing.fault:
             note = f"{us:.1f} us, the best has {job.best_us:.1f}"
-            return Answer(replace(known, outcome="slow", note=note))
+            return Answer(replace(result, outcome="slow", note=note))
         fault = check_repeats(bench, workload.cancelling)
-        return Answer(_determinism(known, job.candidates[0], fault, ("20 runs",)))
+        return Answer(_determinism_result(result, job.candidates[0], fault, ("20 runs",)))
 
     def _accuracy(self, workload: Workload, job: Job) -> Answer:
         bench = workload.bench(job.candidates[0])
-        return Answer(_accurate(check_accuracy(bench, workload.inputs, workload.expected)))
+        return Answer(_accuracy_result(check_accuracy(bench, workload.inputs, workload.expected)))
 
-    def _ladder(self, workload: Workload, job: Job) -> Answer:
+    def _determinism(self, workload: Workload, job: Job) -> Answer:
         candidate = job.candidates[0]
         bench = workload.bench(candidate)
-        known = _accurate(check_accuracy(bench, workload.inputs, workload.expected))
-        if known.outcome != "ok":
-            return Answer(known)
-        known = replace(known, extra={"digest": digest(bench, workload.cancelling)})
+        result = _accuracy_result(check_accuracy(bench, workload.inputs, workload.expected))
+        if result.outcome != "ok":
+            return Answer(result)
+        result = replace(result, extra={"digest": digest(bench, workload.cancelling)})
         checks: tuple[str, ...] = ("20 runs",)
         fault = check_repeats(bench, workload.inputs)
         if workload.operation.sums_rows:
             checks += ("cancelling magnitudes", "busy GPU and thrashed L2", "call options")
             fault = fault or check_repeats(bench, workload.cancelling)
             fault = fault or check_repeats(bench, workload.cancelling, around=self.disturbance)
-            if not candidate.orderless:
-                fault = fault or check_call_options(bench, workload.inputs, candidate.by_chunks)
-            if candidate.by_chunks:
+            if not candidate.nondeterministic:
+                fault = fault or check_call_options(
+                    bench, workload.inputs, candidate.batch_invariant
+                )
+            if candidate.batch_invariant:
                 checks += ("batch invariance",)
                 kernel = LoadedKernel(candidate.cubin, candidate.spec)
                 fault = fault or check_batch_invariance(kernel, workload.cancelling)
-        return Answer(_determinism(known, candidate, fault, checks))
+        return Answer(_determinism_result(result, candidate, fault, checks))
 
     def _digest(self, workload: Workload, job: Job) -> Answer:
         bench = workload.bench(job.candidates[0])
@@ -187,7 +189,7 @@ class Session:
         return Answer(block=self.timer.block([workload.floor], SEARCH_ROUNDS))
 
 
-def _accurate(accuracy: Accuracy) -> Result:
+def _accuracy_result(accuracy: Accuracy) -> Result:
     """The result so far; it is the last one where the outcome is not ok."""
     return Result(
         "wrong" if accuracy.fault else "ok",
@@ -198,18 +200,18 @@ def _accurate(accuracy: Accuracy) -> Result:
     )
 
 
-def _determinism(
-    known: Result, candidate: Candidate, fault: str, checks: tuple[str, ...]
+def _determinism_result(
+    result: Result, candidate: Candidate, fault: str, checks: tuple[str, ...]
 ) -> Result:
     """The result after runs were compared bit by bit."""
     if fault.startswith(("wrote", "left")):
-        return replace(known, outcome="wrong", note=fault)
+        return replace(result, outcome="wrong", note=fault)
     if fault:
-        return replace(known, outcome="nondeterministic", determinism="refuted", note=fault)
-    if candidate.orderless:
+        return replace(result, outcome="nondeterministic", determinism="refuted", note=fault)
+    if candidate.nondeterministic:
         note = "not deterministic by construction, though these runs agreed"
-        return replace(known, outcome="nondeterministic", note=note)
-    return replace(known, determinism="verified", checks=(*known.checks, *checks))
+        return replace(result, outcome="nondeterministic", note=note)
+    return replace(result, determinism="verified", checks=(*result.checks, *checks))
 
 
 def _sentence(error: BaseException) -> str:

@@ -46,11 +46,11 @@ def check_repeats(
     return bench.fault()
 
 
-def check_call_options(bench: Bench, inputs: Inputs, by_chunks: bool = False) -> str:
+def check_call_options(bench: Bench, inputs: Inputs, batch_invariant: bool = False) -> str:
     """What a call may ask of any backward kernel at run time, each compared bit by bit with plain
     calls: no dx, no dw, no weight, dw as fp32, dw added to an fp32 buffer, x and dy as the heads of
-    packed tensors. by_chunks: dw is added to a buffer chunk by chunk (CHUNK_ROWS). Returns "" or
-    what differed."""
+    packed tensors. batch_invariant: dw is added to a buffer chunk by chunk (CHUNK_ROWS). Returns ""
+    or what differed."""
     bench.arm()
     bench.poison()
     bench.run(inputs)
@@ -78,7 +78,7 @@ def check_call_options(bench: Bench, inputs: Inputs, by_chunks: bool = False) ->
     if not torch.equal(narrowed.view(torch.uint8), plain["dw"].view(torch.uint8)):
         fault = fault or "dw as fp32 does not round to dw"
     start = torch.linspace(-3, 5, dw.numel(), device=dw.device)
-    if by_chunks and M > CHUNK_ROWS:
+    if batch_invariant and M > CHUNK_ROWS:
         start.zero_()
     expected = start + wide.tensor
     wide.tensor.copy_(start)
