@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from generator.cli.arguments import CommandLine, folder_name, program_version
-from generator.cli.look import find_study, name_studies
+from generator.cli.report import add_study_options, find_study
 from generator.errors import NormforgeError
 from generator.package.hub.export import export_package
 from generator.paths import GENERATED
@@ -36,7 +36,7 @@ def export(argv: list[str]) -> int:
         form.add_argument(
             name, type=folder_name, metavar="FILE", help="write the trials of --shape to a new file"
         )
-    name_studies(parser)
+    add_study_options(parser)
     parser.add_argument("--shape", help="MxN:dtype[:weight dtype][+offset][+residual]")
     args = parser.parse(argv)
     if args.hf is None:

@@ -23,6 +23,7 @@ import errno
 import os
 import sys
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 
 from generator.cli.arguments import (
@@ -42,23 +43,27 @@ from generator.search.budget import TRIALS
 from generator.space.load import load_space, space_file
 from generator.target import find_target
 
-COMMANDS = ("explain", "export", "report")
-"""First words of the commands that tune nothing; see their --help."""
+COMMANDS = {
+    "explain": "generator.cli.report",
+    "export": "generator.cli.export",
+    "report": "generator.cli.report",
+}
+"""The commands that tune nothing, by the first word: the module with a function of that name."""
 
 
-def parser() -> CommandLine:
+def make_parser() -> CommandLine:
     """The command line."""
-    found = CommandLine(
+    parser = CommandLine(
         prog="tune.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    _what(found.add_argument_group("what is tuned"))
-    _how(found.add_argument_group("how long, and on which GPUs"))
-    _where(found.add_argument_group("where results go"))
-    found.add_argument("--version", action="version", version=f"normforge {program_version()}")
-    return found
+    _add_what(parser.add_argument_group("what is tuned"))
+    _add_how(parser.add_argument_group("how long, and on which GPUs"))
+    _add_where(parser.add_argument_group("where results go"))
+    parser.add_argument("--version", action="version", version=f"normforge {program_version()}")
+    return parser
 
 
-def _what(group: argparse._ArgumentGroup) -> None:
+def _add_what(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--gpu",
         required=True,
@@ -85,7 +90,7 @@ def _what(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _how(group: argparse._ArgumentGroup) -> None:
+def _add_how(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--trials",
         type=positive_number,
@@ -111,7 +116,7 @@ def _how(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _where(group: argparse._ArgumentGroup) -> None:
+def _add_where(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--storage",
         type=storage_url,
@@ -134,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except NormforgeError as error:
-        said = str(error)
+        message = str(error)
     except OSError as error:
         if error.filename is not None:
             raise
@@ -143,26 +148,20 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # who read it has seen enough
             return 1
-        said = f"cannot write to the standard output ({error.strerror}): send it elsewhere"
-    print(f"tune.py{' ' + command if command else ''}: {said}", file=sys.stderr)
+        message = f"cannot write to the standard output ({error.strerror}): send it elsewhere"
+    print(f"tune.py{' ' + command if command else ''}: {message}", file=sys.stderr)
     return 2
 
 
 def _run(argv: list[str], command: str) -> int:
     """Raises NormforgeError; OSError where stdout cannot be written."""
-    if command == "export":
-        from generator.cli.export import export
-
-        return export(argv[1:])
     if command:
-        from generator.cli import look
-
-        return look.COMMANDS[command](argv[1:])
+        return int(getattr(import_module(COMMANDS[command]), command)(argv[1:]))
     if argv and not argv[0].startswith("-"):
         near = get_close_matches(argv[0].lower(), COMMANDS, n=1)
         hint = f"did you mean '{near[0]}'?" if near else "a run starts with --gpu"
         raise NormforgeError(f"there is no command '{argv[0]}': {hint}")
-    args = parser().parse(argv)
+    args = make_parser().parse(argv)
     args.space = args.space or space_file(args.op)
     problems = load_problems(args.shapes, args.op)
     load_space(args.space)

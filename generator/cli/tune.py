@@ -26,16 +26,16 @@ INTERRUPTED = (
 def run(args: argparse.Namespace, problems: list[Problem]) -> int:
     """Do what the parsed command line asks for; returns the exit code. Raises NormforgeError."""
     started = time.monotonic()
-    workforce: MeasuredEvaluator | DevicePool | None = None
+    measurer: MeasuredEvaluator | DevicePool | None = None
     try:
         if len(args.devices) == 1:
-            target, workforce, sentence = choose_target(args.gpu, args.devices[0])
+            target, measurer, sentence = choose_target(args.gpu, args.devices[0])
         else:
-            target, workforce, sentence = choose_devices(args.gpu, args.devices)
-        evidence = "measured" if workforce else "predicted"
+            target, measurer, sentence = choose_devices(args.gpu, args.devices)
+        evidence = "measured" if measurer else "predicted"
         status = Status(len(problems))
         status.say(sentence)
-        _tell_noise(workforce)
+        _print_noise(measurer)
         plan = Plan(
             target=target,
             problems=tuple(problems),
@@ -45,21 +45,21 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
             seconds=args.seconds,
             storage=args.storage,
             seed=args.seed,
-            devices=args.devices if workforce else (),
+            devices=args.devices if measurer else (),
             fallbacks=args.fallbacks,
         )
         with status:
-            outcome = tune(plan, workforce, status)
-        _tell_noise(workforce)
+            outcome = tune(plan, measurer, status)
+        _print_noise(measurer)
     except KeyboardInterrupt:
-        if isinstance(workforce, DevicePool):
-            workforce.close(0)
+        if isinstance(measurer, DevicePool):
+            measurer.close(0)
         print(INTERRUPTED, file=sys.stderr)
         return 130
     finally:
-        if workforce is not None:
+        if measurer is not None:
             with suppress(KeyboardInterrupt):  # its processes end with this one
-                workforce.close()
+                measurer.close()
     if args.json:
         seconds = time.monotonic() - started
         print(json.dumps(document(plan, outcome, evidence, seconds), indent=1))
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
     return 1 if missing else 0
 
 
-def _tell_noise(workforce: MeasuredEvaluator | DevicePool | None) -> None:
+def _print_noise(measurer: MeasuredEvaluator | DevicePool | None) -> None:
     """Say what disturbed the times; the processes of a device pool say it themselves."""
-    if isinstance(workforce, MeasuredEvaluator) and (noise := workforce.disturbances()):
+    if isinstance(measurer, MeasuredEvaluator) and (noise := measurer.disturbances()):
         print(noise, file=sys.stderr)

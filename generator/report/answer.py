@@ -17,7 +17,7 @@ _SHOWN = 20
 """Knob values that are shown, those that change the time most first."""
 
 
-def ask_package(folder: Path, problem: Problem) -> dict[str, Any] | None:
+def explain_from_package(folder: Path, problem: Problem) -> dict[str, Any] | None:
     """What the tables of the emitted package say about the shape, for plain shapes only; None where
     there are none. Nothing of the package is run: whoever looks at a folder need not trust it.
 

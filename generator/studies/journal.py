@@ -29,8 +29,8 @@ _DIGITS = 16
 _SEALED = re.compile(rb'(?P<record>.+)(?P<field>,"seal":"(?P<seal>[0-9a-f]{%d})"\}\n)' % _DIGITS)
 
 
-def corrupt(path: Path, reason: str) -> NormforgeError:
-    """What to say about a study file that cannot be believed."""
+def corrupt_error(path: Path, reason: str) -> NormforgeError:
+    """The error for a study file that cannot be trusted."""
     return NormforgeError(
         f"the study file {path} is corrupt: {reason}; restore it, or move it away to start anew"
     )
@@ -108,7 +108,7 @@ class SealedJournal(JournalFileBackend):
                 if not line.endswith(b"\n"):
                     if line.startswith(_RECORD_START) or _RECORD_START.startswith(line):
                         return True
-                    raise corrupt(self._path, "its end is no record of an Optuna journal")
+                    raise corrupt_error(self._path, "its end is no record of an Optuna journal")
                 self._check_record(line, self._records + 1)
                 self._records += 1
                 self._checked += len(line)
@@ -118,16 +118,16 @@ class SealedJournal(JournalFileBackend):
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise corrupt(self._path, f"line {number} is no JSON") from error
+            raise corrupt_error(self._path, f"line {number} is no JSON") from error
         if not isinstance(record, dict) or "op_code" not in record:
-            raise corrupt(self._path, f"line {number} is no record of an Optuna journal")
+            raise corrupt_error(self._path, f"line {number} is no record of an Optuna journal")
         sealed = _SEALED.fullmatch(line)
         if sealed is None:
             self._digest.update(line)
             return
         self._digest.update(sealed["record"])
         if self._digest.hexdigest()[:_DIGITS].encode() != sealed["seal"]:
-            raise corrupt(
+            raise corrupt_error(
                 self._path, f"line {number} or one before it was changed, doubled or lost"
             )
         self._digest.update(sealed["field"])

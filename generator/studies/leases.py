@@ -41,7 +41,7 @@ def create_table(connection: sql.Connection) -> None:
     _TABLE.metadata.create_all(connection)
 
 
-def enlist(connection: sql.Connection, studies: Sequence[str]) -> None:
+def insert_missing(connection: sql.Connection, studies: Sequence[str]) -> None:
     """Make the rows of `studies`, in one order everywhere, so that no two tuners deadlock."""
     if studies:
         rows = [{"study": study} for study in sorted(studies)]
@@ -63,27 +63,27 @@ def claim(
     ).first()
     if row is None:
         return None
-    taken = {"token": row.token + 1, "holder": holder, "expires": _after(seconds)}
+    taken = {"token": row.token + 1, "holder": holder, "expires": _from_now(seconds)}
     connection.execute(sql.update(_TABLE).where(_TABLE.c.study == row.study).values(taken))
     return Lease(row.study, row.token + 1)
 
 
 def renew(connection: sql.Connection, lease: Lease, seconds: float) -> bool:
     """Let a lease live for `seconds` from now; False when it is somebody else's by now."""
-    longer = sql.update(_TABLE).where(*_is(lease)).values(expires=_after(seconds))
+    longer = sql.update(_TABLE).where(*_row_of(lease)).values(expires=_from_now(seconds))
     return connection.execute(longer).rowcount == 1
 
 
 def release(connection: sql.Connection, lease: Lease) -> None:
     """End a lease. The token changes at once, so that no late heartbeat brings it back."""
     free = {"token": lease.token + 1, "holder": None, "expires": None}
-    connection.execute(sql.update(_TABLE).where(*_is(lease)).values(free))
+    connection.execute(sql.update(_TABLE).where(*_row_of(lease)).values(free))
 
 
 def holds(lease: Lease) -> sql.Select[tuple[str]]:
     """A query with a row while the lease is valid. Nobody can claim the study before the
     transaction that asks it has ended."""
-    found = sql.select(_TABLE.c.study).where(*_is(lease))
+    found = sql.select(_TABLE.c.study).where(*_row_of(lease))
     return found.with_for_update(read=True, key_share=True)
 
 
@@ -94,9 +94,9 @@ def holders(connection: sql.Connection, studies: Sequence[str]) -> dict[str, str
     return {row.study: row.holder for row in rows}
 
 
-def _is(lease: Lease) -> tuple[sql.ColumnElement[bool], ...]:
+def _row_of(lease: Lease) -> tuple[sql.ColumnElement[bool], ...]:
     return _TABLE.c.study == lease.study, _TABLE.c.token == lease.token
 
 
-def _after(seconds: float) -> sql.ColumnElement[datetime]:
+def _from_now(seconds: float) -> sql.ColumnElement[datetime]:
     return sql.func.now() + sql.func.make_interval(0, 0, 0, 0, 0, 0, seconds)

@@ -24,10 +24,10 @@ from sqlalchemy import orm
 from generator.errors import NormforgeError
 from generator.studies.leases import Lease, LeaseLostError, holds
 
-PATIENCE_SECONDS = 90.0
+MAX_OUTAGE_SECONDS = 90.0
 """How long a database that went away in the middle of a run is waited for."""
 _RETRY_SECONDS = 1.0
-_ALONE = 0x6E6F726D666F7267  # "normforg": the advisory lock under which tables are created
+_SCHEMA_LOCK = 0x6E6F726D666F7267  # "normforg": the advisory lock under which tables are created
 # Parameters of libpq, seconds (milliseconds for the last): a peer that is gone without a word is
 # noticed within half a minute instead of two hours.
 _LIBPQ = {
@@ -37,24 +37,25 @@ _LIBPQ = {
     "keepalives_count": 3,
     "tcp_user_timeout": 30000,
 }
-_Answer = TypeVar("_Answer")
+_T = TypeVar("_T")
 
 
-def shown(url: str) -> str:
+def without_credentials(url: str) -> str:
     """The URL without user, password and options, whatever else is wrong with it."""
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
 
 
-def refused(url: str, error: BaseException) -> NormforgeError:
-    """What to say when a database cannot be opened."""
+def open_error(url: str, error: BaseException) -> NormforgeError:
+    """The error for a database that cannot be opened."""
     reason = _reason(error)
     if isinstance(error, ImportError):
         remedy = "install the driver, for PostgreSQL `pip install 'psycopg[binary]'`"
     else:
         remedy = "check the URL, the driver and the server"
+    place = without_credentials(url)
     return NormforgeError(
-        f"cannot open the storage {shown(url)} ({type(error).__name__}: {reason}): {remedy}"
+        f"cannot open the storage {place} ({type(error).__name__}: {reason}): {remedy}"
     )
 
 
@@ -63,7 +64,7 @@ def connect(url: str) -> sql.Engine:
     try:
         return sql.create_engine(url, **_options(url))
     except Exception as error:  # a driver that is missing or broken raises what it likes
-        raise refused(url, error) from error
+        raise open_error(url, error) from error
 
 
 def _options(url: str) -> dict[str, Any]:
@@ -73,10 +74,10 @@ def _options(url: str) -> dict[str, Any]:
     return {"pool_pre_ping": True, "pool_size": 1, "connect_args": libpq}
 
 
-def alone(connection: sql.Connection) -> None:
-    """Wait until no other tuner is inside such a transaction: PostgreSQL's CREATE TABLE IF NOT
-    EXISTS fails when two do it at once."""
-    connection.execute(sql.select(sql.func.pg_advisory_xact_lock(_ALONE)))
+def lock_schema(connection: sql.Connection) -> None:
+    """Hold other tuners back until the transaction ends: PostgreSQL's CREATE TABLE IF NOT EXISTS
+    fails when two do it at once."""
+    connection.execute(sql.select(sql.func.pg_advisory_xact_lock(_SCHEMA_LOCK)))
 
 
 def is_outage(error: BaseException) -> bool:
@@ -93,12 +94,12 @@ def _reason(error: BaseException) -> str:
     return " ".join(str(driver).split())[:200]
 
 
-def patiently(work: Callable[[], _Answer]) -> _Answer:
+def retry_in_outage(work: Callable[[], _T]) -> _T:
     """The answer of `work`, which is repeated while the database is away.
 
     Raises what `work` raises when that is no outage, and NormforgeError when the outage is longer
-    than PATIENCE_SECONDS."""
-    until = time.monotonic() + PATIENCE_SECONDS
+    than MAX_OUTAGE_SECONDS."""
+    until = time.monotonic() + MAX_OUTAGE_SECONDS
     told = False
     while True:
         try:
@@ -109,7 +110,7 @@ def patiently(work: Callable[[], _Answer]) -> _Answer:
             reason = _reason(error)
             if time.monotonic() > until:
                 raise NormforgeError(
-                    f"the database did not answer for {PATIENCE_SECONDS:.0f} s ({reason}): "
+                    f"the database did not answer for {MAX_OUTAGE_SECONDS:.0f} s ({reason}): "
                     "finished trials are kept; run the same command to continue"
                 ) from error
             if not told:
@@ -127,7 +128,7 @@ class SharedStorage(RDBStorage):
         engine = connect(url)
         try:
             with engine.begin() as connection:
-                alone(connection)
+                lock_schema(connection)
                 super().__init__(url, engine_kwargs=_options(url))
         finally:
             engine.dispose()

@@ -102,7 +102,7 @@ def read_studies(where: str | Path, *, importance: bool = False) -> list[Study]:
 
     importance: compute that of the knobs, too. A packed file is unpacked elsewhere."""
     if "://" in str(where):
-        return _read(open_storage(where), shown(where), importance)
+        return _read(open_storage(where), describe_location(where), importance)
     journal = Path(where) / JOURNAL_NAME
     packed = journal.with_name(f"{JOURNAL_NAME}.xz")
     if journal.exists():
@@ -114,10 +114,10 @@ def read_studies(where: str | Path, *, importance: bool = False) -> list[Study]:
         return _read(open_storage(Path(folder) / JOURNAL_NAME), str(packed), importance)
 
 
-def shown(where: str | Path) -> str:
+def describe_location(where: str | Path) -> str:
     """The place of studies for people: a URL without its password, or the file in a folder."""
     if "://" in str(where):
-        return postgres.shown(str(where))
+        return postgres.without_credentials(str(where))
     journal = Path(where) / JOURNAL_NAME
     packed = journal.with_name(f"{JOURNAL_NAME}.xz")
     return str(packed if packed.exists() and not journal.exists() else journal)

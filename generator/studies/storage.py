@@ -10,7 +10,6 @@ import lzma
 import os
 import shutil
 from pathlib import Path
-from typing import TypeVar
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
@@ -19,14 +18,11 @@ from sqlalchemy.exc import ArgumentError
 
 from generator.disk import sync
 from generator.errors import NormforgeError
-from generator.studies.journal import SealedJournal, corrupt
-from generator.studies.postgres import SharedStorage, refused
+from generator.studies.journal import SealedJournal, corrupt_error
+from generator.studies.postgres import SharedStorage, open_error
 
 JOURNAL_NAME = "studies.journal"
 """The study file in the folder of a GPU; optuna-dashboard opens it."""
-
-
-_Answer = TypeVar("_Answer")
 
 
 def is_shared(where: str | Path | None) -> bool:
@@ -41,7 +37,7 @@ def database_file(where: str | Path | None) -> Path | None:
     try:
         url = make_url(str(where))
     except ArgumentError as error:
-        raise refused(str(where), error) from error
+        raise open_error(str(where), error) from error
     if url.get_backend_name() != "sqlite" or url.database in (None, "", ":memory:"):
         return None
     return Path(str(url.database)).resolve()
@@ -73,7 +69,7 @@ def open_storage(where: str | Path) -> BaseStorage:
     try:
         return JournalStorage(backend)
     except Exception as error:  # Optuna raises whatever the content makes its replay stumble over
-        raise corrupt(path, f"Optuna cannot replay it ({type(error).__name__})") from error
+        raise corrupt_error(path, f"Optuna cannot replay it ({type(error).__name__})") from error
 
 
 def _unpack(path: Path) -> None:
@@ -89,7 +85,7 @@ def _unpack(path: Path) -> None:
         part.replace(path)
         sync(path.parent)
     except (lzma.LZMAError, EOFError) as error:
-        raise corrupt(packed, str(error)) from error
+        raise corrupt_error(packed, str(error)) from error
     finally:
         part.unlink(missing_ok=True)
 
@@ -100,4 +96,4 @@ def _open_database(url: str) -> BaseStorage:
     except NormforgeError:
         raise
     except Exception as error:  # whatever the driver raises, import errors included
-        raise refused(url, error) from error
+        raise open_error(url, error) from error

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import optuna
 from optuna.exceptions import ExperimentalWarning, StorageInternalError
@@ -15,10 +16,10 @@ from optuna.trial import FrozenTrial, TrialState
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.result import Result
-from generator.studies.postgres import is_outage, patiently
+from generator.studies.postgres import is_outage, retry_in_outage
 from generator.studies.records import Winner
-from generator.studies.storage import _Answer
 
+_T = TypeVar("_T")
 METRIC = "time over the floor"
 """What the value of a trial is, by the name that optuna-dashboard shows."""
 
@@ -29,17 +30,17 @@ class StudyLog:
 
     def __init__(self, storage: BaseStorage, name: str, older_names: Sequence[str] = ()) -> None:
         self.name = name
-        self._study = self._keep(lambda: _load_study(storage, name, older_names))
+        self._study = self._retry(lambda: _load_study(storage, name, older_names))
         self.name = self._study.study_name
 
     def trials(self) -> list[FrozenTrial]:
         """Trials with a record, oldest first, also those that are out of date."""
         states = (TrialState.COMPLETE, TrialState.PRUNED)
-        return self._keep(lambda: self._study.get_trials(deepcopy=False, states=states))
+        return self._retry(lambda: self._study.get_trials(deepcopy=False, states=states))
 
     def add(self, trial: FrozenTrial) -> None:
         """Write one finished trial in one record."""
-        self._keep(lambda: self._study.add_trial(trial))
+        self._retry(lambda: self._study.add_trial(trial))
 
     @property
     def winner(self) -> Winner | None:
@@ -55,7 +56,7 @@ class StudyLog:
     def mark_outdated(self, numbers: Collection[int]) -> None:
         """Keep which trials are out of date, for those who only read the study."""
         if self.outdated != frozenset(numbers):
-            self._keep(lambda: self._study.set_user_attr("outdated", sorted(numbers)))
+            self._retry(lambda: self._study.set_user_attr("outdated", sorted(numbers)))
 
     @property
     def trials_at_finals(self) -> int:
@@ -86,22 +87,22 @@ class StudyLog:
         attributes["winner"] = winner and winner.to_json()
         attributes["trials_at_finals"] = trials
         for key, value in attributes.items():
-            self._keep(lambda key=key, value=value: self._study.set_user_attr(key, value))  # type: ignore[misc]
+            self._retry(partial(self._study.set_user_attr, key, value))
 
     def _attributes(self) -> Mapping[str, Any]:
-        return self._keep(lambda: self._study.user_attrs)
+        return self._retry(lambda: self._study.user_attrs)
 
-    def _keep(self, work: Callable[[], _Answer]) -> _Answer:
+    def _retry(self, work: Callable[[], _T]) -> _T:
         try:
             return work()
         except OSError as error:
-            raise self._lost(error) from error
+            raise self._write_error(error) from error
         except StorageInternalError as error:
             if not is_outage(error):
-                raise self._lost(error) from error
-        return patiently(work)
+                raise self._write_error(error) from error
+        return retry_in_outage(work)
 
-    def _lost(self, error: Exception) -> NormforgeError:
+    def _write_error(self, error: Exception) -> NormforgeError:
         return NormforgeError(
             f"cannot write to study {self.name} ({error}): finished trials are kept; "
             "put the storage right and run the same command to continue"

@@ -12,13 +12,13 @@ import sqlalchemy as sql
 
 from generator.studies import leases
 from generator.studies.leases import Lease
-from generator.studies.postgres import alone, connect, patiently
+from generator.studies.postgres import connect, lock_schema, retry_in_outage
 from generator.studies.storage import is_shared
 
 LEASE_SECONDS = 30.0
 """After this long without a heartbeat a study is anybody's."""
 _BEATS = 3  # heartbeats in that time
-_Answer = TypeVar("_Answer")
+_T = TypeVar("_T")
 
 
 class Queue(Protocol):
@@ -69,18 +69,18 @@ class SharedQueue:
         self._seconds = seconds
         self._holder = f"{socket.gethostname()}:{os.getpid()}"
         self._held: set[Lease] = set()
-        self._enlisted: set[str] = set()
+        self._inserted: set[str] = set()
         self._closed = threading.Event()
-        self._ask(self._create)
-        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._in_transaction(self._create)
+        self._heart = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
         self._heart.start()
 
     def claim(self, studies: Sequence[str]) -> Lease | None:
-        new = set(studies) - self._enlisted
+        new = set(studies) - self._inserted
         if new:
-            self._ask(lambda connection: leases.enlist(connection, sorted(new)))
-            self._enlisted |= new
-        lease = self._ask(
+            self._in_transaction(lambda connection: leases.insert_missing(connection, sorted(new)))
+            self._inserted |= new
+        lease = self._in_transaction(
             lambda connection: leases.claim(connection, studies, self._holder, self._seconds)
         )
         if lease is not None:
@@ -89,10 +89,10 @@ class SharedQueue:
 
     def release(self, lease: Lease) -> None:
         self._held.discard(lease)
-        self._ask(lambda connection: leases.release(connection, lease))
+        self._in_transaction(lambda connection: leases.release(connection, lease))
 
     def holders(self, studies: Sequence[str]) -> dict[str, str]:
-        return self._ask(lambda connection: leases.holders(connection, studies))
+        return self._in_transaction(lambda connection: leases.holders(connection, studies))
 
     def close(self) -> None:
         self._closed.set()
@@ -107,10 +107,10 @@ class SharedQueue:
 
     @staticmethod
     def _create(connection: sql.Connection) -> None:
-        alone(connection)
+        lock_schema(connection)
         leases.create_table(connection)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._closed.wait(self._seconds / _BEATS):
             try:
                 with self._engine.begin() as connection:
@@ -119,12 +119,12 @@ class SharedQueue:
             except sql.exc.SQLAlchemyError:
                 pass  # the next beat may be in time; if not, the first write will tell
 
-    def _ask(self, work: Callable[[sql.Connection], _Answer]) -> _Answer:
-        def once() -> _Answer:
+    def _in_transaction(self, work: Callable[[sql.Connection], _T]) -> _T:
+        def once() -> _T:
             with self._engine.begin() as connection:
                 return work(connection)
 
-        return patiently(once)
+        return retry_in_outage(once)
 
 
 def open_queue(storage: str | None, seconds: float = LEASE_SECONDS) -> Queue:

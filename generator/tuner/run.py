@@ -46,10 +46,10 @@ def check_problems(plan: Plan, watcher: Watcher) -> None:
         watcher.phase("planning", done, len(plan.problems))
 
 
-def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: Watcher) -> Outcome:
+def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, watcher: Watcher) -> Outcome:
     """Search every problem of the plan and emit the winners.
 
-    workforce: who measures, None to predict. Problems that the storage has finished return at once.
+    measurer: who measures, None to predict. Problems that the storage has finished return at once.
     SIGTERM ends the run after the trial under way and emits what was found; Ctrl-C raises
     KeyboardInterrupt within about a second and leaves the package as it was. With a shared storage
     any number of runs may do the same plan: each problem is searched once, and all end with the
@@ -69,11 +69,11 @@ def tune(plan: Plan, workforce: MeasuredEvaluator | DevicePool | None, watcher: 
         ledger = Ledger(plan, queue)
         try:
             with precompiling(kernels_to_precompile(plan), plan.target.arch):
-                if isinstance(workforce, DevicePool):
-                    workforce.search(plan, ledger, stop, watcher)
+                if isinstance(measurer, DevicePool):
+                    measurer.search(plan, ledger, stop, watcher)
                 else:
-                    evaluator = workforce or EmulatingPredictor(plan.target)
-                    facts = workforce.facts if workforce else {}
+                    evaluator = measurer or EmulatingPredictor(plan.target)
+                    facts = measurer.facts if measurer else {}
                     driver = Driver(plan, pool, evaluator, facts, storage)
                     search_here(driver, ledger, stop, watcher)
         except KeyboardInterrupt:

@@ -16,7 +16,7 @@ from generator.kernels.strategies import determinism_class
 from generator.kernels.variant import Variant
 from generator.paths import REPOSITORY
 from generator.problem import Problem
-from generator.report.answer import ask_package
+from generator.report.answer import explain_from_package
 from generator.report.explain import Explanation, Verdict, parse_config
 from generator.result import Result
 from generator.search.budget import Budget
@@ -266,11 +266,11 @@ def test_a_config_that_makes_no_sense_is_refused(text: str, message: str) -> Non
 
 def test_the_package_answers_for_itself() -> None:
     package = ROOT / "generated" / "h200" / "rmsnorm_backward"
-    served = ask_package(package, Problem.parse("4096x4096:bf16"))
+    served = explain_from_package(package, Problem.parse("4096x4096:bf16"))
     assert served is not None
     assert served["how"] == "tuned"
     assert served["kernel"] in {entry["variant"] for entry in served["provenance"]["tie"]}
-    assert ask_package(ROOT / "nowhere", Problem.parse("4096x4096:bf16")) is None
+    assert explain_from_package(ROOT / "nowhere", Problem.parse("4096x4096:bf16")) is None
 
 
 def test_nothing_of_a_package_that_is_looked_at_is_run(tmp_path: Path) -> None:
@@ -278,11 +278,11 @@ def test_nothing_of_a_package_that_is_looked_at_is_run(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "generated" / "gb200" / "rmsnorm_backward", package)
     for file in package.rglob("*.py"):
         file.write_text("raise RuntimeError('planted')\n")
-    served = ask_package(package, Problem.parse("4096x4096:bf16"))
+    served = explain_from_package(package, Problem.parse("4096x4096:bf16"))
     assert served is not None and served["how"] == "tuned"
     (package / "table.json").write_text("{}")
     with pytest.raises(NormforgeError, match="is damaged"):
-        ask_package(package, Problem.parse("4096x4096:bf16"))
+        explain_from_package(package, Problem.parse("4096x4096:bf16"))
 
 
 def test_the_command_in_text_and_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

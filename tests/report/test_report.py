@@ -39,7 +39,7 @@ from generator.search.budget import Budget
 from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
-from generator.studies.reader import Study, read_studies, shown
+from generator.studies.reader import Study, describe_location, read_studies
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from tests.support.patience import patience
 from tests.support.synthetic import TARGET, FakeEvaluator, FakePool, cost
@@ -355,7 +355,7 @@ def test_a_place_without_studies_is_told(tmp_path: Path) -> None:
 
 def test_a_password_is_never_shown() -> None:
     url = "postgresql+psycopg://me:secret@db.example:5432/runs?sslmode=require"
-    assert shown(url) == "postgresql+psycopg://db.example:5432/runs"
+    assert describe_location(url) == "postgresql+psycopg://db.example:5432/runs"
 
 
 def test_the_command_writes_the_page_and_prints_the_text(

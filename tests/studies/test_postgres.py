@@ -332,7 +332,7 @@ def test_no_clock_of_this_machine_reaches_the_database(url: str) -> None:
     sql.event.listen(engine, "before_cursor_execute", lambda *call: sent.append(call[3]))
     with engine.begin() as connection:
         leases.create_table(connection)
-        leases.enlist(connection, ["a"])
+        leases.insert_missing(connection, ["a"])
         lease = leases.claim(connection, ["a"], "me", 30)
         assert lease is not None
         assert leases.renew(connection, lease, 30)
@@ -387,7 +387,7 @@ def test_nobody_claims_a_study_while_a_write_checks_its_lease(url: str) -> None:
     engine = connect(url)
     with engine.begin() as connection:
         leases.create_table(connection)
-        leases.enlist(connection, ["a"])
+        leases.insert_missing(connection, ["a"])
         lease = leases.claim(connection, ["a"], "me", 0.0)
     assert lease is not None
     with engine.begin() as writing:
@@ -489,7 +489,7 @@ def test_server_that_stays_away_ends_the_run_with_a_sentence_and_loses_nothing(
     server: Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = make_plan(tmp_path, 30, storage=url, problems=PROBLEMS[:1])
-    monkeypatch.setattr(database, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(database, "MAX_OUTAGE_SECONDS", 0.5)
     monkeypatch.setattr("optuna.storages._rdb.storage.random.random", lambda: 0.0)  # its pauses
 
     class Crashing(FakeEvaluator):

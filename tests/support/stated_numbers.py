@@ -83,7 +83,7 @@ STATED: dict[str, list[str]] = {
         f"A lease without one for {work_queue.LEASE_SECONDS:.0f} s",
         f"its shapes are free after {work_queue.LEASE_SECONDS:.0f} s",
         f"end within {lifecycle.INTERRUPT_SECONDS} s",
-        f"waits up to {postgres.PATIENCE_SECONDS:.0f} s",
+        f"waits up to {postgres.MAX_OUTAGE_SECONDS:.0f} s",
         f"noticed within {postgres._LIBPQ['tcp_user_timeout'] // 1000} s",
     ],
     "looking.md": [

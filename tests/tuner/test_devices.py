@@ -294,8 +294,8 @@ def test_machine_without_a_gpu_predicts_also_for_several_devices(
     with pytest.raises(NormforgeError, match="found no CUDA GPU"):
         choose_target("auto", 0)
     monkeypatch.setattr(choose_device, "DevicePool", DevicePool)
-    target, workforce, sentence = choose_devices("gb200", (0, 1))
-    assert (target.name, workforce) == ("gb200", None)
+    target, measurer, sentence = choose_devices("gb200", (0, 1))
+    assert (target.name, measurer) == ("gb200", None)
     assert "this machine has no CUDA GPU" in sentence
 
 
@@ -303,8 +303,8 @@ def test_device_pool_of_the_gpu_that_is_here_measures(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose_device, "DevicePool", DevicePool)
-    target, workforce, sentence = choose_devices("auto", (0, 2))
-    assert workforce is not None
-    workforce.close()
+    target, measurer, sentence = choose_devices("auto", (0, 2))
+    assert measurer is not None
+    measurer.close()
     assert target.name == "h200"
     assert sentence == "Measuring on devices 0, 2: NVIDIA H200."

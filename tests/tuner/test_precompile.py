@@ -223,10 +223,10 @@ def test_measured_run_compiles_ahead_while_it_searches_and_a_predicted_one_does_
 ) -> None:
     before, seen = workers(), []
     monkeypatch.setattr(run, "search_here", lambda *arguments: seen.append(workers() - before))
-    workforce: Any = SimpleNamespace(facts=FACTS) if devices else None
+    measurer: Any = SimpleNamespace(facts=FACTS) if devices else None
     plan = make_plan(tmp_path, 1, devices=devices)
     with all_gone():
-        outcome = tune(plan, workforce, Quiet())
+        outcome = tune(plan, measurer, Quiet())
     assert outcome.emission is None
     assert [bool(started) for started in seen] == [bool(devices)]
 

@@ -1,10 +1,9 @@
-"""The subcommands of tune.py that look at what a run left behind."""
+"""`tune.py report` and `tune.py explain`: what the studies of a run say."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,13 +12,13 @@ from generator.cli.arguments import CommandLine, add_operation, folder_name, sto
 from generator.errors import NormforgeError
 from generator.paths import GENERATED
 from generator.problem import RMSNORM_BACKWARD, Problem
-from generator.report.answer import ask_package, document, render_answer
+from generator.report.answer import document, explain_from_package, render_answer
 from generator.report.collect import summaries
 from generator.report.explain import Explanation, parse_config
 from generator.report.page import render_page
 from generator.report.text import render_text
 from generator.space.load import load_space, space_file
-from generator.studies.reader import Study, read_studies, shown
+from generator.studies.reader import Study, describe_location, read_studies
 from generator.target import find_target
 
 
@@ -31,18 +30,19 @@ def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study]
     if args.gpu is not None:
         find_target(args.gpu)
     where = args.storage or args.out or GENERATED / args.gpu
+    place = describe_location(where)
     studies = read_studies(where, importance=importance)
     if args.gpu is not None:
         studies = [study for study in studies if study.gpu == args.gpu]
         if not studies:
-            raise NormforgeError(f"{shown(where)} has no studies of {args.gpu}")
+            raise NormforgeError(f"{place} has no studies of {args.gpu}")
     if all(study.problem.operation != args.op for study in studies):
-        raise NormforgeError(f"{shown(where)} has no studies of {args.op}: choose with --op")
-    return studies, shown(where)
+        raise NormforgeError(f"{place} has no studies of {args.op}: choose with --op")
+    return studies, place
 
 
-def name_studies(parser: CommandLine) -> None:
-    """The options that `find_study` and the commands here read."""
+def add_study_options(parser: CommandLine) -> None:
+    """Add the options that say which studies to read."""
     parser.add_argument(
         "--gpu",
         help="the GPU whose results to use: those in generated/<gpu>, without --out and --storage",
@@ -55,15 +55,15 @@ def name_studies(parser: CommandLine) -> None:
 def find_study(args: argparse.Namespace, problem: Problem) -> Study:
     """The study of one problem. Raises NormforgeError where there is none."""
     studies, place = _studies(args, importance=False)
-    asked = summaries(studies, place, args.op)
-    if len(asked) > 1:
+    by_gpu = summaries(studies, place, args.op)
+    if len(by_gpu) > 1:
         raise NormforgeError(f"{place} has several GPUs: name one with --gpu")
-    study = next((s for s in asked[0].studies if s.problem == problem), None)
-    if study is None:
-        known = get_close_matches(str(problem), [str(s.problem) for s in asked[0].studies])
-        hint = f"; near it are {', '.join(known)}" if known else ""
+    found = {study.problem: study for study in by_gpu[0].studies}
+    if problem not in found:
+        near = get_close_matches(str(problem), map(str, found))
+        hint = f"; near it are {', '.join(near)}" if near else ""
         raise NormforgeError(f"{place} has no study of {problem}{hint}")
-    return study
+    return found[problem]
 
 
 def report(argv: list[str]) -> int:
@@ -72,7 +72,7 @@ def report(argv: list[str]) -> int:
         prog="tune.py report",
         description="Show the results of all shapes: print them, and write one HTML page per GPU.",
     )
-    name_studies(parser)
+    add_study_options(parser)
     parser.add_argument(
         "--html",
         type=folder_name,
@@ -102,7 +102,7 @@ def explain(argv: list[str]) -> int:
         prog="tune.py explain",
         description="Say why a kernel won at a shape, or why the config in --config did not.",
     )
-    name_studies(parser)
+    add_study_options(parser)
     parser.add_argument("--shape", help="MxN:dtype[:weight dtype][+offset][+residual]")
     parser.add_argument("stray", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument(
@@ -122,13 +122,9 @@ def explain(argv: list[str]) -> int:
     study = find_study(args, problem)
     why = Explanation(study, space, replace(find_target(study.gpu), sms=study.sms))
     verdict = why.why_not(given) if given is not None else None
-    served = ask_package((args.out or GENERATED / study.gpu) / args.op, problem)
+    served = explain_from_package((args.out or GENERATED / study.gpu) / args.op, problem)
     if args.json:
         print(json.dumps(document(why, verdict, served), indent=1))
     else:
         print(render_answer(why, verdict, served))
     return 0
-
-
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"explain": explain, "report": report}
-"""By the first word of the command line; without one of these words it is a tuning run."""
