@@ -15,8 +15,8 @@ from generator.kernels.revision import AnyVariant, code_digest
 from generator.processes import end_pool, end_with_parent, shielded
 
 NICE = 5
-"""Drivers and GPU workers come before the compilers."""
-LIVES = 3
+"""The searches and the GPU workers come before the compilers."""
+MAX_CRASHES = 3
 """Processes that one variant may cost, alone, before it is an error."""
 
 
@@ -78,7 +78,7 @@ class CompilePool:
             return self._failed(variant, f"{type(error).__name__}: {error}")
 
     def _alone(self, variant: AnyVariant, timeout: float) -> Compiled:
-        for _ in range(LIVES):
+        for _ in range(MAX_CRASHES):
             if self._closed:
                 return self._failed(variant, "the run was ended")
             pool = self._start(1)
@@ -92,7 +92,7 @@ class CompilePool:
                 return self._failed(variant, f"{type(error).__name__}: {error}")
             finally:
                 end_pool(pool)
-        return self._failed(variant, f"NVRTC crashed on this variant {LIVES} times")
+        return self._failed(variant, f"NVRTC crashed on this variant {MAX_CRASHES} times")
 
     def _failed(self, variant: AnyVariant, error: str) -> Compiled:
         return Compiled(self.arch, "", b"", {}, nvrtc_version(), False, "", error)

@@ -41,6 +41,5 @@ def precompiling(
 
 
 def _fill(variant: AnyVariant, arch: str, cache_folder: Path) -> None:
-    """Sends nothing back: its parent may be a driver, which has better things to do than to read
-    machine code."""
+    """Sends nothing back: its parent may be searching, and would have to read the machine code."""
     compile_variant(variant, arch, cache_folder)

@@ -1,7 +1,7 @@
-"""Several GPUs of one machine: a process with a driver for each, and this one hands out problems.
+"""Several GPUs of one machine: a process for each, and this one hands out problems.
 
 Processes and not threads, because what a search does between two measurements is Python: 6 ms of
-it a trial, beside as little as 13 ms on the GPU. Each driver has compiler processes of its own, so
+it a trial, beside as little as 13 ms on the GPU. Each process has compiler processes of its own, so
 that no machine code passes through a third process; the cubins are shared on disk.
 """
 
@@ -19,13 +19,13 @@ from generator.errors import NormforgeError
 from generator.evaluate.gpu.protocol import NoGpuError
 from generator.problem import Problem
 from generator.processes import shielded
-from generator.tuner.device_process import Device, Gpu, _drive
-from generator.tuner.ledger import Ledger, Task
+from generator.tuner.device_process import Device, Gpu, run_device
 from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import Plan
+from generator.tuner.task_list import Task, TaskList
 from generator.tuner.task_runner import Watcher
 
-_LIVES = 3  # processes that one problem may cost before the run ends
+_MAX_DEATHS = 3  # processes that one problem may cost before the run ends
 _TICK_SECONDS = 0.5
 _START_SECONDS = 300.0
 _END_SECONDS = 30.0
@@ -35,14 +35,14 @@ class _LostError(Exception):
     """The process of a GPU is gone."""
 
 
-class _Lane:
+class _DeviceProcess:
     """The process of one GPU, as its parent sees it."""
 
     def __init__(self, index: int, open_device: Callable[[int], Device], method: str) -> None:
         context: Any = multiprocessing.get_context(method)
         self.index = index
         self.connection, child = context.Pipe()
-        self._process = context.Process(target=_drive, args=(child, index, open_device))
+        self._process = context.Process(target=run_device, args=(child, index, open_device))
         with shielded():
             self._process.start()
         child.close()
@@ -94,12 +94,12 @@ class DevicePool:
         open_device: Callable[[int], Device] = Gpu,
         method: str = "spawn",
     ) -> None:
-        self._open = lambda index: _Lane(index, open_device, method)
-        self._lanes = [self._open(index) for index in devices]
+        self._open = lambda index: _DeviceProcess(index, open_device, method)
+        self._devices = [self._open(index) for index in devices]
         try:
-            facts = [lane.facts() for lane in self._lanes]
-            for lane, own in zip(self._lanes, facts, strict=True):
-                _check_same(facts[0], own, lane.index)
+            facts = [device.facts() for device in self._devices]
+            for device, own in zip(self._devices, facts, strict=True):
+                _check_same(facts[0], own, device.index)
         except BaseException:
             self.close(0)
             raise
@@ -107,10 +107,10 @@ class DevicePool:
         self._deaths: Counter[Problem] = Counter()
 
     def close(self, seconds: float = _END_SECONDS) -> None:
-        for lane in self._lanes:
-            lane.send(None)
-        for lane in self._lanes:
-            lane.close(seconds)
+        for device in self._devices:
+            device.send(None)
+        for device in self._devices:
+            device.close(seconds)
 
     def __enter__(self) -> DevicePool:
         return self
@@ -118,77 +118,81 @@ class DevicePool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def search(self, plan: Plan, ledger: Ledger, stop: Stop, watcher: Watcher) -> None:
+    def search(self, plan: Plan, tasks: TaskList, stop: Stop, watcher: Watcher) -> None:
         """Search what is open until everything is concluded. Raises KeyboardInterrupt when it is
         to end early, after the trials under way, and NormforgeError when it cannot go on."""
-        for lane in self._lanes:
-            lane.send(plan)
+        for device in self._devices:
+            device.send(plan)
         ending, reason = False, ""
-        while not ledger.done:
-            if not self._lanes:
+        while not tasks.done:
+            if not self._devices:
                 stop.check()
                 raise NormforgeError(f"{reason}; no other GPU is left to this run")
             if stop.signal is not None and not ending:
                 ending = True
-                for lane in self._lanes:
-                    lane.send("stop")
-            for lane in self._lanes:
-                if lane.task is None and not ending:
-                    lane.task = ledger.claim()
-                    if lane.task is not None:
-                        lane.send(lane.task)
-            if not any(lane.task for lane in self._lanes):
+                for device in self._devices:
+                    device.send("stop")
+            for device in self._devices:
+                if device.task is None and not ending:
+                    device.task = tasks.claim()
+                    if device.task is not None:
+                        device.send(device.task)
+            if not any(device.task for device in self._devices):
                 stop.check()
-                watcher.waiting(ledger.wait())
+                watcher.waiting(tasks.wait())
                 continue
-            by_connection = {lane.connection: lane for lane in self._lanes}
+            by_connection = {device.connection: device for device in self._devices}
             for ready in wait(list(by_connection), _TICK_SECONDS):
-                lane = by_connection[ready]
+                device = by_connection[ready]
                 try:
-                    kind, value = lane.receive()
+                    kind, value = device.receive()
                 except _LostError as lost:
-                    reason = self._lose(lane, str(lost), None if ending else plan, ledger)
+                    reason = self._handle_loss(device, str(lost), None if ending else plan, tasks)
                     continue
                 if kind == "error":
-                    reason = self._lose(lane, value, None, ledger)
+                    reason = self._handle_loss(device, value, None, tasks)
                 else:
-                    self._hear(lane, kind, value, ledger, watcher)
+                    self._handle_message(device, kind, value, tasks, watcher)
 
     @staticmethod
-    def _hear(lane: _Lane, kind: str, value: Any, ledger: Ledger, watcher: Watcher) -> None:
-        """What a lane says about its task: progress, and winner, failed or open at its end."""
-        task = lane.task
+    def _handle_message(
+        device: _DeviceProcess, kind: str, value: Any, tasks: TaskList, watcher: Watcher
+    ) -> None:
+        """What a device says about its task: progress, and winner, failed or open at its end."""
+        task = device.task
         assert task is not None
         if kind == "progress":
             watcher.progress(task.index, value)
             return
-        lane.task = None
+        device.task = None
         if kind == "open":
-            ledger.give_back(task)
+            tasks.give_back(task)
             return
         if kind == "failed":
-            ledger.fail(task, value)
+            tasks.fail(task, value)
         else:
-            ledger.conclude(task, value)
-        watcher.winner(task.index, task.problem, ledger.winners[task.problem])
+            tasks.conclude(task, value)
+        watcher.winner(task.index, task.problem, tasks.winners[task.problem])
 
-    def _lose(self, lane: _Lane, reason: str, plan: Plan | None, ledger: Ledger) -> str:
-        """Do without a lane: its task goes back, and with a `plan` a new process takes its place.
+    def _handle_loss(
+        self, device: _DeviceProcess, reason: str, plan: Plan | None, tasks: TaskList
+    ) -> str:
+        """Do without a device: its task goes back, and with a `plan` a new process takes its place.
         Returns what happened, as a sentence."""
-        self._lanes.remove(lane)
-        lane.close()
-        reason = f"device {lane.index}: {reason}"
-        if lane.task is not None:
-            problem = lane.task.problem
-            ledger.give_back(lane.task)
+        self._devices.remove(device)
+        device.close()
+        reason = f"device {device.index}: {reason}"
+        if device.task is not None:
+            problem = device.task.problem
+            tasks.give_back(device.task)
             reason += f" while it searched {problem}"
             self._deaths[problem] += 1
-            if plan is not None and self._deaths[problem] == _LIVES:
-                raise NormforgeError(f"{reason}, which has happened {_LIVES} times")
+            if plan is not None and self._deaths[problem] == _MAX_DEATHS:
+                raise NormforgeError(f"{reason}, which has happened {_MAX_DEATHS} times")
             print(f"D{reason[1:]}.", file=sys.stderr, flush=True)
         if plan is None:
             return reason
-        fresh = self._open(lane.index)
+        fresh = self._open(device.index)
         try:
             _check_same(self.facts, fresh.facts(), fresh.index)
         except NormforgeError as error:
@@ -196,7 +200,7 @@ class DevicePool:
             print(f"Going on without it: {error}.", file=sys.stderr, flush=True)
             return str(error)
         fresh.send(plan)
-        self._lanes.append(fresh)
+        self._devices.append(fresh)
         return reason
 
 

@@ -21,9 +21,9 @@ from generator.search.budget import Progress
 from generator.studies.leases import LeaseLostError
 from generator.studies.storage import open_storage
 from generator.target import Target
-from generator.tuner.ledger import Task
 from generator.tuner.plan import Plan
-from generator.tuner.task_runner import Driver, compilers
+from generator.tuner.task_list import Task
+from generator.tuner.task_runner import TaskRunner, compilers_of
 
 
 class Device(Protocol):
@@ -55,7 +55,7 @@ class Gpu:
         self._supervisor.close()
 
 
-def _drive(connection: Connection, index: int, open_device: Callable[[int], Device]) -> None:
+def run_device(connection: Connection, index: int, open_device: Callable[[int], Device]) -> None:
     end_with_parent(sigterm=signal.SIG_IGN)
     try:
         device = open_device(index)
@@ -66,7 +66,7 @@ def _drive(connection: Connection, index: int, open_device: Callable[[int], Devi
     try:
         plan = connection.recv()
         if plan is not None:
-            _work(connection, plan, device)
+            _run_tasks(connection, plan, device)
     except NormforgeError as error:
         connection.send(("error", str(error)))
     except EOFError:
@@ -78,7 +78,7 @@ def _drive(connection: Connection, index: int, open_device: Callable[[int], Devi
         device.close()
 
 
-def _work(connection: Connection, plan: Plan, device: Device) -> None:
+def _run_tasks(connection: Connection, plan: Plan, device: Device) -> None:
     """Search every task that the parent sends; None or "stop" is the end."""
 
     def tell(event: Progress) -> None:
@@ -86,12 +86,12 @@ def _work(connection: Connection, plan: Plan, device: Device) -> None:
         if connection.poll():
             raise KeyboardInterrupt  # all that is sent meanwhile is "stop", and None
 
-    with device.pool(plan.target.arch, compilers(plan)) as pool:
+    with device.pool(plan.target.arch, compilers_of(plan)) as pool:
         evaluator, storage = device.evaluator(plan.target), open_storage(plan.where)
-        driver = Driver(plan, pool, evaluator, device.facts, storage)
+        runner = TaskRunner(plan, pool, evaluator, device.facts, storage)
         while isinstance(task := connection.recv(), Task):
             try:
-                answer: tuple[str, Any] = ("winner", driver.search(task, tell))
+                answer: tuple[str, Any] = ("winner", runner.search(task, tell))
             except (LeaseLostError, KeyboardInterrupt):
                 answer = ("open", None)
             except ProblemError as error:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from generator.problem import Problem
-from generator.search.budget import Progress as Trial
+from generator.search.budget import Progress as SearchProgress
 from generator.studies.records import FLOOR, PLAIN_FLOOR, Winner
 from generator.tuner.plan import Plan
 from generator.tuner.run import Outcome
@@ -78,7 +78,7 @@ class Status:
             self._since.pop(name)
             self._said.pop(name)
 
-    def progress(self, index: int, event: Trial) -> None:
+    def progress(self, index: int, event: SearchProgress) -> None:
         self._shares[index] = _TRIALS_SHARE * event.done / event.total if event.total else 0.0
         self._searching()
         if self.live:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,13 +29,7 @@ from generator.studies.study_log import StudyLog
 from generator.tuner.forward import tune_forwards
 from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import Plan
-from generator.tuner.task_runner import Watcher
-
-
-def _processes() -> int:
-    """Compiler processes: one core stays free for the search itself where there are several."""
-    cores = len(os.sched_getaffinity(0))
-    return cores if cores <= 2 else cores - 1
+from generator.tuner.task_runner import Watcher, compiler_processes
 
 
 def generic_forwards_of(plan: Plan) -> list[ForwardVariant]:
@@ -92,7 +85,7 @@ def emit(
             target,
             plan.devices,
             known=read_forward_table(plan.package),
-            processes=_processes(),
+            processes=compiler_processes(),
             say=watcher.say,
             generic=generic_forwards_of(plan),
             choices=plan.forwards,

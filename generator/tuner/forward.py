@@ -125,8 +125,8 @@ def tune_forwards(
     with ExitStack() as stack:
         # Their processes take seconds to start, in which the kernels are compiled.
         busy = devices[: len(waiting)]
-        lanes = stack.enter_context(ThreadPoolExecutor(max(1, len(busy))))
-        gpus = [lanes.submit(open_gpu, device, target) for device in busy]
+        threads = stack.enter_context(ThreadPoolExecutor(max(1, len(busy))))
+        gpus = [threads.submit(open_gpu, device, target) for device in busy]
         for gpu in gpus:
             stack.callback(_close, gpu)
         pool = stack.enter_context(CompilePool(target.arch, processes))
@@ -150,12 +150,12 @@ def tune_forwards(
             tell=lambda done: tell(len(generic) + done, steps),
         )
         try:
-            for measured in [lanes.submit(chooser.measure, gpu) for gpu in gpus]:
+            for measured in [threads.submit(chooser.measure, gpu) for gpu in gpus]:
                 measured.result()
             chooser.predict()
         except KeyboardInterrupt:
             say(f"forward kernels still to be chosen: {chooser.interrupt()}")
-            lanes.shutdown()
+            threads.shutdown()
     found = chooser.found
     chosen = tuple(found[shape] for shape in _shapes(problems) if shape in found)
     return Forwards(chosen, tuple(fallback))

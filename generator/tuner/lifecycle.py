@@ -1,4 +1,4 @@
-"""What holds around a whole run: one writer per output folder, polite endings, a full disk."""
+"""Around a whole run: one writer per output folder, an end after signals, a full disk."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ class Stop:
     def check(self) -> None:
         """Raise KeyboardInterrupt when the run is to end; called where a trial has been stored."""
         if self.signal is not None:
-            self.no_alarm()
+            self.cancel_alarm()
             raise KeyboardInterrupt
 
-    def no_alarm(self) -> None:
+    def cancel_alarm(self) -> None:
         """The end has begun: nothing interrupts it."""
         if self.at_once and threading.current_thread() is threading.main_thread():
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @contextmanager
-def running(out: Path, shared: bool = False, database: Path | None = None) -> Iterator[Stop]:
+def exclusive_run(out: Path, shared: bool = False, database: Path | None = None) -> Iterator[Stop]:
     """A run that writes to the folder `out`, which is created, and to the file `database`. Raises
     NormforgeError when another run has either, and in place of an error of the disk or the storage.
 
@@ -100,10 +100,10 @@ def running(out: Path, shared: bool = False, database: Path | None = None) -> It
 def _signals(stop: Stop) -> Iterator[None]:
     since = 0.0
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def on_alarm(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal since
         now = time.monotonic()
         if stop.signal is not None:
@@ -120,12 +120,14 @@ def _signals(stop: Stop) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may install handlers, and only it is interrupted
         return
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    before[signal.SIGALRM] = signal.signal(signal.SIGALRM, interrupt)
+    before = {
+        number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    before[signal.SIGALRM] = signal.signal(signal.SIGALRM, on_alarm)
     try:
         yield
     finally:
-        stop.no_alarm()
+        stop.cancel_alarm()
         for number, handler in before.items():
             signal.signal(number, handler)
 

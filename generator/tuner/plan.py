@@ -62,7 +62,7 @@ class Plan:
         return self.fallbacks if self.operation.fallbacks else "none"
 
     @property
-    def lanes(self) -> int:
+    def parallel_searches(self) -> int:
         """Searches at the same time in this run, on this machine."""
         return max(1, len(self.devices))
 
@@ -84,7 +84,7 @@ class Plan:
     @property
     def budget(self) -> Budget:
         """Of one problem."""
-        seconds = self.seconds and self.seconds * self.lanes / len(self.problems)
+        seconds = self.seconds and self.seconds * self.parallel_searches / len(self.problems)
         return Budget(self.trials, seconds, FINALISTS)
 
     def forwards(self, problem: Problem, target: Target) -> list[ForwardVariant]:

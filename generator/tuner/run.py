@@ -21,10 +21,10 @@ from generator.studies.work_queue import open_queue
 from generator.tuner.device_pool import DevicePool
 from generator.tuner.emission import emit, generic_forwards_of
 from generator.tuner.forward import forwards_to_compile, shapes_to_choose
-from generator.tuner.ledger import Ledger
-from generator.tuner.lifecycle import running
+from generator.tuner.lifecycle import exclusive_run
 from generator.tuner.plan import Plan
-from generator.tuner.task_runner import Driver, Watcher, compilers, search_here
+from generator.tuner.task_list import TaskList
+from generator.tuner.task_runner import TaskRunner, Watcher, compilers_of, run_tasks
 
 
 @dataclass(frozen=True)
@@ -61,34 +61,34 @@ def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, watcher: W
     check_package(plan.package, plan.target)
     interrupted = False
     with (
-        running(plan.out, plan.shared, database_file(plan.storage)) as stop,
-        CompilePool(plan.target.arch, compilers(plan)) as pool,
+        exclusive_run(plan.out, plan.shared, database_file(plan.storage)) as stop,
+        CompilePool(plan.target.arch, compilers_of(plan)) as pool,
     ):
         storage = database or open_storage(plan.where)
         queue = open_queue(plan.storage)
-        ledger = Ledger(plan, queue)
+        tasks = TaskList(plan, queue)
         try:
             with precompiling(kernels_to_precompile(plan), plan.target.arch):
                 if isinstance(measurer, DevicePool):
-                    measurer.search(plan, ledger, stop, watcher)
+                    measurer.search(plan, tasks, stop, watcher)
                 else:
                     evaluator = measurer or EmulatingPredictor(plan.target)
                     facts = measurer.facts if measurer else {}
-                    driver = Driver(plan, pool, evaluator, facts, storage)
-                    search_here(driver, ledger, stop, watcher)
+                    runner = TaskRunner(plan, pool, evaluator, facts, storage)
+                    run_tasks(runner, tasks, stop, watcher)
         except KeyboardInterrupt:
-            stop.no_alarm()
+            stop.cancel_alarm()
             if stop.at_once:
                 raise
             interrupted = True
         finally:
             queue.close()
-        winners = [(p, ledger.winners[p]) for p in plan.problems if p in ledger.winners]
+        winners = [(p, tasks.winners[p]) for p in plan.problems if p in tasks.winners]
         found = [winner for _, winner in winners if winner is not None]
         emission = emit(plan, found, storage, pool, watcher, stop) if found else None
         if stop.at_once:  # it came too late to stop anything
             raise KeyboardInterrupt
-    return Outcome(tuple(winners), emission, interrupted, ledger.failures)
+    return Outcome(tuple(winners), emission, interrupted, tasks.failures)
 
 
 def kernels_to_precompile(plan: Plan) -> list[AnyVariant]:

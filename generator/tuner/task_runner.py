@@ -23,9 +23,9 @@ from generator.space.legal_configs import LegalConfigs
 from generator.studies.leases import LeaseLostError
 from generator.studies.postgres import SharedStorage
 from generator.studies.records import Winner
-from generator.tuner.ledger import Ledger, Task
 from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import Plan
+from generator.tuner.task_list import Task, TaskList
 
 MAX_COMPILERS = 15
 """Compiler processes of one GPU. What it measures in a second costs six cores to compile, and a
@@ -56,16 +56,21 @@ class Watcher(Protocol):
         ...
 
 
-def compilers(plan: Plan) -> int:
-    """Compiler processes of each of the plan's drivers: every driver keeps a core for itself where
-    there are several."""
+def compiler_processes(searches: int = 1) -> int:
+    """Compiler processes for each of so many searches at the same time: each search keeps a core
+    for itself where there are several."""
     cores = len(os.sched_getaffinity(0))
-    each = max(1, cores // plan.lanes)
-    free = each if cores <= 2 else max(1, each - 1)
-    return free if plan.evidence == "predicted" else min(free, MAX_COMPILERS)
+    share = max(1, cores // searches)
+    return share if cores <= 2 else max(1, share - 1)
 
 
-class Driver:
+def compilers_of(plan: Plan) -> int:
+    """Compiler processes of each of the plan's searches."""
+    processes = compiler_processes(plan.parallel_searches)
+    return processes if plan.evidence == "predicted" else min(processes, MAX_COMPILERS)
+
+
+class TaskRunner:
     """Searches problems of a plan with one evaluator. facts: of the GPU that measures, empty where
     none does."""
 
@@ -116,14 +121,14 @@ class Driver:
                 self.storage.lease = None
 
 
-def search_here(driver: Driver, ledger: Ledger, stop: Stop, watcher: Watcher) -> None:
+def run_tasks(runner: TaskRunner, tasks: TaskList, stop: Stop, watcher: Watcher) -> None:
     """Search what is open until everything is concluded. Raises KeyboardInterrupt when it is to
     end early."""
-    while not ledger.done:
+    while not tasks.done:
         stop.check()
-        task = ledger.claim()
+        task = tasks.claim()
         if task is None:
-            watcher.waiting(ledger.wait())
+            watcher.waiting(tasks.wait())
             continue
 
         def tell(event: Progress, index: int = task.index) -> None:
@@ -131,13 +136,13 @@ def search_here(driver: Driver, ledger: Ledger, stop: Stop, watcher: Watcher) ->
             stop.check()
 
         try:
-            winner = driver.search(task, tell)
+            winner = runner.search(task, tell)
         except LeaseLostError:
-            ledger.give_back(task)
+            tasks.give_back(task)
             continue
         except ProblemError as error:
-            ledger.fail(task, str(error))
+            tasks.fail(task, str(error))
             winner = None
         else:
-            ledger.conclude(task, winner)
+            tasks.conclude(task, winner)
         watcher.winner(task.index, task.problem, winner)

@@ -38,10 +38,10 @@ from generator.studies.storage import open_storage
 from generator.studies.study_log import StudyLog, stored_winners
 from generator.studies.work_queue import SharedQueue
 from generator.target import find_target
-from generator.tuner.ledger import Ledger
 from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import Plan
-from generator.tuner.task_runner import Driver, search_here
+from generator.tuner.task_list import TaskList
+from generator.tuner.task_runner import TaskRunner, run_tasks
 from tests.support.fake_devices import (
     FACTS,
     PROBLEMS,
@@ -134,8 +134,8 @@ def records(url: str, plan: Plan) -> dict[str, list[Record]]:
     }
 
 
-def driver(url: str, plan: Plan, evaluator: FakeEvaluator) -> Driver:
-    return Driver(plan, FakePool(), evaluator, FACTS, open_storage(url))
+def runner(url: str, plan: Plan, evaluator: FakeEvaluator) -> TaskRunner:
+    return TaskRunner(plan, FakePool(), evaluator, FACTS, open_storage(url))
 
 
 # ---- Many processes ------------------------------------------------------------------------------
@@ -215,14 +215,14 @@ def test_run_that_joins_continues_the_problem_of_a_dead_one(url: str, tmp_path: 
 
     dead = SharedQueue(url, 3)  # shorter ones lapse by themselves on a busy machine
     with pytest.raises(DeadError):
-        search_here(driver(url, plan, Dying(tmp_path, 0.0)), Ledger(plan, dead), Stop(), Quiet())
+        run_tasks(runner(url, plan, Dying(tmp_path, 0.0)), TaskList(plan, dead), Stop(), Quiet())
     stop_heart(dead)
     before = records(url, plan)[str(PROBLEMS[0])]
     assert len(before) >= 12
 
     watcher, queue = Quiet(), SharedQueue(url, 30)
     evaluator = FakeEvaluator()
-    search_here(driver(url, plan, evaluator), Ledger(plan, queue), Stop(), watcher)
+    run_tasks(runner(url, plan, evaluator), TaskList(plan, queue), Stop(), watcher)
     queue.close()
     after = records(url, plan)[str(PROBLEMS[0])]
     assert after[: len(before)] == before
@@ -248,7 +248,7 @@ def test_two_machines_with_two_gpus_each_share_a_run(url: str, tmp_path: Path) -
     def machine(number: int, pool: Any) -> None:
         queue, watcher = SharedQueue(url, 60), Quiet()
         with pool:
-            pool.search(plan, Ledger(plan, queue), Stop(), watcher)
+            pool.search(plan, TaskList(plan, queue), Stop(), watcher)
         queue.close()
         told[number] = watcher
 
@@ -347,7 +347,7 @@ def test_holder_that_was_overtaken_can_write_nothing(url: str, tmp_path: Path) -
     plan = make_plan(tmp_path, 40, storage=url, problems=PROBLEMS[:1])
     study = plan.study(PROBLEMS[0])
     slow, fast = SharedQueue(url, 0.2), SharedQueue(url, 30)
-    task = Ledger(plan, slow).claim()
+    task = TaskList(plan, slow).claim()
     assert task is not None
     stop_heart(slow)
     overtaken = []
@@ -361,7 +361,7 @@ def test_holder_that_was_overtaken_can_write_nothing(url: str, tmp_path: Path) -
             return result
 
     with pytest.raises(LeaseLostError):
-        driver(url, plan, Suspended()).search(task, lambda event: None)
+        runner(url, plan, Suspended()).search(task, lambda event: None)
     assert overtaken[0] == Lease(study, task.lease.token + 1)
     before = records(url, plan)[str(PROBLEMS[0])]
 
@@ -406,7 +406,7 @@ def test_runs_for_two_gpu_models_have_nothing_to_do_with_each_other(
     cut = replace(here, target=replace(here.target, sms=66))
     other = replace(here, target=find_target("h100"))
     queue = SharedQueue(url)
-    claimed = [Ledger(plan, queue).claim() for plan in (here, cut, other)]
+    claimed = [TaskList(plan, queue).claim() for plan in (here, cut, other)]
     assert len({task.lease.study for task in claimed if task}) == 3
     assert {task.problem for task in claimed if task} == {claimed[0] and claimed[0].problem}
     queue.close()
@@ -474,8 +474,8 @@ def test_lost_connection_in_the_middle_of_a_run_loses_and_repeats_nothing(
             return super().evaluate(*arguments)
 
     queue, watcher = SharedQueue(url), Quiet()
-    own = driver(url, plan, Crashing(tmp_path, 0.0))
-    search_here(own, Ledger(plan, queue), Stop(), watcher)
+    own = runner(url, plan, Crashing(tmp_path, 0.0))
+    run_tasks(own, TaskList(plan, queue), Stop(), watcher)
     queue.close()
     done = records(url, plan)[str(PROBLEMS[0])]
     assert len(done) == 40
@@ -499,12 +499,12 @@ def test_server_that_stays_away_ends_the_run_with_a_sentence_and_loses_nothing(
             return super().evaluate(*arguments)
 
     queue = SharedQueue(url, 1.0)
-    own = driver(url, plan, Crashing())
+    own = runner(url, plan, Crashing())
     try:
         with pytest.raises(
             NormforgeError, match=r"did not answer .* run the same command"
         ) as caught:
-            search_here(own, Ledger(plan, queue), Stop(), Quiet())
+            run_tasks(own, TaskList(plan, queue), Stop(), Quiet())
         assert "\n" not in str(caught.value)
         queue.close()
     finally:
@@ -512,7 +512,7 @@ def test_server_that_stays_away_ends_the_run_with_a_sentence_and_loses_nothing(
     before = records(url, plan)[str(PROBLEMS[0])]
     assert len(before) >= 10
     queue, watcher = SharedQueue(url), Quiet()
-    search_here(driver(url, plan, FakeEvaluator()), Ledger(plan, queue), Stop(), watcher)
+    run_tasks(runner(url, plan, FakeEvaluator()), TaskList(plan, queue), Stop(), watcher)
     queue.close()
     after = records(url, plan)[str(PROBLEMS[0])]
     assert after[: len(before)] == before

@@ -25,10 +25,10 @@ from generator.studies.storage import open_storage
 from generator.studies.work_queue import open_queue
 from generator.target import Target
 from generator.tuner import device_pool
-from generator.tuner.ledger import Ledger
 from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import Plan
-from generator.tuner.task_runner import Driver, search_here
+from generator.tuner.task_list import TaskList
+from generator.tuner.task_runner import TaskRunner, run_tasks
 from tests.support.synthetic import TARGET, FakeEvaluator, FakePool, digest
 
 FACTS = {"name": "NVIDIA H200", "sms": TARGET.sms, "driver": "1.0"}
@@ -117,8 +117,8 @@ def search_plan(plan: Plan, lease_seconds: float, delay: float) -> None:
     assert plan.storage is not None
     storage, queue = open_storage(plan.storage), open_queue(plan.storage, lease_seconds)
     watcher = Quiet()
-    driver = Driver(plan, FakePool(), LoggingEvaluator(plan.out, delay), FACTS, storage)
-    search_here(driver, Ledger(plan, queue), Stop(), watcher)
+    runner = TaskRunner(plan, FakePool(), LoggingEvaluator(plan.out, delay), FACTS, storage)
+    run_tasks(runner, TaskList(plan, queue), Stop(), watcher)
     queue.close()
     found = {str(p): w and w.to_json() for p, w in sorted(watcher.winners.items())}
     (plan.out / f"{os.getpid()}.json").write_text(json.dumps(found))

@@ -28,7 +28,7 @@ from generator.space.space import Space
 from generator.studies.records import Record, study_name
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog
-from generator.tuner.lifecycle import running
+from generator.tuner.lifecycle import exclusive_run
 from tests.support.fake_gpu import FakeCompiler, FakeGpu, Landscape, Log, Weather, born, key, plant
 from tests.support.patience import patience
 from tests.support.synthetic import PROBLEM, TARGET, shrink
@@ -120,7 +120,7 @@ def drive(run: Run) -> None:
     compiler = FakeCompiler(run.log, run.landscape)
     try:
         with (
-            running(run.folder) as stop,
+            exclusive_run(run.folder) as stop,
             CompilePool("sm_90a", 2, run.folder, compile=compiler, method="fork") as pool,
             MeasuredEvaluator(
                 TARGET, 0, SECONDS, open_handler=gpu, method="fork", sleep=nap

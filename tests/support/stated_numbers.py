@@ -78,7 +78,7 @@ STATED: dict[str, list[str]] = {
     ],
     "cluster.md": [
         f"at most {task_runner.MAX_COMPILERS}.",
-        f"{WORD[device_pool._LIVES].capitalize()} deaths in one shape",
+        f"{WORD[device_pool._MAX_DEATHS].capitalize()} deaths in one shape",
         f"every {work_queue.LEASE_SECONDS / work_queue._BEATS:.0f} s",
         f"A lease without one for {work_queue.LEASE_SECONDS:.0f} s",
         f"its shapes are free after {work_queue.LEASE_SECONDS:.0f} s",
@@ -106,7 +106,7 @@ STATED: dict[str, list[str]] = {
         f"(B + {MODEL.dirty_fraction} · min(B, L2)) / ({MODEL.memory_efficiency} · bandwidth)",
     ],
     "faults.md": [
-        f"after {WORD[compile_pool.LIVES]} processes of its own",
+        f"after {WORD[compile_pool.MAX_CRASHES]} processes of its own",
         f"more than {COMPILE_SECONDS} s",
         f"no answer within {supervisor.JOB_SECONDS:.0f} s",
         f"{session.SLOW} times the time of the best",

@@ -22,10 +22,10 @@ from generator.studies.study_log import StudyLog
 from generator.studies.work_queue import PrivateQueue
 from generator.tuner import choose_device, device_pool, device_process
 from generator.tuner.choose_device import choose_devices, choose_target
-from generator.tuner.ledger import Ledger
 from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import Plan, expected_seconds, longest_first
-from generator.tuner.task_runner import Driver, search_here
+from generator.tuner.task_list import TaskList
+from generator.tuner.task_runner import TaskRunner, run_tasks
 from tests.support.fake_devices import (
     FACTS,
     PROBLEMS,
@@ -60,7 +60,7 @@ def open_absent(folder: Path, index: int) -> FakeDevice:
 
 def search(own: device_pool.DevicePool, plan: Plan, stop: Stop | None = None) -> Quiet:
     watcher = Quiet()
-    own.search(plan, Ledger(plan, PrivateQueue()), stop or Stop(), watcher)
+    own.search(plan, TaskList(plan, PrivateQueue()), stop or Stop(), watcher)
     return watcher
 
 
@@ -100,10 +100,10 @@ def test_devices_find_what_one_device_finds(tmp_path: Path) -> None:
     options = {"problems": problems, "space_file": space.path}
     one = make_plan(tmp_path / "one", 50, **options)
     alone = Quiet()
-    driver = Driver(
+    runner = TaskRunner(
         one, FakePool(), LoggingEvaluator(tmp_path, 0.0), FACTS, open_storage(one.where)
     )
-    search_here(driver, Ledger(one, PrivateQueue()), Stop(), alone)
+    run_tasks(runner, TaskList(one, PrivateQueue()), Stop(), alone)
 
     two = make_plan(tmp_path / "two", 50, devices=(0, 1), **options)
     with DevicePool(two.devices, partial(open_fake, tmp_path, 0.0)) as own:
@@ -183,12 +183,12 @@ def test_request_to_end_is_obeyed_after_the_trials_under_way(tmp_path: Path) -> 
                 stop.signal = signal.SIGINT
 
     stop, watcher = Stop(), Impatient()
-    ledger = Ledger(plan, PrivateQueue())
+    tasks = TaskList(plan, PrivateQueue())
     with (
         DevicePool(plan.devices, partial(open_fake, tmp_path, 0.005)) as own,
         pytest.raises(KeyboardInterrupt),
     ):
-        own.search(plan, ledger, stop, watcher)
+        own.search(plan, tasks, stop, watcher)
     measured = [words for words in lines(tmp_path) if words[0] == "trial"]
     written = sum(map(len, records(plan).values()))
     assert 10 <= len(measured) == written < 100, "a measured trial was not stored"
@@ -220,11 +220,11 @@ def test_longest_problems_go_first_and_four_devices_end_together() -> None:
 
 
 def test_one_device_alone_keeps_the_order_of_the_shapes(tmp_path: Path) -> None:
-    ledger = Ledger(make_plan(tmp_path, 1), PrivateQueue())
+    tasks = TaskList(make_plan(tmp_path, 1), PrivateQueue())
     claimed = []
-    while task := ledger.claim():
+    while task := tasks.claim():
         claimed.append(task.problem)
-        ledger.conclude(task, None)
+        tasks.conclude(task, None)
     assert claimed == list(PROBLEMS)
 
 

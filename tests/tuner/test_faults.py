@@ -33,7 +33,7 @@ from generator.studies.storage import JOURNAL_NAME, database_file
 from generator.target import find_target
 from generator.tuner import lifecycle
 from generator.tuner.display import Status
-from generator.tuner.lifecycle import LOCK_NAME, running
+from generator.tuner.lifecycle import LOCK_NAME, exclusive_run
 from generator.tuner.plan import Plan
 from generator.tuner.run import Outcome, tune
 from tests.support.fake_gpu import OUTCOME, FakeCompiler, FakeGpu, Landscape, Log, born, key
@@ -376,14 +376,17 @@ def test_disk_that_fills_up_in_the_middle_of_a_record_costs_that_record_only(
     [OSError(errno.ENOSPC, "No space left on device", "/data/x"), StorageInternalError("gone")],
 )
 def test_failing_storage_becomes_one_sentence(tmp_path: Path, error: Exception) -> None:
-    with pytest.raises(NormforgeError, match=r"No space left|gone") as caught, running(tmp_path):
+    with (
+        pytest.raises(NormforgeError, match=r"No space left|gone") as caught,
+        exclusive_run(tmp_path),
+    ):
         raise error
     assert "finished trials are kept" in str(caught.value)
     assert not (tmp_path / LOCK_NAME).exists()
 
 
 def test_other_errors_pass_the_guard_unchanged(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), running(tmp_path):
+    with pytest.raises(FileNotFoundError), exclusive_run(tmp_path):
         raise FileNotFoundError(errno.ENOENT, "a mistake in the program")
 
 
@@ -394,7 +397,7 @@ def test_full_disk_refuses_the_lock_with_a_sentence(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(NormforgeError, match="No space left on device"), running(tmp_path):
+    with pytest.raises(NormforgeError, match="No space left on device"), exclusive_run(tmp_path):
         pass
 
 
@@ -404,11 +407,11 @@ def test_second_run_on_a_folder_is_refused_and_told_who_has_it(
     monkeypatch.setattr(lifecycle, "GRACE_SECONDS", 0.1)
     for shared in (False, True):
         refused = pytest.raises(NormforgeError, match=rf"process {os.getpid()} on .* --out")
-        with running(tmp_path, shared), refused, running(tmp_path):
+        with exclusive_run(tmp_path, shared), refused, exclusive_run(tmp_path):
             pass
-        with running(tmp_path):
+        with exclusive_run(tmp_path):
             pass
-    with running(tmp_path, shared=True), running(tmp_path, shared=True):
+    with exclusive_run(tmp_path, shared=True), exclusive_run(tmp_path, shared=True):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -426,13 +429,13 @@ def test_second_run_on_an_sqlite_file_is_refused_whatever_its_folder(
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "alias.db").symlink_to(tmp_path / "studies.db")
-    with running(tmp_path / "a", database=database_file(url)):
+    with exclusive_run(tmp_path / "a", database=database_file(url)):
         for same in (url, "sqlite:///studies.db", "sqlite:///alias.db"):
             with pytest.raises(NormforgeError, match=r"studies\.db .*process \d+ .*PostgreSQL"):
                 one("b", same)
-        with running(tmp_path / "c", database=database_file("sqlite:///other.db")):
+        with exclusive_run(tmp_path / "c", database=database_file("sqlite:///other.db")):
             pass
-    with running(tmp_path / "b", database=database_file(url)):
+    with exclusive_run(tmp_path / "b", database=database_file(url)):
         pass
     assert not list(tmp_path.glob("*.running"))
     for where in (None, "sqlite://", "postgresql+psycopg://h/db", "mysql://h/db", "/a/b"):
@@ -441,7 +444,7 @@ def test_second_run_on_an_sqlite_file_is_refused_whatever_its_folder(
 
 def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with running(tmp_path) as stop:
+    with exclusive_run(tmp_path) as stop:
         stop.check()
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):

@@ -15,7 +15,7 @@ import torch
 
 from generator.emulate.build import HostError
 from generator.errors import NormforgeError, ProblemError
-from generator.kernels.compile_pool import LIVES, CompilePool
+from generator.kernels.compile_pool import MAX_CRASHES, CompilePool
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
@@ -219,14 +219,14 @@ def test_crash_of_the_compiler_costs_the_run_one_variant_and_those_that_wait_no_
     assert seen == [candidates - {crashing.doomed}] * 2
     assert [v for v, _ in forwards.fallback] == generic_forwards(DTYPES)
     told = [line for line in said if "crashed" in line]
-    assert told == [f"forward {crashing.doomed}: NVRTC crashed on this variant {LIVES} times"]
+    assert told == [f"forward {crashing.doomed}: NVRTC crashed on this variant {MAX_CRASHES} times"]
     # With one compiler nothing else is under way at a crash: one process until then, the lives of
     # the variant, and one for all that waited.
     given = crashing.log.read()
-    assert len({entry["pid"] for entry in given}) == 1 + LIVES + 1
+    assert len({entry["pid"] for entry in given}) == 1 + MAX_CRASHES + 1
     assert Counter(entry["variant"] for entry in given) == {
         **dict.fromkeys(candidates | {v.id for v in generic_forwards(DTYPES)}, 1),
-        crashing.doomed: 1 + LIVES,
+        crashing.doomed: 1 + MAX_CRASHES,
     }
 
 

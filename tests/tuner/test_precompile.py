@@ -222,7 +222,7 @@ def test_measured_run_compiles_ahead_while_it_searches_and_a_predicted_one_does_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: tuple[int, ...]
 ) -> None:
     before, seen = workers(), []
-    monkeypatch.setattr(run, "search_here", lambda *arguments: seen.append(workers() - before))
+    monkeypatch.setattr(run, "run_tasks", lambda *arguments: seen.append(workers() - before))
     measurer: Any = SimpleNamespace(facts=FACTS) if devices else None
     plan = make_plan(tmp_path, 1, devices=devices)
     with all_gone():

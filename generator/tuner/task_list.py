@@ -23,14 +23,14 @@ class Task:
     lease: Lease
 
 
-class Ledger:
+class TaskList:
     """What of a plan is open, under way here, and concluded. Every run concludes every problem
     itself: one that another run has searched is claimed when it is given back, and its study
     answers at once. So all runs have the same winners."""
 
     def __init__(self, plan: Plan, queue: Queue) -> None:
         self._queue = queue
-        alone = plan.lanes == 1 and not plan.shared
+        alone = plan.parallel_searches == 1 and not plan.shared
         order = plan.problems if alone else longest_first(plan.problems)
         self._index = {problem: index for index, problem in enumerate(plan.problems)}
         self._problems = {plan.study(problem): problem for problem in order}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from generator.studies.leases import Lease
 from generator.studies.work_queue import PrivateQueue
-from generator.tuner.ledger import Ledger
+from generator.tuner.task_list import TaskList
 from tests.support.fake_devices import PROBLEMS, make_plan
 from tests.support.searches import DETERMINISTIC
 from tests.support.synthetic import make_winner
@@ -22,12 +22,12 @@ class Watched(PrivateQueue):
         self.released.append(lease.study)
 
 
-def ledger(folder: Path, queue: PrivateQueue | None = None) -> Ledger:
-    return Ledger(make_plan(folder, 3, problems=PROBLEMS[:2]), queue or PrivateQueue())
+def tasks(folder: Path, queue: PrivateQueue | None = None) -> TaskList:
+    return TaskList(make_plan(folder, 3, problems=PROBLEMS[:2]), queue or PrivateQueue())
 
 
 def test_a_problem_that_was_given_back_is_searched_again(tmp_path: Path) -> None:
-    own = ledger(tmp_path)
+    own = tasks(tmp_path)
     first = own.claim()
     assert first is not None
     own.give_back(first)
@@ -43,7 +43,7 @@ def test_a_problem_that_was_given_back_is_searched_again(tmp_path: Path) -> None
 
 
 def test_a_problem_that_failed_has_no_winner_and_a_reason(tmp_path: Path) -> None:
-    own = ledger(tmp_path)
+    own = tasks(tmp_path)
     task = own.claim()
     assert task is not None
     own.fail(task, "no memory")
@@ -53,7 +53,7 @@ def test_a_problem_that_failed_has_no_winner_and_a_reason(tmp_path: Path) -> Non
 def test_a_concluded_problem_is_given_back_to_the_queue(tmp_path: Path) -> None:
     """Others then conclude it themselves."""
     queue = Watched()
-    own = ledger(tmp_path, queue)
+    own = tasks(tmp_path, queue)
     for end in (lambda t: own.conclude(t, None), lambda t: own.fail(t, "planted")):
         task = own.claim()
         assert task is not None
