@@ -14,7 +14,7 @@ from generator.kernels.strategies import STRATEGIES, determinism_class
 from generator.kernels.variant import Variant, make_variant
 from generator.operations import OPERATIONS, operation_of
 from generator.operations.rmsnorm_backward import Inputs
-from generator.package.fallback_kernels import fallback_variants, first_choices, takes_rows
+from generator.package.fallback_kernels import fallback_variants, first_choices, serves
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.space.load import load_space, space_file
 from generator.target import Target
@@ -71,7 +71,7 @@ def draw_fallback(problem: Problem, target: Target, rng: random.Random) -> Varia
     """One of the kernels that packages have for any N up to their own; None where none serves the
     problem."""
     fallbacks = fallbacks_of(problem.dtype, problem.weight_dtype, target)
-    kernels = [variant for variant in fallbacks if takes_rows(variant, problem)]
+    kernels = [variant for variant in fallbacks if serves(variant, problem)]
     return rng.choice(kernels) if kernels else None
 
 

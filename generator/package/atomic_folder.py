@@ -33,24 +33,25 @@ def check_writable(folder: Path, option: str = "--out") -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """One writer at a time: two that extend one folder must see what the other wrote. What a writer
-    had put aside that was killed between two renames is back in its place."""
+def writer_lock(folder: Path) -> Iterator[None]:
+    """One writer at a time, so that two that extend one folder see what the other wrote. A folder
+    that was renamed by a writer, which was then killed before its second rename, gets its name
+    back."""
     parent = os.open(folder.parent, os.O_RDONLY)
     try:
         fcntl.flock(parent, fcntl.LOCK_EX)
-        if _aside(folder).exists() and not folder.exists():
-            _aside(folder).rename(folder)
+        if _backup(folder).exists() and not folder.exists():
+            _backup(folder).rename(folder)
         yield
     finally:
         os.close(parent)
 
 
 @contextmanager
-def replaced(folder: Path) -> Iterator[Path]:
-    """An empty folder beside `folder`, which takes its place when the body ends. For who has it
-    `locked`. Raises NormforgeError, and leaves `folder` as it is, for an OSError in here or there.
-    """
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder beside `folder`, which takes its place when the body ends. Hold
+    `writer_lock(folder)`. Raises NormforgeError, and leaves `folder` as it is, for any OSError,
+    also in the body."""
     fresh = folder.parent / f".{folder.name}.part"
     try:
         shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed here
@@ -78,7 +79,7 @@ def _swap(fresh: Path, folder: Path) -> None:
     except OSError:
         # A file system without the exchange: two renames, undone if the second one fails, and by
         # the next run if this one is killed between them.
-        old = _aside(folder)
+        old = _backup(folder)
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
         try:
@@ -89,7 +90,7 @@ def _swap(fresh: Path, folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _aside(folder: Path) -> Path:
+def _backup(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.old"
 
 

@@ -12,7 +12,7 @@ from generator.kernels.forward import FORWARD_FIELDS
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.revision import AnyVariant
 from generator.kernels.variant import Variant
-from generator.package.atomic_folder import check_writable, locked, replaced
+from generator.package.atomic_folder import check_writable, replacing_folder, writer_lock
 from generator.package.entries import PROVENANCE_KEYS, Emission, Entry, Forwards, problem_of
 from generator.package.files import KernelFiles, write_package
 from generator.problem import Problem
@@ -23,7 +23,7 @@ from generator.target import Target
 def check_package(package: Path, target: Target) -> None:
     """Raise NormforgeError unless winners for `target` can be added to what is at `package`."""
     check_writable(package)
-    _read(package, target)
+    _read_table(package, target)
     read_forward_table(package)
 
 
@@ -46,7 +46,7 @@ def emit_package(
     that is damaged or of another GPU, and a folder that cannot be written.
     """
     for entry in entries:
-        _check(entry, target)
+        _check_entry(entry, target)
     for variant, compiled in fallback:
         _check_cubin(variant, compiled, target)
     for forward in forwards.tuned if forwards else ():
@@ -54,15 +54,15 @@ def emit_package(
     for made in forwards.fallback if forwards else ():
         _check_cubin(*made, target)
     check_writable(package)
-    with locked(package):
-        old, old_forward = _read(package, target), read_forward_table(package)
+    with writer_lock(package):
+        old, old_forward = _read_table(package, target), read_forward_table(package)
         files = KernelFiles(package, target.sms)
         merged = _merge(entries, old, files, "kernel")
         kept = old.fallback if old and keep_fallbacks else ()
-        table = Table(_facts(target), merged.tuned, _fallbacks(fallback, kept, files))
+        table = Table(_target_facts(target), merged.tuned, _fallbacks(fallback, kept, files))
         forward_table = _forward_table(forwards, old_forward, files, target, keep_fallbacks)
         _check_arithmetic(table, forward_table)
-        with replaced(package) as fresh:
+        with replacing_folder(package) as fresh:
             write_package(fresh, files, table, forward_table)
     return Emission(package, merged.written, merged.refused, merged.kept)
 
@@ -98,7 +98,7 @@ def _merge(
             kernel=files.add(entry.variant, entry.compiled, tuned=True),
             provenance=entry.provenance,
         )
-        if existing and _same(existing, fresh):
+        if existing and _same_kernel(existing, fresh):
             fresh = replace(fresh, provenance=existing.provenance)
         tuned[problem] = fresh
     written = tuple(tuned)
@@ -110,7 +110,7 @@ def _merge(
     return _Merged(tuple(tuned[p] for p in sorted(tuned)), written, tuple(refused), kept)
 
 
-def _same(old: TunedOf[Any], new: TunedOf[Any]) -> bool:
+def _same_kernel(old: TunedOf[Any], new: TunedOf[Any]) -> bool:
     """Whether two entries of a shape say the same: the same kernel, evidence and times. How many
     trials it took, when and on which machine is then what the old one says."""
 
@@ -124,7 +124,7 @@ def _same(old: TunedOf[Any], new: TunedOf[Any]) -> bool:
     return said(old) == said(new)
 
 
-def _check(entry: Entry, target: Target) -> None:
+def _check_entry(entry: Entry, target: Target) -> None:
     what = f"{entry.problem}: {entry.variant}"
     if isinstance(entry.variant, Variant) and entry.variant.determinism == "none":
         raise NormforgeError(f"{what} is not deterministic and cannot be emitted")
@@ -163,11 +163,11 @@ def _check_cubin(variant: AnyVariant, compiled: Compiled, target: Target) -> Non
         raise NormforgeError(f"{variant} is for {compiled.arch} and {target} is {target.arch}")
 
 
-def _facts(target: Target) -> dict[str, Any]:
+def _target_facts(target: Target) -> dict[str, Any]:
     return {"name": target.name, "title": target.title, "arch": target.arch, "sms": target.sms}
 
 
-def _read(package: Path, target: Target) -> Table | None:
+def _read_table(package: Path, target: Target) -> Table | None:
     """The table of the package that is there, None without one."""
     if not package.exists() or not any(package.iterdir()):
         return None
@@ -208,7 +208,7 @@ def _forward_table(
     merged = _merge(forwards.tuned if forwards else (), old, files, "forward")
     kept = old.fallback if old and (keep_fallbacks or forwards is None) else ()
     fallback = _fallbacks(forwards.fallback if forwards else (), kept, files)
-    return ForwardTable(_facts(target), merged.tuned, fallback)
+    return ForwardTable(_target_facts(target), merged.tuned, fallback)
 
 
 def _fallbacks(

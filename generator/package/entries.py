@@ -12,7 +12,7 @@ from generator.kernels.revision import AnyVariant
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.runtime.table import TunedOf
 
-Made = tuple[ForwardVariant, Compiled]
+CompiledForward = tuple[ForwardVariant, Compiled]
 
 PROVENANCE_KEYS = frozenset(
     {
@@ -47,7 +47,7 @@ class Forwards:
     """The forward's kernels: those chosen for shapes, and those that take any row."""
 
     tuned: tuple[Entry, ...]
-    fallback: tuple[Made, ...]
+    fallback: tuple[CompiledForward, ...]
 
 
 @dataclass(frozen=True)

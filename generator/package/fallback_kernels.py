@@ -158,20 +158,20 @@ def first_choices(variants: Iterable[Variant]) -> list[Variant]:
     """Of several that take the same rows the first."""
     found: dict[tuple[object, ...], Variant] = {}
     for variant in variants:
-        found.setdefault(same_rows(variant), variant)
+        found.setdefault(rows_key(variant), variant)
     return list(found.values())
 
 
-def wanted_fallbacks(which: str, target: Target, problems: Iterable[Problem]) -> list[Variant]:
+def fallbacks_to_compile(which: str, target: Target, problems: Iterable[Problem]) -> list[Variant]:
     """The variants for `compile_fallbacks` of one of FALLBACKS and the problems of a run."""
-    pairs = wanted_dtypes(which, problems)
+    pairs = fallback_dtypes(which, problems)
     variants = fallback_variants(target, pairs)
     if which == "common":
         return [v for v in variants if v["vector_bytes"] == COMMON_VECTOR_BYTES]
     return variants
 
 
-def wanted_dtypes(which: str, problems: Iterable[Problem]) -> list[tuple[str, str]]:
+def fallback_dtypes(which: str, problems: Iterable[Problem]) -> list[tuple[str, str]]:
     """The pairs of x's and the weight's dtype that one of FALLBACKS has kernels for."""
     if which == "none":
         return []
@@ -187,33 +187,33 @@ def compile_fallbacks(
     """The fallback kernels of a package: of the variants that take the same rows the first that may
     run on the target; where none may, the next longer one takes these rows as well. variants: to
     choose from, default `fallback_variants(target)`. compile: gives results in the order of its
-    variants; asked for first choices, then for replacements of what may not run."""
+    variants; called with first choices, then with replacements of what may not run."""
     variants = fallback_variants(target) if variants is None else variants
-    found: dict[tuple[object, ...], tuple[Variant, Compiled]] = {}
+    kernels: dict[tuple[object, ...], tuple[Variant, Compiled]] = {}
 
-    def ask(asked: list[Variant]) -> None:
-        for variant, compiled in zip(asked, compile(asked), strict=True):
+    def compile_all(candidates: list[Variant]) -> None:
+        for variant, compiled in zip(candidates, compile(candidates), strict=True):
             if refuse_fallback(variant, compiled, target) is None:
-                found[same_rows(variant)] = (variant, compiled)
+                kernels[rows_key(variant)] = (variant, compiled)
 
-    waiting = list(variants)
-    while waiting:
-        asked = first_choices(waiting)
-        ask(asked)
-        tried = {variant.id for variant in asked}
-        waiting = [v for v in waiting if v.id not in tried and same_rows(v) not in found]
+    remaining = list(variants)
+    while remaining:
+        candidates = first_choices(remaining)
+        compile_all(candidates)
+        tried = {variant.id for variant in candidates}
+        remaining = [v for v in remaining if v.id not in tried and rows_key(v) not in kernels]
     for any_rows in (False, True):
-        ask(_over_gaps([variant for variant, _ in found.values()], any_rows))
-    return [found[rows] for rows in dict.fromkeys(map(same_rows, variants)) if rows in found]
+        compile_all(_fill_gaps([variant for variant, _ in kernels.values()], any_rows))
+    return [kernels[rows] for rows in dict.fromkeys(map(rows_key, variants)) if rows in kernels]
 
 
-def _over_gaps(variants: list[Variant], any_rows: bool) -> list[Variant]:
+def _fill_gaps(variants: list[Variant], any_rows: bool) -> list[Variant]:
     """Those that rows come before which no kernel of their vectors takes, made to take these rows
     (or any up to theirs) as well."""
     found = []
     ends: dict[tuple[object, ...], int] = {}
     for variant in sorted(variants, key=lambda variant: variant.N):
-        _, *kind = same_rows(variant)
+        _, *kind = rows_key(variant)
         end = ends.get(tuple(kind), 0)
         if variant.least > end + 1:
             found.append(replace(variant, least=1 if any_rows else end + 1))
@@ -227,14 +227,14 @@ def refuse_fallback(variant: Variant, compiled: Compiled, target: Target) -> Res
     return refuse(variant, compiled, many_rows, target)
 
 
-def takes_rows(variant: Variant, problem: Problem) -> bool:
+def serves(variant: Variant, problem: Problem) -> bool:
     """Whether a fallback variant of the problem's dtypes serves its rows, dense and aligned."""
     whole = problem.N * problem.itemsize % variant["vector_bytes"] == 0
     return variant.least <= problem.N <= variant.N and whole
 
 
-def same_rows(variant: Variant) -> tuple[object, ...]:
-    """What two fallback variants have in common that take the same rows."""
+def rows_key(variant: Variant) -> tuple[object, ...]:
+    """Equal for fallback variants that take the same rows."""
     return (variant.N, variant["vector_bytes"], variant.dtype, variant.weight_dtype)
 
 

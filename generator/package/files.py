@@ -21,7 +21,13 @@ from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import headers
 from generator.kernels.revision import AnyVariant
 from generator.operations import OPERATIONS
-from generator.package.sources import INCLUDE, config_of, included, revision, source_of
+from generator.package.sources import (
+    INCLUDE,
+    config_of,
+    header_revision,
+    included_revisions,
+    source_of,
+)
 from generator.paths import GENERATED, RUNTIME
 from generator.problem import RMSNORM_BACKWARD
 from generator.runtime.cubins import CUBINS
@@ -55,7 +61,7 @@ __all__ = [
 ]
 '''
 
-_FILE = re.compile(r"\w{1,200}")
+_NAME = re.compile(r"\w{1,200}")
 _TITLE = re.compile(r"[\w .,+()/-]{1,200}")
 
 
@@ -76,11 +82,11 @@ class KernelFiles:
         """Every source that is written, by the name of its kernel. Of a form it is one whose
         headers are there for others as well, if possible that which the old package has."""
         found = dict(self._sources)
-        there = {name for source in found.values() for name in included(source)}
+        there = {name for source in found.values() for name in included_revisions(source)}
         for same in self._forwards.values():
 
             def order(file: str, same: Mapping[str, str] = same) -> tuple[bool, bool, str]:
-                headers_there = there.issuperset(included(same[file]))
+                headers_there = there.issuperset(included_revisions(same[file]))
                 return not headers_there, not self._source_file(file).exists(), file
 
             name = min(same, key=order)
@@ -92,10 +98,10 @@ class KernelFiles:
 
     def add(self, variant: AnyVariant, compiled: Compiled, *, tuned: bool) -> KernelOf[Any]:
         """A new kernel, of today's templates. tuned: its source is to be read."""
-        file = self._store(variant.id, compiled.digest, compiled.cubin)
+        file = self._store_cubin(variant.id, compiled.digest, compiled.cubin)
         if tuned:
-            self._source(file, config_of(variant), source_of(variant))
-            self.headers[revision(headers())] = headers()
+            self._store_source(file, config_of(variant), source_of(variant))
+            self.headers[header_revision(headers())] = headers()
         return KernelOf(
             file=file,
             digest=compiled.digest,
@@ -107,15 +113,17 @@ class KernelFiles:
     def keep(self, old: KernelOf[S], what: str, *, tuned: bool) -> KernelOf[S]:
         """A kernel of the old package. Raises NormforgeError, which calls it `what`."""
         try:
-            file = self._store(
-                _file(old.spec.name), _file(old.digest), old.read_cubin(self.package)
+            file = self._store_cubin(
+                _checked_name(old.spec.name),
+                _checked_name(old.digest),
+                old.read_cubin(self.package),
             )
-            path = self._source_file(_file(old.file))
+            path = self._source_file(_checked_name(old.file))
             if tuned and ("form" not in old.config or path.exists()):
                 source = path.read_text()
-                for name in included(source):
+                for name in included_revisions(source):
                     self._keep_headers(name)
-                self._source(file, old.config, source)
+                self._store_source(file, old.config, source)
         except (OSError, ValueError, RuntimeError) as error:
             raise NormforgeError(
                 f"{self.package}: the {what} cannot be kept ({error}): tune that shape again, or "
@@ -123,7 +131,7 @@ class KernelFiles:
             ) from error
         return replace(old, file=file)
 
-    def _source(self, file: str, config: Mapping[str, Any], source: str) -> None:
+    def _store_source(self, file: str, config: Mapping[str, Any], source: str) -> None:
         same = self._forwards.setdefault(config["form"], {}) if "form" in config else self._sources
         same[file] = source
 
@@ -132,11 +140,11 @@ class KernelFiles:
         if name not in self.headers:
             folder = self.package / INCLUDE / name
             texts = {path.name: path.read_text() for path in folder.iterdir()}
-            if revision(texts) != name:
+            if header_revision(texts) != name:
                 raise ValueError(f"{folder} is not what it was compiled from")
             self.headers[name] = texts
 
-    def _store(self, name: str, digest: str, cubin: bytes) -> str:
+    def _store_cubin(self, name: str, digest: str, cubin: bytes) -> str:
         # One variant has two cubins when the templates changed between two winners that share it.
         file = name if self.cubins.get(name) in (None, cubin) else f"{name}_{digest}"
         self.cubins[file] = cubin
@@ -151,15 +159,15 @@ def write_package(
     sources = kernels.sources
     for file, source in sources.items():
         (folder / "kernels" / f"{file}.cu").write_text(source)
-    for name in {name for source in sources.values() for name in included(source)}:
+    for name in {name for source in sources.values() for name in included_revisions(source)}:
         (folder / INCLUDE / name).mkdir(parents=True)
         for header, text in kernels.headers[name].items():
             (folder / INCLUDE / name / header).write_text(text)
     write_cubins(folder, kernels.cubins)
     write_code(folder, table)
-    (folder / TABLE).write_text(seal(_json(table.to_json()) + "\n"))
+    (folder / TABLE).write_text(seal(_format_json(table.to_json()) + "\n"))
     if forward is not None:
-        (folder / FORWARD_TABLE).write_text(seal(_json(forward.to_json()) + "\n"))
+        (folder / FORWARD_TABLE).write_text(seal(_format_json(forward.to_json()) + "\n"))
 
 
 def write_cubins(folder: Path, cubins: Mapping[str, bytes]) -> None:
@@ -220,21 +228,21 @@ def refresh(folder: Path) -> None:
     write_code(folder, table)
 
 
-def _file(name: str) -> str:
+def _checked_name(name: str) -> str:
     """A name that a table gives to a file: somebody else's may say anything. Raises ValueError."""
-    if not _FILE.fullmatch(str(name)):
+    if not _NAME.fullmatch(str(name)):
         raise ValueError(f"{name!r} is no name of a kernel")
     return name
 
 
-def _json(value: Any, margin: str = "") -> str:
+def _format_json(value: Any, margin: str = "") -> str:
     """A JSON value on lines to be read and compared: one for whatever holds no other container."""
     inside = list(value.values() if isinstance(value, dict) else value)
     if not any(isinstance(item, dict | list | tuple) for item in inside):
         return json.dumps(value, sort_keys=True)
     inner = f"{margin} "
     parts = [
-        _json(item, inner) if isinstance(item, dict | list | tuple) else json.dumps(item)
+        _format_json(item, inner) if isinstance(item, dict | list | tuple) else json.dumps(item)
         for item in inside
     ]
     opening, closing = "[]"

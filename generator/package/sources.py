@@ -24,19 +24,19 @@ _FORWARD_KNOBS = (
 )
 
 
-def revision(texts: Mapping[str, str]) -> str:
+def header_revision(texts: Mapping[str, str]) -> str:
     """Twelve hex digits over the names and the content of headers."""
     return hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:12]
 
 
-def included(source: str) -> list[str]:
+def included_revisions(source: str) -> list[str]:
     """The revisions of the headers that an emitted source includes."""
     return list(dict.fromkeys(_INCLUDED.findall(source)))
 
 
 def source_of(variant: AnyVariant) -> str:
     """The source of a variant as it is emitted to kernels/, with today's headers included."""
-    include = f"../{INCLUDE}/{revision(headers())}"
+    include = f"../{INCLUDE}/{header_revision(headers())}"
     source, _ = compiler_input(variant, include=include)
     return source
 

@@ -20,8 +20,8 @@ from generator.package.entries import Emission, Entry
 from generator.package.fallback_kernels import (
     COMMON_VECTOR_BYTES,
     compile_fallbacks,
-    wanted_dtypes,
-    wanted_fallbacks,
+    fallback_dtypes,
+    fallbacks_to_compile,
 )
 from generator.space.forward_space import generic_forwards, tile_forwards
 from generator.studies.records import Winner
@@ -36,7 +36,7 @@ def generic_forwards_of(plan: Plan) -> list[ForwardVariant]:
     """The forward kernels for any rows that the package of a plan is to have."""
     if plan.operation.tiles:
         return tile_forwards(plan.target)
-    pairs = wanted_dtypes(plan.fallback_kernels, plan.problems)
+    pairs = fallback_dtypes(plan.fallback_kernels, plan.problems)
     found = generic_forwards(tuple(pairs))
     if plan.fallbacks == "common":
         return [v for v in found if v.vector_bytes == COMMON_VECTOR_BYTES]
@@ -76,7 +76,7 @@ def emit(
         )
 
     fallbacks = compile_fallbacks(
-        target, compile, wanted_fallbacks(plan.fallback_kernels, target, plan.problems)
+        target, compile, fallbacks_to_compile(plan.fallback_kernels, target, plan.problems)
     )
     forwards = None
     if plan.operation.forward:

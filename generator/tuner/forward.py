@@ -25,7 +25,7 @@ from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import nvrtc_version
 from generator.kernels.revision import code_of_all
 from generator.operations import RMSNORM_FORWARD
-from generator.package.entries import Entry, Forwards, Made
+from generator.package.entries import CompiledForward, Entry, Forwards
 from generator.package.fallback_kernels import DTYPES
 from generator.problem import Problem
 from generator.result import Result
@@ -250,7 +250,9 @@ class _Chooser:
                     return Entry(problem, usable, compiled, "predicted", facts)
         raise NormforgeError(f"{problem}: no forward kernel for {self.target} passes ({fault})")
 
-    def _fastest(self, problem: Problem, made: Sequence[Made], results: Sequence[Result]) -> Entry:
+    def _fastest(
+        self, problem: Problem, made: Sequence[CompiledForward], results: Sequence[Result]
+    ) -> Entry:
         """The first, in the order of the rule, of those within TIE of the fastest."""
         ratios = {i: r.ratio for i, r in enumerate(results) if r.may_win and r.ratio is not None}
         if not ratios:

@@ -10,7 +10,7 @@ from generator.kernels.compile_pool import CompilePool
 from generator.kernels.cubin_cache import cached
 from generator.kernels.forward import ForwardVariant, forward_fault
 from generator.kernels.nvrtc import Compiled
-from generator.package.entries import Made
+from generator.package.entries import CompiledForward
 from generator.problem import Problem
 from generator.target import Target
 
@@ -41,7 +41,7 @@ class ForwardCompiler:
             self._say(f"forward {variant}: {compiled.error.splitlines()[0]}")
         return compiled
 
-    def usable(self, variants: Sequence[ForwardVariant]) -> list[Made]:
+    def usable(self, variants: Sequence[ForwardVariant]) -> list[CompiledForward]:
         """Those that compile and neither spill nor ask for more than an SM has."""
         jobs = zip(variants, self.start(variants), strict=True)
         made = [(v, job.result() if isinstance(job, Future) else job) for v, job in jobs]

@@ -13,7 +13,7 @@ from generator.kernels.precompile import precompiling
 from generator.kernels.revision import AnyVariant
 from generator.package.emit import check_package, read_forward_table
 from generator.package.entries import Emission
-from generator.package.fallback_kernels import first_choices, wanted_fallbacks
+from generator.package.fallback_kernels import fallbacks_to_compile, first_choices
 from generator.problem import Problem
 from generator.studies.records import Winner
 from generator.studies.storage import database_file, open_storage
@@ -96,7 +96,9 @@ def kernels_to_precompile(plan: Plan) -> list[AnyVariant]:
     does. None for a predicted run, whose search leaves no core idle."""
     if not plan.devices:
         return []
-    fallbacks = first_choices(wanted_fallbacks(plan.fallback_kernels, plan.target, plan.problems))
+    fallbacks = first_choices(
+        fallbacks_to_compile(plan.fallback_kernels, plan.target, plan.problems)
+    )
     if not plan.operation.forward:
         return [*fallbacks]
     known = read_forward_table(plan.package)

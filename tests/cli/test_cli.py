@@ -24,7 +24,7 @@ from generator.kernels.cubin_cache import CubinCache, compile_variant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import render
 from generator.kernels.variant import Variant, make_variant
-from generator.package.fallback_kernels import compile_fallbacks, wanted_fallbacks
+from generator.package.fallback_kernels import compile_fallbacks, fallbacks_to_compile
 from generator.paths import REPOSITORY
 from generator.problem import RMSNORM_BACKWARD as PACKAGE_NAME
 from generator.problem import Problem, load_problems
@@ -137,7 +137,7 @@ def test_every_kernel_of_the_module_is_for_the_target_and_has_no_spills(
     def compile(variants: list[Variant]) -> list[Compiled]:
         return [compile_variant(variant, "sm_100a") for variant in variants]
 
-    wanted = wanted_fallbacks("common", GB200, load_problems("smoke"))
+    wanted = fallbacks_to_compile("common", GB200, load_problems("smoke"))
     assert {v.dtype for v in wanted} == {w.dtype for w in winners}
     fallbacks = compile_fallbacks(GB200, compile, wanted)
     made = [*zip(winners, compile(winners), strict=True), *fallbacks]

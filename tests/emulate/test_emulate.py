@@ -19,7 +19,7 @@ from generator.errors import NormforgeError
 from generator.kernels.render import render
 from generator.kernels.variant import Variant, make_variant
 from generator.operations.rmsnorm_backward import make_cancelling, make_inputs
-from generator.package.fallback_kernels import fallback_variants, takes_rows
+from generator.package.fallback_kernels import fallback_variants, serves
 from generator.paths import REPOSITORY
 from generator.problem import Problem
 from generator.target import Target, find_target
@@ -271,7 +271,7 @@ def test_fallback_variant_serves_rows_of_its_bracket(shape: str, target: Target)
     found = [
         variant
         for variant in fallback_variants(target, [(problem.dtype, problem.weight_dtype)])
-        if takes_rows(variant, problem)
+        if serves(variant, problem)
     ]
     chosen = {variant["vector_bytes"]: variant for variant in reversed(found)}
     row_bytes = problem.N * problem.itemsize

@@ -106,7 +106,7 @@ def test_power_cut_after_the_swap_finds_whole_files(
         monkeypatch.setattr(atomic_folder, "_exchange", no_exchange)
     folder = tmp_path / "out" / "package"
     folder.mkdir(parents=True)
-    with atomic_folder.replaced(folder) as fresh:
+    with atomic_folder.replacing_folder(folder) as fresh:
         (fresh / "kernels").mkdir()
         (fresh / "kernels" / "one.cu").write_text("1")
         (fresh / "table.json").write_text("{}")

@@ -11,7 +11,7 @@ import pytest
 from generator.kernels.machine_code import illegal_copies
 from generator.package.fallback_kernels import DTYPES
 from generator.package.files import RUNTIME, runtime_files, write_code
-from generator.package.sources import config_of, included, revision, variant_of
+from generator.package.sources import config_of, header_revision, included_revisions, variant_of
 from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.runtime.cubins import CUBINS
@@ -80,9 +80,11 @@ def test_committed_package_has_all_kernels_and_nothing_else(package: Path) -> No
     others = [tuned[name].config["form"] for name in sources.keys() - winners]
     assert sorted(others) == sorted({kernel.config["form"] for kernel in tuned.values()})
     revisions = {path.name: path for path in (package / "include").iterdir()}
-    assert {name for text in sources.values() for name in included(text)} == revisions.keys()
+    assert {
+        name for text in sources.values() for name in included_revisions(text)
+    } == revisions.keys()
     for name, folder in revisions.items():
-        assert revision({path.name: path.read_text() for path in folder.iterdir()}) == name
+        assert header_revision({path.name: path.read_text() for path in folder.iterdir()}) == name
 
 
 @each_package

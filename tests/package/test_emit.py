@@ -19,8 +19,8 @@ from generator.package import files, sources
 from generator.package.atomic_folder import check_writable
 from generator.package.emit import emit_package
 from generator.package.entries import Entry, Forwards
-from generator.package.files import RUNTIME, _json, refresh, runtime_files
-from generator.package.sources import included, revision, source_of
+from generator.package.files import RUNTIME, _format_json, refresh, runtime_files
+from generator.package.sources import header_revision, included_revisions, source_of
 from generator.problem import Problem
 from generator.runtime.cubins import CUBINS
 from generator.runtime.table import FORMAT, FORWARD_TABLE, TABLE, ForwardTable, Table
@@ -47,7 +47,7 @@ def test_package_holds_source_and_cubin_of_every_winner_and_the_runtime(package:
     assert stored.kernel.read_cubin(package) == winner.compiled.cubin
     assert found[f"kernels/{winner.variant}.cu"] == source_of(winner.variant).encode()
     for name, text in headers().items():
-        assert found[f"include/{revision(headers())}/{name}"] == text.encode()
+        assert found[f"include/{header_revision(headers())}/{name}"] == text.encode()
     for name in runtime_files():
         assert found[f"runtime/{name}"] == (RUNTIME / name).read_bytes()
     with ZipFile(package / CUBINS) as container:
@@ -122,19 +122,19 @@ def test_kept_winner_keeps_the_headers_that_it_was_compiled_with(
     after = snapshot(package)
     kept = [name for name in before if name.startswith(("include/", "kernels/"))]
     assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
-    for winner, revision_of in ((old, revision(headers())), (new, revision(texts))):
-        assert included(after[f"kernels/{winner.variant}.cu"].decode()) == [revision_of]
+    for winner, revision_of in ((old, header_revision(headers())), (new, header_revision(texts))):
+        assert included_revisions(after[f"kernels/{winner.variant}.cu"].decode()) == [revision_of]
     for name, text in texts.items():
-        assert after[f"include/{revision(texts)}/{name}"] == text.encode()
+        assert after[f"include/{header_revision(texts)}/{name}"] == text.encode()
     # What is kept has to be what it says it is.
-    header = package / "include" / revision(headers()) / "elements.cuh"
+    header = package / "include" / header_revision(headers()) / "elements.cuh"
     header.write_text("// other numbers")
     with pytest.raises(NormforgeError, match="is not what it was compiled from"):
         put(package, new, fallback=[])
     header.write_text(headers()["elements.cuh"])
     # Once nothing includes the older headers, they are gone.
     put(package, entry("4096x1024:bf16"), fallback=[])
-    assert {path.name for path in (package / "include").iterdir()} == {revision(texts)}
+    assert {path.name for path in (package / "include").iterdir()} == {header_revision(texts)}
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_table_with_a_value_that_was_changed_is_one_sentence(package: Path) -> N
     put(package, entry("4096x1024:bf16"), fallback=[])
     table = json.loads((package / TABLE).read_text())
     table["tuned"][0]["kernel"]["spec"]["threads"] = "x"
-    (package / TABLE).write_text(_json(table) + "\n")
+    (package / TABLE).write_text(_format_json(table) + "\n")
     with pytest.raises(NormforgeError, match=r"table\.json is damaged \(its digest") as caught:
         put(package, entry("8192x1024:bf16"), fallback=[])
     assert "\n" not in str(caught.value)

@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from generator.package.emit import emit_package
-from generator.package.entries import Forwards, Made
-from generator.package.fallback_kernels import fallback_variants, first_choices, wanted_fallbacks
+from generator.package.entries import CompiledForward, Forwards
+from generator.package.fallback_kernels import (
+    fallback_variants,
+    fallbacks_to_compile,
+    first_choices,
+)
 from generator.package.known_winners import known_winners
 from generator.problem import Problem
 from generator.runtime.table import ForwardTable, Table
@@ -21,7 +25,7 @@ def test_a_run_that_makes_fewer_fallback_kernels_keeps_the_others(package: Path)
     """`--fallbacks common` and `none` on a package that has all: each in its place."""
     put(package, entry("4096x1024:bf16"))
     before, all_kernels = snapshot(package), Table.load(package).fallback
-    wanted = wanted_fallbacks("common", H200, [Problem.parse("4096x1024:bf16")])
+    wanted = fallbacks_to_compile("common", H200, [Problem.parse("4096x1024:bf16")])
     common = [(variant, compiled(variant)) for variant in first_choices(wanted)]
     assert 0 < len(common) < len(all_kernels)
     for made in (common, []):
@@ -38,7 +42,7 @@ def test_a_run_that_makes_fewer_fallback_kernels_keeps_the_others(package: Path)
 
 
 def test_forward_fallbacks_are_kept_in_the_same_way(package: Path) -> None:
-    def made(pair: tuple[str, str]) -> list[Made]:
+    def made(pair: tuple[str, str]) -> list[CompiledForward]:
         return [(variant, compiled(variant)) for variant in generic_forwards((pair,))]
 
     both = Forwards((), (*made(("bf16", "bf16")), *made(("fp32", "fp32"))))
@@ -66,7 +70,7 @@ def test_forwards_of_two_orders_do_not_take_each_others_place(package: Path) -> 
 @pytest.mark.parametrize("which", ["none", "common", "all"])
 def test_what_the_sets_of_fallback_kernels_hold(which: str) -> None:
     problems = [Problem.parse("4096x1024:bf16"), Problem.parse("64x1000:fp16:fp32")]
-    variants = wanted_fallbacks(which, H200, problems)
+    variants = fallbacks_to_compile(which, H200, problems)
     kinds = {(v.dtype, v.weight_dtype, v["vector_bytes"]) for v in variants}
     expected = {
         "none": set(),

@@ -15,7 +15,7 @@ from generator.package.fallback_kernels import (
     compile_fallbacks,
     fallback_variants,
     first_choices,
-    same_rows,
+    rows_key,
 )
 from generator.problem import ITEMSIZE
 from generator.runtime.spec import MAIN_KERNEL
@@ -155,7 +155,7 @@ def test_a_refused_first_choice_gives_way_to_the_next_for_the_same_rows() -> Non
     variants = fallback_variants(H200, [("bf16", "bf16")])
     choices: dict[tuple[object, ...], list[Variant]] = {}
     for variant in variants:
-        choices.setdefault(same_rows(variant), []).append(variant)
+        choices.setdefault(rows_key(variant), []).append(variant)
     rows, (refused, second) = next((k, v[:2]) for k, v in choices.items() if len(v) > 1)
 
     def compile(asked: list[Variant]) -> list[Compiled]:
@@ -164,6 +164,6 @@ def test_a_refused_first_choice_gives_way_to_the_next_for_the_same_rows() -> Non
         return [replace(compiled(v), kernels=spills if v.id == refused.id else kernels)
                 for v in asked]  # fmt: skip
 
-    found = {same_rows(v): v for v, _ in compile_fallbacks(H200, compile, variants)}
+    found = {rows_key(v): v for v, _ in compile_fallbacks(H200, compile, variants)}
     assert found[rows].id == second.id
     assert found.keys() == choices.keys()

@@ -24,7 +24,7 @@ from generator.package import files, sources
 from generator.package.emit import emit_package
 from generator.package.entries import Entry, Forwards
 from generator.package.fallback_kernels import DTYPES
-from generator.package.sources import included, revision
+from generator.package.sources import header_revision, included_revisions
 from generator.problem import Problem
 from generator.runtime.serve.forward import Forward
 from generator.runtime.table import ForwardTable
@@ -126,7 +126,9 @@ def test_emission_without_forwards_keeps_them_and_a_rule_never_replaces_a_measur
 def test_one_source_of_a_form_is_written_and_stays_while_its_kernel_does(package: Path) -> None:
     def source() -> str:
         (found,) = (package / "kernels").iterdir()
-        assert (package / "include" / included(found.read_text())[0] / "elements.cuh").exists()
+        assert (
+            package / "include" / included_revisions(found.read_text())[0] / "elements.cuh"
+        ).exists()
         return found.stem
 
     forward, generic = emitted()
@@ -153,7 +155,7 @@ def test_a_kept_source_of_older_headers_gives_way_to_one_that_needs_no_others(
     written = [path.stem for path in (package / "kernels").iterdir()]
     assert tuned("4096x512:bf16").variant.id in written
     assert len(written) == 2
-    assert [path.name for path in (package / "include").iterdir()] == [revision(texts)]
+    assert [path.name for path in (package / "include").iterdir()] == [header_revision(texts)]
 
 
 def test_package_without_a_forward_table_loads_and_a_damaged_one_says_so(package: Path) -> None:

@@ -17,7 +17,13 @@ from generator.kernels.variant import Variant
 from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Entry, Forwards
 from generator.package.fallback_kernels import DTYPES, fallback_variants
-from generator.package.sources import config_of, included, revision, source_of, variant_of
+from generator.package.sources import (
+    config_of,
+    header_revision,
+    included_revisions,
+    source_of,
+    variant_of,
+)
 from generator.problem import Problem
 from generator.runtime.table import ForwardTable, KernelOf, Table
 from generator.space.forward_space import forward_variants, generic_forwards
@@ -103,7 +109,7 @@ def test_source_compiles_with_nvcc_wherever_it_is_called(
 
 def test_source_names_its_headers_and_pastes_none() -> None:
     source = source_of(VARIANTS["mailbox"])
-    assert included(source) == [revision(headers())]
+    assert included_revisions(source) == [header_revision(headers())]
     for name in ("primitives.cuh", "elements.cuh", "partial_dw.cuh", "dw_mailbox.cuh"):
         assert f'/{name}"' in source
         assert headers()[name] not in source
@@ -111,13 +117,13 @@ def test_source_names_its_headers_and_pastes_none() -> None:
 
 def test_revision_is_of_names_and_content() -> None:
     texts = headers()
-    assert revision(texts) == revision(dict(reversed(texts.items())))
+    assert header_revision(texts) == header_revision(dict(reversed(texts.items())))
     others = [
         {**texts, "more.cuh": ""},
         {**texts, "turns.cuh": texts["turns.cuh"] + "\n"},
         {"renamed.cuh" if name == "turns.cuh" else name: text for name, text in texts.items()},
     ]
-    assert len({revision(other) for other in [texts, *others]}) == 4
+    assert len({header_revision(other) for other in [texts, *others]}) == 4
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -28,8 +28,8 @@ from generator.kernels.precompile import NICE, precompiling
 from generator.package.fallback_kernels import (
     DTYPES,
     fallback_variants,
+    fallbacks_to_compile,
     first_choices,
-    wanted_fallbacks,
 )
 from generator.paths import REPOSITORY
 from generator.problem import Problem
@@ -286,6 +286,6 @@ def test_forwards_that_the_package_keeps_are_not_precompiled(
     plan = make_plan(tmp_path, 1, problems=(SHORT, WIDE, third))
     found = kernels_to_precompile(plan)
     wanted = forwards_to_compile(longest_first([WIDE, third]), H200, generic_forwards_of(plan))
-    common = wanted_fallbacks("common", H200, plan.problems)
+    common = fallbacks_to_compile("common", H200, plan.problems)
     assert 0 < len(common) < len(fallback_variants(H200))
     assert found == [*first_choices(common), *wanted]

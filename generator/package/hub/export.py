@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from generator.errors import NormforgeError
-from generator.package.atomic_folder import check_writable, locked, replaced
+from generator.package.atomic_folder import check_writable, replacing_folder, writer_lock
 from generator.package.files import write_code
 from generator.package.hub.texts import CARD, INIT, LAYERS
 from generator.package.sources import INCLUDE
@@ -40,9 +40,9 @@ def export_package(package: Path, folder: Path, gpu: str | None = None) -> Table
         raise NormforgeError(f"{package} is for {table.target['name']}, not for {gpu}")
     folder = folder.resolve()
     check_writable(folder, "--hf")
-    with locked(folder):
+    with writer_lock(folder):
         _check_replaceable(folder)
-        with replaced(folder) as fresh:
+        with replacing_folder(folder) as fresh:
             build = fresh / "build" / VARIANT
             build.mkdir(parents=True)
             try:
