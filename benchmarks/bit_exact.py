@@ -33,7 +33,7 @@ from benchmarks.gpu import open_gpu
 from benchmarks.results import machine, write_json
 from generator.emulate import Layout, Schedule, find_compiler, run_schedules
 from generator.emulate.build import NO_COMPILER
-from generator.emulate.check import plan
+from generator.emulate.check import small_launch
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.session import Session
 from generator.kernels.cubin_cache import compile_variant
@@ -65,7 +65,7 @@ def emulate_case(index: int, seed: int, target: Target, operation: str) -> Emula
     compiled = compile_variant(case.variant, target.arch)
     if compiled.error:
         return Emulated(case, [], b"", f"does not compile: {compiled.error}")
-    spec, launch = plan(case.variant, case.problem.M, case.participants)
+    spec, launch = small_launch(case.variant, case.problem.M, case.participants)
     schedule = Schedule(index, min(launch.grid, 8))
     results = []
     source = render(case.variant)
@@ -123,7 +123,7 @@ def compare_case(emulated: Emulated) -> dict[str, Any]:
     """One row of the report. outcome: equal, different, skipped (the GPU cannot launch the
     variant) or failed (a side gave nothing to compare)."""
     case = emulated.case
-    spec, launch = plan(case.variant, case.problem.M, case.participants)
+    spec, launch = small_launch(case.variant, case.problem.M, case.participants)
     row: dict[str, Any] = {
         "variant": case.variant.id,
         "problem": str(case.problem),

@@ -66,7 +66,9 @@ class Check:
         return asdict(self)
 
 
-def plan(variant: Variant, M: int, participants: int = PARTICIPANTS) -> tuple[KernelSpec, Launch]:
+def small_launch(
+    variant: Variant, M: int, participants: int = PARTICIPANTS
+) -> tuple[KernelSpec, Launch]:
     """A launch of the variant with the grid of a GPU so small that `participants` CTAs or clusters
     fill it."""
     sms = participants * variant["cluster"] + variant["spare_sms"]
@@ -74,7 +76,9 @@ def plan(variant: Variant, M: int, participants: int = PARTICIPANTS) -> tuple[Ke
     return spec, plan_launch(spec, M)
 
 
-def reduced(variant: Variant, problem: Problem, participants: int = PARTICIPANTS) -> Problem:
+def reduced_problem(
+    variant: Variant, problem: Problem, participants: int = PARTICIPANTS
+) -> Problem:
     """The problem with few rows: enough that every stage of every CTA is refilled and every team
     adds the sum of a second block to that of its first and goes on, and a last batch that is not
     full where there can be one."""
@@ -96,10 +100,10 @@ def default_residencies(spec: KernelSpec, grid: int) -> tuple[int, ...]:
 def emulate(
     variant: Variant, problem: Problem, inputs: Inputs | None = None, *, seed: int = 0
 ) -> EmulationResult:
-    """Run one variant once on the CPU, with the grid of `plan`; dx and dw have the bits that a GPU
-    gives with that grid. inputs: default those of the operation. Raises NormforgeError as
-    run_schedules does."""
-    spec, launch = plan(variant, problem.M)
+    """Run one variant once on the CPU, with the grid of `small_launch`; dx and dw have the bits
+    that a GPU gives with that grid. inputs: default those of the operation. Raises NormforgeError
+    as run_schedules does."""
+    spec, launch = small_launch(variant, problem.M)
     inputs = inputs or operation_of(problem).make_inputs(problem, CPU)
     runs = run_schedules(render(variant), spec, launch, inputs, [Schedule(seed, launch.grid)])
     if runs.faults:
@@ -124,8 +128,8 @@ def check_variant(
     """
     if find_compiler() is None:
         return Check(variant.id, 0, note=NO_COMPILER)
-    small = problem if all_rows else reduced(variant, problem, participants)
-    spec, launch = plan(variant, small.M, participants)
+    small = problem if all_rows else reduced_problem(variant, problem, participants)
+    spec, launch = small_launch(variant, small.M, participants)
     return check_source(
         render(variant),
         spec,

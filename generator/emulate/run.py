@@ -159,14 +159,14 @@ def execute(
     lines = [f"{name} {value}" for name, value in fields.items()]
     lines += [f"run {schedule.seed} {schedule.residency}" for schedule in schedules]
     request = ("\n".join(lines) + "\ndata\n").encode() + b"".join(map(_bytes, tensors))
-    output, end = _converse(program, request, deadline)
+    output, end = _run_program(program, request, deadline)
     runs = _read(output, outputs, schedules)
     if len(runs.outcomes) < len(schedules):
         runs.outcomes.append(Outcome(schedules[len(runs.outcomes)], fault=end))
     return runs
 
 
-def _converse(program: Path, request: bytes, deadline: float) -> tuple[bytes, str]:
+def _run_program(program: Path, request: bytes, deadline: float) -> tuple[bytes, str]:
     """What a program answers, and how it ended. Raises HostError where that is not what it runs."""
     try:
         process = subprocess.Popen(

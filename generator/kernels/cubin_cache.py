@@ -93,7 +93,9 @@ def compile_variant(variant: AnyVariant, arch: str, cache_folder: Path = DEFAULT
     return CubinCache(cache_folder).compile(source, arch, register_cap)
 
 
-def cached(variant: AnyVariant, arch: str, cache_folder: Path = DEFAULT_CACHE) -> Compiled | None:
+def find_cached(
+    variant: AnyVariant, arch: str, cache_folder: Path = DEFAULT_CACHE
+) -> Compiled | None:
     """What the cache has of a variant, without compiling; None when it has nothing that is sound. A
     look takes less than a millisecond, a new process that compiles several seconds to start."""
     source, register_cap = compiler_input(variant)

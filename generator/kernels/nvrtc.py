@@ -91,11 +91,11 @@ def compile_source(
         named += [f"--include-path={include}"] if include else []
         options = [option.encode() for option in named]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode()
+        log = read_buffer(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode()
         log = log.rstrip("\0").strip()
         if status != success:
             return Compiled(arch, source, b"", {}, nvrtc_version(), False, log, log or str(status))
-        cubin = _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        cubin = read_buffer(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     kernels = read_resources(log)
@@ -106,7 +106,7 @@ def compile_source(
     return Compiled(arch, source, cubin, kernels, nvrtc_version(), overrides_cap(log), log)
 
 
-def _text(size_of: Any, read: Any, program: Any) -> bytes:
+def read_buffer(size_of: Any, read: Any, program: Any) -> bytes:
     _, size = size_of(program)
     content = bytes(size)  # the binding writes into the object that it is given
     read(program, content)

@@ -17,7 +17,7 @@ from generator.kernels.variant import Variant
 
 AnyVariant = Variant | ForwardVariant
 
-_known: dict[tuple[str, str], str] = {}  # by id, which is unique to the source, and arch
+_digests: dict[tuple[str, str], str] = {}  # by id, which is unique to the source, and arch
 
 
 def compiler_input(
@@ -31,15 +31,15 @@ def compiler_input(
 
 def code_digest(variant: AnyVariant, arch: str) -> str:
     """Sixteen hex digits over the source without its comments, NVRTC's options and its version."""
-    if (variant.id, arch) not in _known:
+    if (variant.id, arch) not in _digests:
         source, register_cap = compiler_input(variant, comments=False)
         lines = [line for line in source.splitlines() if line.strip()]
         options = compile_options(arch, register_cap)
-        _known[variant.id, arch] = _digest([nvrtc_version(), *options, *lines])
-    return _known[variant.id, arch]
+        _digests[variant.id, arch] = _digest([nvrtc_version(), *options, *lines])
+    return _digests[variant.id, arch]
 
 
-def code_of_all(variants: Iterable[AnyVariant], arch: str) -> str:
+def digest_of_all(variants: Iterable[AnyVariant], arch: str) -> str:
     """Sixteen hex digits over the code of several variants and their order."""
     return _digest(code_digest(variant, arch) for variant in variants)
 

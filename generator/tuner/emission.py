@@ -11,7 +11,7 @@ import torch
 from optuna.storages import BaseStorage
 
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.cubin_cache import cached
+from generator.kernels.cubin_cache import find_cached
 from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled, nvrtc_version
 from generator.kernels.variant import Variant, make_variant
@@ -104,7 +104,7 @@ def _compile(
 ) -> list[Compiled]:
     """All of them. No process starts for what the cache has, which after a search is nearly all.
     tell: is told how many are done, and of how many."""
-    jobs = [(v, cached(v, pool.arch, pool.cache_folder) or pool.submit(v)) for v in variants]
+    jobs = [(v, find_cached(v, pool.arch, pool.cache_folder) or pool.submit(v)) for v in variants]
     found = []
     for variant, job in jobs:
         found.append(job if isinstance(job, Compiled) else pool.result(variant, job))

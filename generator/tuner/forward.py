@@ -23,7 +23,7 @@ from generator.evaluate.gpu.forward import measure_forwards
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import nvrtc_version
-from generator.kernels.revision import code_of_all
+from generator.kernels.revision import digest_of_all
 from generator.operations import RMSNORM_FORWARD
 from generator.package.entries import CompiledForward, Entry, Forwards
 from generator.package.fallback_kernels import DTYPES
@@ -64,7 +64,7 @@ def shapes_to_choose(
 
 def space_code(problem: Problem, target: Target, choices: Choices | None = None) -> str:
     """Digest of the code that a shape's forward is chosen from."""
-    return code_of_all((choices or forward_variants)(problem, target), target.arch)
+    return digest_of_all((choices or forward_variants)(problem, target), target.arch)
 
 
 def _shapes(problems: Sequence[Problem]) -> list[Problem]:

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from generator.emulate.forward import emulate_forward
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.cubin_cache import cached
+from generator.kernels.cubin_cache import find_cached
 from generator.kernels.forward import ForwardVariant, forward_fault
 from generator.kernels.nvrtc import Compiled
 from generator.package.entries import CompiledForward
@@ -31,7 +31,7 @@ class ForwardCompiler:
         pool, jobs = self.pool, self._jobs
         for v in variants:
             if v.id not in jobs:
-                found = cached(v, pool.arch, pool.cache_folder)
+                found = find_cached(v, pool.arch, pool.cache_folder)
                 jobs[v.id] = found or self._threads.submit(self._compile, v)
         return [jobs[v.id] for v in variants]
 

@@ -16,11 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from generator.emulate.build import find_compiler
-from generator.emulate.check import plan
+from generator.emulate.check import small_launch
 from generator.emulate.run import CallOptions, Layout, Schedule, run_schedules
 from generator.kernels.render import render
 from generator.kernels.variant import Variant, make_variant
-from generator.operations import operation_of
 from generator.operations.rmsnorm_backward import Inputs
 from generator.paths import REPOSITORY
 from generator.problem import Problem
@@ -28,6 +27,7 @@ from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32
 from generator.runtime.spec import CHUNK_ROWS, plan_launch
 from generator.space.load import load_space, space_file
 from generator.target import find_target
+from tests.support.executor import cancelling_inputs
 
 OPERATION = "rmsnorm_invariant_backward"
 SPACE = load_space(space_file(OPERATION))
@@ -47,13 +47,6 @@ def stated_order() -> Callable[..., torch.Tensor]:
     names: dict[str, Callable[..., torch.Tensor]] = {}
     exec(code, names)
     return names["dw_in_order"]
-
-
-def inputs_of(problem: Problem) -> Inputs:
-    """Inputs with whose dw any other order of additions shows."""
-    operation = operation_of(problem)
-    found: Inputs = operation.make_cancelling(problem, operation.make_inputs(problem, CPU))
-    return found
 
 
 def some(inputs: Inputs, start: int, stop: int) -> Inputs:
@@ -76,7 +69,7 @@ def run(
     source: str = "",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx, and dw in fp32, of a launch with so many CTAs or clusters at most."""
-    spec, launch = plan(variant, len(inputs.x), participants)
+    spec, launch = small_launch(variant, len(inputs.x), participants)
     mode = DW_IN_FP32 if added_to is None else DW_ADDED
     runs = run_schedules(
         source or render(variant),
@@ -123,7 +116,7 @@ def test_bits_follow_from_the_rows_alone(
     N, dtype = shape
     M = max(rows, 96 if N == 64 else 64)
     problem = Problem(M, N, dtype, dtype, operation=OPERATION)
-    inputs = inputs_of(problem)
+    inputs = cancelling_inputs(problem)
     first, second = (draw(problem, seed) for seed in seeds)
     dx, dw = run(first, inputs, participants[0])
     other_dx, other_dw = run(second, inputs, participants[1], seed=1, pad=pad)
@@ -145,7 +138,7 @@ def test_bits_follow_from_the_rows_alone(
 def test_order_is_the_one_that_is_stated(strategy: str, leaves: str, rows: int) -> None:
     """rows: of the last chunk, where 100 are too few for all of its groups."""
     problem = Problem(2 * CHUNK_ROWS + rows, 64, "bf16", "bf16", operation=OPERATION)
-    inputs = inputs_of(problem)
+    inputs = cancelling_inputs(problem)
     # Wide slices, so that the last chunk takes a step of its own.
     variant = draw(problem, 3, strategy=strategy, leaves=leaves, slice_columns=64)
     _, dw = run(variant, inputs, 4)
@@ -156,7 +149,7 @@ def test_order_is_the_one_that_is_stated(strategy: str, leaves: str, rows: int) 
 def test_clusters_and_odd_teams_as_well(shape: tuple[int, str]) -> None:
     N, dtype = shape
     problem = Problem(200, N, dtype, dtype, operation=OPERATION)
-    inputs = inputs_of(problem)
+    inputs = cancelling_inputs(problem)
     results = [run(draw(problem, seed), inputs, 1 + seed) for seed in range(3)]
     for dx, dw in results[1:]:
         assert torch.equal(dx, results[0][0])
@@ -167,7 +160,7 @@ def test_clusters_and_odd_teams_as_well(shape: tuple[int, str]) -> None:
 def test_rounds_of_the_sum_are_whole_chunks(slice_columns: int) -> None:
     """384 threads, which no power of two divides, over several chunks."""
     problem = Problem(CHUNK_ROWS + 300, 3072, "bf16", "bf16", operation=OPERATION)
-    inputs = inputs_of(problem)
+    inputs = cancelling_inputs(problem)
     wanted = {"strategy": "column_slices", "slice_columns": slice_columns, "rows_per_cta": 2}
     variant = draw(problem, 1, leaves="groups", rows_in_flight=1, **wanted)
     assert variant.threads == 384
@@ -179,7 +172,7 @@ def test_rounds_of_the_sum_are_whole_chunks(slice_columns: int) -> None:
 def test_micro_batches_give_the_bits_of_the_batch(strategy: str) -> None:
     M = 2 * CHUNK_ROWS + 300
     problem = Problem(M, 64, "bf16", "bf16", operation=OPERATION)
-    inputs = inputs_of(problem)
+    inputs = cancelling_inputs(problem)
     variant = draw(problem, 5, strategy=strategy)
     _, whole = run(variant, inputs, 5)
     for cuts in ((0, CHUNK_ROWS, M), (0, 2 * CHUNK_ROWS, M), (0, CHUNK_ROWS, 2 * CHUNK_ROWS, M)):
@@ -198,7 +191,7 @@ def test_micro_batches_give_the_bits_of_the_batch(strategy: str) -> None:
 def test_margins_of_sms_leave_every_bit(strategy: str) -> None:
     M = CHUNK_ROWS + 700
     problem = Problem(M, 64, "bf16", "bf16", operation=OPERATION)
-    inputs = inputs_of(problem)
+    inputs = cancelling_inputs(problem)
     variant = draw(problem, 5, strategy=strategy, ctas_per_sm=1)
     dx, dw = run(variant, inputs, 12)
     grids = set()
@@ -216,7 +209,7 @@ def test_sign_of_zero_does_not_depend_on_the_kernel() -> None:
     M = CHUNK_ROWS - 1024
     problem = Problem(M, 64, "bf16", "bf16", operation=OPERATION)
     x = torch.full((M, 64), 1e-30, dtype=torch.bfloat16)
-    inputs = replace(inputs_of(problem), x=x, dy=-x, rstd=torch.ones(M))
+    inputs = replace(cancelling_inputs(problem), x=x, dy=-x, rstd=torch.ones(M))
     signs = []
     for rows_in_flight in (1, 2):
         variant = draw(problem, 3, rows_in_flight=rows_in_flight)
@@ -228,7 +221,7 @@ def test_sign_of_zero_does_not_depend_on_the_kernel() -> None:
 
 def test_gpus_without_mbarriers_give_the_same_bits() -> None:
     problem = Problem(CHUNK_ROWS + 700, 128, "bf16", "bf16", operation=OPERATION)
-    inputs = inputs_of(problem)
+    inputs = cancelling_inputs(problem)
     variant = draw(problem, 3, pipeline="async")
     source = render(variant)
     newer = "#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900"
@@ -257,7 +250,7 @@ PLANTED = {
 @pytest.mark.parametrize("planted", PLANTED)
 def test_planted_violation_is_seen(planted: str) -> None:
     problem = Problem(2 * CHUNK_ROWS + 300, 128, "bf16", "bf16", operation=OPERATION)
-    inputs = inputs_of(problem)
+    inputs = cancelling_inputs(problem)
     variant = draw(problem, 3, strategy="separate", leaves="groups", slice_columns=16)
     stated = stated_order()(inputs.x, inputs.dy, inputs.rstd, **order_of(variant))
     old, new = PLANTED[planted]

@@ -11,58 +11,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from generator.emulate import check_variant, find_compiler
-from generator.emulate.check import CPU, check_source, plan
-from generator.emulate.run import CallOptions, Runs, Schedule, run_schedules
+from generator.emulate.check import CPU, check_source, small_launch
+from generator.emulate.run import CallOptions, Schedule, run_schedules
 from generator.kernels.render import render
-from generator.kernels.variant import Variant
-from generator.operations.rmsnorm_backward import Inputs, make_inputs
+from generator.operations.rmsnorm_backward import make_inputs
 from generator.problem import Problem
 from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32, gap_factor
 from generator.runtime.serve.options import SMALLEST_EPS
 from generator.target import Target
-from tests.support.samples import DETERMINISTIC, REDUCTION, plain_variant, sample_variant
+from tests.support.executor import run_to_one_result, small_variant
+from tests.support.samples import DETERMINISTIC, plain_variant, sample_variant
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
 SHAPE = "42x1024:bf16"
 
 
-def small(reduction: str, target: Target) -> Variant:
-    knobs = {**REDUCTION[reduction]}
-    if reduction == "separate":  # a small second kernel, for speed
-        knobs |= {"slice_columns": 128, "sum_threads": 128}
-    return plain_variant(SHAPE, target, **knobs)
-
-
-def call(variant: Variant, inputs: Inputs, call_options: CallOptions | None = None) -> Runs:
-    spec, launch = plan(variant, len(inputs.x))
-    schedules = [Schedule(seed, launch.grid) for seed in range(4)]
-    runs = run_schedules(
-        render(variant), spec, launch, inputs, schedules, call_options=call_options
-    )
-    assert runs.faults == []
-    assert runs.distinct_results == 1
-    return runs
-
-
 @pytest.mark.parametrize("reduction", DETERMINISTIC)
 def test_what_a_call_asks_for_has_the_bits_of_a_plain_call(reduction: str, target: Target) -> None:
-    variant = small(reduction, target)
+    variant = small_variant(SHAPE, reduction, target)
     inputs = make_inputs(Problem.parse(SHAPE), CPU)
-    plain = call(variant, inputs)
-    assert torch.equal(call(variant, inputs, CallOptions(dw=False)).dx[0], plain.dx[0])
-    assert torch.equal(call(variant, inputs, CallOptions(dx=False)).dw[0], plain.dw[0])
+    plain = run_to_one_result(variant, inputs)
+    assert torch.equal(run_to_one_result(variant, inputs, CallOptions(dw=False)).dx[0], plain.dx[0])
+    assert torch.equal(run_to_one_result(variant, inputs, CallOptions(dx=False)).dw[0], plain.dw[0])
 
-    wide = call(variant, inputs, CallOptions(dw_mode=DW_IN_FP32)).dw[0]
+    wide = run_to_one_result(variant, inputs, CallOptions(dw_mode=DW_IN_FP32)).dw[0]
     assert wide.dtype == torch.float32
     assert torch.equal(wide.to(torch.bfloat16), plain.dw[0])
     start = torch.linspace(-3, 5, 1024)
-    added = call(variant, inputs, CallOptions(dw_mode=DW_ADDED, added_to=start)).dw[0]
+    added = run_to_one_result(variant, inputs, CallOptions(dw_mode=DW_ADDED, added_to=start)).dw[0]
     assert torch.equal(added, start + wide)
     assert not torch.equal(added, start)
 
     for inner in (3, 7, 42):
-        packed = call(variant, inputs, CallOptions(inner=inner))
+        packed = run_to_one_result(variant, inputs, CallOptions(inner=inner))
         assert torch.equal(packed.dx[0], plain.dx[0])
         assert torch.equal(packed.dw[0], plain.dw[0])
 
@@ -75,9 +57,12 @@ def test_no_weight_means_ones(weight: str, weight_in: str, target: Target) -> No
     variant = plain_variant(problem, target, weight_in=weight_in, slice_columns=128)
     inputs = make_inputs(problem, CPU)
     ones = replace(inputs, weight=torch.ones_like(inputs.weight))
-    expected, found = call(variant, ones), call(variant, inputs, CallOptions(weight=False))
+    expected, found = (
+        run_to_one_result(variant, ones),
+        run_to_one_result(variant, inputs, CallOptions(weight=False)),
+    )
     assert torch.equal(found.dx[0], expected.dx[0])
-    assert not torch.equal(found.dx[0], call(variant, inputs).dx[0])
+    assert not torch.equal(found.dx[0], run_to_one_result(variant, inputs).dx[0])
 
 
 @given(heads=st.integers(2, 4096), tokens=st.integers(1, 1 << 20), data=st.data())
@@ -138,15 +123,15 @@ def test_option_that_is_left_out_is_found(
     variant = plain_variant(problem, target)
     source = render(variant)
     assert old in source
-    spec, launch = plan(variant, problem.M)
+    spec, launch = small_launch(variant, problem.M)
     check = check_source(source.replace(old, new), spec, launch, problem, schedules=2)
     assert any(re.search(found, fault) for fault in check.problems), check.problems
 
 
 def test_weight_that_is_not_there_is_not_read(target: Target) -> None:
-    variant = small("separate", target)
+    variant = small_variant(SHAPE, "separate", target)
     inputs = make_inputs(Problem.parse(SHAPE), CPU)
-    spec, launch = plan(variant, 42)
+    spec, launch = small_launch(variant, 42)
     source = render(variant).replace("if (weight == nullptr)", "if (false)")
     runs = run_schedules(
         source,
@@ -172,7 +157,7 @@ def test_dx_is_finite_as_far_as_smallest_eps_says(dtype: str, target: Target) ->
         rstd = torch.rsqrt(x.float().square().mean(-1))
         dy = (x.float() * rstd[:, None] * gradient).to(x.dtype)
         inputs = replace(plain, x=x, dy=dy, rstd=rstd, weight=torch.ones_like(plain.weight))
-        return bool(call(variant, inputs).dx[0].isfinite().all())
+        return bool(run_to_one_result(variant, inputs).dx[0].isfinite().all())
 
     assert finite(SMALLEST_EPS**0.5 * 1.2, 2.0**31)  # mean(dy * xhat) is the gradient
     assert finite(2.0**-63, 1.0) and not finite(2.0**-65, 1.0)

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from generator.emulate import Schedule, find_compiler, run_schedules
-from generator.emulate.check import CPU, default_residencies, plan, reduced
+from generator.emulate.check import default_residencies, reduced_problem, small_launch
 from generator.emulate.run import CallOptions, Layout, Runs
 from generator.kernels.render import render
 from generator.kernels.variant import Variant
-from generator.operations import operation_of
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
 from generator.target import Target
+from tests.support.executor import cancelling_inputs
 from tests.support.samples import REDUCTION, plain_variant, sample_variant
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
@@ -27,14 +27,8 @@ SCHEDULES = 9
 FOUND = r"reads dy\[\d+, \d+\], over which dx has been written"
 
 
-def inputs_of(problem: Problem) -> Inputs:
-    operation = operation_of(problem)
-    found: Inputs = operation.make_cancelling(problem, operation.make_inputs(problem, CPU))
-    return found
-
-
 def run(variant: Variant, inputs: Inputs, source: str, over_dy: bool, pad: int = 0) -> Runs:
-    spec, launch = plan(variant, len(inputs.x))
+    spec, launch = small_launch(variant, len(inputs.x))
     residencies = default_residencies(spec, launch.grid)
     schedules = [Schedule(i, residencies[i % len(residencies)]) for i in range(SCHEDULES)]
     return run_schedules(
@@ -49,7 +43,7 @@ def run(variant: Variant, inputs: Inputs, source: str, over_dy: bool, pad: int =
 
 
 def check(variant: Variant, problem: Problem, pad: int = 0) -> None:
-    inputs = inputs_of(reduced(variant, problem))
+    inputs = cancelling_inputs(reduced_problem(variant, problem))
     source = render(variant)
     apart, over = (run(variant, inputs, source, over_dy, pad) for over_dy in (False, True))
     assert apart.faults == [] and over.faults == []
@@ -120,7 +114,7 @@ def test_second_read_of_dy_is_found(pipeline: str, target: Target) -> None:
     variant = plain_variant(problem, target, **knobs | ({} if pipeline == "direct" else STAGES))
     source, (old, new) = render(variant), PLANTED[pipeline]
     assert source.count(old) == 1
-    inputs, planted = inputs_of(problem), source.replace(old, new)
+    inputs, planted = cancelling_inputs(problem), source.replace(old, new)
     faults = run(variant, inputs, planted, over_dy=True).faults
     assert faults and all(re.search(FOUND, fault) for fault in faults), faults
     apart = run(variant, inputs, planted, over_dy=False).faults

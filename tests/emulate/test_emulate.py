@@ -13,7 +13,7 @@ import torch
 
 from generator.emulate import Schedule, check_variant, emulate, find_compiler, run_schedules
 from generator.emulate.build import build
-from generator.emulate.check import CPU, PARTICIPANTS, check_source, plan, reduced
+from generator.emulate.check import CPU, PARTICIPANTS, check_source, reduced_problem, small_launch
 from generator.emulate.run import CallOptions, Layout
 from generator.errors import NormforgeError
 from generator.kernels.render import render
@@ -50,7 +50,7 @@ def test_deterministic_reduction_gives_one_set_of_bits(
         knobs["sum_threads"] = 128
     variant = plain_variant("43x1024:bf16", target, **knobs)
     problem = Problem.parse("43x1024:bf16")
-    _, launch = plan(variant, problem.M)
+    _, launch = small_launch(variant, problem.M)
     assert launch.grid == 5
     check = check_variant(
         variant, problem, schedules=200, residencies=(1, 3, launch.grid), seed=SEED, all_rows=True
@@ -67,7 +67,7 @@ def test_free_running_reduction_is_told_apart(reduction: str, target: Target) ->
     assert check.problems == ()
     assert check.distinct_results > 1
     # A variant of this kind that claimed to be deterministic would be caught.
-    spec, launch = plan(variant, problem.M)
+    spec, launch = small_launch(variant, problem.M)
     claim = replace(spec, determinism="gpu_to_gpu")
     caught = check_source(render(variant), claim, launch, problem, schedules=100, seed=SEED)
     assert any(
@@ -124,7 +124,7 @@ def test_mailbox_has_the_bits_of_column_slices(shape: str, teams: int, target: T
         found = {}
         for reduction in ("mailbox", "column_slices"):
             variant = make_variant({**sampled.config, **REDUCTION[reduction]}, tuned)
-            spec, launch = plan(variant, problem.M)
+            spec, launch = small_launch(variant, problem.M)
             schedules = [Schedule(SEED + seed, launch.grid) for seed in range(20)]
             runs = run_schedules(render(variant), spec, launch, inputs, schedules)
             assert runs.faults == [], (reduction, name)
@@ -170,7 +170,7 @@ def test_early_arrival_changes_no_bits(
     for arrival in ("late", "early"):
         variant = plain_variant(replace(problem, M=1 << 16), target, **knobs, arrival=arrival)
         source = render(variant)
-        spec, launch = plan(variant, problem.M)
+        spec, launch = small_launch(variant, problem.M)
         assert ("strategy.announce(participant)" in source) == (arrival == "early")
         assert launch.participants == min(5, problem.M)
         resident = [spec.cluster * clusters for clusters in range(1, launch.participants + 1)]
@@ -279,7 +279,7 @@ def test_fallback_variant_serves_rows_of_its_bracket(shape: str, target: Target)
     assert (4 in chosen) == (row_bytes % 4 == 0)
     assert (2 in chosen) == (problem.dtype != "fp32")
     for vector_bytes, variant in chosen.items():
-        spec, launch = plan(variant, problem.M)
+        spec, launch = small_launch(variant, problem.M)
         unit = vector_bytes // problem.itemsize
         layout = Layout(unit, 3 * unit, 2 * unit, vector_bytes)
         check = check_source(
@@ -294,7 +294,7 @@ def test_rows_below_the_least_are_found_out(target: Target) -> None:
     problem = Problem.parse("21x512:bf16")
     for variant in fallback_variants(target, [("bf16", "bf16")]):
         if (variant.N, variant.least, variant["vector_bytes"]) == (1536, 1025, 16):
-            spec, launch = plan(variant, problem.M)
+            spec, launch = small_launch(variant, problem.M)
             layout = Layout(8, 24, 16, 16)
             check = check_source(
                 *(render(variant), spec, launch, problem), schedules=1, seed=SEED, layout=layout
@@ -367,7 +367,7 @@ def test_many_partial_rows(reduction: str, target: Target) -> None:
         **{**REDUCTION[reduction], "threads_per_row": 64, "rows_per_cta": 2, "ctas_per_sm": 2},
     )
     problem = Problem.parse("333x256:fp32")
-    assert plan(variant, problem.M, 150)[1].grid == 150
+    assert small_launch(variant, problem.M, 150)[1].grid == 150
     check = check_variant(variant, problem, schedules=2, seed=SEED, participants=150, all_rows=True)
     assert check.problems == ()
     assert check.distinct_results == 1
@@ -377,7 +377,7 @@ def test_reduced_rows_refill_every_stage(target: Target) -> None:
     variant = plain_variant(
         "65536x1024:bf16", target, **REDUCTION["semaphore"], pipeline="bulk", stages=4
     )
-    small = reduced(variant, Problem.parse("65536x1024:bf16"))
+    small = reduced_problem(variant, Problem.parse("65536x1024:bf16"))
     assert small.N == 1024
     batches = small.M // (PARTICIPANTS * variant["rows_per_cta"] * variant.batch_rows)
     assert batches == max(4 + 1, 2 * variant.block_batches + 1)
@@ -390,6 +390,6 @@ def test_reduced_rows_end_in_a_batch_that_is_not_full(
     shape = "65536x1024:bf16"
     knobs = REDUCTION["separate"] | {"rows_per_cta": teams, "ctas_per_sm": 2}
     variant = plain_variant(shape, target, **knobs, rows_in_flight=in_flight)
-    small = reduced(variant, Problem.parse(shape))
+    small = reduced_problem(variant, Problem.parse(shape))
     assert in_flight == 1 or small.M % in_flight
     assert small.M % (teams * in_flight)

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.errors import composite, errors, executed, in_fp32
 from generator.emulate import find_compiler
-from generator.emulate.check import CPU, check_variant, plan
+from generator.emulate.check import CPU, check_variant, small_launch
 from generator.kernels.geometry import BLOCK_ROWS
 from generator.kernels.render import render
 from generator.kernels.variant import Variant
@@ -36,7 +36,7 @@ def dw_errors(
 ) -> tuple[float, ...]:
     """Relative errors of dw in fp32 against float64 on random normal rows: of sources of the
     variant, and last of PyTorch's operations one after another."""
-    spec, launch = plan(variant, problem.M, participants)
+    spec, launch = small_launch(variant, problem.M, participants)
     calls = {source: executed(source, spec, launch, dw_in_fp32=True) for source in sources}
     found = errors(problem, {**calls, "composite": in_fp32(composite)}, CPU)
     return tuple(found[name]["dw"] for name in (*sources, "composite"))

@@ -20,8 +20,8 @@ from generator.emulate import build as host_build
 from generator.emulate import check_variant, find_compiler
 from generator.emulate.__main__ import main
 from generator.emulate.build import HostError
-from generator.emulate.check import check_source, plan
-from generator.emulate.run import _converse
+from generator.emulate.check import check_source, small_launch
+from generator.emulate.run import _run_program
 from generator.errors import NormforgeError
 from generator.kernels.render import render
 from generator.paths import REPOSITORY
@@ -82,7 +82,7 @@ def test_portable_fibers_give_the_same_bits(
 ) -> None:
     variant = plain_variant("13x1024:bf16", target, **REDUCTION["atomic"])
     problem = Problem.parse("13x1024:bf16")
-    spec, launch = plan(variant, problem.M)
+    spec, launch = small_launch(variant, problem.M)
     fast = check_source(render(variant), spec, launch, problem, schedules=9)
     flags = (*host_build.flags(), "-DNORMFORGE_UCONTEXT")
     monkeypatch.setattr(host_build, "flags", lambda: flags)
@@ -144,7 +144,7 @@ def test_program_that_is_killed_from_outside_is_not_the_variants_fault(tmp_path:
         program.write_text(f"#!/bin/sh\ncat > /dev/null\n{end}\n")
         program.chmod(0o755)
         with pytest.raises(HostError, match="from outside or had no memory"):
-            _converse(program, b"", 10)
+            _run_program(program, b"", 10)
     # A Ctrl-C that reaches the program before it has a session of its own.
     # (A shell started in the background ignores SIGINT, and so would its children.)
     interrupted = "signal.signal(2, signal.SIG_DFL); os.kill(os.getpid(), 2)"
@@ -152,9 +152,9 @@ def test_program_that_is_killed_from_outside_is_not_the_variants_fault(tmp_path:
         f"#!{sys.executable}\nimport os, signal, sys\nsys.stdin.buffer.read()\n{interrupted}\n"
     )
     with pytest.raises(KeyboardInterrupt):
-        _converse(program, b"", 10)
+        _run_program(program, b"", 10)
     program.write_text("#!/bin/sh\ncat > /dev/null\nkill -11 $$\n")
-    assert _converse(program, b"", 10)[1].startswith("the executor ended with code -11")
+    assert _run_program(program, b"", 10)[1].startswith("the executor ended with code -11")
 
 
 def test_no_part_of_a_program_is_left_behind(tmp_path: Path) -> None:

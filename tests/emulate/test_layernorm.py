@@ -8,40 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from generator.emulate import Schedule, check_variant, find_compiler, run_schedules
-from generator.emulate.check import CPU, check_source, plan
-from generator.emulate.run import CallOptions, Runs
+from generator.emulate import check_variant, find_compiler
+from generator.emulate.check import CPU, check_source, small_launch
+from generator.emulate.run import CallOptions
 from generator.kernels.render import render
-from generator.kernels.variant import Variant
 from generator.operations import LAYERNORM_BACKWARD
-from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
 from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32
 from generator.target import Target
-from tests.support.samples import DETERMINISTIC, REDUCTION, plain_variant, sample_variant
+from tests.support.executor import run_to_one_result, small_variant
+from tests.support.samples import DETERMINISTIC, sample_variant
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
 SHAPE = "layernorm_backward:42x1024:bf16"
 SEED = 2026
-
-
-def small(reduction: str, target: Target, **knobs: int | str) -> Variant:
-    knobs = {**REDUCTION[reduction], **knobs}
-    if reduction == "separate":  # a small second kernel, for speed
-        knobs |= {"slice_columns": 128, "sum_threads": 128}
-    return plain_variant(SHAPE, target, **knobs)
-
-
-def call(variant: Variant, inputs: Inputs, call_options: CallOptions | None = None) -> Runs:
-    spec, launch = plan(variant, len(inputs.x))
-    schedules = [Schedule(seed, launch.grid) for seed in range(4)]
-    runs = run_schedules(
-        render(variant), spec, launch, inputs, schedules, call_options=call_options
-    )
-    assert runs.faults == []
-    assert runs.distinct_results == 1
-    return runs
 
 
 @pytest.mark.sampled(6)
@@ -58,7 +39,7 @@ def call(variant: Variant, inputs: Inputs, call_options: CallOptions | None = No
 def test_deterministic_reduction_gives_one_set_of_right_bits(
     reduction: str, knobs: dict[str, int | str], target: Target
 ) -> None:
-    variant, problem = small(reduction, target, **knobs), Problem.parse(SHAPE)
+    variant, problem = small_variant(SHAPE, reduction, target, **knobs), Problem.parse(SHAPE)
     check = check_variant(variant, problem, schedules=40, seed=SEED, all_rows=True)
     assert check.problems == ()
     assert (check.schedules, check.distinct_results) == (40, 1)
@@ -66,11 +47,11 @@ def test_deterministic_reduction_gives_one_set_of_right_bits(
 
 @pytest.mark.parametrize("reduction", ["atomic", "bulk_free"])
 def test_free_running_reduction_is_told_apart(reduction: str, target: Target) -> None:
-    variant, problem = small(reduction, target), Problem.parse(SHAPE)
+    variant, problem = small_variant(SHAPE, reduction, target), Problem.parse(SHAPE)
     check = check_variant(variant, problem, schedules=60, seed=SEED, all_rows=True)
     assert check.problems == ()
     assert check.distinct_results > 1
-    spec, launch = plan(variant, problem.M)
+    spec, launch = small_launch(variant, problem.M)
     claim = replace(spec, determinism="gpu_to_gpu")
     caught = check_source(render(variant), claim, launch, problem, schedules=60, seed=SEED)
     assert caught.problems
@@ -89,10 +70,10 @@ def test_free_running_reduction_is_told_apart(reduction: str, target: Target) ->
     ],
 )
 def test_planted_wrong_kernel_is_caught(old: str, new: str, found: str, target: Target) -> None:
-    variant, problem = small("column_slices", target), Problem.parse(SHAPE)
+    variant, problem = small_variant(SHAPE, "column_slices", target), Problem.parse(SHAPE)
     source = render(variant)
     assert old in source
-    spec, launch = plan(variant, problem.M)
+    spec, launch = small_launch(variant, problem.M)
     check = check_source(source.replace(old, new), spec, launch, problem, schedules=3)
     assert any(re.search(found, problem) for problem in check.problems), check.problems
 
@@ -100,18 +81,18 @@ def test_planted_wrong_kernel_is_caught(old: str, new: str, found: str, target: 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("reduction", DETERMINISTIC)
 def test_what_a_call_asks_for_has_the_bits_of_a_plain_call(reduction: str, target: Target) -> None:
-    variant = small(reduction, target)
+    variant = small_variant(SHAPE, reduction, target)
     inputs = LAYERNORM_BACKWARD.make_inputs(Problem.parse(SHAPE), CPU)
-    plain = call(variant, inputs)
+    plain = run_to_one_result(variant, inputs)
     assert plain.dw[0].shape == (2048,)
-    assert torch.equal(call(variant, inputs, CallOptions(dw=False)).dx[0], plain.dx[0])
-    assert torch.equal(call(variant, inputs, CallOptions(dx=False)).dw[0], plain.dw[0])
-    wide = call(variant, inputs, CallOptions(dw_mode=DW_IN_FP32)).dw[0]
+    assert torch.equal(run_to_one_result(variant, inputs, CallOptions(dw=False)).dx[0], plain.dx[0])
+    assert torch.equal(run_to_one_result(variant, inputs, CallOptions(dx=False)).dw[0], plain.dw[0])
+    wide = run_to_one_result(variant, inputs, CallOptions(dw_mode=DW_IN_FP32)).dw[0]
     assert torch.equal(wide.to(torch.bfloat16), plain.dw[0])
     start = torch.linspace(-3, 5, 2048)
-    added = call(variant, inputs, CallOptions(dw_mode=DW_ADDED, added_to=start)).dw[0]
+    added = run_to_one_result(variant, inputs, CallOptions(dw_mode=DW_ADDED, added_to=start)).dw[0]
     assert torch.equal(added, start + wide)
-    packed = call(variant, inputs, CallOptions(inner=7))
+    packed = run_to_one_result(variant, inputs, CallOptions(inner=7))
     assert torch.equal(packed.dx[0], plain.dx[0])
     assert torch.equal(packed.dw[0], plain.dw[0])
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from generator.emulate.build import find_compiler
-from generator.emulate.check import check_source, plan
+from generator.emulate.check import check_source, small_launch
 from generator.kernels.render import render
 from generator.problem import Problem
 from generator.target import Target
@@ -428,7 +428,7 @@ def test_any_number_of_resident_ctas_is_enough(reduction: str, shape: str, targe
         )
         variant = make(mutation, target)
         problem = Problem.parse(shape)
-        spec, launch = plan(variant, problem.M)
+        spec, launch = small_launch(variant, problem.M)
         assert launch.grid == 5
         check = check_source(
             render(variant),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from generator.emulate.build import find_compiler
-from generator.emulate.check import plan
+from generator.emulate.check import small_launch
 from generator.emulate.run import CallOptions, Schedule, run_schedules
 from generator.kernels.render import render
 from generator.kernels.variant import make_variant
@@ -44,7 +44,7 @@ def test_rows_behind_the_last_whole_run_are_a_run(
     x = torch.arange(M * 256).view(M, 256) % 7 - 3
     dy = torch.arange(M * 256).view(M, 256) % 5 + 1
     inputs = replace(drawn, x=x.bfloat16(), dy=dy.bfloat16(), rstd=torch.ones(M))
-    spec, launch = plan(variant, M, 3)
+    spec, launch = small_launch(variant, M, 3)
     runs = run_schedules(
         *(render(variant), spec, launch, inputs, [Schedule(0, launch.grid)]),
         call_options=CallOptions(dw_mode=DW_IN_FP32),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from generator.emulate import Schedule, check_variant, find_compiler, run_schedules
-from generator.emulate.check import CPU, plan
+from generator.emulate.check import CPU, small_launch
 from generator.emulate.run import CallOptions
 from generator.errors import NormforgeError
 from generator.kernels.render import render
@@ -74,7 +74,7 @@ def test_rows_of_less_than_a_warp_give_one_set_of_bits(reduction: str, target: T
         knobs["sum_threads"] = 128
     variant = plain_variant("65536x64:bf16", target, **knobs, ctas_per_sm=4)
     problem = Problem.parse("131x64:bf16")
-    assert plan(variant, problem.M)[1].grid == 5
+    assert small_launch(variant, problem.M)[1].grid == 5
     check = check_variant(variant, problem, schedules=100, seed=SEED, all_rows=True)
     assert check.problems == ()
     assert (check.schedules, check.distinct_results) == (100, 1)
@@ -86,7 +86,7 @@ def test_rows_of_less_than_a_warp_of_packed_heads(target: Target) -> None:
     problem = Problem.parse("210x64:bf16")
     knobs = {"threads_per_row": 8, "rows_per_cta": 2, "rows_in_flight": 2, "ctas_per_sm": 4}
     variant = plain_variant(replace(problem, M=1 << 16), target, **knobs, strategy="last_cta")
-    spec, launch = plan(variant, problem.M)
+    spec, launch = small_launch(variant, problem.M)
     inputs = make_inputs(problem, CPU)
 
     def call(call_options: CallOptions) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from generator.emulate import check as check_module
-from generator.emulate.check import check_source, plan
+from generator.emulate.check import check_source, small_launch
 from generator.emulate.run import Outcome, Runs
 from generator.operations.rmsnorm_backward import make_reference
 from generator.problem import Problem
@@ -23,7 +23,7 @@ def test_different_results_refute_a_claim(
 ) -> None:
     """One that claims nothing may have as many as it likes."""
     variant = plain_variant(PROBLEM, find_target("h200"), **REDUCTION[reduction])
-    spec, launch = plan(variant, PROBLEM.M)
+    spec, launch = small_launch(variant, PROBLEM.M)
 
     def two_results(*arguments: Any, **options: Any) -> Runs:
         inputs, schedules = arguments[3:5]

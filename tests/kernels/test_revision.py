@@ -59,7 +59,7 @@ def digests() -> list[str]:
     """Of all variants, from the templates that are there now."""
     render._file.cache_clear()
     render.environment.cache_clear()
-    revision._known.clear()
+    revision._digests.clear()
     return [code_digest(variant, TARGET.arch) for variant in [*variants(), *FORWARDS[:5]]]
 
 
@@ -174,7 +174,7 @@ def test_committed_studies_are_of_todays_code(
     """Of every hundredth trial and every winner: a change that this test does not pass measures
     200 shapes again."""
     monkeypatch.setattr(revision, "nvrtc_version", lambda: "13.0")  # that measured them
-    monkeypatch.setattr(revision, "_known", {})
+    monkeypatch.setattr(revision, "_digests", {})
     names = [entry["study_name"] for entry in committed if entry["op_code"] == 0]
     trials = [entry for entry in committed if entry["op_code"] == 4]
     assert len(names) == 230 and sum(name.startswith("layernorm") for name in names) == 47
@@ -195,7 +195,7 @@ def test_committed_forwards_are_of_todays_code(
     gpu: str, nvrtc: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(revision, "nvrtc_version", lambda: nvrtc)
-    monkeypatch.setattr(revision, "_known", {})
+    monkeypatch.setattr(revision, "_digests", {})
     table = ForwardTable.load(GENERATED / gpu / "rmsnorm_backward")
     assert table is not None
     for entry in table.tuned:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from generator.emulate.check import Check, check_source, plan
+from generator.emulate.check import Check, check_source, small_launch
 from generator.kernels.render import render
 from generator.kernels.variant import Variant
 from generator.problem import Problem
@@ -65,7 +65,7 @@ def make(mutation: Mutation, target: Target) -> Variant:
 
 def run(mutation: Mutation, source: str, variant: Variant) -> Check:
     problem = Problem.parse(mutation.shape)
-    spec, launch = plan(variant, problem.M)
+    spec, launch = small_launch(variant, problem.M)
     residencies = None
     if mutation.residency is not None:
         residencies = (mutation.residency,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cuda.bindings import nvrtc
 
-from generator.kernels.nvrtc import _text
+from generator.kernels.nvrtc import read_buffer
 
 
 def ptx_of(source: str, arch: str) -> str:
@@ -18,5 +18,5 @@ def ptx_of(source: str, arch: str) -> str:
     options = [f"--gpu-architecture=compute_{arch}", "--std=c++17"]
     encoded = [option.encode() for option in options]
     failed = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0].value
-    assert not failed, _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
-    return _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).decode()
+    assert not failed, read_buffer(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+    return read_buffer(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).decode()

@@ -129,7 +129,7 @@ def test_gpu_processes_start_before_anything_is_compiled_and_none_that_has_nothi
         before.add(tuple(sorted(gpus)))
         return compile_variant(variant, arch)
 
-    monkeypatch.setattr(forward_compiler, "cached", compile_where)
+    monkeypatch.setattr(forward_compiler, "find_cached", compile_where)
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
     monkeypatch.setattr(forward_tune, "measure_forwards", lambda gpu, p, made: measured(made))
     forwards = tune_forwards(shapes, H200, (0, 2, 5))
@@ -163,7 +163,7 @@ def test_kernels_of_later_shapes_are_compiled_while_the_first_one_is_measured(
         before.append(set(asked))
         return measured(made)
 
-    monkeypatch.setattr(forward_compiler, "cached", compile_where)
+    monkeypatch.setattr(forward_compiler, "find_cached", compile_where)
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
     monkeypatch.setattr(forward_tune, "measure_forwards", measure)
     tune_forwards(shapes, H200, (0,))
@@ -192,7 +192,7 @@ def crashing(
     """The compiler of a run whose cache is empty; the parameter is the variant that kills it."""
     forks()
     compiler = CrashingCompiler(Log(tmp_path / "log"), request.param.id)
-    monkeypatch.setattr(forward_compiler, "cached", lambda *_: None)
+    monkeypatch.setattr(forward_compiler, "find_cached", lambda *_: None)
     monkeypatch.setattr(
         forward_tune, "CompilePool", partial(CompilePool, method="forkserver", compile=compiler)
     )

@@ -21,7 +21,7 @@ import pytest
 
 from generator.errors import NormforgeError
 from generator.kernels import cubin_cache, precompile
-from generator.kernels.cubin_cache import CubinCache, cached, compile_variant
+from generator.kernels.cubin_cache import CubinCache, compile_variant, find_cached
 from generator.kernels.forward import render_forward
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.precompile import NICE, precompiling
@@ -86,15 +86,15 @@ def test_what_was_precompiled_is_found_by_who_compiles_it_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward, before = FORWARDS[0], workers()
-    assert cached(BACKWARD, H200.arch, tmp_path) is None
+    assert find_cached(BACKWARD, H200.arch, tmp_path) is None
     with all_gone(), precompiling([BACKWARD, forward], H200.arch, tmp_path):
-        await_(lambda: cached(forward, H200.arch, tmp_path))
+        await_(lambda: find_cached(forward, H200.arch, tmp_path))
         nice = [os.getpriority(os.PRIO_PROCESS, worker) for worker in workers() - before]
         assert nice and set(nice) == {NICE}
     monkeypatch.setattr(cubin_cache, "compile_source", refuse)
     found = compile_variant(BACKWARD, H200.arch, tmp_path)
     assert found.cubin
-    assert found == cached(BACKWARD, H200.arch, tmp_path)
+    assert found == find_cached(BACKWARD, H200.arch, tmp_path)
     assert compile_variant(forward, H200.arch, tmp_path).cubin
 
     pool: Any = SimpleNamespace(arch=H200.arch, cache_folder=tmp_path, submit=refuse)
@@ -110,10 +110,10 @@ def test_what_the_cache_lacks_is_compiled_by_the_pool(tmp_path: Path) -> None:
 
 def test_damaged_entry_of_the_cache_counts_as_none(tmp_path: Path) -> None:
     compile_variant(FORWARDS[0], H200.arch, tmp_path)
-    assert cached(FORWARDS[0], H200.arch, tmp_path)
+    assert find_cached(FORWARDS[0], H200.arch, tmp_path)
     path = CubinCache(tmp_path).path(render_forward(FORWARDS[0]), H200.arch, 0)
     path.write_bytes(path.read_bytes()[:-10])
-    assert cached(FORWARDS[0], H200.arch, tmp_path) is None
+    assert find_cached(FORWARDS[0], H200.arch, tmp_path) is None
 
 
 # ---- Nothing that goes wrong is the search's concern ---------------------------------------------
@@ -147,7 +147,7 @@ def test_processes_that_cannot_be_started_are_done_without(
 def test_full_disk_costs_the_entry_only(tmp_path: Path) -> None:
     (tmp_path / "full").write_text("a file stops even root")
     precompile._fill(FORWARDS[0], H200.arch, tmp_path / "full")
-    assert cached(FORWARDS[0], H200.arch, tmp_path / "full") is None
+    assert find_cached(FORWARDS[0], H200.arch, tmp_path / "full") is None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, NormforgeError])

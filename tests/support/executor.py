@@ -1,0 +1,43 @@
+"""Variants and inputs for tests of the CPU executor, and runs that must have one result."""
+
+from __future__ import annotations
+
+from generator.emulate import Runs, Schedule, run_schedules
+from generator.emulate.check import CPU, small_launch
+from generator.emulate.run import CallOptions
+from generator.kernels.render import render
+from generator.kernels.variant import Variant
+from generator.operations import operation_of
+from generator.operations.rmsnorm_backward import Inputs
+from generator.problem import Problem
+from generator.target import Target
+from tests.support.samples import REDUCTION, plain_variant
+
+
+def small_variant(shape: str, reduction: str, target: Target, **knobs: int | str) -> Variant:
+    """A plain variant with this reduction; a second kernel is small, for speed."""
+    knobs = {**REDUCTION[reduction], **knobs}
+    if reduction == "separate":
+        knobs |= {"slice_columns": 128, "sum_threads": 128}
+    return plain_variant(shape, target, **knobs)
+
+
+def cancelling_inputs(problem: Problem) -> Inputs:
+    """Inputs with whose dw any other order of additions shows."""
+    operation = operation_of(problem)
+    found: Inputs = operation.make_cancelling(problem, operation.make_inputs(problem, CPU))
+    return found
+
+
+def run_to_one_result(
+    variant: Variant, inputs: Inputs, call_options: CallOptions | None = None
+) -> Runs:
+    """Four schedules, which find nothing and agree in every bit."""
+    spec, launch = small_launch(variant, len(inputs.x))
+    schedules = [Schedule(seed, launch.grid) for seed in range(4)]
+    runs = run_schedules(
+        render(variant), spec, launch, inputs, schedules, call_options=call_options
+    )
+    assert runs.faults == []
+    assert runs.distinct_results == 1
+    return runs
