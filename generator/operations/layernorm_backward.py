@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from generator.operations import rmsnorm_backward as rmsnorm
-from generator.operations.operation import CHUNK_ELEMENTS, FrontEnd, Operation, TensorSpec
+from generator.operations.operation import FrontEnd, Operation, TensorSpec, row_slices
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
 
@@ -39,10 +39,8 @@ def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs
     x = inputs.x
     mean = torch.empty(problem.M, device=device)
     rstd = torch.empty_like(mean)
-    step = max(1, CHUNK_ELEMENTS // problem.N)
-    for start in range(0, problem.M, step):
-        part = slice(start, start + step)
-        around = torch.arange(start, start + len(x[part]), device=device) % 9 / 2 - 2.0
+    for part in row_slices(problem.M, problem.N):
+        around = torch.arange(part.start, part.stop, device=device) % 9 / 2 - 2.0
         x[part] = x[part].float() + around[:, None]
         wide = x[part].double()
         mean[part] = wide.mean(dim=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -19,6 +19,12 @@ FP32_SLACK = 64 * 2.0**-24
 a few dozen roundings, well above what any order of summation showed and well below one lost row."""
 CHUNK_ELEMENTS = 1 << 26
 """Elements that float64 arithmetic works on at once: half a GiB for each intermediate result."""
+
+
+def row_slices(M: int, N: int) -> Iterator[slice]:
+    """M rows of N elements in slices of at most CHUNK_ELEMENTS elements, or of one row."""
+    step = max(1, CHUNK_ELEMENTS // N)
+    return (slice(start, min(M, start + step)) for start in range(0, M, step))
 
 
 def half_subnormal(dtype: str) -> float:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from generator.operations.operation import (
-    CHUNK_ELEMENTS,
     FP32_SLACK,
     HALF_UNIT,
     TORCH_DTYPE,
@@ -18,6 +17,7 @@ from generator.operations.operation import (
     TensorSpec,
     half_subnormal,
     over_bytes,
+    row_slices,
 )
 from generator.problem import Problem
 from generator.runtime.launch.launch import DW_IN_WEIGHT_DTYPE, launch_backward
@@ -78,17 +78,12 @@ class Reference:
     dw_scale: torch.Tensor
 
 
-def _row_chunks(problem: Problem) -> range:
-    return range(0, problem.M, max(1, CHUNK_ELEMENTS // problem.N))
-
-
 def _rstd(x: torch.Tensor) -> torch.Tensor:
     """1 / sqrt(mean(x^2) + 1e-6) of every row, fp32, computed in chunks of float64."""
-    rows = max(1, CHUNK_ELEMENTS // x.shape[1])
-    parts = [
-        torch.rsqrt(part.double().square().mean(dim=1) + 1e-6).float() for part in x.split(rows)
-    ]
-    return torch.cat(parts)
+    rstd = torch.empty(len(x), device=x.device)
+    for part in row_slices(*x.shape):
+        rstd[part] = torch.rsqrt(x[part].double().square().mean(dim=1) + 1e-6)
+    return rstd
 
 
 def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs:
@@ -100,12 +95,10 @@ def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs
     shape = (problem.M, problem.N)
     x = torch.empty(shape, dtype=dtype, device=device)
     dy = torch.empty_like(x)
-    step = max(1, CHUNK_ELEMENTS // problem.N)
-    for start in _row_chunks(problem):
-        part = slice(start, start + step)
+    for part in row_slices(*shape):
         drawn = torch.randn(x[part].shape, generator=generator, device=device)
         x[part] = drawn
-        sign = 1.0 - 2.0 * (torch.arange(start, start + len(drawn), device=device) % 2)
+        sign = 1.0 - 2.0 * (torch.arange(part.start, part.stop, device=device) % 2)
         noise = torch.randn(x[part].shape, generator=generator, device=device)
         dy[part] = noise + 0.5 * sign[:, None] * drawn
     offset = 1.0 if problem.offset else 0.0
@@ -113,8 +106,7 @@ def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs
     residual = None
     if problem.residual:
         residual = torch.empty(shape, dtype=TORCH_DTYPE[problem.residual], device=device)
-        for start in _row_chunks(problem):
-            part = slice(start, start + step)
+        for part in row_slices(*shape):
             residual[part] = torch.randn(x[part].shape, generator=generator, device=device)
     weight = weight.to(TORCH_DTYPE[problem.weight_dtype])
     return Inputs(x, dy, _rstd(x), weight, offset, residual)
@@ -133,16 +125,15 @@ def make_cancelling(problem: Problem, inputs: Inputs, seed: int = 1) -> Inputs:
     for same in (x, rstd, mean):
         if same is not None:
             same[half : 2 * half] = same[:half]
-    step = max(1, CHUNK_ELEMENTS // problem.N)
-    for start in range(0, half, step):
-        stop = min(half, start + step)
-        shape = (stop - start, problem.N)
+    for part in row_slices(half, problem.N):
+        shape = dy[part].shape
         power = torch.randint(0, 11, (shape[0], 1), generator=generator, device=x.device)
         large = torch.randn(shape, generator=generator, device=x.device) * torch.exp2(power)
         noise = torch.randn(shape, generator=generator, device=x.device)
-        dy[start:stop] = large
-        dy[half + start : half + stop] = -dy[start:stop]
-        dy[half + start : half + stop] += noise * 0.01
+        dy[part] = large
+        again = dy[half + part.start : half + part.stop]
+        again.copy_(-dy[part])
+        again += noise * 0.01
     return replace(inputs, x=x, dy=dy, rstd=rstd, mean=mean)
 
 
@@ -162,9 +153,7 @@ def make_reference(problem: Problem, inputs: Inputs) -> Reference:
     dw_scale = torch.zeros_like(dw)
     row_scale = torch.empty((problem.M, 1), dtype=torch.float32, device=device)
     weight = inputs.weight.double() + inputs.offset
-    step = max(1, CHUNK_ELEMENTS // problem.N)
-    for start in _row_chunks(problem):
-        part = slice(start, start + step)
+    for part in row_slices(problem.M, problem.N):
         rstd = inputs.rstd[part].double()[:, None]
         x = inputs.x[part].double()
         xhat = (x if mean is None else x - mean[part].double()[:, None]) * rstd

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from generator.operations.operation import (
-    CHUNK_ELEMENTS,
     FP32_SLACK,
     HALF_UNIT,
     TORCH_DTYPE,
@@ -22,6 +21,7 @@ from generator.operations.operation import (
     TensorSpec,
     half_subnormal,
     over_bytes,
+    row_slices,
 )
 from generator.problem import Problem
 from generator.runtime.launch.driver import checked, cuda_driver
@@ -65,10 +65,10 @@ def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Forwar
     def rows() -> torch.Tensor:
         shape = (problem.M, problem.N)
         drawn = torch.empty(shape, dtype=TORCH_DTYPE[problem.dtype], device=device)
-        for part in drawn.split(max(1, CHUNK_ELEMENTS // problem.N)):
-            normal = torch.randn(part.shape, generator=generator, device=device)
-            size = torch.rand((len(part), 1), generator=generator, device=device)
-            part.copy_(normal * (0.5 + 3 * size))
+        for part in row_slices(*shape):
+            normal = torch.randn(drawn[part].shape, generator=generator, device=device)
+            size = torch.rand((len(normal), 1), generator=generator, device=device)
+            drawn[part] = normal * (0.5 + 3 * size)
         return drawn
 
     x = rows()
@@ -83,17 +83,13 @@ def bounds(problem: Problem, inputs: ForwardInputs) -> dict[str, Bound]:
     x = inputs.x
     if inputs.residual is not None:
         x = torch.empty_like(inputs.x)
-        step = max(1, CHUNK_ELEMENTS // problem.N)
-        for out, one, two in zip(
-            *(part.split(step) for part in (x, inputs.x, inputs.residual)), strict=True
-        ):
-            out.copy_(one.float() + two.float())
+        for part in row_slices(problem.M, problem.N):
+            x[part] = inputs.x[part].float() + inputs.residual[part].float()
     wide = torch.float64 if problem.dtype == "fp32" else torch.float32
     y = torch.empty(x.shape, dtype=wide, device=x.device)
     rstd = torch.empty(problem.M, dtype=torch.float64, device=x.device)
     weight = None if inputs.weight is None else inputs.weight.double()
-    for start in range(0, problem.M, step := max(1, CHUNK_ELEMENTS // problem.N)):
-        part = slice(start, start + step)
+    for part in row_slices(problem.M, problem.N):
         exact, own = reference_forward(x[part].double(), weight, EPS, inputs.offset)
         y[part], rstd[part] = exact, own[:, 0]
 

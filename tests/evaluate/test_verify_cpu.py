@@ -119,7 +119,7 @@ def test_large_problems_are_worked_through_in_chunks(monkeypatch: pytest.MonkeyP
     problem = Problem(37, 64, "fp32", "fp32")
     inputs = make_inputs(problem, CPU)
     whole = make_reference(problem, inputs)
-    monkeypatch.setattr("generator.operations.rmsnorm_backward.CHUNK_ELEMENTS", 5 * 64)
+    monkeypatch.setattr("generator.operations.operation.CHUNK_ELEMENTS", 5 * 64)
     chunked = make_reference(problem, inputs)
     assert torch.equal(whole.dx, chunked.dx)
     assert torch.equal(whole.row_scale, chunked.row_scale)
