@@ -14,7 +14,8 @@ from generator.result import Result
 from generator.studies.records import may_win
 
 TIE = 0.01
-"""Ratios this close, relative to the best, are equal: repeated finals differ by less than that."""
+"""Ratios this close, relative to the best, are equal. A tie as wide as two standard errors of the
+blocks, where that is more, makes repeated finals agree no more often (repeatability_h200.json)."""
 
 
 HOST_US = 12.0
@@ -81,9 +82,9 @@ def choose(
     the host takes longer for a call than the GPU they may even be LAUNCH_US slower than the best,
     and equal are those within 1 % of the fastest of them. Among equals the first in the order of
     `rank` wins: places of the values in the space's file, knob by knob, strategy first. Nothing
-    that was measured takes part in that, so repeated finals agree. The incumbent stays while it is
-    among them, unless it needs one launch more than another. With a preference equal are those
-    within its tie, and the one that it agrees with most wins, of several the fastest.
+    that was measured takes part in that. The incumbent stays while it is among them, unless it
+    needs one launch more than another. With a preference equal are those within its tie, and the
+    one that it agrees with most wins, of several the fastest.
     """
     times = {
         place: result.ratio

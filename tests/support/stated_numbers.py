@@ -55,6 +55,12 @@ UNTUNED_WIDTHS = [
     if row["unknown"] == "N"
 ]
 
+REPEATED = read("repeatability_h200")
+FINALS, SEARCHES = (
+    [sum(row["agreement"][group][i] for row in REPEATED["rows"]) for i in range(3)]
+    for group in ("finals", "search")
+)
+
 STATED: dict[str, list[str]] = {
     "search.md": [
         f"after {proposals.FIRST} trials, for {WORD[proposals.TPE_EVERY - 1]} of every"
@@ -68,6 +74,13 @@ STATED: dict[str, list[str]] = {
         f"Below {choose_winner.HOST_US:.0f} µs the host",
         f"be {choose_winner.LAUNCH_US} µs slower than the fastest",
         f"{WORD[finals.ONE_LAUNCH_PLACES].capitalize()} places in the finals",
+        f"differ by at most {percent(choose_winner.TIE)}, or by two standard errors",
+        f"at {len(REPEATED['rows'])} shapes and with {REPEATED['environment']['final_blocks']} "
+        f"blocks in each of the finals, {FINALS[1]} of {FINALS[0]} pairs",
+        f"{FINALS[2]} of {FINALS[0]} chose two that tie",
+        f"The rest, {FINALS[0] - FINALS[1] - FINALS[2]} of {FINALS[0]}, did not",
+        f"whole searches with {REPEATED['environment']['trials']} trials, "
+        f"{SEARCHES[1] + SEARCHES[2]} of {SEARCHES[0]} tie",
         f"configs within {percent(prior.TIE)} are tied",
         f"the same bits in {determinism.RUNS} runs",
         f"{session.SLOW} times the time of the best",
