@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from benchmarks.goals import geometric_mean
 from benchmarks.page_text import generated, read, table
@@ -77,19 +78,21 @@ def prediction_errors() -> str:
 
 
 def search_replay() -> str:
-    """Searches of a space that was measured whole."""
+    """Searches of spaces that were measured whole."""
     found = read("search_replay_h200")
+    return "\n\n".join(_searches(sweep, found["after"]) for sweep in found["sweeps"])
+
+
+def _searches(sweep: dict[str, Any], after: list[int]) -> str:
     rows = [
         (row["name"], str(row["seeds"]), *(f"{r:.3f}, {percent(c)}" for r, c in pairs))
-        for row in found["searches"]
+        for row in sweep["searches"]
         for pairs in [zip(row["reached"], row["close"], strict=True)]
     ]
     return (
-        f"{found['facts']['gpu']}, {found['problem']}: {found['legal']:,} legal configs,"
-        f" {found['close']} of them within {percent(CLOSE)} of the best.\nEach cell has the mean"
-        " share of the optimum's speed, and the share of searches within"
-        f" {percent(CLOSE)} of it.\n\n"
-        + table(("after so many trials", "seeds", *map(str, found["after"])), rows)
+        f"{sweep['facts']['gpu']}, {sweep['problem']}: {sweep['legal']:,} legal configs,"
+        f" {sweep['close']} of them within {percent(CLOSE)} of the best.\n\n"
+        + table(("after so many trials", "seeds", *map(str, after)), rows)
     )
 
 

@@ -1,4 +1,4 @@
-"""Search a recorded space many times without a GPU and compare, or record one on a GPU.
+"""Search recorded spaces many times without a GPU and compare, or record one on a GPU.
 
     python -m benchmarks.search_replay
     python -m benchmarks.search_replay --record FILE --gpu auto
@@ -20,12 +20,12 @@ from benchmarks.command import command_line, exit_code, say
 from benchmarks.search_replay.comparison import CHECKPOINTS, compare, table
 from benchmarks.search_replay.recording import (
     NARROW_FILE,
-    RECORDING_FILE,
     Recording,
     load_narrow,
     record,
+    recordings,
 )
-from benchmarks.search_replay.replay import SEARCHES, Replayed, available
+from benchmarks.search_replay.replay import Replayed
 from generator.errors import NormforgeError
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.nvrtc import nvrtc_version
@@ -37,7 +37,13 @@ from generator.tuner.choose_device import choose_target
 def main(argv: list[str] | None = None) -> int:
     """Compare searches on a swept space, or sweep one. The exit code is 2 for bad input."""
     parser = command_line(__doc__, gpu="auto", device=0)
-    parser.add_argument("--recording", type=Path, default=RECORDING_FILE, help="the swept space")
+    parser.add_argument(
+        "--recording",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="a swept space (default: all in benchmarks/results); may be repeated",
+    )
     parser.add_argument("--seeds", type=int, default=50, help="searches of each kind (default: 50)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument(
@@ -52,17 +58,17 @@ def main(argv: list[str] | None = None) -> int:
         return _record(args)
     if args.seeds < 1:
         raise NormforgeError("--seeds must be at least 1")
-    missing = [name for name in SEARCHES if name not in available()]
-    if missing:
-        say(f"left out: {'; '.join(missing)}. They need scikit-learn (pip install scikit-learn).")
-    recording = Recording.load(args.recording)
-    compared = compare(recording, args.seeds)
-    if args.json:
+    sweeps = []
+    for path in args.recording or recordings():
+        recording = Recording.load(path)
+        compared = compare(recording, args.seeds)
+        if not args.json:
+            print(table(recording, compared), end="\n\n")
         said = {"problem": str(recording.problem), **Replayed(recording).counts()}
-        said |= {"optimum": recording.optimum, "facts": recording.facts, "after": CHECKPOINTS}
-        print(json.dumps(said | {"searches": [asdict(row) for row in compared]}, indent=1))
-    else:
-        print(table(recording, compared))
+        said |= {"optimum": recording.optimum, "facts": recording.facts}
+        sweeps.append(said | {"searches": [asdict(row) for row in compared]})
+    if args.json:
+        print(json.dumps({"after": CHECKPOINTS, "sweeps": sweeps}, indent=1))
     return 0
 
 

@@ -16,7 +16,7 @@ import torch
 from optuna.exceptions import ExperimentalWarning
 
 from benchmarks.search_replay.recording import Recording
-from benchmarks.search_replay.replay import CLOSE, SEARCHES, SEEDS_FOR_ONE, Replayed, available
+from benchmarks.search_replay.replay import CLOSE, SEARCHES, SEEDS_FOR_ONE, Replayed
 
 CHECKPOINTS = (30, 60, 100)
 """Evaluations after which searches are compared."""
@@ -43,9 +43,9 @@ def compare(
     close: float = CLOSE,
 ) -> list[Comparison]:
     """Search the recording with `seeds` seeds in each way, on all cores unless told otherwise.
-    names: default all that can run here. A search is given the last checkpoint as its budget and is
+    names: default all. A search is given the last checkpoint as its budget and is
     looked at on the way."""
-    names = available() if names is None else names
+    names = list(SEARCHES) if names is None else names
     jobs = {
         name: [
             (name, max(checkpoints), seed)

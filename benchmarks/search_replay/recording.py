@@ -37,7 +37,8 @@ from generator.studies.study_log import StudyLog
 from generator.target import Target
 
 NARROW_FILE = Path(__file__).with_name("narrow.yaml")
-RECORDING_FILE = Path(__file__).parents[1] / "results" / "sweep_h200.json.xz"
+RESULTS = Path(__file__).parents[1] / "results"
+RECORDING_FILE = RESULTS / "sweep_h200.json.xz"
 FORMAT = 1
 NEAR = 1.1
 """Configs up to this many times the best are measured REPEATS more times. Searches are judged by
@@ -45,6 +46,11 @@ those, and the lowest of thousands of single measurements is one that happened t
 REPEATS = 2
 MOST = 10_000
 """More legal configs than this are no space to sweep."""
+
+
+def recordings() -> list[Path]:
+    """Every committed recording."""
+    return sorted(RESULTS.glob("sweep_*.json.xz"))
 
 
 @dataclass(frozen=True)

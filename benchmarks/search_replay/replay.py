@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
-from importlib.util import find_spec
 from math import inf
+from typing import Any
 from unittest.mock import patch
 
 import optuna
@@ -21,11 +21,7 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 
 from benchmarks.search_replay.recording import Recording
-from benchmarks.search_replay.surrogates import (
-    ExpectedImprovement,
-    ForestSurrogate,
-    LikelihoodFree,
-)
+from benchmarks.search_replay.rivals import RepairingSampler, most_improvement_expected
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.session import SLOW
 from generator.kernels.geometry import Config
@@ -38,9 +34,9 @@ from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.spec import MAIN_KERNEL
-from generator.search import proposals
+from generator.search import sampler
 from generator.search.budget import Budget
-from generator.search.sampler import LegalSampler, distributions
+from generator.search.sampler import distributions
 from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs, Values
 from generator.studies.records import Record, Winner, may_win, study_name
@@ -132,11 +128,12 @@ def at_random(replayed: Replayed, trials: int, seed: int) -> list[float]:
 
 
 def by_sampler(
-    replayed: Replayed, trials: int, seed: int, proposer: BaseSampler | None = None
+    replayed: Replayed, trials: int, seed: int, kind: Callable[..., BaseSampler], **options: Any
 ) -> list[float]:
-    """One of Optuna's samplers alone, TPE where none is given: its proposals are made legal and
-    new; no seeds and no surrogate."""
-    study = optuna.create_study(sampler=LegalSampler(replayed.legal, seed, proposer))
+    """One of Optuna's samplers alone: its proposals are made legal and new, and there are no
+    seeds."""
+    repairing = RepairingSampler(replayed.legal, seed, kind(seed=seed, **options))
+    study = optuna.create_study(sampler=repairing)
     pending: deque[tuple[optuna.Trial, float]] = deque()
     ratios: list[float] = []
     for _ in range(trials):
@@ -165,9 +162,7 @@ def by_tuner(
     return [record.ratio if record.feasible else inf for record in records]
 
 
-def by_tuner_with_winners(
-    replayed: Replayed, trials: int, seed: int, search: Callable[..., list[float]] = by_tuner
-) -> list[float]:
+def by_tuner_with_winners(replayed: Replayed, trials: int, seed: int) -> list[float]:
     """The same where the winners of other shapes are known, as in all runs but the first."""
     problem = replayed.legal.problem
     package = GENERATED / replayed.recording.gpu / problem.operation
@@ -176,51 +171,26 @@ def by_tuner_with_winners(
         for winner in known_winners(package)
         if (winner.problem.M, winner.problem.N) != (problem.M, problem.N)
     ]
-    return search(replayed, trials, seed, others)
+    return by_tuner(replayed, trials, seed, others)
 
 
-def by_forest(
-    replayed: Replayed,
-    trials: int,
-    seed: int,
-    winners: Sequence[Winner] = (),
-    *,
-    forest: type[ForestSurrogate],
-) -> list[float]:
-    """The search of this tuner with another surrogate, and the same in all else."""
-    with patch.object(proposals, "Surrogate", partial(forest, seed=seed)):
-        return by_tuner(replayed, trials, seed, winners)
+def by_forest(replayed: Replayed, trials: int, seed: int) -> list[float]:
+    """The search of this tuner with a random forest's expected improvement, and the same in all
+    else."""
+    with patch.object(sampler, "most_promising", most_improvement_expected):
+        return by_tuner(replayed, trials, seed)
 
 
-Search = Callable[[Replayed, int, int], list[float]]
-forest_search = partial(by_forest, forest=ExpectedImprovement)
-lfbo_search = partial(by_forest, forest=LikelihoodFree)
-SEARCHES: Mapping[str, Search] = {
+SEARCHES: Mapping[str, Callable[[Replayed, int, int], list[float]]] = {
     "random": at_random,
-    "genetic": lambda replayed, trials, seed: by_sampler(
-        *(replayed, trials, seed), NSGAIISampler(seed=seed, population_size=20)
-    ),
-    "GP": lambda replayed, trials, seed: by_sampler(
-        *(replayed, trials, seed), GPSampler(seed=seed)
-    ),
-    "TPE, liar": lambda replayed, trials, seed: by_sampler(
-        *(replayed, trials, seed), TPESampler(seed=seed, multivariate=True, constant_liar=True)
-    ),
-    "TPE": by_sampler,
-    "forest": forest_search,
-    "LFBO": lfbo_search,
+    "genetic": partial(by_sampler, kind=NSGAIISampler, population_size=20),
+    "GP": partial(by_sampler, kind=GPSampler),
+    "TPE, liar": partial(by_sampler, kind=TPESampler, multivariate=True, constant_liar=True),
+    "TPE": partial(by_sampler, kind=TPESampler, multivariate=True, constant_liar=False),
+    "forest": by_forest,
     "this tuner": by_tuner,
-    "forest, warm": partial(by_tuner_with_winners, search=forest_search),
-    "LFBO, warm": partial(by_tuner_with_winners, search=lfbo_search),
     "this tuner, warm": by_tuner_with_winners,
 }
 """By name. The liar counts what is under way as bad; a generation has 20."""
 SEEDS_FOR_ONE = {"GP": 5}
 """Of a search that takes minutes only one in so many seeds is tried."""
-NEEDS = {"GP": "scipy"} | dict.fromkeys(("forest", "LFBO", "forest, warm", "LFBO, warm"), "sklearn")
-"""Modules without which a search is left out. Both come with scikit-learn."""
-
-
-def available() -> list[str]:
-    """The searches that can run here."""
-    return [name for name in SEARCHES if name not in NEEDS or find_spec(NEEDS[name])]

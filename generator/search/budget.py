@@ -39,9 +39,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a search stands. phase: origin of the latest trial (seed, tpe, surrogate, overhead,
-    sweep) or "finals"; total: trials in the budget, None when only seconds count; elapsed: seconds
-    of search; counts: finished trials by outcome."""
+    """Where a search stands. phase: origin of the latest trial (seed, search, overhead, sweep)
+    or "finals"; total: trials in the budget, None when only seconds count; elapsed: seconds of
+    search; counts: finished trials by outcome."""
 
     problem: Problem
     phase: str

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import count, groupby, islice
+from dataclasses import dataclass
+from itertools import groupby
 from operator import attrgetter
 
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import REDUCTION_KNOBS, determinism_class
-from generator.search.surrogate import Surrogate
 from generator.space.legal_configs import Key, LegalConfigs, Values
 from generator.studies.records import Record
 
-FIRST = 12
-"""Trials, seeds among them, before the surrogate is asked; the others are drawn at random."""
-TPE_EVERY = 4
-"""One proposal in so many is TPE's, because the surrogate's stay near what is known to be good. In
-the sweep of an H200 (benchmarks/search_replay) 94 % of 200 searches were within 2 % of the optimum
-after 50 trials and all after 100; with TPE for 80 trials, then neighbours of the best in any order,
-67 % and 93 % of 30."""
-_STEP = (8, 2, 2, 2, 2)
-"""Neighbours of the best, second best, ... that become candidates at every turn: finding all of
-them at once takes longer than a trial."""
-_DRAWN = 200
-"""Random legal configs that are candidates all along, in a search of 50 trials or more."""
-_DRAWN_FOR_EACH = 4
-"""Of a shorter search for each trial: drawing them takes longer than a predicted trial."""
 OVERHEAD_SHARE = 0.05
 """Share of the budget for reduction kinds that are not deterministic, beside their seeds."""
 _MAX_OVERHEAD_SHARE = 0.1  # of a budget that is small for one trial of each such kind
@@ -48,17 +32,10 @@ class Proposals:
     used: Callable[[], float]
     trials: int | None
     sweep_limit: int
-    _walks: dict[Key, Iterator[Values]] = field(default_factory=dict)
-    _candidates: dict[Key, Values] = field(default_factory=dict)
-    _drawn: bool = False
-
-    @cached_property
-    def _surrogate(self) -> Surrogate:
-        return Surrogate(self.legal.space)
 
     def plan(self) -> Iterator[tuple[str, Values | None]]:
-        """Endless pairs of origin and config, or of "tpe" and None where the sampler is to choose;
-        ends only when a space that is small enough has been swept.
+        """Endless pairs of origin and config, or of "search" and None where the sampler is to
+        choose; ends only when a space that is small enough has been swept.
 
         Raises NormforgeError when no config is legal."""
         limit = min(self.sweep_limit, self.trials or self.sweep_limit)
@@ -71,15 +48,11 @@ class Proposals:
             return
         yield from (("seed", config) for config in self._seeds() if self._new(config))
         overhead_from = 1 - self._overhead_share()
-        for turn in count(1):
-            if self.used() >= overhead_from:
-                break
-            asks_surrogate = len(self.taken) >= FIRST and turn % TPE_EVERY
-            promising = self._most_promising() if asks_surrogate else None
-            yield ("tpe", None) if promising is None else ("surrogate", promising)
+        while self.used() < overhead_from:
+            yield "search", None
         yield from (("overhead", config) for config in self._ineligible_variants())
         while True:
-            yield "tpe", None
+            yield "search", None
 
     def _new(self, config: Config) -> bool:
         return self.legal.key(config) not in self.taken
@@ -96,27 +69,6 @@ class Proposals:
             known = [*self._ranked(), *starts]
             seed = self._with_kind(known[0], kind) if known else None
             yield seed or kind
-
-    def _most_promising(self) -> Values | None:
-        """The most promising of the neighbours of the best and of some random configs."""
-        for config, step in zip(self._ranked(), _STEP, strict=False):
-            key = self.legal.key(config)
-            if key not in self._walks:
-                self._walks[key] = self.legal.around(config, self.rng)
-            for near in islice(self._walks[key], step):
-                self._candidates[self.legal.key(near)] = near
-        if not self._drawn:
-            self._drawn = True
-            for _ in range(min(_DRAWN, _DRAWN_FOR_EACH * (self.trials or _DRAWN))):
-                drawn = self.legal.draw(self.rng, (), deterministic=True)
-                if drawn is not None:
-                    self._candidates[self.legal.key(drawn)] = drawn
-        for key in self._candidates.keys() & self.taken:
-            del self._candidates[key]
-        tried = [self.legal.key(record.config) for record in self.records]
-        pending = sorted(set(self.taken).difference(tried), key=repr)
-        best = self._surrogate.best(self.records, tried, pending, list(self._candidates))
-        return None if best is None else self._candidates[best]
 
     def _ineligible_variants(self) -> Iterator[Values]:
         """The best configs, each with every reduction kind that may not win."""

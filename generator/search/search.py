@@ -1,8 +1,8 @@
 """The search of one problem: trials until the budget ends, then the finals.
 
 A trial with a time has its ratio to the floor as its value. One without (a compile error, a crash,
-wrong numbers) ends PRUNED: TPE would propose a FAILed one again, and a made-up value would distort
-every plot of the study. Whatever may not win violates the constraint `infeasible`.
+wrong numbers) ends PRUNED: a made-up value would distort every plot of the study. Whatever may not
+win violates the constraint `infeasible`.
 
 Trials are asked and told in memory; the storage receives each one when it is finished.
 """

@@ -70,11 +70,8 @@ def test_every_reduction_kind_has_a_seed_in_the_shape_of_the_best(storage: BaseS
 def test_the_phases_follow_each_other(storage: BaseStorage) -> None:
     search(storage, trials=100)
     origins = [record.origin for record in records(storage)]
-    order = list(dict.fromkeys(origins))
-    assert order == ["seed", "tpe", "surrogate", "overhead"]
-    counts = Counter(origins)
-    assert 20 <= counts["tpe"] <= 40
-    assert counts["surrogate"] >= 45
+    assert list(dict.fromkeys(origins)) == ["seed", "search", "overhead"]
+    assert Counter(origins)["search"] >= 80
 
 
 def test_reduction_kinds_that_cannot_win_get_a_small_share(storage: BaseStorage) -> None:
@@ -82,21 +79,6 @@ def test_reduction_kinds_that_cannot_win_get_a_small_share(storage: BaseStorage)
     ineligible = [r for r in records(storage) if determinism_class(r.config) == "none"]
     assert {r.origin for r in ineligible} == {"seed", "overhead"}
     assert 4 <= len(ineligible) <= 10
-
-
-def test_most_surrogate_proposals_are_near_the_best(storage: BaseStorage) -> None:
-    search(storage, trials=100)
-    done = records(storage)
-
-    def change(number: int) -> int:
-        """Knobs in which a trial differs from the closest of the five best before it."""
-        best = sorted((r for r in done[:number] if r.feasible), key=lambda r: r.ratio)[:5]
-        config = done[number].config
-        return min(sum(r.config[knob] != config[knob] for knob in config) for r in best)
-
-    changes = [change(n) for n, record in enumerate(done) if record.origin == "surrogate"]
-    assert sum(changed <= 4 for changed in changes) > len(changes) / 2
-    assert min(changes) == 1
 
 
 def test_a_small_space_is_swept_in_the_order_of_the_file(

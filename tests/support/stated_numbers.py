@@ -33,7 +33,7 @@ from generator.paths import GENERATED, REPOSITORY, TEMPLATES
 from generator.problem import load_problems
 from generator.runtime.launch import workspace
 from generator.runtime.spec import CHUNK_ROWS
-from generator.search import budget, choose_winner, finals, proposals, starts
+from generator.search import budget, choose_winner, finals, proposals, sampler, starts
 from generator.space import forward_space
 from generator.studies import postgres, work_queue
 from generator.tuner import device_pool, lifecycle, plan, task_runner
@@ -63,9 +63,8 @@ FINALS, SEARCHES = (
 
 STATED: dict[str, list[str]] = {
     "search.md": [
-        f"after {proposals.FIRST} trials, for {WORD[proposals.TPE_EVERY - 1]} of every"
-        f" {WORD[proposals.TPE_EVERY]} proposals",
-        f"the {WORD[len(proposals._STEP)]} best trials and {proposals._DRAWN} random configs",
+        f"until {sampler.FIRST} configs are taken",
+        f"the {WORD[len(sampler.STEP)]} best trials and {sampler.DRAWN} new random configs",
         f"The last {percent(proposals.OVERHEAD_SHARE)} of the trials",
         f"Up to {finals.SHORTLIST} of the best trials",
         f"The best {WORD[plan.FINALISTS]} of the shortlist",
@@ -100,6 +99,7 @@ STATED: dict[str, list[str]] = {
         f"noticed within {postgres._LIBPQ['tcp_user_timeout'] // 1000} s",
     ],
     "looking.md": [
+        f"share of searches within {percent(replay.CLOSE)} of it",
         f"proposes {replay.COMPILERS} trials ahead",
         f"Those within {percent(recording.NEAR - 1)} of the best are measured"
         f" {WORD[recording.REPEATS + 1]} times",
