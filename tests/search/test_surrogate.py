@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from generator.paths import REPOSITORY
-from generator.search.surrogate import Row, most_promising
+from generator.search.surrogate import WORST, Row, most_promising
 
 RNG = random.Random(5)
 ROWS = RNG.sample(
@@ -67,20 +67,20 @@ def test_the_unit_of_the_times_does_not_count() -> None:
 
 
 def test_how_slow_the_slow_ones_are_does_not_count() -> None:
-    slow = [time if time < 1.3 else 1.6 for time in TIMES]
-    far = [time if time < 1.3 else inf for time in TIMES]
-    asked = [[CANDIDATES[place], *CANDIDATES] for place in range(10)]
-    assert 1.6 in slow
+    slow = [t if t < 1.2 else WORST + place / 100 for place, t in enumerate(TIMES, 1)]
+    far = [t if t < 1.2 else inf for t in TIMES]
+    assert len(set(slow)) > len(set(far)) > 2
+    asked = [CANDIDATES[place : place + 3] for place in range(len(CANDIDATES) - 2)]
     assert [most_promising(TRIED, slow, [], some) for some in asked] == [
         most_promising(TRIED, far, [], some) for some in asked
     ]
 
 
 def test_a_trial_without_a_time_counts_against_its_like() -> None:
-    fast = min(TRIED, key=cost)
-    failed = [(*fast[:2], 9, 0), (*fast[:2], 9, 1), (*fast[:2], 9, 2), (*fast[:2], 9, 3)]
-    asked = [(*fast[:2], 9, 4), fast]
-    assert most_promising([*TRIED, *failed], [*TIMES, *[inf] * 4], [], asked) == 1
+    timed = [(a, b, 0) for a in range(4) for b in range(4)]
+    failed = [(a, b, 1) for a in range(4) for b in range(4)]
+    found = [1.0 if a == 2 else 1.4 for a, _, _ in timed] + [inf] * len(failed)
+    assert most_promising([*timed, *failed], found, [], [(2, 9, 1), (2, 9, 0)]) == 1
 
 
 def test_what_is_on_its_way_counts_against_its_like() -> None:
