@@ -109,7 +109,8 @@ class LegalSampler(BaseSampler):
         place = most_promising(
             [rank(trial.params) for trial in tried],
             [inf if trial.value is None else trial.value for trial in tried],
-            [rank(trial.params) for trial in under_way if trial.params],
+            # The trial that asks has the knobs of one value already, and no others.
+            [rank(t.params) for t in under_way if len(t.params) == len(self.legal.space.knobs)],
             [rank(config) for config in candidates],
         )
         return None if place is None else candidates[place]

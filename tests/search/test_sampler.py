@@ -181,6 +181,24 @@ def test_every_proposal_is_legal_deterministic_and_new() -> None:
     assert len({LEGAL.key(config) for config in configs}) == 120
 
 
+def test_a_small_space_is_proposed_whole_and_nothing_twice(tmp_path: Path) -> None:
+    """Its random candidates are mostly taken ones."""
+    several = {"slice_columns": [32, 64, 128, 16], "stages": [3, 2, 4], "grid": ["full", "even"]}
+    several |= {"store_hint": ["default", "streaming"], "load_hint": ["default", "evict_last"]}
+    legal = LegalConfigs(shrink(tmp_path, LEGAL.first(1)[0], **several), PROBLEM, TARGET)
+    every = legal.first(100)
+    assert len(every) > FIRST + 5
+    study = new_study(LegalSampler(legal, seed=1))
+    found = []
+    for _ in every:
+        trial = study.ask(distributions(legal.space))
+        found.append(trial.params)
+        study.tell(trial, ratio_of(trial.params))
+    assert sorted(map(legal.key, found)) == sorted(map(legal.key, every))
+    with pytest.raises(NothingLeftError):
+        study.ask(distributions(legal.space))
+
+
 def test_equal_seeds_propose_alike() -> None:
     first, again = (ask_and_tell(LegalSampler(LEGAL, seed=2), 40) for _ in range(2))
     assert first == again
