@@ -23,6 +23,7 @@ from generator.runtime.serve.server import Server
 from generator.runtime.table import MAX_ALIGNMENT
 from tests.support.entry_points import (
     leaf,
+    needs_whole_forward,
     randn,
     same,
     write_layer_norm_package,
@@ -195,7 +196,10 @@ def step_of_layer_norm(eps: float) -> Any:
 @pytest.mark.usefixtures("aten")
 @pytest.mark.parametrize(
     ("step_of", "write"),
-    [(step_of_rms_norm, write_package), (step_of_layer_norm, write_layer_norm_package)],
+    [
+        pytest.param(step_of_rms_norm, write_package, marks=needs_whole_forward),
+        (step_of_layer_norm, write_layer_norm_package),
+    ],
 )
 def test_backwards_in_graphs_stay_pytorchs(step_of: Any, write: Any, tmp_path: Path) -> None:
     operators = write(tmp_path).ops
