@@ -14,8 +14,8 @@ from __future__ import annotations
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib import import_module
-from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -124,8 +124,8 @@ def run(name: str, cases: int, seconds: float, out: Path) -> int:
     widths = sorted({(tuned.N, tuned.dtype) for tuned in package._package.table.tuned})
     rows = []
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
-        Ns, dtypes = zip(*widths, strict=True)
-        for row in pool.map(check_width, repeat(name), Ns, dtypes, repeat(cases), repeat(seconds)):
+        check_one = partial(check_width, name, cases=cases, seconds=seconds)
+        for row in pool.map(check_one, *zip(*widths, strict=True)):
             rows.append(row)
             print(row, flush=True)
     tuned_for = package.PROVENANCE["target"]["title"]

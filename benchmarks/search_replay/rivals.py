@@ -14,11 +14,8 @@ from optuna.trial import FrozenTrial
 
 from generator.kernels.geometry import Config
 from generator.search.sampler import LegalSampler
-from generator.search.surrogate import WORST, Row
+from generator.search.surrogate import TREES, WORST, Row
 from generator.space.legal_configs import LegalConfigs
-
-TREES = 20
-"""As many as the tuner's surrogate has; SMAC has 10."""
 
 
 class RepairingSampler(LegalSampler):

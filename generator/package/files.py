@@ -83,14 +83,13 @@ class KernelFiles:
         headers are there for others as well, if possible that which the old package has."""
         found = dict(self._sources)
         there = {name for source in found.values() for name in included_revisions(source)}
-        for same in self._forwards.values():
 
-            def order(file: str, same: Mapping[str, str] = same) -> tuple[bool, bool, str]:
-                headers_there = there.issuperset(included_revisions(same[file]))
-                return not headers_there, not self._source_file(file).exists(), file
+        def order(entry: tuple[str, str]) -> tuple[bool, bool, str]:
+            file, source = entry
+            headers_there = there.issuperset(included_revisions(source))
+            return not headers_there, not self._source_file(file).exists(), file
 
-            name = min(same, key=order)
-            found[name] = same[name]
+        found.update(min(same.items(), key=order) for same in self._forwards.values())
         return found
 
     def _source_file(self, file: str) -> Path:

@@ -101,8 +101,6 @@ class LegalSampler(BaseSampler):
         under_way = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         drawn = {key(config): config for config in self._random()}
         self._neighbours |= {key(config): config for config in self._more_neighbours(tried)}
-        for known in self._neighbours.keys() & self.taken:
-            del self._neighbours[known]
         candidates = [
             config for k, config in (drawn | self._neighbours).items() if k not in self.taken
         ]
