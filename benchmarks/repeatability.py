@@ -43,7 +43,7 @@ from generator.kernels.strategies import launches
 from generator.paths import GENERATED
 from generator.problem import Problem, load_problems
 from generator.search.budget import Budget
-from generator.search.choose_winner import TIE, choose
+from generator.search.choose_winner import choose
 from generator.search.finals import Final, compile_configs, hold_finals
 from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs
@@ -61,6 +61,8 @@ SHAPES = ",".join(
     )
 )
 """Floors of 7 to 12 us, of 17 to 31 and of 53 to 100, by turns."""
+TIE = 0.01
+"""Kernels whose times differ by less are as good."""
 PROCESSES, BLOCKS = 2, 5
 """In which all winners are timed side by side: GPU processes, and blocks in each."""
 

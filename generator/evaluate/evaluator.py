@@ -54,9 +54,10 @@ class Shortlisting(Evaluator, Protocol):
     each of which had its own moment."""
 
     def shortlist(
-        self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]
+        self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]], blocks: int = 1
     ) -> list[float]:
-        """Ratios to the floor, without any check; nothing where no clean times can be had."""
+        """Ratios to the floor from so many blocks, without any check; nothing where no clean times
+        can be had."""
         ...
 
 

@@ -13,9 +13,11 @@ from generator.problem import Problem
 from generator.result import Result
 from generator.studies.records import may_win
 
-TIE = 0.01
-"""Ratios this close, relative to the best, are equal. A tie as wide as two standard errors of the
-blocks, where that is more, makes repeated finals agree no more often (repeatability_h200.json)."""
+TIE = 0.005
+"""Ratios this close, relative to the best, are equal."""
+KEPT = 0.01
+"""The incumbent stays where it is this close: twice as much, so that noise alone does not replace
+it."""
 
 
 HOST_US = 12.0
@@ -27,7 +29,7 @@ LAUNCH_US = 0.25
 """What a launch less may cost the GPU in each of them: it saves the host 2 to 3 us."""
 
 
-def slack(best: Result, config: Config, best_config: Config, tie: float = TIE) -> float:
+def slack(best: Result, config: Config, best_config: Config, tie: float) -> float:
     """How much slower than the best one a variant may be and count as equal, relative to it."""
     saved = launches(best_config) - launches(config)
     if best.us is None or best.us >= HOST_US or saved <= 0:
@@ -78,13 +80,13 @@ def choose(
 ) -> Choice | None:
     """The winner of the finals, None when none may win.
 
-    Equal are those within 1 % of the best. Kernels of one launch come before those of two; where
+    Equal are those within TIE of the best. Kernels of one launch come before those of two; where
     the host takes longer for a call than the GPU they may even be LAUNCH_US slower than the best,
-    and equal are those within 1 % of the fastest of them. Among equals the first in the order of
+    and equal are those within TIE of the fastest of them. Among equals the first in the order of
     `rank` wins: places of the values in the space's file, knob by knob, strategy first. Nothing
-    that was measured takes part in that. The incumbent stays while it is among them, unless it
-    needs one launch more than another. With a preference equal are those within its tie, and the
-    one that it agrees with most wins, of several the fastest.
+    that was measured takes part in that. Where the incumbent is among those within KEPT, they are
+    the equals, and it stays unless it needs one launch more than another. With a preference equal
+    are those within its tie, and the one that it agrees with most wins, of several the fastest.
     """
     times = {
         place: result.ratio
@@ -93,9 +95,12 @@ def choose(
     }
     if not times:
         return None
-    tied = _tied(finals, times, rank, preference)
-    winner, best = tied[0], min(times.values())
+    place = next((p for p, (config, _) in enumerate(finals) if config == incumbent), None)
     tie = preference.tie if preference else TIE
+    tied = _tied(finals, times, rank, preference, tie)
+    if preference is None and place in (kept := _tied(finals, times, rank, None, KEPT)):
+        tied, tie = kept, KEPT
+    winner, best = tied[0], min(times.values())
 
     def late(place: int) -> str:
         return f"{times[place] / best - 1:.1%} behind the fastest"
@@ -105,7 +110,6 @@ def choose(
         return f"{late(place)}, in one launch instead of two" if saved else otherwise
 
     before = ""
-    place = next((p for p, (config, _) in enumerate(finals) if config == incumbent), None)
     if place in tied:
         if launches(finals[place][0]) == launches(finals[winner][0]):
             stays = reason(place, f"not beaten by more than {100 * tie:g} %")
@@ -135,10 +139,10 @@ def _tied(
     times: Mapping[int, float],
     rank: Callable[[Config], tuple[int, ...]],
     preference: Preference | None,
+    tie: float,
 ) -> tuple[int, ...]:
     """Places of the finalists that count as equal, the one that wins first. times: ratios of those
     that may win, by their places."""
-    tie = preference.tie if preference else TIE
     first = min(times, key=times.__getitem__)
     fastest, fastest_result = finals[first]
 

@@ -19,7 +19,7 @@ from generator.problem import Problem
 from generator.result import Result
 from generator.search.choose_winner import HOST_US, Preference, choose, preference_of
 from generator.space.legal_configs import LegalConfigs
-from generator.studies.records import Finalist, Record, may_win
+from generator.studies.records import Finalist, Record, may_win, over_median_floor
 
 REMEASURED = 10
 """Noisy records that are measured once more, in units of the finalists wanted: noise may have put a
@@ -30,6 +30,9 @@ SHORTLIST = 48
 """Contenders that are timed side by side for the places in the finals. On one H200, 20 to 190 of
 312 trials of a shape were within 2 % of the best one, and a trial's ratio scatters by 0.2 % where
 it takes long and by 2 % where it takes 10 us."""
+SHORTLIST_BLOCKS = 3
+"""In which they take turns. With one, finals of the same trials had 1 to 6 of 8 finalists in
+common."""
 SHORTLIST_US = 12_000.0
 """Most time that they may take together in one round, and so fewer where they take long."""
 ONE_LAUNCH_PLACES = 2
@@ -178,7 +181,7 @@ def _shortlisted(
     entries = compile_configs(
         legal, pool, [record.config for record in of_every_gpu(ranked)[:count]]
     )
-    ratios = evaluator.shortlist(legal.problem, entries)
+    ratios = evaluator.shortlist(legal.problem, entries, SHORTLIST_BLOCKS)
     first = [variant.config for variant, _ in entries]
     order = sorted(zip(ratios, map(legal.rank, first), first, strict=False), key=itemgetter(0, 1))
     best = [config for _, _, config in order]
@@ -222,18 +225,22 @@ def _fastest_us(records: Sequence[Record]) -> float:
     return min((r.result.us for r in records if r.feasible and r.result.us), default=inf)
 
 
-def contenders(legal: LegalConfigs, records: Iterable[Record]) -> list[Record]:
-    """Records that may win, best ratio first. Of several that are one measurement the first in the
-    order of the space stands for all, whichever was tried first."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        if record.feasible:
-            groups.setdefault(record.identity, []).append(record)
-    ranked = [
-        min((record.ratio, legal.rank(record.config), record) for record in group)
-        for group in groups.values()
-    ]
-    return [record for _, _, record in sorted(ranked, key=itemgetter(0, 1))]
+def contenders(legal: LegalConfigs, records: Sequence[Record]) -> list[Record]:
+    """Records that may win, fastest first by `over_median_floor`. Of several that are one
+    measurement the first in the order of the space stands for all, whichever was tried first."""
+    times = over_median_floor([record.result for record in records])
+    ranked = sorted(
+        (
+            (time, legal.rank(record.config), record)
+            for time, record in zip(times, records, strict=True)
+            if record.feasible
+        ),
+        key=itemgetter(0, 1),
+    )
+    first: dict[str, Record] = {}
+    for _, _, record in ranked:
+        first.setdefault(record.identity, record)
+    return list(first.values())
 
 
 def fastest_ineligible(finals: Sequence[Final]) -> Finalist | None:

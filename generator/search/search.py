@@ -1,8 +1,8 @@
 """The search of one problem: trials until the budget ends, then the finals.
 
-A trial with a time has its ratio to the floor as its value. One without (a compile error, a crash,
-wrong numbers) ends PRUNED: a made-up value would distort every plot of the study. Whatever may not
-win violates the constraint `infeasible`.
+The value of a trial is its time over the median floor of the trials so far. One without a time (a
+compile error, a crash, wrong numbers) ends PRUNED: a made-up value would distort every plot of the
+study. Whatever may not win violates the constraint `infeasible`.
 
 Trials are asked and told in memory; the storage receives each one when it is finished.
 """
@@ -35,7 +35,13 @@ from generator.search.resume import Known, still_made, up_to_date
 from generator.search.sampler import LegalSampler, NothingLeftError, distributions
 from generator.search.starts import incumbent_and_starts
 from generator.space.legal_configs import LegalConfigs, Values
-from generator.studies.records import Record, Winner, plain_floor, study_names
+from generator.studies.records import (
+    Record,
+    Winner,
+    over_median_floor,
+    plain_floor,
+    study_names,
+)
 from generator.studies.study_log import StudyLog, stored_winners
 
 
@@ -256,9 +262,13 @@ class _Search:
         for name, value in record.attributes().items():
             trial.set_user_attr(name, value)
         trial.set_constraint("infeasible", 0.0 if record.feasible else 1.0)
-        state = TrialState.PRUNED if result.ratio is None else TrialState.COMPLETE
-        self.log.add(self.study.tell(trial, result.ratio, state))
         self._keep(self.stored, record)
+        if result.ratio is None:
+            value, state = None, TrialState.PRUNED
+        else:
+            *_, value = over_median_floor([record.result for record in self.records])
+            state = TrialState.COMPLETE
+        self.log.add(self.study.tell(trial, value, state))
         self.stored += 1
         self._report(pending.origin)
 

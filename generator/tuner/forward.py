@@ -30,13 +30,14 @@ from generator.package.fallback_kernels import DTYPES
 from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.table import ForwardTable
-from generator.search.choose_winner import TIE
 from generator.space.forward_space import forward_variants, generic_forwards
 from generator.target import Target
 from generator.tuner.forward_compiler import ForwardCompiler
 from generator.tuner.plan import longest_first
 
 MOST_VARIANTS = 60
+TIE = 0.01
+"""Forwards whose ratios are this close, relative to the best, are equal."""
 
 Choices = Callable[[Problem, Target], list[ForwardVariant]]
 """The variants of a shape that there are to choose from, the preferred one first."""

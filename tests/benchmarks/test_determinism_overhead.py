@@ -27,7 +27,7 @@ class Timing(FakeEvaluator):
     """Times candidates side by side as well."""
 
     def shortlist(
-        self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]]
+        self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]], blocks: int = 1
     ) -> list[float]:
         return [self.cost(variant) for variant, _ in entries]
 

@@ -324,7 +324,7 @@ def test_records_with_a_slow_reference_count_as_noisy_best_ratio_first() -> None
 # ---- The same answer twice -----------------------------------------------------------------------
 
 REPETITIONS = 200
-OFFSETS = (0.015, 0.008, 0.0, 0.005, 0.04, 0.002, 0.025, 0.06)
+OFFSETS = (0.015, 0.003, 0.0, 0.008, 0.04, 0.002, 0.025, 0.06)
 """Of the finalists from the best, in the order of the space: the first would win every tie."""
 
 
@@ -357,7 +357,7 @@ def test_selection_repeated_on_fresh_measurements_stays_inside_the_tie() -> None
 
     found = winners(together)
     assert all(offset <= TIE for offset in found), found
-    assert found[0.008] > 0.9 * REPETITIONS, "the first in the order of the space, nearly always"
+    assert found[0.003] > 0.9 * REPETITIONS, "the first in the order of the space, nearly always"
 
 
 def test_finalists_timed_one_after_another_would_not() -> None:

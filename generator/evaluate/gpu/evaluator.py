@@ -110,15 +110,21 @@ class MeasuredEvaluator:
         return self._check_each("determinism", problem, entries)
 
     def shortlist(
-        self, problem: Problem, entries: Sequence[Entry], rounds: int | None = None
+        self,
+        problem: Problem,
+        entries: Sequence[Entry],
+        blocks: int = 1,
+        rounds: int | None = None,
     ) -> list[float]:
-        """Ratios from one block in which all take turns; nothing when it stays noisy or costs the
-        worker its life. Whoever did that is found in the finals. rounds: default as many as in the
-        finals."""
+        """Ratios from blocks in which all take turns; nothing when they stay noisy or cost the
+        worker its life. Whoever did that is found in the finals. rounds: of each block, default as
+        many as in the finals."""
         job = self._job("interleave", problem, self._candidates(entries), rounds=rounds)
         try:
             best = self._floors.get(problem)
-            timing = collect(lambda: self._measure_block(job), 1, best, SEARCH_PAUSES, self._sleep)
+            timing = collect(
+                lambda: self._measure_block(job), blocks, best, SEARCH_PAUSES, self._sleep
+            )
         except WorkerLostError:
             return []
         self.discarded += timing.discarded

@@ -38,7 +38,9 @@ def measure_forwards(
     places = [place for place, result in enumerate(results) if result.outcome == "ok"]
     places = checked(places, evaluator.check_accuracy, problem)
     if places:
-        ratios = evaluator.shortlist(problem, [entries[place] for place in places], SCREEN_ROUNDS)
+        ratios = evaluator.shortlist(
+            problem, [entries[place] for place in places], rounds=SCREEN_ROUNDS
+        )
         if ratios:
             places = [place for _, place in sorted(zip(ratios, places, strict=True))]
         places = checked(places[:FINALISTS], evaluator.check_determinism, with_residual)
