@@ -109,8 +109,9 @@ class Recording:
 
     values: the swept knobs and REDUCTION_KNOBS with their values; all other knobs have their first
     one. facts: where, when and with what it was measured. entries: for every legal config, by its
-    values in the order of `values`, the result and a number shared by equal machine code. rules: as
-    in Narrow.
+    values in the order of `values`, the result and a number shared by equal machine code. In a
+    loaded one all results have the median floor of the sweep: the lowest of thousands of ratios is
+    one whose own floor happened to be slow. rules: as in Narrow.
     """
 
     problem: Problem
@@ -171,7 +172,12 @@ class Recording:
             raise NormforgeError(f"cannot read the recording {path}: {error}") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise NormforgeError(f"{path} is no recording of this version: record it again")
-        columns = ("configs", "outcomes", "us", "ratios", "cubins")
+        columns = ("configs", "outcomes", "us", "cubins")
+        floor_us = median(
+            us / ratio
+            for us, ratio in zip(content["us"], content["ratios"], strict=True)
+            if us and ratio
+        )
         return cls(
             problem=Problem.parse(content["problem"]),
             gpu=content["gpu"],
@@ -179,18 +185,19 @@ class Recording:
             rules=tuple(content.get("rules", ())),
             facts=content["facts"],
             entries={
-                tuple(config): (_result(outcome, us, ratio), cubin)
-                for config, outcome, us, ratio, cubin in zip(
+                tuple(config): (_result(outcome, us, floor_us), cubin)
+                for config, outcome, us, cubin in zip(
                     *(content[column] for column in columns), strict=True
                 )
             },
         )
 
 
-def _result(outcome: str, us: float | None, ratio: float | None) -> Result:
-    floor_us = us / ratio if us and ratio else None
+def _result(outcome: str, us: float | None, floor_us: float) -> Result:
     determinism = {"ok": "verified", "nondeterministic": "refuted"}.get(outcome, "unverified")
-    return Result(outcome, us, floor_us, ratio, determinism)
+    if not us:
+        return Result(outcome, determinism=determinism)
+    return Result(outcome, us, floor_us, us / floor_us, determinism)
 
 
 @dataclass(frozen=True)

@@ -159,11 +159,11 @@ def test_a_recording_survives_its_file(recording: Recording, tmp_path: Path) -> 
         {name: tuple(values) for name, values in recording.values.items()},
     )
     assert again.entries.keys() == recording.entries.keys()
-    assert again.optimum == pytest.approx(recording.optimum, abs=1e-5)
+    assert again.optimum == pytest.approx(recording.optimum, abs=1e-4)  # its us are rounded
     for key, (result, cubin) in recording.entries.items():
         other, other_cubin = again.entries[key]
         assert (other.outcome, other_cubin) == (result.outcome, cubin)
-        assert other.ratio == pytest.approx(result.ratio, abs=1e-5)
+        assert other.ratio == pytest.approx(result.ratio, abs=1e-4)
     assert list(tmp_path.iterdir()) == [path]
 
 
