@@ -11,16 +11,15 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any
-from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 from generator.errors import NormforgeError
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import headers
 from generator.kernels.revision import AnyVariant
 from generator.operations import OPERATIONS
+from generator.package.cubin_archive import pack_cubins
 from generator.package.sources import (
     INCLUDE,
     config_of,
@@ -30,7 +29,7 @@ from generator.package.sources import (
 )
 from generator.paths import GENERATED, RUNTIME
 from generator.problem import RMSNORM_BACKWARD
-from generator.runtime.cubins import CUBINS
+from generator.runtime.cubins import CUBINS, CUBINS_INDEX
 from generator.runtime.table import (
     FORWARD_TABLE,
     TABLE,
@@ -170,15 +169,10 @@ def write_package(
 
 
 def write_cubins(folder: Path, cubins: Mapping[str, bytes]) -> None:
-    """Write the container of a package's cubins, equal bytes for equal cubins. Raises OSError."""
-    content = BytesIO()
-    with ZipFile(content, "w", ZIP_DEFLATED) as container:
-        for file, cubin in sorted(cubins.items()):
-            about = ZipInfo(f"{file}.cubin")  # of 1980, whenever it is written
-            about.compress_type = ZIP_DEFLATED
-            about.external_attr = 0o644 << 16
-            container.writestr(about, cubin)
-    (folder / CUBINS).write_bytes(content.getvalue())
+    """Write a package's cubins, which are given by name. Raises OSError."""
+    archive, index = pack_cubins(cubins)
+    (folder / CUBINS).write_bytes(archive)
+    (folder / CUBINS_INDEX).write_text(_format_json(index) + "\n")
 
 
 def write_code(folder: Path, table: Table) -> None:

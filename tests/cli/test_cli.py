@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 import optuna
 import pytest
@@ -28,7 +27,6 @@ from generator.package.fallback_kernels import compile_fallbacks, fallbacks_to_c
 from generator.paths import REPOSITORY
 from generator.problem import RMSNORM_BACKWARD as PACKAGE_NAME
 from generator.problem import Problem, load_problems
-from generator.runtime.cubins import CUBINS
 from generator.runtime.table import ForwardTable, Table
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import SPACE_FILE, load_space
@@ -38,7 +36,7 @@ from generator.tuner import run
 from generator.tuner.display import Status
 from generator.tuner.plan import Plan
 from generator.tuner.run import Outcome
-from tests.support.packages import unsealed
+from tests.support.packages import archived_cubins, unsealed
 from tests.support.patience import patience
 from tests.support.runs import command, kill_and_resume, trials
 from tests.support.samples import sm_of
@@ -127,8 +125,7 @@ def test_every_kernel_of_the_module_is_for_the_target_and_has_no_spills(
 ) -> None:
     out, document, _ = first_run
     package = out / PACKAGE_NAME
-    with ZipFile(package / CUBINS) as container:
-        cubins = {name: container.read(name) for name in container.namelist()}
+    cubins = archived_cubins(package)
     assert all(sm_of(cubin) == 100 for cubin in cubins.values())
     winners = [variant_of(row) for row in document["shapes"]]
     table = Table.load(package)

@@ -23,7 +23,7 @@ from generator.package.files import runtime_files
 from generator.package.hub import export
 from generator.package.hub.export import export_package
 from generator.paths import GENERATED, REPOSITORY, RUNTIME
-from generator.runtime.cubins import CUBINS
+from generator.runtime.cubins import CUBINS, CUBINS_INDEX
 from generator.runtime.table import TABLE
 from generator.target import Target
 from tests.support.entry_points import Training, equal_bits, randn
@@ -343,7 +343,7 @@ def test_package_that_cannot_be_exported(package: Path, tmp_path: Path) -> None:
     refused(package, folder, f"{package} cannot be exported .*damaged")
 
 
-@pytest.mark.parametrize("name", [BINDINGS, CUBINS])
+@pytest.mark.parametrize("name", [BINDINGS, CUBINS, CUBINS_INDEX])
 def test_full_disk_leaves_the_earlier_export(
     exported: Path, package: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -1,58 +1,110 @@
-"""The container of a package's machine code: what is read is what was written, or an error."""
+"""The archive of a package's machine code: what is read is what was written, or an error."""
 
 from __future__ import annotations
 
+import json
+import lzma
+import random
+import subprocess
+import sys
 from pathlib import Path
-from zipfile import ZipFile
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from generator.package.cubin_archive import GROUP_BYTES
 from generator.package.files import write_cubins
-from generator.runtime.cubins import CUBINS, read_cubin
-from tests.support.packages import digest_of
+from generator.paths import RUNTIME
+from generator.runtime.cubins import CUBINS, CUBINS_INDEX, read_cubin
+from tests.support.packages import archived_cubins, digest_of
 
 KERNELS = {
     "rows_n64": b"\x7fELF" + bytes(range(256)) * 9,
     "more_rows_n64": b"",
-    "b_rows_n64": b"\x00" * 5000,
-    "a": b"one",
+    "b_rows_n64": b"\x00" * GROUP_BYTES,
+    "a" * 200: b"one",
 }
-"""Some names end in others."""
+
+
+def refused(package: Path, name: str = "rows_n64") -> str:
+    """Why a kernel cannot be read."""
+    with pytest.raises(RuntimeError, match=r"cannot read .* emit it again") as caught:
+        read_cubin(package, name, digest_of(KERNELS["rows_n64"]))
+    return str(caught.value)
 
 
 def test_every_kernel_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_cubins(tmp_path, KERNELS)
     for name, cubin in KERNELS.items():
         assert read_cubin(tmp_path, name, digest_of(cubin)) == cubin
-    with ZipFile(tmp_path / CUBINS) as container:  # what other programs make of it
-        assert {n: container.read(f"{n}.cubin") for n in KERNELS} == KERNELS
+    assert archived_cubins(tmp_path) == KERNELS  # what other programs make of it
 
 
 def test_equal_cubins_make_equal_files(tmp_path: Path) -> None:
-    write_cubins(tmp_path, KERNELS)
-    first = (tmp_path / CUBINS).read_bytes()
-    write_cubins(tmp_path, dict(reversed(KERNELS.items())))
-    assert (tmp_path / CUBINS).read_bytes() == first
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, kernels in ((first, KERNELS), (second, dict(reversed(KERNELS.items())))):
+        folder.mkdir()
+        write_cubins(folder, kernels)
+    for name in (CUBINS, CUBINS_INDEX):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+def test_neighbours_share_a_stream_that_is_soon_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(0)
+    kernels = {f"kernel_{i:02}": chance.randbytes(chance.randrange(60_000)) for i in range(40)}
+    write_cubins(tmp_path, kernels)
+    unpacked: list[int] = []
+    unpack = lzma.decompress
+
+    def count(data: bytes) -> bytes:
+        unpacked.append(len(unpack(data)))
+        return unpack(data)
+
+    monkeypatch.setattr(lzma, "decompress", count)
+    for name, cubin in kernels.items():
+        assert read_cubin(tmp_path, name, digest_of(cubin)) == cubin
+    assert len(unpacked) == len(kernels)
+    headers = 1024 * len(kernels)
+    assert GROUP_BYTES / 2 < max(unpacked) < GROUP_BYTES + headers
+    streams = {(offset, size) for offset, size, *_ in index_of(tmp_path).values()}
+    assert 8 <= len(streams) <= 15  # of 1.1 MB
+
+
+def index_of(package: Path) -> dict[str, list[int]]:
+    return json.loads((package / CUBINS_INDEX).read_text())
 
 
 @pytest.mark.parametrize("name", ["rows_n6", "ows_n64", "", "rows_n64.cubin"])
 def test_names_that_are_not_there_are_not_found(tmp_path: Path, name: str) -> None:
     write_cubins(tmp_path, KERNELS)
-    with pytest.raises(RuntimeError, match=r"cannot read .* emit it again"):
-        read_cubin(tmp_path, name, digest_of(KERNELS["rows_n64"]))
+    assert f"KeyError('{name}')" in refused(tmp_path, name)
 
 
 def test_another_kernel_than_that_of_the_table_is_refused(tmp_path: Path) -> None:
     write_cubins(tmp_path, KERNELS)
     with pytest.raises(RuntimeError, match="is not the kernel of the table"):
-        read_cubin(tmp_path, "a", digest_of(b"two"))
+        read_cubin(tmp_path, "rows_n64", digest_of(b"two"))
 
 
-def test_package_without_a_container_says_so(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="No such file"):
-        read_cubin(tmp_path, "a", digest_of(b"one"))
+@pytest.mark.parametrize("name", [CUBINS, CUBINS_INDEX])
+def test_package_without_an_archive_or_its_index_says_so(tmp_path: Path, name: str) -> None:
+    write_cubins(tmp_path, KERNELS)
+    (tmp_path / name).unlink()
+    assert "No such file" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [None, [], [0, 1, 2], ["0", 1, 2, 3], [-1, 1, 2, 3], [0, 0, 0, 0], [10**30, 1, 0, 1], {}, 0.5],
+)
+def test_index_that_says_nonsense_is_damaged(tmp_path: Path, place: Any) -> None:
+    write_cubins(tmp_path, KERNELS)
+    (tmp_path / CUBINS_INDEX).write_text(json.dumps({"rows_n64": place}))
+    refused(tmp_path)
 
 
 @given(data=st.data())
@@ -61,14 +113,29 @@ def test_damage_never_gives_another_kernel(
 ) -> None:
     folder = tmp_path_factory.mktemp("damaged")
     write_cubins(folder, KERNELS)
-    content = bytearray((folder / CUBINS).read_bytes())
+    damaged = folder / data.draw(st.sampled_from([CUBINS, CUBINS_INDEX]))
+    content = bytearray(damaged.read_bytes())
     end = data.draw(st.integers(0, len(content)))
     del content[end:]
     for at in data.draw(st.lists(st.integers(0, max(0, end - 1)), max_size=3)) if end else ():
         content[at] = data.draw(st.integers(0, 255))
-    (folder / CUBINS).write_bytes(content)
+    damaged.write_bytes(content)
     for name, cubin in KERNELS.items():
         try:
             assert read_cubin(folder, name, digest_of(cubin)) == cubin
         except RuntimeError as error:
             assert "emit" in str(error)
+
+
+def test_python_without_lzma_imports_packages_and_says_what_to_do(tmp_path: Path) -> None:
+    write_cubins(tmp_path, KERNELS)
+    program = (
+        "import sys; from pathlib import Path; sys.modules['_lzma'] = None; import cubins\n"
+        f"try: cubins.read_cubin(Path({str(tmp_path)!r}), 'rows_n64', '')\n"
+        "except RuntimeError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=RUNTIME, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.startswith("this Python cannot unpack kernels: it has no module lzma")
+    assert "liblzma-dev" in done.stdout and not done.stderr

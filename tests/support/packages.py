@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import tarfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Emission, Entry
 from generator.package.fallback_kernels import fallback_variants, first_choices
 from generator.problem import Problem
+from generator.runtime.cubins import CUBINS
 from generator.space.load import load_space
 from generator.target import Target, find_target
 
@@ -29,6 +31,17 @@ def unsealed(text: str) -> str:
 def digest_of(cubin: bytes) -> str:
     """As tables have it."""
     return hashlib.sha256(cubin).hexdigest()[:16]
+
+
+def archived_cubins(package: Path) -> dict[str, bytes]:
+    """All cubins of a package by name, as any program unpacks them."""
+    found = {}
+    with tarfile.open(package / CUBINS) as archive:
+        for member in archive:
+            file = archive.extractfile(member)
+            assert file is not None
+            found[member.name.removesuffix(".cubin")] = file.read()
+    return found
 
 
 def variant_for(problem: Problem, target: Target = H200, **knobs: Any) -> Variant:

@@ -14,7 +14,7 @@ from generator.package.hub.texts import CARD, INIT, LAYERS
 from generator.package.sources import INCLUDE
 from generator.paths import REPOSITORY
 from generator.problem import RMSNORM_BACKWARD
-from generator.runtime.cubins import CUBINS
+from generator.runtime.cubins import CUBINS, CUBINS_INDEX
 from generator.runtime.table import FORWARD_TABLE, TABLE, ForwardTable, Table
 
 OPERATIONS = (RMSNORM_BACKWARD,)
@@ -96,7 +96,7 @@ def _write_build(build: Path, package: Path, table: Table) -> None:
     with (build / "__init__.py").open("a") as init:
         init.write(INIT)
     (build / "layers.py").write_text(LAYERS)
-    for name in (TABLE, FORWARD_TABLE, CUBINS):
+    for name in (TABLE, FORWARD_TABLE, CUBINS, CUBINS_INDEX):
         if (package / name).exists():
             shutil.copyfile(package / name, build / name)
     for name in ("kernels", INCLUDE):

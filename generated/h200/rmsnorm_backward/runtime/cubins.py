@@ -1,51 +1,40 @@
-"""The machine code of a package: one zip file, from which a kernel is read when it is loaded.
+"""The machine code of a package: an archive, from which a kernel is read when it is loaded.
 
-Python's `zipfile` first makes an object of every name in the file, which takes 3 ms for 458 kernels
-and would be a part of the first launch. Here the list is searched for one name, as bytes.
+cubins.tar.xz is a tar of all cubins, compressed in groups: similar kernels share an xz stream, and
+none of the other streams is unpacked for them. cubins.json says for each name where its stream is
+(offset and size in bytes), and where it is in that stream (start and length in bytes, unpacked).
 """
 
 from __future__ import annotations
 
 import hashlib
-import struct
-import zlib
+import json
 from pathlib import Path
 
-CUBINS = "cubins.zip"
-
-# Parts of a zip file (PKWARE's APPNOTE, 4.3): its last bytes, a member in the list, and the head of
-# the member itself. Members are deflated, and no comments are written.
-_END = struct.Struct("<4s4H2IH")
-_LISTED = struct.Struct("<4s6H3I5H2I")
-_HEAD = struct.Struct("<4s5H3I2H")
+CUBINS = "cubins.tar.xz"
+CUBINS_INDEX = "cubins.json"
 
 
 def read_cubin(package: Path, file: str, digest: str) -> bytes:
     """<file>.cubin of a package, whose sha256 has to begin with `digest`. Raises RuntimeError."""
+    try:
+        import lzma  # some Pythons are built without it, and packages are imported there, too
+    except ImportError as error:
+        raise RuntimeError(
+            f"this Python cannot unpack kernels: it has no module lzma ({error}). Use another, or "
+            "build it again where liblzma's headers are (liblzma-dev, xz-devel)"
+        ) from error
     path = package / CUBINS
     try:
-        cubin = _member(path, f"{file}.cubin".encode())
-    except (OSError, ValueError, struct.error, zlib.error) as error:
-        raise RuntimeError(f"cannot read {file} in {path} ({error}); emit it again") from error
+        offset, size, start, length = json.loads((package / CUBINS_INDEX).read_bytes())[file]
+        with path.open("rb") as archive:
+            archive.seek(offset)
+            group = lzma.decompress(archive.read(size))
+        cubin = group[start : start + length]
+    except Exception as error:  # a damaged index can hold anything
+        raise RuntimeError(f"cannot read {file} in {path} ({error!r}); emit it again") from error
     if hashlib.sha256(cubin).hexdigest()[:16] != digest:
         raise RuntimeError(
             f"{file} in {path} is not the kernel of the table; emit the package again"
         )
     return cubin
-
-
-def _member(path: Path, name: bytes) -> bytes:
-    """Raises ValueError where there is none, and for a damaged file any error of `read_cubin`."""
-    with path.open("rb") as container:
-        container.seek(-_END.size, 2)
-        *_, size, start, _ = _END.unpack(container.read())
-        container.seek(start)
-        members = container.read(size)
-        at = members.index(name)
-        # The name may also be the end of a longer one.
-        while (listed := _LISTED.unpack_from(members, at - _LISTED.size))[10] != len(name):
-            at = members.index(name, at + 1)
-        container.seek(listed[16])
-        *_, name_size, extra_size = _HEAD.unpack(container.read(_HEAD.size))
-        container.seek(name_size + extra_size, 1)
-        return zlib.decompress(container.read(listed[8]), wbits=-zlib.MAX_WBITS)

@@ -144,7 +144,7 @@ class LoadedKernels:
         self._loaded: dict[Kernel | ForwardKernel, LoadedKernel] = {}
 
     def get(self, kernel: Kernel | ForwardKernel) -> LoadedKernel:
-        """Raises RuntimeError when the kernel's file is missing or damaged."""
+        """Raises RuntimeError when the kernel's machine code cannot be read."""
         with self._lock:
             if kernel not in self._loaded:
                 cubin = kernel.read_cubin(self._package)

@@ -1,0 +1,39 @@
+"""The archive of a package's machine code, as `generator.runtime.cubins` reads it."""
+
+from __future__ import annotations
+
+import lzma
+from collections.abc import Mapping
+from tarfile import BLOCKSIZE, TarInfo
+
+GROUP_BYTES = 160_000
+"""Most that a stream unpacks to, unless it holds a single cubin. The first launch of a kernel waits
+for its stream, about 1 ms. Larger streams are smaller in all: more cubins look alike."""
+
+
+def pack_cubins(cubins: Mapping[str, bytes]) -> tuple[bytes, dict[str, list[int]]]:
+    """The .tar.xz of cubins by name, and its index: [offset, size, start, length] in bytes. Equal
+    cubins give equal bytes under one version of liblzma."""
+    groups: list[dict[str, bytes]] = [{}]
+    for name, cubin in sorted(cubins.items()):  # names begin with what makes kernels alike
+        if sum(map(len, groups[-1].values())) + len(cubin) > GROUP_BYTES:
+            groups.append({})
+        groups[-1][name] = cubin
+    archive, index = b"", {}
+    for group in groups:
+        members, starts = b"", {}
+        for name, cubin in group.items():
+            members += _header(name, cubin)
+            starts[name] = len(members)
+            members += cubin + bytes(-len(cubin) % BLOCKSIZE)
+        stream = lzma.compress(members)
+        for name, start in starts.items():
+            index[name] = [len(archive), len(stream), start, len(group[name])]
+        archive += stream
+    return archive + lzma.compress(bytes(2 * BLOCKSIZE)), index  # so a tar ends
+
+
+def _header(name: str, cubin: bytes) -> bytes:
+    about = TarInfo(f"{name}.cubin")  # of 1970, whenever it is written
+    about.size = len(cubin)
+    return about.tobuf()
