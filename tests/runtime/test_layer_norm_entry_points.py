@@ -489,7 +489,7 @@ def test_norms_are_served_and_given_back(
     x = leaf(4, 16)
     wanted = [model(x), *grads(model(x), x, *model.parameters())]
     assert package.patch(model) == ["0", "2"] == package.patch(model)
-    assert nodes_of(model(x)) == "LayerNormNodeBackward"
+    assert nodes_of(model(x)) == "EagerLayerNormBackward"
     found = [model(x), *grads(model(x), x, *model.parameters())]
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
     assert all(isinstance(model[i], kind) for i in (0, 2))
@@ -520,7 +520,7 @@ def test_packages_of_both_norms_patch_one_model(
     assert rms_package.patch(model) == ["1"]
     assert package.patch(model) == ["0"]
     assert nodes_of(model(leaf(4, 16))) == "EagerNormBackward"
-    assert nodes_of(model[0](leaf(4, 16))) == "LayerNormNodeBackward"
+    assert nodes_of(model[0](leaf(4, 16))) == "EagerLayerNormBackward"
     assert rms_package.unpatch(model) == ["1"]
     assert type(model[0]) is not nn.LayerNorm
     assert package.unpatch(model) == ["0"]

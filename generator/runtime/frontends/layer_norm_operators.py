@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..serve.call import QuickCall
-from ..serve.checks import check_forward
+from ..serve.checks import DTYPES, check_forward
 from ..serve.options import SMALLEST_EPS
 from .gradients import Backward, Kernel, autograd_of, below_autograd, gradients, is_watched
 from .layer_norm_routes import LAYER_NORM_ROUTES, dw_and_db
@@ -66,31 +66,85 @@ def layer_norm_node(
 
         @staticmethod
         def backward(ctx: Any, dy: Any, _: Any, __: Any, dstream: Any) -> tuple[Any, ...]:
-            rows, weight, rstd, mean = ctx.saved_tensors
-            needs_x, needs_residual, needs_dw, needs_db, _ = ctx.needs_input_grad
-            if weight is None and needs_db:
-                weight = rows.new_ones(rows.shape[-1], dtype=ctx.bias_dtype)
-            scale_dtype = None if weight is None else weight.dtype
-            if needs_db and weight is not None and ctx.bias_dtype == torch.float32:
-                weight = weight.float()  # db comes in its dtype
-            wanted = (needs_x or needs_residual, needs_dw or needs_db)
-            found = None
-            usual = dstream is None and ctx.eps >= SMALLEST_EPS
-            if all(wanted) and weight is not None and usual and not is_watched(dy):
-                found = quick(dy, rows, rstd, weight, mean)
-            dx, sums = found or gradients(
-                backward, ctx, wanted, dy, rows, weight, rstd, dstream, mean
-            )
-            dw, db = dw_and_db(sums)
-            return (
-                dx.to(ctx.x_dtype) if needs_x and dx is not None else None,
-                dx if needs_residual else None,
-                dw.to(scale_dtype) if needs_dw and dw is not None else None,
-                db.to(ctx.bias_dtype) if needs_db and db is not None else None,
-                None,
-            )
+            needs = ctx.needs_input_grad[:4]
+            return *layer_norm_gradients(backward, quick, ctx, needs, dy, dstream), None
 
     return LayerNormNode
+
+
+def eager_layer_norm(backward: Backward, quick: QuickCall) -> Callable[..., torch.Tensor | None]:
+    """What serves `layer_norm(x, weight, bias, eps)` of plain tensors in the shortest way, and
+    gives None for arguments that need more than PyTorch's kernel or do not fit together. backward,
+    quick: as in `layer_norm_node`."""
+
+    class EagerLayerNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> torch.Tensor:
+            x, weight, bias, ctx.eps = given
+            y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, ctx.eps)
+            ctx.save_for_backward(x, weight, rstd, mean)
+            ctx.weight_offset, ctx.x_dtype = 0.0, x.dtype
+            ctx.bias_dtype = None if bias is None else bias.dtype
+            return y.to(x.dtype)  # autocast computes in fp32
+
+        @staticmethod
+        def backward(ctx: Any, dy: Any) -> tuple[Any, ...]:
+            needs_x, needs_dw, needs_db, _ = ctx.needs_input_grad
+            needs = (needs_x, False, needs_dw, needs_db)
+            dx, _, dw, db = layer_norm_gradients(backward, quick, ctx, needs, dy)
+            return dx, dw, db, None
+
+    def call(
+        x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor | None:
+        dtype, size = x.dtype, x.shape[-1:]
+        # On the CPU, PyTorch's kernel rounds mean and rstd to a narrow dtype.
+        if not ((x.is_cuda and dtype in DTYPES) or dtype == torch.float32) or x.is_nested:
+            return None
+        scales = 0
+        for scale in (weight, bias):
+            if scale is not None:
+                if (scale.dtype, scale.shape, scale.device) != (dtype, size, x.device):
+                    return None
+                scales += scale.requires_grad
+        if not size or not size[0]:
+            return None
+        if (x.requires_grad or scales) and torch.is_grad_enabled():
+            return EagerLayerNorm.apply(x, weight, bias, eps)
+        return torch.layer_norm(x, size, weight, bias, eps).to(dtype)
+
+    return call
+
+
+def layer_norm_gradients(
+    backward: Backward,
+    quick: QuickCall,
+    ctx: Any,
+    needs: tuple[bool, bool, bool, bool],
+    dy: torch.Tensor | None,
+    dstream: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of x, residual, weight and bias from what a node saved. needs: which are wanted."""
+    rows, weight, rstd, mean = ctx.saved_tensors
+    needs_x, needs_residual, needs_dw, needs_db = needs
+    if weight is None and needs_db:
+        weight = rows.new_ones(rows.shape[-1], dtype=ctx.bias_dtype)
+    scale_dtype = None if weight is None else weight.dtype
+    if needs_db and weight is not None and ctx.bias_dtype == torch.float32:
+        weight = weight.float()  # db comes in its dtype
+    wanted = (needs_x or needs_residual, needs_dw or needs_db)
+    found = None
+    usual = dstream is None and ctx.eps >= SMALLEST_EPS
+    if all(wanted) and weight is not None and usual and not is_watched(dy):
+        found = quick(dy, rows, rstd, weight, mean)
+    dx, sums = found or gradients(backward, ctx, wanted, dy, rows, weight, rstd, dstream, mean)
+    dw, db = dw_and_db(sums)
+    return (
+        dx.to(ctx.x_dtype) if needs_x and dx is not None else None,
+        dx if needs_residual else None,
+        dw.to(scale_dtype) if needs_dw and dw is not None else None,
+        db.to(ctx.bias_dtype) if needs_db and db is not None else None,
+    )
 
 
 class LayerNormOperators(NormOperators):

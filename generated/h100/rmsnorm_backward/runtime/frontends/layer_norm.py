@@ -13,13 +13,21 @@ from torch.compiler import is_dynamo_compiling
 from ..serve.describe import DescribedServer
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
-from ..torch_internals import is_plain, modes_active, tangents_active, tracing, transforms_active
+from ..torch_internals import (
+    PLAIN_TYPES,
+    is_plain,
+    modes_active,
+    tangents_active,
+    tracing,
+    transforms_active,
+)
 from .differentiable import is_foreign
 from .graph_pass import AUTOTUNED, Pass, make_backend, make_pass
 from .install import Installation
 from .layer_norm_operators import (
     LAYER_NORM_SCHEMAS,
     LayerNormOperators,
+    eager_layer_norm,
     layer_norm_forward,
     layer_norm_node,
 )
@@ -40,6 +48,7 @@ class LayerNormPackage(DescribedServer):
         digest = digest_of(folder, LAYER_NORM_SCHEMAS)
         self.ops = LayerNormOperators(digest, self._run, self._quick)
         self._node = layer_norm_node(layer_norm_forward, self._serve, self._quick)
+        self._eager = eager_layer_norm(self._serve, self._quick)
         # A class per package, under a name by which pickle finds it.
         members = {"_package": self, "__doc__": LayerNorm.__doc__}
         self.LayerNorm: type[LayerNorm] = type("LayerNorm", (LayerNorm,), members)
@@ -83,6 +92,22 @@ class LayerNormPackage(DescribedServer):
         Raises:
             TypeError, ValueError: if the arguments do not fit together.
         """
+        if (
+            residual is None
+            and type(x) in PLAIN_TYPES
+            and (weight is None or type(weight) in PLAIN_TYPES)
+            and (bias is None or type(bias) in PLAIN_TYPES)
+            and not (
+                is_dynamo_compiling()
+                or modes_active()
+                or transforms_active()
+                or tangents_active()
+                or tracing() is not None
+            )
+        ):
+            y = self._eager(x, weight, bias, eps)
+            if y is not None:
+                return y
         if not is_dynamo_compiling() and is_foreign(x):
             rows = x if residual is None else x + residual
             shape = (x.shape[-1] if weight is None else weight.shape[-1],)
