@@ -67,3 +67,16 @@ def test_pages_name_the_versions_of_pytorch_that_are_tested() -> None:
     assert f"PyTorch from {least} and" in page
     assert f"CI runs everything with PyTorch {usual} (" in page
     assert f"also with {oldest} and {newest}." in page
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    (line,) = re.findall(
+        r"^    (python3 .*pytest.*)$", (REPOSITORY / "README.md").read_text(), re.M
+    )
+    set_up, install, test = line.split(" && ")
+    assert (set_up, install) == (
+        "python3 -m venv .venv",
+        ".venv/bin/pip install -r requirements.txt",
+    )
+    assert test in (REPOSITORY / ".ci" / "run").read_text().splitlines()
+    assert test in (REPOSITORY / "CONTRIBUTING.md").read_text()
