@@ -29,7 +29,7 @@ from benchmarks.prediction.score import least, preferred, score, summary, table
 from benchmarks.prediction.shapes import MEASURED, Shape, Trial, physical, read_shapes
 from benchmarks.results import write_json, write_text
 from generator.errors import NormforgeError
-from generator.evaluate.predict.evaluator import described
+from generator.evaluate.predict.evaluator import features_of
 from generator.evaluate.predict.fitted import FITTED_FILE, Fitted, load_fitted
 from generator.evaluate.predict.model import floor_us
 from generator.evaluate.predict.prior import Measured, Prior
@@ -72,7 +72,7 @@ def fitted_predictions(shapes: Sequence[Shape], fitted: Fitted) -> list[list[flo
     """Of every trial of every shape, by a correction as it is stored."""
 
     def factor(shape: Shape, trial: Trial) -> float:
-        known = described(trial.variant, trial.resources, shape.problem, shape.target)
+        known = features_of(trial.variant, trial.resources, shape.problem, shape.target)
         return exp(fitted.correction.log_factor(known))
 
     return [

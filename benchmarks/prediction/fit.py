@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks.prediction.shapes import Shape
 from generator.evaluate.predict.correction import Correction, Tree
-from generator.evaluate.predict.evaluator import described
+from generator.evaluate.predict.evaluator import features_of
 
 TREES, DEPTH, RATE = 120, 4, 0.08
 SHRINKAGE = 20.0
@@ -35,7 +35,7 @@ def examples(shapes: Sequence[Shape]) -> tuple[tuple[str, ...], list[Floats], li
     names: tuple[str, ...] = ()
     for shape in shapes:
         found = [
-            described(t.variant, t.resources, shape.problem, shape.target) for t in shape.trials
+            features_of(t.variant, t.resources, shape.problem, shape.target) for t in shape.trials
         ]
         names = tuple(found[0])
         rows.append(np.array([list(each.values()) for each in found]))

@@ -122,8 +122,8 @@ class Geometry(ItemSizes):
         return ceil_div(self.columns, self["threads_per_row"] * self.elements)
 
     @property
-    def asking_vectors(self) -> int:
-        """Those that a kernel for many N does not know to lie within the row."""
+    def bounds_checked_vectors(self) -> int:
+        """Those that a kernel for many N has to check against the end of the row."""
         known = self.least_columns // (self["threads_per_row"] * self.elements)
         return 0 if self.exact else self.vectors - min(self.vectors, known)
 

@@ -16,7 +16,13 @@ from benchmarks.prediction.score import least, score
 from benchmarks.prediction.shapes import MEASURED, Shape, physical, read_shapes
 from generator.evaluate.predict.correction import BOUND
 from generator.evaluate.predict.evaluator import Predictor
-from generator.evaluate.predict.fitted import FITTED_FILE, Fitted, bare, load_fitted, model_revision
+from generator.evaluate.predict.fitted import (
+    FITTED_FILE,
+    Fitted,
+    load_fitted,
+    model_revision,
+    without_docstrings,
+)
 from generator.evaluate.predict.prior import CARRIED, agreement
 from generator.kernels.strategies import launches
 from generator.paths import GENERATED
@@ -89,8 +95,10 @@ def test_expected_error_is_a_sober_number() -> None:
 
 def test_revision_follows_the_code_and_not_what_people_read() -> None:
     code = 'def f(x):\n    """Double."""\n    return 2 * x  # fast\n'
-    assert bare(code) == bare(code.replace("Double", "Twice").replace("fast", "slow"))
-    assert bare(code) != bare(code.replace("2 * x", "3 * x"))
+    assert without_docstrings(code) == without_docstrings(
+        code.replace("Double", "Twice").replace("fast", "slow")
+    )
+    assert without_docstrings(code) != without_docstrings(code.replace("2 * x", "3 * x"))
 
 
 # The prior.

@@ -135,7 +135,7 @@ def _physical(case: Case) -> Prediction:
     return Prediction(parts)
 
 
-def described(
+def features_of(
     variant: Variant,
     resources: Resources,
     problem: Problem,

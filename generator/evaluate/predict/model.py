@@ -157,7 +157,7 @@ class Case:
         per_element += (
             2 * (1 + reload) * widen[v.dtype] + (1 + weight_again) * widen[v.weight_dtype]
         )
-        per_element += m.bounds_instructions * v.asking_vectors / v.vectors
+        per_element += m.bounds_instructions * v.bounds_checked_vectors / v.vectors
         per_warp = v.row_elements * per_element + m.row_instructions
         return float(v["rows_in_flight"] * v.warps_per_row * per_warp)
 
