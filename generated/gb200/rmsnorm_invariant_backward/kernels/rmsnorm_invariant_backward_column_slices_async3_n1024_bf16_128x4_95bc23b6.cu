@@ -1,4 +1,4 @@
-// rmsnorm_invariant_backward_column_slices_bulk4_n1024_bf16_128x4_6e6da3e7
+// rmsnorm_invariant_backward_column_slices_async3_n1024_bf16_128x4_95bc23b6
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),
 // dw = sum over rows of dy * xhat, with xhat = x * rstd.
@@ -19,11 +19,11 @@ constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that a team works on side by side
 constexpr int kTeams = 4;  // of a CTA, each with rows of its own
 constexpr int kThreads = 512;  // of one CTA
-constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
-constexpr int kBatchRows = 1;  // rows that a team works on at once
-constexpr int kStages = 4;  // batches under way in shared memory
-constexpr int kStageBarriers = 4;  // transaction barriers of one team's stages
-constexpr int kReload = 1;  // x and dy are read again for dx
+constexpr int kRowsInFlight = 2;  // rows that a thread works on at once
+constexpr int kBatchRows = 2;  // rows that a team works on at once
+constexpr int kStages = 3;  // batches under way in shared memory
+constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
+constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
 constexpr int kVectors = 1;  // vectors of a row in one thread
@@ -35,10 +35,10 @@ constexpr int kResidual = 0;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
 constexpr int kResidualRowBytes = 0;
 constexpr int kPartialStride = 1024;  // floats of one row of partial dw
-constexpr int kTailColumns = 64;  // columns of dw that a CTA of the tail sums at once
+constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
-constexpr int kSumsOffset = 128;  // bytes into shared memory
+constexpr int kSumsOffset = 0;  // bytes into shared memory
 constexpr int kWeightOffset = 256;
 constexpr int kBroadcastOffset = 256;
 constexpr int kTilesOffset = 37248;
@@ -48,10 +48,11 @@ constexpr int kChunkRows = 4096;  // whose groups are added in pairs
 constexpr int kBlockSumsOffset = 272;
 constexpr int kRunsWrittenOffset = 37136;
 #define ROW_LOAD ".nc"
-#define ROW_POLICY ""
-#define ROW_HINT ""
-#define ROW_OPERAND ""
-#define ROW_STORE ".cs"
+// Rows are asked for with a priority in the L2.
+#define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
+#define ROW_HINT ".L2::cache_hint"
+#define ROW_OPERAND ", policy"
+#define ROW_STORE ""
 #define LEAST_COLUMNS 1024  // of a row
 
 #include "../include/33d2c6a0be94/primitives.cuh"
@@ -99,9 +100,8 @@ struct Arguments {
 
 #include "../include/33d2c6a0be94/runs.cuh"
 
-#include "../include/33d2c6a0be94/rows_bulk.cuh"
+#include "../include/33d2c6a0be94/rows_async.cuh"
 
-#include "../include/33d2c6a0be94/rows_bulk_group.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ struct Arguments {
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void  rmsnorm_invariant_backward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void __launch_bounds__(512, 1) rmsnorm_invariant_backward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;
@@ -130,14 +130,13 @@ extern "C" __global__ void  rmsnorm_invariant_backward(ARGUMENTS(Arguments, args
 
   const Rows rows{args, args.rows, Schedule::end(args.rows), rank * kColumns,
                   args.columns};
-  GroupPipeline pipeline(rows, smem);
+  RowPipeline pipeline(rows, smem);
   RowSum row_sum(smem);
   Schedule schedule(args.rows, static_cast<unsigned>(args.group), participant, participants);
   // The first rows are requested before any barrier. With bulk copies this is safe because the requesting
   // thread has itself set up the barriers of the stages, and no other thread looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
-  team_barrier();
 
   // 1 / N, rounded once.
   float inverse_columns = 1.0f / kRowColumns;

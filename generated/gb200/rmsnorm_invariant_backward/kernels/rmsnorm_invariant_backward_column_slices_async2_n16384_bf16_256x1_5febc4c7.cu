@@ -1,4 +1,4 @@
-// rmsnorm_invariant_backward_column_slices_bulk3_n1024_bf16_128x4_455224ba
+// rmsnorm_invariant_backward_column_slices_async2_n16384_bf16_256x1_5febc4c7
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),
 // dw = sum over rows of dy * xhat, with xhat = x * rstd.
@@ -11,49 +11,49 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = true;  // N is a constant
-constexpr int kRowColumns = 1024;  // N
-constexpr int kColumns = 1024;  // columns of one CTA
-constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 128;
-constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
+constexpr int kRowColumns = 16384;  // N
+constexpr int kColumns = 8192;  // columns of one CTA
+constexpr int kCluster = 2;  // CTAs that share a row
+constexpr int kThreadsPerRow = 256;
+constexpr int kTeamThreads = 256;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that a team works on side by side
-constexpr int kTeams = 4;  // of a CTA, each with rows of its own
-constexpr int kThreads = 512;  // of one CTA
-constexpr int kRowsInFlight = 2;  // rows that a thread works on at once
-constexpr int kBatchRows = 2;  // rows that a team works on at once
-constexpr int kStages = 3;  // batches under way in shared memory
-constexpr int kStageBarriers = 3;  // transaction barriers of one team's stages
-constexpr int kReload = 0;  // x and dy are read again for dx
+constexpr int kTeams = 1;  // of a CTA, each with rows of its own
+constexpr int kThreads = 256;  // of one CTA
+constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
+constexpr int kBatchRows = 1;  // rows that a team works on at once
+constexpr int kStages = 2;  // batches under way in shared memory
+constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
+constexpr int kReload = 1;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 1;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 4;
+constexpr int kVectors = 4;  // vectors of a row in one thread
+constexpr int kWarpsPerRow = 8;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
-constexpr int kRowBytes = 2048;  // of one CTA's part of a row of x
+constexpr int kRowBytes = 16384;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 0;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
 constexpr int kResidualRowBytes = 0;
-constexpr int kPartialStride = 1024;  // floats of one row of partial dw
+constexpr int kPartialStride = 8192;  // floats of one row of partial dw
 constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
-constexpr int kSumsOffset = 96;  // bytes into shared memory
-constexpr int kWeightOffset = 352;
-constexpr int kBroadcastOffset = 352;
-constexpr int kTilesOffset = 37248;
-constexpr int kRunRows = 32;  // that a CTA adds up at once
-constexpr int kGroupRows = 128;  // whose runs are added one after another
+constexpr int kSumsOffset = 16;  // bytes into shared memory
+constexpr int kWeightOffset = 144;
+constexpr int kBroadcastOffset = 144;
+constexpr int kTilesOffset = 33024;
+constexpr int kRunRows = 64;  // that a CTA adds up at once
+constexpr int kGroupRows = 256;  // whose runs are added one after another
 constexpr int kChunkRows = 4096;  // whose groups are added in pairs
-constexpr int kBlockSumsOffset = 368;
-constexpr int kRunsWrittenOffset = 37232;
+constexpr int kBlockSumsOffset = 160;
+constexpr int kRunsWrittenOffset = 32928;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
-#define ROW_STORE ""
-#define LEAST_COLUMNS 1024  // of a row
+#define ROW_STORE ".cs"
+#define LEAST_COLUMNS 16384  // of a row
 
 #include "../include/33d2c6a0be94/primitives.cuh"
 
@@ -96,13 +96,12 @@ struct Arguments {
 #include "../include/33d2c6a0be94/rows.cuh"
 
 #include "../include/33d2c6a0be94/row_sum.cuh"
-#include "../include/33d2c6a0be94/row_sum_cta.cuh"
+#include "../include/33d2c6a0be94/row_sum_cluster.cuh"
 
 #include "../include/33d2c6a0be94/runs.cuh"
 
-#include "../include/33d2c6a0be94/rows_bulk.cuh"
+#include "../include/33d2c6a0be94/rows_async.cuh"
 
-#include "../include/33d2c6a0be94/rows_bulk_group.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
@@ -120,10 +119,10 @@ struct Arguments {
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(512, 1) rmsnorm_invariant_backward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void  rmsnorm_invariant_backward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
-  constexpr int rank = 0;
-  const unsigned participants = gridDim.x;
+  const int rank = static_cast<int>(cluster_rank());
+  const unsigned participants = gridDim.x / kCluster;
   DwStrategy strategy{args.dw,      args.dw_mode, args.counters, args.zeroed,
                       args.scratch, participants, static_cast<unsigned>(args.group),
                       kExact ? kColumns : args.columns, rank, smem};
@@ -131,14 +130,16 @@ extern "C" __global__ void __launch_bounds__(512, 1) rmsnorm_invariant_backward(
 
   const Rows rows{args, args.rows, Schedule::end(args.rows), rank * kColumns,
                   args.columns};
-  GroupPipeline pipeline(rows, smem);
+  RowPipeline pipeline(rows, smem);
   RowSum row_sum(smem);
   Schedule schedule(args.rows, static_cast<unsigned>(args.group), participant, participants);
   // The first rows are requested before any barrier. With bulk copies this is safe because the requesting
   // thread has itself set up the barriers of the stages, and no other thread looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
-  team_barrier();
+  // No CTA may send to another one of the cluster before that one runs and has set up its barriers. This
+  // barrier also publishes everything else written to shared memory so far.
+  cluster_barrier();
 
   // 1 / N, rounded once.
   float inverse_columns = 1.0f / kRowColumns;

@@ -1,4 +1,4 @@
-// rmsnorm_invariant_backward_column_slices_async2_n16384_fp32_128x2_d5aabb3b
+// rmsnorm_invariant_backward_column_slices_async2_n8192_fp32_256x2_6fe2ded5
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),
 // dw = sum over rows of dy * xhat, with xhat = x * rstd.
@@ -11,14 +11,14 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = true;  // N is a constant
-constexpr int kRowColumns = 16384;  // N
-constexpr int kColumns = 2048;  // columns of one CTA
-constexpr int kCluster = 8;  // CTAs that share a row
-constexpr int kThreadsPerRow = 128;
-constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
+constexpr int kRowColumns = 8192;  // N
+constexpr int kColumns = 4096;  // columns of one CTA
+constexpr int kCluster = 2;  // CTAs that share a row
+constexpr int kThreadsPerRow = 256;
+constexpr int kTeamThreads = 256;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that a team works on side by side
 constexpr int kTeams = 2;  // of a CTA, each with rows of its own
-constexpr int kThreads = 256;  // of one CTA
+constexpr int kThreads = 512;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows that a team works on at once
 constexpr int kStages = 2;  // batches under way in shared memory
@@ -27,33 +27,33 @@ constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 4;  // elements of x in a vector
 constexpr int kVectors = 4;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 4;
+constexpr int kWarpsPerRow = 8;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
-constexpr int kRowBytes = 8192;  // of one CTA's part of a row of x
+constexpr int kRowBytes = 16384;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 0;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
 constexpr int kResidualRowBytes = 0;
-constexpr int kPartialStride = 2048;  // floats of one row of partial dw
-constexpr int kTailColumns = 128;  // columns of dw that a CTA of the tail sums at once
+constexpr int kPartialStride = 4096;  // floats of one row of partial dw
+constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 32;  // bytes into shared memory
-constexpr int kWeightOffset = 544;
-constexpr int kBroadcastOffset = 8736;
-constexpr int kTilesOffset = 49792;
-constexpr int kRunRows = 16;  // that a CTA adds up at once
-constexpr int kGroupRows = 64;  // whose runs are added one after another
+constexpr int kWeightOffset = 288;
+constexpr int kBroadcastOffset = 288;
+constexpr int kTilesOffset = 82304;
+constexpr int kRunRows = 32;  // that a CTA adds up at once
+constexpr int kGroupRows = 128;  // whose runs are added one after another
 constexpr int kChunkRows = 4096;  // whose groups are added in pairs
-constexpr int kBlockSumsOffset = 8752;
-constexpr int kRunsWrittenOffset = 49712;
+constexpr int kBlockSumsOffset = 304;
+constexpr int kRunsWrittenOffset = 82224;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
 #define ROW_STORE ""
-#define LEAST_COLUMNS 16384  // of a row
+#define LEAST_COLUMNS 8192  // of a row
 
 #include "../include/33d2c6a0be94/primitives.cuh"
 
@@ -105,7 +105,7 @@ struct Arguments {
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/33d2c6a0be94/weight_smem.cuh"
+#include "../include/33d2c6a0be94/weight_registers.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
@@ -119,7 +119,7 @@ struct Arguments {
 
 // ---- The kernel -----------------------------------------------------------------------------
 
-extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_invariant_backward(ARGUMENTS(Arguments, args)) {
+extern "C" __global__ void  rmsnorm_invariant_backward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   const int rank = static_cast<int>(cluster_rank());
   const unsigned participants = gridDim.x / kCluster;

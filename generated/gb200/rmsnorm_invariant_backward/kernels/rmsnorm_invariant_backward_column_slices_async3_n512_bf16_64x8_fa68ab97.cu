@@ -1,4 +1,4 @@
-// rmsnorm_invariant_backward_column_slices_bulk2_n16384_bf16_256x1_6d24db4d
+// rmsnorm_invariant_backward_column_slices_async3_n512_bf16_64x8_fa68ab97
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),
 // dw = sum over rows of dy * xhat, with xhat = x * rstd.
@@ -11,49 +11,49 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = true;  // N is a constant
-constexpr int kRowColumns = 16384;  // N
-constexpr int kColumns = 8192;  // columns of one CTA
-constexpr int kCluster = 2;  // CTAs that share a row
-constexpr int kThreadsPerRow = 256;
-constexpr int kTeamThreads = 256;  // those of a row, but at least a warp
+constexpr int kRowColumns = 512;  // N
+constexpr int kColumns = 512;  // columns of one CTA
+constexpr int kCluster = 1;  // CTAs that share a row
+constexpr int kThreadsPerRow = 64;
+constexpr int kTeamThreads = 64;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that a team works on side by side
-constexpr int kTeams = 1;  // of a CTA, each with rows of its own
-constexpr int kThreads = 256;  // of one CTA
-constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
-constexpr int kBatchRows = 1;  // rows that a team works on at once
-constexpr int kStages = 2;  // batches under way in shared memory
-constexpr int kStageBarriers = 2;  // transaction barriers of one team's stages
+constexpr int kTeams = 8;  // of a CTA, each with rows of its own
+constexpr int kThreads = 512;  // of one CTA
+constexpr int kRowsInFlight = 2;  // rows that a thread works on at once
+constexpr int kBatchRows = 2;  // rows that a team works on at once
+constexpr int kStages = 3;  // batches under way in shared memory
+constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 1;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 4;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 8;
+constexpr int kVectors = 1;  // vectors of a row in one thread
+constexpr int kWarpsPerRow = 2;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
-constexpr int kRowBytes = 16384;  // of one CTA's part of a row of x
+constexpr int kRowBytes = 1024;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 0;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
 constexpr int kResidualRowBytes = 0;
-constexpr int kPartialStride = 8192;  // floats of one row of partial dw
-constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
+constexpr int kPartialStride = 512;  // floats of one row of partial dw
+constexpr int kTailColumns = 16;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
-constexpr int kSumsOffset = 32;  // bytes into shared memory
-constexpr int kWeightOffset = 160;
-constexpr int kBroadcastOffset = 160;
-constexpr int kTilesOffset = 33024;
-constexpr int kRunRows = 64;  // that a CTA adds up at once
-constexpr int kGroupRows = 256;  // whose runs are added one after another
+constexpr int kSumsOffset = 0;  // bytes into shared memory
+constexpr int kWeightOffset = 256;
+constexpr int kBroadcastOffset = 256;
+constexpr int kTilesOffset = 35200;
+constexpr int kRunRows = 32;  // that a CTA adds up at once
+constexpr int kGroupRows = 128;  // whose runs are added one after another
 constexpr int kChunkRows = 4096;  // whose groups are added in pairs
-constexpr int kBlockSumsOffset = 176;
-constexpr int kRunsWrittenOffset = 32944;
+constexpr int kBlockSumsOffset = 272;
+constexpr int kRunsWrittenOffset = 35088;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
-#define ROW_STORE ".cs"
-#define LEAST_COLUMNS 16384  // of a row
+#define ROW_STORE ""
+#define LEAST_COLUMNS 512  // of a row
 
 #include "../include/33d2c6a0be94/primitives.cuh"
 
@@ -96,13 +96,12 @@ struct Arguments {
 #include "../include/33d2c6a0be94/rows.cuh"
 
 #include "../include/33d2c6a0be94/row_sum.cuh"
-#include "../include/33d2c6a0be94/row_sum_cluster.cuh"
+#include "../include/33d2c6a0be94/row_sum_cta.cuh"
 
 #include "../include/33d2c6a0be94/runs.cuh"
 
-#include "../include/33d2c6a0be94/rows_bulk.cuh"
+#include "../include/33d2c6a0be94/rows_async.cuh"
 
-#include "../include/33d2c6a0be94/rows_bulk_group.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
@@ -122,8 +121,8 @@ struct Arguments {
 
 extern "C" __global__ void  rmsnorm_invariant_backward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
-  const int rank = static_cast<int>(cluster_rank());
-  const unsigned participants = gridDim.x / kCluster;
+  constexpr int rank = 0;
+  const unsigned participants = gridDim.x;
   DwStrategy strategy{args.dw,      args.dw_mode, args.counters, args.zeroed,
                       args.scratch, participants, static_cast<unsigned>(args.group),
                       kExact ? kColumns : args.columns, rank, smem};
@@ -131,16 +130,13 @@ extern "C" __global__ void  rmsnorm_invariant_backward(ARGUMENTS(Arguments, args
 
   const Rows rows{args, args.rows, Schedule::end(args.rows), rank * kColumns,
                   args.columns};
-  GroupPipeline pipeline(rows, smem);
+  RowPipeline pipeline(rows, smem);
   RowSum row_sum(smem);
   Schedule schedule(args.rows, static_cast<unsigned>(args.group), participant, participants);
   // The first rows are requested before any barrier. With bulk copies this is safe because the requesting
   // thread has itself set up the barriers of the stages, and no other thread looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
-  // No CTA may send to another one of the cluster before that one runs and has set up its barriers. This
-  // barrier also publishes everything else written to shared memory so far.
-  cluster_barrier();
 
   // 1 / N, rounded once.
   float inverse_columns = 1.0f / kRowColumns;

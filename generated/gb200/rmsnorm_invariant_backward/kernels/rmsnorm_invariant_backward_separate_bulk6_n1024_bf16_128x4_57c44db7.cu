@@ -1,4 +1,4 @@
-// rmsnorm_invariant_backward_separate_async5_n256_bf16_32x8_d787f241
+// rmsnorm_invariant_backward_separate_bulk6_n1024_bf16_128x4_57c44db7
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),
 // dw = sum over rows of dy * xhat, with xhat = x * rstd.
@@ -11,49 +11,49 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = true;  // N is a constant
-constexpr int kRowColumns = 256;  // N
-constexpr int kColumns = 256;  // columns of one CTA
+constexpr int kRowColumns = 1024;  // N
+constexpr int kColumns = 1024;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
-constexpr int kThreadsPerRow = 32;
-constexpr int kTeamThreads = 32;  // those of a row, but at least a warp
+constexpr int kThreadsPerRow = 128;
+constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that a team works on side by side
-constexpr int kTeams = 8;  // of a CTA, each with rows of its own
-constexpr int kThreads = 256;  // of one CTA
+constexpr int kTeams = 4;  // of a CTA, each with rows of its own
+constexpr int kThreads = 512;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kBatchRows = 1;  // rows that a team works on at once
-constexpr int kStages = 5;  // batches under way in shared memory
-constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
-constexpr int kReload = 0;  // x and dy are read again for dx
+constexpr int kStages = 6;  // batches under way in shared memory
+constexpr int kStageBarriers = 6;  // transaction barriers of one team's stages
+constexpr int kReload = 1;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
 constexpr int kVectors = 1;  // vectors of a row in one thread
-constexpr int kWarpsPerRow = 1;
+constexpr int kWarpsPerRow = 4;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
-constexpr int kRowBytes = 512;  // of one CTA's part of a row of x
+constexpr int kRowBytes = 2048;  // of one CTA's part of a row of x
 constexpr int kOffset = 0;  // a number is added to the weight
 constexpr int kResidual = 0;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
 constexpr int kResidualRowBytes = 0;
-constexpr int kPartialStride = 256;  // floats of one row of partial dw
-constexpr int kTailColumns = 16;  // columns of dw that a CTA of the tail sums at once
+constexpr int kPartialStride = 1024;  // floats of one row of partial dw
+constexpr int kTailColumns = 128;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 512;  // of one CTA of the second kernel
-constexpr int kSumsOffset = 0;  // bytes into shared memory
-constexpr int kWeightOffset = 0;
-constexpr int kBroadcastOffset = 0;
-constexpr int kTilesOffset = 17536;
+constexpr int kSumsOffset = 192;  // bytes into shared memory
+constexpr int kWeightOffset = 320;
+constexpr int kBroadcastOffset = 2368;
+constexpr int kTilesOffset = 39296;
 constexpr int kRunRows = 32;  // that a CTA adds up at once
 constexpr int kGroupRows = 128;  // whose runs are added one after another
 constexpr int kChunkRows = 4096;  // whose groups are added in pairs
-constexpr int kBlockSumsOffset = 16;
-constexpr int kRunsWrittenOffset = 17424;
+constexpr int kBlockSumsOffset = 2384;
+constexpr int kRunsWrittenOffset = 39248;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
-#define ROW_STORE ""
-#define LEAST_COLUMNS 256  // of a row
+#define ROW_STORE ".cs"
+#define LEAST_COLUMNS 1024  // of a row
 
 #include "../include/33d2c6a0be94/primitives.cuh"
 
@@ -100,12 +100,13 @@ struct Arguments {
 
 #include "../include/33d2c6a0be94/runs.cuh"
 
-#include "../include/33d2c6a0be94/rows_async.cuh"
+#include "../include/33d2c6a0be94/rows_bulk.cuh"
 
+#include "../include/33d2c6a0be94/rows_bulk_group.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/33d2c6a0be94/weight_registers.cuh"
+#include "../include/33d2c6a0be94/weight_smem.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
@@ -128,13 +129,14 @@ extern "C" __global__ void  rmsnorm_invariant_backward(ARGUMENTS(Arguments, args
 
   const Rows rows{args, args.rows, Schedule::end(args.rows), rank * kColumns,
                   args.columns};
-  RowPipeline pipeline(rows, smem);
+  GroupPipeline pipeline(rows, smem);
   RowSum row_sum(smem);
   Schedule schedule(args.rows, static_cast<unsigned>(args.group), participant, participants);
   // The first rows are requested before any barrier. With bulk copies this is safe because the requesting
   // thread has itself set up the barriers of the stages, and no other thread looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
+  cta_barrier();
 
   // 1 / N, rounded once.
   float inverse_columns = 1.0f / kRowColumns;
