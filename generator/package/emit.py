@@ -111,14 +111,17 @@ def _merge(
 
 
 def _same_kernel(old: TunedOf[Any], new: TunedOf[Any]) -> bool:
-    """Whether two entries of a shape say the same: the same kernel, evidence and times. How many
-    trials it took, when and on which machine is then what the old one says."""
+    """Whether two entries of a shape say the same: the same kernel, evidence, times and study. How
+    many trials it took, when and on which machine is then what the old one says."""
 
     def said(entry: TunedOf[Any]) -> tuple[object, ...]:
         facts = entry.provenance
         return (
             *(entry.evidence, entry.kernel.digest, entry.kernel.config, entry.kernel.spec),
-            *(facts.get(key) for key in ("us", "floor_us", "code", "checks", "verified", "nvrtc")),
+            *(
+                facts.get(key)
+                for key in ("us", "floor_us", "study", "code", "checks", "verified", "nvrtc")
+            ),
         )
 
     return said(old) == said(new)
