@@ -35,13 +35,7 @@ from generator.search.resume import Known, still_made, up_to_date
 from generator.search.sampler import LegalSampler, NothingLeftError, distributions
 from generator.search.starts import incumbent_and_starts
 from generator.space.legal_configs import LegalConfigs, Values
-from generator.studies.records import (
-    Record,
-    Winner,
-    over_median_floor,
-    plain_floor,
-    study_names,
-)
+from generator.studies.records import Record, Winner, over_median_floor, plain_floor, study_names
 from generator.studies.study_log import StudyLog, stored_winners
 
 
@@ -263,12 +257,10 @@ class _Search:
             trial.set_user_attr(name, value)
         trial.set_constraint("infeasible", 0.0 if record.feasible else 1.0)
         self._keep(self.stored, record)
-        if result.ratio is None:
-            value, state = None, TrialState.PRUNED
-        else:
-            *_, value = over_median_floor([record.result for record in self.records])
-            state = TrialState.COMPLETE
-        self.log.add(self.study.tell(trial, value, state))
+        times = over_median_floor([record.result for record in self.records])
+        timed = result.ratio is not None
+        state = TrialState.COMPLETE if timed else TrialState.PRUNED
+        self.log.add(self.study.tell(trial, times[-1] if timed else None, state))
         self.stored += 1
         self._report(pending.origin)
 
