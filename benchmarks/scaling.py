@@ -25,10 +25,10 @@ from typing import Any
 
 from benchmarks.command import command_line, exit_code
 from benchmarks.gpu import bench_of, open_gpu, paired_ratio, take_turns
+from benchmarks.repeatability import TIE
 from benchmarks.results import write_json
 from generator.errors import NormforgeError
 from generator.problem import Problem
-from generator.search.choose_winner import KEPT
 
 BLOCKS, ROUNDS = 5, 21
 """How long two winners are timed side by side."""
@@ -101,7 +101,7 @@ def agreement(same: bool, slower: float) -> str:
     slower: time of one winner over that of the other."""
     if same:
         return "same"
-    return "tie" if max(slower, 1 / slower) <= 1 + KEPT else "differs"
+    return "tie" if max(slower, 1 / slower) <= 1 + TIE else "differs"
 
 
 def judge_on(index: int, gpu: str) -> tuple[Judge, dict[str, Any]]:
