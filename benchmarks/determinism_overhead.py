@@ -125,7 +125,7 @@ def overhead(
         tried[str(strategy_of(kind))] = climb.tried
         finalists += climb.best(SIDE_BY_SIDE)
     entries = compile_configs(legal, pool, finalists)
-    blocks = [evaluator.shortlist(legal.problem, entries) for _ in range(BLOCKS)]
+    blocks = [evaluator.shortlist(legal.problem, entries, 1) for _ in range(BLOCKS)]
     ratios = [median(values) for values in zip(*filter(None, blocks), strict=True)]
     best: dict[str, float] = {}
     for (variant, _), ratio in zip(entries, ratios, strict=False):

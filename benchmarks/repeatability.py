@@ -34,7 +34,7 @@ from benchmarks.gpu import target_of
 from benchmarks.results import machine, write_json
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.evaluator import Pool, Shortlisting
-from generator.evaluate.gpu.evaluator import FINAL_BLOCKS, MeasuredEvaluator
+from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.supervisor import Supervisor
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.geometry import Config
@@ -95,7 +95,7 @@ def side_by_side(
     for _ in range(PROCESSES):
         gpu.renew(None)
         blocks += [
-            evaluator.shortlist(legal.problem, list(kernels.values())) for _ in range(BLOCKS)
+            evaluator.shortlist(legal.problem, list(kernels.values()), 1) for _ in range(BLOCKS)
         ]
     ratios = zip(*filter(None, blocks), strict=True)  # a block that stays noisy is empty
     found = [
@@ -231,13 +231,11 @@ def run(args: argparse.Namespace) -> int:
     studies = measured_studies(args.studies, problems)
     gpu = Supervisor(args.device)
     target = target_of(gpu.facts, studies[problems[0]].gpu)
-    plan = {name: getattr(args, name) for name in ("repeats", "searches", "trials", "final_blocks")}
+    plan = {name: getattr(args, name) for name in ("repeats", "searches", "trials")}
     environment = {**machine(gpu.facts), **plan}
     rows = kept_rows(args, environment)
     with (
-        closing(
-            MeasuredEvaluator(target, supervisor=gpu, final_blocks=args.final_blocks)
-        ) as evaluator,
+        closing(MeasuredEvaluator(target, supervisor=gpu)) as evaluator,
         CompilePool(target.arch, spare_cores()) as pool,
     ):
         for problem in problems:
@@ -266,9 +264,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="finals of each shape")
     parser.add_argument("--searches", type=int, default=2, help="of each shape")
     parser.add_argument("--trials", type=int, default=60, help="of each search")
-    parser.add_argument(
-        "--final-blocks", type=int, default=FINAL_BLOCKS, help="in which finalists take turns"
-    )
     parser.add_argument("--resume", action="store_true", help="keep the rows that --out has")
     args = parser.parse_args(argv)
     return exit_code(__file__, lambda: run(args))

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from multiprocessing import parent_process
 from threading import Thread
 
+MANAGER_SECONDS = 1.0
+"""For the thread of a pool to notice that its processes are gone."""
+
 
 def end_with_parent(niceness: int = 0, sigterm: signal.Handlers = signal.SIG_DFL) -> None:
     """End this process when the one that started it is gone: nobody else would after a kill -9.
@@ -43,6 +46,10 @@ def shielded() -> Iterator[None]:
 def end_pool(pool: ProcessPoolExecutor) -> None:
     """End the processes of a pool, whatever they are doing."""
     processes = list((pool._processes or {}).values())
+    manager: Thread | None = pool._executor_manager_thread  # type: ignore[assignment]
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
         process.kill()
+    if manager is not None:
+        # Python wakes this thread when it exits, which fails where the thread ends at that moment.
+        manager.join(MANAGER_SECONDS)

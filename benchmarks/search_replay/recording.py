@@ -9,18 +9,20 @@ import json
 import lzma
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from optuna.storages import BaseStorage
 
-from generator.disk import read_yaml, replacing
+from benchmarks.search_replay.narrow import Narrow, narrow
+from generator.disk import replacing
 from generator.errors import NormforgeError
-from generator.evaluate.evaluator import Evaluator, Pool
+from generator.evaluate.evaluator import Evaluator, Pool, Shortlisting
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.strategies import REDUCTION_KNOBS
@@ -28,22 +30,26 @@ from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
 from generator.search.budget import Budget, Progress
+from generator.search.finals import compile_configs
 from generator.search.search import search_problem
 from generator.space.legal_configs import Key, LegalConfigs
-from generator.space.load import load_space, read_rules
+from generator.space.load import load_space
 from generator.space.space import Space
 from generator.studies.records import Record, may_win, study_name
 from generator.studies.study_log import StudyLog
-from generator.target import Target
+from generator.target import Target, find_target
 
-NARROW_FILE = Path(__file__).with_name("narrow.yaml")
 RESULTS = Path(__file__).parents[1] / "results"
 RECORDING_FILE = RESULTS / "sweep_h200.json.xz"
 FORMAT = 1
 NEAR = 1.1
-"""Configs up to this many times the best are measured REPEATS more times. Searches are judged by
-those, and the lowest of thousands of single measurements is one that happened to be low."""
+"""Configs up to this many times the best are measured REPEATS more times: the lowest of thousands
+of single measurements is one that happened to be low."""
 REPEATS = 2
+NEAREST = 1.04
+"""Configs up to this many times the best are then timed side by side, which judges the searches."""
+GROUP, BLOCKS = 60, 15
+"""How many take turns, and in how many blocks."""
 MOST = 10_000
 """More legal configs than this are no space to sweep."""
 
@@ -54,56 +60,6 @@ def recordings() -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Narrow:
-    """A problem and the part of the space that is swept for it. rules: those that it has beyond the
-    space's, as its file has them."""
-
-    problem: Problem
-    space: Space
-    rules: tuple[Mapping[str, str], ...] = ()
-
-
-def load_narrow(path: Path = NARROW_FILE) -> Narrow:
-    """Read a file of `problem`, `values` and, if it has any, `rules` of its own. Raises
-    NormforgeError with the file and the fault."""
-    content = read_yaml(path)
-    if not isinstance(content, dict) or set(content) - {"rules"} != {"problem", "values"}:
-        raise NormforgeError(
-            f"{path}: expected the keys 'problem', 'values' and perhaps 'rules', and no others"
-        )
-    if not isinstance(content["values"], dict):
-        raise NormforgeError(f"{path}: 'values' maps knobs to lists of values")
-    rules = content.get("rules", [])
-    if not isinstance(rules, list):
-        raise NormforgeError(f"{path}: 'rules' is a list")
-    narrowed = narrow(load_space(), content["values"], str(path), rules)
-    return Narrow(Problem.parse(str(content["problem"])), narrowed, tuple(rules))
-
-
-def narrow(
-    space: Space,
-    values: Mapping[str, Sequence[int | str]],
-    where: str,
-    rules: Sequence[Mapping[str, str]] = (),
-) -> Space:
-    """The space with these values of its knobs, the first value of every other knob, and these
-    rules beside its own. Raises NormforgeError, beginning with `where`, for a knob or a value that
-    the space has not."""
-    unknown = sorted(values.keys() - {knob.name for knob in space.knobs})
-    if unknown:
-        raise NormforgeError(f"{where}: {space.path.name} has no knob '{unknown[0]}'")
-    knobs = []
-    for knob in space.knobs:
-        kept = values.get(knob.name, knob.values[:1])
-        if not isinstance(kept, list | tuple) or not kept or not set(kept) <= set(knob.values):
-            raise NormforgeError(
-                f"{where}: knob '{knob.name}' takes a list of some of {list(knob.values)}"
-            )
-        knobs.append(replace(knob, values=tuple(kept)))
-    return replace(space, knobs=tuple(knobs), rules=space.rules + read_rules(where, rules))
-
-
-@dataclass(frozen=True)
 class Recording:
     """What a sweep found.
 
@@ -111,7 +67,8 @@ class Recording:
     one. facts: where, when and with what it was measured. entries: for every legal config, by its
     values in the order of `values`, the result and a number shared by equal machine code. In a
     loaded one all results have the median floor of the sweep: the lowest of thousands of ratios is
-    one whose own floor happened to be slow. rules: as in Narrow.
+    one whose own floor happened to be slow. side_by_side: of what is near the best, the ratio to
+    the floor when it was timed side by side with its like. rules: as in Narrow.
     """
 
     problem: Problem
@@ -120,6 +77,7 @@ class Recording:
     facts: Mapping[str, Any]
     entries: Mapping[Key, tuple[Result, int]]
     rules: tuple[Mapping[str, str], ...] = ()
+    side_by_side: Mapping[Key, float] = field(default_factory=dict)
 
     def key(self, config: Config) -> Key:
         return tuple(config[name] for name in self.values)
@@ -130,15 +88,17 @@ class Recording:
 
     @cached_property
     def optimum(self) -> float:
-        """The lowest ratio to the floor of a config that may win."""
-        ratios = [
-            result.ratio
-            for key, (result, _) in self.entries.items()
-            if result.ratio is not None and may_win(self._config(key), result)
-        ]
-        return min(ratios)
+        """The lowest ratio to the floor of a config that may win, by which searches are judged."""
+        return min(map(self.ratio, self.entries))
 
-    def _config(self, key: Key) -> dict[str, int | str]:
+    def ratio(self, key: Key) -> float:
+        """Ratio to the floor by which a config is judged; infinite for one that may not win."""
+        result, _ = self.entries[key]
+        if result.ratio is None or not may_win(self.config(key), result):
+            return inf
+        return self.side_by_side.get(key, result.ratio)
+
+    def config(self, key: Key) -> dict[str, int | str]:
         return dict(zip(self.values, key, strict=True))
 
     def save(self, path: Path) -> None:
@@ -156,6 +116,7 @@ class Recording:
             "us": [result.us and round(result.us, 3) for result in results],
             "ratios": [result.ratio and round(result.ratio, 5) for result in results],
             "cubins": [cubin for _, cubin in self.entries.values()],
+            "side_by_side": [self.side_by_side.get(key) for key in self.entries],
         }
         with replacing(path) as part:
             with lzma.open(part, "wt", preset=9) as file:
@@ -172,7 +133,9 @@ class Recording:
             raise NormforgeError(f"cannot read the recording {path}: {error}") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise NormforgeError(f"{path} is no recording of this version: record it again")
-        columns = ("configs", "outcomes", "us", "cubins")
+        columns = ("outcomes", "us", "cubins")
+        configs = [tuple(config) for config in content["configs"]]
+        side_by_side = content.get("side_by_side", [None] * len(configs))
         floor_us = median(
             us / ratio
             for us, ratio in zip(content["us"], content["ratios"], strict=True)
@@ -185,10 +148,15 @@ class Recording:
             rules=tuple(content.get("rules", ())),
             facts=content["facts"],
             entries={
-                tuple(config): (_result(outcome, us, floor_us), cubin)
-                for config, outcome, us, cubin in zip(
-                    *(content[column] for column in columns), strict=True
+                key: (_result(outcome, us, floor_us), cubin)
+                for key, outcome, us, cubin in zip(
+                    configs, *(content[column] for column in columns), strict=True
                 )
+            },
+            side_by_side={
+                key: ratio
+                for key, ratio in zip(configs, side_by_side, strict=True)
+                if ratio is not None
             },
         )
 
@@ -231,8 +199,9 @@ def record(
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Recording:
     """Sweep a narrowed space. The sweep is a study: with the same storage it is resumed. What is
-    near the best is then measured REPEATS more times, in random order, and gets the median. Raises
-    NormforgeError when nothing may win or the space is too large."""
+    near the best is then measured REPEATS more times, in random order, and gets the median; what is
+    nearest is timed side by side, with an evaluator that can. Raises NormforgeError when nothing
+    may win or the space is too large."""
     problem, space = swept.problem, swept.space
     legal = LegalConfigs(space, problem, target)
     count = len(legal.first(MOST + 1))
@@ -256,7 +225,30 @@ def record(
     if len(entries) != count:
         raise NormforgeError(f"{len(entries)} of {count} legal configs were tried: run it again")
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return Recording(problem, target.name, values, {**facts, "date": date}, entries, swept.rules)
+    facts = {**facts, "date": date}
+    found = Recording(problem, target.name, values, facts, entries, swept.rules)
+    return time_side_by_side(found, pool, evaluator)
+
+
+def time_side_by_side(recording: Recording, pool: Pool, evaluator: Evaluator) -> Recording:
+    """The recording, with what is nearest to the best by the sweep timed side by side; the same
+    where the evaluator cannot. Raises NormforgeError where no clean times can be had."""
+    if not isinstance(evaluator, Shortlisting):
+        return recording
+    swept = replace(recording, side_by_side={})
+    legal = LegalConfigs(swept.space(), swept.problem, find_target(swept.gpu))
+    limit = NEAREST * swept.optimum
+    near = [c for c in legal.first(len(swept.entries)) if swept.ratio(swept.key(c)) <= limit]
+    random.Random(0).shuffle(near)
+    found: dict[Key, float] = {}
+    for start in range(0, len(near), GROUP):
+        group = near[start : start + GROUP]
+        entries = compile_configs(legal, pool, group)
+        ratios = evaluator.shortlist(swept.problem, entries, BLOCKS)
+        if len(ratios) != len(group):
+            raise NormforgeError(f"{swept.problem}: no clean times side by side; run it again")
+        found |= {swept.key(c): round(r, 5) for c, r in zip(group, ratios, strict=True)}
+    return replace(recording, side_by_side=found)
 
 
 def _measured_again(

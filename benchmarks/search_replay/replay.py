@@ -75,7 +75,12 @@ class Replayed:
         return [config for config in self.allowed if determinism_class(config) != "none"]
 
     def ratio(self, config: Config) -> float:
-        """Ratio to the floor; infinite for a config that may not win."""
+        """Ratio to the floor by which a config is judged; infinite for one that may not win."""
+        self._entry(config)  # raises where there is none
+        return self.recording.ratio(self.recording.key(config))
+
+    def told(self, config: Config) -> float:
+        """The ratio that a search hears of, from the trial alone."""
         result, _ = self._entry(config)
         return result.ratio if result.ratio is not None and may_win(config, result) else inf
 
@@ -139,7 +144,7 @@ def by_sampler(
     for _ in range(trials):
         trial = study.ask(distributions(replayed.legal.space))
         ratios.append(replayed.ratio(trial.params))
-        pending.append((trial, ratios[-1]))
+        pending.append((trial, replayed.told(trial.params)))
         if len(pending) > replayed.processes:
             told, ratio = pending.popleft()
             told.set_constraint("infeasible", 0.0 if ratio < inf else 1.0)
@@ -159,7 +164,7 @@ def by_tuner(
     search_problem(legal, replayed, replayed, storage, budget, known_winners=winners, seed=seed)
     name = study_name(legal.problem, legal.target, replayed.evidence, legal.space)
     records = [Record.from_trial(trial) for trial in StudyLog(storage, name).trials()]
-    return [record.ratio if record.feasible else inf for record in records]
+    return [replayed.ratio(record.config) if record.feasible else inf for record in records]
 
 
 def by_tuner_with_winners(replayed: Replayed, trials: int, seed: int) -> list[float]:

@@ -54,10 +54,13 @@ class Shortlisting(Evaluator, Protocol):
     each of which had its own moment."""
 
     def shortlist(
-        self, problem: Problem, entries: Sequence[tuple[Variant, Compiled]], blocks: int = 1
+        self,
+        problem: Problem,
+        entries: Sequence[tuple[Variant, Compiled]],
+        blocks: int | None = None,
     ) -> list[float]:
-        """Ratios to the floor from so many blocks, without any check; nothing where no clean times
-        can be had."""
+        """Ratios to the floor from so many blocks, by default enough to rank, without any check;
+        nothing where no clean times can be had."""
         ...
 
 

@@ -30,9 +30,6 @@ SHORTLIST = 48
 """Contenders that are timed side by side for the places in the finals. On one H200, 20 to 190 of
 312 trials of a shape were within 2 % of the best one, and a trial's ratio scatters by 0.2 % where
 it takes long and by 2 % where it takes 10 us."""
-SHORTLIST_BLOCKS = 3
-"""In which they take turns. With one, finals of the same trials had 1 to 6 of 8 finalists in
-common."""
 SHORTLIST_US = 12_000.0
 """Most time that they may take together in one round, and so fewer where they take long."""
 ONE_LAUNCH_PLACES = 2
@@ -181,7 +178,7 @@ def _shortlisted(
     entries = compile_configs(
         legal, pool, [record.config for record in of_every_gpu(ranked)[:count]]
     )
-    ratios = evaluator.shortlist(legal.problem, entries, SHORTLIST_BLOCKS)
+    ratios = evaluator.shortlist(legal.problem, entries)
     first = [variant.config for variant, _ in entries]
     order = sorted(zip(ratios, map(legal.rank, first), first, strict=False), key=itemgetter(0, 1))
     best = [config for _, _, config in order]

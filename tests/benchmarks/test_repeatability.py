@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import repeatability
 from benchmarks.repeatability import agreement, summary, tie
+from generator.evaluate.gpu import noise
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
@@ -95,7 +96,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, studies: Path) -> Ben
 
 def test_finals_and_searches_are_held_again_in_fresh_processes(bench: Bench) -> None:
     options = ("--shapes", str(PROBLEM), "--repeats", "3", "--searches", "2")
-    code, gpu = bench.run(*options, "--final-blocks", "4")
+    code, gpu = bench.run(*options)
     (row,) = bench.rows()
     assert code == 0
     assert [winner["by"] for winner in row["winners"]] == ["search"] * 2 + ["finals"] * 3 + [
@@ -108,7 +109,7 @@ def test_finals_and_searches_are_held_again_in_fresh_processes(bench: Bench) -> 
     blocks = [len(kernel["blocks"]) for kernel in row["kernels"]]
     assert blocks == [repeatability.PROCESSES * repeatability.BLOCKS] * 2
     champion = make_variant(CHAMPION, PROBLEM).id
-    assert [len(held["block_ratios"][champion]) for held in row["finals"]] == [4] * 3
+    assert [len(held["block_ratios"][champion]) for held in row["finals"]] == [noise.BLOCKS] * 3
 
 
 def test_a_search_knows_nothing_of_its_own_shape(bench: Bench) -> None:

@@ -20,15 +20,13 @@ from optuna.storages import InMemoryStorage
 
 from benchmarks.search_replay.__main__ import main as command
 from benchmarks.search_replay.comparison import compare, table
+from benchmarks.search_replay.narrow import NARROW_FILE, Narrow, load_narrow, narrow
 from benchmarks.search_replay.recording import (
-    NARROW_FILE,
     NEAR,
+    NEAREST,
     RECORDING_FILE,
     REPEATS,
-    Narrow,
     Recording,
-    load_narrow,
-    narrow,
     record,
     recordings,
 )
@@ -149,6 +147,42 @@ def test_a_variant_that_fails_in_a_repeat_may_not_win() -> None:
         and (result.ratio or 0) <= recording.optimum
     }
     assert outcomes <= {"wrong"}
+
+
+class SideBySide(FakeEvaluator):
+    """Times side by side, by which all but the best take twice as long as by their trials."""
+
+    def shortlist(
+        self,
+        problem: Problem,
+        entries: Sequence[tuple[Variant, Compiled]],
+        blocks: int | None = None,
+    ) -> list[float]:
+        times = [cost(variant) for variant, _ in entries]
+        return [time if time == min(times) else 2 * time for time in times]
+
+
+def test_searches_are_judged_by_times_side_by_side_and_hear_of_their_trials_alone(
+    tmp_path: Path,
+) -> None:
+    recording = sweep(SideBySide(cost))
+    by_trial = replace(recording, side_by_side={})
+    limit = by_trial.optimum * NEAREST
+    near = {key for key in recording.entries if by_trial.ratio(key) <= limit}
+    assert 1 < len(near) == len(recording.side_by_side) < len(recording.entries)
+    recording.save(tmp_path / "sweep.json.xz")
+    again = Recording.load(tmp_path / "sweep.json.xz")
+    assert again.side_by_side == recording.side_by_side
+    replayed = Replayed(again)
+    assert replayed.counts()["close"] == 1
+    for config in replayed.configs:
+        judged, told = replayed.ratio(config), replayed.told(config)
+        doubled = recording.key(config) in near and told > recording.optimum
+        assert judged == pytest.approx(2 * told if doubled else told, abs=1e-4)
+    judged, told = (
+        by_tuner(Replayed(one), 40, 1) for one in (again, replace(again, side_by_side={}))
+    )
+    assert judged != told
 
 
 def test_a_recording_survives_its_file(recording: Recording, tmp_path: Path) -> None:

@@ -15,7 +15,15 @@ from typing import Any
 import pytest
 
 from generator.evaluate.gpu.evaluator import FINAL_PAUSES, MeasuredEvaluator
-from generator.evaluate.gpu.noise import SEARCH_PAUSES, Block, NoisyError, collect, noise_in
+from generator.evaluate.gpu.noise import (
+    BLOCKS,
+    SEARCH_PAUSES,
+    SHORT_BLOCKS,
+    Block,
+    NoisyError,
+    collect,
+    noise_in,
+)
 from generator.evaluate.gpu.nvml import DeviceMonitor
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
@@ -164,19 +172,20 @@ class World:
         storm: Callable[[float], bool] = lambda seconds: False,
         jitter: float = 0.005,
         drift: float = 0.03,
+        floor_us: float = 40.0,
     ) -> None:
-        self.clock = Clock()
+        self.clock, self.floor_us = Clock(), floor_us
         self.rng = random.Random(seed)
         self.storm, self.jitter, self.drift = storm, jitter, drift
         self.level = 0.0
 
     def time(self, ratio: float) -> float:
-        """Microseconds of one run of an operation that takes `ratio` times 40 us."""
+        """Microseconds of one run of an operation that takes `ratio` times the floor."""
         rng = self.rng
         self.clock.seconds += 0.001
         # A random walk that is drawn back: clocks and temperatures.
         self.level += 0.02 * rng.gauss(0, self.drift) - 0.0005 * self.level
-        us = 40.0 * ratio * (1 + self.level) * rng.gauss(1, self.jitter)
+        us = self.floor_us * ratio * (1 + self.level) * rng.gauss(1, self.jitter)
         if self.storm(self.clock.seconds) and rng.random() < 0.6:
             us *= rng.uniform(1.2, 2.0)
         return us * 3 if rng.random() < 0.005 else us
@@ -247,6 +256,18 @@ def test_shortlisting_orders_by_what_is_seen_side_by_side() -> None:
     landscape = Landscape()
     truth = [landscape.ratio(make_variant(config, PROBLEM)) for config in configs]
     assert ratios == pytest.approx(truth, rel=0.01)
+
+
+@pytest.mark.parametrize(("floor_us", "blocks"), [(40.0, BLOCKS), (8.0, SHORT_BLOCKS)])
+def test_short_kernels_are_ranked_by_more_blocks(floor_us: float, blocks: int) -> None:
+    measuring = evaluator(World(floor_us=floor_us))
+    entries = [entry(config) for config in SOUND[:3]]
+    for result in measuring.finals(PROBLEM, entries):
+        assert len(result.extra["block_ratios"]) == blocks
+    supervisor: Any = measuring._supervisor
+    before = len(supervisor.jobs)
+    assert len(measuring.shortlist(PROBLEM, entries)) == 3
+    assert len(supervisor.jobs) == before + blocks
 
 
 def test_shortlisting_in_a_storm_says_nothing_and_does_not_wait_for_its_end() -> None:

@@ -23,7 +23,7 @@ from benchmarks.prediction import fit, score
 from benchmarks.search_replay import recording, replay
 from benchmarks.training.steps import BLOCKS, TOKENS
 from benchmarks.training.summary import CONFIDENCE
-from generator.evaluate.gpu import evaluator, forward, l2_flush, noise, session, supervisor
+from generator.evaluate.gpu import forward, l2_flush, noise, session, supervisor
 from generator.evaluate.predict import correction, prior
 from generator.evaluate.predict.model import MODEL
 from generator.evaluate.verify import determinism
@@ -76,7 +76,8 @@ STATED: dict[str, list[str]] = {
         f"be {choose_winner.LAUNCH_US} µs slower than the fastest",
         f"{WORD[finals.ONE_LAUNCH_PLACES].capitalize()} places in the finals",
         f"even if it is up to {percent(choose_winner.KEPT)} slower",
-        f"side by side, in {WORD[finals.SHORTLIST_BLOCKS]} blocks",
+        f"side by side, in {WORD[noise.BLOCKS]} blocks",
+        f"or {noise.SHORT_BLOCKS} where the floor is below {noise.SHORT_US:.0f} µs",
         f"differ by at most {percent(repeatability.TIE)}, or by two standard errors",
         f"at {len(REPEATED['rows'])} shapes, {FINALS[1]} of {FINALS[0]} pairs of finals",
         f"{FINALS[2]} of {FINALS[0]} chose two that tie",
@@ -105,6 +106,7 @@ STATED: dict[str, list[str]] = {
         f"proposes {replay.COMPILERS} trials ahead",
         f"Those within {percent(recording.NEAR - 1)} of the best are measured"
         f" {WORD[recording.REPEATS + 1]} times",
+        f"times the best {percent(recording.NEAREST - 1)} of each recording again",
     ],
     "prediction.md": [
         f"those within {percent(score.NEAR - 1)} of the fastest",
@@ -131,7 +133,8 @@ STATED: dict[str, list[str]] = {
         f"more than {DRIFT} above its best",
         f"more than {SPREAD} apart",
         f"up to {WORD[len(noise.SEARCH_PAUSES)]} times, within {sum(noise.SEARCH_PAUSES):.1f} s",
-        f"need {WORD[evaluator.FINAL_BLOCKS]} clean blocks",
+        f"need {WORD[noise.BLOCKS]} clean blocks, or {noise.SHORT_BLOCKS} where the floor is below"
+        f" {noise.SHORT_US:.0f} µs",
     ],
     "forward.md": [
         f"up to {WIDE} vectors a thread ({BUSY} in CTAs of 1024)",

@@ -9,7 +9,15 @@ from statistics import median
 from typing import Any
 
 from generator.errors import ProblemError
-from generator.evaluate.gpu.noise import SEARCH_PAUSES, Block, NoisyError, Timing, collect, noise_in
+from generator.evaluate.gpu.noise import (
+    SEARCH_PAUSES,
+    Block,
+    NoisyError,
+    Timing,
+    blocks_for,
+    collect,
+    noise_in,
+)
 from generator.evaluate.gpu.nvml import DeviceMonitor
 from generator.evaluate.gpu.protocol import Candidate, Handler, Job, WorkerLostError
 from generator.evaluate.gpu.supervisor import JOB_SECONDS, KEPT, Supervisor
@@ -24,7 +32,6 @@ from generator.target import Target
 
 INTERLEAVINGS = 3
 """Attempts to time the finalists together, when that breaks the worker and none does it alone."""
-FINAL_BLOCKS = 3
 FINAL_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Seconds after each noisy block of the finals: one minute for a neighbour to finish."""
 
@@ -33,8 +40,7 @@ Entry = tuple[AnyVariant, Compiled]
 
 class MeasuredEvaluator:
     """Evaluates candidates on a real GPU; the search sees only Results. Noisy blocks are measured
-    again. operation: None for that of each problem; final_blocks: in which finalists are timed; the
-    other arguments: see Supervisor."""
+    again. operation: None for that of each problem; the other arguments: see Supervisor."""
 
     evidence = "measured"
 
@@ -49,10 +55,8 @@ class MeasuredEvaluator:
         sleep: Callable[[float], None] = time.sleep,
         supervisor: Supervisor | None = None,
         operation: Operation | None = None,
-        final_blocks: int = FINAL_BLOCKS,
     ) -> None:
         self.target, self._operation = target, operation
-        self._final_blocks = final_blocks
         self._sleep = sleep
         self._supervisor = supervisor or Supervisor(
             device, seconds, open_handler=open_handler, method=method, sleep=sleep
@@ -113,17 +117,21 @@ class MeasuredEvaluator:
         self,
         problem: Problem,
         entries: Sequence[Entry],
-        blocks: int = 1,
+        blocks: int | None = None,
         rounds: int | None = None,
     ) -> list[float]:
         """Ratios from blocks in which all take turns; nothing when they stay noisy or cost the
-        worker its life. Whoever did that is found in the finals. rounds: of each block, default as
-        many as in the finals."""
+        worker its life. Whoever did that is found in the finals. blocks, and rounds of each block:
+        default as many as in the finals."""
         job = self._job("interleave", problem, self._candidates(entries), rounds=rounds)
         try:
             best = self._floors.get(problem)
             timing = collect(
-                lambda: self._measure_block(job), blocks, best, SEARCH_PAUSES, self._sleep
+                lambda: self._measure_block(job),
+                blocks or blocks_for(best),
+                best,
+                SEARCH_PAUSES,
+                self._sleep,
             )
         except WorkerLostError:
             return []
@@ -241,8 +249,7 @@ class MeasuredEvaluator:
     def _time_together(self, problem: Problem, candidates: Sequence[Candidate]) -> Timing:
         job = self._job("interleave", problem, tuple(candidates))
         best = self._floors.get(problem)
-
-        count = self._final_blocks
+        count = blocks_for(best)
         timing = collect(lambda: self._measure_block(job), count, best, FINAL_PAUSES, self._sleep)
         self.discarded += timing.discarded
         if timing.fault:

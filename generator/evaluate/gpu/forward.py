@@ -38,9 +38,8 @@ def measure_forwards(
     places = [place for place, result in enumerate(results) if result.outcome == "ok"]
     places = checked(places, evaluator.check_accuracy, problem)
     if places:
-        ratios = evaluator.shortlist(
-            problem, [entries[place] for place in places], rounds=SCREEN_ROUNDS
-        )
+        screened = [entries[place] for place in places]
+        ratios = evaluator.shortlist(problem, screened, blocks=1, rounds=SCREEN_ROUNDS)
         if ratios:
             places = [place for _, place in sorted(zip(ratios, places, strict=True))]
         places = checked(places[:FINALISTS], evaluator.check_determinism, with_residual)
