@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.command import command_line, exit_code
-from benchmarks.results import write_json
+from benchmarks.results import json_text, write_json
 from generator.errors import NormforgeError
 from generator.paths import REPOSITORY
 from generator.problem import Problem, load_problems
@@ -57,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.out:
             write_json(args.out, document)
         else:
-            print(json.dumps(document, indent=1))
+            print(json_text(document))
         return 0
 
     return exit_code(__file__, run_all)

@@ -11,7 +11,6 @@ by a fifth and more: a ratio is the median of those of the passes, which are in 
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import torch
 
 from benchmarks.command import command_line, exit_code
 from benchmarks.gpu import check_cuda
-from benchmarks.results import write_json
+from benchmarks.results import json_text, write_json
 from generator.operations import operation_of
 from generator.operations.rmsnorm_backward import Inputs
 from generator.paths import GENERATED
@@ -252,7 +251,7 @@ def main(argv: list[str] | None = None) -> int:
         check_cuda()
         folder = args.package or GENERATED / "h200" / args.op
         document = run(folder, Problem.parse(args.shape, args.op))
-        print(json.dumps(document, indent=1))
+        print(json_text(document))
         if args.out:
             write_json(args.out, document)
         return 0

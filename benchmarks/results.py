@@ -29,6 +29,8 @@ Row = dict[str, Any]
 Environment = dict[str, Any]
 
 OURS = "ours"
+LONGEST = (100, 100, 2500)
+"""Characters of an entry on one line: of the document, of its entries, and of all below."""
 SAME = ("gpu", "driver", "torch", "triton", "peers", "module")
 """What must not differ between the rows of one file. Of the module, its digest."""
 
@@ -132,10 +134,24 @@ def machine(facts: Mapping[str, Any]) -> Environment:
 def write_json(path: Path, document: object) -> None:
     """Write a document as `write_text` does. Raises NormforgeError for NaN and infinity as well."""
     try:
-        text = json.dumps(document, indent=1, allow_nan=False)
+        text = json_text(document)
     except ValueError as error:
         raise NormforgeError(f"cannot write {path}: {error}") from error
     write_text(path, text + "\n")
+
+
+def json_text(value: object, depth: int = 0) -> str:
+    """JSON with a line for each row. An entry that is longer than LONGEST has a line for each of
+    its own entries. Raises ValueError for NaN and infinity."""
+    text = json.dumps(value, allow_nan=False)
+    if len(text) <= LONGEST[min(depth, 2)] or not isinstance(value, Mapping | list | tuple):
+        return text
+    inner, outer = "\n" + " " * (depth + 1), "\n" + " " * depth
+    if isinstance(value, Mapping):
+        parts = [f"{json.dumps(key)}: {json_text(value[key], depth + 1)}" for key in value]
+    else:
+        parts = [json_text(entry, depth + 1) for entry in value]
+    return text[0] + inner + f",{inner}".join(parts) + outer + text[-1]
 
 
 def write_text(path: Path, text: str) -> None:

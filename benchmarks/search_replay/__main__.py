@@ -11,12 +11,12 @@ same with another surrogate.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.command import command_line, exit_code, say, spare_cores
+from benchmarks.results import json_text
 from benchmarks.search_replay.comparison import CHECKPOINTS, compare, table
 from benchmarks.search_replay.narrow import NARROW_FILE, load_narrow
 from benchmarks.search_replay.recording import Recording, record, recordings, time_side_by_side
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         said |= {"optimum": recording.optimum, "facts": recording.facts}
         sweeps.append(said | {"searches": [asdict(row) for row in compared]})
     if args.json:
-        print(json.dumps({"after": CHECKPOINTS, "sweeps": sweeps}, indent=1))
+        print(json_text({"after": CHECKPOINTS, "sweeps": sweeps}))
     return 0
 
 

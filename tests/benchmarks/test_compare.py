@@ -19,7 +19,7 @@ from benchmarks.harness import BLOCKS, Cell, Contender, Entrant, ShapeRun, repea
 from benchmarks.peers import PEERS, choose_peers
 from benchmarks.peers.pytorch import decomposed_backward
 from benchmarks.report import markdown, missing_sentence, plot
-from benchmarks.results import Results, Row, problem_of, write_json
+from benchmarks.results import Results, Row, json_text, problem_of, write_json
 from generator.errors import NormforgeError
 from generator.operations.rmsnorm_backward import Inputs, make_inputs
 from generator.problem import Problem, load_problems
@@ -455,6 +455,15 @@ def test_a_results_file_is_written_where_its_name_leads(tmp_path: Path) -> None:
     with pytest.raises(NormforgeError, match=r"cannot write .*kept\.json: Out of range float"):
         write_json(kept, {"rows": [float("nan")]})
     assert json.loads(kept.read_text()) == {"rows": []}
+
+
+def test_a_results_file_has_a_line_for_each_row() -> None:
+    rows = [{"shape": "1x64:bf16", "us": [0.5] * 400}, {"shape": "2x64:bf16", "us": []}]
+    document = {"gpu": "é", "rows": rows, "long": {"of": {"all": [rows[0]] * 2}}}
+    text = json_text(document)
+    assert json.loads(text) == document
+    lines = [line for line in text.splitlines() if "64:bf16" in line]
+    assert [json.loads(line.strip().rstrip(",")) for line in lines] == [*rows, rows[0], rows[0]]
 
 
 def test_paths_are_asked_once_per_width_and_ours_per_strategy(tmp_path: Path) -> None:
