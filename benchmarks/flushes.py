@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.cache_hints import HINTS, check_bits, load
 from benchmarks.command import command_line, exit_code, say
 from benchmarks.comparison import load_peers
-from benchmarks.gpu import open_gpu, paired_ratio, take_turns
+from benchmarks.gpu import bench_of, open_gpu, paired_ratio, take_turns
 from benchmarks.peers import choose_peers
 from benchmarks.peers.peer import Bind
 from benchmarks.results import machine, write_json
@@ -34,6 +33,7 @@ from generator.errors import NormforgeError
 from generator.evaluate.gpu.session import Session, Workload
 from generator.evaluate.gpu.timer import Operation, Timer
 from generator.evaluate.verify.bench import Bench
+from generator.evaluate.verify.determinism import digest
 from generator.kernels.geometry import Config
 from generator.operations.rmsnorm_backward import Inputs
 from generator.package.known_winners import known_winners
@@ -42,6 +42,7 @@ from generator.problem import Problem, load_problems
 from generator.target import Target
 
 PACKAGE = GENERATED / "h200" / "rmsnorm_backward"
+HINTS = ("default", "evict_last")
 PEER_SHAPES = (
     "4096x256:bf16,4096x1024:bf16,16384x1024:bf16,4096x4096:bf16,16384x3072:bf16,"
     "16384x4096:bf16,65536x4096:bf16,16384x8192:bf16,4096x16384:bf16"
@@ -119,6 +120,19 @@ CONDITIONS: dict[str, type[Condition]] = {
 }
 
 
+def kernels_of(workload: Workload, config: Config, target: Target) -> dict[str, Bench]:
+    """The kernel of a config by its load hint. Raises NormforgeError."""
+    benches = {hint: bench_of(workload, {**config, "load_hint": hint}, target) for hint in HINTS}
+    check_bits(workload, benches)
+    return benches
+
+
+def check_bits(workload: Workload, benches: Mapping[str, Bench]) -> None:
+    """Raise NormforgeError where dx or dw depends on the hint."""
+    if len({digest(bench, workload.cancelling) for bench in benches.values()}) > 1:
+        raise NormforgeError(f"{workload.problem}: dx or dw has other bits with another load hint")
+
+
 def sets_of(workload: Workload, number: int) -> list[tuple[Inputs, torch.Tensor]]:
     """Inputs and a dx each: those of the workload, then copies."""
     first, dx = workload.inputs, workload.outputs["dx"].tensor
@@ -173,8 +187,7 @@ def measure_shape(
 ) -> dict[str, Any]:
     """A row of the document. A peer that raises is left out. Raises NormforgeError."""
     workload = session.workload(problem)
-    benches = {hint: load(workload, config, hint, target) for hint in HINTS}
-    check_bits(workload, benches)
+    benches = kernels_of(workload, config, target)
     usable = {name: bind for name, bind in peers.items() if _serves(bind, workload.inputs)}
     row: dict[str, Any] = {"shape": str(problem), "hint": str(config["load_hint"])}
     for name, timer in timers.items():

@@ -10,8 +10,18 @@ import pytest
 import torch
 
 from benchmarks import flushes
-from benchmarks.flushes import CONDITIONS, SETS, Condition, Rotating, measure, operations
+from benchmarks.flushes import (
+    CONDITIONS,
+    HINTS,
+    SETS,
+    Condition,
+    Rotating,
+    check_bits,
+    measure,
+    operations,
+)
 from benchmarks.gpu import BLOCKS
+from generator.errors import NormforgeError
 from generator.evaluate.gpu.session import Workload
 from generator.evaluate.gpu.timer import Timer
 from generator.operations.rmsnorm_backward import Inputs
@@ -94,6 +104,31 @@ def test_operations_take_sets_in_the_order_of_the_calls(workload: Workload) -> N
     assert len(set(xs)) == len(set(dxs)) == 3 and ours.ran[0] == ours.ran[2]
     assert xs[0] == workload.inputs.x.data_ptr() and seen[0] not in xs[:1]
     assert dxs[0] == workload.outputs["dx"].tensor.data_ptr()
+
+
+class FixedBench:
+    """Writes `value` to every element of dx and dw."""
+
+    def __init__(self, workload: Workload, value: float, ran: list[float]) -> None:
+        self.outputs = workload.outputs
+        self.value, self.ran = value, ran
+
+    def poison(self) -> None:
+        self.outputs["dx"].poison()
+
+    def run(self, inputs: object) -> None:
+        self.ran.append(self.value)
+        for out in self.outputs.values():
+            out.tensor.fill_(self.value)
+
+
+def test_other_bits_with_the_hint_are_refused(workload: Workload) -> None:
+    ran: list[float] = []
+    same: Any = {hint: FixedBench(workload, 5.0, ran) for hint in HINTS}
+    check_bits(workload, same)
+    assert ran == [5.0, 5.0]
+    with pytest.raises(NormforgeError, match=r"6x16:bf16: dx or dw has other bits"):
+        check_bits(workload, same | {"evict_last": FixedBench(workload, 5.5, ran)})
 
 
 def test_copies_hold_what_the_workload_holds(workload: Workload) -> None:
