@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import sys
 import time
@@ -28,6 +27,7 @@ from benchmarks.results import (
     Row,
     cell_of,
     machine,
+    module_facts,
     problem_of,
     write_text,
 )
@@ -205,7 +205,6 @@ def describe(
     operation: str,
 ) -> Environment:
     """The conditions of the rows. facts: what the GPU session says of the device."""
-    table = (module / TABLE).read_bytes()
     return {
         "operation": operation,
         **machine(facts),
@@ -213,7 +212,7 @@ def describe(
         "python": sys.version.split()[0],
         "peers": {peer.name: peer.versions() for peer in peers},
         "missing": missing,
-        "module": {"path": str(module), "digest": hashlib.sha256(table).hexdigest()[:16]},
+        "module": module_facts(module),
         "harness": {
             "flush_bytes": FLUSH_BYTES,
             "blocks": harness.BLOCKS,

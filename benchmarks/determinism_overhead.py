@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.command import command_line, exit_code, say, spare_cores
 from benchmarks.compare import TUNED
+from benchmarks.repeatability import measured_studies
 from benchmarks.results import machine, write_json
 from generator.errors import NormforgeError
 from generator.evaluate.evaluator import Pool, Shortlisting
@@ -37,7 +38,7 @@ from generator.problem import load_problems
 from generator.search.finals import compile_configs
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
-from generator.studies.reader import Study, read_studies
+from generator.studies.reader import Study
 from generator.tuner.choose_device import choose_target
 
 BEST = 5
@@ -150,13 +151,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     problems = load_problems(args.shapes)
-    studies = {
-        study.problem: study
-        for study in read_studies(args.studies)
-        if study.evidence == "measured" and study.winner is not None
-    }
-    if lacking := [str(problem) for problem in problems if problem not in studies]:
-        raise NormforgeError(f"{args.studies} has no measured winner of {', '.join(lacking)}")
+    studies = measured_studies(args.studies, problems)
     target, evaluator, sentence = choose_target(studies[problems[0]].gpu, 0)
     if evaluator is None:
         raise NormforgeError(f"the studies' GPU is needed: {sentence}")

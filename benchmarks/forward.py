@@ -5,8 +5,8 @@
 
 Without --module the forwards of the shapes are tuned first, into a package in a temporary folder or
 in --package. Every shape is timed as the backward is (cold L2, inside CUDA graphs, all in the same
-blocks); host times are those of back-to-back calls. The file is written after every shape; shapes
-that it has are not measured again with --resume.
+blocks); host times are those of back-to-back calls. The file is written after every shape; with
+--resume, which refuses another GPU, PyTorch or package, shapes that it has are not measured again.
 
 Exit code: 0 when every shape was measured, 1 when some are left, 2 for bad input.
 """
@@ -14,7 +14,6 @@ Exit code: 0 when every shape was measured, 1 when some are left, 2 for bad inpu
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -31,16 +30,19 @@ from torch.nn.functional import rms_norm
 from benchmarks.command import command_line, exit_code, say, spare_cores
 from benchmarks.gpu import BLOCKS, ROUNDS, open_gpu, paired_ratio, take_turns
 from benchmarks.harness import host_time, sentence
-from benchmarks.results import machine, write_json
+from benchmarks.results import kept, machine, module_facts, write_json
 from generator.evaluate.gpu.session import Session
 from generator.evaluate.gpu.timer import Timer
 from generator.operations.rmsnorm_forward import EPS, ForwardInputs, make_inputs
 from generator.package.emit import emit_package
 from generator.problem import Problem, load_problems
 from generator.runtime.serve.forward import Forward, reference_forward
+from generator.runtime.table import FORWARD_TABLE
 from generator.tuner.forward import tune_forwards
 
 Call = Callable[[], Any]
+SAME = ("gpu", "driver", "torch", "module", "harness")
+"""What must not differ between the rows of one file. Of the module, its digest."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,22 +66,23 @@ def run(args: argparse.Namespace) -> int:
             processes = spare_cores()
             forwards = tune_forwards(problems, target, (args.device,), processes=processes, say=say)
             emit_package([], [], target, module, forwards)
-        return compare(problems, Forward(module), session, args, until)
+        return compare(problems, module, session, args, until)
 
 
 def compare(
     problems: list[Problem],
-    forward: Forward,
+    module: Path,
     session: Session,
     args: argparse.Namespace,
     until: float,
 ) -> int:
     """Measure what the results file lacks; returns the exit code."""
-    rows: dict[str, Any] = {}
-    if args.resume and args.out.exists():
-        rows = {row["shape"]: row for row in json.loads(args.out.read_text())["rows"]}
+    forward = Forward(module)
     harness = {"blocks": BLOCKS, "rounds": ROUNDS, "floor": "torch.mul(x, 1.5, out=y)"}
-    environment = {**machine(session.facts), "harness": harness}
+    table = module_facts(module, FORWARD_TABLE)
+    environment = {**machine(session.facts), "module": table, "harness": harness}
+    former = kept(args.out, environment, SAME) if args.resume else {}
+    rows = {row["shape"]: row for row in former.get("rows", [])}
     todo = [problem for problem in problems if str(problem) not in rows]
     longest = 0.0
     for done, problem in enumerate(todo):

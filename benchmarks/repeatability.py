@@ -15,7 +15,6 @@ of the studies.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -31,7 +30,7 @@ from optuna.storages import InMemoryStorage
 
 from benchmarks.command import command_line, exit_code, say, spare_cores
 from benchmarks.gpu import target_of
-from benchmarks.results import machine, write_json
+from benchmarks.results import kept, machine, write_json
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.evaluator import Pool, Shortlisting
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
@@ -214,16 +213,6 @@ def measured_studies(folder: Path, problems: Sequence[Problem]) -> dict[Problem,
     return studies
 
 
-def kept_rows(args: argparse.Namespace, environment: Mapping[str, Any]) -> dict[str, Any]:
-    """The rows of --out by shape. Raises NormforgeError where they were measured otherwise."""
-    if not (args.resume and args.out.exists()):
-        return {}
-    found = json.loads(args.out.read_text())
-    if any(found["environment"].get(k) != v for k, v in environment.items() if k != "date"):
-        raise NormforgeError(f"{args.out} was measured otherwise: go on without --resume")
-    return {row["shape"]: row for row in found["rows"]}
-
-
 def run(args: argparse.Namespace) -> int:
     """Raises NormforgeError."""
     began, longest = time.monotonic(), 0.0
@@ -233,7 +222,9 @@ def run(args: argparse.Namespace) -> int:
     target = target_of(gpu.facts, studies[problems[0]].gpu)
     plan = {name: getattr(args, name) for name in ("repeats", "searches", "trials")}
     environment = {**machine(gpu.facts), **plan}
-    rows = kept_rows(args, environment)
+    same = [name for name in environment if name != "date"]
+    former = kept(args.out, environment, same) if args.resume else {}
+    rows = {row["shape"]: row for row in former.get("rows", [])}
     with (
         closing(MeasuredEvaluator(target, supervisor=gpu)) as evaluator,
         CompilePool(target.arch, spare_cores()) as pool,

@@ -15,8 +15,10 @@ weight has another. Times are in microseconds; None stands for what could not be
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from typing import Any
 from generator.disk import replacing
 from generator.errors import NormforgeError
 from generator.problem import RMSNORM_BACKWARD, Problem
+from generator.runtime.table import TABLE
 
 Row = dict[str, Any]
 Environment = dict[str, Any]
@@ -63,14 +66,9 @@ class Results:
     @classmethod
     def read(cls, path: Path) -> Results:
         """Raises NormforgeError when the file cannot be read or is no results file."""
-        try:
+        with _reading(path):
             data = json.loads(path.read_text())
             return cls(path, dict(data["environment"]), list(data["rows"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise NormforgeError(
-                f"{path} is no results file ({type(error).__name__}: {error}): "
-                "measure again without --resume"
-            ) from error
 
     @classmethod
     def resume(cls, path: Path, environment: Environment) -> Results:
@@ -79,19 +77,7 @@ class Results:
         if not path.exists():
             return cls(path, environment)
         found = cls.read(path)
-        for key in SAME:
-            before, now = found.environment.get(key), environment.get(key)
-            if key == "module":
-                before, now = (value and value["digest"] for value in (before, now))
-            if key == "peers" and isinstance(before, dict) and isinstance(now, dict):
-                # A peer may be left out this time.
-                before = {name: before[name] for name in before.keys() & now.keys()}
-                now = {name: now[name] for name in before}
-            if before != now:
-                raise NormforgeError(
-                    f"{path} was measured with another {key} ({before}, now {now}): "
-                    "leave out --resume to measure everything again"
-                )
+        _check_same(path, found.environment, environment, SAME)
         merged = {**environment, "date": found.environment["date"]}
         merged["peers"] = {**found.environment["peers"], **environment["peers"]}
         return cls(path, merged, found.rows)
@@ -121,6 +107,52 @@ class Results:
         """Replace the file in one step. Raises NormforgeError when it cannot be written."""
         document = {"environment": self.environment, "rows": self.rows}
         write_json(self.path, document)
+
+
+def kept(path: Path, environment: Environment, same: Iterable[str]) -> dict[str, Any]:
+    """The document that a run goes on with; {} where there is no file. Raises NormforgeError where
+    its environment has another value of one of `same`."""
+    if not path.exists():
+        return {}
+    with _reading(path):
+        document = dict(json.loads(path.read_text()))
+        _check_same(path, document["environment"], environment, same)
+        return document
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Makes one sentence of what a file raises that cannot be read or has another form."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise NormforgeError(
+            f"{path} is no results file ({type(error).__name__}: {error}): "
+            "measure again without --resume"
+        ) from error
+
+
+def _check_same(path: Path, old: Environment, new: Environment, same: Iterable[str]) -> None:
+    """Raise NormforgeError where one of `same` differs."""
+    for key in same:
+        before, now = old.get(key), new.get(key)
+        if key == "module":
+            before, now = (value and value["digest"] for value in (before, now))
+        if key == "peers" and isinstance(before, dict) and isinstance(now, dict):
+            # A peer may be left out this time.
+            before = {name: before[name] for name in before.keys() & now.keys()}
+            now = {name: now[name] for name in before}
+        if before != now:
+            raise NormforgeError(
+                f"{path} was measured with another {key} ({before}, now {now}): "
+                "leave out --resume to measure everything again"
+            )
+
+
+def module_facts(folder: Path, table: str = TABLE) -> dict[str, str]:
+    """Where a package lies, and the digest of the table that names its kernels."""
+    content = (folder / table).read_bytes()
+    return {"path": str(folder), "digest": hashlib.sha256(content).hexdigest()[:16]}
 
 
 def machine(facts: Mapping[str, Any]) -> Environment:

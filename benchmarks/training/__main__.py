@@ -26,10 +26,9 @@ from typing import Any
 from benchmarks.command import command_line, exit_code, say
 from benchmarks.gpu import open_session
 from benchmarks.peers.peer import installed_version
-from benchmarks.results import machine, write_json
+from benchmarks.results import kept, machine, write_json
 from benchmarks.training.steps import BLOCKS, TOKENS, Case, measure
 from benchmarks.training.summary import plot
-from generator.errors import NormforgeError
 
 CASES = (
     "llama3_8b,4096,eager",
@@ -88,16 +87,9 @@ def measure_and_plot(cases: list[Case], args: argparse.Namespace) -> int:
 def run(cases: list[Case], args: argparse.Namespace) -> int:
     """Measure what is missing; returns the exit code. Raises NormforgeError."""
     until = time.monotonic() + args.seconds
-    document: dict[str, Any] = {"environment": environment(), "cases": {}}
-    if args.resume and args.out.exists():
-        former = json.loads(args.out.read_text())
-        differs = [
-            key for key in SAME if former["environment"][key] != document["environment"][key]
-        ]
-        if differs:
-            was = ", ".join(f"{key} {former['environment'][key]}" for key in differs)
-            raise NormforgeError(f"{args.out} was measured with {was}: leave out --resume")
-        document["cases"] = former["cases"]
+    here = environment()
+    former = kept(args.out, here, SAME) if args.resume else {}
+    document: dict[str, Any] = {"environment": here, "cases": former.get("cases", {})}
     left = 0
     for case in cases:
         found = document["cases"].setdefault(str(case), [])

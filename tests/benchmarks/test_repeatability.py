@@ -138,7 +138,7 @@ def test_rows_that_were_measured_otherwise_are_not_mixed(
     bench.run(*options, "--repeats", "1")
     code, _ = bench.run(*options, "--repeats", "2", "--resume")
     assert code == 2
-    assert "measured otherwise" in capsys.readouterr().err
+    assert "measured with another repeats (1, now 2)" in capsys.readouterr().err
 
 
 def test_noise_that_does_not_end_leaves_the_shape_and_no_more(
