@@ -74,11 +74,11 @@ def test_no_other_measurement_is_stated(page: Path) -> None:
     assert MEASUREMENT.findall(unchecked(page.name, page_text(page.name))) == []
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
-def test_a_planted_measurement_is_found(page: Path) -> None:
+def test_a_planted_measurement_is_found() -> None:
+    name = "performance.md"
     said = "It is 1.41 of the floor or -0.5, 3% more, 12 µs, at 9 of 47 shapes."
-    found = MEASUREMENT.findall(unchecked(page.name, f"{page_text(page.name)}\n{said}"))
-    assert found[-5:] == ["1.41", "0.5", "3%", "12 µs", "9 of 47"]
+    found = MEASUREMENT.findall(unchecked(name, f"{page_text(name)}\n{said}"))
+    assert found == ["1.41", "0.5", "3%", "12 µs", "9 of 47"]
 
 
 def test_what_was_not_measured_is_no_measurement() -> None:

@@ -207,15 +207,6 @@ def test_no_group_begins_after_the_time(tmp_path: Path, target: Target) -> None:
     assert {left["reason"] for left in found["left"]} == {"no time was left"}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out.json"
-    assert layouts.main(["--out", str(out)]) == 2
-    said = capsys.readouterr().err
-    assert said == "layouts.py: this needs a CUDA GPU, and PyTorch sees none\n"
-    assert not out.exists()
-
-
 @pytest.mark.slow
 def test_committed_result_is_what_the_benchmark_writes(
     tmp_path: Path, target: Target, committed: dict[str, Any]
