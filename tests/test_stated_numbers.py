@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pages import BLOCK, pages
-from tests.support.stated_numbers import STATED
+from tests.support.stated_numbers import PAGES, stated
 
 WHOLE_NUMBERS = {
     *("README.md", "accuracy.md", "adopting.md", "architecture.md", "determinism.md"),
@@ -38,16 +38,16 @@ def page_text(name: str) -> str:
     return NO_NUMBER_OF_OURS.sub("", text)
 
 
-@pytest.mark.parametrize("name", STATED)
+@pytest.mark.parametrize("name", PAGES)
 def test_stated_numbers_are_those_of_the_code_and_the_results(name: str) -> None:
     text = " ".join(page_text(name).split())
-    assert [phrase for phrase in STATED[name] if phrase not in text] == []
+    assert [phrase for phrase in stated(name) if phrase not in text] == []
 
 
 def unchecked(name: str, text: str) -> str:
     """A page's text without the phrases that the test above compares, and without code."""
     text = " ".join(text.split())
-    for phrase in STATED.get(name, []):
+    for phrase in stated(name):
         text = text.replace(phrase, "")
     return re.sub(r"`[^`]*`", "", text)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from math import exp
 from statistics import geometric_mean, median
+from typing import Any
 
 import yaml
 
@@ -16,7 +18,7 @@ from benchmarks import note_facts as notes
 from benchmarks.goals import ratio as over_floor
 from benchmarks.method_pages import percent
 from benchmarks.note_facts import span
-from benchmarks.page_text import read
+from benchmarks.page_text import generated, read
 from benchmarks.pages import goal_table
 from benchmarks.peers.cudnn_plans import PLAN_SECONDS
 from benchmarks.prediction import fit, score
@@ -29,7 +31,7 @@ from generator.evaluate.predict.model import MODEL
 from generator.evaluate.verify import determinism
 from generator.kernels import compile_pool
 from generator.package import fallback_kernels
-from generator.paths import GENERATED, REPOSITORY, TEMPLATES
+from generator.paths import REPOSITORY, TEMPLATES
 from generator.problem import load_problems
 from generator.runtime.launch import workspace
 from generator.runtime.spec import CHUNK_ROWS
@@ -42,29 +44,28 @@ from tests.support.accuracy import MARGIN
 from tests.support.entry_points import WHOLE_FROM
 
 WORD = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-COMPILE_SECONDS = inspect.signature(compile_pool.CompilePool.result).parameters["timeout"].default
-COMMON = len(yaml.safe_load(fallback_kernels.LAYOUTS_FILE.read_text())["layouts"]["wide"])
 VECTOR = fallback_kernels.COMMON_VECTOR_BYTES
-DRIFT, SPREAD = (f"{percent(x)} + {noise.JITTER_US} µs" for x in (noise.DRIFT, noise.SPREAD))
-WIDE, BUSY = (forward_space._most_vectors(threads) for threads in (512, 1024))
-LAYERNORM = json.loads((GENERATED / "h200" / "layernorm_backward" / "table.json").read_text())
-LAYERNORM_TRIALS = [entry["provenance"]["trials"] for entry in LAYERNORM["tuned"]]
-UNTUNED_WIDTHS = [
-    row
-    for name in ("untuned_h200", "untuned_seed1_h200")
-    for row in read(name)["rows"]
-    if row["unknown"] == "N"
-]
 
-REPEATED = read("repeatability_h200")
-FINALS = [sum(row["agreement"]["finals"][i] for row in REPEATED["rows"]) for i in range(3)]
-DIFFERING = [
-    r for r in REPEATED["rows"] if r["agreement"]["finals"][0] > sum(r["agreement"]["finals"][1:])
-]
-assert all(f["floor_us"] < choose_winner.HOST_US for row in DIFFERING for f in row["finals"])
 
-STATED: dict[str, list[str]] = {
-    "search.md": [
+def oldest(package: str) -> str:
+    """The oldest version that pyproject.toml takes."""
+    found = re.search(rf'{package}( = ")?>=([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text())
+    assert found is not None
+    return found[2]
+
+
+def missed() -> str:
+    return f"{WORD[goal_table().count('**missed**')].capitalize()} goals are missed"
+
+
+def search() -> list[str]:
+    common = len(yaml.safe_load(fallback_kernels.LAYOUTS_FILE.read_text())["layouts"]["wide"])
+    repeated = read("repeatability_h200")["rows"]
+    pairs = [row["agreement"]["finals"] for row in repeated]  # all, those of one kernel, ties
+    all_of, same, tied = map(sum, zip(*pairs, strict=True))
+    differing = [row for row, pair in zip(repeated, pairs, strict=True) if pair[0] > sum(pair[1:])]
+    assert all(f["floor_us"] < choose_winner.HOST_US for row in differing for f in row["finals"])
+    return [
         f"until {sampler.FIRST} configs are taken",
         f"the {WORD[len(sampler.STEP)]} best trials and {sampler.DRAWN} new random configs",
         f"The last {percent(proposals.OVERHEAD_SHARE)} of the trials",
@@ -79,19 +80,22 @@ STATED: dict[str, list[str]] = {
         f"side by side, in {WORD[noise.BLOCKS]} blocks",
         f"or {noise.SHORT_BLOCKS} where the floor is below {noise.SHORT_US:.0f} µs",
         f"differ by at most {percent(repeatability.TIE)}, or by two standard errors",
-        f"at {len(REPEATED['rows'])} shapes, {FINALS[1]} of {FINALS[0]} pairs of finals",
-        f"{FINALS[2]} of {FINALS[0]} chose two that tie",
-        f"The rest, {FINALS[0] - FINALS[1] - FINALS[2]} of {FINALS[0]}, did not",
-        f"all at {len(DIFFERING)} shapes whose floor is below {choose_winner.HOST_US:.0f} µs",
+        f"at {len(repeated)} shapes, {same} of {all_of} pairs of finals",
+        f"{tied} of {all_of} chose two that tie",
+        f"The rest, {all_of - same - tied} of {all_of}, did not",
+        f"all at {len(differing)} shapes whose floor is below {choose_winner.HOST_US:.0f} µs",
         f"configs within {percent(prior.TIE)} are tied",
         f"the same bits in {determinism.RUNS} runs",
         f"{session.SLOW} times the time of the best",
-        f"| {COMMON} for each pair of dtypes",
+        f"| {common} for each pair of dtypes",
         f"rows of whole {VECTOR}-byte vectors: a multiple of {VECTOR // 2} bf16",
         f"A measured search has {budget.TRIALS['measured']} trials by default",
         f"A predicted one has {budget.TRIALS['predicted']},",
-    ],
-    "cluster.md": [
+    ]
+
+
+def cluster() -> list[str]:
+    return [
         f"at most {task_runner.MAX_COMPILERS}.",
         f"{WORD[device_pool._MAX_DEATHS].capitalize()} deaths in one shape",
         f"every {work_queue.LEASE_SECONDS / work_queue._BEATS:.0f} s",
@@ -100,15 +104,21 @@ STATED: dict[str, list[str]] = {
         f"end within {lifecycle.INTERRUPT_SECONDS} s",
         f"waits up to {postgres.MAX_OUTAGE_SECONDS:.0f} s",
         f"noticed within {postgres._LIBPQ['tcp_user_timeout'] // 1000} s",
-    ],
-    "looking.md": [
+    ]
+
+
+def looking() -> list[str]:
+    return [
         f"share of searches within {percent(replay.CLOSE)} of it",
         f"proposes {replay.COMPILERS} trials ahead",
         f"Those within {percent(recording.NEAR - 1)} of the best are measured"
         f" {WORD[recording.REPEATS + 1]} times",
         f"times the best {percent(recording.NEAREST - 1)} of each recording again",
-    ],
-    "prediction.md": [
+    ]
+
+
+def prediction() -> list[str]:
+    return [
         f"those within {percent(score.NEAR - 1)} of the fastest",
         f"{fit.TREES} small trees",
         f"on each of {WORD[fit.DEPTH]} levels",
@@ -121,44 +131,47 @@ STATED: dict[str, list[str]] = {
         f"{percent(MODEL.smooth_max(1, 1) - 1)} more where they are equal",
         f"{WORD[MODEL.loads_in_flight]} at a time in each thread",
         f"(B + {MODEL.dirty_fraction} · min(B, L2)) / ({MODEL.memory_efficiency} · bandwidth)",
-    ],
-    "faults.md": [
+    ]
+
+
+def faults() -> list[str]:
+    asked = inspect.signature(compile_pool.CompilePool.result).parameters["timeout"].default
+    drift, spread = (f"{percent(x)} + {noise.JITTER_US} µs" for x in (noise.DRIFT, noise.SPREAD))
+    return [
         f"after {WORD[compile_pool.MAX_CRASHES]} processes of its own",
-        f"more than {COMPILE_SECONDS} s",
+        f"more than {asked} s",
         f"no answer within {supervisor.JOB_SECONDS:.0f} s",
         f"{session.SLOW} times the time of the best",
         f"after {WORD[len(supervisor.RETRY_PAUSES) + 1]} times in a row",
         f"at least {WORD[len(supervisor.RETRY_PAUSES)]} times",
         f"{WORD[supervisor.STARVED]} candidates in a row",
-        f"more than {DRIFT} above its best",
-        f"more than {SPREAD} apart",
+        f"more than {drift} above its best",
+        f"more than {spread} apart",
         f"up to {WORD[len(noise.SEARCH_PAUSES)]} times, within {sum(noise.SEARCH_PAUSES):.1f} s",
         f"need {WORD[noise.BLOCKS]} clean blocks, or {noise.SHORT_BLOCKS} where the floor is below"
         f" {noise.SHORT_US:.0f} µs",
-    ],
-    "forward.md": [
-        f"up to {WIDE} vectors a thread ({BUSY} in CTAs of 1024)",
+    ]
+
+
+def forward_page() -> list[str]:
+    wide, busy = (forward_space._most_vectors(threads) for threads in (512, 1024))
+    return [
+        f"up to {wide} vectors a thread ({busy} in CTAs of 1024)",
         f"The {WORD[forward.FINALISTS]} fastest must repeat their bits in {determinism.RUNS} runs",
         f"within {percent(tuner_forward.TIE)} of the best",
         f"rows of whole {VECTOR}-byte vectors",
-    ],
-    "glossary.md": [
+    ]
+
+
+def glossary() -> list[str]:
+    return [
         f"within {100 * choose_winner.TIE:g} % of the fastest",
         f"beaten by more than {percent(choose_winner.KEPT)}",
         "Below 1 the winner",
-    ],
-}
-
-
-def oldest(package: str) -> str:
-    """The oldest version that pyproject.toml takes."""
-    found = re.search(rf'{package}( = ")?>=([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text())
-    assert found is not None
-    return found[2]
+    ]
 
 
 def lab_notes() -> list[str]:
-    """Sentences and cells of docs/lab-notes.md."""
     winners, compared = notes.finals(), notes.compared()
     slower, same, faster = notes.exchange()
     hints = {pipeline: notes.load_hints(pipeline) for pipeline in ("async", "bulk")}
@@ -191,18 +204,18 @@ def lab_notes() -> list[str]:
         f" after {slow['ratio']:.3f} in the finals on another GPU. Its study has {slow['trials']}",
         f"within 10 % of the floor at {near} of the {shapes} shapes",
         f"are {span(notes.floors_of_two_gpus())} of those in the finals",
-        f"{MISSED} goals are missed",
+        missed(),
     ]
 
 
 def accuracy() -> list[str]:
-    """Sentences of docs/accuracy.md."""
+    errors, compared = read("errors_h200")["rows"], len(load_problems("compare"))
     brackets = Counter((spec["least"], spec["N"]) for spec in notes.row_by_row())
     (most, wide), (one, narrow) = ((n, key) for key, n in brackets.most_common())
     assert one == 1 and {spec["weight_dtype"] for spec in notes.row_by_row()} == {"fp32"}
     worst = max(
         (row["ours over"]["aten"]["dw"], row["shape"])
-        for row in ERRORS
+        for row in errors
         if row["shape"].endswith(":fp32") and "aten" in row["ours over"]
     )
     return [
@@ -212,91 +225,130 @@ def accuracy() -> list[str]:
         f"dx has up to {notes.error_over_fused('dx'):.2f} times the error of the fused operator"
         f" there, and dw up to {notes.error_over_fused('dw'):.2f} times",
         f"at most {MARGIN} times the larger of PyTorch's",
+        f"The {compared} shapes of the comparison and {len(errors) - compared} random ones",
     ]
 
 
-PYTHON, TORCH = oldest("requires-python"), oldest("torch")
-MEASURED_BY = read("h200")["environment"]
-COMPARED = len(load_problems("compare"))
-TUNED_PEERS = len(read("tuned_peers_h200")["rows"])
-TRAINING = next(iter(read("training_h200")["cases"].values()))
-HOST_TIME = read("host_time_h200")
-PASSES = HOST_TIME["ratios of the passes"]
-DRIFT = max(
-    max(ratio / HOST_TIME["ratios"][name], HOST_TIME["ratios"][name] / ratio)
-    for name, ratios in PASSES.items()
-    for ratio in ratios
-)
-FIRST_SEARCH = read("h100_first_search")
-FIRST_SEARCH_SECONDS = FIRST_SEARCH["what"].split(" after ")[1].split(" s ")[0]
-ERRORS = read("errors_h200")["rows"]
-RMSNORM = json.loads((GENERATED / "h200" / "rmsnorm_backward" / "table.json").read_text())
-WIDTHS = sorted(entry["N"] for entry in RMSNORM["tuned"])
-GENERIC = {
-    width: max(
-        kernel["spec"]["columns"]
-        for kernel in RMSNORM["fallback"]
-        if kernel["spec"]["vector_bytes"] == width
-    )
-    for width in (2, 16)
-}
-"""Columns of the widest fallback kernels, by the bytes of their vectors."""
-MISSED = WORD[goal_table().count("**missed**")].capitalize()
-PATIENCE = re.search(r"kPatience = (\d+);", (TEMPLATES / "last_arrived.cuh").read_text())
+def layernorm_entries() -> list[Any]:
+    return list(generated("h200", "layernorm_backward", "table.json")["tuned"])
 
-STATED |= {
-    "README.md": [
-        f"{COMPARED} shapes in bf16, fp16 and fp32",
-        f"ran at {TUNED_PEERS} shapes",
-        f"Python {PYTHON} or newer, PyTorch {TORCH} or newer",
-        f"tuned lengths from {WIDTHS[0]} to {WIDTHS[-1]:,}; fallback kernels serve any other up to"
-        f" {GENERIC[16]:,}, or {GENERIC[2]:,} if it is an odd number",
-    ],
-    "index.md": [f"PyTorch {TORCH} or newer"],
-    "adopting.md": [
-        f"PyTorch ({TORCH} or newer)",
+
+def first_search_seconds() -> str:
+    return str(read("h100_first_search")["what"].split(" after ")[1].split(" s ")[0])
+
+
+def readme() -> list[str]:
+    table = generated("h200", "rmsnorm_backward", "table.json")
+    widths = [entry["N"] for entry in table["tuned"]]
+    specs = [kernel["spec"] for kernel in table["fallback"]]
+    generic = {
+        width: max(spec["columns"] for spec in specs if spec["vector_bytes"] == width)
+        for width in (2, 16)
+    }
+    return [
+        f"{len(load_problems('compare'))} shapes in bf16, fp16 and fp32",
+        f"ran at {len(read('tuned_peers_h200')['rows'])} shapes",
+        f"Python {oldest('requires-python')} or newer, PyTorch {oldest('torch')} or newer",
+        f"tuned lengths from {min(widths)} to {max(widths):,}; fallback kernels serve any other up"
+        f" to {generic[16]:,}, or {generic[2]:,} if it is an odd number",
+    ]
+
+
+def adopting() -> list[str]:
+    torch = oldest("torch")
+    return [
+        f"PyTorch ({torch} or newer)",
         f"need PyTorch {'.'.join(map(str, WHOLE_FROM))} or newer",
-        f"PyTorch {TORCH} decomposes the forward",
-    ],
-    "accuracy.md": [
-        *accuracy(),
-        f"The {COMPARED} shapes of the comparison and {len(ERRORS) - COMPARED} random ones",
-    ],
-    "determinism.md": [
-        f"a CTA looks {PATIENCE and PATIENCE[1]} times",
+        f"PyTorch {torch} decomposes the forward",
+    ]
+
+
+def determinism_page() -> list[str]:
+    patience = re.search(r"kPatience = (\d+);", (TEMPLATES / "last_arrived.cuh").read_text())
+    assert patience is not None
+    return [
+        f"a CTA looks {patience[1]} times",
         f"A *chunk* is {CHUNK_ROWS} consecutive rows",
         f"a multiple of {CHUNK_ROWS} rows",
         f"Then {determinism.RUNS} runs must give the same bits",
         f"| ordinary inputs | {determinism.RUNS} more runs |",
         f"| busy GPU | {determinism.RUNS} runs while",
-    ],
-    "lab-notes.md": lab_notes(),
-    "performance.md": [
+    ]
+
+
+def performance() -> list[str]:
+    measured_by, peers = read("h200")["environment"], len(read("tuned_peers_h200")["rows"])
+    nvrtc = layernorm_entries()[0]["kernel"]["nvrtc"]
+    training = next(iter(read("training_h200")["cases"].values()))
+    host = read("host_time_h200")
+    passes = host["ratios of the passes"]
+    drift = max(
+        max(ratio / host["ratios"][name], host["ratios"][name] / ratio)
+        for name, ratios in passes.items()
+        for ratio in ratios
+    )
+    return [
         f"`evict_last` and then writes {l2_flush.FLUSH_BYTES >> 20} MB",
-        f"driver {MEASURED_BY['driver']}, NVRTC {LAYERNORM['tuned'][0]['kernel']['nvrtc']},"
-        f" PyTorch {MEASURED_BY['torch'].rpartition('.')[0]}",
+        f"driver {measured_by['driver']}, NVRTC {nvrtc},"
+        f" PyTorch {measured_by['torch'].rpartition('.')[0]}",
         f"{len(read('h200')['rows'])} shapes in which all implementations",
         f"Plain reads of {flushes.READ_BYTES >> 20} MB inside",
-        f"so they ran at {TUNED_PEERS}, in",
-        f"then {len(TRAINING[0]['ms']['pytorch'])} timed ones in each of {WORD[len(TRAINING)]}",
-        f"median of {WORD[len(next(iter(PASSES.values())))]} passes",
-        f"by a factor of up to {DRIFT:.1f}",
-        f"ended by hand after {FIRST_SEARCH_SECONDS} s",
+        f"so they ran at {peers}, in",
+        f"then {len(training[0]['ms']['pytorch'])} timed ones in each of {WORD[len(training)]}",
+        f"median of {WORD[len(next(iter(passes.values())))]} passes",
+        f"by a factor of up to {drift:.1f}",
+        f"ended by hand after {first_search_seconds()} s",
         f"within {PLAN_SECONDS:.0f} seconds",
         f"forward and backward of {WORD[BLOCKS]} transformer blocks",
         f"on {TOKENS:,} tokens",
         f"its {percent(CONFIDENCE)} confidence interval",
         f"tuned for it with {read('untuned_h200')['trials']} trials",
-        f"{MISSED} goals are missed",
+        missed(),
+    ]
+
+
+def layernorm() -> list[str]:
+    trials = [entry["provenance"]["trials"] for entry in layernorm_entries()]
+    return [
+        f"tuned at {len(trials)} shapes",
+        f"with {min(trials)} to {max(trials)} trials for a shape",
+    ]
+
+
+def faq() -> list[str]:
+    names = ("untuned_h200", "untuned_seed1_h200")
+    widths = [row for name in names for row in read(name)["rows"] if row["unknown"] == "N"]
+    searched = len(read("h100_first_search")["rows"])
+    return [
+        f"{len(widths)} random shapes",
+        f"{searched} shapes had a winner after [{first_search_seconds()} s",
+    ]
+
+
+PAGES: dict[str, Callable[[], list[str]]] = {
+    "README.md": readme,
+    "accuracy.md": accuracy,
+    "adopting.md": adopting,
+    "cluster.md": cluster,
+    "determinism.md": determinism_page,
+    "faq.md": faq,
+    "faults.md": faults,
+    "forward.md": forward_page,
+    "glossary.md": glossary,
+    "index.md": lambda: [f"PyTorch {oldest('torch')} or newer"],
+    "lab-notes.md": lab_notes,
+    "layernorm.md": layernorm,
+    "looking.md": looking,
+    "performance.md": performance,
+    "prediction.md": prediction,
+    "runtime.md": lambda: [
+        f"or per capturing stream from {workspace.SHARED_FROM >> 10} KiB",
     ],
-    "layernorm.md": [
-        f"tuned at {len(LAYERNORM_TRIALS)} shapes",
-        f"with {min(LAYERNORM_TRIALS)} to {max(LAYERNORM_TRIALS)} trials for a shape",
-    ],
-    "faq.md": [
-        f"{len(UNTUNED_WIDTHS)} random shapes",
-        f"{len(FIRST_SEARCH['rows'])} shapes had a winner after [{FIRST_SEARCH_SECONDS} s",
-    ],
-    "runtime.md": [f"or per capturing stream from {workspace.SHARED_FROM >> 10} KiB"],
+    "search.md": search,
 }
-"""Numbers in sentences, by page: of the code, and of the committed results."""
+
+
+@cache
+def stated(page: str) -> list[str]:
+    """Phrases of a page with numbers of the code and of the committed results."""
+    return PAGES[page]() if page in PAGES else []
