@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pages import BLOCK, pages, updated
+from benchmarks.pages.blocks import BLOCK, pages, updated
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
@@ -16,7 +16,7 @@ def test_generated_blocks_are_current(page: Path) -> None:
 
 
 def test_every_block_is_on_a_page() -> None:
-    from benchmarks.pages import BLOCKS
+    from benchmarks.pages.blocks import BLOCKS
 
     used = {match[2] for page in pages() for match in BLOCK.finditer(page.read_text())}
     assert used == set(BLOCKS)

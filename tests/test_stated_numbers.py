@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pages import BLOCK, pages
+from benchmarks.pages.blocks import BLOCK, pages
 from tests.support.stated_numbers import PAGES, stated
 
 WHOLE_NUMBERS = {

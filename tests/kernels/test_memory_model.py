@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pages import pages
+from benchmarks.pages.blocks import pages
 from tests.support.litmus import Event
 from tests.support.primitives import bodies, calls, event, instructions
 from tests.support.protocols import PROTOCOLS, protocol

@@ -14,12 +14,12 @@ from typing import Any
 import yaml
 
 from benchmarks import flushes, repeatability
-from benchmarks import note_facts as notes
 from benchmarks.goals import ratio as over_floor
-from benchmarks.method_pages import percent
-from benchmarks.note_facts import span
-from benchmarks.page_text import generated, read
-from benchmarks.pages import goal_table
+from benchmarks.pages import note_facts as notes
+from benchmarks.pages.method import percent
+from benchmarks.pages.note_facts import span
+from benchmarks.pages.performance import goal_table
+from benchmarks.pages.text import generated, read
 from benchmarks.peers.cudnn_plans import PLAN_SECONDS
 from benchmarks.prediction import fit, score
 from benchmarks.search_replay import recording, replay

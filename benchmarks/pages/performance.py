@@ -1,43 +1,22 @@
-"""Measured numbers in README.md and docs/, generated from the committed results.
-
-    python -m benchmarks.pages
-
-rewrites every block between `<!-- numbers: NAME -->` and `<!-- end of numbers -->`. A test compares
-the pages with what this would write.
-"""
+"""Measured numbers of docs/performance.md, and the tuned packages of the README."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy_pages import ACCURACY_BLOCKS
-from benchmarks.comparison_pages import COMPARISON_BLOCKS, comparison, flushed, overheads
 from benchmarks.goals import geometric_mean, goals
-from benchmarks.method_pages import METHOD_BLOCKS, tuned_ratios
-from benchmarks.note_pages import NOTE_BLOCKS
-from benchmarks.page_text import generated, read, table
-from generator.paths import GENERATED, REPOSITORY
+from benchmarks.pages.comparison import comparison, flushed, overheads
+from benchmarks.pages.method import tuned_ratios
+from benchmarks.pages.text import generated, read, table
+from generator.paths import GENERATED
 from generator.problem import Problem, load_problems
 
 FLUSHED_LIMIT = 1.08
 """Of the ratio to the floor in the mean, with other ways of making the L2 cold."""
-BLOCK = re.compile(r"(<!-- numbers: (\w+) -->\n).*?(<!-- end of numbers -->)", re.S)
-
-
-def pages() -> list[Path]:
-    """Every page that may hold numbers."""
-    return [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-
-
-def updated(page: str) -> str:
-    """A page with its blocks written anew. Raises KeyError for a block of unknown name."""
-    return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", page)
 
 
 def _shapes() -> list[Any]:
@@ -250,7 +229,7 @@ def trials() -> str:
     )
 
 
-BLOCKS: dict[str, Callable[[], str]] = {
+PERFORMANCE_BLOCKS: dict[str, Callable[[], str]] = {
     "gpus": gpus,
     "goals": goal_table,
     "headlines": headlines,
@@ -261,15 +240,4 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "first_search": first_search,
     "what_wins": what_wins,
     "trials": trials,
-    **ACCURACY_BLOCKS,
-    **COMPARISON_BLOCKS,
-    **METHOD_BLOCKS,
-    **NOTE_BLOCKS,
 }
-
-if __name__ == "__main__":
-    for page in pages():
-        text = page.read_text()
-        if (new := updated(text)) != text:
-            page.write_text(new)
-            print(page.relative_to(REPOSITORY))

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.goals import geometric_mean
-from benchmarks.page_text import generated, read, table
+from benchmarks.pages.text import generated, read, table
 from benchmarks.search_replay.replay import CLOSE
 from generator.paths import GENERATED
 

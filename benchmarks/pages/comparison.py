@@ -1,4 +1,4 @@
-"""Measured numbers about ours beside other implementations: blocks for benchmarks.pages."""
+"""Measured numbers about ours beside other implementations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.goals import geometric_mean
-from benchmarks.page_text import RESULTS, read, table
+from benchmarks.pages.text import RESULTS, read, table
 from benchmarks.training.summary import cases
 from benchmarks.training.ways import BASELINE, WAYS
 from generator.report.peers import Comparison
@@ -146,7 +146,7 @@ def overhead() -> str:
     return table([*header, "time / floor", "overhead"], lines)
 
 
-# ---- Training ------------------------------------------------------------------------------------
+# ---- The L2 --------------------------------------------------------------------------------------
 
 
 def _under(name: str) -> list[tuple[Any, float]]:
@@ -183,6 +183,9 @@ def flush_in_short() -> str:
         f" instead, Normforge takes\n{flushed('rotating'):.2f} times the floor"
         " ([why](docs/performance.md#how-the-cache-is-made-cold))."
     )
+
+
+# ---- Training ------------------------------------------------------------------------------------
 
 
 def training() -> str:

@@ -1,4 +1,4 @@
-"""Errors of ours beside PyTorch's: blocks for benchmarks.pages."""
+"""Errors of ours beside PyTorch's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from benchmarks.page_text import read, table
+from benchmarks.pages.text import read, table
 from generator.problem import Problem
 
 

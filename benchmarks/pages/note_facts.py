@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from benchmarks.goals import best_peer
-from benchmarks.page_text import generated, read
+from benchmarks.pages.text import generated, read
 from benchmarks.results import problem_of
 from generator.kernels.strategies import launches
 from generator.paths import GENERATED

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from math import ceil
 from typing import Any
 
-from benchmarks.note_facts import trials_of
-from benchmarks.page_text import read, table
+from benchmarks.pages.note_facts import trials_of
+from benchmarks.pages.text import read, table
 from generator.kernels.strategies import strategy_of
 from generator.problem import Problem
 

@@ -1,0 +1,1 @@
+"""What the pages in docs/ and the README say about the committed results."""

@@ -1,0 +1,17 @@
+"""Write the measured numbers of README.md and docs/ anew, from the committed results.
+
+    python -m benchmarks.pages
+
+A test compares the pages with what this would write.
+"""
+
+from __future__ import annotations
+
+from benchmarks.pages.blocks import pages, updated
+from generator.paths import REPOSITORY
+
+for page in pages():
+    text = page.read_text()
+    if (new := updated(text)) != text:
+        page.write_text(new)
+        print(page.relative_to(REPOSITORY))

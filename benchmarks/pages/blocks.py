@@ -1,0 +1,33 @@
+"""Blocks of generated numbers, from `<!-- numbers: NAME -->` to `<!-- end of numbers -->`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.pages.accuracy import ACCURACY_BLOCKS
+from benchmarks.pages.comparison import COMPARISON_BLOCKS
+from benchmarks.pages.method import METHOD_BLOCKS
+from benchmarks.pages.notes import NOTE_BLOCKS
+from benchmarks.pages.performance import PERFORMANCE_BLOCKS
+from generator.paths import REPOSITORY
+
+BLOCK = re.compile(r"(<!-- numbers: (\w+) -->\n).*?(<!-- end of numbers -->)", re.S)
+BLOCKS: dict[str, Callable[[], str]] = {
+    **ACCURACY_BLOCKS,
+    **COMPARISON_BLOCKS,
+    **METHOD_BLOCKS,
+    **NOTE_BLOCKS,
+    **PERFORMANCE_BLOCKS,
+}
+
+
+def pages() -> list[Path]:
+    """Every page that may hold numbers."""
+    return [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+def updated(page: str) -> str:
+    """A page with its blocks written anew. Raises KeyError for a block of unknown name."""
+    return BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]]()}\n{match[3]}", page)
