@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.goals import best_peer, geometric_mean, goals, ratio
-from benchmarks.pages import text
+from benchmarks.pages import text as page_text
 from benchmarks.peers import PEERS
 from benchmarks.results import OURS, Environment, Row, cell_of, operation_in, problem_of
 from generator.operations import OPERATIONS
@@ -83,7 +83,7 @@ def _conditions(environment: Environment) -> str:
     return "\n".join(line for line in lines if line)
 
 
-_table = partial(text.table, others="---:")
+_table = partial(page_text.table, others="---:")
 
 
 def _number(value: float | None, form: str = ".2f") -> str:
@@ -194,9 +194,9 @@ def plot(environment: Environment, rows: Sequence[Row], path: Path) -> str:
     """Draw every implementation by name: its mean ratio to the floor as a bar, and its ratio at
     every shape in bf16 over M·N. Shapes whose weight has another dtype than x are left out, because
     not every implementation serves them. "" or the sentence that says why there is no plot."""
-    pyplot = text.pyplot()
+    pyplot = page_text.pyplot()
     if pyplot is None:
-        return text.NO_PLOT
+        return page_text.NO_PLOT
     rows = [row for row in rows if row["weight_dtype"] == row["dtype"]]
     known = [peer.name for peer in PEERS[operation_in(environment)]]
     ratios = {"ours": [(row, ratio(row)) for row in rows if ratio(row) < inf]}

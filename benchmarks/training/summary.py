@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.pages import text
+from benchmarks.pages import text as page_text
 from benchmarks.training.model import MODELS
 from benchmarks.training.steps import Case
 from benchmarks.training.ways import BASELINE, MODES, WAYS
@@ -96,9 +96,9 @@ def cases(document: Mapping[str, Any]) -> list[Measured]:
 def plot(document: Mapping[str, Any], path: Path) -> str:
     """Draw gains with their intervals, a row for each case. "" or the sentence that says why there
     is no plot."""
-    pyplot = text.pyplot()
+    pyplot = page_text.pyplot()
     if pyplot is None:
-        return text.NO_PLOT
+        return page_text.NO_PLOT
     found = cases(document)
     figure, axes = pyplot.subplots(figsize=(9, 0.75 * len(found) + 1.6), layout="constrained")
     names = [name for name in WAYS if any(name in each.gains for each in found)]
