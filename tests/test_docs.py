@@ -10,7 +10,9 @@ import pytest
 from generator.operations import OPERATIONS
 from generator.paths import REPOSITORY
 
-PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = sorted(
+    page for folder in (".", "docs", "benchmarks") for page in (REPOSITORY / folder).glob("*.md")
+)
 
 
 def anchors(page: Path) -> set[str]:
