@@ -198,6 +198,7 @@ PLANTED = {
         "    allow_dependents();\n",
         "    for (volatile int i = 0; i == 0;) {\n    }\n",
         r"no end within 2 s",
+        deadline=2.0,
     ),
     # Rows of less than a warp.
     "sum of all rows of a warp": Mutation(
