@@ -156,7 +156,7 @@ def test_a_gpu_where_all_ratios_are_small_does_not_fill_the_places(storage: Base
     search(storage, evaluator, trials=60)
     [first] = evaluator.finalists
     evaluator.gpu, evaluator.factor = "second", 0.9
-    search(storage, evaluator, trials=240)
+    search(storage, evaluator, trials=150)
     here, there = (
         [r for r in records(storage) if r.feasible and r.result.extra.get("gpu") == gpu]
         for gpu in ("first", "second")

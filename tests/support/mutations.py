@@ -32,6 +32,7 @@ class Mutation:
     residency: int | None = None
     places: int = 1
     deadline: float = 60.0
+    schedules: int = SCHEDULES
 
 
 BULK = {"pipeline": "bulk", "stages": 2}
@@ -66,7 +67,7 @@ def make(mutation: Mutation, target: Target) -> Variant:
     return plain_variant(mutation.shape, target, **knobs)
 
 
-def run(mutation: Mutation, source: str, variant: Variant, schedules: int = SCHEDULES) -> Check:
+def run(mutation: Mutation, source: str, variant: Variant, schedules: int | None = None) -> Check:
     problem = Problem.parse(mutation.shape)
     spec, launch = small_launch(variant, problem.M)
     residencies = None
@@ -77,7 +78,7 @@ def run(mutation: Mutation, source: str, variant: Variant, schedules: int = SCHE
         spec,
         launch,
         problem,
-        schedules=schedules,
+        schedules=schedules or mutation.schedules,
         residencies=residencies,
         deadline=mutation.deadline,
     )
@@ -90,7 +91,7 @@ def check_planted(mutation: Mutation, target: Target) -> None:
     places = source.count(mutation.old)
     assert places == mutation.places, "the template has changed: plant the bug anew"
     broken = source.replace(mutation.old, mutation.new)
-    for schedules in (FIRST_SCHEDULES, SCHEDULES):
+    for schedules in (FIRST_SCHEDULES, mutation.schedules):
         check = run(mutation, broken, variant, schedules)
         if found := any(re.search(mutation.found, problem) for problem in check.problems):
             break
@@ -111,4 +112,4 @@ def check_untouched(mutation: Mutation, target: Target) -> None:
     variant = make(mutation, target)
     check = run(mutation, render(variant), variant)
     assert check.problems == (), check.problems
-    assert check.schedules == SCHEDULES
+    assert check.schedules == mutation.schedules
