@@ -95,6 +95,7 @@ _ALLOWED = (
     *(ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.In, ast.NotIn, ast.Tuple, ast.Name, ast.Load),
     ast.Constant,
 )
+_NO_BUILTINS: dict[str, Any] = {"__builtins__": {}}  # nothing that is allowed can change it
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Expression:
     def __call__(self, names: Mapping[str, Any]) -> Any:
         """The value. Raises NormforgeError where the names do not allow one, such as `M / 0`."""
         try:
-            return eval(self.code, {"__builtins__": {}}, names)
+            return eval(self.code, _NO_BUILTINS, names)
         except (ArithmeticError, TypeError, ValueError) as error:
             raise NormforgeError(
                 f"{self.where}: '{self.text}' cannot be computed ({error})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,12 +28,17 @@ class FakePackage:
         self.open = False
 
 
-@pytest.mark.slow
-def test_lines_take_turns_and_the_package_is_installed_for_its_own_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of few calls, without a GPU and without what the times of many are cleaned by."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(host_time, "PASSES", 3)
+    for name, few in (("PASSES", 3), ("BATCHES", 2), ("BATCH", 2)):
+        monkeypatch.setattr(host_time, name, few)
+
+
+@pytest.mark.usefixtures("quick")
+def test_lines_take_turns_and_the_package_is_installed_for_its_own_only() -> None:
     package: Any = FakePackage()
     seen: list[tuple[str, bool]] = []
 
@@ -58,11 +64,8 @@ def test_lines_take_turns_and_the_package_is_installed_for_its_own_only(
     assert {len(each) for each in times.values()} == {3}
 
 
-@pytest.mark.slow
-def test_native_lines_of_install_are_those_of_the_native_package(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+@pytest.mark.usefixtures("quick")
+def test_native_lines_of_install_are_those_of_the_native_package() -> None:
     package: Any = FakePackage()
     native: Any = FakePackage()
     seen: set[tuple[str, bool, bool]] = set()

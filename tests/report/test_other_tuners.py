@@ -20,7 +20,7 @@ SHAPE = "4096x4096:bf16"
 ERRORS = {"InvalidConfig", "CompilationFailedConfig", "RuntimeFailedConfig"}
 
 
-@pytest.fixture(scope="module", params=["h200", "gb200"])
+@pytest.fixture(scope="module", params=["h100", "gb200"])
 def study(request: pytest.FixtureRequest) -> Study:
     studies = read_studies(GENERATED / request.param)
     return next(study for study in studies if str(study.problem) == SHAPE)

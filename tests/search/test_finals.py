@@ -97,7 +97,7 @@ class Shortlister(FakeEvaluator):
 
 def test_who_is_among_the_best_is_found_side_by_side(storage: BaseStorage) -> None:
     evaluator = Shortlister()
-    search(storage, evaluator, trials=120)
+    search(storage, evaluator, trials=60)
     [shortlisted], [finalists] = evaluator.shortlisted, evaluator.finalists
     assert 6 < len(shortlisted) <= SHORTLIST
     assert all(determinism_class(config) != "none" for config in shortlisted)
@@ -121,7 +121,7 @@ def test_the_best_trial_is_in_the_finals_beside_the_best_of_the_shortlist(
         return 0.9 if slow else scattered(variant)
 
     evaluator.cost = lucky
-    search(storage, evaluator, trials=120)
+    search(storage, evaluator, trials=60)
     [shortlisted], [finalists] = evaluator.shortlisted, evaluator.finalists
     (best,) = (record.config for record in records(storage) if record.ratio == 0.9)
     first, *called = [LEGAL.key(c) for c in finalists if determinism_class(c) != "none"]
@@ -131,7 +131,7 @@ def test_the_best_trial_is_in_the_finals_beside_the_best_of_the_shortlist(
 
 def test_without_clean_times_side_by_side_the_trials_decide(storage: BaseStorage) -> None:
     evaluator = Shortlister(clean=False)
-    search(storage, evaluator, trials=120)
+    search(storage, evaluator, trials=60)
     [shortlisted], [finalists] = evaluator.shortlisted, evaluator.finalists
     called = [LEGAL.key(c) for c in finalists if determinism_class(c) != "none"]
     assert called == [LEGAL.key(config) for config in shortlisted[:6]]
@@ -156,7 +156,7 @@ def test_a_gpu_where_all_ratios_are_small_does_not_fill_the_places(storage: Base
     search(storage, evaluator, trials=60)
     [first] = evaluator.finalists
     evaluator.gpu, evaluator.factor = "second", 0.9
-    search(storage, evaluator, trials=240)
+    search(storage, evaluator, trials=150)
     here, there = (
         [r for r in records(storage) if r.feasible and r.result.extra.get("gpu") == gpu]
         for gpu in ("first", "second")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+from optuna.distributions import BaseDistribution, json_to_distribution
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
@@ -52,6 +53,30 @@ def test_a_full_disk_ends_the_search_with_a_sentence(
     monkeypatch.setattr(SealedJournal, "append_logs", full)
     with pytest.raises(NormforgeError, match="No space left on device"):
         search(storage, trials=10)
+
+
+def test_every_distribution_is_parsed_once_if_optuna_lets_it(
+    storage: BaseStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And readers of the same journal see the same, whether it does or not."""
+    journal = tmp_path / JOURNAL_NAME
+    search(storage, trials=6)
+    parsed: list[str] = []
+
+    def counted(text: str) -> BaseDistribution:
+        parsed.append(text)
+        return json_to_distribution(text)
+
+    module = "optuna.storages.journal._storage"
+    monkeypatch.setattr(f"{module}.json_to_distribution", counted)
+    plain = StudyLog(JournalStorage(JournalFileBackend(str(journal))), NAME).trials()
+    several = len(parsed)
+    parsed.clear()
+    read = [StudyLog(open_storage(journal), NAME).trials() for _ in range(2)]
+    assert len(parsed) == len(set(parsed)) < several
+    monkeypatch.delattr(module)
+    read.append(StudyLog(open_storage(journal), NAME).trials())
+    assert all(trials == plain for trials in read)
 
 
 def test_a_torn_last_record_costs_that_record_only(storage: BaseStorage, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ FOR EACH ROW WHEN (NEW.key = 'winner') EXECUTE FUNCTION audit();
 def test_eight_processes_two_killed_conclude_every_problem_exactly_once(
     url: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    trials, delay = 40, 0.005
+    trials, delay = 24, 0.005
     SharedStorage(url)
     with connect(url).begin() as connection:
         connection.exec_driver_sql(AUDIT)

@@ -32,6 +32,8 @@ from tests.support.fake_run import forks
 from tests.support.forward import H200, of_kind
 from tests.support.patience import patience
 
+ONE_GENERIC = generic_forwards(DTYPES)[:1]
+
 
 @pytest.mark.slow
 def test_rule_gives_every_shape_a_kernel_without_a_gpu() -> None:
@@ -86,7 +88,7 @@ def test_longest_shapes_are_measured_first_and_the_order_of_the_result_is_kept(
 
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
     monkeypatch.setattr(forward_tune, "measure_forwards", measure)
-    forwards = tune_forwards(shapes, H200, (0,))
+    forwards = tune_forwards(shapes, H200, (0,), generic=())
     assert order == [65536, 4096, 512, 64]
     assert [entry.problem for entry in forwards.tuned] == shapes
 
@@ -132,7 +134,7 @@ def test_gpu_processes_start_before_anything_is_compiled_and_none_that_has_nothi
     monkeypatch.setattr(forward_compiler, "find_cached", compile_where)
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
     monkeypatch.setattr(forward_tune, "measure_forwards", lambda gpu, p, made: measured(made))
-    forwards = tune_forwards(shapes, H200, (0, 2, 5))
+    forwards = tune_forwards(shapes, H200, (0, 2, 5), generic=ONE_GENERIC)
     assert before == {(0, 2)}
 
     known: Any = SimpleNamespace(
@@ -142,7 +144,8 @@ def test_gpu_processes_start_before_anything_is_compiled_and_none_that_has_nothi
         ]
     )
     gpus.clear()
-    assert tune_forwards(shapes, H200, (0, 2, 5), known=known).tuned == ()
+    again = tune_forwards(shapes, H200, (0, 2, 5), generic=ONE_GENERIC, known=known)
+    assert again.tuned == ()
     assert gpus == []
 
 
@@ -166,7 +169,7 @@ def test_kernels_of_later_shapes_are_compiled_while_the_first_one_is_measured(
     monkeypatch.setattr(forward_compiler, "find_cached", compile_where)
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
     monkeypatch.setattr(forward_tune, "measure_forwards", measure)
-    tune_forwards(shapes, H200, (0,))
+    tune_forwards(shapes, H200, (0,), generic=ONE_GENERIC)
     assert before[0] == {512, 1024, 2048}
 
 
@@ -176,12 +179,13 @@ def test_no_compiler_starts_for_kernels_that_the_cache_has(monkeypatch: pytest.M
         raise AssertionError("compiled again")
 
     variants = [of_kind("4096x1024:bf16")]
-    for variant in [*variants, *generic_forwards(DTYPES)]:
+    for variant in [*variants, *ONE_GENERIC]:
         compile_variant(variant, H200.arch)
     monkeypatch.setattr(ProcessPoolExecutor, "submit", submit)
     monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: variants)
     monkeypatch.setattr(forward_tune, "measure_forwards", lambda gpu, p, made: measured(made))
-    (entry,) = tune_forwards([Problem.parse("4096x1024:bf16")], H200, (0,)).tuned
+    shapes = [Problem.parse("4096x1024:bf16")]
+    (entry,) = tune_forwards(shapes, H200, (0,), generic=ONE_GENERIC).tuned
     assert entry.variant == variants[0]
 
 
