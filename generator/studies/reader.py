@@ -1,4 +1,5 @@
-"""Finished and running studies, read for people: nothing here writes to a storage."""
+"""Finished and running studies, read for people. No study changes; to open a storage may cut off a
+torn record of its file, or make tables that its database lacks."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from generator.result import Result
 from generator.space.load import load_space_once, space_file
 from generator.studies import postgres
 from generator.studies.records import Record, Winner, plain_floor
-from generator.studies.storage import JOURNAL_NAME, open_storage
+from generator.studies.storage import JOURNAL_NAME, database_file, open_storage
 from generator.studies.study_log import StudyLog
 from generator.target import find_target
 
@@ -102,6 +103,9 @@ def read_studies(where: str | Path, *, importance: bool = False) -> list[Study]:
 
     importance: compute that of the knobs, too. A packed file is unpacked elsewhere."""
     if "://" in str(where):
+        file = database_file(where)
+        if file is not None and not file.exists() and "uri=true" not in str(where):
+            raise NormforgeError(f"no studies in {file}: there is no such file")
         return _read(open_storage(where), describe_location(where), importance)
     journal = Path(where) / JOURNAL_NAME
     packed = journal.with_name(f"{JOURNAL_NAME}.xz")
@@ -130,7 +134,11 @@ def _read(storage: BaseStorage, place: str, importance: bool) -> list[Study]:
         if match is None:
             continue  # another program's
         try:
-            study = _read_study(storage, entry, match, importance)
+            problem = Problem.parse(match["problem"])
+        except NormforgeError:
+            continue  # of a version that knows other operations
+        try:
+            study = _read_study(storage, entry, match, problem, importance)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise NormforgeError(
@@ -145,7 +153,11 @@ def _read(storage: BaseStorage, place: str, importance: bool) -> list[Study]:
 
 
 def _read_study(
-    storage: BaseStorage, entry: FrozenStudy, match: re.Match[str], importance: bool
+    storage: BaseStorage,
+    entry: FrozenStudy,
+    match: re.Match[str],
+    problem: Problem,
+    importance: bool,
 ) -> Study:
     log = StudyLog(storage, entry.study_name)
     outdated = log.outdated
@@ -154,7 +166,6 @@ def _read_study(
         (f["config"], Result.from_json(f["result"])) for f in entry.user_attrs.get("finals", ())
     ]
     records, winner = tuple(map(Record.from_trial, trials)), log.winner
-    problem = Problem.parse(match["problem"])
     for config in [r.config for r in records] + ([winner.config] if winner else []):
         strategy_of(config)  # one that is unknown is told here
     return Study(

@@ -353,6 +353,15 @@ def test_a_place_without_studies_is_told(tmp_path: Path) -> None:
         read_studies(tmp_path)
 
 
+def test_a_database_without_a_file_is_told_and_not_made(tmp_path: Path) -> None:
+    with pytest.raises(NormforgeError, match="there is no such file"):
+        read_studies(f"sqlite:///{tmp_path}/typo.db")
+    assert list(tmp_path.iterdir()) == []
+    open_storage(f"sqlite:///{tmp_path}/studies.db")
+    with pytest.raises(NormforgeError, match="no study with finished trials"):
+        read_studies(f"sqlite:///{tmp_path}/studies.db")
+
+
 def test_a_password_is_never_shown() -> None:
     url = "postgresql+psycopg://me:secret@db.example:5432/runs?sslmode=require"
     assert describe_location(url) == "postgresql+psycopg://db.example:5432/runs"
