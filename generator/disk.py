@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import yaml
 
@@ -28,9 +28,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """An empty file beside `path`, whose folder is made: it takes the place of `path` when the body
     ends, and is removed when that fails. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
-    part = Path(name)
+    part = path.with_name(f".{path.name}.{uuid4().hex}.part")
+    part.touch(exist_ok=False)
     try:
         yield part
         part.replace(path)
