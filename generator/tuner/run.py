@@ -49,11 +49,11 @@ def check_problems(plan: Plan, watcher: Watcher) -> None:
 def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, watcher: Watcher) -> Outcome:
     """Search every problem of the plan and emit the winners.
 
-    measurer: who measures, None to predict. Problems that the storage has finished return at once.
-    SIGTERM ends the run after the trial under way and emits what was found; Ctrl-C raises
-    KeyboardInterrupt within about a second and leaves the package as it was. With a shared storage
-    any number of runs may do the same plan: each problem is searched once, and all end with the
-    same winners.
+    measurer: who measures, None to predict; closed when the search is over. Problems that the
+    storage has finished return at once. SIGTERM ends the run after the trial under way and emits
+    what was found; Ctrl-C raises KeyboardInterrupt within about a second and leaves the package as
+    it was. With a shared storage any number of runs may do the same plan: each problem is searched
+    once, and all end with the same winners.
     """
     check_problems(plan, watcher)
     # A database that does not answer is told before a folder is made.
@@ -85,6 +85,9 @@ def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, watcher: W
             queue.close()
         winners = [(p, tasks.winners[p]) for p in plan.problems if p in tasks.winners]
         found = [winner for _, winner in winners if winner is not None]
+        if measurer is not None:
+            # The forwards have processes of their own, which would take these for a neighbour.
+            measurer.close()
         emission = emit(plan, found, storage, pool, watcher, stop) if found else None
         if stop.at_once:  # it came too late to stop anything
             raise KeyboardInterrupt
