@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial
 
 from generator.evaluate.predict.fitted import model_revision
 from generator.kernels.geometry import Config
-from generator.kernels.strategies import determinism_class
+from generator.kernels.strategies import Strategy, is_deterministic, strategy_of
 from generator.problem import Problem
 from generator.result import Result
 from generator.space.space import Space
@@ -24,7 +24,7 @@ from generator.target import Target
 def may_win(config: Config, result: Result) -> bool:
     """Whether a variant with this result can be a winner. The determinism class counts as well: an
     atomic sum that happened to repeat its bits in every run is still not deterministic."""
-    return result.may_win and determinism_class(config) != "none"
+    return result.may_win and is_deterministic(config)
 
 
 def plain_floor(problem: Problem, evidence: str, result: Result) -> bool:
@@ -93,6 +93,11 @@ class Winner:
         """What its ratios are to: FLOOR or PLAIN_FLOOR."""
         old = plain_floor(self.problem, self.evidence, self.result)
         return PLAIN_FLOOR if old else FLOOR
+
+    @property
+    def strategy(self) -> Strategy:
+        """How it turns the partial dw of all CTAs into dw."""
+        return strategy_of(self.config)
 
     @property
     def overhead_of_determinism(self) -> float | None:

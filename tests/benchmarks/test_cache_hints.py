@@ -47,7 +47,6 @@ def study(
         gpu=gpu,
         sms=132,
         evidence=evidence,
-        space="",
         records=records,
         winner=None,
         finals=(),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from generator.evaluate.predict.evaluator import Predictor
 from generator.kernels.geometry import Config
 from generator.kernels.resource_gate import refuse
-from generator.kernels.strategies import determinism_class, launches
+from generator.kernels.strategies import is_deterministic, launches
 from generator.kernels.variant import Variant, make_variant
 from generator.paths import GENERATED
 from generator.result import Result
@@ -36,7 +36,7 @@ from generator.target import find_target
 from tests.support.synthetic import FLOOR_US, PROBLEM, TARGET, FakeEvaluator, FakePool, timed
 
 LEGAL = LegalConfigs(load_space(), PROBLEM, TARGET)
-DETERMINISTIC = [config for config in LEGAL.reduction_kinds if determinism_class(config) != "none"]
+DETERMINISTIC = [config for config in LEGAL.reduction_kinds if is_deterministic(config)]
 TWO = next(config for config in DETERMINISTIC if launches(config) == 2)
 ONE, OTHER = [config for config in DETERMINISTIC if launches(config) == 1][:2]
 SHORT_US, LONG_US = HOST_US / 2, HOST_US * 2

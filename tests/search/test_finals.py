@@ -12,7 +12,7 @@ from optuna.storages import BaseStorage
 
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.strategies import determinism_class, launches
+from generator.kernels.strategies import is_deterministic, launches
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
@@ -62,7 +62,7 @@ def test_the_winner_is_the_best_of_the_finals(storage: BaseStorage) -> None:
     evaluator = FakeEvaluator()
     winner = won(search(storage, evaluator, trials=60))
     [finalists] = evaluator.finalists
-    deterministic = [c for c in finalists if determinism_class(c) != "none"]
+    deterministic = [c for c in finalists if is_deterministic(c)]
     feasible = [record for record in records(storage) if record.feasible]
     best = min(feasible, key=lambda record: (record.ratio, LEGAL.rank(record.config)))
     assert len(deterministic) == 6
@@ -100,9 +100,9 @@ def test_who_is_among_the_best_is_found_side_by_side(storage: BaseStorage) -> No
     search(storage, evaluator, trials=120)
     [shortlisted], [finalists] = evaluator.shortlisted, evaluator.finalists
     assert 6 < len(shortlisted) <= SHORTLIST
-    assert all(determinism_class(config) != "none" for config in shortlisted)
+    assert all(is_deterministic(config) for config in shortlisted)
     best = sorted(shortlisted, key=ratio_of)[:6]
-    called = [LEGAL.key(c) for c in finalists if determinism_class(c) != "none"]
+    called = [LEGAL.key(c) for c in finalists if is_deterministic(c)]
     assert called == [LEGAL.key(config) for config in best]
     by_trial = [LEGAL.key(config) for config in shortlisted[:6]]
     assert called != by_trial, "the trials alone would have called up others"
@@ -124,7 +124,7 @@ def test_the_best_trial_is_in_the_finals_beside_the_best_of_the_shortlist(
     search(storage, evaluator, trials=120)
     [shortlisted], [finalists] = evaluator.shortlisted, evaluator.finalists
     (best,) = (record.config for record in records(storage) if record.ratio == 0.9)
-    first, *called = [LEGAL.key(c) for c in finalists if determinism_class(c) != "none"]
+    first, *called = [LEGAL.key(c) for c in finalists if is_deterministic(c)]
     assert first == LEGAL.key(best)
     assert called == [LEGAL.key(config) for config in sorted(shortlisted, key=ratio_of)[:6]]
 
@@ -133,7 +133,7 @@ def test_without_clean_times_side_by_side_the_trials_decide(storage: BaseStorage
     evaluator = Shortlister(clean=False)
     search(storage, evaluator, trials=120)
     [shortlisted], [finalists] = evaluator.shortlisted, evaluator.finalists
-    called = [LEGAL.key(c) for c in finalists if determinism_class(c) != "none"]
+    called = [LEGAL.key(c) for c in finalists if is_deterministic(c)]
     assert called == [LEGAL.key(config) for config in shortlisted[:6]]
 
 
@@ -182,11 +182,11 @@ def test_a_nondeterministic_variant_planted_fastest_never_wins(
         return 1.0 if variant.determinism == "none" else cost(variant)
 
     winner = won(search(storage, FakeEvaluator(planted, lucky=lucky), trials=60))
-    assert determinism_class(winner.config) != "none"
-    assert all(determinism_class(entry.config) != "none" for entry in winner.tied)
+    assert is_deterministic(winner.config)
+    assert all(is_deterministic(entry.config) for entry in winner.tied)
     fastest = winner.fastest_nondeterministic
     assert fastest is not None
-    assert determinism_class(fastest.config) == "none"
+    assert not is_deterministic(fastest.config)
     assert fastest.ratio == 1.0
     assert winner.overhead_of_determinism == winner.result.ratio
 
@@ -341,7 +341,7 @@ def held(records: list[Record], pool: FakePool | None = None) -> list[Config]:
 
 
 def test_the_fastest_that_may_not_win_is_timed_beside_the_winner() -> None:
-    free = [c for c in LEGAL.reduction_kinds if determinism_class(c) == "none"][:2]
+    free = [c for c in LEGAL.reduction_kinds if not is_deterministic(c)][:2]
     assert len(free) == 2
     sound = record(DETERMINISTIC[0], 1.2, "0")
     slow, fast = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from optuna.storages import BaseStorage
 
-from generator.kernels.strategies import determinism_class
+from generator.kernels.strategies import is_deterministic
 from generator.kernels.variant import make_variant
 from generator.problem import Problem
 from generator.search.starts import warm_starts
@@ -76,7 +76,7 @@ def test_the_phases_follow_each_other(storage: BaseStorage) -> None:
 
 def test_reduction_kinds_that_cannot_win_get_a_small_share(storage: BaseStorage) -> None:
     search(storage, FakeEvaluator(lambda v: cost(v) - (v.determinism == "none")), trials=100)
-    ineligible = [r for r in records(storage) if determinism_class(r.config) == "none"]
+    ineligible = [r for r in records(storage) if not is_deterministic(r.config)]
     assert {r.origin for r in ineligible} == {"seed", "overhead"}
     assert 4 <= len(ineligible) <= 10
 
@@ -99,7 +99,7 @@ def test_a_small_space_is_swept_in_the_order_of_the_file(
     assert tried == every
     assert winner.trials == len(every)
     assert cost(make_variant(winner.config, PROBLEM)) <= 1.01 * min(
-        ratio_of(config) for config in every if determinism_class(config) != "none"
+        ratio_of(config) for config in every if is_deterministic(config)
     )
 
 

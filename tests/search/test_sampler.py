@@ -13,7 +13,7 @@ from statistics import median
 import pytest
 from optuna.trial import TrialState
 
-from generator.kernels.strategies import determinism_class
+from generator.kernels.strategies import is_deterministic
 from generator.paths import REPOSITORY
 from generator.problem import Problem
 from generator.search.sampler import (
@@ -104,10 +104,10 @@ def test_nondeterministic_proposals_become_deterministic_ones() -> None:
     rng = random.Random(5)
     for fixed in ({"strategy": "atomic"}, {"strategy": "bulk_reduce", "order": "free"}):
         config = SPACE.sample(PROBLEM, TARGET, rng, fixed)
-        assert determinism_class(config) == "none"
+        assert not is_deterministic(config)
         near = LEGAL.nearest(config, rng, deterministic=True)
         assert near is not None
-        assert determinism_class(near) != "none"
+        assert is_deterministic(near)
 
 
 def test_reduction_kinds_are_the_legal_ones() -> None:
@@ -128,7 +128,7 @@ def test_neighbours_are_legal_and_deterministic(problem: str, gpu: str) -> None:
     for neighbour in neighbours:
         assert neighbour != config
         assert is_legal(legal, neighbour)
-        assert determinism_class(neighbour) != "none"
+        assert is_deterministic(neighbour)
     kinds = [tuple(c[name] for name in REDUCTION_KNOBS) for c in (config, *neighbours)]
     assert set(kinds[1:]) - {kinds[0]}
 
@@ -141,7 +141,7 @@ def test_neighbours_one_change_away_come_first_and_completely() -> None:
     for knob in SPACE.knobs:
         for value in knob.values:
             moved = SPACE.normalize({**config, knob.name: value}, PROBLEM, TARGET)
-            deterministic = determinism_class(moved) != "none"
+            deterministic = is_deterministic(moved)
             if moved != config and moved[knob.name] == value and deterministic:
                 near |= {LEGAL.key(moved)} if is_legal(LEGAL, moved) else set()
     walk = [LEGAL.key(neighbour) for neighbour in LEGAL.around(config, rng)]
@@ -177,7 +177,7 @@ def test_drawing_ends_when_nothing_is_left(tmp_path: Path) -> None:
 def test_every_proposal_is_legal_deterministic_and_new() -> None:
     configs = ask_and_tell(LegalSampler(LEGAL, seed=1), 120)
     assert all(is_legal(LEGAL, config) for config in configs)
-    assert all(determinism_class(config) != "none" for config in configs)
+    assert all(is_deterministic(config) for config in configs)
     assert len({LEGAL.key(config) for config in configs}) == 120
 
 
