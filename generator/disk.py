@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import yaml
 
-from generator.errors import NormforgeError
+from generator.errors import NormforgeError, one_line
 
 
 def read_yaml(path: Path, what: str = "") -> Any:
@@ -19,8 +19,7 @@ def read_yaml(path: Path, what: str = "") -> Any:
     try:
         return yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise NormforgeError(f"cannot read {what}{path}: {reason}") from error
+        raise NormforgeError(f"cannot read {what}{path}: {one_line(error)}") from error
 
 
 @contextmanager

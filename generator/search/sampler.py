@@ -82,9 +82,6 @@ class LegalSampler(BaseSampler):
     ) -> Any:
         raise ValueError(f"'{param_name}' is no knob of {self.legal.space.path.name}")
 
-    def reseed_rng(self) -> None:
-        self._rng.seed()
-
     def _propose(self, study: Study, trial: FrozenTrial) -> Config:
         promising = self._most_promising(study) if len(self.taken) >= FIRST else None
         return promising or self._draw()

@@ -185,4 +185,4 @@ def _read_rule(path: Path | str, entry: Any, known: set[str]) -> Rule:
         text, _, spec = inside.partition(":")
         parts.append((literal, Expression.parse(text, known, where), spec))
     parts.append((rest, None, ""))
-    return Rule(entry["id"], require, entry["say"], tuple(parts))
+    return Rule(entry["id"], require, tuple(parts))

@@ -21,7 +21,7 @@ from optuna.storages import BaseStorage
 from optuna.study._frozen import FrozenStudy
 from optuna.trial import TrialState, create_trial
 
-from generator.errors import NormforgeError
+from generator.errors import NormforgeError, one_line
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import Strategy, strategy_of
 from generator.problem import Problem
@@ -145,7 +145,7 @@ def _read(storage: BaseStorage, place: str, importance: bool) -> list[Study]:
         try:
             study = _read_study(storage, entry, match, problem, importance)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            reason = one_line(f"{type(error).__name__}: {error}", 200)
             raise NormforgeError(
                 f"{place}: study {entry.study_name} cannot be read ({reason}): it is damaged, or "
                 "of another version of this program"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from math import inf
 from statistics import median
@@ -174,22 +174,13 @@ class Record:
         """The user attributes of the trial, in which the whole record is stored. `outcome`,
         `feasible`, `us` and `floor_us` repeat what follows from the others, for people who look at
         the study."""
-        return {
-            "variant": self.variant,
-            "outcome": self.result.outcome,
-            "feasible": self.feasible,
-            "us": self.result.us,
-            "floor_us": self.result.floor_us,
-            "result": self.result.to_json(),
-            "origin": self.origin,
-            "elapsed": round(self.elapsed, 3),
-            "code": self.code,
-            "cubin": self.cubin,
-            "identity": self.identity,
-            "registers": self.registers,
-            "smem": self.smem,
-            "shared_with": self.shared_with,
-        }
+        result = self.result
+        shown = {"outcome": result.outcome, "feasible": self.feasible}
+        shown |= {"us": result.us, "floor_us": result.floor_us}
+        kept = {f.name: getattr(self, f.name) for f in fields(self)}
+        del kept["config"], kept["finished"]  # the trial has them itself
+        kept |= {"result": result.to_json(), "elapsed": round(self.elapsed, 3)}
+        return {"variant": self.variant} | shown | kept
 
     @classmethod
     def from_trial(cls, trial: FrozenTrial) -> Record:

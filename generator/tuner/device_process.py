@@ -46,7 +46,7 @@ class Gpu:
         self.facts: Mapping[str, Any] = self._supervisor.facts
 
     def evaluator(self, target: Target) -> MeasuredEvaluator:
-        return MeasuredEvaluator(target, supervisor=self._supervisor)
+        return MeasuredEvaluator(target, self._supervisor)
 
     def pool(self, arch: str, processes: int) -> AbstractContextManager[Pool]:
         return CompilePool(arch, processes)

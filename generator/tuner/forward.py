@@ -20,12 +20,13 @@ from generator.emulate.forward import FORWARD_SCHEDULES
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.forward import measure_forwards
+from generator.evaluate.gpu.supervisor import Supervisor
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.forward import ForwardVariant
+from generator.kernels.forward import CompiledForward, ForwardVariant
 from generator.kernels.nvrtc import nvrtc_version
 from generator.kernels.revision import digest_of_all
 from generator.operations import RMSNORM_FORWARD
-from generator.package.entries import CompiledForward, Entry, Forwards
+from generator.package.entries import Entry, Forwards
 from generator.package.fallback_kernels import DTYPES
 from generator.problem import Problem
 from generator.result import Result
@@ -89,7 +90,7 @@ def forwards_to_compile(
 
 def open_gpu(device: int, target: Target) -> MeasuredEvaluator:
     """Raises NormforgeError where there is none."""
-    return MeasuredEvaluator(target, device, operation=RMSNORM_FORWARD)
+    return MeasuredEvaluator(target, Supervisor(device), RMSNORM_FORWARD)
 
 
 def _close(gpu: Future[MeasuredEvaluator]) -> None:

@@ -15,7 +15,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from generator.kernels.cubin_cache import STALE_SECONDS, CubinCache, compile_variant
+from generator.kernels.cubin_cache import (
+    STALE_SECONDS,
+    compile_cached,
+    compile_variant,
+    entry_path,
+)
 from generator.kernels.nvrtc import Compiled, compile_source
 from generator.kernels.ptxas import Resources, read_resources
 from generator.kernels.render import render
@@ -414,28 +419,27 @@ def entries(folder: Path) -> list[Path]:
 def test_second_compilation_is_a_copy_of_the_first(
     tmp_path: Path, count_compiles: list[str]
 ) -> None:
-    first = CubinCache(tmp_path).compile(TINY, "sm_90a")
-    second = CubinCache(tmp_path).compile(TINY, "sm_90a")
+    first = compile_cached(tmp_path, TINY, "sm_90a")
+    second = compile_cached(tmp_path, TINY, "sm_90a")
     assert first == second
     assert len(count_compiles) == 1
 
 
 def test_errors_are_kept_too(tmp_path: Path, count_compiles: list[str]) -> None:
     broken = TINY.replace("int*", "itn*")
-    assert CubinCache(tmp_path).compile(broken, "sm_90a").error
-    assert CubinCache(tmp_path).compile(broken, "sm_90a").error
+    assert compile_cached(tmp_path, broken, "sm_90a").error
+    assert compile_cached(tmp_path, broken, "sm_90a").error
     assert len(count_compiles) == 1
 
 
 def test_source_architecture_and_cap_each_have_an_entry(
     tmp_path: Path, count_compiles: list[str]
 ) -> None:
-    cache = CubinCache(tmp_path)
     for _ in range(2):
-        cache.compile(TINY, "sm_90a")
-        cache.compile(TINY + "\n", "sm_90a")
-        cache.compile(TINY, "sm_100a")
-        cache.compile(TINY, "sm_90a", 32)
+        compile_cached(tmp_path, TINY, "sm_90a")
+        compile_cached(tmp_path, TINY + "\n", "sm_90a")
+        compile_cached(tmp_path, TINY, "sm_100a")
+        compile_cached(tmp_path, TINY, "sm_90a", 32)
     assert len(count_compiles) == len(entries(tmp_path)) == 4
 
 
@@ -453,35 +457,31 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 def test_damaged_entry_is_compiled_again_and_replaced(
     tmp_path: Path, count_compiles: list[str], damage: str
 ) -> None:
-    cache = CubinCache(tmp_path)
-    good = cache.compile(TINY, "sm_90a")
+    good = compile_cached(tmp_path, TINY, "sm_90a")
     (path,) = entries(tmp_path)
     content = path.read_bytes()
     path.write_bytes(DAMAGES[damage](content))
-    again = cache.compile(TINY, "sm_90a")
+    again = compile_cached(tmp_path, TINY, "sm_90a")
     assert essence(again) == essence(good)
     assert len(count_compiles) == 2
-    assert cache.compile(TINY, "sm_90a") == again
+    assert compile_cached(tmp_path, TINY, "sm_90a") == again
     assert len(count_compiles) == 2
 
 
 def test_entry_that_is_a_folder_costs_a_compilation_and_no_more(tmp_path: Path) -> None:
-    cache = CubinCache(tmp_path)
-    cache.path(TINY, "sm_90a", 0).mkdir(parents=True)
-    assert cache.compile(TINY, "sm_90a").cubin
+    entry_path(tmp_path, TINY, "sm_90a").mkdir(parents=True)
+    assert compile_cached(tmp_path, TINY, "sm_90a").cubin
     assert entries(tmp_path) == []
 
 
 def test_cache_that_cannot_be_written_costs_a_compilation_and_no_more(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    cache = CubinCache(tmp_path / "file" / "cache")
-    assert cache.compile(TINY, "sm_90a").cubin
+    assert compile_cached(tmp_path / "file" / "cache", TINY, "sm_90a").cubin
     assert (tmp_path / "file").read_text() == "in the way"
 
 
 def test_half_written_entries_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
-    cache = CubinCache(tmp_path)
-    folder = cache.path(TINY, "sm_90a", 0).parent
+    folder = entry_path(tmp_path, TINY, "sm_90a").parent
     folder.mkdir(parents=True)
     dead, living, entry = (folder / name for name in ("dead.part", "living.part", "old.json"))
     for path in (dead, living, entry):
@@ -489,8 +489,8 @@ def test_half_written_entries_of_the_dead_go_and_those_of_the_living_stay(tmp_pa
     before = time.time() - STALE_SECONDS - 60
     for path in (dead, entry):
         os.utime(path, (before, before))
-    cache.compile(TINY, "sm_90a")
-    assert cache.find(TINY, "sm_90a")
+    compile_cached(tmp_path, TINY, "sm_90a")
+    assert entry_path(tmp_path, TINY, "sm_90a").exists()
     assert [path for path in (dead, living, entry) if path.exists()] == [living, entry]
 
 
@@ -503,4 +503,4 @@ def test_two_processes_at_once_get_the_same_code_and_leave_one_entry(tmp_path: P
     assert all(essence(result) == essence(results[0]) for result in results)
     (path,) = entries(tmp_path)
     assert path.suffix == ".json"
-    assert CubinCache(tmp_path).compile(render(v), target.arch) in results
+    assert compile_cached(tmp_path, render(v), target.arch) in results

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from generator.kernels.forward import CompiledForward
 from generator.package.emit import emit_package
-from generator.package.entries import CompiledForward, Forwards
+from generator.package.entries import Forwards
 from generator.package.fallback_kernels import (
     fallback_variants,
     fallbacks_to_compile,

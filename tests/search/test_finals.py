@@ -16,6 +16,7 @@ from generator.kernels.strategies import is_deterministic, launches
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
+from generator.search.budget import FINALISTS
 from generator.search.choose_winner import choose
 from generator.search.finals import (
     SHORTLIST,
@@ -46,7 +47,7 @@ def test_who_fails_the_last_check_gives_way_until_somebody_passes(storage: BaseS
 
         def confirm(self, problem: Problem, variant: Variant, result: Result) -> Result:
             self.asked.append(variant.config)
-            if len(self.asked) <= 7:
+            if len(self.asked) <= FINALISTS + 1:
                 return replace(result, outcome="wrong", note="planted")
             return replace(result, checks=(*result.checks, "last"))
 
@@ -54,8 +55,8 @@ def test_who_fails_the_last_check_gives_way_until_somebody_passes(storage: BaseS
     winner = won(search(storage, evaluator, trials=30))
     assert winner.config == evaluator.asked[-1]
     assert winner.result.checks[-1] == "last"
-    assert len(evaluator.asked) == len(set(map(repr, evaluator.asked))) == 8
-    assert len(evaluator.finalists) == 2  # all of the first six failed
+    assert len(evaluator.asked) == len(set(map(repr, evaluator.asked))) == FINALISTS + 2
+    assert len(evaluator.finalists) == 2  # all of the first failed
 
 
 def test_the_winner_is_the_best_of_the_finals(storage: BaseStorage) -> None:

@@ -21,7 +21,7 @@ import pytest
 
 from generator.errors import NormforgeError
 from generator.kernels import cubin_cache, precompile
-from generator.kernels.cubin_cache import CubinCache, compile_variant, find_cached
+from generator.kernels.cubin_cache import compile_variant, entry_path, find_cached
 from generator.kernels.forward import render_forward
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.precompile import NICE, precompiling
@@ -113,7 +113,7 @@ def test_what_the_cache_lacks_is_compiled_by_the_pool(tmp_path: Path) -> None:
 def test_damaged_entry_of_the_cache_counts_as_none(tmp_path: Path) -> None:
     compile_variant(FORWARDS[0], H200.arch, tmp_path)
     assert find_cached(FORWARDS[0], H200.arch, tmp_path)
-    path = CubinCache(tmp_path).path(render_forward(FORWARDS[0]), H200.arch, 0)
+    path = entry_path(tmp_path, render_forward(FORWARDS[0]), H200.arch)
     path.write_bytes(path.read_bytes()[:-10])
     assert find_cached(FORWARDS[0], H200.arch, tmp_path) is None
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from generator.errors import NormforgeError
+from generator.errors import NormforgeError, one_line
 from generator.evaluate.gpu.protocol import Answer, Handler, Job, NoGpuError, WorkerLostError
 from generator.processes import end_with_parent, shielded
 
@@ -111,7 +111,7 @@ def _serve(connection: Connection, device: int, open_handler: Callable[[int], Ha
         connection.send(handler.facts)
     except Exception as error:
         kind = type(error).__name__
-        connection.send((kind, " ".join(str(error).split()) or kind))
+        connection.send((kind, one_line(error) or kind))
         return
     while True:
         try:
