@@ -61,7 +61,7 @@ class SharedQueue(Queue):
     def claim(self, studies: Sequence[str]) -> Lease | None:
         new = set(studies) - self._inserted
         if new:
-            self._in_transaction(lambda connection: leases.insert_missing(connection, sorted(new)))
+            self._in_transaction(lambda connection: leases.insert_missing(connection, new))
             self._inserted |= new
         lease = self._in_transaction(
             lambda connection: leases.claim(connection, studies, self._holder, self._seconds)

@@ -66,7 +66,7 @@ def test_the_winner_is_the_best_of_the_finals(storage: BaseStorage) -> None:
     deterministic = [c for c in finalists if is_deterministic(c)]
     feasible = [record for record in records(storage) if record.feasible]
     best = min(feasible, key=lambda record: (record.ratio, LEGAL.rank(record.config)))
-    assert len(deterministic) == 6
+    assert len(deterministic) == FINALISTS
     assert {LEGAL.key(best.config)} <= {LEGAL.key(config) for config in deterministic}
     assert winner.result.ratio <= 1.01 * min(map(ratio_of, deterministic))
     assert {entry.variant for entry in winner.tied} <= {
@@ -100,12 +100,12 @@ def test_who_is_among_the_best_is_found_side_by_side(storage: BaseStorage) -> No
     evaluator = Shortlister()
     search(storage, evaluator, trials=120)
     [shortlisted], [finalists] = evaluator.shortlisted, evaluator.finalists
-    assert 6 < len(shortlisted) <= SHORTLIST
+    assert FINALISTS < len(shortlisted) <= SHORTLIST
     assert all(is_deterministic(config) for config in shortlisted)
-    best = sorted(shortlisted, key=ratio_of)[:6]
+    best = sorted(shortlisted, key=ratio_of)[:FINALISTS]
     called = [LEGAL.key(c) for c in finalists if is_deterministic(c)]
     assert called == [LEGAL.key(config) for config in best]
-    by_trial = [LEGAL.key(config) for config in shortlisted[:6]]
+    by_trial = [LEGAL.key(config) for config in shortlisted[:FINALISTS]]
     assert called != by_trial, "the trials alone would have called up others"
 
 
@@ -127,7 +127,7 @@ def test_the_best_trial_is_in_the_finals_beside_the_best_of_the_shortlist(
     (best,) = (record.config for record in records(storage) if record.ratio == 0.9)
     first, *called = [LEGAL.key(c) for c in finalists if is_deterministic(c)]
     assert first == LEGAL.key(best)
-    assert called == [LEGAL.key(config) for config in sorted(shortlisted, key=ratio_of)[:6]]
+    assert called == [LEGAL.key(config) for config in sorted(shortlisted, key=ratio_of)[:FINALISTS]]
 
 
 def test_without_clean_times_side_by_side_the_trials_decide(storage: BaseStorage) -> None:
@@ -135,7 +135,7 @@ def test_without_clean_times_side_by_side_the_trials_decide(storage: BaseStorage
     search(storage, evaluator, trials=120)
     [shortlisted], [finalists] = evaluator.shortlisted, evaluator.finalists
     called = [LEGAL.key(c) for c in finalists if is_deterministic(c)]
-    assert called == [LEGAL.key(config) for config in shortlisted[:6]]
+    assert called == [LEGAL.key(config) for config in shortlisted[:FINALISTS]]
 
 
 @pytest.mark.slow
@@ -169,7 +169,7 @@ def test_a_gpu_where_all_ratios_are_small_does_not_fill_the_places(storage: Base
 
 def test_few_that_take_long_are_not_shortlisted(storage: BaseStorage) -> None:
     evaluator = Shortlister()
-    slow = Result("ok", SHORTLIST_US / 6, SHORTLIST_US / 8, 1.3, "verified")
+    slow = Result("ok", SHORTLIST_US / FINALISTS, SHORTLIST_US / 10, 1.3, "verified")
     evaluator._result = lambda variant: slow  # type: ignore[method-assign]
     search(storage, evaluator, trials=40)
     assert evaluator.shortlisted == []
@@ -294,7 +294,7 @@ def test_the_stored_incumbent_takes_part_and_stays_on_a_tie(storage: BaseStorage
 def test_an_incumbent_is_in_the_finals_however_slow(storage: BaseStorage) -> None:
     slow = max(DETERMINISTIC, key=ratio_of)
     evaluator = FakeEvaluator()
-    winner = won(search(storage, evaluator, trials=60, incumbent=make_winner(slow)))
+    winner = won(search(storage, evaluator, trials=60, known_winners=[make_winner(slow)]))
     assert slow in evaluator.finalists[0]
     assert winner.reason.startswith("beat the incumbent by ")
 
@@ -303,7 +303,7 @@ def test_a_predicted_incumbent_has_no_rights_among_measured_ones(storage: BaseSt
     slow = max(DETERMINISTIC, key=ratio_of)
     evaluator = FakeEvaluator(lambda variant: 1.2)
     predicted = make_winner(slow, evidence="predicted")
-    winner = won(search(storage, evaluator, trials=30, incumbent=predicted))
+    winner = won(search(storage, evaluator, trials=30, known_winners=[predicted]))
     assert "incumbent" not in winner.reason
 
 
@@ -311,7 +311,7 @@ def test_an_illegal_incumbent_is_a_start_and_no_finalist(storage: BaseStorage) -
     stale = {**DETERMINISTIC[0], "register_cap": 40}  # would run, but a rule rejects it
     assert not LEGAL.is_legal(stale)
     evaluator = FakeEvaluator()
-    search(storage, evaluator, trials=30, incumbent=make_winner(stale))
+    search(storage, evaluator, trials=30, known_winners=[make_winner(stale)])
     assert stale not in evaluator.finalists[0]
     assert evaluator.evaluated[0]["strategy"] == stale["strategy"]
 

@@ -56,7 +56,7 @@ def test_every_reduction_kind_has_a_seed_in_the_shape_of_the_best(storage: BaseS
     known = LEGAL.draw(random.Random(1), (), deterministic=True)
     assert known is not None
     start = replace(make_winner(known), problem=Problem.parse("8192x1024:bf16"))
-    search(storage, trials=20, incumbent=start)
+    search(storage, trials=20, known_winners=[start])
     seeds = [record.config for record in records(storage) if record.origin == "seed"]
     assert seeds[0] == known
     assert {(c["strategy"], c["order"]) for c in seeds} == {
