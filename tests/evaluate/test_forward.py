@@ -134,7 +134,6 @@ def test_the_choice_of_a_run_is_the_first_of_the_rule_within_one_percent(
 ) -> None:
     ratios = {v.id: r for v, r in zip(VARIANTS, [1.30, 1.055, 1.05, 1.2, *RATIOS[4:]], strict=True)}
     gpu = FakeGpu(Log(), ForwardLandscape(ratios), Weather(jitter=0.0005))
-    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: VARIANTS)
 
     def open_gpu(device: int, target: object) -> MeasuredEvaluator:
         forks()
@@ -143,7 +142,7 @@ def test_the_choice_of_a_run_is_the_first_of_the_rule_within_one_percent(
 
     monkeypatch.setattr(forward_tune, "open_gpu", open_gpu)
     shapes = [PROBLEM, Problem.parse("512x1024:bf16+offset")]
-    forwards = tune_forwards(shapes, H200, (0, 1), processes=2)
+    forwards = tune_forwards(shapes, H200, (0, 1), processes=2, choices=lambda p, t: VARIANTS)
     assert [entry.problem.M for entry in forwards.tuned] == [4096, 512]
     for entry in forwards.tuned:
         assert (entry.evidence, entry.variant) == ("measured", VARIANTS[1])
