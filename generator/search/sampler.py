@@ -87,7 +87,7 @@ class LegalSampler(BaseSampler):
         return promising or self._draw()
 
     def _draw(self) -> Values:
-        drawn = self.legal.draw(self._rng, self.taken, deterministic=True)
+        drawn = self.legal.draw(self._rng, self.taken)
         if drawn is None:
             raise NothingLeftError
         return drawn
@@ -112,7 +112,7 @@ class LegalSampler(BaseSampler):
 
     def _random(self) -> Iterator[Values]:
         for _ in range(DRAWN):
-            drawn = self.legal.draw(self._rng, (), deterministic=True)
+            drawn = self.legal.draw(self._rng, ())
             if drawn is not None:
                 yield drawn
 

@@ -116,15 +116,9 @@ class LegalConfigs:
                         heappush(queue, (*entry, fixed | {name}))
         return None
 
-    def draw(
-        self, rng: random.Random, taken: Collection[Key], *, deterministic: bool
-    ) -> Values | None:
-        """A random config that is not taken, or None when none is left."""
-        kinds = [
-            config
-            for config in self.reduction_kinds
-            if not deterministic or is_deterministic(config)
-        ]
+    def draw(self, rng: random.Random, taken: Collection[Key]) -> Values | None:
+        """A random deterministic config that is not taken, or None when none is left."""
+        kinds = [config for config in self.reduction_kinds if is_deterministic(config)]
         if not kinds:
             return None
         for _ in range(_DRAWS):
@@ -134,8 +128,7 @@ class LegalConfigs:
             if self.key(config) not in taken:
                 return config
         for config in self.space.legal(self.problem, self.target, rng=rng):
-            allowed = not deterministic or is_deterministic(config)
-            if allowed and self.key(config) not in taken:
+            if is_deterministic(config) and self.key(config) not in taken:
                 return config
         return None
 

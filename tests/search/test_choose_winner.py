@@ -47,7 +47,7 @@ def drawn(count: int) -> dict[int, list[Config]]:
     run."""
     rng, found, pool = random.Random(7), dict[int, dict[str, Config]]({1: {}, 2: {}}), FakePool()
     while any(len(configs) < count for configs in found.values()):
-        config = LEGAL.draw(rng, (), deterministic=True)
+        config = LEGAL.draw(rng, ())
         assert config is not None
         configs, variant = found[launches(config)], make_variant(config, PROBLEM)
         compiled = pool.result(variant, pool.submit(variant))

@@ -36,7 +36,7 @@ def test_it_finds_better_than_random_search(tmp_path: Path) -> None:
     for seed in range(4):
         found = search(open_storage(tmp_path / f"{seed}"), trials=120, seed=seed)
         rng = random.Random(seed)
-        drawn = [LEGAL.draw(rng, (), deterministic=True) for _ in range(120)]
+        drawn = [LEGAL.draw(rng, ()) for _ in range(120)]
         gains.append(min(ratio_of(c) for c in drawn if c) - ratio_of(won(found).config))
     assert min(gains) > 0, "a lucky draw is as good as the best at most"
     assert sum(gains) / len(gains) > 0.01
@@ -53,7 +53,7 @@ def test_only_legal_configs_and_none_twice(storage: BaseStorage) -> None:
 
 
 def test_every_reduction_kind_has_a_seed_in_the_shape_of_the_best(storage: BaseStorage) -> None:
-    known = LEGAL.draw(random.Random(1), (), deterministic=True)
+    known = LEGAL.draw(random.Random(1), ())
     assert known is not None
     start = replace(make_winner(known), problem=Problem.parse("8192x1024:bf16"))
     search(storage, trials=20, known_winners=[start])

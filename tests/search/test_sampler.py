@@ -121,7 +121,7 @@ def test_reduction_kinds_are_the_legal_ones() -> None:
 def test_neighbours_are_legal_and_deterministic(problem: str, gpu: str) -> None:
     legal = place(problem, gpu)
     rng = random.Random(6)
-    config = legal.draw(rng, (), deterministic=True)
+    config = legal.draw(rng, ())
     assert config is not None
     neighbours = list(legal.around(config, rng))
     assert len({legal.key(neighbour) for neighbour in neighbours}) >= 10
@@ -135,7 +135,7 @@ def test_neighbours_are_legal_and_deterministic(problem: str, gpu: str) -> None:
 
 def test_neighbours_one_change_away_come_first_and_completely() -> None:
     rng = random.Random(7)
-    config = LEGAL.draw(rng, (), deterministic=True)
+    config = LEGAL.draw(rng, ())
     assert config is not None
     near = set()
     for knob in SPACE.knobs:
@@ -150,7 +150,7 @@ def test_neighbours_one_change_away_come_first_and_completely() -> None:
 
 def test_a_config_of_another_space_is_adapted() -> None:
     rng = random.Random(8)
-    config = LEGAL.draw(rng, (), deterministic=True)
+    config = LEGAL.draw(rng, ())
     assert config is not None
     foreign = {**config, "swizzle": 3, "stages": 99}
     assert not LEGAL.is_legal(foreign)
@@ -167,11 +167,11 @@ def test_drawing_ends_when_nothing_is_left(tmp_path: Path) -> None:
     rng = random.Random(9)
     taken = set()
     for _ in range(4):
-        config = legal.draw(rng, taken, deterministic=True)
+        config = legal.draw(rng, taken)
         assert config is not None
         assert legal.key(config) not in taken
         taken.add(legal.key(config))
-    assert legal.draw(rng, taken, deterministic=True) is None
+    assert legal.draw(rng, taken) is None
 
 
 def test_every_proposal_is_legal_deterministic_and_new() -> None:
@@ -230,7 +230,7 @@ def test_the_surrogate_finds_better_configs_sooner_than_chance(seed: int) -> Non
     best before the surrogate was asked."""
     ratios = [ratio_of(config) for config in ask_and_tell(LegalSampler(LEGAL, seed), 80)]
     rng = random.Random(seed)
-    drawn = [LEGAL.draw(rng, (), deterministic=True) for _ in range(80)]
+    drawn = [LEGAL.draw(rng, ()) for _ in range(80)]
     assert min(ratios) < min(ratio_of(config) for config in drawn if config)
     assert median(ratios[60:]) < min(ratios[:FIRST])
 
