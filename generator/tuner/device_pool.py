@@ -16,7 +16,6 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from generator.errors import NormforgeError
-from generator.evaluate.gpu.protocol import NoGpuError
 from generator.problem import Problem
 from generator.processes import shielded
 from generator.tuner.device_process import Device, Gpu, run_device
@@ -57,8 +56,7 @@ class _DeviceProcess:
         except _LostError as lost:
             raise NormforgeError(f"device {self.index}: {lost}") from lost
         if kind != "facts":
-            error = NoGpuError if kind == "no gpu" else NormforgeError
-            raise error(f"device {self.index}: {value}")
+            raise type(value)(f"device {self.index}: {value}")
         return dict(value)
 
     def send(self, message: object) -> None:
@@ -150,7 +148,7 @@ class DevicePool:
                     reason = self._handle_loss(device, str(lost), None if ending else plan, tasks)
                     continue
                 if kind == "error":
-                    reason = self._handle_loss(device, value, None, tasks)
+                    reason = self._handle_loss(device, str(value), None, tasks)
                 else:
                     self._handle_message(device, kind, value, tasks, status)
 
