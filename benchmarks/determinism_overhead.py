@@ -32,7 +32,7 @@ from generator.errors import NormforgeError
 from generator.evaluate.evaluator import Pool, Shortlisting
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.geometry import Config
-from generator.kernels.strategies import REDUCTION_KNOBS, determinism_class, strategy_of
+from generator.kernels.strategies import REDUCTION_KNOBS, is_deterministic, strategy_of
 from generator.paths import GENERATED
 from generator.problem import load_problems
 from generator.search.finals import compile_configs
@@ -113,7 +113,7 @@ def overhead(
     strategy = strategy_of(winner.config)
     trials = sum(strategy_of(record.config) == strategy for record in study.records)
     ranked = [dict(winner.config), *(record.config for record in study.ranked)]
-    kinds = [kind for kind in legal.reduction_kinds if determinism_class(kind) == "none"]
+    kinds = [kind for kind in legal.reduction_kinds if not is_deterministic(kind)]
     finalists: list[Config] = [winner.config]
     tried = {}
     for kind in kinds:

@@ -41,14 +41,13 @@ from generator.kernels.resource_gate import identity
 from generator.kernels.strategies import launches
 from generator.paths import GENERATED
 from generator.problem import Problem, load_problems
-from generator.search.budget import Budget
+from generator.search.budget import FINALISTS, Budget
 from generator.search.choose_winner import choose
 from generator.search.finals import Final, compile_configs, hold_finals
 from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
 from generator.studies.reader import Study, read_studies
-from generator.tuner.plan import FINALISTS
 
 SHAPES = ",".join(
     f"{small},{middle},{large}"
@@ -151,7 +150,7 @@ def repeat(
     gpu.spare(args.searches + args.repeats + PROCESSES)
     size = (legal.problem.M, legal.problem.N)
     others = [s.winner for p, s in studies.items() if s.winner and size != (p.M, p.N)]
-    budget, won = Budget(args.trials, n_finalists=FINALISTS), Won()
+    budget, won = Budget(args.trials), Won()
     for seed in range(args.searches):
         winner = search_problem(
             *(legal, pool, evaluator, InMemoryStorage(), budget),
@@ -226,7 +225,7 @@ def run(args: argparse.Namespace) -> int:
     former = kept(args.out, environment, same) if args.resume else {}
     rows = {row["shape"]: row for row in former.get("rows", [])}
     with (
-        closing(MeasuredEvaluator(target, supervisor=gpu)) as evaluator,
+        closing(MeasuredEvaluator(target, gpu)) as evaluator,
         CompilePool(target.arch, spare_cores()) as pool,
     ):
         for problem in problems:

@@ -196,6 +196,5 @@ def write_text(path: Path, text: str) -> None:
             return
         with replacing(path) as part:
             part.write_text(text)
-            part.chmod(0o644)
     except OSError as error:
         raise NormforgeError(f"cannot write {path}: {error.strerror or error}") from error

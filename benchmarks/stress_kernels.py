@@ -15,7 +15,7 @@ from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import compile_source
 from generator.kernels.render import render
 from generator.kernels.resource_gate import refuse
-from generator.kernels.strategies import REDUCTION_KNOBS, determinism_class, strategy_of
+from generator.kernels.strategies import REDUCTION_KNOBS, is_deterministic, strategy_of
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.space.legal_configs import LegalConfigs
@@ -102,7 +102,7 @@ def variants(target: Target, seed: int) -> Iterator[tuple[Variant, str]]:
         kinds = [
             {name: kind[name] for name in REDUCTION_KNOBS}
             for kind in legal.reduction_kinds
-            if determinism_class(kind) != "none"
+            if is_deterministic(kind)
         ]
         wanted: list[tuple[Config, str]] = [
             ({**kind, "pipeline": pipeline, "cluster": cluster}, "")

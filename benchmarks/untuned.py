@@ -37,7 +37,6 @@ from generator.studies.records import Winner
 from generator.studies.storage import open_storage
 from generator.target import Target
 from generator.tuner.choose_device import choose_target
-from generator.tuner.plan import FINALISTS
 
 
 def log_uniform(rng: random.Random, low: int, high: int) -> int:
@@ -124,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     )
     started = time.monotonic()
     found: list[tuple[str, Problem, Winner | None]] = []
-    space, budget = load_space(), Budget(args.trials, n_finalists=FINALISTS)
+    space, budget = load_space(), Budget(args.trials)
     with CompilePool(target.arch, spare_cores()) as pool:
         storage = open_storage(args.out.with_suffix(".journal"))
         for kind, problem in cases:

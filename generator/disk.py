@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import yaml
 
-from generator.errors import NormforgeError
+from generator.errors import NormforgeError, one_line
 
 
 def read_yaml(path: Path, what: str = "") -> Any:
@@ -19,8 +20,7 @@ def read_yaml(path: Path, what: str = "") -> Any:
     try:
         return yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise NormforgeError(f"cannot read {what}{path}: {reason}") from error
+        raise NormforgeError(f"cannot read {what}{path}: {one_line(error)}") from error
 
 
 @contextmanager
@@ -28,14 +28,25 @@ def replacing(path: Path) -> Iterator[Path]:
     """An empty file beside `path`, whose folder is made: it takes the place of `path` when the body
     ends, and is removed when that fails. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
-    part = Path(name)
+    part = path.with_name(f".{path.name}.{uuid4().hex}.part")
+    part.touch(exist_ok=False)
     try:
         yield part
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """flock on a file or a folder: one process at a time. The kernel drops it with its holder, so
+    kill -9 leaves nothing stale. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def sync(path: Path) -> None:

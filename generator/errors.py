@@ -8,5 +8,10 @@ class NormforgeError(Exception):
     """
 
 
+def one_line(error: object, length: int | None = None) -> str:
+    """What an error says, in one line of at most `length` characters."""
+    return " ".join(str(error).split())[:length]
+
+
 class ProblemError(NormforgeError):
     """One problem cannot be finished now; its finished trials are kept, and others may go on."""

@@ -5,27 +5,23 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-OUTCOMES = (
-    "ok",
-    "compile_error",
-    "resource",
-    "launch_error",
-    "timeout",
-    "crashed",
-    "wrong",
-    "nondeterministic",
-    "slow",
-)
-"""How a trial can end.
-
-ok: accurate, and its determinism verified (or, predicted, claimed by construction);
-compile_error: NVRTC refused the source; resource: spills, a register cap that was not respected,
-or a grid that cannot be resident;
-launch_error: the driver refused the launch, or memory ran out in a fresh process, too;
-timeout: past its deadline; crashed: the GPU worker died or its context was lost; wrong: dx or dw
-outside the error bound, or workspace not restored;
-nondeterministic: bits changed between runs; slow: far behind the best, further checks skipped.
-"""
+OUTCOMES = {
+    "ok": "accurate, the same bits in every run",
+    "compile_error": "NVRTC refused the source",
+    "resource": "spills, or does not fit the SM",  # or ptxas did not respect the register cap
+    "launch_error": "the driver refused the launch",  # or memory ran out in a fresh process, too
+    "timeout": "past its deadline",
+    "crashed": "the GPU worker died",  # or its context was lost
+    "wrong": "numbers outside the error bound, or damage outside the outputs",
+    "nondeterministic": "bits changed between runs",
+    "slow": "far behind the best, not checked further",
+}
+"""How a trial can end, and what that means where it is measured."""
+PREDICTED_OUTCOMES = OUTCOMES | {
+    "ok": "predicted; nothing ran on the GPU",
+    "nondeterministic": "bits depend on the order of arrival, by construction",
+}
+"""The same where it is predicted."""
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from generator.errors import NormforgeError
+from generator.disk import read_yaml
+from generator.errors import NormforgeError, one_line
 from generator.paths import SEARCH_SPACES
 from generator.runtime.spec import ceil_div, round_up
 
@@ -103,17 +102,16 @@ def _target(name: str, entry: dict[str, Any]) -> Target:
 @cache
 def load_targets(path: Path = GPUS_FILE) -> dict[str, Target]:
     """Every GPU of the table by its name. Raises NormforgeError for a table that is damaged."""
+    content = read_yaml(path, "the GPUs in ")
     try:
-        content = yaml.safe_load(path.read_text())
         entries: dict[str, dict[str, Any]] = dict(content["gpus"])
         return {
             name: _target(name, {**content["architectures"][entry["arch"]], **entry})
             for name, entry in entries.items()
         }
-    except (OSError, yaml.YAMLError, KeyError, IndexError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise NormforgeError(
-            f"{path}: unreadable entry ({type(error).__name__}: {reason}); "
+            f"{path}: unreadable entry ({type(error).__name__}: {one_line(error)}); "
             "every GPU needs the fields that the others have"
         ) from error
 

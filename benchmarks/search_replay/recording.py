@@ -118,10 +118,8 @@ class Recording:
             "cubins": [cubin for _, cubin in self.entries.values()],
             "side_by_side": [self.side_by_side.get(key) for key in self.entries],
         }
-        with replacing(path) as part:
-            with lzma.open(part, "wt", preset=9) as file:
-                json.dump(content, file, separators=(",", ":"))
-            part.chmod(0o644)
+        with replacing(path) as part, lzma.open(part, "wt", preset=9) as file:
+            json.dump(content, file, separators=(",", ":"))
 
     @classmethod
     def load(cls, path: Path) -> Recording:

@@ -27,7 +27,7 @@ from generator.evaluate.gpu.session import SLOW
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
-from generator.kernels.strategies import determinism_class
+from generator.kernels.strategies import is_deterministic
 from generator.kernels.variant import Variant
 from generator.package.known_winners import known_winners
 from generator.paths import GENERATED
@@ -72,7 +72,7 @@ class Replayed:
     @cached_property
     def configs(self) -> list[Values]:
         """Those that may win if they are fast."""
-        return [config for config in self.allowed if determinism_class(config) != "none"]
+        return [config for config in self.allowed if is_deterministic(config)]
 
     def ratio(self, config: Config) -> float:
         """Ratio to the floor by which a config is judged; infinite for one that may not win."""

@@ -49,6 +49,7 @@ COMMANDS = {
     "report": "generator.cli.report",
 }
 """The commands that tune nothing, by the first word: the module with a function of that name."""
+_WRITE_ERRORS = (*(errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF),)
 
 
 def make_parser() -> CommandLine:
@@ -141,10 +142,11 @@ def main(argv: list[str] | None = None) -> int:
     except NormforgeError as error:
         message = str(error)
     except OSError as error:
-        if error.filename is not None:
+        # What is wrong with a file has its name in the error; a process that cannot be started, or
+        # the like, has another number.
+        if error.filename is not None or error.errno not in _WRITE_ERRORS:
             raise
-        # Whatever is written to a file has its name in the error. The interpreter must not try
-        # once more at its end.
+        # The interpreter must not try once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # who read it has seen enough
             return 1

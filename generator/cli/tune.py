@@ -7,16 +7,18 @@ import json
 import sys
 import time
 from contextlib import suppress
+from typing import Any
 
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.search.budget import TRIALS
+from generator.studies.records import Winner
 from generator.tuner.choose_device import choose_devices, choose_target
 from generator.tuner.device_pool import DevicePool
-from generator.tuner.display import Status, document, table
+from generator.tuner.display import Status, table
 from generator.tuner.plan import Plan
-from generator.tuner.run import tune
+from generator.tuner.run import Outcome, tune
 
 INTERRUPTED = (
     "tune.py: interrupted; finished trials are kept, and the same command goes on from there"
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
                 measurer.close()
     if args.json:
         seconds = time.monotonic() - started
-        print(json.dumps(document(plan, outcome, evidence, seconds), indent=1))
+        print(json.dumps(_document(plan, outcome, evidence, seconds), indent=1))
     else:
         print(table(outcome.winners))
         if outcome.emission is not None:
@@ -83,3 +85,46 @@ def _print_noise(measurer: MeasuredEvaluator | DevicePool | None) -> None:
     """Say what disturbed the times; the processes of a device pool say it themselves."""
     if isinstance(measurer, MeasuredEvaluator) and (noise := measurer.disturbances()):
         print(noise, file=sys.stderr)
+
+
+def _document(plan: Plan, outcome: Outcome, evidence: str, seconds: float) -> dict[str, Any]:
+    """The run as one JSON-able document."""
+    return {
+        "gpu": plan.target.name,
+        "evidence": evidence,
+        "seconds": round(seconds, 1),
+        "interrupted": outcome.interrupted,
+        "package": str(outcome.emission.package) if outcome.emission else None,
+        "kept_measured": [str(p) for p in outcome.emission.refused] if outcome.emission else [],
+        "shapes": [_row(problem, winner) for problem, winner in outcome.winners],
+    }
+
+
+def _row(problem: Problem, winner: Winner | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "shape": str(problem),
+        "M": problem.M,
+        "N": problem.N,
+        "dtype": problem.dtype,
+        "weight_dtype": problem.weight_dtype,
+    }
+    if winner is None:
+        return row | {"strategy": None, "config": None, "us": None, "evidence": None}
+    fastest = winner.fastest_nondeterministic
+    return row | {
+        "strategy": winner.config["strategy"],
+        "variant": winner.variant,
+        "config": dict(winner.config),
+        "us": winner.result.us,
+        "floor_us": winner.result.floor_us,
+        "floor": winner.floor,
+        "ratio": winner.result.ratio,
+        "evidence": winner.evidence,
+        "determinism": winner.result.determinism,
+        "checks": list(winner.result.checks),
+        "fastest_nondeterministic": fastest.variant if fastest else None,
+        "overhead_of_determinism": winner.overhead_of_determinism,
+        "trials": winner.trials,
+        "outcomes": dict(winner.counts),
+        "reason": winner.reason,
+    }

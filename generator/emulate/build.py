@@ -132,7 +132,6 @@ def compile_to(compiler: str, arguments: list[str], result: Path) -> None:
             _compile([compiler, *flags(), *arguments, "-o", str(part)])
             with part.open("r+b") as file:
                 file.write(hashlib.sha256(file.read()).digest())
-            part.chmod(0o755)
     except OSError as error:
         raise HostError(
             f"cannot write to the cache {result.parent} ({error.strerror}): make room there and "

@@ -8,6 +8,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Lock
+from weakref import WeakKeyDictionary
 
 from generator.kernels.cubin_cache import DEFAULT_CACHE, compile_variant
 from generator.kernels.nvrtc import Compiled, nvrtc_version
@@ -44,6 +45,7 @@ class CompilePool:
         self._compile, self._method = compile, method
         self._pool = self._start(self.processes)
         self._replacing = Lock()
+        self._homes: WeakKeyDictionary[Future[Compiled], ProcessPoolExecutor] = WeakKeyDictionary()
         self._closed = False
 
     def _start(self, processes: int) -> ProcessPoolExecutor:
@@ -56,10 +58,12 @@ class CompilePool:
     def submit(self, variant: AnyVariant) -> Future[Compiled]:
         with self._replacing:
             try:
-                return self._submit(self._pool, variant)
+                future = self._submit(self._pool, variant)
             except BrokenProcessPool:
                 self._pool = self._start(self.processes)
-                return self._submit(self._pool, variant)
+                future = self._submit(self._pool, variant)
+            self._homes[future] = self._pool
+            return future
 
     def result(
         self, variant: AnyVariant, future: Future[Compiled], timeout: float = 120
@@ -67,12 +71,17 @@ class CompilePool:
         """The result of `submit`. Whatever goes wrong with one variant is the error in it."""
         try:
             return future.result(timeout)
-        except (BrokenProcessPool, CancelledError):
+        except BrokenProcessPool:
             return self._alone(variant, timeout)
+        except CancelledError:  # it waited in a pool that was ended for another variant
+            if self._closed:
+                return self._failed(variant, "the run was ended")
+            return self.result(variant, self.submit(variant), timeout)
         except TimeoutError:
             with self._replacing:
-                end_pool(self._pool)
-                self._pool = self._start(self.processes)
+                if self._homes[future] is self._pool:  # else another thread has replaced it
+                    end_pool(self._pool)
+                    self._pool = self._start(self.processes)
             return self._failed(variant, f"NVRTC took more than {timeout:.0f} s")
         except Exception as error:
             return self._failed(variant, f"{type(error).__name__}: {error}")

@@ -25,57 +25,63 @@ STALE_SECONDS = 3600.0
 """Age of a half-written entry that nobody writes any more: a write takes milliseconds."""
 
 
-class CubinCache:
-    """Compiled results by content, shared by any number of processes."""
+def compile_variant(variant: AnyVariant, arch: str, cache_folder: Path = DEFAULT_CACHE) -> Compiled:
+    """Render and compile one variant through the cache."""
+    source, register_cap = compiler_input(variant)
+    return compile_cached(cache_folder, source, arch, register_cap)
 
-    def __init__(self, folder: Path = DEFAULT_CACHE) -> None:
-        self.folder = folder
 
-    def path(self, source: str, arch: str, register_cap: int) -> Path:
-        options = " ".join(compile_options(arch, register_cap))
-        text = f"{ENTRY_FORMAT} {nvrtc_version()}\n{options}\n{source}"
-        key = hashlib.sha256(text.encode()).hexdigest()
-        return self.folder / arch / key[:2] / f"{key}.json"
+def compile_cached(folder: Path, source: str, arch: str, register_cap: int = 0) -> Compiled:
+    """The cached result, or a fresh one that is stored. An entry that is damaged is compiled again
+    and replaced. folder: of the cache, which any number of processes share."""
+    path = entry_path(folder, source, arch, register_cap)
+    found = _read(path, source)
+    if found is None:
+        found = compile_source(source, arch, register_cap)
+        _write(path, found)
+    return found
 
-    def compile(self, source: str, arch: str, register_cap: int = 0) -> Compiled:
-        """The cached result, or a fresh one that is stored. An entry that is damaged is compiled
-        again and replaced."""
-        found = self.find(source, arch, register_cap)
-        if found is not None:
-            return found
-        compiled = compile_source(source, arch, register_cap)
-        self._write(self.path(source, arch, register_cap), compiled)
-        return compiled
 
-    def find(self, source: str, arch: str, register_cap: int = 0) -> Compiled | None:
-        """The cached result; None where there is none that is sound."""
-        found = self._read(self.path(source, arch, register_cap))
-        return found if found is not None and found.source == source else None
+def find_cached(
+    variant: AnyVariant, arch: str, cache_folder: Path = DEFAULT_CACHE
+) -> Compiled | None:
+    """What the cache has of a variant, without compiling; None when it has nothing that is sound. A
+    look takes less than a millisecond, a new process that compiles several seconds to start."""
+    source, register_cap = compiler_input(variant)
+    return _read(entry_path(cache_folder, source, arch, register_cap), source)
 
-    @staticmethod
-    def _read(path: Path) -> Compiled | None:
-        try:
-            checksum, _, body = path.read_text().partition("\n")
-            if hashlib.sha256(body.encode()).hexdigest() != checksum:
-                return None
-            data = json.loads(body)
-            data["cubin"] = bytes.fromhex(data["cubin"])
-            data["kernels"] = {n: Resources(**r) for n, r in data["kernels"].items()}
-            return Compiled(**data)
-        except (OSError, ValueError, KeyError, TypeError):
+
+def entry_path(folder: Path, source: str, arch: str, register_cap: int = 0) -> Path:
+    """Where the cache has the result of a source."""
+    options = " ".join(compile_options(arch, register_cap))
+    text = f"{ENTRY_FORMAT} {nvrtc_version()}\n{options}\n{source}"
+    key = hashlib.sha256(text.encode()).hexdigest()
+    return folder / arch / key[:2] / f"{key}.json"
+
+
+def _read(path: Path, source: str) -> Compiled | None:
+    """The entry of a source; None where there is none that is sound."""
+    try:
+        checksum, _, body = path.read_text().partition("\n")
+        if hashlib.sha256(body.encode()).hexdigest() != checksum:
             return None
+        data = json.loads(body)
+        data["cubin"] = bytes.fromhex(data["cubin"])
+        data["kernels"] = {n: Resources(**r) for n, r in data["kernels"].items()}
+        found = Compiled(**data)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if found.source == source else None
 
-    @staticmethod
-    def _write(path: Path, compiled: Compiled) -> None:
-        data = asdict(compiled) | {"cubin": compiled.cubin.hex()}
-        body = json.dumps(data)
-        try:
-            with replacing(path) as part:
-                part.write_text(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
-            _sweep(path.parent)
-        except OSError:
-            # The cache saves time only: a full disk costs a compile, not the run.
-            return
+
+def _write(path: Path, compiled: Compiled) -> None:
+    body = json.dumps(asdict(compiled) | {"cubin": compiled.cubin.hex()})
+    try:
+        with replacing(path) as part:
+            part.write_text(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
+        _sweep(path.parent)
+    except OSError:
+        pass  # the cache saves time only: a full disk costs a compile, not the run
 
 
 def _sweep(folder: Path) -> None:
@@ -85,18 +91,3 @@ def _sweep(folder: Path) -> None:
     for part in folder.glob("*.part"):
         if part.stat().st_mtime < oldest:
             part.unlink()
-
-
-def compile_variant(variant: AnyVariant, arch: str, cache_folder: Path = DEFAULT_CACHE) -> Compiled:
-    """Render and compile one variant through the cache."""
-    source, register_cap = compiler_input(variant)
-    return CubinCache(cache_folder).compile(source, arch, register_cap)
-
-
-def find_cached(
-    variant: AnyVariant, arch: str, cache_folder: Path = DEFAULT_CACHE
-) -> Compiled | None:
-    """What the cache has of a variant, without compiling; None when it has nothing that is sound. A
-    look takes less than a millisecond, a new process that compiles several seconds to start."""
-    source, register_cap = compiler_input(variant)
-    return CubinCache(cache_folder).find(source, arch, register_cap)

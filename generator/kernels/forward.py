@@ -116,6 +116,9 @@ FORWARD_FIELDS = frozenset(("cluster", "threads_per_row", "vector_bytes"))
 """What the bits of a forward in registers depend on, beside the row."""
 
 
+CompiledForward = tuple[ForwardVariant, Compiled]
+
+
 def render_forward(variant: ForwardVariant, *, comments: bool = True, include: str = "") -> str:
     """The CUDA C++ source of a variant. comments, include: as of `generator.kernels.render`."""
     v = variant

@@ -41,6 +41,10 @@ class Strategy:
         return "none" if self.adds == "on_arrival" else "gpu_to_gpu"
 
     @property
+    def deterministic(self) -> bool:
+        return self.determinism != "none"
+
+    @property
     def launches(self) -> int:
         """Kernels of one call."""
         return 2 if self.tail == "second_kernel" else 1
@@ -69,9 +73,9 @@ def strategy_of(config: Mapping[str, Any]) -> Strategy:
     return found or _BY_KNOBS[config["strategy"], "turns"]
 
 
-def determinism_class(config: Mapping[str, Any]) -> str:
-    """The determinism class of a config: see `Strategy.determinism`."""
-    return strategy_of(config).determinism
+def is_deterministic(config: Mapping[str, Any]) -> bool:
+    """Whether a config has the same bits in every run, by construction: else it cannot win."""
+    return strategy_of(config).deterministic
 
 
 def launches(config: Mapping[str, Any]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from generator.kernels.geometry import Config, Geometry
 from generator.kernels.knobs import KNOBS
@@ -90,20 +91,16 @@ class Variant(Geometry):
         )
 
 
+def shape_fields(problem: Problem | KernelSpec) -> dict[str, Any]:
+    """The fields of a Geometry that are those of a problem, or of what a kernel was made for."""
+    names = ("N", "dtype", "weight_dtype", "offset", "residual", "operation")
+    return {name: getattr(problem, name) for name in names}
+
+
 def make_variant(
     config: Config, problem: Problem, *, exact: bool = True, least: int = 1, in_blocks: bool = True
 ) -> Variant:
     """The variant that serves `problem` with `config` (any M), or with exact False any N from
     `least` to that of the problem. in_blocks: as in Geometry."""
-    return Variant(
-        config=dict(config),
-        N=problem.N,
-        dtype=problem.dtype,
-        weight_dtype=problem.weight_dtype,
-        exact=exact,
-        offset=problem.offset,
-        residual=problem.residual,
-        least=least,
-        in_blocks=in_blocks,
-        operation=problem.operation,
-    )
+    shape = shape_fields(problem)
+    return Variant(dict(config), exact=exact, least=least, in_blocks=in_blocks, **shape)

@@ -4,7 +4,6 @@ old one or the whole new one."""
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import shutil
 import tempfile
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from generator.disk import sync
+from generator.disk import locked, sync
 from generator.errors import NormforgeError
 
 
@@ -37,14 +36,10 @@ def writer_lock(folder: Path) -> Iterator[None]:
     """One writer at a time, so that two that extend one folder see what the other wrote. A folder
     that was renamed by a writer, which was then killed before its second rename, gets its name
     back."""
-    parent = os.open(folder.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(parent, fcntl.LOCK_EX)
+    with locked(folder.parent):
         if _backup(folder).exists() and not folder.exists():
             _backup(folder).rename(folder)
         yield
-    finally:
-        os.close(parent)
 
 
 @contextmanager

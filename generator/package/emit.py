@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,30 +57,21 @@ def emit_package(
     with writer_lock(package):
         old, old_forward = _read_table(package, target), read_forward_table(package)
         files = KernelFiles(package, target.sms)
-        merged = _merge(entries, old, files, "kernel")
+        tuned, refused = _merge(entries, old, files, "kernel")
         kept = old.fallback if old and keep_fallbacks else ()
-        table = Table(_target_facts(target), merged.tuned, _fallbacks(fallback, kept, files))
+        table = Table(_target_facts(target), tuned, _fallbacks(fallback, kept, files))
         forward_table = _forward_table(forwards, old_forward, files, target, keep_fallbacks)
         _check_arithmetic(table, forward_table)
         with replacing_folder(package) as fresh:
             write_package(fresh, files, table, forward_table)
-    return Emission(package, merged.written, merged.refused, merged.kept)
-
-
-@dataclass(frozen=True)
-class _Merged:
-    """The tuned kernels of a new package, sorted by problem, and what became of the entries."""
-
-    tuned: tuple[TunedOf[Any], ...]
-    written: tuple[Problem, ...]
-    refused: tuple[Problem, ...]
-    kept: tuple[Problem, ...]
+    return Emission(package, refused)
 
 
 def _merge(
     entries: Sequence[Entry], old: TableOf[Any] | None, files: KernelFiles, what: str
-) -> _Merged:
-    """Entries, and what the old table has beside them; all of their kernels join `files`."""
+) -> tuple[tuple[TunedOf[Any], ...], tuple[Problem, ...]]:
+    """The tuned kernels of the new package, sorted by problem: those of entries, and what the old
+    table has beside them; all join `files`. And the problems whose measured kernels stay."""
     known = {problem_of(tuned): tuned for tuned in old.tuned} if old else {}
     tuned: dict[Problem, TunedOf[Any]] = {}
     refused = []
@@ -101,13 +92,11 @@ def _merge(
         if existing and _same_kernel(existing, fresh):
             fresh = replace(fresh, provenance=existing.provenance)
         tuned[problem] = fresh
-    written = tuple(tuned)
     for problem, existing in known.items():
         if problem not in tuned:
             kernel = files.keep(existing.kernel, f"{what} of {existing.shape}", tuned=True)
             tuned[problem] = replace(existing, kernel=kernel)
-    kept = tuple(p for p in known if p not in written and p not in refused)
-    return _Merged(tuple(tuned[p] for p in sorted(tuned)), written, tuple(refused), kept)
+    return tuple(tuned[p] for p in sorted(tuned)), tuple(refused)
 
 
 def _same_kernel(old: TunedOf[Any], new: TunedOf[Any]) -> bool:
@@ -208,10 +197,10 @@ def _forward_table(
     """The forward table of the new package, whose kernels join `files`; None without one."""
     if old is None and forwards is None:
         return None
-    merged = _merge(forwards.tuned if forwards else (), old, files, "forward")
+    tuned, _ = _merge(forwards.tuned if forwards else (), old, files, "forward")
     kept = old.fallback if old and (keep_fallbacks or forwards is None) else ()
     fallback = _fallbacks(forwards.fallback if forwards else (), kept, files)
-    return ForwardTable(_target_facts(target), merged.tuned, fallback)
+    return ForwardTable(_target_facts(target), tuned, fallback)
 
 
 def _fallbacks(

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from generator.kernels.forward import ForwardVariant
+from generator.kernels.forward import CompiledForward
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.revision import AnyVariant
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.runtime.table import TunedOf
-
-CompiledForward = tuple[ForwardVariant, Compiled]
 
 PROVENANCE_KEYS = frozenset(
     {
@@ -53,9 +51,7 @@ class Forwards:
 @dataclass(frozen=True)
 class Emission:
     """What a call of `emit_package` did. refused: predicted winners that would have replaced
-    measured ones; kept: other problems that were in the package and stay."""
+    measured ones."""
 
     package: Path
-    written: tuple[Problem, ...]
     refused: tuple[Problem, ...]
-    kept: tuple[Problem, ...]

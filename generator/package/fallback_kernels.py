@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-import yaml
-
-from generator.errors import NormforgeError
+from generator.disk import read_yaml
+from generator.errors import NormforgeError, one_line
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.resource_gate import refuse
@@ -66,8 +65,8 @@ class _Layouts:
 @cache
 def load_layouts() -> _Layouts:
     """Read the layouts. Raises NormforgeError for a damaged file."""
+    content = read_yaml(LAYOUTS_FILE, "the fallback layouts ")
     try:
-        content = yaml.safe_load(LAYOUTS_FILE.read_text())
         return _Layouts(
             {name: _read(entries) for name, entries in content["layouts"].items()},
             {
@@ -75,10 +74,9 @@ def load_layouts() -> _Layouts:
                 for itemsize, sizes in content["fp32_weight"].items()
             },
         )
-    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        reason = " ".join(str(error).split())
+    except (KeyError, TypeError, AttributeError) as error:
         raise NormforgeError(
-            f"cannot read the fallback layouts {LAYOUTS_FILE}: {reason}"
+            f"cannot read the fallback layouts {LAYOUTS_FILE}: {one_line(error)}"
         ) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from generator.errors import NormforgeError
 from generator.package.entries import problem_of
 from generator.result import Result
 from generator.runtime.table import Table, Tuned
@@ -16,7 +17,7 @@ def known_winners(package: Path) -> list[Winner]:
     try:
         table = Table.load(package)
         return [_winner(tuned, str(table.target["name"])) for tuned in table.tuned]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, NormforgeError):
         return []
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from generator.kernels.forward import ForwardVariant
 from generator.kernels.render import headers
 from generator.kernels.revision import AnyVariant, compiler_input
-from generator.kernels.variant import Variant
+from generator.kernels.variant import Variant, shape_fields
 from generator.runtime.spec import ForwardSpec
 from generator.runtime.table import ForwardKernel, Kernel
 
@@ -57,16 +57,6 @@ def variant_of(kernel: Kernel | ForwardKernel) -> AnyVariant:
         return ForwardVariant(
             N=spec.N, dtype=spec.dtype, weight_dtype=spec.weight_dtype, exact=spec.exact, **config
         )
-    in_blocks = config.pop("in_blocks", True)
-    return Variant(
-        config=config,
-        N=spec.N,
-        dtype=spec.dtype,
-        weight_dtype=spec.weight_dtype,
-        exact=spec.exact,
-        offset=spec.offset,
-        residual=spec.residual,
-        least=1 if spec.exact else spec.least,
-        in_blocks=in_blocks,
-        operation=spec.operation,
-    )
+    in_blocks, least = config.pop("in_blocks", True), 1 if spec.exact else spec.least
+    shape = shape_fields(spec)
+    return Variant(config, exact=spec.exact, least=least, in_blocks=in_blocks, **shape)

@@ -60,10 +60,10 @@ def render_answer(why: Explanation, verdict: Verdict | None, served: dict[str, A
         parts.append(columns([(f"tied for the win (finals, {how})", "us", "x floor"), *tied]))
     strategies = [
         (
-            name + (" *" if ineligible else ""),
+            str(strategy) + ("" if strategy.deterministic else " *"),
             *(number(timed.us), number(timed.ratio, 3), _behind(timed), timed.variant),
         )
-        for name, ineligible, timed in why.runners_up
+        for strategy, timed in why.runners_up
     ]
     parts.append(
         "Runners-up by strategy, from single trials of the search (* may not win)\n"
@@ -138,8 +138,8 @@ def document(
         "config": dict(why.winner),
         "package": served,
         "strategies": [
-            {"strategy": name, "ineligible": ineligible, **asdict(timed)}
-            for name, ineligible, timed in why.runners_up
+            {"strategy": str(s), "ineligible": not s.deterministic, **asdict(timed)}
+            for s, timed in why.runners_up
         ],
         "knobs": [asdict(cost) for cost in why.costs],
     }

@@ -84,17 +84,17 @@ def strategies(standings: Iterable[Standing]) -> Markup:
     for place, standing in enumerate(standings):
         y = top + row * (place + 0.5)
         parts.append(
-            f'<text x="0" y="{y + 4:.0f}" class="name">{escape(standing.reduction_kind)}</text>'
+            f'<text x="0" y="{y + 4:.0f}" class="name">{escape(str(standing.strategy))}</text>'
         )
-        kind = escape(f"s-{standing.reduction_kind.split()[0]}")
+        kind = escape(f"s-{standing.strategy.name}")
         for study, ratio in standing.behind:
-            title = f"{study.problem}: {standing.reduction_kind} takes {ratio:.3f} times the best"
+            title = f"{study.problem}: {standing.strategy} takes {ratio:.3f} times the best"
             parts.append(
                 f'<circle class="{kind}" cx="{x(ratio):.1f}" cy="{y:.0f}" r="4.5">'
                 f"<title>{escape(title)}</title></circle>"
             )
         typical = x(standing.typical)
-        title = f"{standing.reduction_kind}: {standing.typical:.3f} in the geometric mean"
+        title = f"{standing.strategy}: {standing.typical:.3f} in the geometric mean"
         parts.append(
             f'<path class="typical" d="M{typical:.1f} {y - 10:.0f}v20">'
             f"<title>{escape(title)}</title></path>"

@@ -10,7 +10,7 @@ from generator.paths import GENERATED, REPOSITORY
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.report.history import history
 from generator.report.peers import Comparison
-from generator.report.summary import Summary, kind_of, ratio_of
+from generator.report.summary import Summary, kind_of
 from generator.studies.reader import Study
 
 FREE = {"rmsnorm_invariant_backward": RMSNORM_BACKWARD}
@@ -70,7 +70,6 @@ def _free(studies: Sequence[Study], others: Iterable[Study]) -> dict[Problem, fl
     same = {replace(p, operation=operation): study for p, study in _latest(others).items()}
     for study in studies:
         other = same.get(study.problem)
-        ratio = ratio_of(other) if other and other.evidence == study.evidence else None
-        if ratio is not None:
-            found[study.problem] = ratio
+        if other and other.evidence == study.evidence and other.ratio is not None:
+            found[study.problem] = other.ratio
     return found

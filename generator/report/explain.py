@@ -8,11 +8,11 @@ from random import Random
 
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
-from generator.kernels.strategies import determinism_class
+from generator.kernels.strategies import Strategy, is_deterministic
 from generator.kernels.variant import make_variant
 from generator.space.legal_configs import LegalConfigs
 from generator.space.space import Space
-from generator.studies.reader import Study, reduction_kind
+from generator.studies.reader import Study
 from generator.studies.records import Record
 from generator.target import Target
 
@@ -79,13 +79,9 @@ class Explanation:
         return self._today(self.study.ranked[0].config) or self.study.ranked[0].config
 
     @cached_property
-    def runners_up(self) -> list[tuple[str, bool, Timed]]:
-        """The fastest trial of every way to sum dw, whether it may not win, fastest first."""
-        best = self.study.best_by(reduction_kind)
-        return [
-            (name, determinism_class(record.config) == "none", self._timed(record))
-            for name, record in best.items()
-        ]
+    def runners_up(self) -> list[tuple[Strategy, Timed]]:
+        """The fastest trial of every strategy, fastest first."""
+        return [(s, self._timed(record)) for s, record in self.study.best_by_strategy.items()]
 
     @cached_property
     def costs(self) -> list[KnobCost]:
@@ -141,7 +137,7 @@ class Explanation:
             key=lambda entry: (_distance(entry[0], config), entry[1].ratio),
         )
         answer = [f"never tried among the {len(self.study.records)} trials of this study"]
-        if determinism_class(config) == "none":
+        if not is_deterministic(config):
             answer.append("it could not win: its bits depend on the order in which CTAs finish")
         differences = ", ".join(
             f"{name}={value}" for name, value in near[0].items() if config[name] != value
@@ -162,7 +158,7 @@ class Explanation:
         study, result = self.study, record.result
         if config == self.winner:
             return "winner", study.winner.reason if study.winner else "the fastest trial so far"
-        if determinism_class(config) == "none" or result.outcome == "nondeterministic":
+        if not is_deterministic(config) or result.outcome == "nondeterministic":
             reason = result.note or "its bits depend on the order in which CTAs finish"
             behind = self._behind(record)
             timed = "" if behind is None else f"; it takes {1 + behind:.3f} times the winner's time"
@@ -247,7 +243,7 @@ class Explanation:
 
 def _may_count(record: Record) -> bool:
     """Timed and of a class that may win; one that was slow counts."""
-    return record.result.ratio is not None and determinism_class(record.config) != "none"
+    return record.result.ratio is not None and is_deterministic(record.config)
 
 
 def _distance(one: Config, other: Config) -> int:

@@ -15,11 +15,9 @@ from generator.report import charts
 from generator.report.summary import (
     Summary,
     bandwidth_share,
-    overhead_of,
-    ratio_of,
     runners_up,
 )
-from generator.studies.reader import Study, reduction_kind
+from generator.studies.reader import Study
 from generator.studies.records import PLAIN_FLOOR
 
 FOLDER = Path(__file__).resolve().parent
@@ -48,10 +46,7 @@ def render_page(summary: Summary) -> str:
         charts=charts,
         meaning=summary.meaning,
         runners_up=runners_up,
-        ratio_of=ratio_of,
-        overhead_of=overhead_of,
         bandwidth_share=bandwidth_share,
-        reduction_kind=reduction_kind,
         anchor=anchor,
         plain=PLAIN_FLOOR,
         shade=shade,

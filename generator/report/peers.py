@@ -25,7 +25,7 @@ TITLES = {
 
 
 @dataclass(frozen=True)
-class Standing:
+class PeerStanding:
     """One implementation: at how many shapes it was timed, and geometric means over those of its
     time over the floor and over ours."""
 
@@ -76,7 +76,7 @@ class Comparison:
         )
 
     @cached_property
-    def standings(self) -> list[Standing]:
+    def standings(self) -> list[PeerStanding]:
         """Every peer that was timed, those at all shapes first, then by their time over ours."""
         found = []
         for name, version in self.environment["peers"].items():
@@ -86,7 +86,7 @@ class Comparison:
                 ours = geometric_mean([row["peers"][name]["us"] / row["ours_us"] for row in timed])
                 title = TITLES.get(name, name)
                 short = version.split(",")[0].split()[-1]
-                found.append(Standing(name, title, short, len(timed), floor, ours))
+                found.append(PeerStanding(name, title, short, len(timed), floor, ours))
         return sorted(found, key=lambda standing: (-standing.shapes, standing.over_ours))
 
 

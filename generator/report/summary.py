@@ -10,34 +10,17 @@ from functools import cached_property
 from statistics import geometric_mean
 
 from generator.errors import NormforgeError
-from generator.kernels.strategies import determinism_class
+from generator.kernels.strategies import Strategy
 from generator.kernels.variant import make_variant
 from generator.operations import operation_of
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.report.history import Point
 from generator.report.peers import Comparison
-from generator.result import OUTCOMES
-from generator.studies.reader import Study, reduction_kind
+from generator.result import OUTCOMES, PREDICTED_OUTCOMES
+from generator.studies.reader import Study
 from generator.studies.records import may_win
 from generator.target import find_target
 
-MEANING = {
-    "ok": "accurate, the same bits in every run",
-    "compile_error": "NVRTC refused the source",
-    "resource": "spills, or does not fit the SM",
-    "launch_error": "the driver refused the launch",
-    "timeout": "past its deadline",
-    "crashed": "the GPU worker died",
-    "wrong": "numbers outside the error bound, or damage outside the outputs",
-    "nondeterministic": "bits changed between runs",
-    "slow": "far behind the best, not checked further",
-}
-"""One phrase for every outcome."""
-PREDICTED_MEANING = {
-    "ok": "predicted; nothing ran on the GPU",
-    "nondeterministic": "bits depend on the order of arrival, by construction",
-}
-"""The phrases that differ where times are predicted."""
 REASONS = 8
 
 
@@ -56,11 +39,10 @@ class Knob:
 
 @dataclass(frozen=True)
 class Standing:
-    """A way to sum dw and, by study, the time of its fastest variant over that of the fastest that
-    may win. ineligible: its bits change, so it cannot win."""
+    """A strategy and, by study, the time of its fastest variant over that of the fastest that may
+    win."""
 
-    reduction_kind: str
-    ineligible: bool
+    strategy: Strategy
     behind: tuple[tuple[Study, float], ...]
 
     @property
@@ -108,11 +90,11 @@ class Summary:
     def meaning(self) -> dict[str, str]:
         """What its outcomes mean."""
         if not self.predicted:
-            return MEANING
+            return OUTCOMES
         if not self.measured:
-            return MEANING | PREDICTED_MEANING
-        both = {name: f"{MEANING[name]}; or {text}" for name, text in PREDICTED_MEANING.items()}
-        return MEANING | both
+            return PREDICTED_OUTCOMES
+        pairs = ((name, text, PREDICTED_OUTCOMES[name]) for name, text in OUTCOMES.items())
+        return {name: a if a == b else f"{a}; or {b}" for name, a, b in pairs}
 
     @cached_property
     def trials(self) -> int:
@@ -145,7 +127,7 @@ class Summary:
     @cached_property
     def ratio(self) -> float | None:
         """Geometric mean of the winners' ratios to the floor, without those to a plain one."""
-        return _mean(ratio_of(study) for study in self.studies if not study.plain_floor)
+        return _mean(study.ratio for study in self.studies if not study.plain_floor)
 
     @property
     def norm(self) -> str:
@@ -156,7 +138,7 @@ class Summary:
     @cached_property
     def ratio_set(self) -> str:
         """The shapes that the mean of the ratios is of."""
-        timed = [s for s in self.studies if not s.plain_floor and ratio_of(s) is not None]
+        timed = [s for s in self.studies if not s.plain_floor and s.ratio is not None]
         if self.plain_floors:
             return f"the {len(timed)} shapes without a residual"
         return f"{'all' if len(timed) == len(self.studies) else 'the'} {len(timed)} shapes"
@@ -169,12 +151,12 @@ class Summary:
     @cached_property
     def overhead(self) -> float | None:
         """Geometric mean of the overhead of determinism where it is known."""
-        return _mean(overhead_of(study) for study in self.studies)
+        return _mean(study.overhead for study in self.studies)
 
     def price_of(self, study: Study) -> float | None:
         """What batch invariance costs: the winner's ratio over that of the free winner."""
-        free, own = self.free.get(study.problem), ratio_of(study)
-        return own / free if free and own else None
+        free = self.free.get(study.problem)
+        return study.ratio / free if free and study.ratio else None
 
     @cached_property
     def price(self) -> float | None:
@@ -184,22 +166,20 @@ class Summary:
     @cached_property
     def strategies(self) -> list[tuple[str, int]]:
         """Strategies of the winners with the number of shapes, commonest first."""
-        won = Counter(reduction_kind(study.winner.config) for study in self.studies if study.winner)
+        won = Counter(str(study.winner.strategy) for study in self.studies if study.winner)
         return won.most_common()
 
     @cached_property
     def standings(self) -> list[Standing]:
-        """Every way to sum dw that was timed, the fastest first."""
-        behind: dict[str, list[tuple[Study, float]]] = defaultdict(list)
-        ineligible: dict[str, bool] = {}
+        """Every strategy that was timed, the fastest first."""
+        behind: dict[Strategy, list[tuple[Study, float]]] = defaultdict(list)
         for study in self.studies:
             if not study.ranked:
                 continue
             best = study.ranked[0].ratio
-            for name, record in study.best_by(reduction_kind).items():
-                behind[name].append((study, record.ratio / best))
-                ineligible[name] = determinism_class(record.config) == "none"
-        standings = [Standing(name, ineligible[name], tuple(behind[name])) for name in behind]
+            for strategy, record in study.best_by_strategy.items():
+                behind[strategy].append((study, record.ratio / best))
+        standings = [Standing(strategy, tuple(own)) for strategy, own in behind.items()]
         return sorted(standings, key=lambda standing: standing.typical)
 
     @cached_property
@@ -253,13 +233,6 @@ def kind_of(problem: Problem) -> str:
     return str(replace(problem, operation=RMSNORM_BACKWARD)).split(":", 1)[1]
 
 
-def ratio_of(study: Study) -> float | None:
-    """The winner's ratio to the floor in the finals; before them that of the fastest trial."""
-    if study.winner is not None:
-        return study.winner.result.ratio
-    return study.ranked[0].ratio if study.ranked else None
-
-
 def bandwidth_share(study: Study) -> float | None:
     """Bytes that any implementation moves, over the winner's time and the GPU's nominal bandwidth;
     None without a winner, and for a GPU that search_spaces/gpus.yaml does not know."""
@@ -285,10 +258,6 @@ def runners_up(study: Study) -> list[tuple[str, float]]:
         if result.ratio and may_win(config, result) and config != winner.config
     ]
     return sorted(others, key=lambda other: other[1])[:3]
-
-
-def overhead_of(study: Study) -> float | None:
-    return study.winner.overhead_of_determinism if study.winner else None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -10,11 +10,9 @@ from generator.report.summary import (
     Grid,
     Summary,
     bandwidth_share,
-    overhead_of,
-    ratio_of,
     runners_up,
 )
-from generator.studies.reader import Study, reduction_kind
+from generator.studies.reader import Study
 from generator.studies.records import PLAIN_FLOOR
 
 _SHORT = 3
@@ -24,15 +22,14 @@ _SHORT = 3
 def render_text(summary: Summary) -> str:
     """The summary of one GPU, about a screen for every ten shapes."""
     parts = [_head(summary)]
-    cost, cost_of = "Overhead of determinism", overhead_of
-    if summary.free:
-        cost, cost_of = "Price of batch invariance", summary.price_of
     names = sorted({_strategy(study) for study in summary.studies} - {"-"})
     legend = ", ".join(f"{name[:_SHORT]} = {name}" for name in names)
     for title, cell in (
         (f"Winning strategy ({legend})", lambda study: _strategy(study)[:_SHORT]),
         ("Ratio to the floor", lambda study: _ratio(study, 2)),
-        (cost, lambda study: number(cost_of(study))),
+        ("Price of batch invariance", lambda study: number(summary.price_of(study)))
+        if summary.free
+        else ("Overhead of determinism", lambda study: number(study.overhead)),
         ("Percent of the nominal bandwidth", lambda study: _percent(bandwidth_share(study))),
     ):
         parts += [_map(title, grid, cell) for grid in summary.grids]
@@ -112,7 +109,7 @@ def _history(summary: Summary) -> str:
 def _standings(summary: Summary) -> str:
     rows = [
         (
-            standing.reduction_kind + (" *" if standing.ineligible else ""),
+            str(standing.strategy) + ("" if standing.strategy.deterministic else " *"),
             number(standing.typical, 3),
             number(min(ratio for _, ratio in standing.behind)),
             number(max(ratio for _, ratio in standing.behind)),
@@ -173,11 +170,11 @@ def _study(study: Study) -> tuple[Any, ...]:
 
 
 def _ratio(study: Study, digits: int) -> str:
-    return number(ratio_of(study), digits) + "*" * study.plain_floor
+    return number(study.ratio, digits) + "*" * study.plain_floor
 
 
 def _strategy(study: Study) -> str:
-    return reduction_kind(study.winner.config) if study.winner else "-"
+    return str(study.winner.strategy) if study.winner else "-"
 
 
 def _map(title: str, grid: Grid, cell: Callable[[Study], str]) -> str:

@@ -12,6 +12,8 @@ TRIALS = {"measured": 400, "predicted": 14}
 """Trials of one problem unless the caller says otherwise. A prediction errs by more than further
 trials gain (docs/search.md)."""
 
+FINALISTS = 8
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -21,7 +23,7 @@ class Budget:
 
     trials: int | None = None
     seconds: float | None = None
-    n_finalists: int = 6
+    n_finalists: int = FINALISTS
     sweep_limit: int = 200
 
     def __post_init__(self) -> None:

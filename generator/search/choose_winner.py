@@ -15,7 +15,7 @@ from generator.studies.records import may_win
 
 TIE = 0.005
 """Ratios this close, relative to the best, are equal."""
-KEPT = 0.01
+INCUMBENT_TIE = 0.01
 """The incumbent stays where it is this close: twice as much, so that noise alone does not replace
 it."""
 
@@ -84,9 +84,10 @@ def choose(
     the host takes longer for a call than the GPU they may even be LAUNCH_US slower than the best,
     and equal are those within TIE of the fastest of them. Among equals the first in the order of
     `rank` wins: places of the values in the space's file, knob by knob, strategy first. Nothing
-    that was measured takes part in that. Where the incumbent is among those within KEPT, they are
-    the equals, and it stays unless it needs one launch more than another. With a preference equal
-    are those within its tie, and the one that it agrees with most wins, of several the fastest.
+    that was measured takes part in that. Where the incumbent is among those within INCUMBENT_TIE,
+    they are the equals, and it stays unless it needs one launch more than another. With a
+    preference equal are those within its tie, and the one that it agrees with most wins, of several
+    the fastest.
     """
     times = {
         place: result.ratio
@@ -98,8 +99,8 @@ def choose(
     place = next((p for p, (config, _) in enumerate(finals) if config == incumbent), None)
     tie = preference.tie if preference else TIE
     tied = _tied(finals, times, rank, preference, tie)
-    if preference is None and place in (kept := _tied(finals, times, rank, None, KEPT)):
-        tied, tie = kept, KEPT
+    if preference is None and place in (kept := _tied(finals, times, rank, None, INCUMBENT_TIE)):
+        tied, tie = kept, INCUMBENT_TIE
     winner, best = tied[0], min(times.values())
 
     def late(place: int) -> str:

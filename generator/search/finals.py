@@ -78,12 +78,13 @@ def hold_finals(
     called += [record.config for record in sorted(ineligible, key=lambda r: r.ratio)[:1]]
     ranked = [record for record in contenders(legal, records) if record.config not in called]
     us = _fastest_us(records)
-    waiting = _shortlisted(legal, pool, evaluator, ranked, us, size)
     preference = preference_of(evaluator, legal.problem)
     if preference is not None:
         waiting = _preferred(ranked, preference)
-    elif us < HOST_US:
-        waiting = _with_one_launch(waiting, size)
+    else:
+        waiting = _shortlisted(legal, pool, evaluator, ranked, us, size)
+        if us < HOST_US:
+            waiting = _with_one_launch(waiting, size)
     if ranked and ranked[0].config not in waiting[:size]:
         # Whoever reads the study wants to know what became of its best trial.
         called.append(ranked[0].config)

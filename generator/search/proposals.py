@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from generator.kernels.geometry import Config
-from generator.kernels.strategies import REDUCTION_KNOBS, determinism_class
+from generator.kernels.strategies import REDUCTION_KNOBS, is_deterministic, strategy_of
 from generator.space.legal_configs import Key, LegalConfigs, Values
 from generator.studies.records import Record
 
@@ -62,9 +62,9 @@ class Proposals:
         adapted = [self.legal.adapt(config, self.rng) for config in self.starts]
         starts = [config for config in adapted if config is not None]
         yield from starts
-        tried = {_reduction_kind(record.config) for record in self.records}
-        for kind in sorted(self.legal.reduction_kinds, key=_ineligible):
-            if _reduction_kind(kind) in tried:
+        tried = {strategy_of(record.config) for record in self.records}
+        for kind in sorted(self.legal.reduction_kinds, key=is_deterministic, reverse=True):
+            if strategy_of(kind) in tried:
                 continue
             known = [*self._ranked(), *starts]
             seed = self._with_kind(known[0], kind) if known else None
@@ -73,13 +73,18 @@ class Proposals:
     def _ineligible_variants(self) -> Iterator[Values]:
         """The best configs, each with every reduction kind that may not win."""
         for config in self._ranked():
-            for kind in filter(_ineligible, self.legal.reduction_kinds):
+            for kind in self._ineligible_kinds:
                 variant = self._with_kind(config, kind, self.taken)
                 if variant is not None:
                     yield variant
 
+    @property
+    def _ineligible_kinds(self) -> list[Values]:
+        """Those that cannot win and are measured only for the overhead of determinism."""
+        return [kind for kind in self.legal.reduction_kinds if not is_deterministic(kind)]
+
     def _overhead_share(self) -> float:
-        kinds = sum(map(_ineligible, self.legal.reduction_kinds))
+        kinds = len(self._ineligible_kinds)
         if not kinds:
             return 0.0
         each = kinds / self.trials if self.trials else 0.0
@@ -98,12 +103,3 @@ class Proposals:
         by_ratio = sorted(feasible, key=attrgetter("ratio"))
         for _, equals in groupby(by_ratio, key=attrgetter("ratio")):
             yield from sorted((record.config for record in equals), key=self.legal.rank)
-
-
-def _reduction_kind(config: Config) -> tuple[int | str, ...]:
-    return tuple(config[name] for name in REDUCTION_KNOBS)
-
-
-def _ineligible(config: Config) -> bool:
-    """Whether the config cannot win and is measured only for the overhead of determinism."""
-    return determinism_class(config) == "none"

@@ -82,15 +82,12 @@ class LegalSampler(BaseSampler):
     ) -> Any:
         raise ValueError(f"'{param_name}' is no knob of {self.legal.space.path.name}")
 
-    def reseed_rng(self) -> None:
-        self._rng.seed()
-
     def _propose(self, study: Study, trial: FrozenTrial) -> Config:
         promising = self._most_promising(study) if len(self.taken) >= FIRST else None
         return promising or self._draw()
 
     def _draw(self) -> Values:
-        drawn = self.legal.draw(self._rng, self.taken, deterministic=True)
+        drawn = self.legal.draw(self._rng, self.taken)
         if drawn is None:
             raise NothingLeftError
         return drawn
@@ -115,7 +112,7 @@ class LegalSampler(BaseSampler):
 
     def _random(self) -> Iterator[Values]:
         for _ in range(DRAWN):
-            drawn = self.legal.draw(self._rng, (), deterministic=True)
+            drawn = self.legal.draw(self._rng, ())
             if drawn is not None:
                 yield drawn
 

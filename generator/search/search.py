@@ -46,7 +46,6 @@ def search_problem(
     storage: BaseStorage,
     budget: Budget,
     *,
-    incumbent: Winner | None = None,
     known_winners: Sequence[Winner] = (),
     seed: int = 0,
     machine: Mapping[str, Any] | None = None,
@@ -54,10 +53,9 @@ def search_problem(
 ) -> Winner | None:
     """Run or resume the study of one problem and return its winner, None when no variant may win.
 
-    legal: the configs to choose from, of one space for one problem and target. incumbent: the
-    winner in use so far; by default the latest in the storage for the same problem, target and
-    evidence. known_winners: those of packages, for what the storage has none of. machine: facts to
-    store with the finals, about the machine that holds them.
+    legal: the configs to choose from, of one space for one problem and target. known_winners: those
+    of packages, for what the storage has none of; the incumbent is the last for the same problem,
+    target and evidence. machine: facts to store with the finals, about the machine that holds them.
     Stored trials count whose configs still give the machine code that was measured, and whose
     floor is the problem's. A study that has used up its budget and held its finals answers with the
     winner it has, and nothing is measured. Raises NormforgeError when no config is legal for the
@@ -78,7 +76,7 @@ def search_problem(
         if not plain_floor(legal.problem, evaluator.evidence, record.result)
     }
     log.mark_outdated([trial.number for trial in trials if trial.number not in known])
-    winners = [*known_winners, *stored_winners(storage), *([incumbent] if incumbent else [])]
+    winners = [*known_winners, *stored_winners(storage)]
     search = _Search(
         legal=legal,
         pool=pool,

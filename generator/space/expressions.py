@@ -11,25 +11,20 @@ from typing import Any, NamedTuple
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Geometry
 from generator.kernels.knobs import KNOBS
+from generator.kernels.variant import shape_fields
 from generator.problem import Problem
 from generator.runtime.spec import ceil_div
 from generator.target import Target
 
-PROBLEM_NAMES = (
-    *("M", "N", "dtype", "weight_dtype", "itemsize", "weight_itemsize"),
-    *("residual_itemsize", "exact"),
+_OF_PROBLEM = (
+    *("M", "N", "dtype", "weight_dtype", "itemsize", "weight_itemsize", "residual_itemsize"),
 )
-TARGET_NAMES = {
-    "gpu": "name",
-    **{
-        name: name
-        for name in (
-            *("sms", "registers_per_sm", "max_threads_per_sm", "max_ctas_per_sm"),
-            *("smem_per_sm", "smem_per_cta", "barriers_per_sm", "max_vector_bytes"),
-            "has_bulk_copy",
-        )
-    },
-}
+_OF_TARGET = (
+    *("sms", "registers_per_sm", "max_threads_per_sm", "max_ctas_per_sm", "smem_per_sm"),
+    *("smem_per_cta", "barriers_per_sm", "max_vector_bytes", "has_bulk_copy"),
+)
+GIVEN_NAMES = ("exact", "gpu", *_OF_PROBLEM, *_OF_TARGET)
+"""Those that follow from the problem and the target alone."""
 
 
 class Derived(NamedTuple):
@@ -158,21 +153,11 @@ class Names(dict[str, Any]):
     def __init__(
         self, problem: Problem, target: Target, exact: bool, in_blocks: bool = True
     ) -> None:
-        super().__init__({name: getattr(problem, name) for name in PROBLEM_NAMES[:-1]})
-        self.update({name: getattr(target, field) for name, field in TARGET_NAMES.items()})
-        self["exact"] = exact
+        super().__init__({name: getattr(problem, name) for name in _OF_PROBLEM})
+        self.update({name: getattr(target, name) for name in _OF_TARGET})
+        self.update(exact=exact, gpu=target.name)
         self.problem, self.target = problem, target
-        self.geometry = Geometry(
-            config=self,
-            N=problem.N,
-            dtype=problem.dtype,
-            weight_dtype=problem.weight_dtype,
-            exact=exact,
-            offset=problem.offset,
-            residual=problem.residual,
-            in_blocks=in_blocks,
-            operation=problem.operation,
-        )
+        self.geometry = Geometry(self, exact=exact, in_blocks=in_blocks, **shape_fields(problem))
 
     def __missing__(self, name: str) -> Any:
         return DERIVED[name].value(self.geometry, self.problem, self.target)

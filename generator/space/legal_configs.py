@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from itertools import count, islice
 
 from generator.kernels.geometry import Config
-from generator.kernels.strategies import REDUCTION_KNOBS, determinism_class
+from generator.kernels.strategies import REDUCTION_KNOBS, Strategy, is_deterministic, strategy_of
 from generator.problem import Problem
 from generator.space.space import Space
 from generator.target import Target
@@ -62,12 +62,12 @@ class LegalConfigs:
     def reduction_kinds(self) -> tuple[Values, ...]:
         """For every reduction kind that is legal, its first config in the order of the file."""
         values = {knob.name: knob.values for knob in self.space.knobs}
-        found: dict[tuple[int | str, ...], Values] = {}
+        found: dict[Strategy, Values] = {}
         for strategy in values["strategy"]:
             for order in values["order"]:
                 fixed = {"strategy": strategy, "order": order}
                 for config in islice(self.space.legal(self.problem, self.target, fixed=fixed), 1):
-                    found.setdefault(tuple(config[name] for name in REDUCTION_KNOBS), config)
+                    found.setdefault(strategy_of(config), config)
         return tuple(found.values())
 
     def adapt(self, config: Config, rng: random.Random) -> Values | None:
@@ -116,15 +116,9 @@ class LegalConfigs:
                         heappush(queue, (*entry, fixed | {name}))
         return None
 
-    def draw(
-        self, rng: random.Random, taken: Collection[Key], *, deterministic: bool
-    ) -> Values | None:
-        """A random config that is not taken, or None when none is left."""
-        kinds = [
-            config
-            for config in self.reduction_kinds
-            if not deterministic or determinism_class(config) != "none"
-        ]
+    def draw(self, rng: random.Random, taken: Collection[Key]) -> Values | None:
+        """A random deterministic config that is not taken, or None when none is left."""
+        kinds = [config for config in self.reduction_kinds if is_deterministic(config)]
         if not kinds:
             return None
         for _ in range(_DRAWS):
@@ -134,8 +128,7 @@ class LegalConfigs:
             if self.key(config) not in taken:
                 return config
         for config in self.space.legal(self.problem, self.target, rng=rng):
-            allowed = not deterministic or determinism_class(config) != "none"
-            if allowed and self.key(config) not in taken:
+            if is_deterministic(config) and self.key(config) not in taken:
                 return config
         return None
 
@@ -166,7 +159,7 @@ class LegalConfigs:
         moved = self.space.normalize({**config, name: value}, self.problem, self.target)
         if moved[name] != value:
             return None
-        if determinism_class(moved) == "none":
+        if not is_deterministic(moved):
             return None
         return None if self.space.reject(moved, self.problem, self.target) else moved
 
@@ -174,7 +167,7 @@ class LegalConfigs:
         self, config: Values, key: Key, taken: Collection[Key], deterministic: bool
     ) -> frozenset[str]:
         """The knobs of which at least one has to change; empty for a config that will do."""
-        if deterministic and determinism_class(config) == "none":
+        if deterministic and not is_deterministic(config):
             return frozenset(REDUCTION_KNOBS)
         rejection = self.space.reject(config, self.problem, self.target)
         if rejection is not None:

@@ -13,7 +13,7 @@ from generator.kernels.forward import FORWARD_FIELDS
 from generator.kernels.knobs import KNOBS
 from generator.paths import SEARCH_SPACES
 from generator.problem import ITEMSIZE, RMSNORM_BACKWARD
-from generator.space.expressions import DERIVED, PROBLEM_NAMES, TARGET_NAMES, Expression
+from generator.space.expressions import DERIVED, GIVEN_NAMES, Expression
 from generator.space.space import Fixed, Knob, Rule, Space
 
 
@@ -28,7 +28,7 @@ SPACE_FILE = space_file()
 def load_space(path: Path = SPACE_FILE) -> Space:
     """Read and check a space. Raises NormforgeError with the file, the place and the fault."""
     content = _read(path)
-    known = {*PROBLEM_NAMES, *TARGET_NAMES, *DERIVED}
+    known = {*GIVEN_NAMES, *DERIVED}
     knobs: list[Knob] = []
     for name, entry in content["knobs"].items():
         knobs.append(_read_knob(path, name, entry, known, {knob.name for knob in knobs}))
@@ -111,7 +111,7 @@ def _read_fixed(path: Path, entries: Any, knobs: Mapping[str, Knob]) -> tuple[Fi
 
 def read_rules(path: Path | str, entries: Sequence[Any]) -> tuple[Rule, ...]:
     """Rules as a space's file has them. path: of the file, for the sentence of a NormforgeError."""
-    known = {*PROBLEM_NAMES, *TARGET_NAMES, *DERIVED, *KNOBS}
+    known = {*GIVEN_NAMES, *DERIVED, *KNOBS}
     rules: list[Rule] = []
     for entry in entries:
         rule = _read_rule(path, entry, known)
@@ -185,4 +185,4 @@ def _read_rule(path: Path | str, entry: Any, known: set[str]) -> Rule:
         text, _, spec = inside.partition(":")
         parts.append((literal, Expression.parse(text, known, where), spec))
     parts.append((rest, None, ""))
-    return Rule(entry["id"], require, entry["say"], tuple(parts))
+    return Rule(entry["id"], require, tuple(parts))

@@ -46,11 +46,10 @@ class Knob:
 
 @dataclass(frozen=True)
 class Rule:
-    """`require` must hold; `say` is formatted with the names when it does not."""
+    """`require` must hold; `say_parts` make a sentence with the names when it does not."""
 
     id: str
     require: Expression
-    say: str
     say_parts: tuple[tuple[str, Expression | None, str], ...]
 
     def sentence(self, names: Mapping[str, Any]) -> str:

@@ -9,19 +9,16 @@ program (optuna-dashboard adds notes), and those of before there were seals.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from optuna.storages.journal import JournalFileBackend
 
-from generator.disk import sync
+from generator.disk import locked, sync
 from generator.errors import NormforgeError
 
 _RECORD_START = b'{"op_code":'
@@ -57,7 +54,9 @@ class SealedJournal(JournalFileBackend):
         super().__init__(str(path))
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        with self._locked():
+        # Optuna's own locks are files that outlive their holder and stall the next run until a
+        # grace period ends.
+        with locked(self._path):
             # What other processes have written since; a torn record is of one that is gone.
             if self._check():
                 os.truncate(self._path, self._checked)
@@ -74,18 +73,6 @@ class SealedJournal(JournalFileBackend):
             self._checked += len(content)
             self._records += len(logs)
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """flock on the journal itself. The kernel drops it with its holder, so kill -9 leaves
-        nothing stale; Optuna's own locks are files that outlive their holder and stall the next run
-        until a grace period ends."""
-        handle = os.open(self._path, os.O_RDWR)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(handle)
-
     def _seal(self, log: dict[str, Any]) -> bytes:
         """The record as it is written, after everything that `_digest` has seen."""
         record = json.dumps(log, separators=(",", ":"))[:-1].encode()
@@ -96,7 +83,7 @@ class SealedJournal(JournalFileBackend):
 
     def _cut(self) -> None:
         """Cut off a torn last record, because an append would join it."""
-        with self._locked():
+        with locked(self._path):
             if self._check():  # another run may have been in the middle of writing it
                 os.truncate(self._path, self._checked)
 

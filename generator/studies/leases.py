@@ -7,7 +7,7 @@ can write nothing. All times are the database's: no machine's clock counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -41,11 +41,11 @@ def create_table(connection: sql.Connection) -> None:
     _TABLE.metadata.create_all(connection)
 
 
-def insert_missing(connection: sql.Connection, studies: Sequence[str]) -> None:
-    """Make the rows of `studies`, in one order everywhere, so that no two tuners deadlock."""
-    if studies:
-        rows = [{"study": study} for study in sorted(studies)]
-        connection.execute(insert(_TABLE).on_conflict_do_nothing(), rows)
+def insert_missing(connection: sql.Connection, studies: Collection[str]) -> None:
+    """Make the rows of `studies`, at least one: in one order everywhere, so that no two tuners
+    deadlock."""
+    rows = [{"study": study} for study in sorted(studies)]
+    connection.execute(insert(_TABLE).on_conflict_do_nothing(), rows)
 
 
 def claim(

@@ -21,7 +21,7 @@ from optuna.storages._rdb import models
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import orm
 
-from generator.errors import NormforgeError
+from generator.errors import NormforgeError, one_line
 from generator.studies.leases import Lease, LeaseLostError, holds
 
 MAX_OUTAGE_SECONDS = 90.0
@@ -91,7 +91,7 @@ def _reason(error: BaseException) -> str:
     """What the driver says, without what SQLAlchemy and Optuna say around it."""
     cause = error.__cause__ if isinstance(error, StorageInternalError) else error
     driver = getattr(cause, "orig", None) or cause or error
-    return " ".join(str(driver).split())[:200]
+    return one_line(driver, 200)
 
 
 def retry_in_outage(work: Callable[[], _T]) -> _T:

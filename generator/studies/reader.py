@@ -1,4 +1,5 @@
-"""Finished and running studies, read for people: nothing here writes to a storage."""
+"""Finished and running studies, read for people. No study changes; to open a storage may cut off a
+torn record of its file, or make tables that its database lacks."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import shutil
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,21 +21,19 @@ from optuna.storages import BaseStorage
 from optuna.study._frozen import FrozenStudy
 from optuna.trial import TrialState, create_trial
 
-from generator.errors import NormforgeError
+from generator.errors import NormforgeError, one_line
 from generator.kernels.geometry import Config
-from generator.kernels.strategies import strategy_of
+from generator.kernels.strategies import Strategy, strategy_of
 from generator.problem import Problem
 from generator.result import Result
 from generator.space.load import load_space_once, space_file
 from generator.studies import postgres
 from generator.studies.records import Record, Winner, plain_floor
-from generator.studies.storage import JOURNAL_NAME, open_storage
+from generator.studies.storage import JOURNAL_NAME, database_file, open_storage
 from generator.studies.study_log import StudyLog
 from generator.target import find_target
 
-_NAME = re.compile(
-    r"(?P<problem>[^@]+)@(?P<gpu>.+)-(?P<sms>\d+)sm:(?P<evidence>\w+)(-\w+)?:(?P<space>\w+)"
-)
+_NAME = re.compile(r"(?P<problem>[^@]+)@(?P<gpu>.+)-(?P<sms>\d+)sm:(?P<evidence>\w+)(-\w+)?:\w+")
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,10 @@ class Study:
     """One study of one problem.
 
     number: its number in the storage, by which optuna-dashboard knows it; evidence: "measured" or
-    "predicted"; space: hash of the search space; records: finished trials, oldest first, but for
-    those that were out of date when the study was last searched; winner: None before the finals,
-    or when nothing may win; finals: configs and results of the finals; importance: share of each
-    knob, {} where unknown; machine: facts about the one that held the finals.
+    "predicted"; records: finished trials, oldest first, but for those that were out of date when
+    the study was last searched; winner: None before the finals, or when nothing may win; finals:
+    configs and results of the finals; importance: share of each knob, {} where unknown; machine:
+    facts about the one that held the finals.
     """
 
     name: str
@@ -54,7 +53,6 @@ class Study:
     gpu: str
     sms: int
     evidence: str
-    space: str
     records: tuple[Record, ...]
     winner: Winner | None
     finals: tuple[tuple[Config, Result], ...]
@@ -82,18 +80,26 @@ class Study:
         """Trials by outcome, commonest first."""
         return dict(Counter(record.result.outcome for record in self.records).most_common())
 
-    def best_by(self, group: Callable[[Config], str]) -> dict[str, Record]:
-        """The fastest record of every group, among those of its group that are accurate; a group
-        that may not win has one, too."""
-        best: dict[str, Record] = {}
+    @cached_property
+    def ratio(self) -> float | None:
+        """The winner's ratio to the floor in the finals; before them that of the fastest trial."""
+        if self.winner is not None:
+            return self.winner.result.ratio
+        return self.ranked[0].ratio if self.ranked else None
+
+    @property
+    def overhead(self) -> float | None:
+        """That of determinism, where it is known."""
+        return self.winner.overhead_of_determinism if self.winner else None
+
+    @cached_property
+    def best_by_strategy(self) -> dict[Strategy, Record]:
+        """The fastest record of every strategy, the fastest first, among those that are accurate; a
+        strategy that may not win has one, too."""
+        best: dict[Strategy, Record] = {}
         for record in sorted(self.timed, key=lambda record: record.ratio):
-            best.setdefault(group(record.config), record)
+            best.setdefault(strategy_of(record.config), record)
         return best
-
-
-def reduction_kind(config: Config) -> str:
-    """The strategy, and `(free)` behind one that runs in no order."""
-    return str(strategy_of(config))
 
 
 def read_studies(where: str | Path, *, importance: bool = False) -> list[Study]:
@@ -102,6 +108,9 @@ def read_studies(where: str | Path, *, importance: bool = False) -> list[Study]:
 
     importance: compute that of the knobs, too. A packed file is unpacked elsewhere."""
     if "://" in str(where):
+        file = database_file(where)
+        if file is not None and not file.exists() and "uri=true" not in str(where):
+            raise NormforgeError(f"no studies in {file}: there is no such file")
         return _read(open_storage(where), describe_location(where), importance)
     journal = Path(where) / JOURNAL_NAME
     packed = journal.with_name(f"{JOURNAL_NAME}.xz")
@@ -130,9 +139,13 @@ def _read(storage: BaseStorage, place: str, importance: bool) -> list[Study]:
         if match is None:
             continue  # another program's
         try:
-            study = _read_study(storage, entry, match, importance)
+            problem = Problem.parse(match["problem"])
+        except NormforgeError:
+            continue  # of a version that knows other operations
+        try:
+            study = _read_study(storage, entry, match, problem, importance)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            reason = one_line(f"{type(error).__name__}: {error}", 200)
             raise NormforgeError(
                 f"{place}: study {entry.study_name} cannot be read ({reason}): it is damaged, or "
                 "of another version of this program"
@@ -145,7 +158,11 @@ def _read(storage: BaseStorage, place: str, importance: bool) -> list[Study]:
 
 
 def _read_study(
-    storage: BaseStorage, entry: FrozenStudy, match: re.Match[str], importance: bool
+    storage: BaseStorage,
+    entry: FrozenStudy,
+    match: re.Match[str],
+    problem: Problem,
+    importance: bool,
 ) -> Study:
     log = StudyLog(storage, entry.study_name)
     outdated = log.outdated
@@ -154,7 +171,6 @@ def _read_study(
         (f["config"], Result.from_json(f["result"])) for f in entry.user_attrs.get("finals", ())
     ]
     records, winner = tuple(map(Record.from_trial, trials)), log.winner
-    problem = Problem.parse(match["problem"])
     for config in [r.config for r in records] + ([winner.config] if winner else []):
         strategy_of(config)  # one that is unknown is told here
     return Study(
@@ -164,7 +180,6 @@ def _read_study(
         gpu=match["gpu"],
         sms=int(match["sms"]),
         evidence=match["evidence"],
-        space=match["space"],
         records=records,
         winner=winner,
         finals=tuple(finals),

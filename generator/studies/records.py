@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from math import inf
 from statistics import median
@@ -14,7 +14,7 @@ from optuna.trial import FrozenTrial
 
 from generator.evaluate.predict.fitted import model_revision
 from generator.kernels.geometry import Config
-from generator.kernels.strategies import determinism_class
+from generator.kernels.strategies import Strategy, is_deterministic, strategy_of
 from generator.problem import Problem
 from generator.result import Result
 from generator.space.space import Space
@@ -24,7 +24,7 @@ from generator.target import Target
 def may_win(config: Config, result: Result) -> bool:
     """Whether a variant with this result can be a winner. The determinism class counts as well: an
     atomic sum that happened to repeat its bits in every run is still not deterministic."""
-    return result.may_win and determinism_class(config) != "none"
+    return result.may_win and is_deterministic(config)
 
 
 def plain_floor(problem: Problem, evidence: str, result: Result) -> bool:
@@ -93,6 +93,11 @@ class Winner:
         """What its ratios are to: FLOOR or PLAIN_FLOOR."""
         old = plain_floor(self.problem, self.evidence, self.result)
         return PLAIN_FLOOR if old else FLOOR
+
+    @property
+    def strategy(self) -> Strategy:
+        """How it turns the partial dw of all CTAs into dw."""
+        return strategy_of(self.config)
 
     @property
     def overhead_of_determinism(self) -> float | None:
@@ -169,22 +174,13 @@ class Record:
         """The user attributes of the trial, in which the whole record is stored. `outcome`,
         `feasible`, `us` and `floor_us` repeat what follows from the others, for people who look at
         the study."""
-        return {
-            "variant": self.variant,
-            "outcome": self.result.outcome,
-            "feasible": self.feasible,
-            "us": self.result.us,
-            "floor_us": self.result.floor_us,
-            "result": self.result.to_json(),
-            "origin": self.origin,
-            "elapsed": round(self.elapsed, 3),
-            "code": self.code,
-            "cubin": self.cubin,
-            "identity": self.identity,
-            "registers": self.registers,
-            "smem": self.smem,
-            "shared_with": self.shared_with,
-        }
+        result = self.result
+        shown = {"outcome": result.outcome, "feasible": self.feasible}
+        shown |= {"us": result.us, "floor_us": result.floor_us}
+        kept = {f.name: getattr(self, f.name) for f in fields(self)}
+        del kept["config"], kept["finished"]  # the trial has them itself
+        kept |= {"result": result.to_json(), "elapsed": round(self.elapsed, 3)}
+        return {"variant": self.variant} | shown | kept
 
     @classmethod
     def from_trial(cls, trial: FrozenTrial) -> Record:

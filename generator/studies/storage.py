@@ -7,7 +7,6 @@ trial behind, and what it had under way is simply tried again.
 from __future__ import annotations
 
 import lzma
-import os
 import shutil
 from functools import cache
 from pathlib import Path
@@ -19,7 +18,7 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from generator.disk import sync
+from generator.disk import replacing, sync
 from generator.errors import NormforgeError
 from generator.studies.journal import SealedJournal, corrupt_error
 from generator.studies.postgres import SharedStorage, open_error
@@ -91,17 +90,14 @@ def _unpack(path: Path) -> None:
     packed = path.with_name(path.name + ".xz")
     if not packed.exists():
         return
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with lzma.open(packed) as source, part.open("wb") as to:
-            shutil.copyfileobj(source, to)
-        sync(part)
-        part.replace(path)
+        with replacing(path) as part:
+            with lzma.open(packed) as source, part.open("wb") as to:
+                shutil.copyfileobj(source, to)
+            sync(part)
         sync(path.parent)
     except (lzma.LZMAError, EOFError) as error:
         raise corrupt_error(packed, str(error)) from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _open_database(url: str) -> BaseStorage:

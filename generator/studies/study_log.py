@@ -131,6 +131,7 @@ def stored_winners(storage: BaseStorage) -> list[Winner]:
 def _winner(attributes: Mapping[str, Any]) -> Winner | None:
     try:
         return Winner.from_json(attributes["winner"])
-    except (KeyError, TypeError):
-        # No finals yet, none won, or another version of this program wrote them.
+    except (KeyError, TypeError, NormforgeError):
+        # No finals yet, none won, or another version of this program wrote them, which may know
+        # other operations.
         return None

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import sqlalchemy as sql
 
@@ -21,43 +21,26 @@ _BEATS = 3  # heartbeats in that time
 _T = TypeVar("_T")
 
 
-class Queue(Protocol):
-    """Hands out studies; nobody else has one that is handed out."""
+class Queue:
+    """Hands out studies; nobody else has one that is handed out. This one is that of a run whose
+    studies nobody else can have."""
 
     def claim(self, studies: Sequence[str]) -> Lease | None:
         """A lease of the first of `studies` that is free, None when others have them all."""
-        ...
-
-    def release(self, lease: Lease) -> None:
-        """Give it back, searched to its end or not."""
-        ...
-
-    def holders(self, studies: Sequence[str]) -> dict[str, str]:
-        """Who has which of `studies`, where somebody does."""
-        ...
-
-    def close(self) -> None:
-        """Give everything back."""
-        ...
-
-
-class PrivateQueue:
-    """The queue of a run whose studies nobody else can have."""
-
-    def claim(self, studies: Sequence[str]) -> Lease | None:
         return Lease(studies[0]) if studies else None
 
     def release(self, lease: Lease) -> None:
-        pass
+        """Give it back, searched to its end or not."""
 
     def holders(self, studies: Sequence[str]) -> dict[str, str]:
+        """Who has which of `studies`, where somebody does."""
         return {}
 
     def close(self) -> None:
-        pass
+        """Give everything back."""
 
 
-class SharedQueue:
+class SharedQueue(Queue):
     """Leases in the database at `url`, kept alive by a thread until they are released.
 
     seconds: how long a lease lives without a heartbeat. Raises NormforgeError when the database
@@ -78,7 +61,7 @@ class SharedQueue:
     def claim(self, studies: Sequence[str]) -> Lease | None:
         new = set(studies) - self._inserted
         if new:
-            self._in_transaction(lambda connection: leases.insert_missing(connection, sorted(new)))
+            self._in_transaction(lambda connection: leases.insert_missing(connection, new))
             self._inserted |= new
         lease = self._in_transaction(
             lambda connection: leases.claim(connection, studies, self._holder, self._seconds)
@@ -129,4 +112,4 @@ class SharedQueue:
 
 def open_queue(storage: str | None, seconds: float = LEASE_SECONDS) -> Queue:
     """The queue that goes with a storage: leases where it is shared. seconds: see SharedQueue."""
-    return SharedQueue(storage, seconds) if storage and is_shared(storage) else PrivateQueue()
+    return SharedQueue(storage, seconds) if storage and is_shared(storage) else Queue()

@@ -16,14 +16,13 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from generator.errors import NormforgeError
-from generator.evaluate.gpu.protocol import NoGpuError
 from generator.problem import Problem
 from generator.processes import shielded
 from generator.tuner.device_process import Device, Gpu, run_device
+from generator.tuner.display import Status
 from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import Plan
 from generator.tuner.task_list import Task, TaskList
-from generator.tuner.task_runner import Watcher
 
 _MAX_DEATHS = 3  # processes that one problem may cost before the run ends
 _TICK_SECONDS = 0.5
@@ -57,8 +56,7 @@ class _DeviceProcess:
         except _LostError as lost:
             raise NormforgeError(f"device {self.index}: {lost}") from lost
         if kind != "facts":
-            error = NoGpuError if kind == "no gpu" else NormforgeError
-            raise error(f"device {self.index}: {value}")
+            raise type(value)(f"device {self.index}: {value}")
         return dict(value)
 
     def send(self, message: object) -> None:
@@ -118,7 +116,7 @@ class DevicePool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def search(self, plan: Plan, tasks: TaskList, stop: Stop, watcher: Watcher) -> None:
+    def search(self, plan: Plan, tasks: TaskList, stop: Stop, status: Status) -> None:
         """Search what is open until everything is concluded. Raises KeyboardInterrupt when it is
         to end early, after the trials under way, and NormforgeError when it cannot go on."""
         for device in self._devices:
@@ -139,7 +137,7 @@ class DevicePool:
                         device.send(device.task)
             if not any(device.task for device in self._devices):
                 stop.check()
-                watcher.waiting(tasks.wait())
+                status.waiting(tasks.wait())
                 continue
             by_connection = {device.connection: device for device in self._devices}
             for ready in wait(list(by_connection), _TICK_SECONDS):
@@ -150,19 +148,19 @@ class DevicePool:
                     reason = self._handle_loss(device, str(lost), None if ending else plan, tasks)
                     continue
                 if kind == "error":
-                    reason = self._handle_loss(device, value, None, tasks)
+                    reason = self._handle_loss(device, str(value), None, tasks)
                 else:
-                    self._handle_message(device, kind, value, tasks, watcher)
+                    self._handle_message(device, kind, value, tasks, status)
 
     @staticmethod
     def _handle_message(
-        device: _DeviceProcess, kind: str, value: Any, tasks: TaskList, watcher: Watcher
+        device: _DeviceProcess, kind: str, value: Any, tasks: TaskList, status: Status
     ) -> None:
         """What a device says about its task: progress, and winner, failed or open at its end."""
         task = device.task
         assert task is not None
         if kind == "progress":
-            watcher.progress(task.index, value)
+            status.progress(task.index, value)
             return
         device.task = None
         if kind == "open":
@@ -172,7 +170,7 @@ class DevicePool:
             tasks.fail(task, value)
         else:
             tasks.conclude(task, value)
-        watcher.winner(task.index, task.problem, tasks.winners[task.problem])
+        status.winner(task.index, task.problem, tasks.winners[task.problem])
 
     def _handle_loss(
         self, device: _DeviceProcess, reason: str, plan: Plan | None, tasks: TaskList

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.evaluator import Evaluator, Pool
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
-from generator.evaluate.gpu.protocol import NoGpuError
 from generator.evaluate.gpu.supervisor import Supervisor
 from generator.kernels.compile_pool import CompilePool
 from generator.processes import end_with_parent
@@ -46,7 +45,7 @@ class Gpu:
         self.facts: Mapping[str, Any] = self._supervisor.facts
 
     def evaluator(self, target: Target) -> MeasuredEvaluator:
-        return MeasuredEvaluator(target, supervisor=self._supervisor)
+        return MeasuredEvaluator(target, self._supervisor)
 
     def pool(self, arch: str, processes: int) -> AbstractContextManager[Pool]:
         return CompilePool(arch, processes)
@@ -60,7 +59,7 @@ def run_device(connection: Connection, index: int, open_device: Callable[[int], 
     try:
         device = open_device(index)
     except NormforgeError as error:
-        connection.send(("no gpu" if isinstance(error, NoGpuError) else "error", str(error)))
+        connection.send(("error", error))
         return
     connection.send(("facts", dict(device.facts)))
     try:
@@ -68,7 +67,7 @@ def run_device(connection: Connection, index: int, open_device: Callable[[int], 
         if plan is not None:
             _run_tasks(connection, plan, device)
     except NormforgeError as error:
-        connection.send(("error", str(error)))
+        connection.send(("error", error))
     except EOFError:
         pass
     except Exception:

@@ -1,4 +1,4 @@
-"""What a run shows: its progress while it goes on, a table at the end, or JSON."""
+"""What a run shows: its progress while it goes on, and a table at the end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from io import StringIO
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.box import Box
 from rich.console import Console
@@ -16,8 +16,6 @@ from rich.table import Table
 from generator.problem import Problem
 from generator.search.budget import Progress as SearchProgress
 from generator.studies.records import FLOOR, PLAIN_FLOOR, Winner
-from generator.tuner.plan import Plan
-from generator.tuner.run import Outcome
 
 _PLAIN_SECONDS = 10.0
 """How often a phase says how far it is where nothing can be rewritten."""
@@ -60,6 +58,7 @@ class Status:
             self._bars.stop()
 
     def phase(self, name: str, done: int, total: int) -> None:
+        """A phase beside the searches, and how many of its parts are done."""
         now = time.monotonic()
         since = self._since.setdefault(name, now)
         said = self._said.setdefault(name, now)
@@ -79,6 +78,7 @@ class Status:
             self._said.pop(name)
 
     def progress(self, index: int, event: SearchProgress) -> None:
+        """index: place of the problem in the plan."""
         self._shares[index] = _TRIALS_SHARE * event.done / event.total if event.total else 0.0
         self._searching()
         if self.live:
@@ -89,6 +89,7 @@ class Status:
             self._show(f"  {event.problem}", event.done, event.total, note)
 
     def winner(self, index: int, problem: Problem, winner: Winner | None) -> None:
+        """A problem is concluded."""
         self._done += 1
         self._shares.pop(index, None)
         self._end(f"  {problem}")
@@ -98,7 +99,8 @@ class Status:
         self.say(f"{place} {describe(problem, winner)}{left}")
 
     def waiting(self, holders: Mapping[Problem, str]) -> None:
-        """Said once for every problem that others have."""
+        """There is nothing to do until others are done: said once for every problem that they have.
+        holders: who has which."""
         new = holders.keys() - self._waited
         self._waited = set(holders)
         if new:
@@ -106,6 +108,7 @@ class Status:
             self.say(f"{len(holders)} shapes left, which others search: waiting for {who}")
 
     def say(self, line: str) -> None:
+        """One line that stays."""
         self.console.print(line, soft_wrap=not self.live)
 
     def _searching(self) -> None:
@@ -191,46 +194,3 @@ def _in_short(winner: Winner) -> str:
     knobs = winner.config
     stages = "" if knobs["pipeline"] == "direct" else knobs["stages"]
     return f"{knobs['strategy']} {knobs['pipeline']}{stages}"
-
-
-def document(plan: Plan, outcome: Outcome, evidence: str, seconds: float) -> dict[str, Any]:
-    """The run as one JSON-able document."""
-    return {
-        "gpu": plan.target.name,
-        "evidence": evidence,
-        "seconds": round(seconds, 1),
-        "interrupted": outcome.interrupted,
-        "package": str(outcome.emission.package) if outcome.emission else None,
-        "kept_measured": [str(p) for p in outcome.emission.refused] if outcome.emission else [],
-        "shapes": [_row(problem, winner) for problem, winner in outcome.winners],
-    }
-
-
-def _row(problem: Problem, winner: Winner | None) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "shape": str(problem),
-        "M": problem.M,
-        "N": problem.N,
-        "dtype": problem.dtype,
-        "weight_dtype": problem.weight_dtype,
-    }
-    if winner is None:
-        return row | {"strategy": None, "config": None, "us": None, "evidence": None}
-    fastest = winner.fastest_nondeterministic
-    return row | {
-        "strategy": winner.config["strategy"],
-        "variant": winner.variant,
-        "config": dict(winner.config),
-        "us": winner.result.us,
-        "floor_us": winner.result.floor_us,
-        "floor": winner.floor,
-        "ratio": winner.result.ratio,
-        "evidence": winner.evidence,
-        "determinism": winner.result.determinism,
-        "checks": list(winner.result.checks),
-        "fastest_nondeterministic": fastest.variant if fastest else None,
-        "overhead_of_determinism": winner.overhead_of_determinism,
-        "trials": winner.trials,
-        "outcomes": dict(winner.counts),
-        "reason": winner.reason,
-    }

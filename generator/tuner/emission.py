@@ -26,10 +26,11 @@ from generator.package.fallback_kernels import (
 from generator.space.forward_space import generic_forwards, tile_forwards
 from generator.studies.records import Winner
 from generator.studies.study_log import StudyLog
+from generator.tuner.display import Status
 from generator.tuner.forward import tune_forwards
 from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import Plan
-from generator.tuner.task_runner import Watcher, compiler_processes
+from generator.tuner.task_runner import compiler_processes
 
 
 def generic_forwards_of(plan: Plan) -> list[ForwardVariant]:
@@ -48,7 +49,7 @@ def emit(
     winners: Sequence[Winner],
     storage: BaseStorage,
     pool: CompilePool,
-    watcher: Watcher,
+    status: Status,
     stop: Stop,
 ) -> Emission:
     """Write the package with these winners, and the other kernels of the operation's packages.
@@ -56,9 +57,9 @@ def emit(
     Choosing forwards can take minutes: after a signal, the next run chooses the rest.
     """
     target = plan.target
-    watcher.phase("winners", 0, len(winners))
+    status.phase("winners", 0, len(winners))
     chosen = [make_variant(winner.config, winner.problem) for winner in winners]
-    made = _compile(chosen, pool, partial(watcher.phase, "winners"))
+    made = _compile(chosen, pool, partial(status.phase, "winners"))
     entries = [
         Entry(winner.problem, variant, compiled, winner.evidence, provenance(winner, storage))
         for winner, variant, compiled in zip(winners, chosen, made, strict=True)
@@ -72,7 +73,7 @@ def emit(
         return _compile(
             variants,
             pool,
-            lambda done, total: watcher.phase("fallback kernels", start + done, start + total),
+            lambda done, total: status.phase("fallback kernels", start + done, start + total),
         )
 
     fallbacks = compile_fallbacks(
@@ -86,16 +87,16 @@ def emit(
             plan.devices,
             known=read_forward_table(plan.package),
             processes=compiler_processes(),
-            say=watcher.say,
+            say=status.say,
             generic=generic_forwards_of(plan),
             choices=plan.forwards,
-            tell=partial(watcher.phase, "forward kernels"),
+            tell=partial(status.phase, "forward kernels"),
             check=stop.check,
         )
-    watcher.phase("writing", 0, 1)
+    status.phase("writing", 0, 1)
     keep = plan.fallbacks != "all"
     emission = emit_package(entries, fallbacks, target, plan.package, forwards, keep_fallbacks=keep)
-    watcher.phase("writing", 1, 1)
+    status.phase("writing", 1, 1)
     return emission
 
 

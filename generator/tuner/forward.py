@@ -20,12 +20,13 @@ from generator.emulate.forward import FORWARD_SCHEDULES
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.forward import measure_forwards
+from generator.evaluate.gpu.supervisor import Supervisor
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.forward import ForwardVariant
+from generator.kernels.forward import CompiledForward, ForwardVariant
 from generator.kernels.nvrtc import nvrtc_version
 from generator.kernels.revision import digest_of_all
 from generator.operations import RMSNORM_FORWARD
-from generator.package.entries import CompiledForward, Entry, Forwards
+from generator.package.entries import Entry, Forwards
 from generator.package.fallback_kernels import DTYPES
 from generator.problem import Problem
 from generator.result import Result
@@ -48,7 +49,7 @@ def shapes_to_choose(
     target: Target,
     devices: Sequence[int],
     known: ForwardTable | None,
-    choices: Choices | None = None,
+    choices: Choices = forward_variants,
 ) -> list[Problem]:
     """The shapes (M, N and dtypes) whose forward `tune_forwards` chooses, in its order: all but
     those whose choice in `known` was made among the same code. Measured are the longest first, so
@@ -63,9 +64,9 @@ def shapes_to_choose(
     return longest_first(found) if devices else found
 
 
-def space_code(problem: Problem, target: Target, choices: Choices | None = None) -> str:
+def space_code(problem: Problem, target: Target, choices: Choices = forward_variants) -> str:
     """Digest of the code that a shape's forward is chosen from."""
-    return digest_of_all((choices or forward_variants)(problem, target), target.arch)
+    return digest_of_all(choices(problem, target), target.arch)
 
 
 def _shapes(problems: Sequence[Problem]) -> list[Problem]:
@@ -77,19 +78,19 @@ def forwards_to_compile(
     shapes: Sequence[Problem],
     target: Target,
     generic: Sequence[ForwardVariant],
-    choices: Choices | None = None,
+    choices: Choices = forward_variants,
 ) -> list[ForwardVariant]:
     """All that `tune_forwards` compiles to measure these shapes, in the order in which it needs
     them: each source once."""
     found = list(generic)
     for shape in shapes:
-        found += (choices or forward_variants)(shape, target)[:MOST_VARIANTS]
+        found += choices(shape, target)[:MOST_VARIANTS]
     return list({variant.id: variant for variant in found}.values())
 
 
 def open_gpu(device: int, target: Target) -> MeasuredEvaluator:
     """Raises NormforgeError where there is none."""
-    return MeasuredEvaluator(target, device, operation=RMSNORM_FORWARD)
+    return MeasuredEvaluator(target, Supervisor(device), RMSNORM_FORWARD)
 
 
 def _close(gpu: Future[MeasuredEvaluator]) -> None:
@@ -106,7 +107,7 @@ def tune_forwards(
     processes: int = 1,
     say: Callable[[str], None] = lambda line: None,
     generic: Sequence[ForwardVariant] | None = None,
-    choices: Choices | None = None,
+    choices: Choices = forward_variants,
     tell: Callable[[int, int], None] = lambda done, total: None,
     check: Callable[[], None] = lambda: None,
 ) -> Forwards:
@@ -120,7 +121,6 @@ def tune_forwards(
     many. check: is called before each shape. After a KeyboardInterrupt, from it or from Ctrl-C, the
     rest is left out, and `say` is told how many shapes that is.
     """
-    choices = choices or forward_variants
     waiting = shapes_to_choose(problems, target, devices, known, choices)
     generic = generic_forwards(DTYPES) if generic is None else generic
     with ExitStack() as stack:

@@ -8,9 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from generator.emulate.forward import emulate_forward
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.cubin_cache import find_cached
-from generator.kernels.forward import ForwardVariant, forward_fault
+from generator.kernels.forward import CompiledForward, ForwardVariant, forward_fault
 from generator.kernels.nvrtc import Compiled
-from generator.package.entries import CompiledForward
 from generator.problem import Problem
 from generator.target import Target
 

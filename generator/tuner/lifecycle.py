@@ -19,7 +19,7 @@ from types import FrameType
 
 from optuna.exceptions import StorageInternalError
 
-from generator.errors import NormforgeError
+from generator.errors import NormforgeError, one_line
 
 LOCK_NAME = ".running"
 """In the output folder while a run writes there; says which process of which host it is."""
@@ -89,7 +89,7 @@ def exclusive_run(out: Path, shared: bool = False, database: Path | None = None)
         if isinstance(error, OSError) and error.errno not in _STORAGE_ERRORS:
             raise
         where = getattr(error, "filename", None) or out
-        said = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        said = getattr(error, "strerror", None) or one_line(error, 200)
         raise NormforgeError(
             f"cannot write to {where} ({said}): finished trials are kept; put that right and run "
             "the same command to continue"

@@ -17,7 +17,6 @@ from generator.studies.records import study_name
 from generator.studies.storage import JOURNAL_NAME, is_shared
 from generator.target import Target
 
-FINALISTS = 8
 # Least squares over the 52 studies of generated/h200 (400 trials each, 7.6 s to 64 s).
 _SECONDS_PER_PROBLEM = 7.5
 _SECONDS_PER_GIGABYTE = 8.4
@@ -85,7 +84,7 @@ class Plan:
     def budget(self) -> Budget:
         """Of one problem."""
         seconds = self.seconds and self.seconds * self.parallel_searches / len(self.problems)
-        return Budget(self.trials, seconds, FINALISTS)
+        return Budget(self.trials, seconds)
 
     def forwards(self, problem: Problem, target: Target) -> list[ForwardVariant]:
         """Those that a shape's forward is chosen from: all, but for what the search space fixes."""

@@ -19,12 +19,13 @@ from generator.studies.records import Winner
 from generator.studies.storage import database_file, open_storage
 from generator.studies.work_queue import open_queue
 from generator.tuner.device_pool import DevicePool
+from generator.tuner.display import Status
 from generator.tuner.emission import emit, generic_forwards_of
 from generator.tuner.forward import forwards_to_compile, shapes_to_choose
 from generator.tuner.lifecycle import exclusive_run
 from generator.tuner.plan import Plan
 from generator.tuner.task_list import TaskList
-from generator.tuner.task_runner import TaskRunner, Watcher, compilers_of, run_tasks
+from generator.tuner.task_runner import TaskRunner, compilers_of, run_tasks
 
 
 @dataclass(frozen=True)
@@ -39,23 +40,23 @@ class Outcome:
     failures: Mapping[Problem, str]
 
 
-def check_problems(plan: Plan, watcher: Watcher) -> None:
+def check_problems(plan: Plan, status: Status) -> None:
     """Raise NormforgeError, before anything is searched, for a problem that no config serves."""
     for done, problem in enumerate(plan.problems, 1):
         plan.space.sample(problem, plan.target, random.Random(0))
-        watcher.phase("planning", done, len(plan.problems))
+        status.phase("planning", done, len(plan.problems))
 
 
-def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, watcher: Watcher) -> Outcome:
+def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, status: Status) -> Outcome:
     """Search every problem of the plan and emit the winners.
 
-    measurer: who measures, None to predict. Problems that the storage has finished return at once.
-    SIGTERM ends the run after the trial under way and emits what was found; Ctrl-C raises
-    KeyboardInterrupt within about a second and leaves the package as it was. With a shared storage
-    any number of runs may do the same plan: each problem is searched once, and all end with the
-    same winners.
+    measurer: who measures, None to predict; closed when the search is over. Problems that the
+    storage has finished return at once. SIGTERM ends the run after the trial under way and emits
+    what was found; Ctrl-C raises KeyboardInterrupt within about a second and leaves the package as
+    it was. With a shared storage any number of runs may do the same plan: each problem is searched
+    once, and all end with the same winners.
     """
-    check_problems(plan, watcher)
+    check_problems(plan, status)
     # A database that does not answer is told before a folder is made.
     database = open_storage(plan.storage) if plan.storage else None
     check_package(plan.package, plan.target)
@@ -70,12 +71,12 @@ def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, watcher: W
         try:
             with precompiling(kernels_to_precompile(plan), plan.target.arch):
                 if isinstance(measurer, DevicePool):
-                    measurer.search(plan, tasks, stop, watcher)
+                    measurer.search(plan, tasks, stop, status)
                 else:
                     evaluator = measurer or EmulatingPredictor(plan.target)
                     facts = measurer.facts if measurer else {}
                     runner = TaskRunner(plan, pool, evaluator, facts, storage)
-                    run_tasks(runner, tasks, stop, watcher)
+                    run_tasks(runner, tasks, stop, status)
         except KeyboardInterrupt:
             stop.cancel_alarm()
             if stop.at_once:
@@ -85,7 +86,10 @@ def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, watcher: W
             queue.close()
         winners = [(p, tasks.winners[p]) for p in plan.problems if p in tasks.winners]
         found = [winner for _, winner in winners if winner is not None]
-        emission = emit(plan, found, storage, pool, watcher, stop) if found else None
+        if measurer is not None:
+            # The forwards have processes of their own, which would take these for a neighbour.
+            measurer.close()
+        emission = emit(plan, found, storage, pool, status, stop) if found else None
         if stop.at_once:  # it came too late to stop anything
             raise KeyboardInterrupt
     return Outcome(tuple(winners), emission, interrupted, tasks.failures)

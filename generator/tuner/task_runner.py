@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from optuna.storages import BaseStorage
@@ -15,7 +15,6 @@ from generator.evaluate.evaluator import Evaluator, Pool
 from generator.kernels.nvrtc import nvrtc_version
 from generator.package.known_winners import known_winners
 from generator.paths import GENERATED
-from generator.problem import Problem
 from generator.runtime.table import TABLE
 from generator.search.budget import Progress
 from generator.search.search import search_problem
@@ -23,6 +22,7 @@ from generator.space.legal_configs import LegalConfigs
 from generator.studies.leases import LeaseLostError
 from generator.studies.postgres import SharedStorage
 from generator.studies.records import Winner
+from generator.tuner.display import Status
 from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import Plan
 from generator.tuner.task_list import Task, TaskList
@@ -30,30 +30,6 @@ from generator.tuner.task_list import Task, TaskList
 MAX_COMPILERS = 15
 """Compiler processes of one GPU. What it measures in a second costs six cores to compile, and a
 proposal with more than this many before it knows too little of what was measured."""
-
-
-class Watcher(Protocol):
-    """Who is told how a run goes; generator.tuner.display.Status is one."""
-
-    def progress(self, index: int, event: Progress) -> None:
-        """index: place of the problem in the plan."""
-        ...
-
-    def winner(self, index: int, problem: Problem, winner: Winner | None) -> None:
-        """A problem is concluded."""
-        ...
-
-    def waiting(self, holders: Mapping[Problem, str]) -> None:
-        """There is nothing to do until others are done: who has which problem."""
-        ...
-
-    def phase(self, name: str, done: int, total: int) -> None:
-        """A phase beside the searches, and how many of its parts are done."""
-        ...
-
-    def say(self, line: str) -> None:
-        """One line that stays."""
-        ...
 
 
 def compiler_processes(searches: int = 1) -> int:
@@ -121,18 +97,18 @@ class TaskRunner:
                 self.storage.lease = None
 
 
-def run_tasks(runner: TaskRunner, tasks: TaskList, stop: Stop, watcher: Watcher) -> None:
+def run_tasks(runner: TaskRunner, tasks: TaskList, stop: Stop, status: Status) -> None:
     """Search what is open until everything is concluded. Raises KeyboardInterrupt when it is to
     end early."""
     while not tasks.done:
         stop.check()
         task = tasks.claim()
         if task is None:
-            watcher.waiting(tasks.wait())
+            status.waiting(tasks.wait())
             continue
 
         def tell(event: Progress, index: int = task.index) -> None:
-            watcher.progress(index, event)
+            status.progress(index, event)
             stop.check()
 
         try:
@@ -145,4 +121,4 @@ def run_tasks(runner: TaskRunner, tasks: TaskList, stop: Stop, watcher: Watcher)
             winner = None
         else:
             tasks.conclude(task, winner)
-        watcher.winner(task.index, task.problem, winner)
+        status.winner(task.index, task.problem, winner)

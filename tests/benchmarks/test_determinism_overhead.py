@@ -11,7 +11,7 @@ import pytest
 from benchmarks import determinism_overhead
 from benchmarks.determinism_overhead import Climb, overhead
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.strategies import determinism_class, strategy_of
+from generator.kernels.strategies import is_deterministic, strategy_of
 from generator.kernels.variant import Variant
 from generator.problem import Problem
 from generator.search.budget import Budget
@@ -20,7 +20,7 @@ from generator.studies.reader import Study, read_studies
 from generator.studies.storage import open_storage
 from tests.support.synthetic import LEGAL, FakeEvaluator, FakePool, cost
 
-KINDS = [kind for kind in LEGAL.reduction_kinds if determinism_class(kind) == "none"]
+KINDS = [kind for kind in LEGAL.reduction_kinds if not is_deterministic(kind)]
 
 
 class Timing(FakeEvaluator):

@@ -55,7 +55,6 @@ def study(space: Space, target: Target, *configs: dict[str, Any], **fields: Any)
         name="a study",
         number=0,
         **where,
-        space="",
         records=records,
         winner=None,
         finals=(),

@@ -3,6 +3,7 @@ traceback, and nothing written."""
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import tune
+from generator.cli import main
 from generator.paths import GENERATED, REPOSITORY
 from tests.support.entry_points import write_package
 
@@ -239,6 +241,15 @@ def test_reader_that_has_seen_enough_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", line], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode in (0, 1)  # 0 where the reader was slow to go
     assert done.stderr == ""
+
+
+def test_an_error_that_no_write_has_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(argv: list[str], command: str) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(main, "_run", refused)
+    with pytest.raises(OSError, match="Too many open files"):
+        main.main(["--help"])
 
 
 # ---- The functions of a package ------------------------------------------------------------------

@@ -19,7 +19,7 @@ import yaml
 
 import tune
 from generator.cli import tune as cli_tune
-from generator.kernels.cubin_cache import CubinCache, compile_variant
+from generator.kernels.cubin_cache import DEFAULT_CACHE, compile_variant, entry_path
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import render
 from generator.kernels.variant import Variant, make_variant
@@ -222,8 +222,7 @@ def test_corrupt_entry_of_the_cubin_cache_is_mended_silently(
 ) -> None:
     before = snapshot(out)
     variant = variant_of(first_run[1]["shapes"][0])
-    cache = CubinCache()
-    path = cache.path(render(variant), "sm_100a", int(variant["register_cap"]))
+    path = entry_path(DEFAULT_CACHE, render(variant), "sm_100a", int(variant["register_cap"]))
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 3] + b"garbage")
     code, stdout, stderr = rerun(*SMOKE, "--out", str(out))

@@ -14,6 +14,7 @@ import pytest
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.forward import FINALISTS, measure_forwards
+from generator.evaluate.gpu.supervisor import Supervisor
 from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled
 from generator.operations import RMSNORM_FORWARD
@@ -55,15 +56,10 @@ def landscape(
 @contextmanager
 def evaluator(gpu: FakeGpu, seconds: float = 20.0) -> Iterator[MeasuredEvaluator]:
     forks()
-    with MeasuredEvaluator(
-        H200,
-        0,
-        seconds,
-        open_handler=gpu,
-        method="forkserver",
-        sleep=lambda seconds: None,
-        operation=RMSNORM_FORWARD,
-    ) as found:
+    supervisor = Supervisor(
+        0, seconds, open_handler=gpu, method="forkserver", sleep=lambda seconds: None
+    )
+    with MeasuredEvaluator(H200, supervisor, RMSNORM_FORWARD) as found:
         yield found
 
 
@@ -138,17 +134,15 @@ def test_the_choice_of_a_run_is_the_first_of_the_rule_within_one_percent(
 ) -> None:
     ratios = {v.id: r for v, r in zip(VARIANTS, [1.30, 1.055, 1.05, 1.2, *RATIOS[4:]], strict=True)}
     gpu = FakeGpu(Log(), ForwardLandscape(ratios), Weather(jitter=0.0005))
-    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: VARIANTS)
 
     def open_gpu(device: int, target: object) -> MeasuredEvaluator:
         forks()
-        return MeasuredEvaluator(
-            H200, device, open_handler=gpu, method="forkserver", operation=RMSNORM_FORWARD
-        )
+        supervisor = Supervisor(device, open_handler=gpu, method="forkserver")
+        return MeasuredEvaluator(H200, supervisor, RMSNORM_FORWARD)
 
     monkeypatch.setattr(forward_tune, "open_gpu", open_gpu)
     shapes = [PROBLEM, Problem.parse("512x1024:bf16+offset")]
-    forwards = tune_forwards(shapes, H200, (0, 1), processes=2)
+    forwards = tune_forwards(shapes, H200, (0, 1), processes=2, choices=lambda p, t: VARIANTS)
     assert [entry.problem.M for entry in forwards.tuned] == [4096, 512]
     for entry in forwards.tuned:
         assert (entry.evidence, entry.variant) == ("measured", VARIANTS[1])

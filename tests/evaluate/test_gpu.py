@@ -19,6 +19,7 @@ from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.l2_flush import ColdCache
 from generator.evaluate.gpu.protocol import Candidate
 from generator.evaluate.gpu.session import Workload
+from generator.evaluate.gpu.supervisor import Supervisor
 from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.verify.accuracy import check_accuracy, compare_all
 from generator.evaluate.verify.bench import Bench
@@ -331,7 +332,7 @@ def test_forward_is_accurate_and_one_that_writes_to_another_row_is_caught(
 
 @pytest.fixture(scope="module")
 def evaluator(here: Target) -> Iterator[MeasuredEvaluator]:
-    with MeasuredEvaluator(here, 0, SECONDS) as evaluator:
+    with MeasuredEvaluator(here, Supervisor(0, SECONDS)) as evaluator:
         yield evaluator
 
 

@@ -203,8 +203,8 @@ class World:
 def evaluator(world: World, landscape: Landscape | None = None) -> MeasuredEvaluator:
     gpu = FakeGpu(Log(), landscape or Landscape(), world, seconds=0)  # type: ignore[arg-type]
     session = FakeSession(gpu)
-    supervisor: Any = FakeSupervisor(session.handle, session.facts)
-    return MeasuredEvaluator(TARGET, supervisor=supervisor, sleep=world.clock.sleep)
+    supervisor: Any = FakeSupervisor(session.handle, session.facts, world.clock.sleep)
+    return MeasuredEvaluator(TARGET, supervisor)
 
 
 def evaluated(measuring: MeasuredEvaluator) -> list[str]:

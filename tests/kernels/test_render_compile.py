@@ -5,31 +5,31 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import active_children, get_context
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 
-from generator.kernels.compile_pool import CompilePool
-from generator.kernels.cubin_cache import STALE_SECONDS, CubinCache, compile_variant
+from generator.kernels.cubin_cache import (
+    STALE_SECONDS,
+    compile_cached,
+    compile_variant,
+    entry_path,
+)
 from generator.kernels.nvrtc import Compiled, compile_source
 from generator.kernels.ptxas import Resources, read_resources
 from generator.kernels.render import render
 from generator.kernels.resource_gate import refuse, resource_fault
 from generator.kernels.variant import Variant
-from generator.paths import REPOSITORY, TEMPLATES
+from generator.paths import TEMPLATES
 from generator.problem import SUMS, Problem
 from generator.runtime.spec import MAIN_KERNEL, SUM_KERNEL, plan_launch
 from generator.target import Target, find_target
-from tests.support.patience import patience
 from tests.support.planted import BAD, WRONG, broken
 from tests.support.samples import (
     DTYPES,
@@ -419,28 +419,27 @@ def entries(folder: Path) -> list[Path]:
 def test_second_compilation_is_a_copy_of_the_first(
     tmp_path: Path, count_compiles: list[str]
 ) -> None:
-    first = CubinCache(tmp_path).compile(TINY, "sm_90a")
-    second = CubinCache(tmp_path).compile(TINY, "sm_90a")
+    first = compile_cached(tmp_path, TINY, "sm_90a")
+    second = compile_cached(tmp_path, TINY, "sm_90a")
     assert first == second
     assert len(count_compiles) == 1
 
 
 def test_errors_are_kept_too(tmp_path: Path, count_compiles: list[str]) -> None:
     broken = TINY.replace("int*", "itn*")
-    assert CubinCache(tmp_path).compile(broken, "sm_90a").error
-    assert CubinCache(tmp_path).compile(broken, "sm_90a").error
+    assert compile_cached(tmp_path, broken, "sm_90a").error
+    assert compile_cached(tmp_path, broken, "sm_90a").error
     assert len(count_compiles) == 1
 
 
 def test_source_architecture_and_cap_each_have_an_entry(
     tmp_path: Path, count_compiles: list[str]
 ) -> None:
-    cache = CubinCache(tmp_path)
     for _ in range(2):
-        cache.compile(TINY, "sm_90a")
-        cache.compile(TINY + "\n", "sm_90a")
-        cache.compile(TINY, "sm_100a")
-        cache.compile(TINY, "sm_90a", 32)
+        compile_cached(tmp_path, TINY, "sm_90a")
+        compile_cached(tmp_path, TINY + "\n", "sm_90a")
+        compile_cached(tmp_path, TINY, "sm_100a")
+        compile_cached(tmp_path, TINY, "sm_90a", 32)
     assert len(count_compiles) == len(entries(tmp_path)) == 4
 
 
@@ -458,35 +457,31 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 def test_damaged_entry_is_compiled_again_and_replaced(
     tmp_path: Path, count_compiles: list[str], damage: str
 ) -> None:
-    cache = CubinCache(tmp_path)
-    good = cache.compile(TINY, "sm_90a")
+    good = compile_cached(tmp_path, TINY, "sm_90a")
     (path,) = entries(tmp_path)
     content = path.read_bytes()
     path.write_bytes(DAMAGES[damage](content))
-    again = cache.compile(TINY, "sm_90a")
+    again = compile_cached(tmp_path, TINY, "sm_90a")
     assert essence(again) == essence(good)
     assert len(count_compiles) == 2
-    assert cache.compile(TINY, "sm_90a") == again
+    assert compile_cached(tmp_path, TINY, "sm_90a") == again
     assert len(count_compiles) == 2
 
 
 def test_entry_that_is_a_folder_costs_a_compilation_and_no_more(tmp_path: Path) -> None:
-    cache = CubinCache(tmp_path)
-    cache.path(TINY, "sm_90a", 0).mkdir(parents=True)
-    assert cache.compile(TINY, "sm_90a").cubin
+    entry_path(tmp_path, TINY, "sm_90a").mkdir(parents=True)
+    assert compile_cached(tmp_path, TINY, "sm_90a").cubin
     assert entries(tmp_path) == []
 
 
 def test_cache_that_cannot_be_written_costs_a_compilation_and_no_more(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    cache = CubinCache(tmp_path / "file" / "cache")
-    assert cache.compile(TINY, "sm_90a").cubin
+    assert compile_cached(tmp_path / "file" / "cache", TINY, "sm_90a").cubin
     assert (tmp_path / "file").read_text() == "in the way"
 
 
 def test_half_written_entries_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
-    cache = CubinCache(tmp_path)
-    folder = cache.path(TINY, "sm_90a", 0).parent
+    folder = entry_path(tmp_path, TINY, "sm_90a").parent
     folder.mkdir(parents=True)
     dead, living, entry = (folder / name for name in ("dead.part", "living.part", "old.json"))
     for path in (dead, living, entry):
@@ -494,8 +489,8 @@ def test_half_written_entries_of_the_dead_go_and_those_of_the_living_stay(tmp_pa
     before = time.time() - STALE_SECONDS - 60
     for path in (dead, entry):
         os.utime(path, (before, before))
-    cache.compile(TINY, "sm_90a")
-    assert cache.find(TINY, "sm_90a")
+    compile_cached(tmp_path, TINY, "sm_90a")
+    assert entry_path(tmp_path, TINY, "sm_90a").exists()
     assert [path for path in (dead, living, entry) if path.exists()] == [living, entry]
 
 
@@ -508,92 +503,4 @@ def test_two_processes_at_once_get_the_same_code_and_leave_one_entry(tmp_path: P
     assert all(essence(result) == essence(results[0]) for result in results)
     (path,) = entries(tmp_path)
     assert path.suffix == ".json"
-    assert CubinCache(tmp_path).compile(render(v), target.arch) in results
-
-
-# ---- The pool ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[CompilePool]:
-    with CompilePool("sm_90a", 1, tmp_path, compile=compile_variant) as pool:
-        yield pool
-
-
-def variants() -> list[Variant]:
-    return [plain_variant(SHAPE, find_target("h200"), strategy=s) for s in ("atomic", "last_cta")]
-
-
-def workers() -> list[int]:
-    return [process.pid for process in active_children() if process.pid is not None]
-
-
-def test_pool_survives_a_worker_that_is_killed_while_it_compiles(pool: CompilePool) -> None:
-    before = set(workers())
-    jobs = [(v, pool.submit(v)) for v in variants()]
-    (worker,) = set(workers()) - before
-    os.kill(worker, signal.SIGKILL)
-    for v, future in jobs:
-        assert pool.result(v, future).error == ""
-    again = variants()[0]
-    assert pool.result(again, pool.submit(again)).cubin
-
-
-def test_compilation_past_its_deadline_is_an_error_and_the_others_go_on(pool: CompilePool) -> None:
-    jobs = [(v, pool.submit(v)) for v in (*variants(), *variants())]
-    # A worker needs longer than this to start.
-    late = pool.result(*jobs[0], timeout=0.01)
-    assert "took more than" in late.error
-    assert late.cubin == b""
-    for v, future in jobs[1:]:
-        assert pool.result(v, future).error == ""
-
-
-def test_compilation_that_was_cancelled_is_made_when_it_is_asked_for(pool: CompilePool) -> None:
-    jobs = [(v, pool.submit(v)) for v in (*variants(), *variants())]
-    v, future = jobs[-1]
-    assert future.cancel()
-    assert pool.result(v, future).cubin
-
-
-ORPHAN = """
-import time
-from multiprocessing import active_children
-from pathlib import Path
-from generator.kernels.cubin_cache import compile_variant
-from generator.kernels.compile_pool import CompilePool
-from generator.target import find_target
-from tests.support.samples import plain_variant
-pool = CompilePool("sm_90a", 1, Path({folder!r}), compile=compile_variant)
-v = plain_variant("4096x1024:bf16", find_target("h200"), strategy="atomic")
-assert pool.result(v, pool.submit(v)).cubin
-print(active_children()[0].pid, flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.slow
-def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
-    root = REPOSITORY
-    code = ORPHAN.format(folder=str(tmp_path))
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdout is not None
-    worker = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    until = time.monotonic() + patience(10)
-    while alive(worker):
-        assert time.monotonic() < until, f"worker {worker} outlives its parent"
-        time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits to be reaped does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+    assert compile_cached(tmp_path, render(v), target.arch) in results

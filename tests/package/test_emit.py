@@ -20,7 +20,6 @@ from generator.package.emit import emit_package
 from generator.package.entries import Entry, Forwards
 from generator.package.files import RUNTIME, _format_json, refresh, runtime_files
 from generator.package.sources import header_revision, included_revisions, source_of
-from generator.problem import Problem
 from generator.runtime.cubins import CUBINS, CUBINS_INDEX
 from generator.runtime.table import FORMAT, FORWARD_TABLE, TABLE, ForwardTable, Table
 from generator.target import find_target
@@ -40,9 +39,8 @@ from tests.support.packages import (
 
 def test_package_holds_source_and_cubin_of_every_winner_and_the_runtime(package: Path) -> None:
     winner = entry("4096x1024:bf16")
-    result = put(package, winner)
+    put(package, winner)
     found = snapshot(package)
-    assert result.written == (winner.problem,)
     (stored,) = Table.load(package).tuned
     assert stored.kernel.read_cubin(package) == winner.compiled.cubin
     assert found[f"kernels/{winner.variant}.cu"] == source_of(winner.variant).encode()
@@ -86,13 +84,12 @@ def test_shapes_that_share_a_variant_share_its_files(package: Path) -> None:
 def test_shapes_that_are_not_tuned_again_are_kept(package: Path) -> None:
     put(package, entry("4096x1024:bf16"), entry("8192x1024:bf16"))
     again = entry("4096x1024:bf16", rows_per_cta=4)
-    result = put(package, again, entry("4096x512:bf16"))
+    put(package, again, entry("4096x512:bf16"))
     table = Table.load(package)
     assert [t.shape for t in table.tuned] == [
         *("4096x512:bf16", "4096x1024:bf16", "8192x1024:bf16")
     ]
     assert table.tuned[1].kernel.file == again.variant.id
-    assert result.kept == (Problem.parse("8192x1024:bf16"),)
     for kernel in table.kernels():
         assert kernel.read_cubin(package)
 
@@ -154,7 +151,6 @@ def test_predicted_winner_never_replaces_a_measured_one(
     assert tuned.kernel.file == (old if stays else new).variant.id
     assert tuned.evidence == (before if stays else after)
     assert result.refused == ((new.problem,) if stays else ())
-    assert result.kept == ()
 
 
 def test_two_runs_that_extend_one_package_lose_nothing(package: Path) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from generator.kernels.forward import CompiledForward
 from generator.package.emit import emit_package
-from generator.package.entries import CompiledForward, Forwards
+from generator.package.entries import Forwards
 from generator.package.fallback_kernels import (
     fallback_variants,
     fallbacks_to_compile,
@@ -109,5 +110,9 @@ def test_winners_of_a_package_are_read_back(package: Path, tmp_path: Path) -> No
     assert (winner.problem, winner.target, winner.evidence) == (first.problem, "h200", "measured")
     assert winner.config == dict(first.variant.config)
     assert winner.result.ratio == 2.0
-    (package / "table.json").write_text("{")
-    assert known_winners(package) == known_winners(tmp_path / "nothing") == []
+    first_line, _, *others = (package / "table.json").read_text().splitlines()
+    foreign = "\n".join([first_line, *others]).replace("rmsnorm_backward", "softmax_backward")
+    for damaged in (foreign, "{"):
+        (package / "table.json").write_text(damaged)
+        assert known_winners(package) == []
+    assert known_winners(tmp_path / "nothing") == []

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from generator.errors import NormforgeError
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant
+from generator.package import fallback_kernels
 from generator.package.fallback_kernels import (
     DTYPES,
     compile_fallbacks,
     fallback_variants,
     first_choices,
+    load_layouts,
     rows_key,
 )
 from generator.problem import ITEMSIZE
@@ -167,3 +171,16 @@ def test_a_refused_first_choice_gives_way_to_the_next_for_the_same_rows() -> Non
     found = {rows_key(v): v for v, _ in compile_fallbacks(H200, compile, variants)}
     assert found[rows].id == second.id
     assert found.keys() == choices.keys()
+
+
+def test_a_damaged_file_of_layouts_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged = tmp_path / "fallback_kernels.yaml"
+    monkeypatch.setattr(fallback_kernels, "LAYOUTS_FILE", damaged)
+    for content in (b"\xff", b"{", b"layouts: 3"):
+        damaged.write_bytes(content)
+        load_layouts.cache_clear()
+        with pytest.raises(NormforgeError, match="cannot read the fallback layouts"):
+            load_layouts()
+    load_layouts.cache_clear()

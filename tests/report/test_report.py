@@ -26,6 +26,7 @@ import tune
 from generator.cli.main import main as command
 from generator.errors import NormforgeError
 from generator.kernels.knobs import KNOBS
+from generator.kernels.strategies import Strategy
 from generator.kernels.variant import Variant
 from generator.paths import GENERATED, REPOSITORY
 from generator.problem import Problem
@@ -151,8 +152,9 @@ def test_numbers_are_those_of_the_studies(summary: Summary) -> None:
     best = min(summary.standings, key=lambda standing: standing.typical)
     assert summary.standings[0] == best
     for standing in summary.standings:
-        assert standing.ineligible == (standing.reduction_kind in ("atomic", "bulk_reduce (free)"))
-        assert standing.ineligible or all(ratio >= 1 for _, ratio in standing.behind)
+        eligible = standing.strategy.deterministic
+        assert eligible == (str(standing.strategy) not in ("atomic", "bulk_reduce (free)"))
+        assert not eligible or all(ratio >= 1 for _, ratio in standing.behind)
 
 
 def test_of_several_studies_of_a_problem_the_measured_one_counts(
@@ -249,7 +251,7 @@ def test_what_a_crafted_journal_says_stays_text(summary: Summary) -> None:
     assert page.open == []
     assert page.tags["script"] == 1 and page.tags["img"] == 0
     assert page.attributes == plain.attributes
-    standing = replace(summary.standings[0], reduction_kind=evil)
+    standing = replace(summary.standings[0], strategy=Strategy(evil, ()))
     assert Page(str(charts.strategies([standing]))).tags["script"] == 0
 
 
@@ -357,6 +359,15 @@ def test_a_place_without_studies_is_told(tmp_path: Path) -> None:
     (tmp_path / JOURNAL_NAME).touch()
     with pytest.raises(NormforgeError, match="no study with finished trials"):
         read_studies(tmp_path)
+
+
+def test_a_database_without_a_file_is_told_and_not_made(tmp_path: Path) -> None:
+    with pytest.raises(NormforgeError, match="there is no such file"):
+        read_studies(f"sqlite:///{tmp_path}/typo.db")
+    assert list(tmp_path.iterdir()) == []
+    open_storage(f"sqlite:///{tmp_path}/studies.db")
+    with pytest.raises(NormforgeError, match="no study with finished trials"):
+        read_studies(f"sqlite:///{tmp_path}/studies.db")
 
 
 def test_a_password_is_never_shown() -> None:

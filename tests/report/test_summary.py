@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from generator.kernels.strategies import Strategy
 from generator.problem import Problem
 from generator.report import charts
 from generator.report.collect import summaries
-from generator.report.summary import Standing, Summary, ratio_of
+from generator.report.summary import Standing, Summary
 from generator.result import Result
 from generator.studies.reader import Study
 from generator.studies.records import Record, Winner
@@ -32,7 +33,7 @@ def study(
 ) -> Study:
     kept = records or (record(timed(1.2)),)
     return Study(
-        *("name", number, problem, "h200", 132, evidence, "space"),
+        *("name", number, problem, "h200", 132, evidence),
         records=kept,
         winner=winner,
         finals=(),
@@ -105,13 +106,13 @@ def test_ratios_to_another_floor_are_left_out_of_the_mean() -> None:
 
 def test_before_the_finals_the_fastest_trial_has_the_ratio() -> None:
     trials = [record(timed(r)) for r in (1.4, 1.2, 1.3)]
-    assert ratio_of(study("measured", *trials)) == 1.2
-    assert ratio_of(study("measured", *trials, winner=make_winner(CONFIG, 1.25))) == 1.25
+    assert study("measured", *trials).ratio == 1.2
+    assert study("measured", *trials, winner=make_winner(CONFIG, 1.25)).ratio == 1.25
 
 
 def test_a_drawing_escapes_what_a_journal_says() -> None:
     evil = '"><script>evil()</script>'
     own = study("measured", winner=make_winner(CONFIG))
-    drawing = str(charts.strategies([Standing(evil, False, ((own, 1.1),))]))
+    drawing = str(charts.strategies([Standing(Strategy(evil, ()), ((own, 1.1),))]))
     assert "<script" not in drawing
     assert 'class="s-&#34;&gt;&lt;script&gt;' in drawing

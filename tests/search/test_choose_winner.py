@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from generator.evaluate.predict.evaluator import Predictor
 from generator.kernels.geometry import Config
 from generator.kernels.resource_gate import refuse
-from generator.kernels.strategies import determinism_class, launches
+from generator.kernels.strategies import is_deterministic, launches
 from generator.kernels.variant import Variant, make_variant
 from generator.paths import GENERATED
 from generator.result import Result
 from generator.search.choose_winner import (
     HOST_US,
-    KEPT,
+    INCUMBENT_TIE,
     LAUNCH_US,
     TIE,
     Choice,
@@ -36,7 +36,7 @@ from generator.target import find_target
 from tests.support.synthetic import FLOOR_US, PROBLEM, TARGET, FakeEvaluator, FakePool, timed
 
 LEGAL = LegalConfigs(load_space(), PROBLEM, TARGET)
-DETERMINISTIC = [config for config in LEGAL.reduction_kinds if determinism_class(config) != "none"]
+DETERMINISTIC = [config for config in LEGAL.reduction_kinds if is_deterministic(config)]
 TWO = next(config for config in DETERMINISTIC if launches(config) == 2)
 ONE, OTHER = [config for config in DETERMINISTIC if launches(config) == 1][:2]
 SHORT_US, LONG_US = HOST_US / 2, HOST_US * 2
@@ -47,7 +47,7 @@ def drawn(count: int) -> dict[int, list[Config]]:
     run."""
     rng, found, pool = random.Random(7), dict[int, dict[str, Config]]({1: {}, 2: {}}), FakePool()
     while any(len(configs) < count for configs in found.values()):
-        config = LEGAL.draw(rng, (), deterministic=True)
+        config = LEGAL.draw(rng, ())
         assert config is not None
         configs, variant = found[launches(config)], make_variant(config, PROBLEM)
         compiled = pool.result(variant, pool.submit(variant))
@@ -101,7 +101,7 @@ def test_a_launch_less_makes_up_for_a_part_of_a_microsecond_where_the_host_is_sl
 
 @pytest.mark.parametrize("us", [SHORT_US, LONG_US])
 def test_an_incumbent_of_one_launch_stays_within_the_slack(us: float) -> None:
-    allowed = max(KEPT * us, LAUNCH_US * (us < HOST_US))
+    allowed = max(INCUMBENT_TIE * us, LAUNCH_US * (us < HOST_US))
     winner, choice = chosen([(TWO, us), (ONE, us + allowed - 0.001)], ONE)
     assert winner == ONE
     assert choice.reason.startswith("the incumbent: ")
@@ -112,7 +112,7 @@ def test_an_incumbent_of_one_launch_stays_within_the_slack(us: float) -> None:
 
 @pytest.mark.parametrize("us", [SHORT_US, LONG_US])
 def test_an_incumbent_of_two_launches_gives_way_within_the_slack(us: float) -> None:
-    allowed = max(KEPT * us, LAUNCH_US * (us < HOST_US))
+    allowed = max(INCUMBENT_TIE * us, LAUNCH_US * (us < HOST_US))
     winner, choice = chosen([(TWO, us), (ONE, us + allowed - 0.001)], TWO)
     assert winner == ONE
     assert "in one launch instead of two" in choice.reason
@@ -141,7 +141,7 @@ def test_winner_is_as_fast_as_the_best_or_saves_what_makes_up_for_it(
     first = min(range(len(times)), key=lambda index: times[index][1])
     best, least = times[first]
     # The incumbent widens the tie where it is within the wider one.
-    tie = KEPT if incumbent and place in choice.tied else TIE
+    tie = INCUMBENT_TIE if incumbent and place in choice.tied else TIE
 
     def behind(index: int) -> float:
         """Microseconds by which it is too slow to be equal."""

@@ -12,10 +12,11 @@ from optuna.storages import BaseStorage
 
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.strategies import determinism_class, launches
+from generator.kernels.strategies import is_deterministic, launches
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
+from generator.search.budget import FINALISTS
 from generator.search.choose_winner import choose
 from generator.search.finals import (
     SHORTLIST,
@@ -46,7 +47,7 @@ def test_who_fails_the_last_check_gives_way_until_somebody_passes(storage: BaseS
 
         def confirm(self, problem: Problem, variant: Variant, result: Result) -> Result:
             self.asked.append(variant.config)
-            if len(self.asked) <= 7:
+            if len(self.asked) <= FINALISTS + 1:
                 return replace(result, outcome="wrong", note="planted")
             return replace(result, checks=(*result.checks, "last"))
 
@@ -54,18 +55,18 @@ def test_who_fails_the_last_check_gives_way_until_somebody_passes(storage: BaseS
     winner = won(search(storage, evaluator, trials=30))
     assert winner.config == evaluator.asked[-1]
     assert winner.result.checks[-1] == "last"
-    assert len(evaluator.asked) == len(set(map(repr, evaluator.asked))) == 8
-    assert len(evaluator.finalists) == 2  # all of the first six failed
+    assert len(evaluator.asked) == len(set(map(repr, evaluator.asked))) == FINALISTS + 2
+    assert len(evaluator.finalists) == 2  # all of the first failed
 
 
 def test_the_winner_is_the_best_of_the_finals(storage: BaseStorage) -> None:
     evaluator = FakeEvaluator()
     winner = won(search(storage, evaluator, trials=60))
     [finalists] = evaluator.finalists
-    deterministic = [c for c in finalists if determinism_class(c) != "none"]
+    deterministic = [c for c in finalists if is_deterministic(c)]
     feasible = [record for record in records(storage) if record.feasible]
     best = min(feasible, key=lambda record: (record.ratio, LEGAL.rank(record.config)))
-    assert len(deterministic) == 6
+    assert len(deterministic) == FINALISTS
     assert {LEGAL.key(best.config)} <= {LEGAL.key(config) for config in deterministic}
     assert winner.result.ratio <= 1.01 * min(map(ratio_of, deterministic))
     assert {entry.variant for entry in winner.tied} <= {
@@ -99,12 +100,12 @@ def test_who_is_among_the_best_is_found_side_by_side(storage: BaseStorage) -> No
     evaluator = Shortlister()
     search(storage, evaluator, trials=60)
     [shortlisted], [finalists] = evaluator.shortlisted, evaluator.finalists
-    assert 6 < len(shortlisted) <= SHORTLIST
-    assert all(determinism_class(config) != "none" for config in shortlisted)
-    best = sorted(shortlisted, key=ratio_of)[:6]
-    called = [LEGAL.key(c) for c in finalists if determinism_class(c) != "none"]
+    assert FINALISTS < len(shortlisted) <= SHORTLIST
+    assert all(is_deterministic(config) for config in shortlisted)
+    best = sorted(shortlisted, key=ratio_of)[:FINALISTS]
+    called = [LEGAL.key(c) for c in finalists if is_deterministic(c)]
     assert called == [LEGAL.key(config) for config in best]
-    by_trial = [LEGAL.key(config) for config in shortlisted[:6]]
+    by_trial = [LEGAL.key(config) for config in shortlisted[:FINALISTS]]
     assert called != by_trial, "the trials alone would have called up others"
 
 
@@ -124,17 +125,17 @@ def test_the_best_trial_is_in_the_finals_beside_the_best_of_the_shortlist(
     search(storage, evaluator, trials=60)
     [shortlisted], [finalists] = evaluator.shortlisted, evaluator.finalists
     (best,) = (record.config for record in records(storage) if record.ratio == 0.9)
-    first, *called = [LEGAL.key(c) for c in finalists if determinism_class(c) != "none"]
+    first, *called = [LEGAL.key(c) for c in finalists if is_deterministic(c)]
     assert first == LEGAL.key(best)
-    assert called == [LEGAL.key(config) for config in sorted(shortlisted, key=ratio_of)[:6]]
+    assert called == [LEGAL.key(config) for config in sorted(shortlisted, key=ratio_of)[:FINALISTS]]
 
 
 def test_without_clean_times_side_by_side_the_trials_decide(storage: BaseStorage) -> None:
     evaluator = Shortlister(clean=False)
     search(storage, evaluator, trials=60)
     [shortlisted], [finalists] = evaluator.shortlisted, evaluator.finalists
-    called = [LEGAL.key(c) for c in finalists if determinism_class(c) != "none"]
-    assert called == [LEGAL.key(config) for config in shortlisted[:6]]
+    called = [LEGAL.key(c) for c in finalists if is_deterministic(c)]
+    assert called == [LEGAL.key(config) for config in shortlisted[:FINALISTS]]
 
 
 @pytest.mark.slow
@@ -168,7 +169,7 @@ def test_a_gpu_where_all_ratios_are_small_does_not_fill_the_places(storage: Base
 
 def test_few_that_take_long_are_not_shortlisted(storage: BaseStorage) -> None:
     evaluator = Shortlister()
-    slow = Result("ok", SHORTLIST_US / 6, SHORTLIST_US / 8, 1.3, "verified")
+    slow = Result("ok", SHORTLIST_US / FINALISTS, SHORTLIST_US / 10, 1.3, "verified")
     evaluator._result = lambda variant: slow  # type: ignore[method-assign]
     search(storage, evaluator, trials=40)
     assert evaluator.shortlisted == []
@@ -182,11 +183,11 @@ def test_a_nondeterministic_variant_planted_fastest_never_wins(
         return 1.0 if variant.determinism == "none" else cost(variant)
 
     winner = won(search(storage, FakeEvaluator(planted, lucky=lucky), trials=60))
-    assert determinism_class(winner.config) != "none"
-    assert all(determinism_class(entry.config) != "none" for entry in winner.tied)
+    assert is_deterministic(winner.config)
+    assert all(is_deterministic(entry.config) for entry in winner.tied)
     fastest = winner.fastest_nondeterministic
     assert fastest is not None
-    assert determinism_class(fastest.config) == "none"
+    assert not is_deterministic(fastest.config)
     assert fastest.ratio == 1.0
     assert winner.overhead_of_determinism == winner.result.ratio
 
@@ -293,7 +294,7 @@ def test_the_stored_incumbent_takes_part_and_stays_on_a_tie(storage: BaseStorage
 def test_an_incumbent_is_in_the_finals_however_slow(storage: BaseStorage) -> None:
     slow = max(DETERMINISTIC, key=ratio_of)
     evaluator = FakeEvaluator()
-    winner = won(search(storage, evaluator, trials=60, incumbent=make_winner(slow)))
+    winner = won(search(storage, evaluator, trials=60, known_winners=[make_winner(slow)]))
     assert slow in evaluator.finalists[0]
     assert winner.reason.startswith("beat the incumbent by ")
 
@@ -302,7 +303,7 @@ def test_a_predicted_incumbent_has_no_rights_among_measured_ones(storage: BaseSt
     slow = max(DETERMINISTIC, key=ratio_of)
     evaluator = FakeEvaluator(lambda variant: 1.2)
     predicted = make_winner(slow, evidence="predicted")
-    winner = won(search(storage, evaluator, trials=30, incumbent=predicted))
+    winner = won(search(storage, evaluator, trials=30, known_winners=[predicted]))
     assert "incumbent" not in winner.reason
 
 
@@ -310,7 +311,7 @@ def test_an_illegal_incumbent_is_a_start_and_no_finalist(storage: BaseStorage) -
     stale = {**DETERMINISTIC[0], "register_cap": 40}  # would run, but a rule rejects it
     assert not LEGAL.is_legal(stale)
     evaluator = FakeEvaluator()
-    search(storage, evaluator, trials=30, incumbent=make_winner(stale))
+    search(storage, evaluator, trials=30, known_winners=[make_winner(stale)])
     assert stale not in evaluator.finalists[0]
     assert evaluator.evaluated[0]["strategy"] == stale["strategy"]
 
@@ -341,7 +342,7 @@ def held(records: list[Record], pool: FakePool | None = None) -> list[Config]:
 
 
 def test_the_fastest_that_may_not_win_is_timed_beside_the_winner() -> None:
-    free = [c for c in LEGAL.reduction_kinds if determinism_class(c) == "none"][:2]
+    free = [c for c in LEGAL.reduction_kinds if not is_deterministic(c)][:2]
     assert len(free) == 2
     sound = record(DETERMINISTIC[0], 1.2, "0")
     slow, fast = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from optuna.storages import BaseStorage
 
-from generator.kernels.strategies import determinism_class
+from generator.kernels.strategies import is_deterministic
 from generator.kernels.variant import make_variant
 from generator.problem import Problem
 from generator.search.starts import warm_starts
@@ -44,10 +44,10 @@ def test_only_legal_configs_and_none_twice_in_phases_that_follow_each_other(
 
 
 def test_every_reduction_kind_has_a_seed_in_the_shape_of_the_best(storage: BaseStorage) -> None:
-    known = LEGAL.draw(random.Random(1), (), deterministic=True)
+    known = LEGAL.draw(random.Random(1), ())
     assert known is not None
     start = replace(make_winner(known), problem=Problem.parse("8192x1024:bf16"))
-    search(storage, trials=20, incumbent=start)
+    search(storage, trials=20, known_winners=[start])
     seeds = [record.config for record in records(storage) if record.origin == "seed"]
     assert seeds[0] == known
     assert {(c["strategy"], c["order"]) for c in seeds} == {
@@ -60,7 +60,7 @@ def test_every_reduction_kind_has_a_seed_in_the_shape_of_the_best(storage: BaseS
 
 def test_reduction_kinds_that_cannot_win_get_a_small_share(storage: BaseStorage) -> None:
     search(storage, FakeEvaluator(lambda v: cost(v) - (v.determinism == "none")), trials=100)
-    ineligible = [r for r in records(storage) if determinism_class(r.config) == "none"]
+    ineligible = [r for r in records(storage) if not is_deterministic(r.config)]
     assert {r.origin for r in ineligible} == {"seed", "overhead"}
     assert 4 <= len(ineligible) <= 10
 
@@ -83,7 +83,7 @@ def test_a_small_space_is_swept_in_the_order_of_the_file(
     assert tried == every
     assert winner.trials == len(every)
     assert cost(make_variant(winner.config, PROBLEM)) <= 1.01 * min(
-        ratio_of(config) for config in every if determinism_class(config) != "none"
+        ratio_of(config) for config in every if is_deterministic(config)
     )
 
 

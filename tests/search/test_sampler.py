@@ -14,7 +14,7 @@ from statistics import median
 import pytest
 from optuna.trial import TrialState
 
-from generator.kernels.strategies import determinism_class
+from generator.kernels.strategies import is_deterministic
 from generator.paths import REPOSITORY
 from generator.problem import Problem
 from generator.search.sampler import (
@@ -105,10 +105,10 @@ def test_nondeterministic_proposals_become_deterministic_ones() -> None:
     rng = random.Random(5)
     for fixed in ({"strategy": "atomic"}, {"strategy": "bulk_reduce", "order": "free"}):
         config = SPACE.sample(PROBLEM, TARGET, rng, fixed)
-        assert determinism_class(config) == "none"
+        assert not is_deterministic(config)
         near = LEGAL.nearest(config, rng, deterministic=True)
         assert near is not None
-        assert determinism_class(near) != "none"
+        assert is_deterministic(near)
 
 
 def test_reduction_kinds_are_the_legal_ones() -> None:
@@ -122,27 +122,27 @@ def test_reduction_kinds_are_the_legal_ones() -> None:
 def test_neighbours_are_legal_and_deterministic(problem: str, gpu: str) -> None:
     legal = place(problem, gpu)
     rng = random.Random(6)
-    config = legal.draw(rng, (), deterministic=True)
+    config = legal.draw(rng, ())
     assert config is not None
     neighbours = list(legal.around(config, rng))
     assert len({legal.key(neighbour) for neighbour in neighbours}) >= 10
     for neighbour in neighbours:
         assert neighbour != config
         assert is_legal(legal, neighbour)
-        assert determinism_class(neighbour) != "none"
+        assert is_deterministic(neighbour)
     kinds = [tuple(c[name] for name in REDUCTION_KNOBS) for c in (config, *neighbours)]
     assert set(kinds[1:]) - {kinds[0]}
 
 
 def test_neighbours_one_change_away_come_first_and_completely() -> None:
     rng = random.Random(7)
-    config = LEGAL.draw(rng, (), deterministic=True)
+    config = LEGAL.draw(rng, ())
     assert config is not None
     near = set()
     for knob in SPACE.knobs:
         for value in knob.values:
             moved = SPACE.normalize({**config, knob.name: value}, PROBLEM, TARGET)
-            deterministic = determinism_class(moved) != "none"
+            deterministic = is_deterministic(moved)
             if moved != config and moved[knob.name] == value and deterministic:
                 near |= {LEGAL.key(moved)} if is_legal(LEGAL, moved) else set()
     walk = [LEGAL.key(neighbour) for neighbour in LEGAL.around(config, rng)]
@@ -151,7 +151,7 @@ def test_neighbours_one_change_away_come_first_and_completely() -> None:
 
 def test_a_config_of_another_space_is_adapted() -> None:
     rng = random.Random(8)
-    config = LEGAL.draw(rng, (), deterministic=True)
+    config = LEGAL.draw(rng, ())
     assert config is not None
     foreign = {**config, "swizzle": 3, "stages": 99}
     assert not LEGAL.is_legal(foreign)
@@ -168,11 +168,11 @@ def test_drawing_ends_when_nothing_is_left(tmp_path: Path) -> None:
     rng = random.Random(9)
     taken = set()
     for _ in range(4):
-        config = legal.draw(rng, taken, deterministic=True)
+        config = legal.draw(rng, taken)
         assert config is not None
         assert legal.key(config) not in taken
         taken.add(legal.key(config))
-    assert legal.draw(rng, taken, deterministic=True) is None
+    assert legal.draw(rng, taken) is None
 
 
 @cache
@@ -184,7 +184,7 @@ def proposed(seed: int, count: int) -> list[dict[str, int | str]]:
 def test_every_proposal_is_legal_deterministic_and_new() -> None:
     configs = proposed(1, 120)
     assert all(is_legal(LEGAL, config) for config in configs)
-    assert all(determinism_class(config) != "none" for config in configs)
+    assert all(is_deterministic(config) for config in configs)
     assert len({LEGAL.key(config) for config in configs}) == 120
 
 
@@ -233,7 +233,7 @@ def test_the_surrogate_finds_better_configs_sooner_than_chance(seed: int) -> Non
     best before the surrogate was asked."""
     ratios = [ratio_of(config) for config in ask_and_tell(LegalSampler(LEGAL, seed), 80)]
     rng = random.Random(seed)
-    drawn = [LEGAL.draw(rng, (), deterministic=True) for _ in range(80)]
+    drawn = [LEGAL.draw(rng, ()) for _ in range(80)]
     assert min(ratios) < min(ratio_of(config) for config in drawn if config)
     assert median(ratios[60:]) < min(ratios[:FIRST])
 

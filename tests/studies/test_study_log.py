@@ -13,8 +13,8 @@ from optuna.storages import BaseStorage
 from generator.errors import NormforgeError
 from generator.studies.reader import read_studies
 from generator.studies.storage import JOURNAL_NAME, open_storage
-from generator.studies.study_log import StudyLog
-from tests.support.searches import DETERMINISTIC, NAME, search
+from generator.studies.study_log import StudyLog, stored_winners
+from tests.support.searches import DETERMINISTIC, NAME, search, won
 from tests.support.synthetic import make_winner
 
 WINNER = make_winner(DETERMINISTIC[0])
@@ -66,6 +66,19 @@ def test_trials_out_of_date_are_not_read(storage: BaseStorage, tmp_path: Path) -
     (study,) = read_studies(tmp_path)
     kept = [t for t in StudyLog(storage, NAME).trials() if t.number in (1, 2, 3, 5)]
     assert [record.variant for record in study.records] == [t.user_attrs["variant"] for t in kept]
+
+
+def test_a_study_of_an_unknown_operation_hides_no_other(
+    storage: BaseStorage, tmp_path: Path
+) -> None:
+    """As a later version of this program writes it."""
+    winner = won(search(storage, trials=6))
+    foreign = optuna.create_study(storage=storage, study_name=f"softmax_backward:{NAME}")
+    shape = f"softmax_backward:{winner.problem}"
+    foreign.set_user_attr("winner", winner.to_json() | {"problem": shape})
+    assert stored_winners(storage) == [winner]
+    (study,) = read_studies(tmp_path)
+    assert study.name == NAME
 
 
 def test_a_failing_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

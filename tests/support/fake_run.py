@@ -19,6 +19,7 @@ from typing import Any
 
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
+from generator.evaluate.gpu.supervisor import Supervisor
 from generator.kernels.compile_pool import CompilePool
 from generator.search.budget import Budget
 from generator.search.search import search_problem
@@ -123,7 +124,7 @@ def drive(run: Run) -> None:
             exclusive_run(run.folder) as stop,
             CompilePool("sm_90a", 2, run.folder, compile=compiler, method="fork") as pool,
             MeasuredEvaluator(
-                TARGET, 0, SECONDS, open_handler=gpu, method="fork", sleep=nap
+                TARGET, Supervisor(0, SECONDS, open_handler=gpu, method="fork", sleep=nap)
             ) as evaluator,
         ):
             winner = search_problem(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,9 +20,12 @@ class FakeSupervisor:
     """In place of `Supervisor`. `handle` answers the jobs, which are kept in `jobs`."""
 
     def __init__(
-        self, handle: Callable[[Job], Answer] = _refuse, facts: Mapping[str, Any] = H200_FACTS
+        self,
+        handle: Callable[[Job], Answer] = _refuse,
+        facts: Mapping[str, Any] = H200_FACTS,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.facts = facts
+        self.facts, self.sleep = facts, sleep
         self.device = self.lost = 0
         self.pids = [1]
         self.jobs: list[Job] = []

@@ -9,7 +9,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 from generator.kernels.geometry import Config
-from generator.kernels.strategies import determinism_class
+from generator.kernels.strategies import is_deterministic
 from generator.kernels.variant import make_variant
 from generator.problem import Problem
 from generator.search.budget import Budget
@@ -22,7 +22,7 @@ from generator.studies.study_log import StudyLog
 from tests.support.synthetic import LEGAL, PROBLEM, SPACE, TARGET, FakeEvaluator, FakePool, cost
 
 NAME = study_name(PROBLEM, TARGET, "measured", SPACE)
-DETERMINISTIC = [config for config in LEGAL.reduction_kinds if determinism_class(config) != "none"]
+DETERMINISTIC = [config for config in LEGAL.reduction_kinds if is_deterministic(config)]
 
 
 def search(

@@ -38,7 +38,7 @@ from generator.runtime.spec import CHUNK_ROWS
 from generator.search import budget, choose_winner, finals, proposals, sampler, starts
 from generator.space import forward_space
 from generator.studies import postgres, work_queue
-from generator.tuner import device_pool, lifecycle, plan, task_runner
+from generator.tuner import device_pool, lifecycle, task_runner
 from generator.tuner import forward as tuner_forward
 from tests.support.accuracy import MARGIN
 from tests.support.entry_points import WHOLE_FROM
@@ -70,13 +70,13 @@ def search() -> list[str]:
         f"the {WORD[len(sampler.STEP)]} best trials and {sampler.DRAWN} new random configs",
         f"The last {percent(proposals.OVERHEAD_SHARE)} of the trials",
         f"Up to {finals.SHORTLIST} of the best trials",
-        f"The best {WORD[plan.FINALISTS]} of the shortlist",
+        f"The best {WORD[budget.FINALISTS]} of the shortlist",
         f"at most {budget.Budget(1).sweep_limit} legal configs",
         f"within {100 * choose_winner.TIE:g} % of the fastest are tied",
         f"Below {choose_winner.HOST_US:.0f} µs the host",
         f"be {choose_winner.LAUNCH_US} µs slower than the fastest",
         f"{WORD[finals.ONE_LAUNCH_PLACES].capitalize()} places in the finals",
-        f"even if it is up to {percent(choose_winner.KEPT)} slower",
+        f"even if it is up to {percent(choose_winner.INCUMBENT_TIE)} slower",
         f"side by side, in {WORD[noise.BLOCKS]} blocks",
         f"or {noise.SHORT_BLOCKS} where the floor is below {noise.SHORT_US:.0f} µs",
         f"differ by at most {percent(repeatability.TIE)}, or by two standard errors",
@@ -166,7 +166,7 @@ def forward_page() -> list[str]:
 def glossary() -> list[str]:
     return [
         f"within {100 * choose_winner.TIE:g} % of the fastest",
-        f"beaten by more than {percent(choose_winner.KEPT)}",
+        f"beaten by more than {percent(choose_winner.INCUMBENT_TIE)}",
         "Below 1 the winner",
     ]
 

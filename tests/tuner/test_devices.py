@@ -19,7 +19,7 @@ from generator.problem import Problem, load_problems
 from generator.studies.records import Record, Winner
 from generator.studies.storage import open_storage
 from generator.studies.study_log import StudyLog
-from generator.studies.work_queue import PrivateQueue
+from generator.studies.work_queue import Queue
 from generator.tuner import choose_device, device_pool, device_process
 from generator.tuner.choose_device import choose_devices, choose_target
 from generator.tuner.lifecycle import Stop
@@ -60,7 +60,7 @@ def open_absent(folder: Path, index: int) -> FakeDevice:
 
 def search(own: device_pool.DevicePool, plan: Plan, stop: Stop | None = None) -> Quiet:
     watcher = Quiet()
-    own.search(plan, TaskList(plan, PrivateQueue()), stop or Stop(), watcher)
+    own.search(plan, TaskList(plan, Queue()), stop or Stop(), watcher)
     return watcher
 
 
@@ -103,7 +103,7 @@ def test_devices_find_what_one_device_finds(tmp_path: Path) -> None:
     runner = TaskRunner(
         one, FakePool(), LoggingEvaluator(tmp_path, 0.0), FACTS, open_storage(one.where)
     )
-    run_tasks(runner, TaskList(one, PrivateQueue()), Stop(), alone)
+    run_tasks(runner, TaskList(one, Queue()), Stop(), alone)
 
     two = make_plan(tmp_path / "two", 50, devices=(0, 1), **options)
     with DevicePool(two.devices, partial(open_fake, tmp_path, 0.0)) as own:
@@ -183,7 +183,7 @@ def test_request_to_end_is_obeyed_after_the_trials_under_way(tmp_path: Path) -> 
                 stop.signal = signal.SIGINT
 
     stop, watcher = Stop(), Impatient()
-    tasks = TaskList(plan, PrivateQueue())
+    tasks = TaskList(plan, Queue())
     with (
         DevicePool(plan.devices, partial(open_fake, tmp_path, 0.005)) as own,
         pytest.raises(KeyboardInterrupt),
@@ -220,7 +220,7 @@ def test_longest_problems_go_first_and_four_devices_end_together() -> None:
 
 
 def test_one_device_alone_keeps_the_order_of_the_shapes(tmp_path: Path) -> None:
-    tasks = TaskList(make_plan(tmp_path, 1), PrivateQueue())
+    tasks = TaskList(make_plan(tmp_path, 1), Queue())
     claimed = []
     while task := tasks.claim():
         claimed.append(task.problem)

@@ -21,7 +21,7 @@ from optuna.exceptions import StorageInternalError
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.evaluator import INTERLEAVINGS, MeasuredEvaluator
 from generator.evaluate.gpu.protocol import NoGpuError, WorkerLostError
-from generator.evaluate.gpu.supervisor import RETRY_PAUSES, STARVED
+from generator.evaluate.gpu.supervisor import RETRY_PAUSES, STARVED, Supervisor
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.geometry import Config
 from generator.kernels.variant import Variant, make_variant
@@ -60,14 +60,10 @@ class Bench:
     @contextmanager
     def evaluator(self, seconds: float = 20.0) -> Iterator[MeasuredEvaluator]:
         forks()
-        with MeasuredEvaluator(
-            TARGET,
-            0,
-            seconds,
-            open_handler=self.gpu,
-            method="forkserver",
-            sleep=self.pauses.append,
-        ) as evaluator:
+        supervisor = Supervisor(
+            0, seconds, open_handler=self.gpu, method="forkserver", sleep=self.pauses.append
+        )
+        with MeasuredEvaluator(TARGET, supervisor) as evaluator:
             yield evaluator
 
     def entry(self, place: int) -> tuple[Variant, Any]:

@@ -57,6 +57,11 @@ def test_rule_gives_every_shape_a_kernel_without_a_gpu() -> None:
     assert tune_forwards(shapes, H200, known=known).tuned == ()
 
 
+def own_kind(problem: Problem, target: Target) -> list[ForwardVariant]:
+    """One variant to choose from."""
+    return [of_kind(str(problem))]
+
+
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """No process starts for a GPU; which ones would have."""
@@ -86,9 +91,8 @@ def test_longest_shapes_are_measured_first_and_the_order_of_the_result_is_kept(
         order.append(problem.M)
         return measured(made)
 
-    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
     monkeypatch.setattr(forward_tune, "measure_forwards", measure)
-    forwards = tune_forwards(shapes, H200, (0,), generic=())
+    forwards = tune_forwards(shapes, H200, (0,), generic=(), choices=own_kind)
     assert order == [65536, 4096, 512, 64]
     assert [entry.problem for entry in forwards.tuned] == shapes
 
@@ -109,10 +113,11 @@ def test_stop_leaves_the_shapes_out_that_are_not_measured_yet(
         if len(order) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
     monkeypatch.setattr(forward_tune, "measure_forwards", measure)
     lines: list[str] = []
-    forwards = tune_forwards(shapes, H200, (0,), generic=(), say=lines.append, check=check)
+    forwards = tune_forwards(
+        shapes, H200, (0,), generic=(), say=lines.append, check=check, choices=own_kind
+    )
     assert order == [65536, 4096]
     assert [entry.problem.M for entry in forwards.tuned] == [4096, 65536]
     assert lines[-1] == "forward kernels still to be chosen: 2"
@@ -132,9 +137,8 @@ def test_gpu_processes_start_before_anything_is_compiled_and_none_that_has_nothi
         return compile_variant(variant, arch)
 
     monkeypatch.setattr(forward_compiler, "find_cached", compile_where)
-    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
     monkeypatch.setattr(forward_tune, "measure_forwards", lambda gpu, p, made: measured(made))
-    forwards = tune_forwards(shapes, H200, (0, 2, 5), generic=ONE_GENERIC)
+    forwards = tune_forwards(shapes, H200, (0, 2, 5), generic=ONE_GENERIC, choices=own_kind)
     assert before == {(0, 2)}
 
     known: Any = SimpleNamespace(
@@ -144,7 +148,9 @@ def test_gpu_processes_start_before_anything_is_compiled_and_none_that_has_nothi
         ]
     )
     gpus.clear()
-    again = tune_forwards(shapes, H200, (0, 2, 5), generic=ONE_GENERIC, known=known)
+    again = tune_forwards(
+        shapes, H200, (0, 2, 5), generic=ONE_GENERIC, known=known, choices=own_kind
+    )
     assert again.tuned == ()
     assert gpus == []
 
@@ -167,9 +173,8 @@ def test_kernels_of_later_shapes_are_compiled_while_the_first_one_is_measured(
         return measured(made)
 
     monkeypatch.setattr(forward_compiler, "find_cached", compile_where)
-    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
     monkeypatch.setattr(forward_tune, "measure_forwards", measure)
-    tune_forwards(shapes, H200, (0,), generic=ONE_GENERIC)
+    tune_forwards(shapes, H200, (0,), generic=ONE_GENERIC, choices=own_kind)
     assert before[0] == {512, 1024, 2048}
 
 
@@ -182,10 +187,11 @@ def test_no_compiler_starts_for_kernels_that_the_cache_has(monkeypatch: pytest.M
     for variant in [*variants, *ONE_GENERIC]:
         compile_variant(variant, H200.arch)
     monkeypatch.setattr(ProcessPoolExecutor, "submit", submit)
-    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: variants)
     monkeypatch.setattr(forward_tune, "measure_forwards", lambda gpu, p, made: measured(made))
     shapes = [Problem.parse("4096x1024:bf16")]
-    (entry,) = tune_forwards(shapes, H200, (0,), generic=ONE_GENERIC).tuned
+    (entry,) = tune_forwards(
+        shapes, H200, (0,), generic=ONE_GENERIC, choices=lambda p, t: variants
+    ).tuned
     assert entry.variant == variants[0]
 
 
@@ -254,13 +260,12 @@ def test_measured_choice_is_the_rules_first_within_one_percent_of_the_best(
 ) -> None:
     problem = Problem.parse("4096x1024:bf16")
     variants = forward_variants(problem, H200)[:4]
-    monkeypatch.setattr(forward_tune, "forward_variants", lambda *_: variants)
     answer = [
         Result("wrong", note="planted") if ratio is None else Result("ok", ratio, 1.0, ratio)
         for ratio in times
     ]
     monkeypatch.setattr(forward_tune, "measure_forwards", lambda *_: answer)
-    (entry,) = tune_forwards([problem], H200, (0,)).tuned
+    (entry,) = tune_forwards([problem], H200, (0,), choices=lambda *_: variants).tuned
     assert (entry.evidence, entry.variant) == ("measured", variants[chosen])
     assert entry.provenance["ratio"] == times[chosen]
     assert entry.provenance["faults"] == times.count(None)
@@ -270,14 +275,13 @@ def test_measured_choice_is_the_rules_first_within_one_percent_of_the_best(
 def test_a_lost_gpu_leaves_the_choice_to_the_rule_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
 
     def measure(*_: object) -> list[Result]:
         raise NormforgeError("the lost GPU worker cannot be replaced")
 
     monkeypatch.setattr(forward_tune, "measure_forwards", measure)
     shapes = [Problem.parse(f"{M}x1024:bf16") for M in (4096, 64)]
-    for entry in tune_forwards(shapes, H200, (0,)).tuned:
+    for entry in tune_forwards(shapes, H200, (0,), choices=own_kind).tuned:
         assert entry.evidence == "predicted"
         assert "the lost GPU worker cannot be replaced" in entry.provenance["reason"]
 
@@ -291,10 +295,9 @@ def test_a_shape_that_cannot_be_measured_is_left_to_the_rule_and_the_next_one_is
             raise ProblemError("no clean numbers")
         return measured(made)
 
-    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
     monkeypatch.setattr(forward_tune, "measure_forwards", measure)
     shapes = [Problem.parse(f"{M}x1024:bf16") for M in (4096, 64)]
-    noisy, clean = tune_forwards(shapes, H200, (0,)).tuned
+    noisy, clean = tune_forwards(shapes, H200, (0,), choices=own_kind).tuned
     assert (noisy.evidence, clean.evidence) == ("predicted", "measured")
     assert "no clean numbers" in noisy.provenance["reason"]
 
@@ -310,9 +313,8 @@ def test_a_kernel_that_the_executor_refutes_is_not_predicted(
     )
     (entry,) = tune_forwards([problem], H200).tuned
     assert entry.variant == second
-    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [first])
     said: list[str] = []
-    forwards = tune_forwards([problem], H200, say=said.append)
+    forwards = tune_forwards([problem], H200, say=said.append, choices=lambda p, t: [first])
     # The backward's winner is not lost for it: any row is served by the generic ones.
     assert forwards.tuned == () and forwards.fallback != ()
     assert "no forward kernel for" in said[0] and "passes (y[0, 0] is 1)" in said[0]
@@ -350,17 +352,15 @@ def test_a_full_executor_cache_ends_the_choice_of_a_forward(
 
     monkeypatch.setattr(forward_tune, "find_compiler", lambda: "c++")
     monkeypatch.setattr(forward_compiler, "emulate_forward", full)
-    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
     monkeypatch.setattr(forward_tune, "generic_forwards", lambda dtypes: [])
     with pytest.raises(HostError, match="no space left"):
-        tune_forwards([Problem.parse("4096x1024:bf16")], H200)
+        tune_forwards([Problem.parse("4096x1024:bf16")], H200, choices=own_kind)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a machine without a GPU")
 def test_measuring_without_a_gpu_ends_in_the_rule_and_not_in_a_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(forward_tune, "forward_variants", lambda p, t: [of_kind(str(p))])
-    (entry,) = tune_forwards([Problem.parse("4096x1024:bf16")], H200, (0,)).tuned
+    (entry,) = tune_forwards([Problem.parse("4096x1024:bf16")], H200, (0,), choices=own_kind).tuned
     assert entry.evidence == "predicted"
     assert "measuring failed" in entry.provenance["reason"]

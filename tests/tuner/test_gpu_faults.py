@@ -14,6 +14,7 @@ import pytest
 
 from generator.errors import ProblemError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
+from generator.evaluate.gpu.supervisor import Supervisor
 from generator.kernels.cubin_cache import compile_variant
 from generator.problem import Problem
 from generator.result import Result
@@ -51,9 +52,13 @@ def neighbour(source: str) -> Iterator[None]:
             process.kill()
 
 
+def patient() -> Supervisor:
+    return Supervisor(0, 60.0, sleep=lambda seconds: None)
+
+
 @pytest.fixture(scope="module")
 def evaluator(here: Target) -> Iterator[MeasuredEvaluator]:
-    with MeasuredEvaluator(here, 0, 60.0, sleep=lambda seconds: None) as evaluator:
+    with MeasuredEvaluator(here, patient()) as evaluator:
         yield evaluator
 
 
@@ -98,7 +103,7 @@ def test_worker_killed_from_outside_costs_no_trial(evaluator: MeasuredEvaluator)
 def test_memory_that_others_hold_ends_the_problem_and_is_used_when_it_is_free(
     here: Target,
 ) -> None:
-    with MeasuredEvaluator(here, 0, 60.0, sleep=lambda seconds: None) as evaluator:
+    with MeasuredEvaluator(here, patient()) as evaluator:
         assert evaluate(evaluator).outcome == "ok"
         with neighbour(HOARD), pytest.raises(ProblemError, match="memory"):
             evaluate(evaluator, LARGE)

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
@@ -21,7 +21,7 @@ import pytest
 
 from generator.errors import NormforgeError
 from generator.kernels import cubin_cache, precompile
-from generator.kernels.cubin_cache import CubinCache, compile_variant, find_cached
+from generator.kernels.cubin_cache import compile_variant, entry_path, find_cached
 from generator.kernels.forward import render_forward
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.precompile import NICE, precompiling
@@ -46,9 +46,11 @@ from generator.tuner.emission import generic_forwards_of
 from generator.tuner.forward import MOST_VARIANTS, forwards_to_compile, space_code
 from generator.tuner.plan import longest_first
 from generator.tuner.run import kernels_to_precompile, tune
+from generator.tuner.task_list import TaskList
 from tests.support.fake_devices import FACTS, Quiet, make_plan
 from tests.support.fake_gpu import born
 from tests.support.patience import patience
+from tests.support.synthetic import LEGAL, make_winner
 
 H200 = find_target("h200")
 BACKWARD = fallback_variants(H200)[0]
@@ -111,7 +113,7 @@ def test_what_the_cache_lacks_is_compiled_by_the_pool(tmp_path: Path) -> None:
 def test_damaged_entry_of_the_cache_counts_as_none(tmp_path: Path) -> None:
     compile_variant(FORWARDS[0], H200.arch, tmp_path)
     assert find_cached(FORWARDS[0], H200.arch, tmp_path)
-    path = CubinCache(tmp_path).path(render_forward(FORWARDS[0]), H200.arch, 0)
+    path = entry_path(tmp_path, render_forward(FORWARDS[0]), H200.arch)
     path.write_bytes(path.read_bytes()[:-10])
     assert find_cached(FORWARDS[0], H200.arch, tmp_path) is None
 
@@ -135,7 +137,12 @@ def test_processes_that_cannot_be_started_are_done_without(
         raise error
 
     def start(*arguments: object) -> Any:
-        return SimpleNamespace(submit=submit, shutdown=lambda **named: None, _processes={})
+        return SimpleNamespace(
+            submit=submit,
+            shutdown=lambda **named: None,
+            _processes={},
+            _executor_manager_thread=None,
+        )
 
     monkeypatch.setattr(precompile, "ProcessPoolExecutor", start)
     searched = False
@@ -205,7 +212,9 @@ def test_most_cores_are_left_to_the_search(
 
     def start(processes: int, *rest: object) -> Any:
         started.append(processes)
-        return SimpleNamespace(shutdown=lambda **named: None, _processes={})
+        return SimpleNamespace(
+            shutdown=lambda **named: None, _processes={}, _executor_manager_thread=None
+        )
 
     monkeypatch.setattr(precompile, "ProcessPoolExecutor", start)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
@@ -223,12 +232,30 @@ def test_measured_run_compiles_ahead_while_it_searches_and_a_predicted_one_does_
 ) -> None:
     before, seen = workers(), []
     monkeypatch.setattr(run, "run_tasks", lambda *arguments: seen.append(workers() - before))
-    measurer: Any = SimpleNamespace(facts=FACTS) if devices else None
+    measurer: Any = SimpleNamespace(facts=FACTS, close=lambda: None) if devices else None
     plan = make_plan(tmp_path, 1, devices=devices)
     with all_gone():
         outcome = tune(plan, measurer, Quiet())
     assert outcome.emission is None
     assert [bool(started) for started in seen] == [bool(devices)]
+
+
+def test_workers_of_the_search_are_gone_when_forwards_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose noise they would be taken for."""
+    done: list[str] = []
+
+    def search(runner: object, tasks: TaskList, *rest: object) -> None:
+        while task := tasks.claim():
+            tasks.conclude(task, make_winner(LEGAL.reduction_kinds[0]))
+
+    monkeypatch.setattr(run, "run_tasks", search)
+    monkeypatch.setattr(run, "emit", lambda *arguments: done.append("emitted"))
+    monkeypatch.setattr(run, "precompiling", lambda *arguments: nullcontext())
+    measurer: Any = SimpleNamespace(facts=FACTS, close=lambda: done.append("closed"))
+    tune(make_plan(tmp_path, 1, devices=(0,)), measurer, Quiet())
+    assert done == ["closed", "emitted"]
 
 
 def test_foreseen_are_fallback_kernels_and_the_forwards_to_be_measured_in_the_order_of_need(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from generator.studies.leases import Lease
-from generator.studies.work_queue import PrivateQueue
+from generator.studies.work_queue import Queue
 from generator.tuner.task_list import TaskList
 from tests.support.fake_devices import PROBLEMS, make_plan
 from tests.support.searches import DETERMINISTIC
@@ -14,7 +14,7 @@ from tests.support.synthetic import make_winner
 WINNER = make_winner(DETERMINISTIC[0])
 
 
-class Watched(PrivateQueue):
+class Watched(Queue):
     def __init__(self) -> None:
         self.released: list[str] = []
 
@@ -22,8 +22,8 @@ class Watched(PrivateQueue):
         self.released.append(lease.study)
 
 
-def tasks(folder: Path, queue: PrivateQueue | None = None) -> TaskList:
-    return TaskList(make_plan(folder, 3, problems=PROBLEMS[:2]), queue or PrivateQueue())
+def tasks(folder: Path, queue: Queue | None = None) -> TaskList:
+    return TaskList(make_plan(folder, 3, problems=PROBLEMS[:2]), queue or Queue())
 
 
 def test_a_problem_that_was_given_back_is_searched_again(tmp_path: Path) -> None:

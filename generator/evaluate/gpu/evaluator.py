@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -19,9 +18,8 @@ from generator.evaluate.gpu.noise import (
     noise_in,
 )
 from generator.evaluate.gpu.nvml import DeviceMonitor
-from generator.evaluate.gpu.protocol import Candidate, Handler, Job, WorkerLostError
-from generator.evaluate.gpu.supervisor import JOB_SECONDS, KEPT, Supervisor
-from generator.evaluate.gpu.worker import open_session
+from generator.evaluate.gpu.protocol import Candidate, Job, WorkerLostError
+from generator.evaluate.gpu.supervisor import KEPT, Supervisor
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.revision import AnyVariant
 from generator.kernels.variant import Variant
@@ -35,39 +33,27 @@ INTERLEAVINGS = 3
 FINAL_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Seconds after each noisy block of the finals: one minute for a neighbour to finish."""
 
-Entry = tuple[AnyVariant, Compiled]
+Made = tuple[AnyVariant, Compiled]
+"""A variant and its machine code."""
 
 
 class MeasuredEvaluator:
-    """Evaluates candidates on a real GPU; the search sees only Results. Noisy blocks are measured
-    again. operation: None for that of each problem; the other arguments: see Supervisor."""
+    """Evaluates candidates on the GPU of a supervisor, which ends with it; the search sees only
+    Results. Noisy blocks are measured again. operation: None for that of each problem."""
 
     evidence = "measured"
 
     def __init__(
-        self,
-        target: Target,
-        device: int = 0,
-        seconds: float = JOB_SECONDS,
-        *,
-        open_handler: Callable[[int], Handler] = open_session,
-        method: str = "spawn",
-        sleep: Callable[[float], None] = time.sleep,
-        supervisor: Supervisor | None = None,
-        operation: Operation | None = None,
+        self, target: Target, supervisor: Supervisor, operation: Operation | None = None
     ) -> None:
-        self.target, self._operation = target, operation
-        self._sleep = sleep
-        self._supervisor = supervisor or Supervisor(
-            device, seconds, open_handler=open_handler, method=method, sleep=sleep
-        )
-        self.facts = self._supervisor.facts
+        self.target, self._supervisor, self._operation = target, supervisor, operation
+        self._sleep, self.facts = supervisor.sleep, supervisor.facts
         self._floors: dict[Problem, float] = {}
         self.discarded = self.noisy = 0
         self.noise: set[str] = set()
         self.monitor = DeviceMonitor(self.facts.get("bus_id"))
-        self.causes_at_start = self.monitor.causes(self._supervisor.pids)
-        self._supervisor.spare()
+        self.causes_at_start = self.monitor.causes(supervisor.pids)
+        supervisor.spare()
 
     @property
     def lost(self) -> int:
@@ -105,18 +91,18 @@ class MeasuredEvaluator:
             result = replace(result, extra={**result.extra, "gpu": self.facts.get("uuid", "")})
         return result
 
-    def check_accuracy(self, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
+    def check_accuracy(self, problem: Problem, entries: Sequence[Made]) -> list[Result]:
         """Results of the accuracy check alone, without times."""
         return self._check_each("accuracy", problem, entries)
 
-    def check_determinism(self, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
+    def check_determinism(self, problem: Problem, entries: Sequence[Made]) -> list[Result]:
         """Results of the determinism checks alone, without times."""
         return self._check_each("determinism", problem, entries)
 
     def shortlist(
         self,
         problem: Problem,
-        entries: Sequence[Entry],
+        entries: Sequence[Made],
         blocks: int | None = None,
         rounds: int | None = None,
     ) -> list[float]:
@@ -138,7 +124,7 @@ class MeasuredEvaluator:
         self.discarded += timing.discarded
         return [] if timing.fault else list(timing.ratios)
 
-    def finals(self, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
+    def finals(self, problem: Problem, entries: Sequence[Made]) -> list[Result]:
         """The determinism checks for each, then all that passed timed in the same blocks. What sums
         over rows must have the same bits in a fresh process, too. Raises NoisyError when a minute
         of trying brings no clean blocks."""
@@ -178,7 +164,7 @@ class MeasuredEvaluator:
         if answer.block and floor_us and not noise_in(answer.block):
             self._update_floor(problem, floor_us)
 
-    def _candidates(self, entries: Sequence[Entry]) -> tuple[Candidate, ...]:
+    def _candidates(self, entries: Sequence[Made]) -> tuple[Candidate, ...]:
         sms = self.target.sms
         return tuple(Candidate(compiled.cubin, v.spec(sms)) for v, compiled in entries)
 
@@ -191,7 +177,7 @@ class MeasuredEvaluator:
     def _operation_of(self, problem: Problem) -> Operation:
         return self._operation or operation_of(problem)
 
-    def _check_each(self, kind: str, problem: Problem, entries: Sequence[Entry]) -> list[Result]:
+    def _check_each(self, kind: str, problem: Problem, entries: Sequence[Made]) -> list[Result]:
         self._probe(problem)
         candidates = self._candidates(entries)
         return [self._result(self._job(kind, problem, (one,))) for one in candidates]

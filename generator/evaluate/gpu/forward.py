@@ -6,20 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
-from generator.kernels.forward import ForwardVariant
-from generator.kernels.nvrtc import Compiled
+from generator.kernels.forward import CompiledForward
 from generator.problem import Problem
 from generator.result import Result
 
 SCREEN_ROUNDS = 7
 FINALISTS = 6
 
-Entry = tuple[ForwardVariant, Compiled]
-Check = Callable[[Problem, Sequence[Entry]], list[Result]]
+Check = Callable[[Problem, Sequence[CompiledForward]], list[Result]]
 
 
 def measure_forwards(
-    evaluator: MeasuredEvaluator, problem: Problem, entries: Sequence[Entry]
+    evaluator: MeasuredEvaluator, problem: Problem, entries: Sequence[CompiledForward]
 ) -> list[Result]:
     """The results of all entries, which are in order of preference. Those that passed accuracy and
     20 runs, without and with a residual, have times if they were among the fastest in one block of

@@ -53,7 +53,7 @@ class Supervisor:
         self.device, self.seconds = device, seconds
         self.lost = 0
         self._open = lambda: GpuWorker(device, open_handler, method)
-        self._sleep = sleep
+        self.sleep = sleep
         self._roomy = True
         self._starved = 0
         self._reserves: list[GpuWorker] = []
@@ -79,7 +79,7 @@ class Supervisor:
         when no GPU works any more."""
         for pause in (None, *RETRY_PAUSES):
             if pause is not None:
-                self._sleep(pause)
+                self.sleep(pause)
             try:
                 answer = self._worker.call(job, self.seconds)
             except WorkerLostError as lost:
@@ -115,7 +115,7 @@ class Supervisor:
         first: a GPU that no longer works must not be blamed on candidate after
         candidate."""
         for pause in (0.0, *RETRY_PAUSES):
-            self._sleep(pause)
+            self.sleep(pause)
             self._worker.kill()
             self._worker = self._reserves.pop(0) if self._reserves else self._open()
             try:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from generator.errors import NormforgeError
-from generator.evaluate.gpu.protocol import Answer, Handler, Job, NoGpuError, WorkerLostError
+from generator.errors import NormforgeError, one_line
+from generator.evaluate.gpu.protocol import Answer, Handler, Job, WorkerLostError
 from generator.processes import end_with_parent, shielded
 
 START_SECONDS = 120.0
@@ -58,12 +58,9 @@ class GpuWorker:
             except WorkerLostError as lost:
                 # It had no job yet, so that no candidate is to blame.
                 raise WorkerLostError(lost.outcome, lost.note, outside=True) from None
-            if not isinstance(answer, dict):
+            if isinstance(answer, NormforgeError):
                 self.kill()
-                kind, reason = answer
-                raise (NoGpuError if kind == NoGpuError.__name__ else NormforgeError)(
-                    f"the GPU worker cannot start: {reason}"
-                )
+                raise type(answer)(f"the GPU worker cannot start: {answer}")
             self._facts = answer
         return self._facts
 
@@ -109,9 +106,11 @@ def _serve(connection: Connection, device: int, open_handler: Callable[[int], Ha
     try:
         handler = open_handler(device)
         connection.send(handler.facts)
+    except NormforgeError as error:
+        connection.send(error)
+        return
     except Exception as error:
-        kind = type(error).__name__
-        connection.send((kind, " ".join(str(error).split()) or kind))
+        connection.send(NormforgeError(one_line(error) or type(error).__name__))
         return
     while True:
         try:

@@ -1,0 +1,138 @@
+"""The processes that compile: one that dies, one that is late, one that is not needed any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from multiprocessing import active_children
+from pathlib import Path
+
+import pytest
+
+from generator.kernels import compile_pool
+from generator.kernels.compile_pool import CompilePool
+from generator.kernels.cubin_cache import compile_variant
+from generator.kernels.nvrtc import Compiled
+from generator.kernels.variant import Variant
+from generator.paths import REPOSITORY
+from generator.target import find_target
+from tests.support.patience import patience
+from tests.support.samples import plain_variant
+
+SHAPE = "4096x1024:bf16"
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[CompilePool]:
+    with CompilePool("sm_90a", 1, tmp_path, compile=compile_variant) as pool:
+        yield pool
+
+
+def variants() -> list[Variant]:
+    return [plain_variant(SHAPE, find_target("h200"), strategy=s) for s in ("atomic", "last_cta")]
+
+
+def workers() -> list[int]:
+    return [process.pid for process in active_children() if process.pid is not None]
+
+
+def test_pool_survives_a_worker_that_is_killed_while_it_compiles(pool: CompilePool) -> None:
+    before = set(workers())
+    jobs = [(v, pool.submit(v)) for v in variants()]
+    (worker,) = set(workers()) - before
+    os.kill(worker, signal.SIGKILL)
+    for v, future in jobs:
+        assert pool.result(v, future).error == ""
+    again = variants()[0]
+    assert pool.result(again, pool.submit(again)).cubin
+
+
+def test_compilation_past_its_deadline_is_an_error_and_the_others_go_on(pool: CompilePool) -> None:
+    jobs = [(v, pool.submit(v)) for v in (*variants(), *variants())]
+    # A worker needs longer than this to start.
+    late = pool.result(*jobs[0], timeout=0.01)
+    assert "took more than" in late.error
+    assert late.cubin == b""
+    for v, future in jobs[1:]:
+        assert pool.result(v, future).error == ""
+
+
+def test_compilation_that_was_cancelled_is_made_when_it_is_asked_for(pool: CompilePool) -> None:
+    jobs = [(v, pool.submit(v)) for v in (*variants(), *variants())]
+    v, future = jobs[-1]
+    assert future.cancel()
+    assert pool.result(v, future).cubin
+
+
+def test_deadlines_missed_together_end_one_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool that takes its place serves other threads. What only waited goes on there."""
+    v, _ = variants()
+    done = compile_variant(v, "sm_90a", tmp_path)
+    ended: list[object] = []
+    monkeypatch.setattr(compile_pool, "end_pool", ended.append)
+    with CompilePool("sm_90a", 1, tmp_path) as pool:
+        old = pool._pool
+        monkeypatch.setattr(old, "submit", lambda *arguments: Future())
+        hung, as_well, waiting = (pool.submit(v) for _ in range(3))
+        assert "took more than" in pool.result(v, hung, timeout=0).error
+        monkeypatch.setattr(pool._pool, "submit", lambda *arguments: answered(done))
+        assert "took more than" in pool.result(v, as_well, timeout=0).error
+        assert waiting.cancel()
+        assert pool.result(v, waiting) is done
+        assert ended == [old]
+
+
+def answered(compiled: Compiled) -> Future[Compiled]:
+    future: Future[Compiled] = Future()
+    future.set_result(compiled)
+    return future
+
+
+ORPHAN = """
+import time
+from multiprocessing import active_children
+from pathlib import Path
+from generator.kernels.cubin_cache import compile_variant
+from generator.kernels.compile_pool import CompilePool
+from generator.target import find_target
+from tests.support.samples import plain_variant
+pool = CompilePool("sm_90a", 1, Path({folder!r}), compile=compile_variant)
+v = plain_variant("4096x1024:bf16", find_target("h200"), strategy="atomic")
+assert pool.result(v, pool.submit(v)).cubin
+print(active_children()[0].pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    root = REPOSITORY
+    code = ORPHAN.format(folder=str(tmp_path))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    until = time.monotonic() + patience(10)
+    while alive(worker):
+        assert time.monotonic() < until, f"worker {worker} outlives its parent"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits to be reaped does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
