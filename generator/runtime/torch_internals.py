@@ -76,6 +76,20 @@ def has_tangent(*values: Any) -> bool:
     )
 
 
+def _has_no_address(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.data_ptr() < 0
+    except RuntimeError:
+        return True
+
+
+is_batched: Callable[[Any], bool] = _find(
+    "is_legacy_batchedtensor", _has_no_address, getattr(torch._C, "_functorch", None)
+)
+"""Whether a tensor is one of autograd's own vmap (is_grads_batched=True), of which neither its type
+nor a transform tells."""
+
+
 def _keys_of(device: str) -> int:
     keys, all_keys = torch._C.DispatchKeySet, torch._C.DispatchKey
     found = keys(getattr(all_keys, device)) | keys(getattr(all_keys, f"Autograd{device}"))
@@ -138,7 +152,7 @@ def _kind(tensor: Any) -> tuple[Any, ...] | None:
     if not isinstance(tensor, torch.Tensor):
         return None
     layout = (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
-    return type(tensor), *layout, tensor.requires_grad, tensor.is_neg()
+    return type(tensor), *layout, tensor.requires_grad, tensor.is_neg(), is_batched(tensor)
 
 
 Size = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]

@@ -13,6 +13,7 @@ from ..serve.reference import Results
 from ..torch_internals import (
     PLAIN_KEYS,
     has_tangent,
+    is_batched,
     is_plain,
     modes_active,
     tangents_active,
@@ -63,16 +64,25 @@ def gradients(
     dy = dy.to(x.dtype)
     if dresidual is not None:
         dresidual = dresidual.to(x.dtype)
-    # With create_graph=True, or in forward mode.
-    if torch.is_grad_enabled() or has_tangent(dy, x, weight, dresidual):
-        arguments = (norm.eps, norm.weight_offset, dresidual, need_dx, need_dw)
-        return differentiable_backward(dy, x, weight, *arguments, centred=mean is not None)
+    differentiable = (dy, x, weight, norm.eps, norm.weight_offset, dresidual, need_dx, need_dw)
+    # With create_graph=True, in forward mode, and under torch.func.
+    if (
+        torch.is_grad_enabled()
+        or (not is_dynamo_compiling() and transforms_active())
+        or has_tangent(dy, x, weight, dresidual)
+    ):
+        return differentiable_backward(*differentiable, centred=mean is not None)
     # Rows that a wider residual made wide keep the weight they had.
     wide = weight is not None and weight.dtype not in (x.dtype, torch.float32)
     scale = weight.float() if wide and weight is not None else weight
     given = Arguments(dy, x, rstd, scale, dresidual if need_dx else None, mean=mean)
     options = options_for(norm.eps, norm.weight_offset, need_dx, need_dw)
-    dx, dw, *_ = backward(given, options)
+    try:
+        dx, dw, *_ = backward(given, options)
+    except RuntimeError:  # with is_grads_batched=True there is no address that a kernel could read
+        if not (is_batched(dy) or (dresidual is not None and is_batched(dresidual))):
+            raise
+        return differentiable_backward(*differentiable, centred=mean is not None)
     return dx, dw.to(weight.dtype) if wide and dw is not None and weight is not None else dw
 
 

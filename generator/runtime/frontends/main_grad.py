@@ -14,6 +14,11 @@ from ..torch_internals import is_plain, modes_active
 from .gradients import NormArguments, gradients
 from .rms_norm import Norm
 
+_REFUSED = (
+    "RMSNorm(main_grad=True) has no second derivative, no batched backward and no forward mode: "
+    "run without create_graph=True, is_grads_batched=True, torch.func.vmap and dual tensors"
+)
+
 
 def main_grad_norm(
     norm: Norm,
@@ -61,25 +66,29 @@ class _MainGradNorm(torch.autograd.Function):
         ctx: Any, dy: torch.Tensor | None, dstream: torch.Tensor | None = None
     ) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "RMSNorm(main_grad=True) has no second derivative: run without create_graph=True"
-            )
+            raise RuntimeError(_REFUSED)
         stream, weight, rstd = ctx.saved_tensors
         _, needs_x, needs_residual, _, needs_dw, _, _ = ctx.needs_input_grad
         wanted = (needs_x or needs_residual, needs_dw)
         watched = modes_active() or not is_plain(dy)
         run = ctx.norm.operators.backward if watched else ctx.norm.run
 
+        added = False
+
         def into_main_grad(given: Arguments, options: Options) -> Results:
+            nonlocal added
             if options.need_dw:
                 buffer = _main_grad(ctx.parameter).view(weight.shape)
                 given = replace(given, dw_out=buffer)
                 add = not getattr(ctx.parameter, "overwrite_main_grad", False)
                 options = replace(options, accumulate=add)
             results: Results = run(given, options)
+            added = True
             return results
 
         dx, dw = gradients(into_main_grad, ctx.arguments, wanted, dy, stream, weight, rstd, dstream)
+        if dw is not None and not added:  # by the formula, of which the buffer has nothing
+            raise RuntimeError(_REFUSED)
         dresidual = dx if needs_residual else None
         dx = dx.to(ctx.x_dtype) if dx is not None and needs_x else None
         dummy = None if dw is None else _dummy(ctx.parameter)
