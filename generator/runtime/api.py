@@ -22,7 +22,7 @@ from .serve.forward import Forward
 from .serve.options import Arguments, Options
 from .serve.reference import Results
 from .table import Kernel
-from .torch_internals import modes_active, raw_stream, tangents_active
+from .torch_internals import raw_stream, watched
 
 
 class Package(DescribedServer):
@@ -115,7 +115,7 @@ class Package(DescribedServer):
             and need_dx
             and need_dw
             and not (weight_offset or accumulate)
-            and not (is_dynamo_compiling() or modes_active() or tangents_active())
+            and not watched()
         ):
             native = self._native
             if native.backward is not None:

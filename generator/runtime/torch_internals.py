@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 
 def _public_stream(device: int) -> int:
@@ -49,10 +50,8 @@ _SEE_WATCHERS = (
 """Whether this PyTorch says who sees operators. Where it does not, a mode may always be there, and
 every call goes to the operators, which then find out by public means."""
 
-modes_active: Callable[[], int] = (
-    _find("_len_torch_dispatch_stack", lambda: 1) if _SEE_WATCHERS else lambda: 1
-)
-"""How many modes (a tracer, a fake-tensor mode, selective checkpointing) see every operator."""
+# How many modes (a tracer, a fake-tensor mode, selective checkpointing) see every operator.
+_modes_active: Callable[[], int] = _find("_len_torch_dispatch_stack", lambda: 1)
 
 transforms_active: Callable[[], bool] = _find("_are_functorch_transforms_active", lambda: False)
 """Whether torch.func is transforming what runs (grad, vmap, …). Where nobody says so, torch.func
@@ -61,15 +60,25 @@ refuses a node of autograd by itself."""
 tracing: Callable[[], Any] = _find("_get_tracing_state", lambda: torch.jit.is_tracing() or None)
 """What torch.jit.trace writes to, None while it does not run."""
 
-tangents_active: Callable[[], bool] = (
-    (lambda: _forward_ad._current_level >= 0) if _SEE_WATCHERS else lambda: True
-)
-"""Whether a level of forward-mode differentiation is open."""
+
+def _watched() -> bool:
+    # Dynamo first: it cannot trace the other questions.
+    return bool(
+        is_dynamo_compiling()
+        or _modes_active()
+        or transforms_active()
+        or _forward_ad._current_level >= 0
+        or tracing() is not None
+    )
+
+
+watched: Callable[[], bool] = _watched if _SEE_WATCHERS else lambda: True
+"""Whether a compiler, a mode, a transform, a tracer or forward mode may see operators."""
 
 
 def has_tangent(*values: Any) -> bool:
     """Whether one of these is a dual tensor of the level that is open."""
-    return tangents_active() and any(
+    return (not _SEE_WATCHERS or _forward_ad._current_level >= 0) and any(
         _forward_ad.unpack_dual(value).tangent is not None
         for value in values
         if isinstance(value, torch.Tensor)

@@ -15,9 +15,8 @@ from ..torch_internals import (
     has_tangent,
     is_batched,
     is_plain,
-    modes_active,
-    tangents_active,
     transforms_active,
+    watched,
 )
 from .differentiable import differentiable_backward, differentiable_norm
 
@@ -32,16 +31,15 @@ class NormArguments(NamedTuple):
     weight_offset: float
 
 
-def is_watched(dy: torch.Tensor | None) -> bool:
+def is_watched(dy: torch.Tensor | None, dstream: torch.Tensor | None = None) -> bool:
     """Whether somebody sees the operators of a node's backward, or wants a gradient of its own."""
-    # Dynamo first: it cannot trace the question whether a mode is active. A gradient may be a
-    # subclass though x was none, such as a collective's result that has not arrived.
-    return bool(
-        is_dynamo_compiling()
+    # A gradient may be a subclass though x was none, such as a collective's result that has not
+    # arrived.
+    return (
+        watched()
         or torch.is_grad_enabled()
-        or modes_active()
-        or tangents_active()
         or not is_plain(dy)
+        or (dstream is not None and not is_plain(dstream))
     )
 
 
@@ -64,26 +62,29 @@ def gradients(
     dy = dy.to(x.dtype)
     if dresidual is not None:
         dresidual = dresidual.to(x.dtype)
-    differentiable = (dy, x, weight, norm.eps, norm.weight_offset, dresidual, need_dx, need_dw)
-    # With create_graph=True, in forward mode, and under torch.func.
-    if (
-        torch.is_grad_enabled()
-        or (not is_dynamo_compiling() and transforms_active())
-        or has_tangent(dy, x, weight, dresidual)
-    ):
-        return differentiable_backward(*differentiable, centred=mean is not None)
-    # Rows that a wider residual made wide keep the weight they had.
-    wide = weight is not None and weight.dtype not in (x.dtype, torch.float32)
-    scale = weight.float() if wide and weight is not None else weight
-    given = Arguments(dy, x, rstd, scale, dresidual if need_dx else None, mean=mean)
-    options = options_for(norm.eps, norm.weight_offset, need_dx, need_dw)
-    try:
-        dx, dw, *_ = backward(given, options)
-    except RuntimeError:  # with is_grads_batched=True there is no address that a kernel could read
-        if not (is_batched(dy) or (dresidual is not None and is_batched(dresidual))):
-            raise
-        return differentiable_backward(*differentiable, centred=mean is not None)
-    return dx, dw.to(weight.dtype) if wide and dw is not None and weight is not None else dw
+    by_pytorch = torch.is_grad_enabled() or (  # create_graph=True
+        watched()
+        and (
+            (not is_dynamo_compiling() and transforms_active())
+            or has_tangent(dy, x, weight, dresidual)
+        )
+    )
+    if not by_pytorch:
+        # Rows that a wider residual made wide keep the weight they had.
+        wide = weight is not None and weight.dtype not in (x.dtype, torch.float32)
+        scale = weight.float() if wide and weight is not None else weight
+        given = Arguments(dy, x, rstd, scale, dresidual if need_dx else None, mean=mean)
+        options = options_for(norm.eps, norm.weight_offset, need_dx, need_dw)
+        try:
+            dx, dw, *_ = backward(given, options)
+        except RuntimeError:
+            # With is_grads_batched=True there is no address that a kernel could read.
+            if not (is_batched(dy) or (dresidual is not None and is_batched(dresidual))):
+                raise
+        else:
+            return dx, dw.to(weight.dtype) if wide and dw is not None and weight is not None else dw
+    arguments = (norm.eps, norm.weight_offset, dresidual, need_dx, need_dw)
+    return differentiable_backward(dy, x, weight, *arguments, centred=mean is not None)
 
 
 def gradients_of_sum(
@@ -208,12 +209,7 @@ def autograd_of_backward(operator: Any, run: Kernel) -> Kernel:
 
 def _is_plain_call(keys: Any, given: tuple[Any, ...]) -> bool:
     """Whether the kernel of the device is all that is left of a call. keys: its dispatch keys."""
-    return (
-        keys.raw_repr() in PLAIN_KEYS
-        and not transforms_active()
-        and not tangents_active()
-        and not _want_gradient(given)
-    )
+    return keys.raw_repr() in PLAIN_KEYS and not watched() and not _want_gradient(given)
 
 
 def below_autograd(operator: Any, given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:

@@ -13,14 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from ..serve.describe import DescribedServer
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
-from ..torch_internals import (
-    PLAIN_TYPES,
-    is_plain,
-    modes_active,
-    tangents_active,
-    tracing,
-    transforms_active,
-)
+from ..torch_internals import PLAIN_TYPES, is_plain, tracing, transforms_active, watched
 from .differentiable import is_foreign
 from .graph_pass import AUTOTUNED, Pass, make_backend, make_pass
 from .install import Installation
@@ -97,13 +90,7 @@ class LayerNormPackage(DescribedServer):
             and type(x) in PLAIN_TYPES
             and (weight is None or type(weight) in PLAIN_TYPES)
             and (bias is None or type(bias) in PLAIN_TYPES)
-            and not (
-                is_dynamo_compiling()
-                or modes_active()
-                or transforms_active()
-                or tangents_active()
-                or tracing() is not None
-            )
+            and not watched()
         ):
             y = self._eager(x, weight, bias, eps)
             if y is not None:
@@ -129,7 +116,7 @@ class LayerNormPackage(DescribedServer):
             return self.ops.layer_norm
         if transforms_active() or tracing() is not None:
             return layer_norm_forward
-        if modes_active() or tangents_active() or not plain:
+        if watched() or not plain:
             return self.ops.layer_norm
         return self._node.apply if torch.is_grad_enabled() else layer_norm_forward
 
@@ -194,7 +181,7 @@ class LayerNormPackage(DescribedServer):
             and need_dx
             and need_dw
             and not accumulate
-            and not (is_dynamo_compiling() or modes_active() or tangents_active())
+            and not watched()
         ):
             results = self._quick(dy, x, rstd, weight, mean)
             if results is not None:

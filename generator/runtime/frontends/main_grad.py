@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
-from ..torch_internals import is_plain, modes_active
-from .gradients import NormArguments, gradients
+from .gradients import NormArguments, gradients, is_watched
 from .rms_norm import Norm
 
 _REFUSED = (
@@ -70,8 +68,7 @@ class _MainGradNorm(torch.autograd.Function):
         stream, weight, rstd = ctx.saved_tensors
         _, needs_x, needs_residual, _, needs_dw, _, _ = ctx.needs_input_grad
         wanted = (needs_x or needs_residual, needs_dw)
-        watched = modes_active() or not is_plain(dy)
-        run = ctx.norm.operators.backward if watched else ctx.norm.run
+        run = ctx.norm.operators.backward if is_watched(dy, dstream) else ctx.norm.run
 
         added = False
 
@@ -79,9 +76,9 @@ class _MainGradNorm(torch.autograd.Function):
             nonlocal added
             if options.need_dw:
                 buffer = _main_grad(ctx.parameter).view(weight.shape)
-                given = replace(given, dw_out=buffer)
+                given = Arguments(**{**vars(given), "dw_out": buffer})
                 add = not getattr(ctx.parameter, "overwrite_main_grad", False)
-                options = replace(options, accumulate=add)
+                options = type(options)(**{**vars(options), "accumulate": add})
             results: Results = run(given, options)
             added = True
             return results

@@ -21,13 +21,7 @@ from ..serve.call import QuickCall
 from ..serve.checks import check_dx_out
 from ..serve.options import Arguments, FormulaOptions, Options, dw_shape
 from ..serve.reference import Results
-from ..torch_internals import (
-    is_plain,
-    modes_active,
-    nothing_like,
-    tangents_active,
-    transforms_active,
-)
+from ..torch_internals import is_plain, nothing_like, watched
 from .gradients import (
     Kernel,
     autograd_of_add_norm,
@@ -100,13 +94,7 @@ class NormOperators:
         wants = given.dx_out is not None and getattr(given.dx_out, "requires_grad", False)
         if wants and torch.is_grad_enabled():
             raise RuntimeError("dx_out requires a gradient, but dx has none: give dx_out.detach()")
-        if (
-            is_dynamo_compiling()
-            or modes_active()
-            or transforms_active()
-            or tangents_active()
-            or not all(map(is_plain, vars(given).values()))
-        ):
+        if watched() or not all(map(is_plain, vars(given).values())):
             return self.backward(given, options)
         if wants_gradient(given):
             return without_gradient(run, given, options)

@@ -10,14 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from ..serve.forward import Forward
 from ..serve.options import SMALLEST_EPS
 from ..serve.server import Server
-from ..torch_internals import (
-    PLAIN_TYPES,
-    is_plain,
-    modes_active,
-    tangents_active,
-    tracing,
-    transforms_active,
-)
+from ..torch_internals import PLAIN_TYPES, is_plain, tracing, transforms_active, watched
 from .differentiable import differentiable_norm, foreign_norm, is_foreign
 from .dtensor import register_sharding
 from .gradients import NormArguments, gradients, gradients_of_sum, is_watched
@@ -84,11 +77,7 @@ class Norm:
             results = self.rms_norm(x, weight, eps, weight_offset=weight_offset, residual=residual)
             return self.add_bias(results, bias, weight)
         if (
-            is_dynamo_compiling()
-            or modes_active()
-            or transforms_active()
-            or tangents_active()
-            or tracing() is not None
+            watched()
             or type(x) not in PLAIN_TYPES
             or (weight is not None and type(weight) not in PLAIN_TYPES)
             or (residual is not None and type(residual) not in PLAIN_TYPES)
@@ -197,11 +186,7 @@ class Norm:
         """
         tensors = (x, weight, residual)
         if (
-            is_dynamo_compiling()
-            or modes_active()
-            or transforms_active()
-            or tangents_active()
-            or tracing() is not None
+            watched()
             or not all(map(is_plain, tensors))
             or (
                 torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
@@ -224,24 +209,21 @@ class Norm:
         need_dw: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """dx and dw of an autograd node, in Python or in C++."""
-        watched = is_watched(dy)
+        seen = is_watched(dy)
         usual = not weight_offset and (eps is None or eps >= SMALLEST_EPS)
-        if need_dx and need_dw and weight is not None and not watched and usual:
+        if need_dx and need_dw and weight is not None and not seen and usual:
             results = self._quick(dy, x, rstd, weight)
             if results is not None:
                 return results  # type: ignore[return-value]
         norm, wanted = NormArguments(eps, weight_offset), (need_dx, need_dw)
-        run = self.operators.backward if watched else self.run
+        run = self.operators.backward if seen else self.run
         return gradients(run, norm, wanted, dy, x, weight, rstd)
 
     def gradients_of_sum(
         self, ctx: Any, dy: torch.Tensor | None, dstream: torch.Tensor | None
     ) -> tuple[Any, ...]:
         """Gradients of x, residual and weight of a node of x + residual."""
-        watched = (
-            is_dynamo_compiling() or modes_active() or not (is_plain(dy) and is_plain(dstream))
-        )
-        run = self.operators.backward if watched else self.run
+        run = self.operators.backward if is_watched(dy, dstream) else self.run
         return gradients_of_sum(run, ctx, ctx.needs_input_grad[1:4], dy, dstream)
 
 
