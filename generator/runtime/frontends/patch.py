@@ -59,7 +59,8 @@ def replace_forwards(
     unpatch(model, norm)
     served = []
     for name, module in model.named_modules():
-        found = forward_for(module)
+        # What has a forward of its own, as a hook of accelerate gives it, has no use for another.
+        found = None if "forward" in vars(module) else forward_for(module)
         if found is not None:
             kind: Any = type(module)
             module.__class__ = _patched(kind, norm, found)
@@ -72,8 +73,9 @@ def unpatch(model: torch.nn.Module, norm: str = "RMSNorm") -> list[str]:
     freed = []
     for name, module in model.named_modules():
         kind = type(module)
-        if hasattr(kind, _ORIGINAL) and getattr(kind, _SERVED, "RMSNorm") == norm:
-            module.__class__ = getattr(kind, _ORIGINAL)
+        # Not what is inherited: the class may be another one's, made of a patched one.
+        if vars(kind).get(_SERVED) == norm:
+            module.__class__ = vars(kind)[_ORIGINAL]
             freed.append(name)
     return freed
 
