@@ -277,6 +277,25 @@ def test_margin_of_sms_changes_the_grid_of_the_same_kernel(
             package.set_sm_margin(margin)
 
 
+def test_margin_that_is_set_during_a_call_holds_for_the_next(
+    package: BatchInvariantPackage, driver: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, prepare = repeated(30_000, N), package._prepare
+
+    def late(*arguments: Any) -> Any:
+        call = prepare(*arguments)
+        package.set_sm_margin(131)
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(package, "_prepare", late)
+        package.rmsnorm_backward(**given)
+    (before,) = of(driver, MAIN)
+    package.rmsnorm_backward(**given)
+    (after,) = of(driver, MAIN)
+    assert after.grid < before.grid
+
+
 # ---- Calls without a kernel ----------------------------------------------------------------------
 
 NOT_TUNED = [(96, None), (1000, None), (1001, None), (4100, None), (N, torch.float32)]

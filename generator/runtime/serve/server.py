@@ -80,7 +80,7 @@ class Server:
     def _run(self, given: Arguments, options: Options, routed: bool = False) -> Results:
         """Any call on this process's tensors: known, or prepared now. routed: as `_route` has it;
         the same call may be one of PyTorch's kernel for `rmsnorm_backward`."""
-        tensors = tuple(vars(given).values())
+        calls, tensors = self._calls, tuple(vars(given).values())  # `_calls` may be replaced
         if type(options) is FormulaOptions:
             return self._by_formula(given, options)
         for name, value in vars(given).items():
@@ -95,7 +95,7 @@ class Server:
             over_dy = given.dx_out.data_ptr() == given.dy.data_ptr()
         which = (routed, given.weight is None, given.dresidual is None, given.dw_out is None)
         kind = (*which, over_dy, given.x.shape, options)
-        known = self._calls.find(kind, present)
+        known = calls.find(kind, present)
         if known is not None:
             results: Results = known.call(*tensors)
             if self._native.learn is not None:
@@ -105,7 +105,7 @@ class Server:
             return self._run(_resolved(given), options, routed)
         call = self._prepare_routed(given, options) if routed else self._prepare(given, options)
         quick = getattr(call, "quick", None) if options == PLAIN else None
-        self._calls.add(kind, present, call, quick)
+        calls.add(kind, present, call, quick)
         return call(*tensors)
 
     def _by_formula(self, given: Arguments, options: Options) -> Results:
