@@ -134,6 +134,13 @@ def is_plain(tensor: torch.Tensor | None) -> bool:
     return type(tensor) in PLAIN_TYPES or tensor is None or not isinstance(tensor, torch.Tensor)
 
 
+def served_dtype(scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """A weight or bias in a dtype that goes with x: in x's, unless it is that or fp32."""
+    if scale is None or scale.dtype == x.dtype or scale.dtype == torch.float32:
+        return scale
+    return scale.to(x.dtype)
+
+
 def resolved(tensor: Any) -> Any:
     """The tensor itself, or a copy of a lazily negated view (such as the imaginary part of a
     conjugate), whose memory has other numbers than it. Anything else is returned as it is."""

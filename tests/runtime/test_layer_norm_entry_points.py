@@ -182,6 +182,8 @@ def test_what_watches_gets_an_answer(package: LayerNormPackage) -> None:
     nested = torch.nested.as_nested_tensor([x.detach(), x.detach()[:1]], layout=torch.jagged)
     rows = package.layer_norm(nested, weight, bias).values()
     assert torch.allclose(rows, torch.cat((wanted, wanted[:1])), atol=1e-6)
+    nested = torch.nested.as_nested_tensor([x.detach(), x.detach()[:1]], layout=torch.strided)
+    assert torch.allclose(package.layer_norm(nested, weight, bias).unbind()[0], wanted, atol=1e-6)
     scripted = torch.jit.trace(lambda x: package.layer_norm(x), x.detach())
     assert torch.allclose(scripted(x), functional.layer_norm(x, (16,)), atol=1e-6)
     again = checkpoint(lambda x: package.layer_norm(x, weight, bias), x, use_reentrant=False)

@@ -102,6 +102,23 @@ def test_dual_tensors_keep_their_tangent(package: Package, which: str, wants: st
     assert torch.allclose(tangent(norms(package)[which]), tangent(theirs), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"weight": WEIGHT[:1]}, "weight must have shape"),
+        ({"x": X.long()}, "x must be bfloat16"),
+        ({"residual": X[:, :4]}, "residual must have x's shape"),
+    ],
+)
+def test_arguments_are_checked_under_a_transform(
+    package: Package, change: dict[str, torch.Tensor], error: str
+) -> None:
+    given = {"x": X, "weight": WEIGHT, **change}
+    in_dims = {name: None if name == "weight" else 0 for name in given}
+    with pytest.raises((TypeError, ValueError), match=error):
+        torch.func.vmap(lambda given: package.rms_norm(**given), (in_dims,))(given)
+
+
 def test_tangent_of_a_gradient(package: Package) -> None:
     """Forward over reverse, with nodes of the package between the two."""
 

@@ -42,7 +42,7 @@ def foreign_norm(
 ) -> Any:
     """`rms_norm` by PyTorch's function of that name, with PyTorch's rounding."""
     rows = x if residual is None else x + residual
-    shape = (x.shape[-1] if weight is None else weight.shape[-1],)
+    shape = (x.size(-1) if weight is None else weight.shape[-1],)
     scale = weight + weight_offset if weight is not None and weight_offset else weight
     y = torch.nn.functional.rms_norm(rows, shape, scale, eps)
     if weight is None and weight_offset:

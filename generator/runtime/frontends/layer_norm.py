@@ -13,7 +13,14 @@ from torch.compiler import is_dynamo_compiling
 from ..serve.describe import DescribedServer
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
-from ..torch_internals import PLAIN_TYPES, is_plain, tracing, transforms_active, watched
+from ..torch_internals import (
+    PLAIN_TYPES,
+    is_plain,
+    served_dtype,
+    tracing,
+    transforms_active,
+    watched,
+)
 from .differentiable import is_foreign
 from .graph_pass import AUTOTUNED, Pass, make_backend, make_pass
 from .install import Installation
@@ -97,12 +104,12 @@ class LayerNormPackage(DescribedServer):
                 return y
         if not is_dynamo_compiling() and is_foreign(x):
             rows = x if residual is None else x + residual
-            shape = (x.shape[-1] if weight is None else weight.shape[-1],)
+            shape = (x.size(-1) if weight is None else weight.shape[-1],)
             y = torch.nn.functional.layer_norm(rows, shape, weight, bias, eps)
             return y if residual is None else (y, rows)
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
-        weight, bias = _served_dtype(weight, x), _served_dtype(bias, x)
+        weight, bias = served_dtype(weight, x), served_dtype(bias, x)
         given = (x, residual, weight, bias, eps)
         y, _, _, stream = self._forward_for(given)(*given)
         return y if residual is None else (y, stream)
@@ -235,11 +242,6 @@ class LayerNorm(torch.nn.LayerNorm):
         rows, other, weight, bias = flat(shape, x, residual, self.weight, self.bias)
         y = self._package.layer_norm(rows, weight, bias, self.eps, residual=other)
         return like(x, y, shape)
-
-
-def _served_dtype(scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    known = scale is None or scale.dtype in (x.dtype, torch.float32)
-    return scale if known or scale is None else scale.to(x.dtype)
 
 
 def _is_sharded(given: Any) -> bool:

@@ -97,9 +97,11 @@ def eager_layer_norm(backward: Backward, quick: QuickCall) -> Callable[..., torc
     def call(
         x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
     ) -> torch.Tensor | None:
+        if x.is_nested:  # some of which have no shape
+            return None
         dtype, size = x.dtype, x.shape[-1:]
         # On the CPU, PyTorch's kernel rounds mean and rstd to a narrow dtype.
-        if not ((x.is_cuda and dtype in DTYPES) or dtype == torch.float32) or x.is_nested:
+        if not ((x.is_cuda and dtype in DTYPES) or dtype == torch.float32):
             return None
         scales = 0
         for scale in (weight, bias):

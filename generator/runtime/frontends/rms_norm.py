@@ -7,10 +7,18 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..serve.checks import check_forward
 from ..serve.forward import Forward
 from ..serve.options import SMALLEST_EPS
 from ..serve.server import Server
-from ..torch_internals import PLAIN_TYPES, is_plain, tracing, transforms_active, watched
+from ..torch_internals import (
+    PLAIN_TYPES,
+    is_plain,
+    served_dtype,
+    tracing,
+    transforms_active,
+    watched,
+)
 from .differentiable import differentiable_norm, foreign_norm, is_foreign
 from .dtensor import register_sharding
 from .gradients import NormArguments, gradients, gradients_of_sum, is_watched
@@ -142,6 +150,9 @@ class Norm:
             if is_foreign(x):
                 return foreign_norm(x, weight, eps, weight_offset, residual)
             if transforms_active() or tracing() is not None:
+                weight = served_dtype(weight, x)
+                if tracing() is None:  # which would keep the questions as if they were constants
+                    check_forward(x, weight, residual)
                 y, _, *stream = differentiable_norm(x, weight, eps, weight_offset, residual)
                 return (y, *stream) if stream else y
         y, _, *stream = self._operator(x, weight, eps, weight_offset, residual)
@@ -158,8 +169,7 @@ class Norm:
         """y, rstd and, with a residual, the sum, by an operator."""
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
-        if weight is not None and weight.dtype != x.dtype and weight.dtype != torch.float32:
-            weight = weight.to(x.dtype)
+        weight = served_dtype(weight, x)
         if not is_dynamo_compiling():
             register_sharding(self.operators)
         results: tuple[torch.Tensor, ...]
@@ -193,8 +203,7 @@ class Norm:
             )
         ):
             return self._operator(x, weight, eps, float(weight_offset), residual)
-        if weight is not None and weight.dtype != x.dtype and weight.dtype != torch.float32:
-            weight = weight.to(x.dtype)
+        weight = served_dtype(weight, x)
         return self.forward(x, weight, eps, float(weight_offset), residual)
 
     def gradients(
