@@ -266,12 +266,6 @@ def test_margin_of_sms_changes_the_grid_of_the_same_kernel(
         assert package.explain(rows, N, "bf16")["launch"]["grid"] == plan.grid
         grids.append(plan.grid)
     assert grids[0] == grids[3] > grids[1] > grids[2] > 0
-    told: list[int] = []
-    package._native.vary = told.append
-    package.set_sm_margin(1)
-    package._native.vary = None
-    package.set_sm_margin(0)
-    assert told == [1], "C++ must leave launches with the previous margin"
     for margin in (-1, 132):
         with pytest.raises(ValueError, match="must be 0 to 131 SMs"):
             package.set_sm_margin(margin)

@@ -182,8 +182,6 @@ class BatchInvariantPackage(Package):
         self._sm_margin = sms
         # What is known of calls has launches with the previous margin.
         self._calls = CallCache()
-        if self._native.vary is not None:
-            self._native.vary(sms)
 
     def _launch(self, spec: KernelSpec, rows: int) -> Launch:
         return plan_launch(replace(spec, sms=max(1, spec.sms - self._sm_margin)), rows)

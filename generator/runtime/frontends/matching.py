@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 
-from ..native.native import Native
-from ..serve.forward import Forward
-from ..serve.server import Server
 from ..table import MAX_ALIGNMENT, ForwardChoice, ForwardTable
-from .operators import Operators
 from .rms_norm import Norm
 
 _NAME = re.compile(r"vllm(?:-triton(\d+)\.(\d+))?")
@@ -85,10 +81,6 @@ class TileTable(ForwardTable):
 
 class MatchingNorm(Norm):
     """The norm of a package with another forward. Its gradients are the package's."""
-
-    def __init__(self, server: Server, forward: Forward, operators: Operators) -> None:
-        super().__init__(server, forward, operators)
-        self._native = Native()  # the package's has the package's forward
 
     def rms_norm(
         self,
