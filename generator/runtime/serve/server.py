@@ -165,7 +165,6 @@ class Server:
         alignments: dict[str, Any] = {
             "alignment": power_of_two(places, MAX_ALIGNMENT),
             "weight_alignment": _alignment(None if layout.copy[3] else weight),
-            "residual_alignment": MAX_ALIGNMENT,  # others are copied
         }
         names = (DTYPES[x.dtype], DTYPES[x.dtype if weight is None else weight.dtype])
         residual = "" if given.dresidual is None else DTYPES.get(given.dresidual.dtype, "")
