@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
-from .gradients import NormArguments, gradients, is_watched
+from .gradients import gradients_of_sum, is_watched
 from .rms_norm import Norm
 
 _REFUSED = (
@@ -29,12 +29,12 @@ def main_grad_norm(
 ) -> Any:
     """`rms_norm` whose backward adds dw to parameter.main_grad. weight: the parameter, or a flat
     view of it. Once a gradient of dx is asked for, there is an error."""
-    arguments = (norm, x, residual, weight, parameter, eps, weight_offset)
+    apply: Any = _MainGradNorm.apply
     if is_dynamo_compiling():
         # A graph would not see what happens to attributes of a parameter. Not a decorator: the
         # import of this module would import the compiler.
-        return torch.compiler.disable(_MainGradNorm.apply)(*arguments)
-    return _MainGradNorm.apply(*arguments)
+        apply = torch.compiler.disable(apply)
+    return apply(norm, x, residual, weight, parameter, eps, weight_offset)
 
 
 class _MainGradNorm(torch.autograd.Function):
@@ -55,7 +55,7 @@ class _MainGradNorm(torch.autograd.Function):
         ctx.save_for_backward(stream[0] if stream else x, weight, rstd)
         # The parameter itself: what hooks give back for a saved tensor lacks its attributes.
         ctx.norm, ctx.parameter, ctx.x_dtype = norm, parameter, x.dtype
-        ctx.arguments = NormArguments(eps, weight_offset)
+        ctx.eps, ctx.weight_offset = eps, weight_offset
         ctx.set_materialize_grads(False)
         return (y, *stream) if stream else y
 
@@ -65,17 +65,16 @@ class _MainGradNorm(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(_REFUSED)
-        stream, weight, rstd = ctx.saved_tensors
         _, needs_x, needs_residual, _, needs_dw, _, _ = ctx.needs_input_grad
-        wanted = (needs_x or needs_residual, needs_dw)
-        run = ctx.norm.operators.backward if is_watched(dy, dstream) else ctx.norm.run
+        seen = is_watched(dy, dstream)
+        run = ctx.norm.operators.backward if seen else ctx.norm.run
 
         added = False
 
         def into_main_grad(given: Arguments, options: Options) -> Results:
             nonlocal added
-            if options.need_dw:
-                buffer = _main_grad(ctx.parameter).view(weight.shape)
+            if options.need_dw and given.weight is not None:
+                buffer = _main_grad(ctx.parameter).view(given.weight.shape)
                 given = Arguments(**{**vars(given), "dw_out": buffer})
                 add = not getattr(ctx.parameter, "overwrite_main_grad", False)
                 options = type(options)(**{**vars(options), "accumulate": add})
@@ -83,11 +82,10 @@ class _MainGradNorm(torch.autograd.Function):
             added = True
             return results
 
-        dx, dw = gradients(into_main_grad, ctx.arguments, wanted, dy, stream, weight, rstd, dstream)
+        needs = (needs_x, needs_residual, needs_dw)
+        dx, dresidual, dw = gradients_of_sum(into_main_grad, ctx, needs, dy, dstream, seen)
         if dw is not None and not added:  # by the formula, of which the buffer has nothing
             raise RuntimeError(_REFUSED)
-        dresidual = dx if needs_residual else None
-        dx = dx.to(ctx.x_dtype) if dx is not None and needs_x else None
         dummy = None if dw is None else _dummy(ctx.parameter)
         return None, dx, dresidual, None, dummy, None, None
 

@@ -20,11 +20,10 @@ from torch.compiler import is_dynamo_compiling
 from ..serve.call import QuickCall
 from ..serve.checks import check_dx_out
 from ..serve.options import Arguments, FormulaOptions, Options, dw_shape
-from ..serve.reference import Results
+from ..serve.reference import Results, wide_dtype
 from ..torch_internals import is_plain, nothing_like, watched
 from .gradients import (
     Kernel,
-    autograd_of_add_norm,
     autograd_of_backward,
     autograd_of_norm,
     wants_gradient,
@@ -200,10 +199,9 @@ class Operators(NormOperators):
         super().__init__(digest, SCHEMAS, forward, backward, quick)
         self.rms_norm, self.add_rms_norm = self._named("rms_norm"), self._named("add_rms_norm")
         self.rms_norm_backward = self.backward_operator
-        norm = autograd_of_norm(self.rms_norm, self._rms_norm, self.backward)
-        self._differentiate("rms_norm", norm)
-        add_norm = autograd_of_add_norm(self.add_rms_norm, self._add_rms_norm, self.backward)
-        self._differentiate("add_rms_norm", add_norm)
+        for name in ("rms_norm", "add_rms_norm"):
+            operator, run = getattr(self, name), getattr(self, f"_{name}")
+            self._differentiate(name, autograd_of_norm(operator, run, self.backward))
 
     _rms_norm_backward = NormOperators._run_backward
     _fake_rms_norm_backward = staticmethod(NormOperators._fake_backward)
@@ -242,8 +240,7 @@ class Operators(NormOperators):
 
 def statistic_like(x: torch.Tensor) -> torch.Tensor:
     """What a forward saves of every row, such as rstd, of any content."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty((*x.shape[:-1], 1), dtype=wide)
+    return x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x))
 
 
 def _own_library(wanted: str) -> tuple[torch.library.Library, str]:

@@ -10,6 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from ..serve.checks import check_forward
 from ..serve.forward import Forward
 from ..serve.options import SMALLEST_EPS
+from ..serve.reference import norm_formula
 from ..serve.server import Server
 from ..torch_internals import (
     PLAIN_TYPES,
@@ -19,7 +20,7 @@ from ..torch_internals import (
     transforms_active,
     watched,
 )
-from .differentiable import differentiable_norm, foreign_norm, is_foreign
+from .differentiable import foreign_norm, is_foreign
 from .dtensor import register_sharding
 from .gradients import NormArguments, gradients, gradients_of_sum, is_watched
 from .operators import Operators
@@ -146,16 +147,15 @@ class Norm:
         residual: torch.Tensor | None,
     ) -> Any:
         """`rms_norm` when a tracer, a mode, a transform or a tensor subclass is active."""
+        run: Any = self._operator
         if not is_dynamo_compiling():
             if is_foreign(x):
                 return foreign_norm(x, weight, eps, weight_offset, residual)
             if transforms_active() or tracing() is not None:
-                weight = served_dtype(weight, x)
+                run, weight = norm_formula, served_dtype(weight, x)
                 if tracing() is None:  # which would keep the questions as if they were constants
                     check_forward(x, weight, residual)
-                y, _, *stream = differentiable_norm(x, weight, eps, weight_offset, residual)
-                return (y, *stream) if stream else y
-        y, _, *stream = self._operator(x, weight, eps, weight_offset, residual)
+        y, _, *stream = run(x, weight, eps, weight_offset, residual)
         return (y, *stream) if stream else y
 
     def _operator(
@@ -226,14 +226,15 @@ class Norm:
                 return results  # type: ignore[return-value]
         norm, wanted = NormArguments(eps, weight_offset), (need_dx, need_dw)
         run = self.operators.backward if seen else self.run
-        return gradients(run, norm, wanted, dy, x, weight, rstd)
+        return gradients(run, norm, wanted, dy, x, weight, rstd, seen=seen)
 
     def gradients_of_sum(
         self, ctx: Any, dy: torch.Tensor | None, dstream: torch.Tensor | None
     ) -> tuple[Any, ...]:
         """Gradients of x, residual and weight of a node of x + residual."""
-        run = self.operators.backward if is_watched(dy, dstream) else self.run
-        return gradients_of_sum(run, ctx, ctx.needs_input_grad[1:4], dy, dstream)
+        seen = is_watched(dy, dstream)
+        run = self.operators.backward if seen else self.run
+        return gradients_of_sum(run, ctx, ctx.needs_input_grad[1:4], dy, dstream, seen)
 
 
 class EagerNorm(torch.autograd.Function):

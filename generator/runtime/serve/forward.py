@@ -120,12 +120,12 @@ class Forward:
         or fp32. Raises LaunchError."""
         device = torch.cuda.current_device()
         torch.empty(1, device="cuda")  # the context exists from here on
-        for M, N, *dtypes in shapes:
+        for M, N, dtype, weight_dtype in shapes:
             if self.table is None or foreign_device(self.table.target, device):
                 continue
-            if residual not in ("", dtypes[0]):
-                dtypes = ["fp32", "fp32"]  # what `_mixed` calls
-            choice = self.table.choose(M, N, *dtypes, MAX_ALIGNMENT, MAX_ALIGNMENT)
+            if residual not in ("", dtype):
+                dtype = weight_dtype = "fp32"  # what `_mixed` calls
+            choice = self.table.choose(M, N, dtype, weight_dtype)
             if choice.kernel is not None:
                 self._kernels.get(choice.kernel).load(device)
 
