@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..serve.options import Arguments, Options, options_for
+from ..serve.options import Arguments, Backward, Options, options_for
 from ..serve.reference import Results, norm_formula
 from ..torch_internals import (
     PLAIN_KEYS,
@@ -20,8 +20,7 @@ from ..torch_internals import (
 )
 from .differentiable import differentiable_backward
 
-Backward = Callable[[Arguments, Options], Results]
-Kernel = Callable[..., "tuple[torch.Tensor, ...]"]
+Implementation = Callable[..., "tuple[torch.Tensor, ...]"]
 
 
 class NormArguments(NamedTuple):
@@ -113,7 +112,7 @@ def gradients_of_sum(
 # there.
 
 
-def autograd_of_norm(operator: Any, run: Kernel, backward: Backward) -> Kernel:
+def autograd_of_norm(operator: Any, run: Implementation, backward: Backward) -> Implementation:
     """For `rms_norm` and `add_rms_norm`; backward: `rmsnorm_backward` by an operator."""
 
     class OperatorNorm(torch.autograd.Function):
@@ -142,8 +141,8 @@ def autograd_of_norm(operator: Any, run: Kernel, backward: Backward) -> Kernel:
 
 
 def autograd_of(
-    operator: Any, run: Kernel, node: type[torch.autograd.Function], formula: Kernel
-) -> Kernel:
+    operator: Any, run: Implementation, node: type[torch.autograd.Function], formula: Implementation
+) -> Implementation:
     """For an operator with this node. formula: the same by operators of PyTorch."""
 
     def kernel(keys: Any, *given: Any) -> tuple[torch.Tensor, ...]:
@@ -158,7 +157,7 @@ def autograd_of(
     return kernel
 
 
-def autograd_of_backward(operator: Any, run: Kernel) -> Kernel:
+def autograd_of_backward(operator: Any, run: Implementation) -> Implementation:
     """For the backward of a norm, which has no derivative: who asks for one gets an error."""
 
     class OperatorBackward(torch.autograd.Function):

@@ -38,17 +38,17 @@ _REGION = "inductor_region"
 _log = logging.getLogger(__name__)
 
 
-Layer = NormOperators | type[NormOperators]
+AnyOperators = NormOperators | type[NormOperators]
 """Says which norm is meant."""
 
 
-def norm_operators(norm: Layer) -> list[Any]:
+def norm_operators(norm: AnyOperators) -> list[Any]:
     """PyTorch's operators of a norm, forward and backward: those that this PyTorch has."""
     aten = torch.ops.aten
     return [getattr(aten, name).default for name in norm.aten if hasattr(aten, name)]
 
 
-def find_norms(graph: torch.fx.Graph, norm: Layer) -> list[Node]:
+def find_norms(graph: torch.fx.Graph, norm: AnyOperators) -> list[Node]:
     """The forward and backward nodes of a norm, in the order of the graph; not those inside nested
     GraphModules.
     """
@@ -62,7 +62,7 @@ def graph_modules(module: GraphModule) -> Iterator[GraphModule]:
 
 
 def tag(
-    module: GraphModule, norm: Layer, inductor_configs: Mapping[str, Any] | None = None
+    module: GraphModule, norm: AnyOperators, inductor_configs: Mapping[str, Any] | None = None
 ) -> GraphModule:
     """Mark every norm and its getitems for regional compilation with these settings of
     torch._inductor.config, None for those of Inductor. Changes node.meta only. An earlier mark is
@@ -79,7 +79,7 @@ def tag(
             # A dictionary of its own: tracers give one to many nodes.
             node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: mark}
     if norms:
-        _log.info("marked %d %s nodes for Inductor", len(norms), norm.norm)
+        _log.info("marked %d %s nodes for Inductor", len(norms), norm.layer)
     return module
 
 
@@ -93,11 +93,9 @@ class Counts(NamedTuple):
 
     def tell(self, operators: NormOperators) -> None:
         if any(self):
-            given = (self.norms, operators.norm, self.written_out, operators.namespace)
-            _log.info(
-                "gave %d %s nodes and %d written-out ones to %s; additions folded: %d",
-                *(*given, self.additions),
-            )
+            others = f" and {self.written_out} written-out ones" if self.written_out else ""
+            given = (self.norms, operators.layer, others, operators.namespace, self.additions)
+            _log.info("gave %d %s nodes%s to %s; additions folded: %d", *given)
 
 
 Step = Callable[[torch.fx.Graph, NormOperators], Counts]
@@ -162,8 +160,8 @@ def make_pass(
         return tag(module, operators, inductor_configs)
 
     made = normforge_route if how == "route" else normforge_tag
-    if operators.norm != "RMSNorm":
-        made.__name__ += f"_{operators.norm.lower()}"
+    if operators.layer != "RMSNorm":
+        made.__name__ += f"_{operators.layer.lower()}"
     return made
 
 
@@ -176,10 +174,10 @@ class Decompositions(dict[Any, Callable[..., Any]]):
     name where the modules of a package are no longer in sys.modules.
     """
 
-    def __init__(self, norm: Layer) -> None:
+    def __init__(self, norm: AnyOperators) -> None:
         from torch._inductor.decomposition import select_decomp_table
 
-        self._norm = norm.norm
+        self._norm = norm.layer
         kept = [op for op in norm_operators(norm) if op._schema.name in norm.routes]
         super().__init__((op, fn) for op, fn in select_decomp_table().items() if op not in kept)
 
@@ -214,7 +212,7 @@ def _refuse_other(given: Any) -> None:
         )
 
 
-def has_tiny_eps(module: GraphModule, norm: Layer) -> bool:
+def has_tiny_eps(module: GraphModule, norm: AnyOperators) -> bool:
     """Whether a graph of Dynamo calls PyTorch's function of the norm with an eps whose backward is
     not for kernels. Of a graph of the backward alone nobody can tell."""
     for node in (node for each in graph_modules(module) for node in each.graph.nodes):

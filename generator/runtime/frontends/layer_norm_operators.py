@@ -9,8 +9,8 @@ import torch
 
 from ..serve.call import QuickCall
 from ..serve.checks import DTYPES, check_forward
-from ..serve.options import SMALLEST_EPS
-from .gradients import Backward, Kernel, autograd_of, below_autograd, gradients, is_watched
+from ..serve.options import SMALLEST_EPS, Backward
+from .gradients import Implementation, autograd_of, below_autograd, gradients, is_watched
 from .layer_norm_routes import LAYER_NORM_ROUTES, dw_and_db
 from .operators import NormOperators, statistic_like
 
@@ -47,7 +47,7 @@ def layer_norm_forward(
 
 
 def layer_norm_node(
-    forward: Kernel, backward: Backward, quick: QuickCall = lambda *_: None
+    forward: Implementation, backward: Backward, quick: QuickCall = lambda *_: None
 ) -> type[torch.autograd.Function]:
     """A node around `layer_norm_forward` and what computes gradients. quick: what is tried first
     where nobody watches."""
@@ -152,7 +152,7 @@ def layer_norm_gradients(
 class LayerNormOperators(NormOperators):
     """Those of LayerNorm; its forward is `layer_norm_forward`."""
 
-    norm = "LayerNorm"
+    layer = "LayerNorm"
     aten = ("native_layer_norm", "native_layer_norm_backward")
     routes = LAYER_NORM_ROUTES
 

@@ -19,19 +19,17 @@ from torch.compiler import is_dynamo_compiling
 
 from ..serve.call import QuickCall
 from ..serve.checks import check_dx_out
-from ..serve.options import Arguments, FormulaOptions, Options, dw_shape
+from ..serve.options import Arguments, Backward, FormulaOptions, Options, dw_shape
 from ..serve.reference import Results, wide_dtype
 from ..torch_internals import is_plain, nothing_like, watched
 from .gradients import (
-    Kernel,
+    Implementation,
     autograd_of_backward,
     autograd_of_norm,
     wants_gradient,
     without_gradient,
 )
 from .routes import RMS_NORM_ROUTES, Routes
-
-Backward = Callable[[Arguments, Options], Results]
 
 # DTensor remembers the shardings of an operator by its tensors, and by what stands behind the first
 # integer in its schema, which a dtype is: so `dw_dtype` comes before the rest.
@@ -55,8 +53,8 @@ class NormOperators:
     and one that says what the results look like. The last one is the backward.
     """
 
-    norm: ClassVar[str]
-    """The layer."""
+    layer: ClassVar[str]
+    """What it is called."""
     aten: ClassVar[tuple[str, ...]]
     """PyTorch's operators of it, forward and backward."""
     routes: ClassVar[Routes]
@@ -84,7 +82,7 @@ class NormOperators:
     def _named(self, name: str) -> Any:
         return getattr(getattr(torch.ops, self.namespace), name).default
 
-    def _differentiate(self, name: str, kernel: Kernel) -> None:
+    def _differentiate(self, name: str, kernel: Implementation) -> None:
         self._library.impl(name, kernel, "Autograd", with_keyset=True)
 
     def serve(self, run: Backward, given: Arguments, options: Options) -> Results:
@@ -185,7 +183,7 @@ class Operators(NormOperators):
     """Those of RMSNorm. forward(x, weight, eps, weight_offset, residual) gives (y, rstd[,
     residual_out])."""
 
-    norm = "RMSNorm"
+    layer = "RMSNorm"
     aten = ("_fused_rms_norm", "_fused_rms_norm_backward")
     routes = RMS_NORM_ROUTES
 

@@ -21,8 +21,6 @@ CASTINGS = ("llama", "gemma", "torch")
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _ORIGINAL, _SERVED = "_normforge_original", "_normforge_served"
 
-Forward = Callable[..., Any]
-
 
 def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> list[str]:
     """Let a package serve the norms of a model; the names of those that it now serves.
@@ -43,7 +41,7 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
     if casting not in (None, *CASTINGS):
         raise ValueError(f"casting must be one of {', '.join(CASTINGS)} or None, got {casting!r}")
 
-    def forward_for(module: Any) -> Forward | None:
+    def forward_for(module: Any) -> Callable[..., Any] | None:
         found = (casting or _casting_of(module)) if _may_be_served(module) else None
         return None if found is None else _forward_of(norm, found)
 
@@ -51,7 +49,7 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
 
 
 def replace_forwards(
-    model: torch.nn.Module, norm: str, forward_for: Callable[[Any], Forward | None]
+    model: torch.nn.Module, norm: str, forward_for: Callable[[Any], Callable[..., Any] | None]
 ) -> list[str]:
     """Give modules of a model other forwards; their names. norm: what they are, so that packages of
     two norms patch one model; forward_for: the same function for modules that are alike, None for
@@ -139,7 +137,7 @@ def is_close(y: Any, wanted: torch.Tensor) -> bool:
 
 
 @cache
-def _forward_of(norm: Norm, casting: str) -> Forward:
+def _forward_of(norm: Norm, casting: str) -> Callable[..., Any]:
     """The forward of a module whose norm a package computes."""
     offset = 1.0 if casting == "gemma" else 0.0
 
@@ -153,7 +151,7 @@ def _forward_of(norm: Norm, casting: str) -> Forward:
 
 
 @cache
-def _patched(kind: type, norm: str, forward: Forward) -> type:
+def _patched(kind: type, norm: str, forward: Callable[..., Any]) -> type:
     """A subclass of a class of norms, with another forward."""
     members = {
         "forward": forward,

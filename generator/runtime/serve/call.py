@@ -20,7 +20,7 @@ from ..launch.driver import LaunchError
 from ..launch.launch import DW_ADDED, DW_IN_FP32, DW_IN_WEIGHT_DTYPE, enqueue, plain_extent
 from ..launch.loaded_kernel import LoadedKernel
 from ..launch.row_layout import dense
-from ..launch.workspace import PER_THREAD, Workspaces
+from ..launch.workspace import MOST_STREAMS, PER_THREAD, Workspaces
 from ..spec import Launch
 from ..table import MAX_ALIGNMENT
 from ..torch_internals import (
@@ -37,9 +37,6 @@ from .reference import Results, reference_backward
 
 Call = Callable[..., Results]
 """Takes dy, x, rstd, weight and, when the signature has them, dresidual, dw_out, mean, dx_out."""
-
-_MOST_STREAMS = 64
-"""Streams remembered per signature."""
 
 QuickCall = Callable[..., "Results | None"]
 """Takes dy, x, rstd, weight and, when the signature has it, mean; None: not served."""
@@ -195,7 +192,7 @@ class KernelCall:
             )
         # The handle of the per-thread default stream means another stream in every thread.
         if stream != PER_THREAD:
-            if len(self.bindings) >= _MOST_STREAMS:
+            if len(self.bindings) >= MOST_STREAMS:
                 self.bindings.clear()
             self.bindings[stream] = binding
         return binding

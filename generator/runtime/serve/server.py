@@ -24,6 +24,7 @@ from .checks import DTYPES, check_arguments, check_dx_out, check_overlap, foreig
 from .layout import read_layout
 from .options import (
     PLAIN,
+    SMALLEST_EPS,
     Arguments,
     Composition,
     FormulaOptions,
@@ -48,6 +49,8 @@ class Server:
     _has_aten = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
     _invariant: ClassVar[bool] = False
     """Whether no bit of a row's results may depend on the batch."""
+    _advice: ClassVar[str] = ""
+    """What to do where only these kernels may serve and there is none."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -82,7 +85,10 @@ class Server:
         the same call may be one of PyTorch's kernel for `rmsnorm_backward`."""
         calls, tensors = self._calls, tuple(vars(given).values())  # `_calls` may be replaced
         if type(options) is FormulaOptions:
-            return self._by_formula(given, options)
+            if self._advice and given.x.is_cuda:
+                what = f"no kernel serves an eps below {SMALLEST_EPS:.0e}"
+                raise RuntimeError(f"{what}, and {self._advice}")
+            return formula(options)(*tensors)
         for name, value in vars(given).items():
             # PyTorch takes a while to say that None is no tensor.
             if not (name in _OPTIONAL if value is None else isinstance(value, torch.Tensor)):
@@ -108,9 +114,6 @@ class Server:
         calls.add(kind, present, call, quick)
         return call(*tensors)
 
-    def _by_formula(self, given: Arguments, options: Options) -> Results:
-        return formula(options)(*vars(given).values())
-
     def _route(
         self,
         dy: torch.Tensor,
@@ -124,10 +127,10 @@ class Server:
         """`install()`: like `rmsnorm_backward`, but None for what there is no kernel for."""
         options = Options(need_dx=need_dx, need_dw=need_dw)
         given = Arguments(dy, x, rstd, weight, mean=mean)
-        return self._run(given, options, routed=True) or None
+        return self._run(given, options, routed=True)
 
     def _prepare_routed(self, given: Arguments, options: Options) -> Call:
-        """What serves every routed call of a signature; for PyTorch's kernel it gives ()."""
+        """What serves every routed call of a signature; for PyTorch's kernel it gives None."""
         try:
             found = self._find(given, options)
         except (TypeError, ValueError):  # PyTorch says what is wrong in its own words
@@ -236,8 +239,8 @@ class Server:
         return formula(options)
 
 
-def _leave_it(*_: Any) -> Results:
-    return ()
+def _leave_it(*_: Any) -> Any:
+    return None
 
 
 def _alignment(tensor: torch.Tensor | None) -> int:
