@@ -47,9 +47,9 @@ class NormPackage(Server):
         """A pass over traced training graphs, for graph trainers.
 
         Args:
-            how: `route` replaces every norm by this package's (of LayerNorm, its backward), and
-                folds additions of a residual stream into it; `tag` marks it for
-                torch.fx.passes.regional_inductor.
+            how: `route` replaces every norm by this package's (only its backward, if the package
+                has no forward), and folds additions of a residual stream into it; `tag` marks it
+                for torch.fx.passes.regional_inductor.
             inductor_configs: settings of torch._inductor.config for `tag`. By default Inductor
                 autotunes; None keeps the current settings.
 
@@ -60,9 +60,9 @@ class NormPackage(Server):
         return make_pass(self.ops, how, inductor_configs)
 
     def inductor_backend(self, **inductor_configs: Any) -> Callable[..., Any]:
-        """A backend for torch.compile: Inductor, with every torch.nn.RMSNorm, and RMSNorms that a
-        model writes out, served by this package, or the backward of every torch.nn.LayerNorm.
-        inductor_configs: settings of torch._inductor.config."""
+        """A backend for torch.compile: Inductor, with PyTorch's norms of this package's kind (only
+        their backward, if the package has no forward), and RMSNorms that a model writes out, served
+        by this package. inductor_configs: settings of torch._inductor.config."""
         return make_backend(self.ops, **inductor_configs)
 
     def unpatch(self, model: torch.nn.Module) -> list[str]:

@@ -59,7 +59,8 @@ class Norm:
 
         Works under torch.compile, torch.utils.checkpoint, autocast (which changes nothing here),
         inference mode and CUDA graphs, and with DTensor. Second derivatives (create_graph=True),
-        forward-mode differentiation and torch.func use PyTorch's own operators.
+        batched gradients (is_grads_batched=True), forward-mode differentiation and torch.func use
+        PyTorch's own operators.
 
         Args:
             x: (..., N), bf16, fp16 or fp32.
