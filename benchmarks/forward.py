@@ -148,8 +148,20 @@ def measure(problem: Problem, forward: Forward, timer: Timer) -> dict[str, Any]:
         for (name, call), own in zip(calls.items(), times, strict=True):
             ratio = paired_ratio(own, floor)
             cells[name] |= {"us": median(own), "ratio": ratio, "host_us": host_time(call)}
-    facts = forward.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype)
+    facts = choice_of(forward, problem)
     return {"shape": str(problem), "copy_us": median(floor), **facts, "cells": cells}
+
+
+def choice_of(forward: Forward, problem: Problem) -> dict[str, Any]:
+    """Which kernel serves a shape, and why; None where there is none."""
+    if forward.table is None:
+        return {"how": "none", "kernel": None, "evidence": None}
+    choice = forward.table.choose(problem.M, problem.N, problem.dtype, problem.weight_dtype)
+    return {
+        "how": choice.how,
+        "kernel": choice.kernel.file if choice.kernel else None,
+        "evidence": choice.tuned.evidence if choice.tuned else None,
+    }
 
 
 def brief(row: dict[str, Any]) -> dict[str, str]:

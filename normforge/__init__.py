@@ -125,7 +125,7 @@ def find_gpu() -> Gpu | None:
     if not torch.cuda.is_initialized():
         try:
             return _first_visible(os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip())
-        except Exception:  # no NVML, or it knows no such device: ask CUDA itself
+        except Exception:  # no NVML, or it cannot tell which device that is: ask CUDA itself
             pass
     if not torch.cuda.is_available():
         return None
@@ -143,6 +143,10 @@ def _first_visible(device: str) -> Gpu | None:
     try:
         by_index = pynvml.nvmlDeviceGetHandleByIndex
         by_uuid = pynvml.nvmlDeviceGetHandleByUUID
+        if device.isdigit() and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+            all_of_them = map(by_index, range(pynvml.nvmlDeviceGetCount()))
+            if len(set(map(pynvml.nvmlDeviceGetName, all_of_them))) > 1:
+                raise LookupError("CUDA has the fastest GPU first, and NVML counts along the bus")
         handle = by_index(int(device)) if device.isdigit() else by_uuid(device)
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
         return Gpu(str(pynvml.nvmlDeviceGetName(handle)), (major, minor))

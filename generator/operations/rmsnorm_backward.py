@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from generator.operations.launch import launch_backward
 from generator.operations.operation import (
     FP32_SLACK,
     HALF_UNIT,
@@ -20,7 +21,7 @@ from generator.operations.operation import (
     row_slices,
 )
 from generator.problem import Problem
-from generator.runtime.launch.launch import DW_IN_WEIGHT_DTYPE, launch_backward
+from generator.runtime.launch.launch import DW_IN_WEIGHT_DTYPE
 from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.spec import KernelSpec, Launch, plan_launch
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,27 +10,23 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from .frontends.dtensor import register_sharding
-from .frontends.graph_pass import AUTOTUNED, Pass, make_backend, make_pass
-from .frontends.install import Installation
 from .frontends.module import RMSNorm
 from .frontends.operators import SCHEMAS, Operators, digest_of
-from .frontends.patch import patch, unpatch
+from .frontends.package import NormPackage
+from .frontends.patch import patch
 from .frontends.rms_norm import Norm
 from .serve.checks import dtype_name
-from .serve.describe import DescribedServer
 from .serve.forward import Forward
 from .serve.options import Arguments, Options
 from .serve.reference import Results
 from .table import Kernel
-from .torch_internals import modes_active, raw_stream, tangents_active
+from .torch_internals import raw_stream, watched
 
 
-class Package(DescribedServer):
-    """One emitted package: its table, and its kernels as they get loaded.
+class Package(NormPackage):
+    """One emitted package of RMSNorm."""
 
-    Reading it compiles nothing and does not touch CUDA. Safe to use from several threads.
-    """
-
+    ops: Operators
     _forward_class: ClassVar[type[Forward]] = Forward
     _norm_class: ClassVar[type[Norm]] = Norm
 
@@ -46,10 +42,6 @@ class Package(DescribedServer):
         members["__doc__"] = RMSNorm.__doc__
         self.RMSNorm: type[RMSNorm] = type("RMSNorm", (RMSNorm,), members)
         register_sharding(self.ops)
-        installation = self._installation = Installation(self._quick, self._route, "CUDA", folder)
-        self.install = installation.install
-        self.uninstall = installation.uninstall
-        self.installed = installation.installed
 
     def rmsnorm_backward(
         self,
@@ -115,7 +107,7 @@ class Package(DescribedServer):
             and need_dx
             and need_dw
             and not (weight_offset or accumulate)
-            and not (is_dynamo_compiling() or modes_active() or tangents_active())
+            and not watched()
         ):
             native = self._native
             if native.backward is not None:
@@ -130,33 +122,9 @@ class Package(DescribedServer):
         return self._serve(given, options)
 
     def _serve(self, given: Arguments, options: Options) -> Results:
-        """Any call: through an operator if a mode or a tracer is active, else directly."""
         if not is_dynamo_compiling():
             register_sharding(self.ops)
         return self.ops.serve(self._run, given, options)
-
-    def graph_pass(
-        self, how: str = "route", inductor_configs: Mapping[str, Any] | None = AUTOTUNED
-    ) -> Pass:
-        """A pass over traced training graphs, for graph trainers.
-
-        Args:
-            how: `route` replaces every RMSNorm by this package's, and folds additions of a
-                residual stream into it; `tag` marks it for torch.fx.passes.regional_inductor.
-            inductor_configs: settings of torch._inductor.config for `tag`. By default Inductor
-                autotunes; None keeps the current settings.
-
-        Returns:
-            A function that takes a torch.fx.GraphModule, and optionally example inputs, and returns
-                the graph module.
-        """
-        return make_pass(self.ops, how, inductor_configs)
-
-    def inductor_backend(self, **inductor_configs: Any) -> Callable[..., Any]:
-        """A backend for torch.compile: Inductor, with every torch.nn.RMSNorm, and RMSNorms that a
-        model writes out, served by this package. inductor_configs: settings of
-        torch._inductor.config."""
-        return make_backend(self.ops, **inductor_configs)
 
     def patch(self, model: torch.nn.Module, casting: str | None = None) -> list[str]:
         """Serve the norms of a model with norm classes of its own, such as Hugging Face's Llama,
@@ -171,10 +139,6 @@ class Package(DescribedServer):
             The names of the norms that this package now serves.
         """
         return patch(self._norm, model, casting)
-
-    def unpatch(self, model: torch.nn.Module) -> list[str]:
-        """Restore the forwards that `patch` replaced. Returns the names of these norms."""
-        return unpatch(model)
 
     def use_native(self) -> None:
         """Launch plain training steps from C++ from now on. Kernels and bits stay the same, and

@@ -69,11 +69,9 @@ def test_package_holds_forward_kernels_that_its_runtime_finds(package: Path) -> 
     (source,) = (package / "kernels").iterdir()
     assert source.stem == kernels[0].file
     assert source.read_text().count("__global__") == 2
-    assert Forward(package).explain(9000, 1024, "bf16") == {
-        "how": "nearest",
-        "kernel": forward.variant.id,
-        "evidence": "measured",
-    }
+    choice = table.choose(9000, 1024, "bf16", "bf16")
+    assert choice.how == "nearest" and choice.kernel is not None and choice.tuned is not None
+    assert (choice.kernel.file, choice.tuned.evidence) == (forward.variant.id, "measured")
     sys.path.insert(0, str(package.parent))
     try:
         from rmsnorm_backward.runtime.serve.forward import Forward as Emitted  # type: ignore
@@ -165,4 +163,4 @@ def test_package_without_a_forward_table_loads_and_a_damaged_one_says_so(package
     with pytest.raises(NormforgeError, match="no readable forward table"):
         emit_package([], [], H200, package)
     (package / "forward.json").unlink()
-    assert Forward(package).explain(4096, 1024, "bf16")["how"] == "none"
+    assert Forward(package).table is None

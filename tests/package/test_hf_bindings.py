@@ -35,10 +35,11 @@ if alone:
         del sys.modules[module]
     sys.modules["cuda"] = None
 
-driver, kernels, launch, workspace, specs = (
+driver, kernels, binding, launch, workspace, specs = (
     importlib.import_module(f"{name}.runtime.{module}")
     for module in (
-        "launch.driver", "launch.loaded_kernel", "launch.launch", "launch.workspace", "spec"
+        *("launch.driver", "launch.loaded_kernel", "launch.binding", "launch.launch"),
+        *("launch.workspace", "spec"),
     )
 )
 workspace.is_capturing = lambda: False
@@ -55,9 +56,8 @@ warned = []
 def run(stream=7):
     kernel = kernels.LoadedKernel(b"machine code", spec, warned.append)
     addresses = tuple(range(0x7F0000000000, 0x7F0000000080, 16))
-    launch.enqueue(
-        kernel, plan, extent, 0, stream, zeros=4096, scratch=8192, addresses=addresses
-    )
+    bound = binding.bind(kernel, plan, extent, 0, stream, 4096, 8192, wants_dw=True)
+    bound.run(addresses, 0)
 
 
 def fit(words):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zipfile import ZipFile
 
@@ -77,6 +78,9 @@ class FakeNvml:
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
 
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
         return (0, 1)[index]
 
@@ -108,10 +112,38 @@ def test_gpu_is_found_without_cuda(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     gpu = normforge.find_gpu()
     assert (gpu and gpu.name) == found
+
+
+@pytest.mark.parametrize(
+    ("names", "visible", "found"),
+    [
+        (("NVIDIA H200", "NVIDIA T4"), "0", "the one that CUDA has first"),
+        (("NVIDIA H200", "NVIDIA T4"), "GPU-two", "NVIDIA T4"),
+        (("NVIDIA H200", "NVIDIA H200"), "1", "NVIDIA H200"),
+    ],
+)
+def test_gpu_of_an_index_is_that_of_cuda(
+    monkeypatch: pytest.MonkeyPatch, names: tuple[str, str], visible: str, found: str
+) -> None:
+    """CUDA has the fastest GPU first, and NVML the first one on the bus."""
+    nvml: Any = FakeNvml()
+    nvml.nvmlDeviceGetName = lambda handle: names[handle]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    of_cuda = SimpleNamespace(name="the one that CUDA has first", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: of_cuda)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gpu = normforge.find_gpu()
+    assert gpu is not None and gpu.name == found
 
 
 USE = """

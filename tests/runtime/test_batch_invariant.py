@@ -266,15 +266,28 @@ def test_margin_of_sms_changes_the_grid_of_the_same_kernel(
         assert package.explain(rows, N, "bf16")["launch"]["grid"] == plan.grid
         grids.append(plan.grid)
     assert grids[0] == grids[3] > grids[1] > grids[2] > 0
-    told: list[int] = []
-    package._native.vary = told.append
-    package.set_sm_margin(1)
-    package._native.vary = None
-    package.set_sm_margin(0)
-    assert told == [1], "C++ must leave launches with the previous margin"
     for margin in (-1, 132):
         with pytest.raises(ValueError, match="must be 0 to 131 SMs"):
             package.set_sm_margin(margin)
+
+
+def test_margin_that_is_set_during_a_call_holds_for_the_next(
+    package: BatchInvariantPackage, driver: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, prepare = repeated(30_000, N), package._prepare
+
+    def late(*arguments: Any) -> Any:
+        call = prepare(*arguments)
+        package.set_sm_margin(131)
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(package, "_prepare", late)
+        package.rmsnorm_backward(**given)
+    (before,) = of(driver, MAIN)
+    package.rmsnorm_backward(**given)
+    (after,) = of(driver, MAIN)
+    assert after.grid < before.grid
 
 
 # ---- Calls without a kernel ----------------------------------------------------------------------

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 
 from generator.runtime.api import Package
 from generator.runtime.frontends.graph_pass import find_norms, make_backend
+from generator.runtime.frontends.operators import Operators
 from generator.target import Target
 from tests.support.accuracy import Case, cases, check
 from tests.support.entry_points import ENTRY_POINTS, INSTALL, Training, equal_bits, norm_of
@@ -281,7 +282,7 @@ def tagged_steps(device: str, how: Any, steps: int = 5) -> list[torch.Tensor]:
     (mode,) = {n.meta["val"].fake_mode for n in graph.graph.nodes if n.op == "placeholder"}
     with tracing(TracingContext(mode)):
         compiled = regional_inductor(graph)
-    assert not find_norms(compiled.graph)
+    assert not find_norms(compiled.graph, Operators)
     losses = []
     for _ in range(steps):
         loss, *gradients = compiled([x, *weights])

@@ -22,6 +22,7 @@ from generator.runtime.frontends.graph_pass import (
     route,
     tag,
 )
+from generator.runtime.frontends.operators import Operators
 from tests.support.entry_points import (
     FORWARD_STAYS_WHOLE,
     needs_whole_forward,
@@ -114,7 +115,7 @@ def spying() -> tuple[list[tuple[bool, list[str]]], Any]:
 
 def untouched(module: torch.fx.GraphModule) -> list[tuple[str, str]]:
     """Every node that is neither a norm nor takes its results."""
-    norms = find_norms(module.graph)
+    norms = find_norms(module.graph, Operators)
     skip = {*norms, *(item for norm in norms for item in getitems(norm))}
     return [(node.op, str(node.target)) for node in module.graph.nodes if node not in skip]
 
@@ -125,11 +126,11 @@ def untouched(module: torch.fx.GraphModule) -> list[tuple[str, str]]:
 )
 def test_every_norm_is_routed_and_the_numbers_stay(package: Package, step: Step, mode: str) -> None:
     module = trace(step, mode)
-    assert len(find_norms(module.graph)) == STEPS[step]
+    assert len(find_norms(module.graph, Operators)) == STEPS[step]
     inputs = (randn(4, 16, seed=2), randn(16, seed=3))
     wanted, others = module(*inputs), untouched(module)
     assert route(module, package.ops) is module
-    assert find_norms(module.graph) == []
+    assert find_norms(module.graph, Operators) == []
     mine = [n for n in module.graph.nodes if package.ops.namespace in str(n.target)]
     assert len(mine) == STEPS[step]
     takers = {user for node in mine for user in node.users}
@@ -201,7 +202,7 @@ def test_weights_of_other_dtypes_stay_with_pytorch(
 
     inputs = randn(4, 16).to(torch.bfloat16), randn(16, seed=1).to(weight)
     module = route(make_fx(step, tracing_mode="fake")(*inputs), package.ops)
-    assert (find_norms(module.graph) == []) == served
+    assert (find_norms(module.graph, Operators) == []) == served
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -209,9 +210,9 @@ def test_tags_go_to_norms_and_their_getitems_only(step: Step) -> None:
     module = trace(step)
     before = str(module.graph)
     configs = {"max_autotune": True}
-    assert tag(module, configs) is module
+    assert tag(module, Operators, configs) is module
     configs["max_autotune"] = False  # the mark has a copy
-    norms = find_norms(module.graph)
+    norms = find_norms(module.graph, Operators)
     wanted = {*norms, *(item for norm in norms for item in getitems(norm))}
     tagged = {n for n in module.graph.nodes if "compile_with_inductor" in n.meta.get("custom", {})}
     assert tagged == wanted
@@ -225,7 +226,7 @@ def test_tags_go_to_norms_and_their_getitems_only(step: Step) -> None:
 @needs_whole_forward
 def test_an_earlier_mark_is_replaced_but_for_its_region() -> None:
     module = trace(forward_only)
-    (norm,) = find_norms(module.graph)
+    (norm,) = find_norms(module.graph, Operators)
     shared = {"compile_with_inductor": {"inductor_region": 5, "inductor_configs": {"a": 1}}}
     for node in module.graph.nodes:
         node.meta["custom"] = shared
@@ -233,7 +234,7 @@ def test_an_earlier_mark_is_replaced_but_for_its_region() -> None:
     item, *more = getitems(norm)
     item.meta["custom"] = {"compile_with_inductor": {"inductor_region": 6}}
     before = {node: node.meta["custom"] for node in module.graph.nodes}
-    tag(module, {"max_autotune": True})
+    tag(module, Operators, {"max_autotune": True})
     mark = {"inductor_configs": {"max_autotune": True}, "inductor_region": 5}
     assert norm.meta["custom"] == {"compile_with_inductor": mark, "mine": 2}
     assert item.meta["custom"] == {"compile_with_inductor": mark}
@@ -245,7 +246,7 @@ def test_an_earlier_mark_is_replaced_but_for_its_region() -> None:
 @needs_whole_forward
 def test_settings_of_a_mark() -> None:
     def mark_of(*given: Any) -> Any:
-        (norm,) = find_norms(tag(trace(forward_only), *given).graph)
+        (norm,) = find_norms(tag(trace(forward_only), Operators, *given).graph, Operators)
         return norm.meta["custom"]["compile_with_inductor"]
 
     assert mark_of() == mark_of(None) == {}
@@ -257,7 +258,7 @@ def test_routed_nodes_have_no_mark_of_inductor(package: Package) -> None:
     """Another pass had marked the norms before."""
     from torch.fx.passes.regional_inductor import _RegionScooper
 
-    module = route(tag(trace(several)), package.ops)
+    module = route(tag(trace(several), Operators), package.ops)
     assert not any("compile_with_inductor" in n.meta.get("custom", {}) for n in module.graph.nodes)
     regions = _RegionScooper.scoop_regions(module)
     assert not [node for node in regions.graph.nodes if node.op == "call_module"]
@@ -280,12 +281,12 @@ def test_norms_inside_nested_modules(package: Package) -> None:
     inputs = (randn(4, 16, seed=2), randn(16, seed=3))
     module = nested()
     (wanted,) = module(*inputs)
-    assert tag(module) is module
-    marked = [n for each in (module.called, module.body) for n in find_norms(each.graph)]
+    assert tag(module, Operators) is module
+    marked = [n for each in (module.called, module.body) for n in find_norms(each.graph, Operators)]
     assert len(marked) == 2
     assert all("compile_with_inductor" in node.meta["custom"] for node in marked)
     assert route(module, package.ops) is module
-    assert find_norms(module.called.graph) == find_norms(module.body.graph) == []
+    assert not any(find_norms(each.graph, Operators) for each in (module.called, module.body))
     assert torch.allclose(module(*inputs)[0], wanted, atol=1e-5)
 
 
@@ -305,7 +306,7 @@ def test_pass_fits_a_graph_trainer(package: Package, caplog: pytest.LogCaptureFi
         f"gave {STEPS[several]} RMSNorm nodes to {package.ops.namespace}; "
         f"additions folded: {ADDITIONS[several]}",
     ]
-    (norm,) = find_norms(passes[0](trace(backward_only)).graph)
+    (norm,) = find_norms(passes[0](trace(backward_only)).graph, Operators)
     searched = {"max_autotune": True, "coordinate_descent_tuning": True}
     assert norm.meta["custom"]["compile_with_inductor"] == {"inductor_configs": searched}
     with pytest.raises(ValueError, match="'route' or 'tag', got 'both'"):
@@ -337,7 +338,7 @@ def test_torchtitans_own_tests_of_its_pass(
 def test_tagged_regions_are_what_regional_inductor_compiles() -> None:
     from torch.fx.passes.regional_inductor import _RegionScooper
 
-    module = _RegionScooper.scoop_regions(tag(trace(several)))
+    module = _RegionScooper.scoop_regions(tag(trace(several), Operators))
     regions = [n for n in module.graph.nodes if n.op == "call_module"]
     inside = [
         node.target
@@ -348,7 +349,7 @@ def test_tagged_regions_are_what_regional_inductor_compiles() -> None:
     aten = {ATEN._fused_rms_norm.default, ATEN._fused_rms_norm_backward.default}
     assert len(inside) == STEPS[several]
     assert set(inside) == aten
-    assert find_norms(module.graph) == []
+    assert find_norms(module.graph, Operators) == []
 
 
 @needs_whole_forward
@@ -367,14 +368,15 @@ def test_regional_inductor_compiles_what_is_tagged_as_the_tag_says(
     seen, spy = spying()
     configs = {"epilogue_fusion": False, "post_grad_custom_post_pass": spy}
     with tracing(TracingContext(mode)):
-        done = regional_inductor(tag(module, configs))
-    assert find_norms(done.graph) == []
+        done = regional_inductor(tag(module, Operators, configs))
+    assert find_norms(done.graph, Operators) == []
     assert {(node.op, str(node.target)) for node in done.graph.nodes} >= set(others)
     ((fusion, calls),) = seen  # one region
     assert fusion is False
     # Inductor took the norm apart, and saw none of its neighbours.
     assert calls
-    assert not {"aten.sin.default", "aten.cos.default", *map(str, norm_operators())} & set(calls)
+    others = {"aten.sin.default", "aten.cos.default"}
+    assert not {*others, *map(str, norm_operators(Operators))} & set(calls)
     found = done(inputs)  # boxed: it takes a list
     for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (found, wanted)), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
@@ -386,7 +388,7 @@ def test_regional_inductor_compiles_what_is_tagged_as_the_tag_says(
 def test_routed_nodes_keep_their_meta(package: Package, step: Step) -> None:
     """Where a node came from, and what other passes wrote; its values are those of the operator."""
     module = trace(step)
-    (norm,) = find_norms(module.graph)
+    (norm,) = find_norms(module.graph, Operators)
     norm.meta |= {"custom": {"region": 3}, "stack_trace": "model.py, line 7"}
     before = dict(norm.meta)
     route(module, package.ops)
@@ -405,7 +407,7 @@ def test_norms_over_two_dimensions_stay_with_pytorch(package: Package) -> None:
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_fused_rms_norm", lambda x, *_: (x + 0, x[:1, :1]), "CPU")
         module = trace(step)
-    assert len(find_norms(route(module, package.ops).graph)) == 1
+    assert len(find_norms(route(module, package.ops).graph, Operators)) == 1
 
 
 def norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -466,8 +468,8 @@ def test_backend_decomposes_as_its_settings_say_all_but_norms(
         wanted = set(select_decomp_table())
     with config.patch(fallback_random=not fallback):
         assert wanted != set(select_decomp_table())
-    assert wanted > set(norm_operators()) > set()
-    assert set(given["decompositions"]) == wanted - set(norm_operators())
+    assert wanted > set(norm_operators(Operators)) > set()
+    assert set(given["decompositions"]) == wanted - set(norm_operators(Operators))
 
 
 def test_backend_refuses_another_pass_in_the_place_of_its_own(

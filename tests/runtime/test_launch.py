@@ -10,8 +10,8 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 
+from generator.operations.launch import launch_backward
 from generator.runtime.launch.driver import LaunchError
-from generator.runtime.launch.launch import launch_backward
 from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.spec import plan_launch
 from tests.support.fake_driver import (
@@ -117,12 +117,16 @@ def test_a_driver_that_does_not_know_the_room_is_no_fault(driver: FakeDriver) ->
 
 def test_cubin_is_loaded_once_and_each_thread_has_its_own_arguments(driver: FakeDriver) -> None:
     kernel = LoadedKernel(b"cubin", SPEC)
-    barrier = threading.Barrier(4)
+    barrier, copy, given = threading.Barrier(4), driver.cuLaunchKernelEx, []
+
+    def launch_late(*arguments: Any) -> Any:
+        barrier.wait()  # all have written theirs
+        return copy(*arguments)
+
+    driver.cuLaunchKernelEx = launch_late  # type: ignore[method-assign]
 
     def work() -> None:
-        barrier.wait()
-        launch(kernel)
-        barrier.wait()  # all blocks exist at once, so equal addresses would be shared ones
+        given.append(launch(kernel)[0])
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -130,7 +134,9 @@ def test_cubin_is_loaded_once_and_each_thread_has_its_own_arguments(driver: Fake
     for thread in threads:
         thread.join()
     assert driver.loads == 1
-    assert len({seen.block_address for seen in driver.launches}) == 4
+    wanted = {tuple(tensor.data_ptr() for tensor in tensors) for tensors in given}
+    assert {seen.arguments[:6] for seen in driver.launches} == wanted
+    assert len(wanted) == 4
     modes = cuda.CUstreamCaptureMode
     assert driver.capture_modes == [  # loading is allowed during a capture, then as before
         modes.CU_STREAM_CAPTURE_MODE_RELAXED,

@@ -16,6 +16,7 @@ from generator.runtime.api import Package
 from generator.runtime.frontends.graph_pass import find_norms, route, tag
 from generator.runtime.frontends.layer_norm import LayerNormPackage
 from generator.runtime.frontends.layer_norm_operators import LayerNormOperators
+from generator.runtime.frontends.operators import Operators
 from generator.runtime.serve.warn_once import WarnOnce
 from tests.support.entry_points import (
     aten_on_cpu,
@@ -185,6 +186,8 @@ def test_what_watches_gets_an_answer(package: LayerNormPackage) -> None:
     nested = torch.nested.as_nested_tensor([x.detach(), x.detach()[:1]], layout=torch.jagged)
     rows = package.layer_norm(nested, weight, bias).values()
     assert torch.allclose(rows, torch.cat((wanted, wanted[:1])), atol=1e-6)
+    nested = torch.nested.as_nested_tensor([x.detach(), x.detach()[:1]], layout=torch.strided)
+    assert torch.allclose(package.layer_norm(nested, weight, bias).unbind()[0], wanted, atol=1e-6)
     scripted = torch.jit.trace(lambda x: package.layer_norm(x), x.detach())
     assert torch.allclose(scripted(x), functional.layer_norm(x, (16,)), atol=1e-6)
     again = checkpoint(lambda x: package.layer_norm(x, weight, bias), x, use_reentrant=False)
@@ -434,7 +437,7 @@ def test_nested_modules_marks_and_other_norms(
     graph.output(graph.call_module("called", tuple(given)))
     inner = make_fx(step_of, tracing_mode="fake")(*inputs())
     module = torch.fx.GraphModule({"called": inner}, graph)
-    route(tag(module), rms_package.ops)  # of RMSNorm: leaves everything
+    route(tag(module, Operators), rms_package.ops)  # of RMSNorm: leaves everything
     assert backwards(inner) == 3
     assert package.graph_pass("tag")(module) is module
     marked = [n for n in inner.graph.nodes if "compile_with_inductor" in n.meta.get("custom", {})]

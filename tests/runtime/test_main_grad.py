@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from generator.runtime.api import Package
 from tests.support.entry_points import randn
@@ -112,6 +113,44 @@ def test_no_second_derivative(package: Package, loss: str) -> None:
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(y.sum() if loss == "sum" else y.square().sum(), x, create_graph=True)
     assert torch.equal(ours.weight.main_grad, torch.full((16,), 3.0))
+
+
+def test_no_batched_backward_and_no_forward_mode(package: Package) -> None:
+    ours, _ = pair(package, 16)
+    x = randn(4, 16).requires_grad_()
+    y = ours(x)
+    with pytest.raises(RuntimeError, match="no batched backward"):
+        torch.autograd.grad(y, x, randn(3, 4, 16), is_grads_batched=True, retain_graph=True)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward mode"):
+        torch.autograd.grad(y, x, forward_ad.make_dual(randn(4, 16), randn(4, 16)))
+    assert torch.equal(ours.weight.main_grad, torch.full((16,), 3.0))
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_gradient_that_is_on_its_way_goes_through_the_operator(
+    package: Package, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    run, calls = package._norm.run, 0
+
+    def count(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return run(*given)
+
+    monkeypatch.setattr(package._norm, "run", count)
+    results = []
+    for is_late in (False, True):
+        ours, _ = pair(package, 16)
+        x = randn(4, 16, dtype=torch.bfloat16).requires_grad_()
+        gradients = [randn(4, 16, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)]
+        if is_late:
+            gradients[late] = AsyncCollectiveTensor(gradients[late])
+        results.append([*torch.autograd.grad(ours(x, x.detach()), x, gradients)])
+        results[-1].append(ours.weight.main_grad)
+        assert calls == 1  # in the first round
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -11,8 +11,6 @@ import torch
 
 from generator.runtime.api import Package
 from generator.runtime.launch.workspace import PER_THREAD
-from generator.runtime.native import plans
-from generator.runtime.serve.call_cache import CallCache
 from generator.runtime.spec import KernelSpec
 from tests.support.entry_points import equal_bits
 from tests.support.fake_driver import (
@@ -33,7 +31,6 @@ from tests.support.native import (
     learned,
     leaves,
     rows,
-    shifted,
     started,
     who_served,
 )
@@ -288,31 +285,3 @@ def test_shapes_of_the_same_rows_share_a_plan(machine: Machine, make: Any) -> No
     assert (by_cpp, by_python) == (1, 0)
     wanted = by_backward(package, **given)
     assert dx.shape == (2, 3, 1024) and equal_bits([dx.view(6, 1024), dw], list(wanted))
-
-
-@entry_points
-def test_another_variant_of_backwards_goes_to_python_once_and_is_learned(
-    machine: Machine, make: Any, entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As `set_sm_margin` needs it, whose next launches have another grid."""
-    package = make()
-    monkeypatch.setattr(plans, "_MOST_PLANS", 8)
-    learned(package, entry_point)
-
-    def vary(variant: int) -> None:
-        package._native.vary(variant)
-        package._calls = CallCache()
-        package._calls._device = ""
-
-    vary(16)
-    served = []
-    for _ in range(5):
-        by_cpp, by_python, _ = who_served(machine, lambda: entry_point(package, **inputs()))
-        served.append((by_cpp, by_python))
-    assert served[0] == (0, 1)
-    assert served[-1] == (1, 0)
-    shift = inputs(x=shifted(6, 1024))
-    for turn in range(20):  # nothing has to be learned again
-        vary(16 * (turn % 2))
-        assert who_served(machine, lambda: entry_point(package, **shift))[0] == 0
-        assert who_served(machine, lambda: entry_point(package, **inputs()))[:2] == (1, 0)

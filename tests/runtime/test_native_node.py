@@ -293,3 +293,12 @@ def test_other_ways_go_past_the_node(package: Package, how: str) -> None:
             y = norm(x, weight)
         assert not y.requires_grad
     assert torch.equal(y.detach(), wanted[0])
+
+
+def test_batched_gradients(package: Package) -> None:
+    leaves = leaf(6, 16), leaf(16, seed=1)
+    y, vectors = package.rms_norm(*leaves), torch.randn(3, 6, 16)
+    found = torch.autograd.grad(y, leaves, vectors, retain_graph=True, is_grads_batched=True)
+    each = [torch.autograd.grad(y, leaves, v, retain_graph=True) for v in vectors]
+    for one, *others in zip(found, *each, strict=True):
+        assert torch.allclose(one, torch.stack(others), atol=1e-5)

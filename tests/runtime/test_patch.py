@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
 from torch import nn
 
 from generator.runtime.api import Package
@@ -70,6 +71,11 @@ class PickyRMSNorm(PlainRMSNorm):
 class GatedRMSNorm(PlainRMSNorm):
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         return super().forward(x) if gate is None else super().forward(x) * gate
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
 
 
 class BiasedRMSNorm(PlainRMSNorm):
@@ -207,3 +213,31 @@ def test_models_of_hugging_face(package: Package, name: str) -> None:
     assert torch.allclose(model(ids).logits, wanted, atol=1e-4)
     package.unpatch(model)
     assert torch.equal(model(ids).logits, wanted)
+
+
+def test_a_class_that_is_made_of_a_patched_one_stays(package: Package) -> None:
+    """As `fully_shard` and parametrizations make one."""
+    x = randn(4, 16)
+    sharded = PlainRMSNorm()
+    package.patch(sharded)
+    kind = sharded.__class__ = type("FSDPPlainRMSNorm", (type(sharded),), {})
+    wanted = sharded(x)
+    assert package.unpatch(sharded) == []
+    package.patch(sharded)
+    assert isinstance(sharded, kind)
+    assert torch.equal(sharded(x), wanted)
+    package.unpatch(sharded)
+    assert type(sharded) is kind
+    doubled: Any = PlainRMSNorm()
+    package.patch(doubled)
+    torch.nn.utils.parametrize.register_parametrization(doubled, "weight", Doubled())
+    package.unpatch(doubled)
+    assert torch.allclose(doubled(x), 2 * wanted)
+
+
+def test_a_norm_with_a_forward_of_its_own_is_left_alone(package: Package) -> None:
+    """As accelerate's hooks replace it."""
+    model: Any = nn.Sequential(PlainRMSNorm(), PlainRMSNorm())
+    model[0].forward = lambda x: 3 * x
+    assert package.patch(model) == ["1"]
+    assert type(model[0]) is PlainRMSNorm

@@ -236,6 +236,10 @@ def test_reasons_are_warned_about_once(package: Package, monkeypatch: pytest.Mon
     monkeypatch.setattr(package, "warn", WarnOnce())
     monkeypatch.setattr(package, "_find", lambda given, options: "there is no kernel here")
     with aten_on_cpu():
+        for _ in range(2):  # said as often as the program makes an error of it
+            with warnings.catch_warnings(), pytest.raises(UserWarning, match="no kernel here"):
+                warnings.simplefilter("error")
+                package.rmsnorm_backward(x, x, rstd, weight)
         with pytest.warns(UserWarning, match="no kernel here; using PyTorch's own") as caught:
             dx, dw = package.rmsnorm_backward(x, x, rstd, weight)
         assert caught[0].filename == __file__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from generator.runtime.api import Package
-from tests.support.entry_points import randn
+from tests.support.entry_points import randn, write_layer_norm_package, write_package
 
 Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 X, TANGENT, WEIGHT = randn(4, 8), randn(4, 8, seed=1), randn(8, seed=2)
@@ -101,6 +102,23 @@ def test_dual_tensors_keep_their_tangent(package: Package, which: str, wants: st
     assert torch.allclose(tangent(norms(package)[which]), tangent(theirs), atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"weight": WEIGHT[:1]}, "weight must have shape"),
+        ({"x": X.long()}, "x must be bfloat16"),
+        ({"residual": X[:, :4]}, "residual must have x's shape"),
+    ],
+)
+def test_arguments_are_checked_under_a_transform(
+    package: Package, change: dict[str, torch.Tensor], error: str
+) -> None:
+    given = {"x": X, "weight": WEIGHT, **change}
+    in_dims = {name: None if name == "weight" else 0 for name in given}
+    with pytest.raises((TypeError, ValueError), match=error):
+        torch.func.vmap(lambda given: package.rms_norm(**given), (in_dims,))(given)
+
+
 def test_tangent_of_a_gradient(package: Package) -> None:
     """Forward over reverse, with nodes of the package between the two."""
 
@@ -158,3 +176,60 @@ def test_function_around_the_backward_under_torch_func(package: Package) -> None
 
     with pytest.raises(RuntimeError, match="differentiate the norm"):
         grad(own)
+
+
+NAMES = (
+    *("rms_norm", "rms_norm with residual", "operator"),
+    *("layer_norm", "layer_norm with residual"),
+)
+
+
+def own_norms(folder: Path) -> dict[str, Callable[..., Any]]:
+    """Norms of packages that take x, the residual, the weight and the bias."""
+    rms, layer = write_package(folder / "rms"), write_layer_norm_package(folder / "layer")
+    return {
+        "rms_norm": lambda x, _, weight, __: rms.rms_norm(x, weight, 1e-6),
+        "rms_norm with residual": lambda x, other, weight, _: rms.rms_norm(
+            x, weight, 1e-6, residual=other
+        ),
+        "operator": lambda x, _, weight, __: rms.ops.rms_norm(x, weight, 1e-6, 0.0)[0],
+        "layer_norm": lambda x, _, weight, bias: layer.layer_norm(x, weight, bias),
+        "layer_norm with residual": lambda x, other, weight, bias: layer.layer_norm(
+            x, weight, bias, residual=other
+        ),
+    }
+
+
+def batched_by_autograd(total: torch.Tensor, leaves: Any, vectors: torch.Tensor) -> Any:
+    return torch.autograd.grad(total, leaves, vectors, retain_graph=True, is_grads_batched=True)
+
+
+def batched_by_vmap(total: torch.Tensor, leaves: Any, vectors: torch.Tensor) -> Any:
+    return torch.func.vmap(lambda v: torch.autograd.grad(total, leaves, v, retain_graph=True))(
+        vectors
+    )
+
+
+@pytest.mark.parametrize("batched", [batched_by_autograd, batched_by_vmap])
+@pytest.mark.parametrize("which", NAMES)
+def test_backwards_are_batched(tmp_path: Path, which: str, batched: Any) -> None:
+    """Of nodes that were made before, out of anybody's sight."""
+    norm = own_norms(tmp_path)[which]
+    leaves = [t.clone().requires_grad_() for t in (X, TANGENT, WEIGHT, WEIGHT)]
+    found = norm(*leaves)
+    y, *stream = found if isinstance(found, tuple) else (found,)
+    total = y + sum(stream)
+    vectors = randn(3, 4, 8, seed=5)
+    grads = torch.autograd.grad(total.sum(), leaves, retain_graph=True, allow_unused=True)
+    used = [leaf for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
+    wanted = [torch.autograd.grad(total, used, v, retain_graph=True) for v in vectors]
+    for one, *each in zip(batched(total, used, vectors), *wanted, strict=True):
+        assert torch.allclose(one, torch.stack(each), atol=1e-5)
+
+
+def test_jacobians_are_vectorized(package: Package) -> None:
+    def jacobian(norm: Norm) -> Any:
+        return torch.autograd.functional.jacobian(lambda x: norm(x, WEIGHT), X, vectorize=True)
+
+    for norm in norms(package).values():
+        assert torch.allclose(jacobian(norm), jacobian(theirs), atol=1e-5)

@@ -22,7 +22,6 @@ from generator.runtime.launch import (
     driver,
     forward_call,
     graph_end,
-    launch,
     loaded_kernel,
     workspace,
 )
@@ -220,7 +219,7 @@ def read_arguments(function: str, parameters: int) -> tuple[int, ...]:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
     """Put a fake in the place of the driver, everywhere."""
-    for user in (binding, driver, forward_call, graph_end, launch, loaded_kernel, workspace):
+    for user in (binding, driver, forward_call, graph_end, loaded_kernel, workspace):
         monkeypatch.setattr(user, "cuda_driver", lambda: fake)
     monkeypatch.setattr(workspace, "is_capturing", lambda: False)
 

@@ -16,7 +16,7 @@ from ..serve.call import Call
 from ..serve.call_cache import CallCache
 from ..serve.checks import check_forward
 from ..serve.forward import Forward
-from ..serve.options import SMALLEST_EPS, Arguments, Options
+from ..serve.options import Arguments, Options
 from ..serve.reference import Results
 from ..serve.server import Server
 from ..spec import KernelSpec, Launch, plan_launch
@@ -158,7 +158,7 @@ class BatchInvariantPackage(Package):
 
     _forward_class = BatchInvariantForward
     _norm_class = InvariantNorm
-    _invariant = True
+    _invariant, _advice = True, _ADVICE
     _sm_margin = 0
 
     def set_sm_margin(self, sms: int) -> None:
@@ -182,21 +182,14 @@ class BatchInvariantPackage(Package):
         self._sm_margin = sms
         # What is known of calls has launches with the previous margin.
         self._calls = CallCache()
-        if self._native.vary is not None:
-            self._native.vary(sms)
 
     def _launch(self, spec: KernelSpec, rows: int) -> Launch:
         return plan_launch(replace(spec, sms=max(1, spec.sms - self._sm_margin)), rows)
 
-    def _by_formula(self, given: Arguments, options: Options) -> Results:
-        if given.x.is_cuda:
-            raise RuntimeError(f"no kernel serves an eps below {SMALLEST_EPS:.0e}, and {_ADVICE}")
-        return super()._by_formula(given, options)
-
     def _find(self, given: Arguments, options: Options) -> Call | str:
         found = super()._find(given, options)
         if isinstance(found, str):
-            raise RuntimeError(f"{found}, and {_ADVICE}")
+            raise RuntimeError(f"{found}, and {self._advice}")
         return found
 
     def _with_kernel(self, given: Arguments, options: Options, device: int) -> Call | str:

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..serve.describe import DescribedServer
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
 from ..torch_internals import (
     PLAIN_TYPES,
     is_plain,
-    modes_active,
-    tangents_active,
+    served_dtype,
     tracing,
     transforms_active,
+    watched,
 )
 from .differentiable import is_foreign
-from .graph_pass import AUTOTUNED, Pass, make_backend, make_pass
-from .install import Installation
 from .layer_norm_operators import (
     LAYER_NORM_SCHEMAS,
     LayerNormOperators,
@@ -34,14 +31,17 @@ from .layer_norm_operators import (
 from .layer_norm_routes import LAYER_NORM, dw_and_db, layer_norm_aten_call
 from .module import flat, like
 from .operators import digest_of
-from .patch import is_close, replace_forwards, rows_to_try, try_forward, unpatch
+from .package import NormPackage
+from .patch import is_close, replace_forwards, rows_to_try, try_forward
 
 
-class LayerNormPackage(DescribedServer):
+class LayerNormPackage(NormPackage):
     """One emitted package of LayerNorm's backward. Safe to use from several threads."""
 
+    ops: LayerNormOperators
     _aten_call = staticmethod(layer_norm_aten_call)
     _has_aten = True
+    _layer, _routed = "LayerNorm", LAYER_NORM
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -52,10 +52,6 @@ class LayerNormPackage(DescribedServer):
         # A class per package, under a name by which pickle finds it.
         members = {"_package": self, "__doc__": LayerNorm.__doc__}
         self.LayerNorm: type[LayerNorm] = type("LayerNorm", (LayerNorm,), members)
-        installation = Installation(self._quick, self._route, "CUDA", folder, LAYER_NORM)
-        self.install = installation.install
-        self.uninstall = installation.uninstall
-        self.installed = installation.installed
         # One object, so that all modules that it is patched into share one class.
         self._patched_forward = lambda module, x: self.layer_norm(
             x, module.weight, module.bias, module.eps
@@ -97,25 +93,19 @@ class LayerNormPackage(DescribedServer):
             and type(x) in PLAIN_TYPES
             and (weight is None or type(weight) in PLAIN_TYPES)
             and (bias is None or type(bias) in PLAIN_TYPES)
-            and not (
-                is_dynamo_compiling()
-                or modes_active()
-                or transforms_active()
-                or tangents_active()
-                or tracing() is not None
-            )
+            and not watched()
         ):
             y = self._eager(x, weight, bias, eps)
             if y is not None:
                 return y
         if not is_dynamo_compiling() and is_foreign(x):
             rows = x if residual is None else x + residual
-            shape = (x.shape[-1] if weight is None else weight.shape[-1],)
+            shape = (x.size(-1) if weight is None else weight.shape[-1],)
             y = torch.nn.functional.layer_norm(rows, shape, weight, bias, eps)
             return y if residual is None else (y, rows)
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
-        weight, bias = _served_dtype(weight, x), _served_dtype(bias, x)
+        weight, bias = served_dtype(weight, x), served_dtype(bias, x)
         given = (x, residual, weight, bias, eps)
         y, _, _, stream = self._forward_for(given)(*given)
         return y if residual is None else (y, stream)
@@ -129,7 +119,7 @@ class LayerNormPackage(DescribedServer):
             return self.ops.layer_norm
         if transforms_active() or tracing() is not None:
             return layer_norm_forward
-        if modes_active() or tangents_active() or not plain:
+        if watched() or not plain:
             return self.ops.layer_norm
         return self._node.apply if torch.is_grad_enabled() else layer_norm_forward
 
@@ -194,7 +184,7 @@ class LayerNormPackage(DescribedServer):
             and need_dx
             and need_dw
             and not accumulate
-            and not (is_dynamo_compiling() or modes_active() or tangents_active())
+            and not watched()
         ):
             results = self._quick(dy, x, rstd, weight, mean)
             if results is not None:
@@ -207,33 +197,13 @@ class LayerNormPackage(DescribedServer):
         dx, sums, *third = self._serve(given, options)
         return (dx, *dw_and_db(sums), *third)
 
-    def _serve(self, given: Arguments, options: Options) -> Results:
-        return self.ops.serve(self._run, given, options)
-
-    def graph_pass(
-        self, how: str = "route", inductor_configs: Mapping[str, Any] | None = AUTOTUNED
-    ) -> Pass:
-        """A pass over traced training graphs, like `graph_pass` of RMSNorm's packages. `route`
-        replaces the backward of every LayerNorm by this package's; `tag` marks forward and
-        backward."""
-        return make_pass(self.ops, how, inductor_configs)
-
-    def inductor_backend(self, **inductor_configs: Any) -> Callable[..., Any]:
-        """A backend for torch.compile: Inductor, with the backward of every torch.nn.LayerNorm
-        served by this package. inductor_configs: settings of torch._inductor.config."""
-        return make_backend(self.ops, **inductor_configs)
-
     def patch(self, model: torch.nn.Module) -> list[str]:
         """Serve the LayerNorms of a model: torch.nn.LayerNorm over one dimension, and subclasses
         whose name ends in LayerNorm, if they compute the same on a few rows. Returns their names.
         `unpatch(model)` undoes it."""
         return replace_forwards(
-            model, "LayerNorm", lambda m: self._patched_forward if _may_be_served(m) else None
+            model, self._layer, lambda m: self._patched_forward if _may_be_served(m) else None
         )
-
-    def unpatch(self, model: torch.nn.Module) -> list[str]:
-        """Give the norms that `patch` changed their own forward back; returns their names."""
-        return unpatch(model, "LayerNorm")
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -248,11 +218,6 @@ class LayerNorm(torch.nn.LayerNorm):
         rows, other, weight, bias = flat(shape, x, residual, self.weight, self.bias)
         y = self._package.layer_norm(rows, weight, bias, self.eps, residual=other)
         return like(x, y, shape)
-
-
-def _served_dtype(scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    known = scale is None or scale.dtype in (x.dtype, torch.float32)
-    return scale if known or scale is None else scale.to(x.dtype)
 
 
 def _is_sharded(given: Any) -> bool:

@@ -14,8 +14,8 @@ class WarnOnce:
 
     def __call__(self, sentence: str) -> None:
         if sentence not in self._said:
-            self._said.add(sentence)
             warnings.warn(sentence, stacklevel=_first_frame_outside())
+            self._said.add(sentence)  # now, as the program may make errors of warnings
 
 
 def _first_frame_outside() -> int:

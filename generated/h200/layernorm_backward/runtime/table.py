@@ -111,7 +111,6 @@ class TableOf(Generic[S]):
         weight_dtype: str,
         alignment: int = MAX_ALIGNMENT,
         weight_alignment: int = MAX_ALIGNMENT,
-        residual_alignment: int = MAX_ALIGNMENT,
         *,
         offset: bool = False,
         residual: str = "",
@@ -119,8 +118,8 @@ class TableOf(Generic[S]):
         """The kernel for M >= 1 rows of N columns.
 
         alignment: the power of two, in bytes, that divides the addresses and row strides of x and
-        dy (of a forward: of x and the residual); weight_alignment, residual_alignment: the same of
-        the weight and of dresidual. offset, residual: as in the KernelSpec; kernels with these
+        dy (of a forward: of x and the residual); weight_alignment: the same of the weight. (A
+        dresidual is at MAX_ALIGNMENT.) offset, residual: as in the KernelSpec; kernels with these
         options exist where they were tuned and nowhere else.
 
         Order: the tuned shape; the nearest tuned M at the same N and dtypes (`_distance`); the
@@ -137,7 +136,7 @@ class TableOf(Generic[S]):
             and (entry.kernel.spec.offset, entry.kernel.spec.residual) == (offset, residual)
         ]
         for entry in sorted(same, key=lambda entry: (_distance(entry, M), entry.M)):
-            fault = misfit(entry.kernel.spec, N, alignment, weight_alignment, residual_alignment)
+            fault = misfit(entry.kernel.spec, N, alignment, weight_alignment)
             if fault:
                 passed_over.append(f"{entry.kernel.file} {fault}")
             elif entry.M == M:
@@ -262,22 +261,16 @@ def misfit(
     N: int,
     alignment: int,
     weight_alignment: int,
-    residual_alignment: int = MAX_ALIGNMENT,
 ) -> str:
     """Why a kernel of the right width and dtypes cannot serve a call: the rest of a sentence that
     begins with the kernel, or "" when it can."""
     itemsize, vector = ITEMSIZE[spec.dtype], spec.vector_bytes
     if N * itemsize % vector or alignment % vector:
         return f"needs rows at multiples of {vector} bytes"
-    # The weights beside one vector of x are loaded at most 16 bytes at a time; so are the
-    # residual's gradients, whose rows may be copied whole besides.
+    # The weights beside one vector of x are loaded at most 16 bytes at a time.
     weights = min(16, vector // itemsize * ITEMSIZE[spec.weight_dtype])
     if weight_alignment % weights:
         return f"needs a weight at a multiple of {weights} bytes"
-    if spec.residual:
-        step = min(16, vector // itemsize * ITEMSIZE[spec.residual])
-        if residual_alignment % step:
-            return f"needs rows of the residual's gradient at multiples of {step} bytes"
     return ""
 
 

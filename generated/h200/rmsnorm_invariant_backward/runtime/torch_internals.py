@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 
 def _public_stream(device: int) -> int:
@@ -49,10 +50,8 @@ _SEE_WATCHERS = (
 """Whether this PyTorch says who sees operators. Where it does not, a mode may always be there, and
 every call goes to the operators, which then find out by public means."""
 
-modes_active: Callable[[], int] = (
-    _find("_len_torch_dispatch_stack", lambda: 1) if _SEE_WATCHERS else lambda: 1
-)
-"""How many modes (a tracer, a fake-tensor mode, selective checkpointing) see every operator."""
+# How many modes (a tracer, a fake-tensor mode, selective checkpointing) see every operator.
+_modes_active: Callable[[], int] = _find("_len_torch_dispatch_stack", lambda: 1)
 
 transforms_active: Callable[[], bool] = _find("_are_functorch_transforms_active", lambda: False)
 """Whether torch.func is transforming what runs (grad, vmap, …). Where nobody says so, torch.func
@@ -61,19 +60,43 @@ refuses a node of autograd by itself."""
 tracing: Callable[[], Any] = _find("_get_tracing_state", lambda: torch.jit.is_tracing() or None)
 """What torch.jit.trace writes to, None while it does not run."""
 
-tangents_active: Callable[[], bool] = (
-    (lambda: _forward_ad._current_level >= 0) if _SEE_WATCHERS else lambda: True
-)
-"""Whether a level of forward-mode differentiation is open."""
+
+def _watched() -> bool:
+    # Dynamo first: it cannot trace the other questions.
+    return bool(
+        is_dynamo_compiling()
+        or _modes_active()
+        or transforms_active()
+        or _forward_ad._current_level >= 0
+        or tracing() is not None
+    )
+
+
+watched: Callable[[], bool] = _watched if _SEE_WATCHERS else lambda: True
+"""Whether a compiler, a mode, a transform, a tracer or forward mode may see operators."""
 
 
 def has_tangent(*values: Any) -> bool:
     """Whether one of these is a dual tensor of the level that is open."""
-    return tangents_active() and any(
+    return (not _SEE_WATCHERS or _forward_ad._current_level >= 0) and any(
         _forward_ad.unpack_dual(value).tangent is not None
         for value in values
         if isinstance(value, torch.Tensor)
     )
+
+
+def _has_no_address(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.data_ptr() < 0
+    except RuntimeError:
+        return True
+
+
+is_batched: Callable[[Any], bool] = _find(
+    "is_legacy_batchedtensor", _has_no_address, getattr(torch._C, "_functorch", None)
+)
+"""Whether a tensor is one of autograd's own vmap (is_grads_batched=True), of which neither its type
+nor a transform tells."""
 
 
 def _keys_of(device: str) -> int:
@@ -111,6 +134,13 @@ def is_plain(tensor: torch.Tensor | None) -> bool:
     return type(tensor) in PLAIN_TYPES or tensor is None or not isinstance(tensor, torch.Tensor)
 
 
+def served_dtype(scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """A weight or bias in a dtype that goes with x: in x's, unless it is that or fp32."""
+    if scale is None or scale.dtype == x.dtype or scale.dtype == torch.float32:
+        return scale
+    return scale.to(x.dtype)
+
+
 def resolved(tensor: Any) -> Any:
     """The tensor itself, or a copy of a lazily negated view (such as the imaginary part of a
     conjugate), whose memory has other numbers than it. Anything else is returned as it is."""
@@ -138,7 +168,7 @@ def _kind(tensor: Any) -> tuple[Any, ...] | None:
     if not isinstance(tensor, torch.Tensor):
         return None
     layout = (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
-    return type(tensor), *layout, tensor.requires_grad, tensor.is_neg()
+    return type(tensor), *layout, tensor.requires_grad, tensor.is_neg(), is_batched(tensor)
 
 
 Size = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]

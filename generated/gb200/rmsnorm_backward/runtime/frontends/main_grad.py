@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,9 +9,13 @@ from torch.compiler import is_dynamo_compiling
 
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
-from ..torch_internals import is_plain, modes_active
-from .gradients import NormArguments, gradients
+from .gradients import gradients_of_sum, is_watched
 from .rms_norm import Norm
+
+_REFUSED = (
+    "RMSNorm(main_grad=True) has no second derivative, no batched backward and no forward mode: "
+    "run without create_graph=True, is_grads_batched=True, torch.func.vmap and dual tensors"
+)
 
 
 def main_grad_norm(
@@ -26,12 +29,12 @@ def main_grad_norm(
 ) -> Any:
     """`rms_norm` whose backward adds dw to parameter.main_grad. weight: the parameter, or a flat
     view of it. Once a gradient of dx is asked for, there is an error."""
-    arguments = (norm, x, residual, weight, parameter, eps, weight_offset)
+    apply: Any = _MainGradNorm.apply
     if is_dynamo_compiling():
         # A graph would not see what happens to attributes of a parameter. Not a decorator: the
         # import of this module would import the compiler.
-        return torch.compiler.disable(_MainGradNorm.apply)(*arguments)
-    return _MainGradNorm.apply(*arguments)
+        apply = torch.compiler.disable(apply)
+    return apply(norm, x, residual, weight, parameter, eps, weight_offset)
 
 
 class _MainGradNorm(torch.autograd.Function):
@@ -52,7 +55,7 @@ class _MainGradNorm(torch.autograd.Function):
         ctx.save_for_backward(stream[0] if stream else x, weight, rstd)
         # The parameter itself: what hooks give back for a saved tensor lacks its attributes.
         ctx.norm, ctx.parameter, ctx.x_dtype = norm, parameter, x.dtype
-        ctx.arguments = NormArguments(eps, weight_offset)
+        ctx.eps, ctx.weight_offset = eps, weight_offset
         ctx.set_materialize_grads(False)
         return (y, *stream) if stream else y
 
@@ -61,27 +64,28 @@ class _MainGradNorm(torch.autograd.Function):
         ctx: Any, dy: torch.Tensor | None, dstream: torch.Tensor | None = None
     ) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "RMSNorm(main_grad=True) has no second derivative: run without create_graph=True"
-            )
-        stream, weight, rstd = ctx.saved_tensors
+            raise RuntimeError(_REFUSED)
         _, needs_x, needs_residual, _, needs_dw, _, _ = ctx.needs_input_grad
-        wanted = (needs_x or needs_residual, needs_dw)
-        watched = modes_active() or not is_plain(dy)
-        run = ctx.norm.operators.backward if watched else ctx.norm.run
+        seen = is_watched(dy, dstream)
+        run = ctx.norm.operators.backward if seen else ctx.norm.run
+
+        added = False
 
         def into_main_grad(given: Arguments, options: Options) -> Results:
-            if options.need_dw:
-                buffer = _main_grad(ctx.parameter).view(weight.shape)
-                given = replace(given, dw_out=buffer)
+            nonlocal added
+            if options.need_dw and given.weight is not None:
+                buffer = _main_grad(ctx.parameter).view(given.weight.shape)
+                given = Arguments(**{**vars(given), "dw_out": buffer})
                 add = not getattr(ctx.parameter, "overwrite_main_grad", False)
-                options = replace(options, accumulate=add)
+                options = type(options)(**{**vars(options), "accumulate": add})
             results: Results = run(given, options)
+            added = True
             return results
 
-        dx, dw = gradients(into_main_grad, ctx.arguments, wanted, dy, stream, weight, rstd, dstream)
-        dresidual = dx if needs_residual else None
-        dx = dx.to(ctx.x_dtype) if dx is not None and needs_x else None
+        needs = (needs_x, needs_residual, needs_dw)
+        dx, dresidual, dw = gradients_of_sum(into_main_grad, ctx, needs, dy, dstream, seen)
+        if dw is not None and not added:  # by the formula, of which the buffer has nothing
+            raise RuntimeError(_REFUSED)
         dummy = None if dw is None else _dummy(ctx.parameter)
         return None, dx, dresidual, None, dummy, None, None
 

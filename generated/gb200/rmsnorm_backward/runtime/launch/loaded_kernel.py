@@ -37,9 +37,6 @@ class LoadedKernel:
         self._functions: dict[int, tuple[Any, Any]] = {}
         self._configs: dict[tuple[str, int, int], Any] = {}
 
-    def __repr__(self) -> str:
-        return f"LoadedKernel({self.spec.name}, devices={sorted(self._functions)})"
-
     def load(self, device: int) -> tuple[Any, Any]:
         """The two functions of the variant on the current device, whose index is `device`: of a
         backward the main kernel and the second one (None without one), of a forward that without

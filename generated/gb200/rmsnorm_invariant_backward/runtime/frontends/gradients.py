@@ -8,20 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..serve.options import Arguments, Options, options_for
-from ..serve.reference import Results
+from ..serve.options import Arguments, Backward, Options, options_for
+from ..serve.reference import Results, norm_formula
 from ..torch_internals import (
     PLAIN_KEYS,
     has_tangent,
+    is_batched,
     is_plain,
-    modes_active,
-    tangents_active,
     transforms_active,
+    watched,
 )
-from .differentiable import differentiable_backward, differentiable_norm
+from .differentiable import differentiable_backward
 
-Backward = Callable[[Arguments, Options], Results]
-Kernel = Callable[..., "tuple[torch.Tensor, ...]"]
+Implementation = Callable[..., "tuple[torch.Tensor, ...]"]
 
 
 class NormArguments(NamedTuple):
@@ -31,16 +30,15 @@ class NormArguments(NamedTuple):
     weight_offset: float
 
 
-def is_watched(dy: torch.Tensor | None) -> bool:
+def is_watched(dy: torch.Tensor | None, dstream: torch.Tensor | None = None) -> bool:
     """Whether somebody sees the operators of a node's backward, or wants a gradient of its own."""
-    # Dynamo first: it cannot trace the question whether a mode is active. A gradient may be a
-    # subclass though x was none, such as a collective's result that has not arrived.
-    return bool(
-        is_dynamo_compiling()
+    # A gradient may be a subclass though x was none, such as a collective's result that has not
+    # arrived.
+    return (
+        watched()
         or torch.is_grad_enabled()
-        or modes_active()
-        or tangents_active()
         or not is_plain(dy)
+        or (dstream is not None and not is_plain(dstream))
     )
 
 
@@ -54,26 +52,38 @@ def gradients(
     rstd: torch.Tensor,
     dresidual: torch.Tensor | None = None,
     mean: torch.Tensor | None = None,
+    seen: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dx and dw of a node, dx in x's dtype. backward: what computes them; norm: has eps and
-    weight_offset, as a node's context and NormArguments do; mean: of a norm that takes it off."""
+    weight_offset, as a node's context and NormArguments do; mean: of a norm that takes it off;
+    seen: `is_watched`, where that was asked."""
     need_dx, need_dw = wanted[0], wanted[1] and weight is not None
     if dy is None:
         return (dresidual if need_dx else None), None
     dy = dy.to(x.dtype)
     if dresidual is not None:
         dresidual = dresidual.to(x.dtype)
-    # With create_graph=True, or in forward mode.
-    if torch.is_grad_enabled() or has_tangent(dy, x, weight, dresidual):
-        arguments = (norm.eps, norm.weight_offset, dresidual, need_dx, need_dw)
-        return differentiable_backward(dy, x, weight, *arguments, centred=mean is not None)
-    # Rows that a wider residual made wide keep the weight they had.
-    wide = weight is not None and weight.dtype not in (x.dtype, torch.float32)
-    scale = weight.float() if wide and weight is not None else weight
-    given = Arguments(dy, x, rstd, scale, dresidual if need_dx else None, mean=mean)
-    options = options_for(norm.eps, norm.weight_offset, need_dx, need_dw)
-    dx, dw, *_ = backward(given, options)
-    return dx, dw.to(weight.dtype) if wide and dw is not None and weight is not None else dw
+    by_pytorch = seen and (
+        torch.is_grad_enabled()  # create_graph=True
+        or (not is_dynamo_compiling() and transforms_active())
+        or has_tangent(dy, x, weight, dresidual)
+    )
+    if not by_pytorch:
+        # Rows that a wider residual made wide keep the weight they had.
+        wide = weight is not None and weight.dtype not in (x.dtype, torch.float32)
+        scale = weight.float() if wide and weight is not None else weight
+        given = Arguments(dy, x, rstd, scale, dresidual if need_dx else None, mean=mean)
+        options = options_for(norm.eps, norm.weight_offset, need_dx, need_dw)
+        try:
+            dx, dw, *_ = backward(given, options)
+        except RuntimeError:
+            # With is_grads_batched=True there is no address that a kernel could read.
+            if not (is_batched(dy) or (dresidual is not None and is_batched(dresidual))):
+                raise
+        else:
+            return dx, dw.to(weight.dtype) if wide and dw is not None and weight is not None else dw
+    arguments = (norm.eps, norm.weight_offset, dresidual, need_dx, need_dw)
+    return differentiable_backward(dy, x, weight, *arguments, centred=mean is not None)
 
 
 def gradients_of_sum(
@@ -81,16 +91,17 @@ def gradients_of_sum(
     ctx: Any,
     needs: Sequence[bool],
     dy: torch.Tensor | None,
-    dstream: torch.Tensor | None,
+    dstream: torch.Tensor | None = None,
+    seen: bool = True,
 ) -> tuple[Any, ...]:
-    """Gradients of x, residual and weight where x + residual was normalised. needs: which of the
-    three are wanted; backward: as in `gradients`."""
+    """Gradients of x, residual and weight where x + residual, or x alone, was normalised. ctx: the
+    node's; needs: which of the three are wanted; backward, seen: as in `gradients`."""
     stream, weight, rstd = ctx.saved_tensors
     needs_x, needs_residual, needs_dw = needs
     wanted = (needs_x or needs_residual, needs_dw)
-    dstream, dw = gradients(backward, ctx, wanted, dy, stream, weight, rstd, dstream)
+    dstream, dw = gradients(backward, ctx, wanted, dy, stream, weight, rstd, dstream, None, seen)
     dx = None if dstream is None else dstream.to(ctx.x_dtype)
-    return dx, dstream, dw
+    return dx, dstream if needs_residual else None, dw
 
 
 # ---- Of the operators ----------------------------------------------------------------------------
@@ -101,77 +112,52 @@ def gradients_of_sum(
 # there.
 
 
-def autograd_of_norm(operator: Any, run: Kernel, backward: Backward) -> Kernel:
-    """For `rms_norm`; backward: `rmsnorm_backward` by an operator."""
+def autograd_of_norm(operator: Any, run: Implementation, backward: Backward) -> Implementation:
+    """For `rms_norm` and `add_rms_norm`; backward: `rmsnorm_backward` by an operator."""
 
     class OperatorNorm(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:
-            x, weight, ctx.eps, ctx.weight_offset = given
-            y, rstd = below_autograd(operator, given)
-            ctx.save_for_backward(x, weight, rstd)
+            x, weight, ctx.eps, ctx.weight_offset = given[0], *given[-3:]
+            results = below_autograd(operator, given)
+            rstd, ctx.x_dtype = results[1], x.dtype
+            ctx.save_for_backward(x if len(results) == 2 else results[2], weight, rstd)
             ctx.mark_non_differentiable(rstd)
             ctx.set_materialize_grads(False)
-            return y, rstd
+            return results
 
         @staticmethod
-        def backward(ctx: Any, dy: Any, _: Any) -> tuple[Any, ...]:
-            wanted = ctx.needs_input_grad[:2]
-            return *gradients(backward, ctx, wanted, dy, *ctx.saved_tensors), None, None
+        def backward(ctx: Any, dy: Any, _: Any, *dstream: Any) -> tuple[Any, ...]:
+            needs_x, *of_residual, needs_dw, _, _ = ctx.needs_input_grad
+            needs = (needs_x, any(of_residual), needs_dw)
+            dx, dresidual, dw = gradients_of_sum(backward, ctx, needs, dy, *dstream)
+            return dx, *([dresidual] if dstream else []), dw, None, None
 
-    return autograd_of(operator, run, OperatorNorm, differentiable_norm)
+    def formula(x: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+        *residual, weight, eps, weight_offset = given
+        return norm_formula(x, weight, eps, weight_offset, *residual)
 
-
-def autograd_of_add_norm(operator: Any, run: Kernel, backward: Backward) -> Kernel:
-    """For `add_rms_norm`."""
-
-    class OperatorAddNorm(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *given: Any) -> tuple[torch.Tensor, ...]:
-            x, _, weight, ctx.eps, ctx.weight_offset = given
-            y, rstd, stream = below_autograd(operator, given)
-            ctx.x_dtype = x.dtype
-            ctx.save_for_backward(stream, weight, rstd)
-            ctx.mark_non_differentiable(rstd)
-            ctx.set_materialize_grads(False)
-            return y, rstd, stream
-
-        @staticmethod
-        def backward(ctx: Any, dy: Any, _: Any, dstream: Any) -> tuple[Any, ...]:
-            wanted = ctx.needs_input_grad[:3]
-            return *gradients_of_sum(backward, ctx, wanted, dy, dstream), None, None
-
-    def formula(
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor | None,
-        eps: float | None,
-        weight_offset: float,
-    ) -> tuple[torch.Tensor, ...]:
-        return differentiable_norm(x, weight, eps, weight_offset, residual)
-
-    return autograd_of(operator, run, OperatorAddNorm, formula)
+    return autograd_of(operator, run, OperatorNorm, formula)
 
 
 def autograd_of(
-    operator: Any, run: Kernel, node: type[torch.autograd.Function], formula: Kernel
-) -> Kernel:
+    operator: Any, run: Implementation, node: type[torch.autograd.Function], formula: Implementation
+) -> Implementation:
     """For an operator with this node. formula: the same by operators of PyTorch."""
 
     def kernel(keys: Any, *given: Any) -> tuple[torch.Tensor, ...]:
-        if _is_plain_call(keys, given):
-            return run(*given)
-        if transforms_active() or has_tangent(*given):  # which see through PyTorch's operators only
-            return formula(*given)
+        plain = _is_plain_call(keys)
+        if not plain and (transforms_active() or has_tangent(*given)):
+            return formula(*given)  # as these see through PyTorch's operators only
         if _want_gradient(given):
             results: tuple[torch.Tensor, ...] = node.apply(*given)
             return results
-        return below_autograd(operator, given)
+        return run(*given) if plain else below_autograd(operator, given)
 
     return kernel
 
 
-def autograd_of_backward(operator: Any, run: Kernel) -> Kernel:
+def autograd_of_backward(operator: Any, run: Implementation) -> Implementation:
     """For the backward of a norm, which has no derivative: who asks for one gets an error."""
 
     class OperatorBackward(torch.autograd.Function):
@@ -182,28 +168,23 @@ def autograd_of_backward(operator: Any, run: Kernel) -> Kernel:
         backward = staticmethod(_refuse)
 
     def kernel(keys: Any, *given: Any) -> tuple[torch.Tensor, ...]:
-        if _is_plain_call(keys, given):
-            return run(*given)
-        if has_tangent(*given):
+        plain = _is_plain_call(keys)
+        if not plain and has_tangent(*given):
             _refuse(None)
         if _want_gradient(given):
             if transforms_active():  # which would ask for it in any case
                 _refuse(None)
             results: tuple[torch.Tensor, ...] = OperatorBackward.apply(*given)
             return results
-        return below_autograd(operator, given)
+        return run(*given) if plain else below_autograd(operator, given)
 
     return kernel
 
 
-def _is_plain_call(keys: Any, given: tuple[Any, ...]) -> bool:
-    """Whether the kernel of the device is all that is left of a call. keys: its dispatch keys."""
-    return (
-        keys.raw_repr() in PLAIN_KEYS
-        and not transforms_active()
-        and not tangents_active()
-        and not _want_gradient(given)
-    )
+def _is_plain_call(keys: Any) -> bool:
+    """Whether autograd and the kernel of the device are all that is left of a call. keys: its
+    dispatch keys."""
+    return keys.raw_repr() in PLAIN_KEYS and not watched()
 
 
 def below_autograd(operator: Any, given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:

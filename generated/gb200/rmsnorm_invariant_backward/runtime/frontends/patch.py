@@ -21,8 +21,6 @@ CASTINGS = ("llama", "gemma", "torch")
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _ORIGINAL, _SERVED = "_normforge_original", "_normforge_served"
 
-Forward = Callable[..., Any]
-
 
 def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> list[str]:
     """Let a package serve the norms of a model; the names of those that it now serves.
@@ -43,7 +41,7 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
     if casting not in (None, *CASTINGS):
         raise ValueError(f"casting must be one of {', '.join(CASTINGS)} or None, got {casting!r}")
 
-    def forward_for(module: Any) -> Forward | None:
+    def forward_for(module: Any) -> Callable[..., Any] | None:
         found = (casting or _casting_of(module)) if _may_be_served(module) else None
         return None if found is None else _forward_of(norm, found)
 
@@ -51,7 +49,7 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
 
 
 def replace_forwards(
-    model: torch.nn.Module, norm: str, forward_for: Callable[[Any], Forward | None]
+    model: torch.nn.Module, norm: str, forward_for: Callable[[Any], Callable[..., Any] | None]
 ) -> list[str]:
     """Give modules of a model other forwards; their names. norm: what they are, so that packages of
     two norms patch one model; forward_for: the same function for modules that are alike, None for
@@ -59,7 +57,8 @@ def replace_forwards(
     unpatch(model, norm)
     served = []
     for name, module in model.named_modules():
-        found = forward_for(module)
+        # What has a forward of its own, as a hook of accelerate gives it, has no use for another.
+        found = None if "forward" in vars(module) else forward_for(module)
         if found is not None:
             kind: Any = type(module)
             module.__class__ = _patched(kind, norm, found)
@@ -72,8 +71,9 @@ def unpatch(model: torch.nn.Module, norm: str = "RMSNorm") -> list[str]:
     freed = []
     for name, module in model.named_modules():
         kind = type(module)
-        if hasattr(kind, _ORIGINAL) and getattr(kind, _SERVED, "RMSNorm") == norm:
-            module.__class__ = getattr(kind, _ORIGINAL)
+        # Not what is inherited: the class may be another one's, made of a patched one.
+        if vars(kind).get(_SERVED) == norm:
+            module.__class__ = vars(kind)[_ORIGINAL]
             freed.append(name)
     return freed
 
@@ -137,7 +137,7 @@ def is_close(y: Any, wanted: torch.Tensor) -> bool:
 
 
 @cache
-def _forward_of(norm: Norm, casting: str) -> Forward:
+def _forward_of(norm: Norm, casting: str) -> Callable[..., Any]:
     """The forward of a module whose norm a package computes."""
     offset = 1.0 if casting == "gemma" else 0.0
 
@@ -151,7 +151,7 @@ def _forward_of(norm: Norm, casting: str) -> Forward:
 
 
 @cache
-def _patched(kind: type, norm: str, forward: Forward) -> type:
+def _patched(kind: type, norm: str, forward: Callable[..., Any]) -> type:
     """A subclass of a class of norms, with another forward."""
     members = {
         "forward": forward,

@@ -7,18 +7,20 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..serve.checks import check_forward
 from ..serve.forward import Forward
 from ..serve.options import SMALLEST_EPS
+from ..serve.reference import norm_formula
 from ..serve.server import Server
 from ..torch_internals import (
     PLAIN_TYPES,
     is_plain,
-    modes_active,
-    tangents_active,
+    served_dtype,
     tracing,
     transforms_active,
+    watched,
 )
-from .differentiable import differentiable_norm, foreign_norm, is_foreign
+from .differentiable import foreign_norm, is_foreign
 from .dtensor import register_sharding
 from .gradients import NormArguments, gradients, gradients_of_sum, is_watched
 from .operators import Operators
@@ -57,7 +59,8 @@ class Norm:
 
         Works under torch.compile, torch.utils.checkpoint, autocast (which changes nothing here),
         inference mode and CUDA graphs, and with DTensor. Second derivatives (create_graph=True),
-        forward-mode differentiation and torch.func use PyTorch's own operators.
+        batched gradients (is_grads_batched=True), forward-mode differentiation and torch.func use
+        PyTorch's own operators.
 
         Args:
             x: (..., N), bf16, fp16 or fp32.
@@ -84,11 +87,7 @@ class Norm:
             results = self.rms_norm(x, weight, eps, weight_offset=weight_offset, residual=residual)
             return self.add_bias(results, bias, weight)
         if (
-            is_dynamo_compiling()
-            or modes_active()
-            or transforms_active()
-            or tangents_active()
-            or tracing() is not None
+            watched()
             or type(x) not in PLAIN_TYPES
             or (weight is not None and type(weight) not in PLAIN_TYPES)
             or (residual is not None and type(residual) not in PLAIN_TYPES)
@@ -149,13 +148,15 @@ class Norm:
         residual: torch.Tensor | None,
     ) -> Any:
         """`rms_norm` when a tracer, a mode, a transform or a tensor subclass is active."""
+        run: Any = self._operator
         if not is_dynamo_compiling():
             if is_foreign(x):
                 return foreign_norm(x, weight, eps, weight_offset, residual)
             if transforms_active() or tracing() is not None:
-                y, _, *stream = differentiable_norm(x, weight, eps, weight_offset, residual)
-                return (y, *stream) if stream else y
-        y, _, *stream = self._operator(x, weight, eps, weight_offset, residual)
+                run, weight = norm_formula, served_dtype(weight, x)
+                if tracing() is None:  # which would keep the questions as if they were constants
+                    check_forward(x, weight, residual)
+        y, _, *stream = run(x, weight, eps, weight_offset, residual)
         return (y, *stream) if stream else y
 
     def _operator(
@@ -169,8 +170,7 @@ class Norm:
         """y, rstd and, with a residual, the sum, by an operator."""
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
-        if weight is not None and weight.dtype != x.dtype and weight.dtype != torch.float32:
-            weight = weight.to(x.dtype)
+        weight = served_dtype(weight, x)
         if not is_dynamo_compiling():
             register_sharding(self.operators)
         results: tuple[torch.Tensor, ...]
@@ -197,19 +197,14 @@ class Norm:
         """
         tensors = (x, weight, residual)
         if (
-            is_dynamo_compiling()
-            or modes_active()
-            or transforms_active()
-            or tangents_active()
-            or tracing() is not None
+            watched()
             or not all(map(is_plain, tensors))
             or (
                 torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
             )
         ):
             return self._operator(x, weight, eps, float(weight_offset), residual)
-        if weight is not None and weight.dtype != x.dtype and weight.dtype != torch.float32:
-            weight = weight.to(x.dtype)
+        weight = served_dtype(weight, x)
         return self.forward(x, weight, eps, float(weight_offset), residual)
 
     def gradients(
@@ -224,25 +219,23 @@ class Norm:
         need_dw: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """dx and dw of an autograd node, in Python or in C++."""
-        watched = is_watched(dy)
+        seen = is_watched(dy)
         usual = not weight_offset and (eps is None or eps >= SMALLEST_EPS)
-        if need_dx and need_dw and weight is not None and not watched and usual:
+        if need_dx and need_dw and weight is not None and not seen and usual:
             results = self._quick(dy, x, rstd, weight)
             if results is not None:
                 return results  # type: ignore[return-value]
         norm, wanted = NormArguments(eps, weight_offset), (need_dx, need_dw)
-        run = self.operators.backward if watched else self.run
-        return gradients(run, norm, wanted, dy, x, weight, rstd)
+        run = self.operators.backward if seen else self.run
+        return gradients(run, norm, wanted, dy, x, weight, rstd, seen=seen)
 
     def gradients_of_sum(
         self, ctx: Any, dy: torch.Tensor | None, dstream: torch.Tensor | None
     ) -> tuple[Any, ...]:
         """Gradients of x, residual and weight of a node of x + residual."""
-        watched = (
-            is_dynamo_compiling() or modes_active() or not (is_plain(dy) and is_plain(dstream))
-        )
-        run = self.operators.backward if watched else self.run
-        return gradients_of_sum(run, ctx, ctx.needs_input_grad[1:4], dy, dstream)
+        seen = is_watched(dy, dstream)
+        run = self.operators.backward if seen else self.run
+        return gradients_of_sum(run, ctx, ctx.needs_input_grad[1:4], dy, dstream, seen)
 
 
 class EagerNorm(torch.autograd.Function):

@@ -128,19 +128,19 @@ struct KernelWords {
     }
 };
 
-// (variant, kind, device, stream, rows, columns, dtype, weight dtype, block, offsets of scratch, main,
-// second): what serves such calls. A kernel is (configuration, function, offsets of its parameters); offsets
+// (kind, device, stream, rows, columns, dtype, weight dtype, block, offsets of scratch, main, second):
+// what serves such calls. A kernel is (configuration, function, offsets of its parameters); offsets
 // are in bytes of the block, each a word of 8 bytes. The first plan of such calls stays.
 PyObject* add(PyObject* self, PyObject* arguments) {
     HANDLE_TH_ERRORS
-    int variant = 0, kind = 0, device = 0;
+    int kind = 0, device = 0;
     unsigned long long stream = 0;
     long long rows = 0, columns = 0;
     PyObject *dtype = nullptr, *weight_dtype = nullptr;
     Bytes block, scratch_at;
     KernelWords main, second;
-    if (!PyArg_ParseTuple(arguments, "iiiKLLO!O!y#y#(KKy#)(KKy#)", &variant, &kind, &device, &stream, &rows,
-                          &columns, &THPDtypeType, &dtype, &THPDtypeType, &weight_dtype, &block.data,
+    if (!PyArg_ParseTuple(arguments, "iiKLLO!O!y#y#(KKy#)(KKy#)", &kind, &device, &stream, &rows, &columns,
+                          &THPDtypeType, &dtype, &THPDtypeType, &weight_dtype, &block.data,
                           &block.size, &scratch_at.data, &scratch_at.size, &main.config,
                           &main.function, &main.offsets.data, &main.offsets.size, &second.config,
                           &second.function, &second.offsets.data, &second.offsets.size))
@@ -149,7 +149,7 @@ PyObject* add(PyObject* self, PyObject* arguments) {
     auto& store = store_of(self);
     auto& lane = lane_of(store, device, stream);
     const std::lock_guard<std::mutex> lock(store.mutex);
-    const Key key(variant, kind, device, reinterpret_cast<void*>(stream), rows, columns, scalar(dtype),
+    const Key key(kind, device, reinterpret_cast<void*>(stream), rows, columns, scalar(dtype),
                   scalar(weight_dtype));
     auto& plan = store.plans[key];
     if (plan.lane == nullptr) {
@@ -162,16 +162,6 @@ PyObject* add(PyObject* self, PyObject* arguments) {
     }
     Py_RETURN_NONE;
     END_HANDLE_TH_ERRORS
-}
-
-// (variant): from now on backwards are served by the plans that are added under this number.
-PyObject* vary_backwards(PyObject* self, PyObject* variant) {
-    const long number = PyLong_AsLong(variant);
-    if (PyErr_Occurred()) return nullptr;
-    auto& store = store_of(self);
-    const std::lock_guard<std::mutex> lock(store.mutex);
-    store.variants[kBackward] = int(number);
-    Py_RETURN_NONE;
 }
 
 // (namespace): from now on calls of its operators are served here where they can be.
@@ -223,7 +213,6 @@ PyMethodDef methods[] = {{"norm", as_method(norm), METH_FASTCALL, nullptr},
                          {"forward", as_method(forward), METH_FASTCALL, nullptr},
                          {"backward", as_method(backward), METH_FASTCALL, nullptr},
                          {"set_scratch", set_scratch, METH_VARARGS, nullptr},
-                         {"vary_backwards", vary_backwards, METH_O, nullptr},
                          {"add", add, METH_VARARGS, nullptr},
                          {"take_operators", as_method<PyObject*(PyObject*, PyObject*)>(take_operators),
                           METH_O, nullptr},

@@ -28,7 +28,6 @@ class Native:
     (dx, dw), or None for what it does not serve. take: for `Installation.use_native`, puts a kernel
     of PyTorch's backward before a function. learn: takes a quick call that has just served.
     reserve: (device, stream, launch) takes the memory that learning such a call would take.
-    vary: (variant) chooses what was learned of backwards under this number, first 0.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,6 @@ class Native:
         self.take: Callable[[Callable[..., Any]], Any] | None = None
         self.learn: Callable[[Any], None] | None = None
         self.reserve: Callable[[int, int, Launch], None] | None = None
-        self.vary: Callable[[int], None] | None = None
         self._lock = threading.Lock()
 
     def start(
@@ -64,7 +62,7 @@ class Native:
             self.learn, self.reserve = plans.learn, plans.reserve
             forward.native, forward.learn = store.forward, plans.learn_forward
             store.take_operators(namespace)
-            self.take, self.vary = store.take_backward, plans.vary
+            self.take = store.take_backward
             self.backward, self.norm = store.backward, store.norm
 
 

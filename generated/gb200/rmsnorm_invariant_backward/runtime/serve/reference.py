@@ -39,40 +39,60 @@ def reference_backward(
     With `mean`, of each row, xhat = (x - mean) * rstd, dx is less by rstd * mean(g), and dw has a
     second row: the gradient of a bias, the sum of dy over the rows.
     """
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     with torch.no_grad():
-        grad = dy.to(compute)
-        scale = rstd.to(compute).reshape(*x.shape[:-1], 1)
-        centred = x.to(compute)
-        if mean is not None:
-            centred = centred - mean.to(compute).reshape(scale.shape)
-        normalized = centred * scale
+        total, dw = backward_formula(
+            dy, x, rstd, weight, weight_offset, dresidual, need_dx, need_dw, mean
+        )
         dx = third = None
-        if need_dx:
-            weighted = grad * _effective(weight, weight_offset, compute)
-            along = (weighted * normalized).mean(-1, keepdim=True)
-            if mean is not None:
-                weighted = weighted - weighted.mean(-1, keepdim=True)
-            total = scale * (weighted - normalized * along)
-            if dresidual is not None:
-                total = total + dresidual.to(compute)
+        if total is not None:
             dx = third = total.to(x.dtype).contiguous()
             if dresidual is not None and dresidual.dtype != x.dtype:
                 third = total.to(dresidual.dtype).contiguous()
-        dw = None
-        if need_dw and weight is not None:
-            rows = x.numel() // max(1, weight.numel())
-            dw = (grad * normalized).reshape(rows, *weight.shape).sum(0)
-            if mean is not None:
-                dw = torch.stack((dw, grad.reshape(rows, *weight.shape).sum(0)))
+        if dw is not None and weight is not None:
             if dw_out is None:
                 dw = dw.to(dw_dtype or weight.dtype)
             else:
-                dw = dw_out.copy_(dw_out.to(compute) + dw if accumulate else dw)
+                dw = dw_out.copy_(dw_out.to(dw.dtype) + dw if accumulate else dw)
         if dx_out is not None and dx is not None:  # last, as it may be dy
             third = dx_out if third is dx else third
             dx = dx_out.copy_(dx)
     return (dx, dw) if dresidual is None else (dx, dw, third)
+
+
+def backward_formula(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    weight_offset: float,
+    dresidual: torch.Tensor | None,
+    need_dx: bool,
+    need_dw: bool,
+    mean: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dx and dw of `reference_backward` before they are rounded. Differentiable."""
+    compute = wide_dtype(x)
+    grad = dy.to(compute)
+    scale = rstd.to(compute).reshape(*x.shape[:-1], 1)
+    centred = x.to(compute)
+    if mean is not None:
+        centred = centred - mean.to(compute).reshape(scale.shape)
+    normalized = centred * scale
+    dx = dw = None
+    if need_dx:
+        weighted = grad * _effective(weight, weight_offset, compute)
+        along = (weighted * normalized).mean(-1, keepdim=True)
+        if mean is not None:
+            weighted = weighted - weighted.mean(-1, keepdim=True)
+        dx = scale * (weighted - normalized * along)
+        if dresidual is not None:
+            dx = dx + dresidual.to(compute)
+    if need_dw and weight is not None:
+        rows = x.numel() // max(1, weight.numel())
+        dw = (grad * normalized).reshape(rows, *weight.shape).sum(0)
+        if mean is not None:
+            dw = torch.stack((dw, grad.reshape(rows, *weight.shape).sum(0)))
+    return dx, dw
 
 
 def reference_forward(
@@ -86,20 +106,38 @@ def reference_forward(
 
     float64 rows are computed in float64 and get an rstd of float64, as PyTorch's do.
     """
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     with torch.no_grad():
-        rows = x.to(compute)
-        stream = None
-        if residual is not None:
-            stream = (rows + residual.to(compute)).to(residual.dtype).contiguous()
-            rows = stream.to(compute)
-        mean = rows.square().mean(-1, keepdim=True)
-        rstd = torch.rsqrt(mean + (torch.finfo(compute).eps if eps is None else eps))
-        scale: torch.Tensor | float = 1.0 + weight_offset
-        if weight is not None:
-            scale = weight.to(compute) + weight_offset
-        y = (rows * rstd * scale).to(x.dtype).contiguous()
+        return norm_formula(x, weight, eps, weight_offset, residual)
+
+
+def norm_formula(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """`reference_forward`, but differentiable."""
+    compute = wide_dtype(x)
+    rows = x.to(compute)
+    stream = None
+    if residual is not None:
+        stream = (rows + residual.to(compute)).to(residual.dtype).contiguous()
+        rows = stream.to(compute)
+    rstd = rstd_of(rows, eps)
+    y = (rows * rstd * _effective(weight, weight_offset, compute)).to(x.dtype).contiguous()
     return (y, rstd) if stream is None else (y, rstd, stream)
+
+
+def rstd_of(rows: torch.Tensor, eps: float | None) -> torch.Tensor:
+    """Of rows in the dtype that is computed in."""
+    mean = rows.square().mean(-1, keepdim=True)
+    return torch.rsqrt(mean + (torch.finfo(rows.dtype).eps if eps is None else eps))
+
+
+def wide_dtype(x: torch.Tensor) -> torch.dtype:
+    """What is computed in, and what a forward saves of every row."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _effective(

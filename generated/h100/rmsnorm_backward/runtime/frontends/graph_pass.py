@@ -38,17 +38,17 @@ _REGION = "inductor_region"
 _log = logging.getLogger(__name__)
 
 
-Norm = NormOperators | type[NormOperators]
+AnyOperators = NormOperators | type[NormOperators]
 """Says which norm is meant."""
 
 
-def norm_operators(norm: Norm = Operators) -> list[Any]:
+def norm_operators(norm: AnyOperators) -> list[Any]:
     """PyTorch's operators of a norm, forward and backward: those that this PyTorch has."""
     aten = torch.ops.aten
     return [getattr(aten, name).default for name in norm.aten if hasattr(aten, name)]
 
 
-def find_norms(graph: torch.fx.Graph, norm: Norm = Operators) -> list[Node]:
+def find_norms(graph: torch.fx.Graph, norm: AnyOperators) -> list[Node]:
     """The forward and backward nodes of a norm, in the order of the graph; not those inside nested
     GraphModules.
     """
@@ -62,9 +62,7 @@ def graph_modules(module: GraphModule) -> Iterator[GraphModule]:
 
 
 def tag(
-    module: GraphModule,
-    inductor_configs: Mapping[str, Any] | None = None,
-    norm: Norm = Operators,
+    module: GraphModule, norm: AnyOperators, inductor_configs: Mapping[str, Any] | None = None
 ) -> GraphModule:
     """Mark every norm and its getitems for regional compilation with these settings of
     torch._inductor.config, None for those of Inductor. Changes node.meta only. An earlier mark is
@@ -81,58 +79,65 @@ def tag(
             # A dictionary of its own: tracers give one to many nodes.
             node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: mark}
     if norms:
-        _log.info("marked %d %s nodes for Inductor", len(norms), norm.norm)
+        _log.info("marked %d %s nodes for Inductor", len(norms), norm.layer)
     return module
 
 
 class Counts(NamedTuple):
-    """How many nodes of norms, and additions before or after them, a package was given."""
+    """How many nodes of norms, norms that are written out, and additions before or after them, a
+    package was given."""
 
-    norms: int
-    additions: int
+    norms: int = 0
+    written_out: int = 0
+    additions: int = 0
 
     def tell(self, operators: NormOperators) -> None:
         if any(self):
-            given = (self.norms, operators.norm, operators.namespace, self.additions)
-            _log.info("gave %d %s nodes to %s; additions folded: %d", *given)
+            others = f" and {self.written_out} written-out ones" if self.written_out else ""
+            given = (self.norms, operators.layer, others, operators.namespace, self.additions)
+            _log.info("gave %d %s nodes%s to %s; additions folded: %d", *given)
+
+
+Step = Callable[[torch.fx.Graph, NormOperators], Counts]
+
+
+def _take_steps(module: GraphModule, operators: NormOperators, *steps: Step) -> GraphModule:
+    counts = [Counts()]
+    for each in graph_modules(module):
+        found = [step(each.graph, operators) for step in steps]
+        if any(map(any, found)):
+            each.recompile()
+        counts += found
+    Counts(*map(sum, zip(*counts, strict=True))).tell(operators)
+    return module
 
 
 def route_decomposed(module: GraphModule, operators: NormOperators) -> GraphModule:
     """Replace the RMSNorms that a graph writes out, as `replace_decomposed` says, if that is the
     norm of the package."""
-    if isinstance(operators, Operators):
-        count = 0
-        for each in graph_modules(module):
-            replaced = replace_decomposed(each.graph, operators.rms_norm)
-            if replaced:
-                each.recompile()
-            count += replaced
-        if count:
-            _log.info("gave %d written-out RMSNorms to %s", count, operators.namespace)
-    return module
+    return _take_steps(module, operators, _route_written_out)
 
 
 def route(module: GraphModule, operators: NormOperators) -> GraphModule:
     """Replace every norm over the last dimension by the operators of a package, together with the
     additions that `fold_additions` folds into them."""
-    route_decomposed(module, operators)
-    counts = []
-    for each in graph_modules(module):
-        counts.append(route_graph(each.graph, operators))
-        if any(counts[-1]):
-            each.recompile()
-    Counts(*map(sum, zip(*counts, strict=True))).tell(operators)
-    return module
+    return _take_steps(module, operators, _route_written_out, route_graph)
+
+
+def _route_written_out(graph: torch.fx.Graph, operators: NormOperators) -> Counts:
+    if not isinstance(operators, Operators):
+        return Counts()
+    return Counts(written_out=replace_decomposed(graph, operators.rms_norm))
 
 
 def route_graph(graph: torch.fx.Graph, operators: NormOperators) -> Counts:
-    """`route` on a graph."""
+    """`route` on a graph that writes no norm out."""
     norms = 0
     for node in find_norms(graph, operators):
         target: Any = node.target
         route_node = operators.routes.get(target._schema.name)
         norms += route_node is not None and route_node(node, operators)
-    counts = Counts(norms, fold_additions(graph, operators))
+    counts = Counts(norms, additions=fold_additions(graph, operators))
     if any(counts):
         graph.lint()
     return counts
@@ -152,11 +157,11 @@ def make_pass(
         return route(module, operators)
 
     def normforge_tag(module: GraphModule, example_inputs: Any = None) -> GraphModule:
-        return tag(module, inductor_configs, operators)
+        return tag(module, operators, inductor_configs)
 
     made = normforge_route if how == "route" else normforge_tag
-    if operators.norm != "RMSNorm":
-        made.__name__ += f"_{operators.norm.lower()}"
+    if operators.layer != "RMSNorm":
+        made.__name__ += f"_{operators.layer.lower()}"
     return made
 
 
@@ -169,10 +174,10 @@ class Decompositions(dict[Any, Callable[..., Any]]):
     name where the modules of a package are no longer in sys.modules.
     """
 
-    def __init__(self, norm: Norm = Operators) -> None:
+    def __init__(self, norm: AnyOperators) -> None:
         from torch._inductor.decomposition import select_decomp_table
 
-        self._norm = norm.norm
+        self._norm = norm.layer
         kept = [op for op in norm_operators(norm) if op._schema.name in norm.routes]
         super().__init__((op, fn) for op, fn in select_decomp_table().items() if op not in kept)
 
@@ -207,7 +212,7 @@ def _refuse_other(given: Any) -> None:
         )
 
 
-def has_tiny_eps(module: GraphModule, norm: Norm) -> bool:
+def has_tiny_eps(module: GraphModule, norm: AnyOperators) -> bool:
     """Whether a graph of Dynamo calls PyTorch's function of the norm with an eps whose backward is
     not for kernels. Of a graph of the backward alone nobody can tell."""
     for node in (node for each in graph_modules(module) for node in each.graph.nodes):

@@ -19,26 +19,17 @@ from torch.compiler import is_dynamo_compiling
 
 from ..serve.call import QuickCall
 from ..serve.checks import check_dx_out
-from ..serve.options import Arguments, FormulaOptions, Options, dw_shape
-from ..serve.reference import Results
-from ..torch_internals import (
-    is_plain,
-    modes_active,
-    nothing_like,
-    tangents_active,
-    transforms_active,
-)
+from ..serve.options import Arguments, Backward, FormulaOptions, Options, dw_shape
+from ..serve.reference import Results, wide_dtype
+from ..torch_internals import is_plain, nothing_like, watched
 from .gradients import (
-    Kernel,
-    autograd_of_add_norm,
+    Implementation,
     autograd_of_backward,
     autograd_of_norm,
     wants_gradient,
     without_gradient,
 )
 from .routes import RMS_NORM_ROUTES, Routes
-
-Backward = Callable[[Arguments, Options], Results]
 
 # DTensor remembers the shardings of an operator by its tensors, and by what stands behind the first
 # integer in its schema, which a dtype is: so `dw_dtype` comes before the rest.
@@ -62,8 +53,8 @@ class NormOperators:
     and one that says what the results look like. The last one is the backward.
     """
 
-    norm: ClassVar[str]
-    """The layer."""
+    layer: ClassVar[str]
+    """What it is called."""
     aten: ClassVar[tuple[str, ...]]
     """PyTorch's operators of it, forward and backward."""
     routes: ClassVar[Routes]
@@ -91,7 +82,7 @@ class NormOperators:
     def _named(self, name: str) -> Any:
         return getattr(getattr(torch.ops, self.namespace), name).default
 
-    def _differentiate(self, name: str, kernel: Kernel) -> None:
+    def _differentiate(self, name: str, kernel: Implementation) -> None:
         self._library.impl(name, kernel, "Autograd", with_keyset=True)
 
     def serve(self, run: Backward, given: Arguments, options: Options) -> Results:
@@ -100,13 +91,7 @@ class NormOperators:
         wants = given.dx_out is not None and getattr(given.dx_out, "requires_grad", False)
         if wants and torch.is_grad_enabled():
             raise RuntimeError("dx_out requires a gradient, but dx has none: give dx_out.detach()")
-        if (
-            is_dynamo_compiling()
-            or modes_active()
-            or transforms_active()
-            or tangents_active()
-            or not all(map(is_plain, vars(given).values()))
-        ):
+        if watched() or not all(map(is_plain, vars(given).values())):
             return self.backward(given, options)
         if wants_gradient(given):
             return without_gradient(run, given, options)
@@ -198,7 +183,7 @@ class Operators(NormOperators):
     """Those of RMSNorm. forward(x, weight, eps, weight_offset, residual) gives (y, rstd[,
     residual_out])."""
 
-    norm = "RMSNorm"
+    layer = "RMSNorm"
     aten = ("_fused_rms_norm", "_fused_rms_norm_backward")
     routes = RMS_NORM_ROUTES
 
@@ -212,10 +197,9 @@ class Operators(NormOperators):
         super().__init__(digest, SCHEMAS, forward, backward, quick)
         self.rms_norm, self.add_rms_norm = self._named("rms_norm"), self._named("add_rms_norm")
         self.rms_norm_backward = self.backward_operator
-        norm = autograd_of_norm(self.rms_norm, self._rms_norm, self.backward)
-        self._differentiate("rms_norm", norm)
-        add_norm = autograd_of_add_norm(self.add_rms_norm, self._add_rms_norm, self.backward)
-        self._differentiate("add_rms_norm", add_norm)
+        for name in ("rms_norm", "add_rms_norm"):
+            operator, run = getattr(self, name), getattr(self, f"_{name}")
+            self._differentiate(name, autograd_of_norm(operator, run, self.backward))
 
     _rms_norm_backward = NormOperators._run_backward
     _fake_rms_norm_backward = staticmethod(NormOperators._fake_backward)
@@ -254,8 +238,7 @@ class Operators(NormOperators):
 
 def statistic_like(x: torch.Tensor) -> torch.Tensor:
     """What a forward saves of every row, such as rstd, of any content."""
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty((*x.shape[:-1], 1), dtype=wide)
+    return x.new_empty((*x.shape[:-1], 1), dtype=wide_dtype(x))
 
 
 def _own_library(wanted: str) -> tuple[torch.library.Library, str]:

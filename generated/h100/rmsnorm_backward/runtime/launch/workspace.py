@@ -40,6 +40,8 @@ LINE = 128
 """Bytes of one L2 line: owners in different lines do not slow each other down."""
 SLAB = 1 << 16
 PER_THREAD = 2  # CU_STREAM_PER_THREAD
+MOST_STREAMS = 64
+"""Streams remembered per signature of a call."""
 SHARED_FROM = 1 << 12
 """Bytes from which on the captured calls of one stream share their zeroed words."""
 _NAME = "the workspace"

@@ -59,8 +59,8 @@ struct Plan {
 
 enum Kind { kBackward, kForward, kAddForward };  // of calls, as plans.py numbers them
 
-// Of a plan. The first number is the variant of the kind: plans of others do not serve now.
-using Key = std::tuple<int, int, int64_t, void*, int64_t, int64_t, at::ScalarType, at::ScalarType>;
+// Of a plan, its kind first.
+using Key = std::tuple<int, int64_t, void*, int64_t, int64_t, at::ScalarType, at::ScalarType>;
 
 // The plans of one package. Like its operators it stays for the life of the process, and with it
 // all that it points to: nodes of a graph may outlive the package's module.
@@ -71,7 +71,6 @@ struct Store {
     PyObject* gradients = nullptr;  // (dy, x, weight, rstd, eps, offset, dx?, dw?) -> (dx, dw)
     std::mutex mutex;               // of the maps; what is in them is never taken out
     std::map<Key, Plan> plans;
-    int variants[3] = {};  // of every kind, the one that serves
     std::map<std::pair<int64_t, void*>, Lane> lanes;
 };
 
@@ -144,8 +143,8 @@ Plan* plan_of(Store& store, Kind kind, std::initializer_list<const at::Tensor*> 
     Plan* plan = nullptr;
     {
         const std::lock_guard<std::mutex> lock(store.mutex);
-        const Key key(store.variants[kind], kind, index, stream, x.numel() / columns, columns,
-                      x.scalar_type(), weight.scalar_type());
+        const Key key(kind, index, stream, x.numel() / columns, columns, x.scalar_type(),
+                      weight.scalar_type());
         const auto found = store.plans.find(key);
         if (found == store.plans.end()) return nullptr;
         plan = &found->second;

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from ..launch.binding import MEAN, Binding, bind, pack_addresses, pack_mean
-from ..launch.driver import LaunchError
-from ..launch.launch import DW_ADDED, DW_IN_FP32, DW_IN_WEIGHT_DTYPE, enqueue, plain_extent
+from ..launch.launch import DW_ADDED, DW_IN_FP32, DW_IN_WEIGHT_DTYPE, plain_extent
 from ..launch.loaded_kernel import LoadedKernel
 from ..launch.row_layout import dense
-from ..launch.workspace import PER_THREAD, Workspaces
+from ..launch.workspace import MOST_STREAMS, PER_THREAD, Workspaces
 from ..spec import Launch
 from ..table import MAX_ALIGNMENT
 from ..torch_internals import (
@@ -37,9 +36,6 @@ from .reference import Results, reference_backward
 
 Call = Callable[..., Results]
 """Takes dy, x, rstd, weight and, when the signature has them, dresidual, dw_out, mean, dx_out."""
-
-_MOST_STREAMS = 64
-"""Streams remembered per signature."""
 
 QuickCall = Callable[..., "Results | None"]
 """Takes dy, x, rstd, weight and, when the signature has it, mean; None: not served."""
@@ -163,8 +159,7 @@ class KernelCall:
         stream = raw_stream(self.device)
         # This also makes the device's context current in a thread that has not used it yet.
         run = self.capture if is_capturing() else self.enqueue
-        run(
-            stream,
+        addresses = (
             x.data_ptr(),
             dy.data_ptr(),
             rstd.data_ptr(),
@@ -173,8 +168,8 @@ class KernelCall:
             0 if dw is None else dw.data_ptr(),
             0 if dresidual is None else dresidual.data_ptr(),
             0 if third is None else third.data_ptr(),
-            mean=0 if mean is None else mean.data_ptr(),
         )
+        run(stream, addresses, 0 if mean is None else mean.data_ptr())
         for out in (dx_out, dw_out):
             if out is not None and not out.is_inference():
                 torch.autograd.graph.increment_version(out)  # as every write in place does
@@ -184,58 +179,34 @@ class KernelCall:
         """A binding to a stream of the current device, kept for the next call."""
         workspace = self.workspaces.of_stream(self.device, stream)
         with workspace.lock:
-            binding = bind(
-                self.kernel,
-                self.launch,
-                self.extent,
-                device=self.device,
-                stream=stream,
-                workspace=workspace,
-                wants_dw=self.wants_dw,
-            )
+            workspace.fit(self.launch)
+            binding = self._bind(stream, workspace.zeros, workspace.scratch, workspace)
         # The handle of the per-thread default stream means another stream in every thread.
         if stream != PER_THREAD:
-            if len(self.bindings) >= _MOST_STREAMS:
+            if len(self.bindings) >= MOST_STREAMS:
                 self.bindings.clear()
             self.bindings[stream] = binding
         return binding
 
-    def enqueue(self, stream: int, *addresses: int, mean: int) -> None:
+    def _bind(self, stream: int, zeros: int, scratch: int, workspace: Any = None) -> Binding:
+        at = (self.device, stream, zeros, scratch)
+        return bind(self.kernel, self.launch, self.extent, *at, self.wants_dw, workspace)
+
+    def enqueue(self, stream: int, addresses: tuple[int, ...], mean: int) -> None:
         """Launch with the given addresses, in the order of `pack_addresses`. Raises LaunchError."""
         binding = self.bindings.get(stream) or self.bind(stream)
         while True:
             with binding.lock:
                 # A call with more scratch may have replaced the workspace.
                 if binding.workspace.scratch == binding.scratch:
-                    pack_addresses(binding.values, 0, *addresses)
-                    pack_mean(binding.values, MEAN, mean)
-                    (status,) = binding.launch(
-                        binding.main_config, binding.main, binding.main_arguments, 0
-                    )
-                    if status == 0 and binding.second is not None:
-                        (status,) = binding.launch(
-                            binding.sum_config, binding.second, binding.sum_arguments, 0
-                        )
-                    break
+                    return binding.run(addresses, mean)
             binding = self.bind(stream)
-        if status != 0:
-            raise LaunchError(status.name, "launching", self.kernel.spec.name)
 
-    def capture(self, stream: int, *addresses: int, mean: int) -> None:
+    def capture(self, stream: int, addresses: tuple[int, ...], mean: int) -> None:
         """The same into a graph: with zeroed words of this capture and scratch from its pool."""
         zeros = self.workspaces.of_capture(self.device, stream, self.launch.scratch_offset)
         scratch = empty_strided((self.launch.scratch,), (1,), torch.float32)
-        enqueue(
-            self.kernel,
-            self.launch,
-            self.extent,
-            self.device,
-            stream,
-            zeros=zeros,
-            scratch=scratch.data_ptr(),
-            addresses=addresses,
-            mean=mean,
-        )
+        self._bind(stream, zeros, scratch.data_ptr()).run(addresses, mean)
 
 
 def _quick_call(slow: KernelCall) -> QuickCall:

@@ -9,8 +9,8 @@ import torch
 
 from ..serve.call import QuickCall
 from ..serve.checks import DTYPES, check_forward
-from ..serve.options import SMALLEST_EPS
-from .gradients import Backward, Kernel, autograd_of, below_autograd, gradients, is_watched
+from ..serve.options import SMALLEST_EPS, Backward
+from .gradients import Implementation, autograd_of, below_autograd, gradients, is_watched
 from .layer_norm_routes import LAYER_NORM_ROUTES, dw_and_db
 from .operators import NormOperators, statistic_like
 
@@ -47,7 +47,7 @@ def layer_norm_forward(
 
 
 def layer_norm_node(
-    forward: Kernel, backward: Backward, quick: QuickCall = lambda *_: None
+    forward: Implementation, backward: Backward, quick: QuickCall = lambda *_: None
 ) -> type[torch.autograd.Function]:
     """A node around `layer_norm_forward` and what computes gradients. quick: what is tried first
     where nobody watches."""
@@ -97,9 +97,11 @@ def eager_layer_norm(backward: Backward, quick: QuickCall) -> Callable[..., torc
     def call(
         x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
     ) -> torch.Tensor | None:
+        if x.is_nested:  # some of which have no shape
+            return None
         dtype, size = x.dtype, x.shape[-1:]
         # On the CPU, PyTorch's kernel rounds mean and rstd to a narrow dtype.
-        if not ((x.is_cuda and dtype in DTYPES) or dtype == torch.float32) or x.is_nested:
+        if not ((x.is_cuda and dtype in DTYPES) or dtype == torch.float32):
             return None
         scales = 0
         for scale in (weight, bias):
@@ -150,7 +152,7 @@ def layer_norm_gradients(
 class LayerNormOperators(NormOperators):
     """Those of LayerNorm; its forward is `layer_norm_forward`."""
 
-    norm = "LayerNorm"
+    layer = "LayerNorm"
     aten = ("native_layer_norm", "native_layer_norm_backward")
     routes = LAYER_NORM_ROUTES
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..launch.forward_call import ForwardCall, forward_call
 from ..launch.loaded_kernel import LoadedKernels
 from ..launch.row_layout import RowLayout, power_of_two, row_layout
-from ..table import MAX_ALIGNMENT, ForwardChoice, ForwardTable
+from ..table import MAX_ALIGNMENT, ForwardTable
 from ..torch_internals import resolved
 from .call_cache import CallCache
 from .checks import DTYPES, check_forward, foreign_device
@@ -114,34 +114,18 @@ class Forward:
         calls.add(x.shape, tensors, call, call)
         return call(x, weight, eps, weight_offset, residual)
 
-    def explain(
-        self, M: int, N: int, dtype: str, weight_dtype: str | None = None
-    ) -> dict[str, Any]:
-        """Which kernel serves M contiguous, aligned rows of N columns. dtypes: bf16, fp16 or fp32.
-        Keys: how (tuned, nearest, fallback or none), kernel (its file, None for none), evidence."""
-        choice = ForwardChoice("none", "this package has no forward kernels")
-        if self.table is not None:
-            everywhere = (MAX_ALIGNMENT, MAX_ALIGNMENT)
-            choice = self.table.choose(M, N, dtype, weight_dtype or dtype, *everywhere)
-        return {
-            "how": choice.how,
-            "kernel": choice.kernel.file if choice.kernel else None,
-            "evidence": choice.tuned.evidence if choice.tuned else None,
-        }
-
-    def warmup(self, shapes: Iterable[tuple[Any, ...]], residual: str = "") -> None:
-        """Load the kernels of some shapes on the current CUDA device. shapes: (M, N, dtype) or
-        (M, N, dtype, weight dtype) each, M >= 1, dtypes as in `explain`; residual: dtype of a
-        residual stream, "" for none. Raises LaunchError."""
+    def warmup(self, shapes: Iterable[tuple[int, int, str, str]], residual: str = "") -> None:
+        """Load the kernels of some shapes on the current CUDA device. shapes: M >= 1, N, dtype and
+        weight dtype of each; residual: dtype of a residual stream, "" for none. dtypes: bf16, fp16
+        or fp32. Raises LaunchError."""
         device = torch.cuda.current_device()
         torch.empty(1, device="cuda")  # the context exists from here on
-        for M, N, dtype, *weight_dtype in shapes:
+        for M, N, dtype, weight_dtype in shapes:
             if self.table is None or foreign_device(self.table.target, device):
                 continue
-            dtypes = (dtype, weight_dtype[0] if weight_dtype else dtype)
             if residual not in ("", dtype):
-                dtypes = ("fp32", "fp32")  # what `_mixed` calls
-            choice = self.table.choose(M, N, *dtypes, MAX_ALIGNMENT, MAX_ALIGNMENT)
+                dtype = weight_dtype = "fp32"  # what `_mixed` calls
+            choice = self.table.choose(M, N, dtype, weight_dtype)
             if choice.kernel is not None:
                 self._kernels.get(choice.kernel).load(device)
 

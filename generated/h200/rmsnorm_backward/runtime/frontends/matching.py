@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 
-from ..native.native import Native
-from ..serve.forward import Forward
-from ..serve.server import Server
-from ..table import MAX_ALIGNMENT, ForwardChoice, ForwardTable
-from .operators import Operators
+from ..table import ForwardChoice, ForwardTable
 from .rms_norm import Norm
 
 _NAME = re.compile(r"vllm(?:-triton(\d+)\.(\d+))?")
@@ -60,17 +56,7 @@ class TileTable(ForwardTable):
     """The forward kernels with one order of Triton's, each for all rows of a kind."""
 
     def choose(
-        self,
-        M: int,
-        N: int,
-        dtype: str,
-        weight_dtype: str,
-        alignment: int = MAX_ALIGNMENT,
-        weight_alignment: int = MAX_ALIGNMENT,
-        residual_alignment: int = MAX_ALIGNMENT,
-        *,
-        offset: bool = False,
-        residual: str = "",
+        self, M: int, N: int, dtype: str, weight_dtype: str, *_: Any, **__: Any
     ) -> ForwardChoice:
         """As TableOf.choose. Only the dtypes and N count: rows are at their alignment or copied."""
         for kernel in self.fallback:
@@ -85,10 +71,6 @@ class TileTable(ForwardTable):
 
 class MatchingNorm(Norm):
     """The norm of a package with another forward. Its gradients are the package's."""
-
-    def __init__(self, server: Server, forward: Forward, operators: Operators) -> None:
-        super().__init__(server, forward, operators)
-        self._native = Native()  # the package's has the package's forward
 
     def rms_norm(
         self,

@@ -25,6 +25,7 @@ from ..torch_internals import (
 from .driver import LaunchError, cuda_driver
 from .loaded_kernel import LoadedKernel
 from .row_layout import RowLayout
+from .workspace import MOST_STREAMS
 
 ForwardCall = Callable[
     [torch.Tensor, "torch.Tensor | None", "float | None", float, "torch.Tensor | None"],
@@ -36,8 +37,6 @@ ForwardCall = Callable[
 # rows, x_stride, x_outer, residual_stride; columns, x_inner.
 _ARGUMENTS = struct.Struct("@6Q2f4qiI")
 _pack_changing = struct.Struct("@6Q2f").pack_into
-_MOST_STREAMS = 64
-"""Streams remembered per signature."""
 _EPS = torch.finfo(torch.float32).eps
 """What PyTorch takes when no eps is given, for bf16 and fp16 rows as well."""
 
@@ -76,7 +75,7 @@ class _Bindings(dict[int, tuple[Any, ...]]):
         config = self.kernel.main_config(self.kernel.spec.grid(self._fixed[0]), stream)
         address = ctypes.addressof(array)
         binding = (threading.Lock(), values, config, function, address, array)  # keeps the array
-        if len(self) >= _MOST_STREAMS:
+        if len(self) >= MOST_STREAMS:
             self.clear()
         self[stream] = binding
         return binding

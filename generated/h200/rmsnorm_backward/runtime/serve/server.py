@@ -24,6 +24,7 @@ from .checks import DTYPES, check_arguments, check_dx_out, check_overlap, foreig
 from .layout import read_layout
 from .options import (
     PLAIN,
+    SMALLEST_EPS,
     Arguments,
     Composition,
     FormulaOptions,
@@ -48,6 +49,8 @@ class Server:
     _has_aten = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
     _invariant: ClassVar[bool] = False
     """Whether no bit of a row's results may depend on the batch."""
+    _advice: ClassVar[str] = ""
+    """What to do where only these kernels may serve and there is none."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -80,9 +83,12 @@ class Server:
     def _run(self, given: Arguments, options: Options, routed: bool = False) -> Results:
         """Any call on this process's tensors: known, or prepared now. routed: as `_route` has it;
         the same call may be one of PyTorch's kernel for `rmsnorm_backward`."""
-        tensors = tuple(vars(given).values())
+        calls, tensors = self._calls, tuple(vars(given).values())  # `_calls` may be replaced
         if type(options) is FormulaOptions:
-            return self._by_formula(given, options)
+            if self._advice and given.x.is_cuda:
+                what = f"no kernel serves an eps below {SMALLEST_EPS:.0e}"
+                raise RuntimeError(f"{what}, and {self._advice}")
+            return formula(options)(*tensors)
         for name, value in vars(given).items():
             # PyTorch takes a while to say that None is no tensor.
             if not (name in _OPTIONAL if value is None else isinstance(value, torch.Tensor)):
@@ -95,7 +101,7 @@ class Server:
             over_dy = given.dx_out.data_ptr() == given.dy.data_ptr()
         which = (routed, given.weight is None, given.dresidual is None, given.dw_out is None)
         kind = (*which, over_dy, given.x.shape, options)
-        known = self._calls.find(kind, present)
+        known = calls.find(kind, present)
         if known is not None:
             results: Results = known.call(*tensors)
             if self._native.learn is not None:
@@ -105,11 +111,8 @@ class Server:
             return self._run(_resolved(given), options, routed)
         call = self._prepare_routed(given, options) if routed else self._prepare(given, options)
         quick = getattr(call, "quick", None) if options == PLAIN else None
-        self._calls.add(kind, present, call, quick)
+        calls.add(kind, present, call, quick)
         return call(*tensors)
-
-    def _by_formula(self, given: Arguments, options: Options) -> Results:
-        return formula(options)(*vars(given).values())
 
     def _route(
         self,
@@ -124,10 +127,10 @@ class Server:
         """`install()`: like `rmsnorm_backward`, but None for what there is no kernel for."""
         options = Options(need_dx=need_dx, need_dw=need_dw)
         given = Arguments(dy, x, rstd, weight, mean=mean)
-        return self._run(given, options, routed=True) or None
+        return self._run(given, options, routed=True)
 
     def _prepare_routed(self, given: Arguments, options: Options) -> Call:
-        """What serves every routed call of a signature; for PyTorch's kernel it gives ()."""
+        """What serves every routed call of a signature; for PyTorch's kernel it gives None."""
         try:
             found = self._find(given, options)
         except (TypeError, ValueError):  # PyTorch says what is wrong in its own words
@@ -165,7 +168,6 @@ class Server:
         alignments: dict[str, Any] = {
             "alignment": power_of_two(places, MAX_ALIGNMENT),
             "weight_alignment": _alignment(None if layout.copy[3] else weight),
-            "residual_alignment": MAX_ALIGNMENT,  # others are copied
         }
         names = (DTYPES[x.dtype], DTYPES[x.dtype if weight is None else weight.dtype])
         residual = "" if given.dresidual is None else DTYPES.get(given.dresidual.dtype, "")
@@ -237,8 +239,8 @@ class Server:
         return formula(options)
 
 
-def _leave_it(*_: Any) -> Results:
-    return ()
+def _leave_it(*_: Any) -> Any:
+    return None
 
 
 def _alignment(tensor: torch.Tensor | None) -> int:

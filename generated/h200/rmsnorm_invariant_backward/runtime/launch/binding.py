@@ -11,8 +11,8 @@ import ctypes
 import struct
 from typing import Any, NamedTuple
 
-from ..spec import Launch
-from .driver import cuda_driver
+from ..spec import SUM_KERNEL, Launch
+from .driver import LaunchError, cuda_driver
 from .launch import MAIN_ARGUMENTS, MAIN_OFFSETS, SUM_ARGUMENTS, SUM_OFFSETS, Extent
 from .loaded_kernel import LoadedKernel
 from .workspace import StreamWorkspace
@@ -29,12 +29,13 @@ _DW, _SCRATCH = 5 * 8, 10 * 8
 class Binding(NamedTuple):
     """What the launches of one signature on one stream are made of.
 
-    scratch: the workspace's address that `values` has; when the workspace has another one now, the
-    binding is stale. launch: the driver's cuLaunchKernelEx. second: None where one kernel does it.
-    main_arguments, sum_arguments: addresses of the arrays of parameter addresses; keep: owns them.
+    workspace, lock: where launches share them, else None. scratch: the workspace's address that
+    `values` has; when the workspace has another one now, the binding is stale. launch: the driver's
+    cuLaunchKernelEx. second: None where one kernel does it. main_arguments, sum_arguments:
+    addresses of the arrays of parameter addresses; keep: the spec, and what owns these.
     """
 
-    workspace: StreamWorkspace
+    workspace: Any
     lock: Any
     scratch: int
     values: Any
@@ -46,6 +47,23 @@ class Binding(NamedTuple):
     second: Any
     sum_arguments: int
     keep: tuple[Any, ...]
+
+    def run(self, addresses: tuple[int, ...], mean: int) -> None:
+        """Launch with the given addresses, in the order of `pack_addresses`. Hold the lock. Raises
+        LaunchError."""
+        pack_addresses(self.values, 0, *addresses)
+        pack_mean(self.values, MEAN, mean)
+        (status,) = self.launch(self.main_config, self.main, self.main_arguments, 0)
+        refused = ""
+        if status == 0:
+            if self.second is None:
+                return
+            refused = SUM_KERNEL
+            (status,) = self.launch(self.sum_config, self.second, self.sum_arguments, 0)
+            if status == 0:
+                return
+        spec = self.keep[0]
+        raise LaunchError(status.name, "launching", f"{refused or spec.operation} of {spec.name}")
 
 
 class ArgumentBlock(NamedTuple):
@@ -83,23 +101,26 @@ def bind(
     extent: Extent,
     device: int,
     stream: int,
-    workspace: StreamWorkspace,
+    zeros: int,
+    scratch: int,
     wants_dw: bool,
+    workspace: StreamWorkspace | None = None,
 ) -> Binding:
     """The binding of a launch to a raw stream of the current device, whose index is `device`.
-    Without dw there is no second kernel. Hold the workspace's lock. Raises LaunchError."""
-    workspace.fit(launch)
+    zeros: address of launch.scratch_offset zero bytes; scratch: of 4 * launch.scratch bytes of any
+    content; workspace: whose these are, if it is shared: hold its lock. Without dw there is no
+    second kernel. Raises LaunchError."""
     main, second = kernel.load(device)
     second = second if wants_dw else None
-    block = argument_block(launch, extent, workspace.zeros, workspace.scratch)
+    block = argument_block(launch, extent, zeros, scratch)
     base = ctypes.addressof(block.values)
     main_at, sum_at = ([base + at for at in offsets] for offsets in (block.main_at, block.sum_at))
     main_array = (ctypes.c_void_p * len(main_at))(*main_at)
     sum_array = (ctypes.c_void_p * len(sum_at))(*sum_at)
     return Binding(
         workspace=workspace,
-        lock=workspace.lock,
-        scratch=workspace.scratch,
+        lock=None if workspace is None else workspace.lock,
+        scratch=scratch,
         values=block.values,
         launch=cuda_driver().cuLaunchKernelEx,
         main_config=kernel.main_config(launch.grid, stream),
@@ -108,5 +129,5 @@ def bind(
         sum_config=kernel.sum_config(launch.sum_grid, stream) if second is not None else None,
         second=second,
         sum_arguments=ctypes.addressof(sum_array),
-        keep=(main_array, sum_array),
+        keep=(kernel.spec, main_array, sum_array),
     )

@@ -53,7 +53,6 @@ class Plans:
     def __init__(self, store: Any) -> None:
         self._store, self._workspaces = store, Workspaces()
         self._seen: set[tuple[Any, ...]] = set()  # what C++ knows plans by
-        self._variants = [0, 0, 0]
         self._needed: dict[tuple[int, int], int] = {}  # words of scratch, by device and stream
 
     def learn(self, quick: Any) -> None:
@@ -81,7 +80,7 @@ class Plans:
         if key is None:
             return
         function = kernel.load(facts.device)[facts.with_residual]
-        config = kernel.main_config(kernel.spec.grid(rows), key[3])
+        config = kernel.main_config(kernel.spec.grid(rows), key[2])
         keep((config, function))
         main = (int(config.getPtr()), int(function), _words([0]))
         block = (pack_arguments(*facts.fixed), b"")
@@ -92,20 +91,13 @@ class Plans:
         if current_device() != device:
             return None
         stream = raw_stream(device)
-        key = (self._variants[kind], kind, device, stream, *signature)
+        key = (kind, device, stream, *signature)
         if key in self._seen or len(self._seen) >= _MOST_PLANS:
             return None
         if stream == PER_THREAD or is_capturing():
             return None
         self._seen.add(key)
         return key
-
-    def vary(self, variant: int) -> None:
-        """Serve backwards by what is learned under this number. What was learned before serves
-        again when its number comes back: plans are never given back, and their number is limited.
-        """
-        self._variants[_BACKWARD] = variant
-        self._store.vary_backwards(variant)
 
     def reserve(self, device: int, stream: int, launch: Launch) -> None:
         """Make room for a launch on a stream, so that learning it takes no memory. Where there is
@@ -116,7 +108,7 @@ class Plans:
             pass
 
     def _add(self, call: Any, key: tuple[Any, ...]) -> None:
-        kernel, launch, (device, stream) = call.kernel, call.launch, key[2:4]
+        kernel, launch, (device, stream) = call.kernel, call.launch, key[1:3]
         with self._paused(device, stream, launch) as workspace:
             main, second = kernel.load(device)
             block = argument_block(launch, call.extent, workspace.zeros, workspace.scratch)

@@ -1,17 +1,73 @@
-"""What a package knows about itself: its target, and which kernel serves a shape."""
+"""What the packages of all norms have: `install()`, graphs, and what they know about themselves."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
-from .checks import dtype_name
-from .server import Server
+from ..serve.checks import dtype_name
+from ..serve.options import Arguments, Options
+from ..serve.reference import Results
+from ..serve.server import Server
+from .graph_pass import AUTOTUNED, Pass, make_backend, make_pass
+from .install import RMS_NORM, Installation, Routed
+from .operators import NormOperators
+from .patch import unpatch
 
 
-class DescribedServer(Server):
-    """A server that explains its choices, also without a GPU."""
+class NormPackage(Server):
+    """One emitted package: its table, and its kernels as they get loaded.
+
+    Reading it compiles nothing and does not touch CUDA. Safe to use from several threads.
+    """
+
+    ops: NormOperators
+    _layer: ClassVar[str] = "RMSNorm"
+    _routed: ClassVar[Routed] = RMS_NORM
+    """PyTorch's operator that `install` routes."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        installation = Installation(self._quick, self._route, "CUDA", folder, self._routed)
+        self._installation = installation
+        self.install = installation.install
+        self.uninstall = installation.uninstall
+        self.installed = installation.installed
+
+    def _serve(self, given: Arguments, options: Options) -> Results:
+        """Any call: through an operator if a mode or a tracer is active, else directly."""
+        return self.ops.serve(self._run, given, options)
+
+    def graph_pass(
+        self, how: str = "route", inductor_configs: Mapping[str, Any] | None = AUTOTUNED
+    ) -> Pass:
+        """A pass over traced training graphs, for graph trainers.
+
+        Args:
+            how: `route` replaces every norm by this package's (only its backward, if the package
+                has no forward), and folds additions of a residual stream into it; `tag` marks it
+                for torch.fx.passes.regional_inductor.
+            inductor_configs: settings of torch._inductor.config for `tag`. By default Inductor
+                autotunes; None keeps the current settings.
+
+        Returns:
+            A function that takes a torch.fx.GraphModule, and optionally example inputs, and returns
+                the graph module.
+        """
+        return make_pass(self.ops, how, inductor_configs)
+
+    def inductor_backend(self, **inductor_configs: Any) -> Callable[..., Any]:
+        """A backend for torch.compile: Inductor, with PyTorch's norms of this package's kind (only
+        their backward, if the package has no forward), and RMSNorms that a model writes out, served
+        by this package. inductor_configs: settings of torch._inductor.config."""
+        return make_backend(self.ops, **inductor_configs)
+
+    def unpatch(self, model: torch.nn.Module) -> list[str]:
+        """Restore the forwards that `patch` replaced. Returns the names of these norms."""
+        return unpatch(model, self._layer)
 
     @property
     def provenance(self) -> dict[str, Any]:
