@@ -24,6 +24,7 @@ class ForwardCompiler:
         self._threads = ThreadPoolExecutor(pool.processes)
         self._jobs: dict[str, Compiled | Future[Compiled]] = {}
         self._emulated: dict[ForwardVariant, str] = {}
+        self._closed = False
 
     def start(self, variants: Sequence[ForwardVariant]) -> list[Compiled | Future[Compiled]]:
         """The kernels, or the promise of those that the cache lacks, compiled in this order."""
@@ -36,7 +37,7 @@ class ForwardCompiler:
 
     def _compile(self, variant: ForwardVariant) -> Compiled:
         compiled = self.pool.result(variant, self.pool.submit(variant))
-        if compiled.error:
+        if compiled.error and not self._closed:
             self._say(f"forward {variant}: {compiled.error.splitlines()[0]}")
         return compiled
 
@@ -53,5 +54,6 @@ class ForwardCompiler:
         return self._emulated[variant]
 
     def close(self) -> None:
-        """Drops what waits. What is being compiled ends with the pool."""
+        """Drops what waits. What is being compiled ends with the pool, and nobody is told."""
+        self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
