@@ -31,10 +31,11 @@ from benchmarks.command import command_line, exit_code, say, spare_cores
 from benchmarks.gpu import BLOCKS, ROUNDS, open_gpu, paired_ratio, take_turns
 from benchmarks.harness import host_time, sentence
 from benchmarks.results import kept, machine, module_facts, write_json
+from generator.errors import NormforgeError
 from generator.evaluate.gpu.session import Session
 from generator.evaluate.gpu.timer import Timer
 from generator.operations.rmsnorm_forward import EPS, ForwardInputs, make_inputs
-from generator.package.emit import emit_package
+from generator.package.emit import emit_package, read_forward_table
 from generator.problem import Problem, load_problems
 from generator.runtime.serve.forward import Forward, reference_forward
 from generator.runtime.table import FORWARD_TABLE
@@ -57,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """Raises NormforgeError."""
     until = time.monotonic() + args.seconds
+    if args.resume and not (args.module or args.package):
+        raise NormforgeError("--resume needs the package of the rows: give --module or --package")
     problems = load_problems(args.shapes)
     session, target = open_gpu(device=args.device)
     with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +67,14 @@ def run(args: argparse.Namespace) -> int:
         if module is None:
             module = args.package or Path(folder) / "package"
             processes = spare_cores()
-            forwards = tune_forwards(problems, target, (args.device,), processes=processes, say=say)
+            forwards = tune_forwards(
+                problems,
+                target,
+                (args.device,),
+                known=read_forward_table(module),
+                processes=processes,
+                say=say,
+            )
             emit_package([], [], target, module, forwards)
         return compare(problems, module, session, args, until)
 
@@ -88,7 +98,7 @@ def compare(
     for done, problem in enumerate(todo):
         began = time.monotonic()
         if began + longest > until:
-            say(f"{len(todo) - done} shapes are left: go on with --resume")
+            say(f"{len(todo) - done} shapes are left: go on with --resume and the same package")
             return 1
         rows[str(problem)] = row = measure(problem, forward, session.timer)
         longest = max(longest, time.monotonic() - began)

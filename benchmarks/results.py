@@ -150,8 +150,12 @@ def _check_same(path: Path, old: Environment, new: Environment, same: Iterable[s
 
 
 def module_facts(folder: Path, table: str = TABLE) -> dict[str, str]:
-    """Where a package lies, and the digest of the table that names its kernels."""
-    content = (folder / table).read_bytes()
+    """Where a package lies, and the digest of the table that names its kernels. Raises
+    NormforgeError where there is no such table."""
+    try:
+        content = (folder / table).read_bytes()
+    except OSError as error:
+        raise NormforgeError(f"{folder} has no readable {table}: {error.strerror}") from error
     return {"path": str(folder), "digest": hashlib.sha256(content).hexdigest()[:16]}
 
 
@@ -180,7 +184,8 @@ def json_text(value: object, depth: int = 0) -> str:
         return text
     inner, outer = "\n" + " " * (depth + 1), "\n" + " " * depth
     if isinstance(value, Mapping):
-        parts = [f"{json.dumps(key)}: {json_text(value[key], depth + 1)}" for key in value]
+        entries = json.loads(text).items()  # whose keys are text
+        parts = [f"{json.dumps(key)}: {json_text(entry, depth + 1)}" for key, entry in entries]
     else:
         parts = [json_text(entry, depth + 1) for entry in value]
     return text[0] + inner + f",{inner}".join(parts) + outer + text[-1]

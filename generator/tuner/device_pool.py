@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -71,14 +72,20 @@ class _DeviceProcess:
             raise _LostError(f"its process died (exit {self._process.exitcode})") from error
         return kind, value
 
-    def close(self, seconds: float = 0.0) -> None:
-        """End the process, by itself within `seconds`."""
+    def close(self, seconds: float = 0.0) -> str:
+        """End the process, by itself within `seconds`. What it says then about noise, or ""."""
+        noise, until = "", time.monotonic() + seconds
         if seconds:
             self.send(None)
-            self._process.join(seconds)
+            with suppress(EOFError, OSError):  # it has ended
+                while self.connection.poll(max(0.0, until - time.monotonic())):
+                    kind, value = self.connection.recv()
+                    noise = value if kind == "noise" else noise
+            self._process.join(max(0.0, until - time.monotonic()))
         self._process.kill()
         self._process.join()
         self.connection.close()
+        return noise
 
 
 class DevicePool:
@@ -94,6 +101,7 @@ class DevicePool:
     ) -> None:
         self._open = lambda index: _DeviceProcess(index, open_device, method)
         self._devices = [self._open(index) for index in devices]
+        self._say: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
         try:
             facts = [device.facts() for device in self._devices]
             for device, own in zip(self._devices, facts, strict=True):
@@ -105,10 +113,13 @@ class DevicePool:
         self._deaths: Counter[Problem] = Counter()
 
     def close(self, seconds: float = _END_SECONDS) -> None:
+        """End all processes, by themselves within `seconds`, and say what disturbed them."""
+        until = time.monotonic() + seconds
         for device in self._devices:
             device.send(None)
         for device in self._devices:
-            device.close(seconds)
+            if noise := device.close(max(0.0, until - time.monotonic())):
+                self._say(noise)
 
     def __enter__(self) -> DevicePool:
         return self
@@ -119,6 +130,7 @@ class DevicePool:
     def search(self, plan: Plan, tasks: TaskList, stop: Stop, status: Status) -> None:
         """Search what is open until everything is concluded. Raises KeyboardInterrupt when it is
         to end early, after the trials under way, and NormforgeError when it cannot go on."""
+        self._say = status.say
         for device in self._devices:
             device.send(plan)
         ending, reason = False, ""

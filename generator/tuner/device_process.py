@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -97,4 +96,4 @@ def _run_tasks(connection: Connection, plan: Plan, device: Device) -> None:
                 answer = ("failed", str(error))
             connection.send(answer)
         if isinstance(evaluator, MeasuredEvaluator) and (noise := evaluator.disturbances()):
-            print(noise, file=sys.stderr, flush=True)
+            connection.send(("noise", noise))

@@ -86,7 +86,7 @@ def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, status: St
             queue.close()
         winners = [(p, tasks.winners[p]) for p in plan.problems if p in tasks.winners]
         found = [winner for _, winner in winners if winner is not None]
-        if measurer is not None:
+        if measurer is not None and not interrupted:
             # The forwards have processes of their own, which would take these for a neighbour.
             measurer.close()
         emission = emit(plan, found, storage, pool, status, stop) if found else None

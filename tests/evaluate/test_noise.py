@@ -260,14 +260,31 @@ def test_shortlisting_orders_by_what_is_seen_side_by_side() -> None:
 
 @pytest.mark.parametrize(("floor_us", "blocks"), [(40.0, BLOCKS), (8.0, SHORT_BLOCKS)])
 def test_short_kernels_are_ranked_by_more_blocks(floor_us: float, blocks: int) -> None:
-    measuring = evaluator(World(floor_us=floor_us))
     entries = [entry(config) for config in SOUND[:3]]
-    for result in measuring.finals(PROBLEM, entries):
+    for result in evaluator(World(floor_us=floor_us)).finals(PROBLEM, entries):
         assert len(result.extra["block_ratios"]) == blocks
-    supervisor: Any = measuring._supervisor
-    before = len(supervisor.jobs)
+    # The shortlist of a resumed study comes before anything else of its problem.
+    measuring = evaluator(World(floor_us=floor_us))
     assert len(measuring.shortlist(PROBLEM, entries)) == 3
-    assert len(supervisor.jobs) == before + blocks
+    supervisor: Any = measuring._supervisor
+    assert [job.kind for job in supervisor.jobs] == ["probe"] + ["interleave"] * blocks
+
+
+def test_a_neighbour_costs_short_kernels_blocks_but_no_winner() -> None:
+    """When no pause is left, as many clean blocks are enough as for long kernels."""
+    blocks = set()
+    for seed in range(20):
+        noisy_blocks = random.Random(seed)
+        timing = collect(
+            lambda noise=noisy_blocks: scattered(8.0) if noise.random() < 0.3 else steady(8.0),  # type: ignore[misc]
+            SHORT_BLOCKS,
+            None,
+            FINAL_PAUSES,
+            lambda seconds: None,
+        )
+        assert not timing.fault
+        blocks.add(len(timing.block_ratios[0]))
+    assert min(blocks) >= BLOCKS and max(blocks) == SHORT_BLOCKS and len(blocks) > 2
 
 
 def test_shortlisting_in_a_storm_says_nothing_and_does_not_wait_for_its_end() -> None:

@@ -290,6 +290,11 @@ def test_margin_that_is_set_during_a_call_holds_for_the_next(
     assert after.grid < before.grid
 
 
+def test_cpp_serves_no_calls_as_it_knows_no_order_of_sums(package: BatchInvariantPackage) -> None:
+    with pytest.raises(RuntimeError, match=r"have no use_native\(\): go on without it"):
+        package.use_native()
+
+
 # ---- Calls without a kernel ----------------------------------------------------------------------
 
 NOT_TUNED = [(96, None), (1000, None), (1001, None), (4100, None), (N, torch.float32)]

@@ -229,7 +229,7 @@ def test_refused_launch_is_done_by_python_and_is_its_error(machine: Machine, mak
     assert (by_cpp, by_python) == (0, 1)
     machine.refuse_native = 1
     machine.status = cuda.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES
-    with pytest.raises(LaunchError, match="launching example"):
+    with pytest.raises(LaunchError, match="launching rmsnorm_backward of example"):
         by_autograd(package, **inputs())
 
 

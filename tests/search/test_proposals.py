@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from optuna.storages import BaseStorage
 
 from generator.kernels.strategies import is_deterministic
@@ -15,6 +16,7 @@ from generator.problem import Problem
 from generator.search.starts import warm_starts
 from generator.space.legal_configs import LegalConfigs
 from generator.studies.records import Winner
+from generator.studies.storage import open_storage
 from tests.support.searches import DETERMINISTIC, ratio_of, records, search, won
 from tests.support.synthetic import (
     LEGAL,
@@ -26,6 +28,18 @@ from tests.support.synthetic import (
     make_winner,
     shrink,
 )
+
+
+@pytest.mark.slow
+def test_it_finds_better_than_random_search(tmp_path: Path) -> None:
+    gains = []
+    for seed in range(2):
+        found = search(open_storage(tmp_path / f"{seed}"), trials=120, seed=seed)
+        rng = random.Random(seed)
+        drawn = [LEGAL.draw(rng, ()) for _ in range(120)]
+        gains.append(min(ratio_of(c) for c in drawn if c) - ratio_of(won(found).config))
+    assert min(gains) > 0, "a lucky draw is as good as the best at most"
+    assert sum(gains) / len(gains) > 0.01
 
 
 def test_only_legal_configs_and_none_twice_in_phases_that_follow_each_other(

@@ -148,8 +148,8 @@ def faults() -> list[str]:
         f"more than {drift} above its best",
         f"more than {spread} apart",
         f"up to {WORD[len(noise.SEARCH_PAUSES)]} times, within {sum(noise.SEARCH_PAUSES):.1f} s",
-        f"need {WORD[noise.BLOCKS]} clean blocks, or {noise.SHORT_BLOCKS} where the floor is below"
-        f" {noise.SHORT_US:.0f} µs",
+        f"for {WORD[noise.BLOCKS]} clean blocks, and for up to {noise.SHORT_BLOCKS} where the floor"
+        f" is below {noise.SHORT_US:.0f} µs",
     ]
 
 

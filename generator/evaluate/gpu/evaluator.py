@@ -109,6 +109,8 @@ class MeasuredEvaluator:
         """Ratios from blocks in which all take turns; nothing when they stay noisy or cost the
         worker its life. Whoever did that is found in the finals. blocks, and rounds of each block:
         default as many as in the finals."""
+        if problem not in self._floors:
+            self._probe(problem)
         job = self._job("interleave", problem, self._candidates(entries), rounds=rounds)
         try:
             best = self._floors.get(problem)

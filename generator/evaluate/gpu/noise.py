@@ -105,8 +105,8 @@ def collect(
     sleep: Callable[[float], None],
 ) -> Timing:
     """Measure until there are `blocks` clean blocks. After a noisy one the next of `pauses`
-    (seconds) is slept away; when none is left, the blocks with the fastest reference are the
-    numbers, and they are marked as noisy."""
+    (seconds) is slept away; when none is left, BLOCKS clean ones are enough. Without them, the
+    blocks with the fastest reference are the numbers, and they are marked as noisy."""
     taken: list[Block] = []
     waits = iter(pauses)
     best = best_us
@@ -125,6 +125,8 @@ def collect(
             continue
         pause = next(waits, None)
         if pause is None:
+            if len(clean) >= BLOCKS:
+                return _summary(clean, len(taken) - len(clean))
             taken.sort(key=lambda block: median(block[0]))
             return _summary(taken[:blocks], len(taken) - len(taken[:blocks]), fault)
         sleep(pause)

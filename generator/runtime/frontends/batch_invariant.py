@@ -161,6 +161,14 @@ class BatchInvariantPackage(Package):
     _invariant, _advice = True, _ADVICE
     _sm_margin = 0
 
+    def use_native(self) -> None:
+        """Not offered: C++ would serve calls with `matches`, and with an SM margin, as all others.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("batch-invariant norms have no use_native(): go on without it")
+
     def set_sm_margin(self, sms: int) -> None:
         """Launch backwards with only as many CTAs as fit on `sms` SMs fewer, to make room for
         communication kernels. Takes effect with the next call, in every thread. No bit changes,
