@@ -1,1 +1,1 @@
-"""Benchmarks: the kernels against other implementations, and against the CPU executor."""
+"""Benchmarks: the kernels against other implementations, and against the CPU emulator."""

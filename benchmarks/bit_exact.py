@@ -1,4 +1,4 @@
-"""Compare dx and dw of sampled variants, GPU against CPU executor, bit for bit.
+"""Compare dx and dw of sampled variants, GPU against CPU emulator, bit for bit.
 
     python -m benchmarks.bit_exact --out benchmarks/results/bit_exact_h200.json
 
@@ -49,7 +49,7 @@ from generator.target import Target
 
 @dataclass
 class Emulated:
-    """What the executor and NVRTC made of one case: (dx, dw) for each set of inputs, or the reason
+    """What the emulator and NVRTC made of one case: (dx, dw) for each set of inputs, or the reason
     why nothing can be compared."""
 
     case: Case
@@ -185,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{row['outcome']}: {row['variant']} {row['problem']}: {row['why']}")
     outcomes = Counter(row["outcome"] for row in rows.values())
     report = {
-        "what": "dx and dw of the GPU and of the CPU executor, compared bit for bit",
+        "what": "dx and dw of the GPU and of the CPU emulator, compared bit for bit",
         "operation": args.op,
         "environment": environment(session, target, args.processes),
         "seed": args.seed,

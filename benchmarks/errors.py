@@ -8,7 +8,7 @@ decomposition of that operator run one operation after another; all three are gi
 An error is ||out - exact|| / ||exact|| over all elements of several draws. With `--dw fp32` dw is
 asked for in fp32 (`dw_out`) and not rounded to the weight's dtype, which ATen cannot.
 
-Takes `--shapes`, and `--random` shapes of every pair of dtypes. Needs a GPU, or with --executor a
+Takes `--shapes`, and `--random` shapes of every pair of dtypes. Needs a GPU, or with --emulator a
 C++ compiler: then the module's kernels run in generator/emulate, which gives the GPU's bits, with
 the grids of their GPU, and PyTorch on the CPU, where it has the composite only. Exit code: 2 for
 bad input.
@@ -107,7 +107,7 @@ def of_module(module: Any, dw_in_fp32: bool) -> Bind:
     return lambda inputs: partial(run, inputs)
 
 
-def in_executor(table: Table, dw_in_fp32: bool) -> Bind:
+def in_emulator(table: Table, dw_in_fp32: bool) -> Bind:
     """The kernels of a package on the CPU, launched as on its GPU."""
 
     def bind(inputs: Inputs) -> Callable[[], Gradients]:
@@ -123,7 +123,7 @@ def in_executor(table: Table, dw_in_fp32: bool) -> Bind:
 
 
 def executed(source: str, spec: KernelSpec, launch: Launch, dw_in_fp32: bool = False) -> Bind:
-    """One kernel on the CPU. A call raises NormforgeError where the executor finds a fault."""
+    """One kernel on the CPU. A call raises NormforgeError where the emulator finds a fault."""
     call_options = CallOptions(dw_mode=DW_IN_FP32 if dw_in_fp32 else DW_IN_WEIGHT_DTYPE)
 
     def run(inputs: Inputs) -> Gradients:
@@ -211,13 +211,13 @@ def run(args: argparse.Namespace) -> int:
     calls: dict[str, Bind] = {"aten": aten, "composite": composite}
     if dw_in_fp32:
         calls = {"composite": in_fp32(composite)}
-    if args.executor:
+    if args.emulator:
         if find_compiler() is None:
-            raise NormforgeError("--executor needs a C++ compiler, and none was found")
+            raise NormforgeError("--emulator needs a C++ compiler, and none was found")
         device, table = torch.device("cpu"), Table.load(args.module)
-        calls[OURS] = in_executor(table, dw_in_fp32)
-        executor = f"CPU, grids of {table.target['title']}"
-        environment = {"executor": executor, "torch": torch.__version__}
+        calls[OURS] = in_emulator(table, dw_in_fp32)
+        emulator = f"CPU, grids of {table.target['title']}"
+        environment = {"emulator": emulator, "torch": torch.__version__}
     else:
         session = open_session()
         device, environment = session.device, machine(session.facts)
@@ -240,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--random", type=int, default=20, help="shapes of every pair of dtypes")
     parser.add_argument("--elements", type=int, default=ELEMENTS, help="of the largest of them")
     parser.add_argument("--dw", choices=("weight", "fp32"), default="weight", help="its dtype")
-    parser.add_argument("--executor", action="store_true", help="run the kernels on the CPU")
+    parser.add_argument("--emulator", action="store_true", help="run the kernels on the CPU")
     args = parser.parse_args(argv)
     return exit_code(__file__, lambda: run(args))
 

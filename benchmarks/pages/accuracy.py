@@ -41,12 +41,12 @@ def errors() -> str:
     )
 
 
-def errors_in_executor() -> str:
-    rows = read("errors_dw_fp32_executor")["rows"]
+def errors_in_emulator() -> str:
+    rows = read("errors_dw_fp32_emulator")["rows"]
     most = max(row["ours over"]["composite"]["dw"] for row in rows)
     return (
-        f"In the executor, dw in fp32 of {len(rows)} other random shapes has at most {most:.2f}"
-        " times the error of\nPyTorch's operations (`errors_dw_fp32_executor.json`)."
+        f"In the emulator, dw in fp32 of {len(rows)} other random shapes has at most {most:.2f}"
+        " times the error of\nPyTorch's operations (`errors_dw_fp32_emulator.json`)."
     )
 
 
@@ -66,6 +66,6 @@ def dw_precision() -> str:
 
 ACCURACY_BLOCKS: dict[str, Callable[[], str]] = {
     "errors": errors,
-    "errors_in_executor": errors_in_executor,
+    "errors_in_emulator": errors_in_emulator,
     "dw_precision": dw_precision,
 }

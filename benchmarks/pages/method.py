@@ -1,4 +1,4 @@
-"""Measured numbers of the pages that say how the search, the predictions and the executor work."""
+"""Measured numbers of the pages that say how the search, the predictions and the emulator work."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _searches(sweep: dict[str, Any], after: list[int]) -> str:
 
 
 def bit_exact(name: str = "bit_exact_h200") -> str:
-    """Kernels on the GPU and in the executor."""
+    """Kernels on the GPU and in the emulator."""
     found = read(name)
     cases = [case for case in found["cases"] if case["outcome"] != "skipped"]
     any_n = sum(re.search(r"_n\d+to\d+_", case["variant"]) is not None for case in cases)

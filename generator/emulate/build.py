@@ -1,6 +1,6 @@
 """Rendered sources to host programs: the C++ compiler, and a cache of what it made.
 
-A program is one variant linked with the executor. Programs live in a content-addressed cache and
+A program is one variant linked with the emulator. Programs live in a content-addressed cache and
 appear by an atomic rename, as cubins do. Each ends with its own checksum, which neither the linker
 nor the loader looks at; one that is damaged is compiled again.
 """
@@ -33,7 +33,7 @@ _IN_THE_SOURCE = re.compile(r":\d+: error: ")
 """What a compiler writes about the source; about a full disk and the like it says `fatal error`, or
 nothing that has a line."""
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
-_MOST_STACK_BYTES = 16384  # of the kernel's frame; the executor's own functions need some, too
+_MOST_STACK_BYTES = 16384  # of the kernel's frame; the emulator's own functions need some, too
 
 
 class HostError(NormforgeError):
@@ -80,8 +80,8 @@ def build(
     compiler = find_compiler()
     if compiler is None:
         raise HostError(NO_COMPILER)
-    executor = _executor(compiler, cache_folder)
-    key = _key(compiler, executor.name, kernel, source)
+    emulator = _emulator(compiler, cache_folder)
+    key = _key(compiler, emulator.name, kernel, source)
     program = cache_folder / key[:2] / key
     if not _is_whole(program):
         with tempfile.TemporaryDirectory() as folder:
@@ -94,15 +94,15 @@ def build(
                 f"-I{HOST}",
             ]
             options.append(f"-Werror=frame-larger-than={_MOST_STACK_BYTES}")
-            compile_to(compiler, [*options, str(text), str(executor)], program)
+            compile_to(compiler, [*options, str(text), str(emulator)], program)
     return program
 
 
-def _executor(compiler: str, cache_folder: Path) -> Path:
-    """The executor as one object file."""
+def _emulator(compiler: str, cache_folder: Path) -> Path:
+    """The emulator as one object file."""
     sources = sorted(HOST.glob("*.cpp"))
     contents = [path.read_text() for path in sorted(HOST.iterdir())]
-    program = cache_folder / f"executor-{_key(compiler, *contents)}.o"
+    program = cache_folder / f"emulator-{_key(compiler, *contents)}.o"
     if not _is_whole(program):
         compile_to(compiler, ["-r", "-nostdlib", *map(str, sources)], program)
     return program

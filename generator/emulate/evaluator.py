@@ -21,7 +21,7 @@ class EmulatingPredictor(Predictor):
     executed by `generator.emulate`, on few rows. One that fails is out, and the next one is
     executed.
 
-    The executor runs the rendered source, so what passes is accurate, has the same bits under every
+    The emulator runs the rendered source, so what passes is accurate, has the same bits under every
     schedule tried, and leaves its counters at zero. It is no GPU: determinism stays `unverified`,
     and the check's name says what was done. Executing all finalists that are tied took 40 % of a
     search.
@@ -31,7 +31,7 @@ class EmulatingPredictor(Predictor):
     _checks: dict[str, Check] = field(default_factory=dict, init=False, compare=False)
 
     def confirm(self, problem: Problem, variant: Variant, result: Result) -> Result:
-        """The executor's verdict. Raises HostError when there is none because this machine fails:
+        """The emulator's verdict. Raises HostError when there is none because this machine fails:
         what a full disk decides would be kept for good."""
         # M only changes how many rows are left out, so a variant is executed once for all M.
         check = self._checks.get(variant.id)

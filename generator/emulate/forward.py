@@ -1,4 +1,4 @@
-"""The forward kernels in the executor, which knows the backward's buffers.
+"""The forward kernels in the emulator, which knows the backward's buffers.
 
 An adapter in place of the backward's kernel hands the forward buffers of the same kind: x is x, y
 is dx, residual and residual_out are dresidual and its second output, and rstd is dw in fp32, which

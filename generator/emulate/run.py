@@ -193,10 +193,10 @@ def _run_program(program: Path, request: bytes, deadline: float) -> tuple[bytes,
         raise KeyboardInterrupt
     if process.returncode in _ENDED_FROM_OUTSIDE or "bad_alloc" in said:
         raise HostError(
-            f"the executor was ended from outside or had no memory (code {process.returncode}): "
+            f"the emulator was ended from outside or had no memory (code {process.returncode}): "
             "run the same command to continue"
         )
-    return output, f"the executor ended with code {process.returncode}: {said}"
+    return output, f"the emulator ended with code {process.returncode}: {said}"
 
 
 def row_fields(

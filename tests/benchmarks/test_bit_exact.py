@@ -1,4 +1,4 @@
-"""The comparison of GPU and executor, bit for bit: what is drawn, and the executor's side of it."""
+"""The comparison of GPU and emulator, bit for bit: what is drawn, and the emulator's side of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_layernorm_has_all_strategies_and_no_fallback_kernels(target: Target) ->
 
 @pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 @pytest.mark.slow
-def test_the_executor_gives_both_sums_for_both_sets_of_inputs(target: Target) -> None:
+def test_the_emulator_gives_both_sums_for_both_sets_of_inputs(target: Target) -> None:
     made = emulate_case(1, 1, target, LAYERNORM)
     assert made.failure == ""
     assert made.cubin

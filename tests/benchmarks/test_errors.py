@@ -77,13 +77,13 @@ def test_who_does_not_take_a_problem_is_left_out() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dw", ["weight", "fp32"])
-def test_kernels_run_in_the_executor(
+def test_kernels_run_in_the_emulator(
     dw: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if find_compiler() is None:
         pytest.skip("needs a C++ compiler")
     out = tmp_path / "errors.json"
-    options = ["--random", "1", "--elements", "20000", "--shapes", "300x64:fp32", "--executor"]
+    options = ["--random", "1", "--elements", "20000", "--shapes", "300x64:fp32", "--emulator"]
     assert main(["--module", str(COMMITTED), *options, "--dw", dw, "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 6 and all(set(r["errors"]) == {"ours", "composite"} for r in rows)

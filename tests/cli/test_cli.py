@@ -366,7 +366,7 @@ def test_corrupt_study_file_is_one_sentence_and_stays_as_it_is(
 
 
 @pytest.mark.slow
-def test_executor_without_room_ends_the_run_and_records_no_finals(tmp_path: Path) -> None:
+def test_emulator_without_room_ends_the_run_and_records_no_finals(tmp_path: Path) -> None:
     """The compiler answers as on a disk that is full."""
     compiler = tmp_path / "full-g++"
     said = "kernel.cpp:9:1: fatal error: error writing to /tmp/x.s: No space left on device"

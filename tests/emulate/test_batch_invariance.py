@@ -1,4 +1,4 @@
-"""Bits that do not depend on the batch: kernels of one width in the executor, against each other
+"""Bits that do not depend on the batch: kernels of one width in the emulator, against each other
 and against the order of additions that docs/determinism.md states."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32
 from generator.runtime.spec import CHUNK_ROWS, plan_launch
 from generator.space.load import load_space, space_file
 from generator.target import find_target
-from tests.support.executor import cancelling_inputs
+from tests.support.emulator import cancelling_inputs
 
 OPERATION = "rmsnorm_invariant_backward"
 SPACE = load_space(space_file(OPERATION))

@@ -19,7 +19,7 @@ from generator.problem import Problem
 from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32, gap_factor
 from generator.runtime.serve.options import SMALLEST_EPS
 from generator.target import Target
-from tests.support.executor import run_to_one_result, small_variant
+from tests.support.emulator import run_to_one_result, small_variant
 from tests.support.samples import DETERMINISTIC, plain_variant, sample_variant
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")

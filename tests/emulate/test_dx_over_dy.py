@@ -16,7 +16,7 @@ from generator.kernels.variant import Variant
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
 from generator.target import Target
-from tests.support.executor import cancelling_inputs
+from tests.support.emulator import cancelling_inputs
 from tests.support.samples import REDUCTION, plain_variant, sample_variant
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")

@@ -53,8 +53,8 @@ def finalists(count: int) -> list[tuple[Variant, Compiled]]:
 
 
 @pytest.fixture
-def executor(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], Check]], list[str]]:
-    """Replaces the executor; returns the list of variants that it was asked about."""
+def emulator(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], Check]], list[str]]:
+    """Replaces the emulator; returns the list of variants that it was asked about."""
 
     def install(answer: Callable[[str], Check]) -> list[str]:
         asked: list[str] = []
@@ -80,8 +80,8 @@ def held(
     return results, choose(pairs, rank, incumbent, preference_of(predictor, PROBLEM))
 
 
-def test_the_winner_was_executed_and_nobody_else(executor) -> None:  # type: ignore[no-untyped-def]
-    asked = executor(lambda name: Check(name, 12, 1, 1e-3, 2e-3))
+def test_the_winner_was_executed_and_nobody_else(emulator) -> None:  # type: ignore[no-untyped-def]
+    asked = emulator(lambda name: Check(name, 12, 1, 1e-3, 2e-3))
     entries = finalists(8)
     results, choice = held(entries)
     assert choice is not None and len(choice.tied) == 8
@@ -93,27 +93,27 @@ def test_the_winner_was_executed_and_nobody_else(executor) -> None:  # type: ign
     assert all(not r.checks for i, r in enumerate(results) if i != choice.winner)
 
 
-def test_an_incumbent_that_is_to_stay_is_executed(executor) -> None:  # type: ignore[no-untyped-def]
+def test_an_incumbent_that_is_to_stay_is_executed(emulator) -> None:  # type: ignore[no-untyped-def]
     entries = finalists(8)
-    executor(lambda name: Check(name, 12, 1, 1e-3, 1e-3))
+    emulator(lambda name: Check(name, 12, 1, 1e-3, 1e-3))
     _, first = held(entries)
     assert first is not None
     other = entries[first.tied[-1]][0]
-    asked = executor(lambda name: Check(name, 12, 1, 1e-3, 1e-3))
+    asked = emulator(lambda name: Check(name, 12, 1, 1e-3, 1e-3))
     _, choice = held(entries, other.config)
     assert choice is not None and entries[choice.winner][0] is other
     assert asked == [other.id]
 
 
 @pytest.mark.parametrize("failing", [3, 8])
-def test_failing_variants_are_out_and_the_next_winner_is_executed(executor, failing: int) -> None:  # type: ignore[no-untyped-def]
+def test_failing_variants_are_out_and_the_next_winner_is_executed(emulator, failing: int) -> None:  # type: ignore[no-untyped-def]
     entries = finalists(8)
 
     def answer(name: str) -> Check:
         problems = ("planted: dw[3] was never written",) if len(asked) <= failing else ()
         return Check(name, 12, 1, 1e-3, 1e-3, problems)
 
-    asked = executor(answer)
+    asked = emulator(answer)
     results, choice = held(entries)
     failed = [result for result in results if result.outcome == "wrong"]
     assert len(failed) == failing
@@ -124,20 +124,20 @@ def test_failing_variants_are_out_and_the_next_winner_is_executed(executor, fail
         assert entries[choice.winner][0].id == asked[-1]
 
 
-def test_machine_that_cannot_execute_decides_nothing(executor) -> None:  # type: ignore[no-untyped-def]
+def test_machine_that_cannot_execute_decides_nothing(emulator) -> None:  # type: ignore[no-untyped-def]
     def full(name: str) -> Check:
         raise HostError("no space left on device")
 
-    executor(full)
+    emulator(full)
     with pytest.raises(HostError, match="no space left"):
         held(finalists(3))
 
 
-def test_source_that_the_compiler_refuses_is_out(executor) -> None:  # type: ignore[no-untyped-def]
+def test_source_that_the_compiler_refuses_is_out(emulator) -> None:  # type: ignore[no-untyped-def]
     def refuse(name: str) -> Check:
         raise NormforgeError("g++ refuses the source: error")
 
-    executor(refuse)
+    emulator(refuse)
     results, choice = held(finalists(3))
     assert choice is None
     assert {(result.outcome, result.note) for result in results} == {
@@ -145,16 +145,16 @@ def test_source_that_the_compiler_refuses_is_out(executor) -> None:  # type: ign
     }
 
 
-def test_without_a_compiler_the_check_is_reported_as_not_run(executor) -> None:  # type: ignore[no-untyped-def]
-    executor(lambda name: Check(name, 0, note="no C++ compiler found"))
+def test_without_a_compiler_the_check_is_reported_as_not_run(emulator) -> None:  # type: ignore[no-untyped-def]
+    emulator(lambda name: Check(name, 0, note="no C++ compiler found"))
     results, choice = held(finalists(3))
     assert choice is not None
     assert results[choice.winner].checks == ()
     assert results[choice.winner].note == "not executed: no C++ compiler found"
 
 
-def test_a_variant_is_executed_once_for_all_numbers_of_rows(executor) -> None:  # type: ignore[no-untyped-def]
-    asked = executor(lambda name: Check(name, 12, 1, 1e-3, 1e-3))
+def test_a_variant_is_executed_once_for_all_numbers_of_rows(emulator) -> None:  # type: ignore[no-untyped-def]
+    asked = emulator(lambda name: Check(name, 12, 1, 1e-3, 1e-3))
     predictor = EmulatingPredictor(TARGET)
     ((variant, compiled),) = finalists(1)
     for M in (4096, 8192, 16384):
@@ -164,7 +164,7 @@ def test_a_variant_is_executed_once_for_all_numbers_of_rows(executor) -> None:  
     assert len(asked) == 1
 
 
-def test_real_variant_passes_the_real_executor() -> None:
+def test_real_variant_passes_the_real_emulator() -> None:
     rng = random.Random(0)
     variant = make_variant(SPACE.sample(PROBLEM, TARGET, rng, {"strategy": "last_cta"}), PROBLEM)
     compiled = compile_variant(variant, TARGET.arch)

@@ -98,7 +98,7 @@ def test_bits_of_a_row_depend_neither_on_the_grid_nor_on_the_other_rows() -> Non
 
 
 @needs_compiler
-def test_the_executor_finds_a_missing_barrier_and_a_wrong_row(
+def test_the_emulator_finds_a_missing_barrier_and_a_wrong_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     variant = of_kind("4096x3072:bf16", rows_per_cta=2, walks=True)

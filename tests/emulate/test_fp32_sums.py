@@ -106,7 +106,7 @@ def test_blocks_of_clusters_lose_nothing(reduction: str, pipeline: str, target: 
 
 
 def check_rows(variant: Variant, M: int) -> None:
-    """M rows give one set of bits, and the right one, with all of them in the executor."""
+    """M rows give one set of bits, and the right one, with all of them in the emulator."""
     problem = Problem(M, variant.N, variant.dtype, variant.weight_dtype)
     check = check_variant(variant, problem, schedules=3, seed=M, all_rows=True)
     assert check.problems == ()

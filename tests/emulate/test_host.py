@@ -126,10 +126,10 @@ def test_damaged_cached_program_is_made_again(
     monkeypatch.setattr(host_build, "_compile", compile)
     program = host_build.build("source", tmp_path)
     whole = program.read_bytes()
-    assert (host_build.build("source", tmp_path), len(made)) == (program, 2), "executor, program"
-    executor = next(tmp_path.glob("executor-*.o"))
+    assert (host_build.build("source", tmp_path), len(made)) == (program, 2), "emulator, program"
+    emulator = next(tmp_path.glob("emulator-*.o"))
     bit = bytes([whole[0] ^ 1])
-    for path in (program, executor):
+    for path in (program, emulator):
         for damaged in (b"", whole[:-1], whole[:2000], bit + whole[1:], whole + whole):
             path.write_bytes(damaged)
             made.clear()
@@ -154,7 +154,7 @@ def test_program_that_is_killed_from_outside_is_not_the_variants_fault(tmp_path:
     with pytest.raises(KeyboardInterrupt):
         _run_program(program, b"", 10)
     program.write_text("#!/bin/sh\ncat > /dev/null\nkill -11 $$\n")
-    assert _run_program(program, b"", 10)[1].startswith("the executor ended with code -11")
+    assert _run_program(program, b"", 10)[1].startswith("the emulator ended with code -11")
 
 
 def test_no_part_of_a_program_is_left_behind(tmp_path: Path) -> None:

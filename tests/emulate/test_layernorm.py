@@ -1,4 +1,4 @@
-"""LayerNorm's backward in the executor: every strategy, against float64, under many schedules."""
+"""LayerNorm's backward in the emulator: every strategy, against float64, under many schedules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from generator.operations import LAYERNORM_BACKWARD
 from generator.problem import Problem
 from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32
 from generator.target import Target
-from tests.support.executor import run_to_one_result, small_variant
+from tests.support.emulator import run_to_one_result, small_variant
 from tests.support.samples import DETERMINISTIC, sample_variant
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")

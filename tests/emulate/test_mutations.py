@@ -1,4 +1,4 @@
-"""The executor finds bugs planted where CTAs wait for each other: each test breaks one line of a
+"""The emulator finds bugs planted where CTAs wait for each other: each test breaks one line of a
 rendered kernel that passes as it stands, and names what has to be reported."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.mutations import (
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
 PLANTED = {
-    # The six bugs that this executor was built to find.
+    # The six bugs that this emulator was built to find.
     "barrier before the ticket removed (last_cta)": Mutation(
         "last_cta",
         "    cta_barrier();\n    unsigned ticket = 0;",

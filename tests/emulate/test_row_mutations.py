@@ -1,4 +1,4 @@
-"""The executor finds bugs planted in the pipeline of rows, in barriers and in sums: each test
+"""The emulator finds bugs planted in the pipeline of rows, in barriers and in sums: each test
 breaks one line of a rendered kernel that passes as it stands, and names what has to be reported."""
 
 from __future__ import annotations

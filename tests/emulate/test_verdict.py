@@ -1,4 +1,4 @@
-"""What the executor's outcomes say about a variant; no program runs."""
+"""What the emulator's outcomes say about a variant; no program runs."""
 
 from __future__ import annotations
 

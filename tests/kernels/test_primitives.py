@@ -1,4 +1,4 @@
-"""What the primitives promise about the order of memory is what NVRTC makes of them. The executor
+"""What the primitives promise about the order of memory is what NVRTC makes of them. The emulator
 takes the place of primitives.cuh, so nothing that runs on the CPU sees a weaker instruction."""
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ DX_UNITS, FEW_COLUMNS = 0.8, 0.4
 DW_UNITS, DW_IN_A_ROW = 0.6, 0.31
 """Units that fp32 may cost where PyTorch is lucky: in dx, and more by how few columns there are; in
 dw for the term and for each level of a tree of additions, and for each of so many additions one
-after another (both by the root of their number). Rendered kernels in the executor, over 1000
+after another (both by the root of their number). Rendered kernels in the emulator, over 1000
 elements and more: dx has 0.86 with 8 columns and more, 1.13 with one; dw had 3.80 where 132
 partial sums of 16 rows were added in a row."""
 CHAIN = 40

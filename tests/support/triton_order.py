@@ -1,6 +1,6 @@
 """vLLM's batch-invariant `rms_norm` in PyTorch: every addition in the order of the Triton kernel.
 
-The GPU's approximate reciprocal and root are rounded once here, as in the executor."""
+The GPU's approximate reciprocal and root are rounded once here, as in the emulator."""
 
 from __future__ import annotations
 

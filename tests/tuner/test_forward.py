@@ -302,7 +302,7 @@ def test_a_shape_that_cannot_be_measured_is_left_to_the_rule_and_the_next_one_is
     assert "no clean numbers" in noisy.provenance["reason"]
 
 
-def test_a_kernel_that_the_executor_refutes_is_not_predicted(
+def test_a_kernel_that_the_emulator_refutes_is_not_predicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem = Problem.parse("4096x1024:bf16")
@@ -344,7 +344,7 @@ def test_forward_is_one_of_the_choices_that_there_are(
     assert shapes_to_choose([problem], H200, devices, known) == [problem]
 
 
-def test_a_full_executor_cache_ends_the_choice_of_a_forward(
+def test_a_full_emulator_cache_ends_the_choice_of_a_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(variant: ForwardVariant, problem: Problem) -> str:

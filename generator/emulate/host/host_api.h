@@ -1,4 +1,4 @@
-// What the host twins of the kernel's primitives ask of the executor.
+// What the host twins of the kernel's primitives ask of the emulator.
 //
 // Every function that a thread of the kernel may wait in can switch to another thread. `line` is
 // the line of the rendered source that the access or wait comes from. A function that finds a fault

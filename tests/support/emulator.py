@@ -1,4 +1,4 @@
-"""Variants and inputs for tests of the CPU executor, and runs that must have one result."""
+"""Variants and inputs for tests of the CPU emulator, and runs that must have one result."""
 
 from __future__ import annotations
 
