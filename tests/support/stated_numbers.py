@@ -254,6 +254,7 @@ def readme() -> list[str]:
     return [
         f"{len(load_problems('compare'))} shapes in bf16, fp16 and fp32",
         f"ran at {len(read('tuned_peers_h200')['rows'])} shapes",
+        f"timed with {read('h200')['environment']['driver']}",
         f"Python {oldest('requires-python')} or newer, PyTorch {oldest('torch')} or newer",
         f"tuned lengths from {min(widths)} to {max(widths):,}; fallback kernels serve any other up"
         f" to {generic[16]:,}, or {generic[2]:,} if it is an odd number",
@@ -342,7 +343,10 @@ PAGES: dict[str, Callable[[], list[str]]] = {
     "faults.md": faults,
     "forward.md": forward_page,
     "glossary.md": glossary,
-    "index.md": lambda: [f"PyTorch {oldest('torch')} or newer"],
+    "index.md": lambda: [
+        f"PyTorch {oldest('torch')} or newer",
+        f"driver for CUDA {layernorm_entries()[0]['kernel']['nvrtc'].partition('.')[0]}",
+    ],
     "lab-notes.md": lab_notes,
     "layernorm.md": layernorm,
     "looking.md": looking,
