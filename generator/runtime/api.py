@@ -79,8 +79,8 @@ class Package(NormPackage):
             weight: (N,) in x's dtype or fp32; (H, N) with x (..., H, N) for one weight per head;
                 None for ones.
             weight_offset: a number added to the weight in fp32 (1.0 for models that store w - 1).
-            dresidual: the gradient of x + residual, in x's shape and any floating dtype. It is
-                added to dx in fp32.
+            dresidual: a gradient of x from elsewhere (the residual connection), in x's shape and
+                any floating dtype. It is added to dx in fp32.
             need_dx: False to skip dx.
             need_dw: False to skip dw.
             dx_out: a contiguous tensor for dx, in x's shape and dtype. It is returned as dx. It may
