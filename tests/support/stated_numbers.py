@@ -70,7 +70,7 @@ def search() -> list[str]:
         f"at most {budget.Budget(1).sweep_limit} legal configs",
         f"within {100 * choose_winner.TIE:g} % of the fastest are tied",
         f"{incumbent} all within {percent(choose_winner.INCUMBENT_TIE)}.",
-        f"Below {choose_winner.HOST_US:.0f} µs, where the host",
+        f"Below {choose_winner.HOST_US:.0f} µs, the host cannot",
         f"at most {choose_winner.LAUNCH_US} µs slower.",
         f"{WORD[finals.ONE_LAUNCH_PLACES].capitalize()} places in the finals",
         f"side by side, in {WORD[noise.BLOCKS]} blocks",
