@@ -2,10 +2,11 @@
 
     from normforge import RMSNorm, rms_norm, install
 
-These are the names of a package in generated/; `normforge.layernorm` has those of LayerNorm. The
-package is chosen when a name is first used, without initialising CUDA, so that a program can fork
-afterwards. NORMFORGE_GPU=h200 overrides the choice. Without a GPU any package works, through
-PyTorch on the CPU.
+These are the names of a package in generated/; `normforge.layernorm` has those of LayerNorm, and
+`normforge.batch_invariant` those of norms whose bits do not depend on the batch. The package is
+chosen when a name is first used, without initialising CUDA, so that a program can fork afterwards
+(with several kinds of GPU, only if CUDA_DEVICE_ORDER=PCI_BUS_ID is set). NORMFORGE_GPU=h200
+overrides the choice. Without a GPU any package works, through PyTorch on the CPU.
 """
 
 from __future__ import annotations
@@ -163,7 +164,10 @@ def choose(packages: Mapping[str, Tuned], gpu: Gpu | None, wanted: str = "") -> 
     if wanted not in ("", *packages):
         raise RuntimeError(f"{_CHOICE} is {wanted}, and the packages here are: {there or 'none'}")
     if not packages:
-        raise RuntimeError("this copy of Normforge has no tuned package: install it from its wheel")
+        raise RuntimeError(
+            "this copy of Normforge has no tuned package: run `pip install .` in a checkout that "
+            "has generated/"
+        )
     if wanted or gpu is None:
         return packages[wanted or next(iter(packages))].module
     fit = [name for name in packages if _runs_on(packages[name].arch, gpu.capability)]
@@ -178,7 +182,7 @@ def choose(packages: Mapping[str, Tuned], gpu: Gpu | None, wanted: str = "") -> 
         if search(rf"\b{escape(name)}\b", gpu.name, IGNORECASE):
             return packages[name].module
     warnings.warn(
-        f"{gpu.name} runs the kernels that were tuned for {packages[fit[0]].title}: right, and "
+        f"{gpu.name} runs the kernels that were tuned for {packages[fit[0]].title}: correct, "
         "perhaps slower than kernels of its own",
         stacklevel=4,  # where the name was asked for
     )

@@ -56,8 +56,8 @@ def in_short() -> str:
         f"On one H200, the backward takes {found.ours:.2f} times as long as a `torch.add` that"
         " moves the same bytes (geometric mean\nof"
         f" {len(found.rows)} shapes). PyTorch's takes {over['aten']:.2f} times as long as that"
-        f" `torch.add`, Inductor's {over['inductor']:.2f} times, and\nthat of the closest peer,"
-        f" cuDNN, {over['cudnn']:.2f} times. Forward and backward of transformer blocks run"
+        f" `torch.add`, Inductor's {over['inductor']:.2f}, and\ncuDNN's, the fastest of the others,"
+        f" {over['cudnn']:.2f}. Forward and backward of transformer blocks run"
         f" {least} to {most} % faster\nthan with PyTorch's norm ([details](#how-fast-is-it))."
     )
 

@@ -92,7 +92,7 @@ def _searches(sweep: dict[str, Any], after: list[int]) -> str:
     return (
         f"{sweep['facts']['gpu']}, {sweep['problem']}: {sweep['legal']:,} legal configs,"
         f" {sweep['close']} of them within {percent(CLOSE)} of the best.\n\n"
-        + table(("after so many trials", "seeds", *map(str, after)), rows)
+        + table(("after so many trials", "searches", *map(str, after)), rows)
     )
 
 
@@ -128,7 +128,7 @@ def tuned_ratios(operation: str, gpu: str = "h200") -> dict[tuple[int, int, str]
     }
 
 
-def price_of_invariance() -> str:
+def overhead_of_invariance() -> str:
     """Batch-invariant winners over the winners without that promise."""
     free, ours = tuned_ratios("rmsnorm_backward"), tuned_ratios("rmsnorm_invariant_backward")
     price = {shape: ours[shape] / free[shape] for shape in ours if shape in free}
@@ -192,6 +192,6 @@ METHOD_BLOCKS: dict[str, Callable[[], str]] = {
     "bit_exact": bit_exact,
     "bit_exact_layernorm": partial(bit_exact, "bit_exact_layernorm_h200"),
     "noisy_trials": noisy_trials,
-    "price_of_invariance": price_of_invariance,
+    "overhead_of_invariance": overhead_of_invariance,
     "invariance_cases": invariance_cases,
 }

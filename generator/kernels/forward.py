@@ -133,7 +133,7 @@ def render_forward(variant: ForwardVariant, *, comments: bool = True, include: s
         ("kThreadsPerRow", v.threads_per_row, ""),
         ("kTeams", v.rows_per_cta, "rows that a CTA works on, each by a team of its own"),
         ("kThreads", v.threads, "of one CTA"),
-        ("kRowsInFlight", v.rows_in_flight, "rows that a team works on at once"),
+        ("kRowsInFlight", v.rows_in_flight, "rows that a thread works on at once"),
         ("kVectorBytes", v.vector_bytes, ""),
         ("kElements", v.elements, "elements of x in a vector"),
         ("kVectors", v.vectors, "vectors of a row in one thread"),

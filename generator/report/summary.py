@@ -160,7 +160,7 @@ class Summary:
 
     @cached_property
     def price(self) -> float | None:
-        """Geometric mean of the price of batch invariance where it is known."""
+        """Geometric mean of the overhead of batch invariance where it is known."""
         return _mean(self.price_of(study) for study in self.studies)
 
     @cached_property

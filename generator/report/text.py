@@ -27,7 +27,7 @@ def render_text(summary: Summary) -> str:
     for title, cell in (
         (f"Winning strategy ({legend})", lambda study: _strategy(study)[:_SHORT]),
         ("Ratio to the floor", lambda study: _ratio(study, 2)),
-        ("Price of batch invariance", lambda study: number(summary.price_of(study)))
+        ("Overhead of batch invariance", lambda study: number(summary.price_of(study)))
         if summary.free
         else ("Overhead of determinism", lambda study: number(study.overhead)),
         ("Percent of the nominal bandwidth", lambda study: _percent(bandwidth_share(study))),
@@ -67,7 +67,7 @@ def _head(summary: Summary) -> str:
         f"Normforge on {summary.gpu}: {len(summary.studies)} shapes, {summary.trials} trials, "
         f"{summary.evidence}{when}",
         f"Time over the floor, geometric mean of {summary.ratio_set}: {number(summary.ratio, 3)}",
-        f"Price of batch invariance, geometric mean: {number(summary.price, 3)} "
+        f"Overhead of batch invariance, geometric mean: {number(summary.price, 3)} "
         "(winner over the winner whose bits may depend on the batch)"
         if summary.free
         else f"Overhead of determinism, geometric mean: {number(summary.overhead, 3)} "

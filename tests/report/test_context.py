@@ -139,8 +139,8 @@ def test_the_page_of_an_operation_has_its_own_shapes_and_peers(tmp_path: Path) -
     assert "batch invariance" not in render_page(layer_norm) + render_text(layer_norm)
     assert len(invariant.free) == len(invariant.studies) == 47
     assert invariant.price is not None and 1 < invariant.price < 1.2
-    assert '<section id="price">' in render_page(invariant)
+    assert '<section id="overhead">' in render_page(invariant)
     assert "Overhead of determinism" not in render_page(invariant) + render_text(invariant)
-    assert f"Price of batch invariance, geometric mean: {invariant.price:.3f}" in render_text(
+    assert f"Overhead of batch invariance, geometric mean: {invariant.price:.3f}" in render_text(
         invariant
     )

@@ -69,9 +69,10 @@ class LayerNormPackage(NormPackage):
         """torch.nn.functional.layer_norm over the last dimension, with `layer_norm_backward` as its
         backward.
 
-        Under torch.compile it is one operator. Second derivatives (create_graph=True) use
-        PyTorch's own operators. DTensor, nested tensors, torch.func, forward-mode differentiation
-        and torch.jit.trace use PyTorch's own LayerNorm and its backward.
+        Under torch.compile it is one operator. Second derivatives (create_graph=True) and batched
+        gradients (is_grads_batched=True) use PyTorch's own operators. DTensor, nested tensors,
+        torch.func, forward-mode differentiation and torch.jit.trace use PyTorch's own LayerNorm
+        and its backward.
 
         Args:
             x: (..., N), bf16, fp16 or fp32.
@@ -155,8 +156,8 @@ class LayerNormPackage(NormPackage):
             rstd: like mean. From 2^64 on, a kernel's dx is not finite.
             weight: (N,) in x's dtype or fp32, or None for ones. Without a weight there is no dw and
                 no db.
-            dresidual: the gradient of the residual stream, in x's shape and any floating dtype. It
-                is added to dx in fp32.
+            dresidual: a gradient of x from elsewhere (the residual connection), in x's shape and
+                any floating dtype. It is added to dx in fp32.
             need_dx: False to skip dx.
             need_dw: False to skip dw and db.
             dw_out: a tensor (2, N) for dw and db, in the weight's dtype or fp32. Its rows are

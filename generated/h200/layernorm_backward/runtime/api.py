@@ -73,13 +73,14 @@ class Package(NormPackage):
                 (the heads of a packed tensor) are read in place, and so is one row repeated by
                 `expand`. Other layouts are copied first.
             x: shape and dtype of dy, in any layout.
-            rstd: fp32, one value per row, as the forward saved it. From 2^64 on, which takes an eps
-                below 2^-128, a kernel's dx is not finite.
+            rstd: fp32, one value per row, as the forward saved it. rstd of 2^64 or more (possible
+                only with eps below 2^-128) makes dx non-finite. `rms_norm` avoids this: below eps =
+                2^-96, its backward uses PyTorch's operations.
             weight: (N,) in x's dtype or fp32; (H, N) with x (..., H, N) for one weight per head;
                 None for ones.
             weight_offset: a number added to the weight in fp32 (1.0 for models that store w - 1).
-            dresidual: the gradient of the residual stream, in x's shape and any floating dtype. It
-                is added to dx in fp32.
+            dresidual: a gradient of x from elsewhere (the residual connection), in x's shape and
+                any floating dtype. It is added to dx in fp32.
             need_dx: False to skip dx.
             need_dw: False to skip dw.
             dx_out: a contiguous tensor for dx, in x's shape and dtype. It is returned as dx. It may
@@ -91,8 +92,9 @@ class Package(NormPackage):
 
         Returns:
             (dx, dw), or (dx, dw, dresidual_out) with dresidual. dx is contiguous, in x's shape and
-                dtype, or None. dw has the weight's shape and dtype, or is None. dresidual_out is dx
-                in dresidual's dtype; it is dx itself if x has the same dtype.
+                dtype, or None. dw has the weight's shape, and its dtype unless dw_dtype or dw_out
+                says otherwise; or it is None. dresidual_out is dx in dresidual's dtype; it is dx
+                itself if x has the same dtype.
 
         Raises:
             TypeError, ValueError: if the arguments do not fit together.
