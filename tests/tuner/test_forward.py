@@ -265,7 +265,7 @@ def test_measured_choice_is_the_rules_first_within_one_percent_of_the_best(
         for ratio in times
     ]
     monkeypatch.setattr(forward_tune, "measure_forwards", lambda *_: answer)
-    (entry,) = tune_forwards([problem], H200, (0,), choices=lambda *_: variants).tuned
+    (entry,) = tune_forwards([problem], H200, (0,), generic=(), choices=lambda *_: variants).tuned
     assert (entry.evidence, entry.variant) == ("measured", variants[chosen])
     assert entry.provenance["ratio"] == times[chosen]
     assert entry.provenance["faults"] == times.count(None)
