@@ -176,18 +176,22 @@ def write_json(path: Path, document: object) -> None:
     write_text(path, text + "\n")
 
 
-def json_text(value: object, depth: int = 0) -> str:
+def json_text(document: object) -> str:
     """JSON with a line for each row. An entry that is longer than LONGEST has a line for each of
     its own entries. Raises ValueError for NaN and infinity."""
-    text = json.dumps(value, allow_nan=False)
-    if len(text) <= LONGEST[min(depth, 2)] or not isinstance(value, Mapping | list | tuple):
+    return _lines(json.loads(json.dumps(document, allow_nan=False)), 0)
+
+
+def _lines(value: Any, depth: int) -> str:
+    """Of what JSON has: dicts with keys of text, lists, and plain values."""
+    text = json.dumps(value)
+    if len(text) <= LONGEST[min(depth, 2)] or not isinstance(value, dict | list):
         return text
     inner, outer = "\n" + " " * (depth + 1), "\n" + " " * depth
-    if isinstance(value, Mapping):
-        entries = json.loads(text).items()  # whose keys are text
-        parts = [f"{json.dumps(key)}: {json_text(entry, depth + 1)}" for key, entry in entries]
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key)}: {_lines(value[key], depth + 1)}" for key in value]
     else:
-        parts = [json_text(entry, depth + 1) for entry in value]
+        parts = [_lines(entry, depth + 1) for entry in value]
     return text[0] + inner + f",{inner}".join(parts) + outer + text[-1]
 
 

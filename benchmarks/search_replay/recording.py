@@ -93,10 +93,14 @@ class Recording:
 
     def ratio(self, key: Key) -> float:
         """Ratio to the floor by which a config is judged; infinite for one that may not win."""
+        return self.side_by_side.get(key, self.by_trial(key))
+
+    def by_trial(self, key: Key) -> float:
+        """The same from its trial alone, as a search hears of it."""
         result, _ = self.entries[key]
         if result.ratio is None or not may_win(self.config(key), result):
             return inf
-        return self.side_by_side.get(key, result.ratio)
+        return result.ratio
 
     def config(self, key: Key) -> dict[str, int | str]:
         return dict(zip(self.values, key, strict=True))
@@ -233,19 +237,19 @@ def time_side_by_side(recording: Recording, pool: Pool, evaluator: Evaluator) ->
     where the evaluator cannot. Raises NormforgeError where no clean times can be had."""
     if not isinstance(evaluator, Shortlisting):
         return recording
-    swept = replace(recording, side_by_side={})
-    legal = LegalConfigs(swept.space(), swept.problem, find_target(swept.gpu))
-    limit = NEAREST * swept.optimum
-    near = [c for c in legal.first(len(swept.entries)) if swept.ratio(swept.key(c)) <= limit]
+    key, by_trial = recording.key, recording.by_trial
+    legal = LegalConfigs(recording.space(), recording.problem, find_target(recording.gpu))
+    limit = NEAREST * min(map(by_trial, recording.entries))
+    near = [c for c in legal.first(len(recording.entries)) if by_trial(key(c)) <= limit]
     random.Random(0).shuffle(near)
     found: dict[Key, float] = {}
     for start in range(0, len(near), GROUP):
         group = near[start : start + GROUP]
         entries = compile_configs(legal, pool, group)
-        ratios = evaluator.shortlist(swept.problem, entries, BLOCKS)
+        ratios = evaluator.shortlist(recording.problem, entries, BLOCKS)
         if len(ratios) != len(group):
-            raise NormforgeError(f"{swept.problem}: no clean times side by side; run it again")
-        found |= {swept.key(c): round(r, 5) for c, r in zip(group, ratios, strict=True)}
+            raise NormforgeError(f"{recording.problem}: no clean times side by side; run it again")
+        found |= {key(c): round(r, 5) for c, r in zip(group, ratios, strict=True)}
     return replace(recording, side_by_side=found)
 
 

@@ -38,8 +38,8 @@ from generator.search import sampler
 from generator.search.budget import Budget
 from generator.search.sampler import distributions
 from generator.search.search import search_problem
-from generator.space.legal_configs import LegalConfigs, Values
-from generator.studies.records import Record, Winner, may_win, study_name
+from generator.space.legal_configs import Key, LegalConfigs, Values
+from generator.studies.records import Record, Winner, study_name
 from generator.studies.study_log import StudyLog
 from generator.target import find_target
 
@@ -76,13 +76,11 @@ class Replayed:
 
     def ratio(self, config: Config) -> float:
         """Ratio to the floor by which a config is judged; infinite for one that may not win."""
-        self._entry(config)  # raises where there is none
-        return self.recording.ratio(self.recording.key(config))
+        return self.recording.ratio(self._key(config))
 
     def told(self, config: Config) -> float:
         """The ratio that a search hears of, from the trial alone."""
-        result, _ = self._entry(config)
-        return result.ratio if result.ratio is not None and may_win(config, result) else inf
+        return self.recording.by_trial(self._key(config))
 
     def counts(self) -> dict[str, int]:
         """Configs that were recorded, that are legal, and legal ones within CLOSE of the best."""
@@ -116,13 +114,17 @@ class Replayed:
         return [self._entry(variant.config)[0] for variant, _ in entries]
 
     def _entry(self, config: Config) -> tuple[Result, int]:
-        try:
-            return self.recording.entries[self.recording.key(config)]
-        except KeyError:
+        return self.recording.entries[self._key(config)]
+
+    def _key(self, config: Config) -> Key:
+        """Raises NormforgeError for a config without an entry."""
+        key = self.recording.key(config)
+        if key not in self.recording.entries:
             raise NormforgeError(
                 f"{dict(config)} was not recorded: the rules of the space have changed since the "
                 "sweep; sweep again with --record"
-            ) from None
+            )
+        return key
 
 
 def at_random(replayed: Replayed, trials: int, seed: int) -> list[float]:

@@ -49,7 +49,7 @@ COMMANDS = {
     "report": "generator.cli.report",
 }
 """The commands that tune nothing, by the first word: the module with a function of that name."""
-_WRITE_ERRORS = (*(errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF),)
+_WRITE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
 
 
 def make_parser() -> CommandLine:

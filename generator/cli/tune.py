@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
 
 
 def _print_noise(measurer: MeasuredEvaluator | DevicePool | None) -> None:
-    """Say what disturbed the times; the processes of a device pool say it themselves."""
+    """Say what disturbed the times; a device pool says it when it is closed."""
     if isinstance(measurer, MeasuredEvaluator) and (noise := measurer.disturbances()):
         print(noise, file=sys.stderr)
 

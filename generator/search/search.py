@@ -255,10 +255,10 @@ class _Search:
             trial.set_user_attr(name, value)
         trial.set_constraint("infeasible", 0.0 if record.feasible else 1.0)
         self._keep(self.stored, record)
-        times = over_median_floor([record.result for record in self.records])
         timed = result.ratio is not None
+        value = over_median_floor([r.result for r in self.records])[-1] if timed else None
         state = TrialState.COMPLETE if timed else TrialState.PRUNED
-        self.log.add(self.study.tell(trial, times[-1] if timed else None, state))
+        self.log.add(self.study.tell(trial, value, state))
         self.stored += 1
         self._report(pending.origin)
 
