@@ -68,13 +68,13 @@ class _MainGradNorm(torch.autograd.Function):
         _, needs_x, needs_residual, _, needs_dw, _, _ = ctx.needs_input_grad
         seen = is_watched(dy, dstream)
         run = ctx.norm.operators.backward if seen else ctx.norm.run
-
         added = False
 
         def into_main_grad(given: Arguments, options: Options) -> Results:
             nonlocal added
             if options.need_dw and given.weight is not None:
                 buffer = _main_grad(ctx.parameter).view(given.weight.shape)
+                # What dataclasses.replace does, in 0.7 us less of every backward.
                 given = Arguments(**{**vars(given), "dw_out": buffer})
                 add = not getattr(ctx.parameter, "overwrite_main_grad", False)
                 options = type(options)(**{**vars(options), "accumulate": add})
