@@ -1,4 +1,4 @@
-"""Set the forward kernels beside ATen's, Inductor's and QuACK's, and a copy, in one run.
+"""Set the forward kernels beside those of other libraries, and a copy, in one run.
 
     python -m benchmarks.forward --module generated/h200/rmsnorm_backward --shapes compare \
         --out benchmarks/results/forward_h200.json --seconds 540
@@ -30,6 +30,8 @@ from torch.nn.functional import rms_norm
 from benchmarks.command import command_line, exit_code, say, spare_cores
 from benchmarks.gpu import BLOCKS, ROUNDS, open_gpu, paired_ratio, take_turns
 from benchmarks.harness import host_time, sentence
+from benchmarks.peers.cudnn_plans import cudnn_forward
+from benchmarks.peers.peer import installed_version
 from benchmarks.results import kept, machine, module_facts, write_json
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.session import Session
@@ -42,6 +44,7 @@ from generator.runtime.table import FORWARD_TABLE
 from generator.tuner.forward import tune_forwards
 
 Call = Callable[[], Any]
+LIBRARIES = ("liger-kernel", "quack-kernels", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13")
 SAME = ("gpu", "driver", "torch", "module", "harness")
 """What must not differ between the rows of one file. Of the module, its digest."""
 
@@ -90,7 +93,13 @@ def compare(
     forward = Forward(module)
     harness = {"blocks": BLOCKS, "rounds": ROUNDS, "floor": "torch.mul(x, 1.5, out=y)"}
     table = module_facts(module, FORWARD_TABLE)
-    environment = {**machine(session.facts), "module": table, "harness": harness}
+    versions = {name: installed_version(name) for name in LIBRARIES}
+    environment = {
+        **machine(session.facts),
+        "module": table,
+        "harness": harness,
+        "libraries": {name: version for name, version in versions.items() if version},
+    }
     former = kept(args.out, environment, SAME) if args.resume else {}
     rows = {row["shape"]: row for row in former.get("rows", [])}
     todo = [problem for problem in problems if str(problem) not in rows]
@@ -108,24 +117,41 @@ def compare(
     return 0
 
 
-def contenders(forward: Forward, inputs: ForwardInputs) -> dict[str, Call]:
-    """What is compared: each a call without arguments that gives (y, ...)."""
+def contenders(
+    forward: Forward, inputs: ForwardInputs, timer: Timer
+) -> dict[str, Callable[[], Call]]:
+    """What is compared. Each makes a call without arguments that gives (y, ...); it raises where
+    its library is missing or does not serve the shape."""
     x, weight, N = inputs.x, inputs.weight, inputs.x.shape[-1]
-    found: dict[str, Call] = {
-        "ours": lambda: forward(x, weight, EPS),
-        "ours_residual": lambda: forward(x, weight, EPS, 0.0, inputs.residual),
-    }
-    if weight is not None and weight.dtype == x.dtype:
-        found["aten"] = lambda: torch.ops.aten._fused_rms_norm(x, [N], weight, EPS)
-    compiled = torch.compile(lambda x, w: (rms_norm(x, (N,), w, EPS),), dynamic=False)
-    found["inductor"] = lambda: compiled(x, weight)
-    try:
+
+    def aten() -> Call:
+        if weight is None or weight.dtype != x.dtype:
+            raise NormforgeError("ATen fuses only weights of x's dtype")
+        return lambda: torch.ops.aten._fused_rms_norm(x, [N], weight, EPS)
+
+    def inductor() -> Call:
+        compiled = torch.compile(lambda x, w: (rms_norm(x, (N,), w, EPS),), dynamic=False)
+        return lambda: compiled(x, weight)
+
+    def liger() -> Call:
+        from liger_kernel.ops.rms_norm import rms_norm_forward
+
+        return lambda: rms_norm_forward(x, weight, EPS, 0.0, "llama", None)
+
+    def quack() -> Call:
         from quack.rmsnorm import rmsnorm_fwd
 
-        found["quack"] = lambda: rmsnorm_fwd(x, weight, eps=EPS, store_rstd=True)
-    except ImportError:
-        pass
-    return found
+        return lambda: rmsnorm_fwd(x, weight, eps=EPS, store_rstd=True)
+
+    return {
+        "ours": lambda: lambda: forward(x, weight, EPS),
+        "ours_residual": lambda: lambda: forward(x, weight, EPS, 0.0, inputs.residual),
+        "aten": aten,
+        "inductor": inductor,
+        "liger_triton": liger,
+        "quack": quack,
+        "cudnn": lambda: cudnn_forward(inputs, timer),
+    }
 
 
 def measure(problem: Problem, forward: Forward, timer: Timer) -> dict[str, Any]:
@@ -140,8 +166,9 @@ def measure(problem: Problem, forward: Forward, timer: Timer) -> dict[str, Any]:
     with torch.no_grad():
         few = slice(0, min(problem.M, 4096))
         exact, _ = reference_forward(inputs.x[few].double(), inputs.weight.double(), EPS)
-        for name, call in contenders(forward, inputs).items():
+        for name, make in contenders(forward, inputs, timer).items():
             try:
+                call = make()
                 y = call()[0]
                 cells[name] = {}
                 if name != "ours_residual":

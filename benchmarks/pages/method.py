@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import lzma
 import re
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -149,17 +148,20 @@ def overhead_of_invariance() -> str:
 
 
 def invariance_cases() -> str:
-    """Random batches whose bits were compared on a GPU, in two runs."""
-    runs = [read("batch_invariance_h200"), read("batch_invariance_sms_h200")]
-    cases: Counter[tuple[int, str]] = Counter()
-    for row in (row for run in runs for row in run["rows"]):
-        cases[row["N"], row["dtype"]] += row["cases"]
-    on_fewer = sum(row["cases"] for row in runs[1]["rows"])
-    differing = sum(row["differing"] for run in runs for row in run["rows"])
+    """Random batches whose bits were compared, on two GPUs, by the same package."""
+
+    def said(rows: list[Any]) -> str:
+        cases = [row["cases"] for row in rows]
+        differing = sum(row["differing"] for row in rows)
+        return (
+            f"{sum(cases):,} random batches of {len(cases)} widths, at least {min(cases):,} of"
+            f" each, {differing} with a\ndiffering bit"
+        )
+
+    h200, h100 = (read(f"batch_invariance_{gpu}")["rows"] for gpu in ("h200", "h100"))
     return (
-        f"On NVIDIA H200s, {sum(cases.values()):,} random batches of {len(cases)} widths were"
-        f" compared, at least {min(cases.values()):,} of each,\n{on_fewer:,} of them on a random"
-        f" number of SMs: {differing} had a differing bit."
+        f"The H200's package on an H200: {said(h200)}; on an H100: {said(h100)}. Each batch ran on"
+        " a random number of SMs."
     )
 
 

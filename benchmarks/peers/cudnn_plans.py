@@ -1,5 +1,5 @@
-"""cuDNN's backward through nvidia-cudnn-frontend: a graph of one operation, run by one of the plans
-that cuDNN's heuristics offer for it."""
+"""cuDNN through nvidia-cudnn-frontend: a graph of one operation, run by one of the plans that
+cuDNN's heuristics offer for it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from benchmarks.peers.peer import TUNER_ROUNDS, Bind, Gradients
 from generator.evaluate.gpu.timer import Timer
 from generator.operations.rmsnorm_backward import Inputs
+from generator.operations.rmsnorm_forward import EPS, ForwardInputs
 
 PLAN_SECONDS = 15.0
 """For building the plans of a shape, which may take seconds each; no further one is built then."""
@@ -26,10 +27,10 @@ def cudnn_version() -> str:
 
 
 class CudnnGraph:
-    """One backward for the shapes and dtypes of `inputs`. plans: how many the heuristics offer, the
-    best guess first. Raises what cuDNN raises for a shape or dtype that it does not serve."""
+    """One operation for the shapes and dtypes of its inputs. plans: how many the heuristics offer,
+    the best guess first. Raises what cuDNN raises for a shape or dtype that it does not serve."""
 
-    def __init__(self, cudnn: Any, handle: Any, inputs: Inputs) -> None:
+    def __init__(self, cudnn: Any, handle: Any, inputs: Any) -> None:
         self.cudnn, self.handle = cudnn, handle
         real = cudnn.data_type.FLOAT
         self.graph = cudnn.pygraph(
@@ -38,20 +39,8 @@ class CudnnGraph:
             intermediate_data_type=real,
             compute_data_type=real,
         )
-        M, N = inputs.x.shape
-        self.given = {
-            "grad": self._tensor(inputs.dy, M, N),
-            "input": self._tensor(inputs.x, M, N),
-            "scale": self._tensor(inputs.weight, 1, N),
-            "inv_variance": self._tensor(inputs.rstd, M, 1),
-        }
-        if inputs.mean is None:
-            outputs = self.graph.rmsnorm_backward(**self.given, has_dbias=False)[:2]
-        else:
-            self.given["mean"] = self._tensor(inputs.mean, M, 1)
-            outputs = self.graph.layernorm_backward(**self.given)
-        self.outputs = list(outputs)
-        for output, like in zip(outputs, _like(inputs), strict=False):
+        self.given, self.outputs = self.operation(inputs)
+        for output, like in zip(self.outputs, self.like(inputs), strict=True):
             output.set_output(True).set_data_type(self._dtype(like))
         self.graph.validate()
         self.graph.build_operation_graph()
@@ -59,6 +48,18 @@ class CudnnGraph:
         self.graph.create_execution_plans([modes.A, modes.B, modes.FALLBACK])
         self.plans = int(self.graph.get_execution_plan_count())
         self._built: set[int] = set()
+
+    def operation(self, inputs: Any) -> tuple[list[Any], list[Any]]:
+        """Puts the operation into the graph: its arguments and its results."""
+        raise NotImplementedError
+
+    def buffers(self, inputs: Any) -> list[torch.Tensor]:
+        """The memory of each argument."""
+        raise NotImplementedError
+
+    def like(self, inputs: Any) -> list[torch.Tensor]:
+        """What each result has the shape and dtype of."""
+        raise NotImplementedError
 
     def _dtype(self, tensor: torch.Tensor) -> Any:
         types = self.cudnn.data_type
@@ -72,7 +73,7 @@ class CudnnGraph:
         shape, strides = [rows, columns, 1, 1], [columns, 1, columns, columns]
         return self.graph.tensor(dim=shape, stride=strides, data_type=self._dtype(tensor))
 
-    def call(self, plan: int, inputs: Inputs) -> Callable[[], Gradients]:
+    def call(self, plan: int, inputs: Any) -> Callable[[], tuple[torch.Tensor, ...]]:
         """The operation by one of the plans, on the stream that is current when it is called."""
         if plan not in self._built:
             self.graph.build_plan_at_index(plan)
@@ -80,26 +81,69 @@ class CudnnGraph:
         size = self.graph.get_workspace_size_plan_at_index(plan)
         device = inputs.x.device
         workspace = torch.empty(max(1, size), dtype=torch.uint8, device=device)
-        # In the order of the arguments and results of the graph.
-        buffers = [inputs.dy, inputs.x, inputs.weight, inputs.rstd]
-        buffers += [] if inputs.mean is None else [inputs.mean]
-        given = dict(zip(self.given.values(), buffers, strict=True))
-        like = _like(inputs)
+        given = dict(zip(self.given, self.buffers(inputs), strict=True))
+        like = self.like(inputs)
 
-        def backward() -> Gradients:
-            made = [torch.empty_like(one) for one, _ in zip(like, self.outputs, strict=False)]
+        def run() -> tuple[torch.Tensor, ...]:
+            made = [torch.empty_like(one) for one in like]
             stream = torch.cuda.current_stream(device).cuda_stream
             self.cudnn.set_stream(self.handle, stream)
             pack = given | dict(zip(self.outputs, made, strict=True))
             self.graph.execute_plan_at_index(pack, workspace, plan, self.handle)
             return tuple(made)
 
-        return backward
+        return run
 
 
-def _like(inputs: Inputs) -> Gradients:
-    """What each result has the shape and dtype of; the last of LayerNorm only."""
-    return inputs.x, inputs.weight, inputs.weight
+class BackwardGraph(CudnnGraph):
+    """The backward of RMSNorm, or of LayerNorm where the inputs have a mean."""
+
+    def operation(self, inputs: Inputs) -> tuple[list[Any], list[Any]]:
+        M, N = inputs.x.shape
+        given = {
+            "grad": self._tensor(inputs.dy, M, N),
+            "input": self._tensor(inputs.x, M, N),
+            "scale": self._tensor(inputs.weight, 1, N),
+            "inv_variance": self._tensor(inputs.rstd, M, 1),
+        }
+        if inputs.mean is None:
+            outputs = self.graph.rmsnorm_backward(**given, has_dbias=False)[:2]
+        else:
+            given["mean"] = self._tensor(inputs.mean, M, 1)
+            outputs = self.graph.layernorm_backward(**given)
+        return list(given.values()), list(outputs)
+
+    def buffers(self, inputs: Inputs) -> list[torch.Tensor]:
+        mean = [] if inputs.mean is None else [inputs.mean]
+        return [inputs.dy, inputs.x, inputs.weight, inputs.rstd, *mean]
+
+    def like(self, inputs: Inputs) -> list[torch.Tensor]:
+        dbeta = [] if inputs.mean is None else [inputs.weight]
+        return [inputs.x, inputs.weight, *dbeta]
+
+
+class ForwardGraph(CudnnGraph):
+    """The forward of RMSNorm in training: y and rstd."""
+
+    def operation(self, inputs: ForwardInputs) -> tuple[list[Any], list[Any]]:
+        assert inputs.weight is not None
+        M, N = inputs.x.shape
+        one, real = [1, 1, 1, 1], self.cudnn.data_type.FLOAT
+        epsilon = self.graph.tensor(dim=one, stride=one, data_type=real, is_pass_by_value=True)
+        given = {
+            "input": self._tensor(inputs.x, M, N),
+            "scale": self._tensor(inputs.weight, 1, N),
+            "epsilon": epsilon,
+        }
+        phase = self.cudnn.norm_forward_phase.TRAINING
+        return list(given.values()), list(self.graph.rmsnorm(norm_forward_phase=phase, **given))
+
+    def buffers(self, inputs: ForwardInputs) -> list[torch.Tensor]:
+        assert inputs.weight is not None
+        return [inputs.x, inputs.weight, torch.full((1, 1, 1, 1), EPS)]
+
+    def like(self, inputs: ForwardInputs) -> list[torch.Tensor]:
+        return [inputs.x, inputs.x.new_empty((len(inputs.x), 1), dtype=torch.float32)]
 
 
 def cudnn_heuristic(timer: Timer) -> Bind:
@@ -121,17 +165,25 @@ def _bind(timer: Timer | None) -> Bind:
     def bind(inputs: Inputs) -> Callable[[], Gradients]:
         kind = (*inputs.x.shape, inputs.x.dtype, inputs.weight.dtype)
         if kind not in chosen:
-            graph = CudnnGraph(cudnn, handle, inputs)
-            chosen[kind] = graph, choose_plan(graph, inputs, timer)
+            made = BackwardGraph(cudnn, handle, inputs)
+            chosen[kind] = made, choose_plan(made, inputs, timer)
         graph, plan = chosen[kind]
         return graph.call(plan, inputs)
 
     return bind
 
 
-def choose_plan(graph: CudnnGraph, inputs: Inputs, timer: Timer | None) -> int:
+def cudnn_forward(inputs: ForwardInputs, timer: Timer) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """The forward by its fastest plan."""
+    import cudnn
+
+    graph = ForwardGraph(cudnn, cudnn.create_handle(), inputs)
+    return graph.call(choose_plan(graph, inputs, timer), inputs)
+
+
+def choose_plan(graph: CudnnGraph, inputs: Any, timer: Timer | None) -> int:
     """The first plan that can be built, with a timer the fastest. Raises RuntimeError for none."""
-    calls: dict[int, Callable[[], Gradients]] = {}
+    calls: dict[int, Callable[[], object]] = {}
     failure: Exception | None = None
     until = time.monotonic() + PLAN_SECONDS
     for plan in range(graph.plans):

@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from benchmarks.peers import cudnn_plans
-from benchmarks.peers.cudnn_plans import cudnn_best, cudnn_heuristic, cudnn_version
-from generator.operations import OPERATIONS
+from benchmarks.peers.cudnn_plans import (
+    cudnn_best,
+    cudnn_forward,
+    cudnn_heuristic,
+    cudnn_version,
+)
+from generator.operations import OPERATIONS, rmsnorm_forward
 from generator.problem import Problem
 
 CPU = torch.device("cpu")
@@ -54,6 +59,10 @@ class FakeGraph:
 
     def layernorm_backward(self, **given: Any) -> list[FakeTensor | None]:
         return self._operation(3, given)
+
+    def rmsnorm(self, *, norm_forward_phase: str, **given: Any) -> list[FakeTensor | None]:
+        assert norm_forward_phase == "TRAINING"
+        return self._operation(2, given)[:2]
 
     def validate(self) -> None:
         assert all(output.said["output"] for output in self.outputs)
@@ -103,6 +112,7 @@ def frontend(monkeypatch: pytest.MonkeyPatch) -> None:
         create_handle=SimpleNamespace,
         set_stream=set_stream,
         data_type=SimpleNamespace(BFLOAT16="bf16", HALF="fp16", FLOAT="fp32"),
+        norm_forward_phase=SimpleNamespace(TRAINING="TRAINING"),
         heur_mode=SimpleNamespace(A="A", B="B", FALLBACK="FALLBACK"),
         backend_version_string=lambda: "9.19.0",
     )
@@ -157,6 +167,20 @@ def test_the_fastest_plan_runs_on_all_inputs_of_a_shape(
     assert graph.built == [1, 2, 3]
     assert graph.packed[graph.given["input"]] is other.x
     assert graph.packed[graph.given["grad"]] is other.dy
+
+
+def test_the_forward_runs_by_its_fastest_plan() -> None:
+    inputs = rmsnorm_forward.make_inputs(Problem.parse("16x64:bf16"), CPU)
+    y, rstd = cudnn_forward(inputs, SlowestFirst())()  # type: ignore[arg-type]
+    assert (y.shape, y.dtype, float(y[0, 0])) == ((16, 64), torch.bfloat16, 3.0)
+    assert (rstd.shape, rstd.dtype) == ((16, 1), torch.float32)
+    (graph,) = FakeGraph.made
+    assert list(graph.given) == ["input", "scale", "epsilon"]
+    assert graph.given["epsilon"].said["is_pass_by_value"]
+    assert graph.packed[graph.given["input"]] is inputs.x
+    assert graph.packed[graph.given["epsilon"]].flatten().tolist() == [
+        pytest.approx(rmsnorm_forward.EPS)
+    ]
 
 
 def test_no_plan_is_built_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,18 +162,33 @@ def glossary() -> list[str]:
 
 
 def held_again() -> list[str]:
-    repeated = read("repeatability_h200")["rows"]
-    pairs = [row["agreement"]["finals"] for row in repeated]  # all, those of one kernel, ties
-    all_of, same, tied = map(sum, zip(*pairs, strict=True))
-    differing = [row for row, pair in zip(repeated, pairs, strict=True) if pair[0] > sum(pair[1:])]
+    def pairs(name: str) -> tuple[int, ...]:
+        """All pairs of finals, those of one kernel, and ties."""
+        found = [row["agreement"]["finals"] for row in read(name)["rows"]]
+        return tuple(map(sum, zip(*found, strict=True)))
+
+    rows = read("repeatability_h200")["rows"]
+    differing = [row for row in rows if row["agreement"]["finals"][0] > agreeing(row)]
     assert all(f["floor_us"] < choose_winner.HOST_US for row in differing for f in row["finals"])
+    all_of, same, tied = pairs("repeatability_h200")
+    all_now, now, ties = pairs("repeatability_h100")
+    assert {row["shape"] for row in rows} == {
+        row["shape"] for row in read("repeatability_h100")["rows"]
+    }
     return [
         f"differ by at most {percent(repeatability.TIE)}, or by two standard errors",
-        f"At {len(repeated)} shapes, {same} of {all_of} pairs of finals",
-        f"{tied} of {all_of} chose two that tie",
-        f"The rest, {all_of - same - tied} of {all_of}, did not",
-        f"all at {len(differing)} shapes whose floor is below {choose_winner.HOST_US:.0f} µs",
+        f"At {len(rows)} shapes on an H100, {now} of {all_now} pairs of finals chose the same"
+        f" kernel, and the other {ties} chose two that tie",
+        f"compared in {noise.BLOCKS} blocks at every shape, {all_of - same - tied} of {all_of}"
+        f" pairs did not agree, at {len(differing)} shapes whose floor is below"
+        f" {choose_winner.HOST_US:.0f} µs",
+        f"below {noise.SHORT_US:.0f} µs are now compared in {noise.SHORT_BLOCKS} blocks",
     ]
+
+
+def agreeing(row: dict[str, Any]) -> int:
+    """Pairs of finals of one shape that chose one kernel or two that tie."""
+    return sum(row["agreement"]["finals"][1:])
 
 
 def lab_notes() -> list[str]:
