@@ -84,6 +84,49 @@ def test_weight_per_head_gives_the_bits_of_a_call_per_head(package: Package, pac
     torch.testing.assert_close(main_grad - 1, dw.float(), rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_whose_squares_are_almost_zero_have_finite_gradients(
+    package: Package, dtype: torch.dtype
+) -> None:
+    """At eps = 0, rstd is about 1e20, whose square is not finite in fp32."""
+    x = (randn(77, 1024, dtype=torch.float32) * 1e-20).to(dtype).requires_grad_()
+    weight = randn(1024, seed=1, dtype=dtype).requires_grad_()
+    y = package.rms_norm(x, weight, 0.0)
+    found = [y, *grads(y, [x, weight])]
+    rows, scale = (each.detach().double().requires_grad_() for each in (x, weight))
+    exact = functional.rms_norm(rows, (1024,), scale, 0.0)
+    dy = randn(77, 1024, seed=9, dtype=dtype).double()
+    for one, other in zip(
+        found, (exact, *torch.autograd.grad(exact, (rows, scale), dy)), strict=True
+    ):
+        assert one.isfinite().all()
+        assert (one.double() - other).norm() <= 2**-7 * other.norm()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
+def test_results_of_other_dtypes_are_those_of_the_wide_norm(
+    package: Package, dtype: torch.dtype, out: torch.dtype
+) -> None:
+    x = randn(300, 1024, dtype=dtype).requires_grad_()
+    residual = randn(300, 1024, dtype=dtype, seed=2)
+    weight = randn(1024, dtype=dtype, seed=1).requires_grad_()
+    options = {"residual": residual, "residual_dtype": torch.float32, "out_dtype": out}
+    y, h = package.rms_norm(x, weight, 1e-6, **options)
+    assert (y.dtype, h.dtype) == (out, torch.float32)
+    assert torch.equal(h, x.float() + residual.float())
+    found = [y, *grads(y, [x, weight])]
+    rows, scale = (each.detach().double().requires_grad_() for each in (h, weight))
+    exact = functional.rms_norm(rows, (1024,), scale, 1e-6)
+    dy = randn(300, 1024, seed=9, dtype=out).double()
+    bound = {torch.bfloat16: 2**-8, torch.float32: 2**-20}
+    for one, other in zip(
+        found, (exact, *torch.autograd.grad(exact, (rows, scale), dy)), strict=True
+    ):
+        assert (one.double() - other).norm() <= bound[one.dtype] * other.norm()
+
+
 @pytest.mark.parametrize("entry_point", [BACKWARD, MODULE, INSTALL])
 @pytest.mark.parametrize("N", [1024, 1000])
 def test_no_rows_give_zeros_for_dw_and_leave_what_accumulates(

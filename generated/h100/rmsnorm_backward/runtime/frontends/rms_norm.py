@@ -24,6 +24,7 @@ from .differentiable import foreign_norm, is_foreign
 from .dtensor import register_sharding
 from .gradients import NormArguments, gradients, gradients_of_sum, is_watched
 from .operators import Operators
+from .unfused import add_bias, widened, with_dtype
 
 NO_INVARIANT_BIAS = (
     "batch-invariant norms have no bias: PyTorch sums its gradient over the rows, and the bits of "
@@ -53,6 +54,8 @@ class Norm:
         bias: torch.Tensor | None = None,
         weight_offset: float = 0.0,
         residual: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        residual_dtype: torch.dtype | None = None,
     ) -> Any:
         """y = x * rstd * (weight + weight_offset) + bias with rstd = 1 / sqrt(mean(x^2) + eps) of
         each row, differentiable in x, weight, bias and residual.
@@ -74,18 +77,25 @@ class Norm:
             residual: in x's shape and any floating dtype. The norm is then that of
                 h = x + residual, which has the residual's dtype. The backward kernel adds the
                 gradient of h to that of the norm.
+            out_dtype: y's dtype, None for x's. PyTorch widens x before the norm, or rounds y after
+                it.
+            residual_dtype: h's dtype, None for the residual's, which it must be able to hold.
 
         Returns:
-            y in x's shape and dtype, computed in fp32 and rounded once (with a bias, before and
-                after it is added), or (y, h) with a residual. Add the next layer's output to h.
+            y in x's shape and dtype (or out_dtype), computed in fp32 and rounded once (with a bias,
+                before and after it is added), or (y, h) with a residual. Add the next layer's
+                output to h.
 
         Raises:
             TypeError, ValueError: if the arguments do not fit together, or for a bias in a
                 batch-invariant package.
         """
-        if bias is not None:
+        if bias is not None or out_dtype is not None or residual_dtype is not None:
+            x, residual = widened(x, residual, out_dtype, residual_dtype)
             results = self.rms_norm(x, weight, eps, weight_offset=weight_offset, residual=residual)
-            return self.add_bias(results, bias, weight)
+            if bias is not None:
+                results = self.add_bias(results, bias, weight)
+            return with_dtype(results, out_dtype)
         if (
             watched()
             or type(x) not in PLAIN_TYPES
@@ -114,18 +124,7 @@ class Norm:
         """Results of `rms_norm` with a bias added to y."""
         if self._invariant:
             raise ValueError(NO_INVARIANT_BIAS)
-        y, *stream = results if isinstance(results, tuple) else (results,)
-        if isinstance(y, torch.Tensor):  # torch.fx traces with objects that are none
-            shape = y.shape[-1:] if weight is None else weight.shape
-            if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
-                kind = bias.dtype if isinstance(bias, torch.Tensor) else type(bias).__name__
-                raise TypeError(f"bias must be a tensor of a floating dtype, got {kind}")
-            if bias.device != y.device:
-                raise ValueError(f"bias is on {bias.device} and x on {y.device}")
-            if bias.shape not in (shape, shape[-1:]):
-                raise ValueError(f"bias must have shape {tuple(shape)}, got {tuple(bias.shape)}")
-        y = y + bias.to(y.dtype)
-        return (y, *stream) if stream else y
+        return add_bias(results, bias, weight)
 
     def forwards(self) -> tuple[Forward, ...]:
         """Those that serve this norm, and others that were asked of it."""

@@ -103,17 +103,19 @@ class InvariantNorm(Norm):
         bias: torch.Tensor | None = None,
         weight_offset: float = 0.0,
         residual: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        residual_dtype: torch.dtype | None = None,
         matches: str | None = None,
     ) -> Any:
         """As `Norm.rms_norm`, by batch-invariant kernels.
 
         Args:
-            x, weight, eps, weight_offset, residual: as there.
+            x, weight, eps, weight_offset, residual, out_dtype, residual_dtype: as there.
             bias: None. A gradient that PyTorch sums depends on the batch.
             matches: "vllm" for the bits of vLLM's batch-invariant `rms_norm` on this GPU, as the
                 Triton compiles it that is installed here, or "vllm-triton3.7" as that version
                 does. The gradients are the package's, from the rstd of this forward. The weight
-                has x's dtype then, and there is no offset and no residual.
+                and y have x's dtype then, and there is no offset and no residual.
 
         Returns:
             As there.
@@ -124,10 +126,14 @@ class InvariantNorm(Norm):
         """
         if bias is not None:
             raise ValueError(NO_INVARIANT_BIAS)
-        if matches is None:
-            return super().rms_norm(x, weight, eps, weight_offset=weight_offset, residual=residual)
-        norm = self.matching(matches)
-        return norm.rms_norm(x, weight, eps, weight_offset=weight_offset, residual=residual)
+        run = super().rms_norm if matches is None else self.matching(matches).rms_norm
+        return run(
+            *(x, weight, eps),
+            weight_offset=weight_offset,
+            residual=residual,
+            out_dtype=out_dtype,
+            residual_dtype=residual_dtype,
+        )
 
     def matching(self, name: str) -> Norm:
         """The norm whose forward has the bits that `name` stands for; see `rms_norm`."""

@@ -81,8 +81,12 @@ class MatchingNorm(Norm):
         bias: torch.Tensor | None = None,
         weight_offset: float = 0.0,
         residual: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        residual_dtype: torch.dtype | None = None,
     ) -> Any:
         """As Norm.rms_norm. Raises ValueError for what the other implementation does not have."""
+        if out_dtype is not None or residual_dtype is not None:
+            raise ValueError("with `matches`, y has x's dtype, and there is no residual")
         _check(x, weight, weight_offset, residual)
         return super().rms_norm(x, weight, eps, bias=bias)
 
