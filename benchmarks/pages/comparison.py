@@ -62,6 +62,40 @@ def in_short() -> str:
     )
 
 
+def forward_peers() -> str:
+    """The forward kernels and those of other libraries over a copy, and over ours."""
+    document = read("forward_h100")
+    rows, libraries = document["rows"], document["environment"]["libraries"]
+    pytorch = document["environment"]["torch"]
+    titles = {
+        "aten": f"ATen {pytorch}",
+        "inductor": f"Inductor {pytorch}, which leaves out rstd",
+        "liger_triton": f"Liger Triton {libraries['liger-kernel']}",
+        "cudnn": f"cuDNN best plan {libraries['nvidia-cudnn-cu13']}",
+    }
+
+    def cells(name: str) -> tuple[str, ...]:
+        over = {row["shape"]: row["cells"][name]["us"] / ours(row) for row in rows}
+        least = min(over, key=over.__getitem__)
+        ratios = [row["cells"][name]["ratio"] for row in rows]
+        mean = geometric_mean(over.values())
+        return (f"{geometric_mean(ratios):.2f}", f"{mean:.2f}", f"{over[least]:.2f}, {least}")
+
+    def ours(row: dict[str, Any]) -> float:
+        return float(row["cells"]["ours"]["us"])
+
+    lines: list[tuple[str, ...]] = [("**Normforge**", f"**{cells('ours')[0]}**", "", "")]
+    lines += [(title, *cells(name)) for name, title in titles.items()]
+    header = ("time / copy (geometric mean)", "time / Normforge's", "least, at")
+    ahead = [row for row in rows if row["cells"]["cudnn"]["us"] < 0.98 * ours(row)]
+    copies = [row["copy_us"] for row in ahead]
+    return (
+        table([f"{len(rows)} shapes, {document['environment']['gpu']}", *header], lines)
+        + f"\n\ncuDNN's is ahead by more than 2 % at {len(ahead)} shapes, whose copies take"
+        f" {min(copies):.0f} to {max(copies):.0f} µs."
+    )
+
+
 def tuned_peers() -> str:
     """Peers with the best that their own tuners find, at a few shapes, beside their defaults."""
     found = comparison("tuned_peers_h200")
@@ -250,6 +284,7 @@ def training_bits() -> str:
 
 
 COMPARISON_BLOCKS: dict[str, Callable[[], str]] = {
+    "forward_peers": forward_peers,
     "flushes": flushes,
     "flush_in_short": flush_in_short,
     "in_short": in_short,
