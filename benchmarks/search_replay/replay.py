@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from math import inf
 from typing import Any
 from unittest.mock import patch
@@ -34,11 +34,13 @@ from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.spec import MAIN_KERNEL
-from generator.search import sampler
+from generator.search import sampler, search
 from generator.search.budget import Budget
+from generator.search.experience import Experience, nearest, timed
 from generator.search.sampler import distributions
 from generator.search.search import search_problem
 from generator.space.legal_configs import Key, LegalConfigs, Values
+from generator.studies.reader import read_studies
 from generator.studies.records import Record, Winner, study_name
 from generator.studies.study_log import StudyLog
 from generator.target import find_target
@@ -169,16 +171,32 @@ def by_tuner(
     return [replayed.ratio(record.config) if record.feasible else inf for record in records]
 
 
-def by_tuner_with_winners(replayed: Replayed, trials: int, seed: int) -> list[float]:
-    """The same where the winners of other shapes are known, as in all runs but the first."""
-    problem = replayed.legal.problem
-    package = GENERATED / replayed.recording.gpu / problem.operation
+def by_tuner_with_studies(replayed: Replayed, trials: int, seed: int) -> list[float]:
+    """The same where other shapes have been searched, as in all runs but the first: their winners
+    are known, and their trials."""
+    legal, gpu = replayed.legal, replayed.recording.gpu
+    size = (legal.problem.M, legal.problem.N)
     others = [
         winner
-        for winner in known_winners(package)
-        if (winner.problem.M, winner.problem.N) != (problem.M, problem.N)
+        for winner in known_winners(GENERATED / gpu / legal.problem.operation)
+        if size != (winner.problem.M, winner.problem.N)
     ]
-    return by_tuner(replayed, trials, seed, others)
+    with patch.object(search, "learn", lambda *_: learned(replayed)):
+        return by_tuner(replayed, trials, seed, others)
+
+
+@lru_cache(maxsize=1)
+def learned(replayed: Replayed) -> Experience:
+    """What `learn` finds in the committed studies, without those of the same M and N."""
+    problem = replayed.legal.problem
+    studies = [
+        (study.problem, timed(study.records))
+        for study in read_studies(GENERATED / replayed.recording.gpu)
+        if study.evidence == replayed.evidence
+        and study.problem.operation == problem.operation
+        and (study.problem.M, study.problem.N) != (problem.M, problem.N)
+    ]
+    return Experience(replayed.legal, nearest(problem, studies))
 
 
 def by_forest(replayed: Replayed, trials: int, seed: int) -> list[float]:
@@ -196,7 +214,7 @@ SEARCHES: Mapping[str, Callable[[Replayed, int, int], list[float]]] = {
     "TPE": partial(by_sampler, kind=TPESampler, multivariate=True, constant_liar=False),
     "forest": by_forest,
     "this tuner": by_tuner,
-    "this tuner, warm": by_tuner_with_winners,
+    "this tuner, warm": by_tuner_with_studies,
 }
 """By name. The liar counts what is under way as bad; a generation has 20."""
 SEEDS_FOR_ONE = {"GP": 5}

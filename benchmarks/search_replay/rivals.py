@@ -36,7 +36,11 @@ class RepairingSampler(LegalSampler):
 
 
 def most_improvement_expected(
-    tried: Sequence[Row], times: Sequence[float], pending: Sequence[Row], candidates: Sequence[Row]
+    tried: Sequence[Row],
+    times: Sequence[float],
+    pending: Sequence[Row],
+    candidates: Sequence[Row],
+    expected: Sequence[float],
 ) -> int | None:
     """As `generator.search.surrogate.most_promising`, by the expected improvement that follows from
     the mean and the spread over the trees of a regression forest, as in SMAC (Hutter, Hoos and

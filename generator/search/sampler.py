@@ -16,7 +16,8 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from generator.kernels.geometry import Config
-from generator.search.surrogate import most_promising
+from generator.search.experience import Experience
+from generator.search.surrogate import Row, most_promising
 from generator.space.legal_configs import Key, LegalConfigs, Values
 from generator.space.space import Space
 
@@ -44,8 +45,8 @@ class LegalSampler(BaseSampler):
     """Proposes legal configs of a deterministic class, none of them twice.
 
     `planned` holds configs that go first, as they are. Then proposals are random until FIRST are
-    taken, and from then on the most promising of the candidates: the neighbours of the best trials,
-    and random configs.
+    taken, unless there is experience with other shapes, and from then on the most promising of the
+    candidates: the neighbours of the best trials, and random configs.
     `taken` grows with every proposal; a resumed study puts its finished configs there.
 
     Trials come from `study.ask(distributions(space))`; raises NothingLeftError out of it when no
@@ -53,13 +54,16 @@ class LegalSampler(BaseSampler):
     pruned.
     """
 
-    def __init__(self, legal: LegalConfigs, seed: int) -> None:
-        self.legal = legal
+    def __init__(
+        self, legal: LegalConfigs, seed: int, experience: Experience | None = None
+    ) -> None:
+        self.legal, self.experience = legal, experience
         self.taken: set[Key] = set()
         self.planned: deque[Config] = deque()
         self._rng = random.Random(seed)
         self._neighbours: dict[Key, Values] = {}
         self._walks: dict[Key, Iterator[Values]] = {}
+        self._expected: dict[Key, float] = {}
 
     def infer_relative_search_space(
         self, study: Study, trial: FrozenTrial
@@ -83,8 +87,8 @@ class LegalSampler(BaseSampler):
         raise ValueError(f"'{param_name}' is no knob of {self.legal.space.path.name}")
 
     def _propose(self, study: Study, trial: FrozenTrial) -> Config:
-        promising = self._most_promising(study) if len(self.taken) >= FIRST else None
-        return promising or self._draw()
+        ready = self.experience is not None or len(self.taken) >= FIRST
+        return (self._most_promising(study) if ready else None) or self._draw()
 
     def _draw(self) -> Values:
         drawn = self.legal.draw(self._rng, self.taken)
@@ -93,7 +97,7 @@ class LegalSampler(BaseSampler):
         return drawn
 
     def _most_promising(self, study: Study) -> Values | None:
-        key, rank = self.legal.key, self.legal.rank
+        key = self.legal.key
         tried = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
         under_way = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         drawn = {key(config): config for config in self._random()}
@@ -101,14 +105,28 @@ class LegalSampler(BaseSampler):
         candidates = [
             config for k, config in (drawn | self._neighbours).items() if k not in self.taken
         ]
+        rows = self._rows(candidates)
         place = most_promising(
-            [rank(trial.params) for trial in tried],
+            self._rows([trial.params for trial in tried]),
             [inf if trial.value is None else trial.value for trial in tried],
             # The trial that asks has the knobs of one value already, and no others.
-            [rank(t.params) for t in under_way if len(t.params) == len(self.legal.space.knobs)],
-            [rank(config) for config in candidates],
+            self._rows(
+                [t.params for t in under_way if len(t.params) == len(self.legal.space.knobs)]
+            ),
+            rows,
+            [] if self.experience is None else [row[-1] for row in rows],
         )
         return None if place is None else candidates[place]
+
+    def _rows(self, configs: Sequence[Config]) -> list[Row]:
+        """For the surrogate: the places of the values, and what is expected by experience."""
+        rank = self.legal.rank
+        if self.experience is None:
+            return [rank(config) for config in configs]
+        keys = [self.legal.key(config) for config in configs]
+        new = {k: c for k, c in zip(keys, configs, strict=True) if k not in self._expected}
+        self._expected.update(zip(new, self.experience.expect([*new.values()]), strict=True))
+        return [(*rank(c), self._expected[k]) for k, c in zip(keys, configs, strict=True)]
 
     def _random(self) -> Iterator[Values]:
         for _ in range(DRAWN):

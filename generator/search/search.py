@@ -29,6 +29,7 @@ from generator.kernels.variant import Variant, make_variant
 from generator.result import Result
 from generator.search.budget import Budget, Progress
 from generator.search.choose_winner import choose, expected_error, preference_of
+from generator.search.experience import Experience, learn
 from generator.search.finals import fastest_ineligible, hold_finals
 from generator.search.proposals import Proposals
 from generator.search.resume import Known, still_made, up_to_date
@@ -76,14 +77,14 @@ def search_problem(
         if not plain_floor(legal.problem, evaluator.evidence, record.result)
     }
     log.mark_outdated([trial.number for trial in trials if trial.number not in known])
-    winners = [*known_winners, *stored_winners(storage)]
     search = _Search(
         legal=legal,
         pool=pool,
         evaluator=evaluator,
         log=log,
         budget=budget,
-        winners=winners,
+        winners=[*known_winners, *stored_winners(storage)],
+        experience=learn(legal, storage, evaluator.evidence),
         seed=seed,
         on_progress=on_progress,
         known=known,
@@ -115,6 +116,7 @@ class _Search:
         log: StudyLog,
         budget: Budget,
         winners: list[Winner],
+        experience: Experience | None,
         seed: int,
         on_progress: Callable[[Progress], None] | None,
         known: Mapping[int, Known],
@@ -135,7 +137,7 @@ class _Search:
 
         # A resumed search draws a new sequence: the first one would propose what is known.
         rng = random.Random(f"{seed}/{stored}")
-        self.sampler = LegalSampler(legal, rng.randrange(2**32))
+        self.sampler = LegalSampler(legal, rng.randrange(2**32), experience)
         self.sampler.taken |= {legal.key(record.config) for record in self.records}
         self.study = optuna.create_study(sampler=self.sampler)
         self.study.add_trials([trial for _, trial in known.values()])

@@ -20,19 +20,34 @@ WORST = 1.5
 """Times beyond this many times the best count as that, and so do trials without one: how bad they
 are says nothing about the best."""
 
-Row = tuple[int, ...]
-"""A config by the places of its values (`LegalConfigs.rank`)."""
+FEWEST = 5
+"""With fewer times than this, what other shapes say decides alone."""
+SCALE = 0.05
+"""The odds of a config fall by a factor of e with every so much that it is expected to be slower
+than another one. In the replay 0.02 and 0.1 are nearly as good."""
+
+Row = tuple[float, ...]
+"""A config by the places of its values (`LegalConfigs.rank`), and what it is expected to take."""
 
 
 def most_promising(
-    tried: Sequence[Row], times: Sequence[float], pending: Sequence[Row], candidates: Sequence[Row]
+    tried: Sequence[Row],
+    times: Sequence[float],
+    pending: Sequence[Row],
+    candidates: Sequence[Row],
+    expected: Sequence[float] = (),
 ) -> int | None:
     """The place of the most promising candidate, the first of equals; None where nothing is known
     that would tell them apart.
 
     times: of `tried` in one unit, infinite where there is none; pending: configs whose times are
-    not known yet, which count as not good, so that their like is not tried over and over."""
-    if not candidates or np.isinf(min(times, default=np.inf)):
+    not known yet, which count as not good, so that their like is not tried over and over; expected:
+    of the candidates, as `Experience.expect` has it, empty where there is no experience."""
+    if not candidates:
+        return None
+    if len(expected) and np.isfinite(times).sum() < FEWEST:
+        return int(np.argmin(expected))
+    if np.isinf(min(times, default=np.inf)):
         return None
     from sklearn.ensemble import RandomForestClassifier  # here, because it loads for a second
 
@@ -40,7 +55,7 @@ def most_promising(
     limit = np.quantile(np.unique(logs), GAMMA)
     good = logs < limit
     if not good.any():  # all are equal
-        return None
+        return int(np.argmin(expected)) if len(expected) else None
     gains = limit - logs[good]
     others = [*tried, *pending]
     rows = np.vstack([np.array(tried)[good], others])
@@ -48,4 +63,8 @@ def most_promising(
     # Half of the weight to each class.
     weights = np.concatenate([gains / gains.sum(), np.full(len(others), 1 / len(others))])
     forest = RandomForestClassifier(TREES, random_state=0).fit(rows, classes, weights)
-    return int(np.argmax(forest.predict_proba(candidates)[:, 1]))
+    good_ones = forest.predict_proba(candidates)[:, 1]
+    if not len(expected):
+        return int(np.argmax(good_ones))
+    known = np.clip(good_ones, 0.01, 0.99)
+    return int(np.argmax(np.log(known / (1 - known)) - np.asarray(expected) / SCALE))

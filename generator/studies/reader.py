@@ -3,7 +3,6 @@ torn record of its file, or make tables that its database lacks."""
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
 import warnings
@@ -28,12 +27,10 @@ from generator.problem import Problem
 from generator.result import Result
 from generator.space.load import load_space_once, space_file
 from generator.studies import postgres
-from generator.studies.records import Record, Winner, plain_floor
+from generator.studies.records import Record, StudyFacts, Winner, plain_floor
 from generator.studies.storage import JOURNAL_NAME, database_file, open_storage
 from generator.studies.study_log import StudyLog
 from generator.target import find_target
-
-_NAME = re.compile(r"(?P<problem>[^@]+)@(?P<gpu>.+)-(?P<sms>\d+)sm:(?P<evidence>\w+)(-\w+)?:\w+")
 
 
 @dataclass(frozen=True)
@@ -135,15 +132,11 @@ def describe_location(where: str | Path) -> str:
 def _read(storage: BaseStorage, place: str, importance: bool) -> list[Study]:
     found = []
     for entry in storage.get_all_studies():
-        match = _NAME.fullmatch(entry.study_name)
-        if match is None:
-            continue  # another program's
+        facts = StudyFacts.of_name(entry.study_name)
+        if facts is None:
+            continue
         try:
-            problem = Problem.parse(match["problem"])
-        except NormforgeError:
-            continue  # of a version that knows other operations
-        try:
-            study = _read_study(storage, entry, match, problem, importance)
+            study = _read_study(storage, entry, facts, importance)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = one_line(f"{type(error).__name__}: {error}", 200)
             raise NormforgeError(
@@ -160,8 +153,7 @@ def _read(storage: BaseStorage, place: str, importance: bool) -> list[Study]:
 def _read_study(
     storage: BaseStorage,
     entry: FrozenStudy,
-    match: re.Match[str],
-    problem: Problem,
+    facts: StudyFacts,
     importance: bool,
 ) -> Study:
     log = StudyLog(storage, entry.study_name)
@@ -176,30 +168,25 @@ def _read_study(
     return Study(
         name=entry.study_name,
         number=entry._study_id,
-        problem=problem,
-        gpu=match["gpu"],
-        sms=int(match["sms"]),
-        evidence=match["evidence"],
+        **facts._asdict(),
         records=records,
         winner=winner,
         finals=tuple(finals),
         machine=log.machine,
         importance=(
-            _importance(storage, entry.study_name, match, problem) if importance and records else {}
+            _importance(storage, entry.study_name, facts) if importance and records else {}
         ),
     )
 
 
-def _importance(
-    storage: BaseStorage, name: str, match: re.Match[str], problem: Problem
-) -> dict[str, float]:
+def _importance(storage: BaseStorage, name: str, facts: StudyFacts) -> dict[str, float]:
     """Share of each knob in being among the fastest tenth, by PED-ANOVA (Watanabe, Bansal and
     Hutter, "PED-ANOVA: Efficiently Quantifying Hyperparameter Importance in Arbitrary Subspaces",
     IJCAI 2023): the evaluator that needs nothing but Optuna, and the one optuna-dashboard shows.
     A knob counts in the trials where it means something; elsewhere its value only repeats what
     other knobs say. For a GPU that search_spaces/gpus.yaml does not know, all count everywhere."""
     try:
-        target = replace(find_target(match["gpu"]), sms=int(match["sms"]))
+        target = replace(find_target(facts.gpu), sms=facts.sms)
     except NormforgeError:
         target = None
     trials = optuna.load_study(study_name=name, storage=storage).get_trials(
@@ -207,6 +194,7 @@ def _importance(
     )
     if len(trials) < 2:
         return {}
+    problem = facts.problem
     space, study = load_space_once(space_file(problem.operation)), optuna.create_study()
     for trial in trials:
         kept = space.active_knobs(trial.params, problem, target) if target else trial.params.keys()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from math import inf
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from optuna.trial import FrozenTrial
 
+from generator.errors import NormforgeError
 from generator.evaluate.predict.fitted import model_revision
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import Strategy, is_deterministic, strategy_of
@@ -134,6 +136,30 @@ def study_names(problem: Problem, target: Target, evidence: str, space: Space) -
     by = f"{evidence}-{model_revision()}" if evidence == "predicted" else evidence
     place = f"{problem}@{target}-{target.sms}sm:{by}"
     return tuple(f"{place}:{space_hash}" for space_hash in space.hashes(problem))
+
+
+_NAME = re.compile(r"(?P<problem>[^@]+)@(?P<gpu>.+)-(?P<sms>\d+)sm:(?P<evidence>\w+)(-\w+)?:\w+")
+
+
+class StudyFacts(NamedTuple):
+    """What the name of a study says."""
+
+    problem: Problem
+    gpu: str
+    sms: int
+    evidence: str
+
+    @classmethod
+    def of_name(cls, name: str) -> StudyFacts | None:
+        """None for a study of another program, or of a version that knows other operations."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return None
+        try:
+            problem = Problem.parse(match["problem"])
+        except NormforgeError:
+            return None
+        return cls(problem, match["gpu"], int(match["sms"]), match["evidence"])
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from benchmarks.search_replay.replay import (
     Replayed,
     at_random,
     by_tuner,
-    by_tuner_with_winners,
+    by_tuner_with_studies,
 )
 from benchmarks.search_replay.rivals import RepairingSampler, improvement
 from generator.errors import NormforgeError
@@ -341,7 +341,7 @@ def test_every_search_hears_of_a_trial_as_late_as_the_tuner(recording: Recording
 
 def test_known_winners_make_the_first_trials(recording: Recording) -> None:
     """Those of the H200's package for other shapes, as near to them as the swept space is."""
-    cold, warm = (search(Replayed(recording), 6, 1) for search in (by_tuner, by_tuner_with_winners))
+    cold, warm = (search(Replayed(recording), 6, 1) for search in (by_tuner, by_tuner_with_studies))
     assert cold != warm
 
 

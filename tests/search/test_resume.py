@@ -161,9 +161,9 @@ def test_a_resumed_search_draws_another_sequence(
     seeds = []
 
     class Watched(LegalSampler):
-        def __init__(self, legal: LegalConfigs, seed: int) -> None:
+        def __init__(self, legal: LegalConfigs, seed: int, *more: Any) -> None:
             seeds.append(seed)
-            super().__init__(legal, seed)
+            super().__init__(legal, seed, *more)
 
     monkeypatch.setattr("generator.search.search.LegalSampler", Watched)
     for trials in (3, 5, 6):

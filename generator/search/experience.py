@@ -1,0 +1,141 @@
+"""What the trials of other shapes say about the configs of one: gradient-boosted trees of
+scikit-learn, fitted to the studies that the storage already has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from math import ceil, exp, hypot, inf, log, log2
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+from optuna.storages import BaseStorage
+
+from generator.kernels.geometry import Config
+from generator.kernels.knobs import KNOBS
+from generator.kernels.variant import make_variant
+from generator.problem import Problem
+from generator.space.expressions import DERIVED
+from generator.space.legal_configs import LegalConfigs
+from generator.studies.records import Record, StudyFacts, over_median_floor
+from generator.studies.study_log import StudyLog
+
+STUDIES = 32
+"""The nearest ones, from which is learned: in the replay of three spaces more were no better, and
+16 not as good."""
+FEWEST = 100
+"""With fewer trials than this nothing is learned."""
+WORST = 1.5
+"""Times beyond this many times the best of their study count as that."""
+DECAY = 0.15
+"""The weight of a trial falls by a factor of e with every so much that it is behind the best."""
+
+Timed = tuple[Problem, Sequence[tuple[Config, float]]]
+"""A problem, and times of configs in any unit, infinite for those that may not win."""
+
+
+class Experience:
+    """Expects times of the configs of `legal` from those of other problems on the same GPU. Raises
+    ValueError when there are too few."""
+
+    def __init__(self, legal: LegalConfigs, studies: Iterable[Timed]) -> None:
+        from sklearn.ensemble import HistGradientBoostingRegressor  # here: it loads for a second
+
+        self.legal = legal
+        rows: list[list[float]] = []
+        logs: list[float] = []
+        weights: list[float] = []
+        for problem, trials in studies:
+            best = min((time for _, time in trials), default=inf)
+            near = 1 / (0.5 + distance(problem, legal.problem))
+            for config, time in trials:
+                if time == inf:
+                    continue
+                with suppress(KeyError, ValueError):  # of a space with other knobs
+                    rows.append(self._features(config, problem))
+                    logs.append(log(min(time / best, WORST)))
+                    weights.append(near * exp(-(time / best - 1) / DECAY))
+        if len(rows) < FEWEST:
+            raise ValueError("too few trials of other shapes")
+        model = HistGradientBoostingRegressor(random_state=0)
+        with _one_thread():
+            self._model = model.fit(np.array(rows), np.array(logs), sample_weight=weights)
+
+    def expect(self, configs: Sequence[Config]) -> list[float]:
+        """The logarithm of the time over that of the best config, for each of some legal ones."""
+        if not configs:
+            return []
+        rows = [self._features(config, self.legal.problem) for config in configs]
+        with _one_thread():
+            return [float(value) for value in self._model.predict(np.array(rows))]
+
+    def _features(self, config: Config, problem: Problem) -> list[float]:
+        """The knobs, the numbers that rules of the space may use, and the shape."""
+        target, variant = self.legal.target, make_variant(config, problem)
+        derived = {name: d.value(variant, problem, target) for name, d in DERIVED.items()}
+        rounds = derived["batches"] / max(1, derived["participants"] * derived["teams"])
+        size = (problem.M, problem.N, problem.M * problem.N * problem.itemsize)
+        items = (problem.itemsize, problem.weight_itemsize, problem.residual_itemsize)
+        knobs = [_number(knob.name, config[knob.name]) for knob in self.legal.space.knobs]
+        return [*knobs, *derived.values(), *size, *items, rounds, ceil(rounds) / rounds]
+
+
+def _number(name: str, value: int | str) -> int:
+    return value if isinstance(value, int) else [*KNOBS[name].domain].index(value)
+
+
+def distance(one: Problem, other: Problem) -> float:
+    """In powers of 2 of M and N; what else differs counts as a part of one."""
+    return (
+        hypot(log2(one.M / other.M), log2(one.N / other.N))
+        + 0.5 * (one.dtype != other.dtype)
+        + 0.25 * (one.weight_dtype != other.weight_dtype)
+        + 0.25 * (one.residual != other.residual)
+    )
+
+
+def nearest(problem: Problem, studies: Iterable[Timed]) -> list[Timed]:
+    """The STUDIES nearest to a problem."""
+    return sorted(studies, key=lambda study: distance(study[0], problem))[:STUDIES]
+
+
+def learn(legal: LegalConfigs, storage: BaseStorage, evidence: str) -> Experience | None:
+    """From the studies in a storage of other shapes of the same operation, GPU and evidence; None
+    when they have too few trials, and for predictions, whose model knows more."""
+    if evidence == "predicted":
+        return None
+    problem, target = legal.problem, legal.target
+    near: list[tuple[float, str, Problem]] = []
+    for entry in storage.get_all_studies():
+        facts = StudyFacts.of_name(entry.study_name)
+        place = (target.name, target.sms, evidence)
+        if facts is None or facts[1:] != place or facts.problem == problem:
+            continue
+        if facts.problem.operation == problem.operation:
+            near.append((distance(facts.problem, problem), entry.study_name, facts.problem))
+    chosen = sorted(near, key=itemgetter(0, 1))[:STUDIES]
+    try:
+        return Experience(legal, [(other, _times(storage, name)) for _, name, other in chosen])
+    except ValueError:
+        return None
+
+
+def timed(records: Sequence[Record]) -> list[tuple[Config, float]]:
+    """The configs of one study and their times over its median floor."""
+    times = over_median_floor([record.result for record in records])
+    return [(r.config, t if r.feasible else inf) for r, t in zip(records, times, strict=True)]
+
+
+def _times(storage: BaseStorage, name: str) -> list[tuple[Config, float]]:
+    try:
+        return timed([Record.from_trial(trial) for trial in StudyLog(storage, name).trials()])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return []  # damaged, or of another version: a search goes on without it
+
+
+def _one_thread() -> Any:
+    """Its threads would wait for cores on which compilers run."""
+    from threadpoolctl import threadpool_limits
+
+    return threadpool_limits(1, "openmp")

@@ -1,0 +1,130 @@
+"""What is learned from other shapes: which configs are fast, and which studies count."""
+
+from __future__ import annotations
+
+import random
+from math import inf
+from statistics import median
+from typing import Any
+
+import pytest
+from optuna.storages import BaseStorage, InMemoryStorage
+
+from generator.kernels.variant import make_variant
+from generator.problem import Problem
+from generator.search.experience import FEWEST, STUDIES, Experience, Timed, distance, learn, nearest
+from generator.search.sampler import FIRST, LegalSampler
+from generator.space.legal_configs import LegalConfigs, Values
+from generator.studies.records import study_name
+from tests.support.searches import ask_and_tell, ratio_of, records, search
+from tests.support.synthetic import LEGAL, PROBLEM, SPACE, TARGET, FakeEvaluator, cost
+
+OTHERS = ("4096x512:bf16", "8192x1024:bf16", "2048x2048:bf16")
+
+
+def drawn(legal: LegalConfigs, count: int, seed: int = 0) -> list[Values]:
+    rng = random.Random(seed)
+    return [config for _ in range(count) if (config := legal.draw(rng, ()))]
+
+
+def trials(shape: str, count: int = 60) -> Timed:
+    problem = Problem.parse(shape)
+    configs = drawn(LegalConfigs(SPACE, problem, TARGET), count)
+    return problem, [(config, 7.0 * cost(make_variant(config, problem))) for config in configs]
+
+
+@pytest.fixture(scope="module")
+def experience() -> Experience:
+    return Experience(LEGAL, map(trials, OTHERS))
+
+
+def test_configs_that_are_fast_at_other_shapes_are_expected_to_be(experience: Experience) -> None:
+    configs = drawn(LEGAL, 200, seed=1)
+    expected = experience.expect(configs)
+    by_expectation = sorted(range(200), key=expected.__getitem__)
+    ratios = [ratio_of(configs[place]) for place in by_expectation]
+    assert sum(ratios[:40]) < sum(ratios[80:120]) < sum(ratios[160:])
+    assert experience.expect(configs) == expected and experience.expect([]) == []
+
+
+def test_what_is_expected_is_relative_to_the_best_of_a_shape(experience: Experience) -> None:
+    """In whatever unit its times are; and trials that may not win count for nothing."""
+    slower = [(p, [(c, 3 * t) for c, t in own]) for p, own in map(trials, OTHERS)]
+    more = [(p, [*own, (own[0][0], inf)]) for p, own in slower]
+    configs = drawn(LEGAL, 20, seed=2)
+    wanted = experience.expect(configs)
+    for studies in (slower, more):
+        assert Experience(LEGAL, studies).expect(configs) == pytest.approx(wanted, abs=1e-9)
+
+
+def test_too_few_trials_are_no_experience() -> None:
+    problem, own = trials(OTHERS[0], FEWEST)
+    assert Experience(LEGAL, [(problem, own)])
+    with pytest.raises(ValueError, match="too few"):
+        Experience(LEGAL, [(problem, [*own[1:], (own[0][0], inf)])])
+    foreign = [({**config, "strategy": "of another time"}, time) for config, time in own]
+    with pytest.raises(ValueError, match="too few"):
+        Experience(LEGAL, [(problem, foreign)])
+
+
+def test_the_nearest_shapes_are_asked() -> None:
+    studies: list[Timed] = [(Problem.parse(f"{64 * m}x1024:fp32"), []) for m in range(1, 60)]
+    near = nearest(PROBLEM, studies)
+    assert len(near) == STUDIES
+    far = max(distance(problem, PROBLEM) for problem, _ in near)
+    assert all(distance(p, PROBLEM) >= far for p, own in studies if (p, own) not in near)
+
+
+def test_a_sampler_with_experience_begins_with_what_it_expects(experience: Experience) -> None:
+    first, again = (ask_and_tell(LegalSampler(LEGAL, 1, experience), FIRST) for _ in range(2))
+    assert first == again
+    without = ask_and_tell(LegalSampler(LEGAL, 1), FIRST)
+    best, usual = (sorted(map(ratio_of, configs)) for configs in (first, without))
+    assert sum(best[:10]) < sum(usual[:10])
+    assert len({LEGAL.key(config) for config in first}) == FIRST
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("generator.search.experience.FEWEST", 10)
+
+
+def searched(storage: BaseStorage, shape: str, trials: int = 20, **options: Any) -> None:
+    search(storage, FakeEvaluator(**options), trials=trials, problem=Problem.parse(shape))
+
+
+@pytest.mark.usefixtures("few")
+def test_the_studies_of_the_same_gpu_are_learned_from() -> None:
+    storage = InMemoryStorage()
+    assert learn(LEGAL, storage, "measured") is None
+    searched(storage, str(PROBLEM))
+    assert learn(LEGAL, storage, "measured") is None, "its own trials are no experience"
+    searched(storage, "4096x512:bf16", evidence="predicted")
+    assert learn(LEGAL, storage, "measured") is None and learn(LEGAL, storage, "predicted") is None
+    searched(storage, "4096x512:bf16")
+    assert learn(LEGAL, storage, "measured") is not None
+    for elsewhere in ({"sms": 16}, {"name": "h100"}):
+        target = TARGET.__class__(**{**TARGET.__dict__, **elsewhere})
+        assert learn(LegalConfigs(SPACE, PROBLEM, target), storage, "measured") is None
+
+
+@pytest.mark.usefixtures("few")
+def test_a_search_begins_with_what_it_learned_from_its_storage() -> None:
+    def first_proposals(storage: BaseStorage) -> float:
+        search(storage, trials=30)
+        return median([r.ratio for r in records(storage) if r.origin == "search"][:10])
+
+    storage = InMemoryStorage()
+    searched(storage, "4096x512:bf16", trials=60)
+    assert first_proposals(storage) < first_proposals(InMemoryStorage())
+
+
+@pytest.mark.usefixtures("few")
+def test_a_damaged_study_is_left_out() -> None:
+    storage = InMemoryStorage()
+    searched(storage, "4096x512:bf16")
+    name = study_name(Problem.parse("4096x512:bf16"), TARGET, "measured", SPACE)
+    number = storage.get_study_id_from_name(name)
+    for trial in storage.get_all_trials(number, deepcopy=False):
+        trial.user_attrs.pop("result")
+    assert learn(LEGAL, storage, "measured") is None
