@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from math import inf
 from typing import Any
 from unittest.mock import patch
@@ -36,7 +36,7 @@ from generator.result import Result
 from generator.runtime.spec import MAIN_KERNEL
 from generator.search import sampler, search
 from generator.search.budget import Budget
-from generator.search.experience import Experience, nearest, timed
+from generator.search.experience import Experience, Timed, nearest, timed
 from generator.search.sampler import distributions
 from generator.search.search import search_problem
 from generator.space.legal_configs import Key, LegalConfigs, Values
@@ -190,13 +190,18 @@ def learned(replayed: Replayed) -> Experience:
     """What `learn` finds in the committed studies, without those of the same M and N."""
     problem = replayed.legal.problem
     studies = [
-        (study.problem, timed(study.records))
-        for study in read_studies(GENERATED / replayed.recording.gpu)
-        if study.evidence == replayed.evidence
-        and study.problem.operation == problem.operation
-        and (study.problem.M, study.problem.N) != (problem.M, problem.N)
+        (other, trials)
+        for other, trials in committed_trials(replayed.recording.gpu)
+        if other.operation == problem.operation and (other.M, other.N) != (problem.M, problem.N)
     ]
     return Experience(replayed.legal, nearest(problem, studies))
+
+
+@cache
+def committed_trials(gpu: str) -> list[Timed]:
+    """Those of every measured study of a GPU."""
+    studies = read_studies(GENERATED / gpu)
+    return [(s.problem, timed(s.records)) for s in studies if s.evidence == "measured"]
 
 
 def by_forest(replayed: Replayed, trials: int, seed: int) -> list[float]:
