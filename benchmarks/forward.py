@@ -45,7 +45,7 @@ from generator.tuner.forward import tune_forwards
 
 Call = Callable[[], Any]
 LIBRARIES = ("liger-kernel", "quack-kernels", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13")
-SAME = ("gpu", "driver", "torch", "module", "harness")
+SAME = ("gpu", "driver", "torch", "libraries", "module", "harness")
 """What must not differ between the rows of one file. Of the module, its digest."""
 
 

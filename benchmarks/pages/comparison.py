@@ -86,7 +86,7 @@ def forward_peers() -> str:
 
     lines: list[tuple[str, ...]] = [("**Normforge**", f"**{cells('ours')[0]}**", "", "")]
     lines += [(title, *cells(name)) for name, title in titles.items()]
-    header = ("time / copy (geometric mean)", "time / Normforge's", "least, at")
+    header = ("time / copy (geometric mean)", "time / Normforge's", "least of these, at")
     ahead = [row for row in rows if row["cells"]["cudnn"]["us"] < 0.98 * ours(row)]
     copies = [row["copy_us"] for row in ahead]
     return (

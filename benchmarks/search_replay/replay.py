@@ -36,7 +36,7 @@ from generator.result import Result
 from generator.runtime.spec import MAIN_KERNEL
 from generator.search import sampler, search
 from generator.search.budget import Budget
-from generator.search.experience import Experience, Timed, nearest, timed
+from generator.search.experience import Experience, Timed, by_distance, timed
 from generator.search.sampler import distributions
 from generator.search.search import search_problem
 from generator.space.legal_configs import Key, LegalConfigs, Values
@@ -194,7 +194,7 @@ def learned(replayed: Replayed) -> Experience:
         for other, trials in committed_trials(replayed.recording.gpu)
         if other.operation == problem.operation and (other.M, other.N) != (problem.M, problem.N)
     ]
-    return Experience(replayed.legal, nearest(problem, studies))
+    return Experience(replayed.legal, by_distance(problem, studies))
 
 
 @cache

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import ceil, exp, hypot, inf, log, log2
-from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from optuna.storages import BaseStorage
 
+from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.kernels.knobs import KNOBS
 from generator.kernels.variant import make_variant
@@ -22,22 +22,27 @@ from generator.studies.records import Record, StudyFacts, over_median_floor
 from generator.studies.study_log import StudyLog
 
 STUDIES = 32
-"""The nearest ones, from which is learned: in the replay of three spaces more were no better, and
-16 not as good."""
+"""The nearest ones, from which it learns: in the replay of three spaces more were no better, and 16
+not as good."""
 FEWEST = 100
 """With fewer trials than this nothing is learned."""
 WORST = 1.5
 """Times beyond this many times the best of their study count as that."""
 DECAY = 0.15
-"""The weight of a trial falls by a factor of e with every so much that it is behind the best."""
+"""The weight of a trial falls by a factor of e for every such step that it is behind the best."""
 
+T = TypeVar("T")
 Timed = tuple[Problem, Sequence[tuple[Config, float]]]
 """A problem, and times of configs in any unit, infinite for those that may not win."""
 
 
+class TooFewTrialsError(Exception):
+    """There is nothing to learn from."""
+
+
 class Experience:
-    """Expects times of the configs of `legal` from those of other problems on the same GPU. Raises
-    ValueError when there are too few."""
+    """Expects times of the configs of `legal` from those of other problems on the same GPU: of the
+    first STUDIES of `studies` with times. Raises TooFewTrialsError."""
 
     def __init__(self, legal: LegalConfigs, studies: Iterable[Timed]) -> None:
         from sklearn.ensemble import HistGradientBoostingRegressor  # here: it loads for a second
@@ -46,18 +51,24 @@ class Experience:
         rows: list[list[float]] = []
         logs: list[float] = []
         weights: list[float] = []
+        used = 0
         for problem, trials in studies:
             best = min((time for _, time in trials), default=inf)
             near = 1 / (0.5 + distance(problem, legal.problem))
+            before = len(rows)
             for config, time in trials:
                 if time == inf:
                     continue
-                with suppress(KeyError, ValueError):  # of a space with other knobs
+                # Where it is of a space with other knobs.
+                with suppress(KeyError, ValueError, NormforgeError):
                     rows.append(self._features(config, problem))
                     logs.append(log(min(time / best, WORST)))
                     weights.append(near * exp(-(time / best - 1) / DECAY))
+            used += len(rows) > before
+            if used == STUDIES:
+                break
         if len(rows) < FEWEST:
-            raise ValueError("too few trials of other shapes")
+            raise TooFewTrialsError
         model = HistGradientBoostingRegressor(random_state=0)
         with _one_thread():
             self._model = model.fit(np.array(rows), np.array(logs), sample_weight=weights)
@@ -95,9 +106,9 @@ def distance(one: Problem, other: Problem) -> float:
     )
 
 
-def nearest(problem: Problem, studies: Iterable[Timed]) -> list[Timed]:
-    """The STUDIES nearest to a problem."""
-    return sorted(studies, key=lambda study: distance(study[0], problem))[:STUDIES]
+def by_distance(problem: Problem, others: Iterable[tuple[Problem, T]]) -> list[tuple[Problem, T]]:
+    """What belongs to other problems, that of the nearest first."""
+    return sorted(others, key=lambda other: distance(other[0], problem))
 
 
 def learn(legal: LegalConfigs, storage: BaseStorage, evidence: str) -> Experience | None:
@@ -105,19 +116,18 @@ def learn(legal: LegalConfigs, storage: BaseStorage, evidence: str) -> Experienc
     when they have too few trials, and for predictions, whose model knows more."""
     if evidence == "predicted":
         return None
-    problem, target = legal.problem, legal.target
-    near: list[tuple[float, str, Problem]] = []
+    problem, place = legal.problem, (legal.target.name, legal.target.sms, evidence)
+    others: list[tuple[Problem, str]] = []
     for entry in storage.get_all_studies():
         facts = StudyFacts.of_name(entry.study_name)
-        place = (target.name, target.sms, evidence)
         if facts is None or facts[1:] != place or facts.problem == problem:
             continue
         if facts.problem.operation == problem.operation:
-            near.append((distance(facts.problem, problem), entry.study_name, facts.problem))
-    chosen = sorted(near, key=itemgetter(0, 1))[:STUDIES]
+            others.append((facts.problem, entry.study_name))
+    ordered = by_distance(problem, others)
     try:
-        return Experience(legal, [(other, _times(storage, name)) for _, name, other in chosen])
-    except ValueError:
+        return Experience(legal, ((other, _times(storage, name)) for other, name in ordered))
+    except TooFewTrialsError:
         return None
 
 
@@ -128,8 +138,11 @@ def timed(records: Sequence[Record]) -> list[tuple[Config, float]]:
 
 
 def _times(storage: BaseStorage, name: str) -> list[tuple[Config, float]]:
+    log = StudyLog(storage, name)
+    outdated = log.outdated
     try:
-        return timed([Record.from_trial(trial) for trial in StudyLog(storage, name).trials()])
+        trials = [trial for trial in log.trials() if trial.number not in outdated]
+        return timed([Record.from_trial(trial) for trial in trials])
     except (KeyError, TypeError, ValueError, AttributeError):
         return []  # damaged, or of another version: a search goes on without it
 

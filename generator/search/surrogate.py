@@ -23,7 +23,7 @@ are says nothing about the best."""
 FEWEST = 5
 """With fewer times than this, what other shapes say decides alone."""
 SCALE = 0.05
-"""The odds of a config fall by a factor of e with every so much that it is expected to be slower
+"""The odds of a config fall by a factor of e for every such step that it is expected to be slower
 than another one. In the replay 0.02 and 0.1 are nearly as good."""
 
 Row = tuple[float, ...]

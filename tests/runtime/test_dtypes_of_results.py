@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -64,16 +66,41 @@ def test_own_dtypes_change_nothing(package: Package) -> None:
 
 def test_what_cannot_be_had_is_said(package: Package) -> None:
     x = randn(6, 16)
-    with pytest.raises(TypeError, match=r"out_dtype must be a floating torch\.dtype, got .*int8"):
+    with pytest.raises(TypeError, match=r"out_dtype must be one of .*, got torch\.int8"):
         package.rms_norm(x, out_dtype=torch.int8)
-    with pytest.raises(
-        TypeError, match=r"residual_dtype must be a floating torch\.dtype, got fp32"
-    ):
+    with pytest.raises(TypeError, match=r"residual_dtype must be one of .*, got fp32"):
         package.rms_norm(x, residual=x, residual_dtype="fp32")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="residual_dtype needs a residual"):
         package.rms_norm(x, residual_dtype=FP32)
-    with pytest.raises(ValueError, match=r"bfloat16 cannot hold torch\.float32"):
+    with pytest.raises(ValueError, match=r"bfloat16 cannot hold the residual, torch\.float32"):
         package.rms_norm(x, residual=x, residual_dtype=BF16)
+
+
+@pytest.mark.parametrize("options", [{"out_dtype": FP32}, {"residual_dtype": FP32}])
+def test_what_a_norm_refuses_it_refuses_with_them(package: Package, options: Any) -> None:
+    x = randn(6, 16)
+    residual = {"residual": x.int()} if "residual_dtype" in options else {}
+    for wrong in (x.int(), [1.0]) if not residual else (x,):
+        with pytest.raises(TypeError) as plain:
+            package.rms_norm(wrong, **residual)
+        with pytest.raises(TypeError) as found:
+            package.rms_norm(wrong, **residual, **options)
+        assert str(found.value) == str(plain.value)
+    with pytest.raises(TypeError, match=r"must be one of .*, got torch\.float8_e4m3fn"):
+        package.rms_norm(x, **dict.fromkeys(options, torch.float8_e4m3fn))
+
+
+def test_they_can_be_traced_by_fx(package: Package) -> None:
+    class Block(torch.nn.Module):
+        def forward(self, x: torch.Tensor, residual: torch.Tensor) -> Any:
+            return package.rms_norm(x, residual=residual, out_dtype=FP32, residual_dtype=FP32)
+
+    x, residual = randn(6, 16, dtype=BF16), randn(6, 16, dtype=BF16, seed=1)
+    for one, other in zip(
+        torch.fx.symbolic_trace(Block())(x, residual), Block()(x, residual), strict=True
+    ):
+        assert one.dtype == FP32
+        torch.testing.assert_close(one, other)
 
 
 def test_batch_invariant_norms_have_them_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from math import inf
 from statistics import median
 from typing import Any
@@ -12,7 +13,16 @@ from optuna.storages import BaseStorage, InMemoryStorage
 
 from generator.kernels.variant import make_variant
 from generator.problem import Problem
-from generator.search.experience import FEWEST, STUDIES, Experience, Timed, distance, learn, nearest
+from generator.search.experience import (
+    FEWEST,
+    STUDIES,
+    Experience,
+    Timed,
+    TooFewTrialsError,
+    by_distance,
+    distance,
+    learn,
+)
 from generator.search.sampler import FIRST, LegalSampler
 from generator.space.legal_configs import LegalConfigs, Values
 from generator.studies.records import study_name
@@ -60,19 +70,42 @@ def test_what_is_expected_is_relative_to_the_best_of_a_shape(experience: Experie
 def test_too_few_trials_are_no_experience() -> None:
     problem, own = trials(OTHERS[0], FEWEST)
     assert Experience(LEGAL, [(problem, own)])
-    with pytest.raises(ValueError, match="too few"):
+    with pytest.raises(TooFewTrialsError):
         Experience(LEGAL, [(problem, [*own[1:], (own[0][0], inf)])])
     foreign = [({**config, "strategy": "of another time"}, time) for config, time in own]
-    with pytest.raises(ValueError, match="too few"):
+    with pytest.raises(TooFewTrialsError):
         Experience(LEGAL, [(problem, foreign)])
 
 
-def test_the_nearest_shapes_are_asked() -> None:
-    studies: list[Timed] = [(Problem.parse(f"{64 * m}x1024:fp32"), []) for m in range(1, 60)]
-    near = nearest(PROBLEM, studies)
-    assert len(near) == STUDIES
-    far = max(distance(problem, PROBLEM) for problem, _ in near)
-    assert all(distance(p, PROBLEM) >= far for p, own in studies if (p, own) not in near)
+@pytest.mark.parametrize("knob", ["spare_sms", "cluster", "arrival"])
+def test_trials_without_a_knob_of_today_are_left_out(knob: str) -> None:
+    problem, own = trials(OTHERS[0], FEWEST)
+    older = [({k: v for k, v in config.items() if k != knob}, time) for config, time in own]
+    with pytest.raises(TooFewTrialsError):
+        Experience(LEGAL, [(problem, older)])
+    configs = drawn(LEGAL, 5)
+    both = Experience(LEGAL, [(problem, own), (problem, older)])
+    assert both.expect(configs) == Experience(LEGAL, [(problem, own)]).expect(configs)
+
+
+def test_the_nearest_shapes_with_times_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("generator.search.experience.FEWEST", 2)
+    _, own = trials(OTHERS[0], 1)
+    studies: list[Timed] = [
+        (Problem.parse(f"{64 * m}x1024:bf16"), own if m % 2 else []) for m in range(1, 90)
+    ]
+    asked: list[Problem] = []
+
+    def watched() -> Iterator[Timed]:
+        for problem, some in by_distance(PROBLEM, studies):
+            asked.append(problem)
+            yield problem, some
+
+    Experience(LEGAL, watched())
+    with_times = [problem for problem in asked if (problem, own) in studies]
+    assert len(with_times) == STUDIES and asked[-1] == with_times[-1]
+    far = distance(asked[-1], PROBLEM)
+    assert all(distance(p, PROBLEM) >= far for p, _ in studies if p not in asked)
 
 
 def test_a_sampler_with_experience_begins_with_what_it_expects(experience: Experience) -> None:

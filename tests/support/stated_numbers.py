@@ -35,7 +35,16 @@ from generator.paths import REPOSITORY, TEMPLATES
 from generator.problem import load_problems
 from generator.runtime.launch import workspace
 from generator.runtime.spec import CHUNK_ROWS
-from generator.search import budget, choose_winner, experience, finals, proposals, sampler, starts
+from generator.search import (
+    budget,
+    choose_winner,
+    experience,
+    finals,
+    proposals,
+    sampler,
+    starts,
+    surrogate,
+)
 from generator.space import forward_space
 from generator.studies import postgres, work_queue
 from generator.tuner import device_pool, lifecycle, task_runner
@@ -64,7 +73,8 @@ def search() -> list[str]:
     return [
         f"until {sampler.FIRST} configs are taken",
         f"the {WORD[len(sampler.STEP)]} best trials and {sampler.DRAWN} new random configs",
-        f"the trials of the {experience.STUDIES} nearest shapes",
+        f"the trials of the {experience.STUDIES} nearest studies",
+        f"for every {percent(surrogate.SCALE)} that a candidate",
         f"fewer than {experience.FEWEST} trials",
         f"The last {percent(proposals.OVERHEAD_SHARE)} of the trials",
         f"Up to {finals.SHORTLIST} of the best trials",

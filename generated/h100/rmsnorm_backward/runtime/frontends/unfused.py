@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 def add_bias(results: Any, bias: torch.Tensor, weight: torch.Tensor | None) -> Any:
     """y or (y, h) with a bias added to y. Raises TypeError or ValueError for one that does not fit
@@ -31,20 +33,31 @@ def widened(
     out_dtype: torch.dtype | None,
     residual_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x and the residual in dtypes that hold the results, so that nothing is rounded before it is
-    in the dtype asked for. Raises TypeError or ValueError for a dtype that cannot be had."""
+    """x and the residual in dtypes that hold the results. What is no tensor of such a dtype stays
+    as it is: the norm refuses it. Raises TypeError or ValueError for a dtype that cannot be had."""
     for name, dtype in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"{name} must be a floating torch.dtype, got {dtype}")
+        if dtype is not None and dtype not in _DTYPES:
+            known = ", ".join(map(str, _DTYPES))
+            raise TypeError(f"{name} must be one of {known}, got {dtype}")
     if out_dtype is not None:
-        x = x.to(torch.promote_types(x.dtype, out_dtype))
+        x = _wide(x, out_dtype)
     if residual_dtype is not None:
         if residual is None:
             raise ValueError("residual_dtype needs a residual")
-        if torch.promote_types(residual.dtype, residual_dtype) != residual_dtype:
-            raise ValueError(f"residual_dtype {residual_dtype} cannot hold {residual.dtype}")
-        residual = residual.to(residual_dtype)
+        residual = _wide(residual, residual_dtype)
+        dtype = residual.dtype if isinstance(residual, torch.Tensor) else residual_dtype
+        if dtype in _DTYPES and dtype != residual_dtype:
+            raise ValueError(f"residual_dtype {residual_dtype} cannot hold the residual, {dtype}")
     return x, residual
+
+
+def _wide(tensor: Any, dtype: torch.dtype) -> Any:
+    if isinstance(tensor, torch.Tensor) and tensor.dtype not in _DTYPES:
+        return tensor
+    # torch.fx traces with objects that are no tensors.
+    if not hasattr(type(tensor), "__torch_function__"):
+        return tensor
+    return tensor.to(torch.promote_types(tensor.dtype, dtype))
 
 
 def with_dtype(results: Any, out_dtype: torch.dtype | None) -> Any:

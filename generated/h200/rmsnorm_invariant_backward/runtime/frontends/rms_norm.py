@@ -71,8 +71,8 @@ class Norm:
                 dtype.
             eps: added to the mean square; None for the machine epsilon of fp32, as in
                 torch.nn.functional.rms_norm. Below 2^-96 the backward is PyTorch's operations.
-            bias: a tensor of the weight's shape, or (N,). It is rounded to x's dtype, and added to
-                y by PyTorch, which also sums its gradient over the rows.
+            bias: a tensor of the weight's shape, or (N,). It is rounded to x's dtype, or to a wider
+                out_dtype, and added to y by PyTorch, which also sums its gradient over the rows.
             weight_offset: a number added to the weight in fp32.
             residual: in x's shape and any floating dtype. The norm is then that of
                 h = x + residual, which has the residual's dtype. The backward kernel adds the
