@@ -139,10 +139,8 @@ def timed(records: Sequence[Record]) -> list[tuple[Config, float]]:
 
 def _times(storage: BaseStorage, name: str) -> list[tuple[Config, float]]:
     log = StudyLog(storage, name)
-    outdated = log.outdated
     try:
-        trials = [trial for trial in log.trials() if trial.number not in outdated]
-        return timed([Record.from_trial(trial) for trial in trials])
+        return timed([Record.from_trial(trial) for trial in log.current_trials()])
     except (KeyError, TypeError, ValueError, AttributeError):
         return []  # damaged, or of another version: a search goes on without it
 

@@ -157,8 +157,7 @@ def _read_study(
     importance: bool,
 ) -> Study:
     log = StudyLog(storage, entry.study_name)
-    outdated = log.outdated
-    trials = [trial for trial in log.trials() if trial.number not in outdated]
+    trials = log.current_trials()
     finals = [
         (f["config"], Result.from_json(f["result"])) for f in entry.user_attrs.get("finals", ())
     ]

@@ -38,6 +38,11 @@ class StudyLog:
         states = (TrialState.COMPLETE, TrialState.PRUNED)
         return self._retry(lambda: self._study.get_trials(deepcopy=False, states=states))
 
+    def current_trials(self) -> list[FrozenTrial]:
+        """Those that were not out of date when the study was last searched."""
+        outdated = self.outdated
+        return [trial for trial in self.trials() if trial.number not in outdated]
+
     def add(self, trial: FrozenTrial) -> None:
         """Write one finished trial in one record."""
         self._retry(lambda: self._study.add_trial(trial))
