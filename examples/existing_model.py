@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python examples/existing_model.py
 
-1. Models that use torch.nn.RMSNorm: `install()` routes the backward of PyTorch's own operator.
+1. Models that use torch.nn.RMSNorm: `install()` routes the backward of PyTorch's own operator
+   (here `installed()`, the same for one block).
 2. Models with a norm class of their own (LlamaRMSNorm, Gemma's with 1 + weight): `patch(model)`.
    Parameters, names and state dicts stay as they are, and `unpatch(model)` takes it back.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from generated.h200.rmsnorm_backward import installed, patch
+from normforge import installed, patch
 
 
 class LlamaRMSNorm(nn.Module):

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from generated.h200.rmsnorm_backward import graph_pass
+from normforge import graph_pass
 
 
 class Model(nn.Module):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from generated.h200.rmsnorm_backward import RMSNorm
+from normforge import RMSNorm
 
 
 class Model(nn.Module):

@@ -75,7 +75,7 @@ template <bool kResidual> DEVICE void normalize(const Rows& rows, unsigned char*
       for (int j = 0; j < kVectors; ++j) {
         const int column = rows.column(j);
         if (row < rows.count && rows.owns(column))
-          store_row<kVectorBytes>(rows.y + rows.place(row, column),
+          store_y<kVectorBytes>(rows.y + rows.place(row, column),
                                   scaled(now.x[u][j], rstd, weights[j], rows.offset));
       }
     }

@@ -76,7 +76,7 @@ template <bool kResidual> DEVICE void normalize(const Rows& all, unsigned char* 
     for (int j = 0; j < kVectors; ++j) {
       const int column = rows.column(begin, j);
       if (column < rows.columns)
-        store_row<kVectorBytes>(rows.y + rows.place(row, column),
+        store_y<kVectorBytes>(rows.y + rows.place(row, column),
                                 scaled(x[j], rstd, load_weights(rows.weight, column), rows.offset));
     }
   });

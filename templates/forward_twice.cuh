@@ -56,7 +56,7 @@ template <bool kResidual> DEVICE void normalize(const Rows& rows, unsigned char*
       for (int j = 0; j < kVectors; ++j) {
         const int column = begin + rows.column(j);
         if (column < rows.columns)
-          store_row<kVectorBytes>(rows.y + rows.place(row, column),
+          store_y<kVectorBytes>(rows.y + rows.place(row, column),
                                   scaled(x[j], rstd, weights[j], rows.offset));
       }
     });

@@ -23,6 +23,6 @@ def test_every_block_is_on_a_page() -> None:
 
 
 def test_a_changed_number_is_seen() -> None:
-    page = next(page for page in pages() if page.name == "performance.md").read_text()
+    page = next(page for page in pages() if page.name == "lab-notes.md").read_text()
     planted = page.replace("| strategy | column_slices", "| strategy | mailbox", 1)
     assert planted != page and updated(planted) == page

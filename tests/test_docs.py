@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.pages.text import read
 from generator.operations import OPERATIONS
 from generator.paths import REPOSITORY
 
@@ -63,8 +64,14 @@ def test_pages_name_the_versions_of_pytorch_that_are_tested() -> None:
     least = oldest.rpartition(".")[0]
     assert f'"torch>={least}"' in (REPOSITORY / "pyproject.toml").read_text()
     readme = (REPOSITORY / "README.md").read_text()
-    tested = f"tested with PyTorch {oldest}, {usual} and {newest}"
-    assert f"PyTorch {least} or newer; {tested} |" in readme
+    (measured,) = {
+        read(name)["environment"]["torch"].partition("+")[0] for name in ("h200", "forward_h100")
+    }
+    assert f"PyTorch {least} or newer. Measured on GPUs with {measured}. CI runs" in readme
+    assert (
+        f"all CPU tests with {usual}, and those of the runtime with {oldest} and {newest} |"
+        in readme
+    )
     page = " ".join((REPOSITORY / "CONTRIBUTING.md").read_text().split())
     assert f"PyTorch from {least} and" in page
     assert f"CI runs everything with PyTorch {usual} (" in page

@@ -141,6 +141,31 @@ def followers() -> str:
     return table(("µs gained", *(shape.removesuffix(":bf16") for shape in shapes)), rows)
 
 
+def kept_in_loops(gain: str) -> str:
+    """µs that `evict_last` gains in a loop without a flush, for the loads or the stores."""
+    titles = {
+        "nothing": "alone",
+        "torch.mul(out, 2.0)": "`torch.mul(out, 2)`",
+        "torch.mm(out, w), w (N, N/4)": "`out @ w`, N x N/4",
+        "torch.add of other tensors": "`torch.add` of others",
+    }
+    found = [row for row in read("stores_h100")["rows"] if row["condition"] == "loop"]
+    shapes = list(dict.fromkeys(row["shape"] for row in found))
+    gains = {
+        (row["operation"], row["follower"], row["shape"]): round(row["default_us"] - row[gain], 1)
+        for row in found
+    }
+    rows = [
+        (
+            f"{operation}, {title}",
+            *(f"{gains[operation, name, shape] + 0.0:.1f}" for shape in shapes),
+        )
+        for operation in ("forward", "backward")
+        for name, title in titles.items()
+    ]
+    return table(("µs gained", *(shape.removesuffix(":bf16") for shape in shapes)), rows)
+
+
 # ---- Strategies ----------------------------------------------------------------------------------
 
 
@@ -169,5 +194,7 @@ NOTE_BLOCKS: dict[str, Callable[[], str]] = {
     "cluster_room": cluster_room,
     "cluster_ratios": cluster_ratios,
     "followers": followers,
+    "loads_in_loops": lambda: kept_in_loops("loads_us"),
+    "stores_in_loops": lambda: kept_in_loops("stores_us"),
     "strategies": strategies,
 }

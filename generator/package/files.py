@@ -25,7 +25,9 @@ from generator.package.sources import (
     config_of,
     header_revision,
     included_revisions,
+    same_but_for_comments,
     source_of,
+    variant_of,
 )
 from generator.paths import GENERATED, RUNTIME
 from generator.problem import RMSNORM_BACKWARD
@@ -121,13 +123,22 @@ class KernelFiles:
                 source = path.read_text()
                 for name in included_revisions(source):
                     self._keep_headers(name)
-                self._store_source(file, old.config, source)
+                self._store_source(file, old.config, self._todays(source, old))
         except (OSError, ValueError, RuntimeError) as error:
             raise NormforgeError(
                 f"{self.package}: the {what} cannot be kept ({error}): tune that shape again, or "
                 "move the folder away to start a new one"
             ) from error
         return replace(old, file=file)
+
+    def _todays(self, source: str, old: KernelOf[Any]) -> str:
+        """The source as today's templates write it, unless they make other code of the kernel."""
+        try:
+            fresh = source_of(variant_of(old))
+        except (KeyError, TypeError):  # a config that today's templates do not know
+            return source
+        self.headers[header_revision(headers())] = headers()
+        return fresh if same_but_for_comments(source, fresh, self.headers) else source
 
     def _store_source(self, file: str, config: Mapping[str, Any], source: str) -> None:
         same = self._forwards.setdefault(config["form"], {}) if "form" in config else self._sources

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from generator.kernels.forward import ForwardVariant
-from generator.kernels.render import headers
+from generator.kernels.render import headers, without_comments
 from generator.kernels.revision import AnyVariant, compiler_input
 from generator.kernels.variant import Variant, shape_fields
 from generator.runtime.spec import ForwardSpec
@@ -18,6 +18,7 @@ INCLUDE = "include"
 """Folder of the headers in a package: one folder for each revision, since the kernels that a
 package keeps may be older than the others."""
 _INCLUDED = re.compile(rf'^#include "\.\./{INCLUDE}/(\w+)/', re.MULTILINE)
+_HEADER = re.compile(rf'^#include "\.\./{INCLUDE}/(\w+)/([\w.]+)"$', re.MULTILINE)
 _FORWARD_KNOBS = (
     *("form", "threads_per_row", "rows_per_cta", "rows_in_flight", "vector_bytes"),
     *("cluster", "ctas_per_sm"),
@@ -39,6 +40,16 @@ def source_of(variant: AnyVariant) -> str:
     include = f"../{INCLUDE}/{header_revision(headers())}"
     source, _ = compiler_input(variant, include=include)
     return source
+
+
+def same_but_for_comments(source: str, other: str, texts: Mapping[str, Mapping[str, str]]) -> bool:
+    """Whether two emitted sources are the same code. texts: the headers of each revision."""
+
+    def code(of: str) -> str:
+        pasted = _HEADER.sub(lambda match: texts[match[1]][match[2]], without_comments(of))
+        return without_comments(pasted)
+
+    return code(source) == code(other)
 
 
 def config_of(variant: AnyVariant) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from generator.paths import REPOSITORY
 
 FOLDER = REPOSITORY / "benchmarks"
 README = (FOLDER / "README.md").read_text()
-MADE, MADE_BY_HAND = README.split("No command makes these files any more")
+MADE, MADE_BY_HAND = README.split("## Files that no command makes any more")
 
 
 def names(text: str) -> set[str]:

@@ -109,7 +109,7 @@ def test_kept_winner_keeps_the_headers_that_it_was_compiled_with(
     old, new = entry("4096x1024:bf16"), entry("8192x512:bf16")
     put(package, old, fallback=[])
     before = snapshot(package)
-    texts = {**headers(), "elements.cuh": "// of a later day\n" + headers()["elements.cuh"]}
+    texts = {**headers(), "elements.cuh": "using OfALaterDay = int;\n" + headers()["elements.cuh"]}
     for module in (sources, files):
         monkeypatch.setattr(module, "headers", lambda: texts)
     put(package, new, fallback=[])
@@ -129,6 +129,20 @@ def test_kept_winner_keeps_the_headers_that_it_was_compiled_with(
     # Once nothing includes the older headers, they are gone.
     put(package, entry("4096x1024:bf16"), fallback=[])
     assert {path.name for path in (package / "include").iterdir()} == {header_revision(texts)}
+
+
+def test_kept_winner_takes_headers_whose_comments_alone_are_new(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = entry("4096x1024:bf16")
+    put(package, old, fallback=[])
+    texts = {**headers(), "elements.cuh": "// of a later day\n" + headers()["elements.cuh"]}
+    for module in (sources, files):
+        monkeypatch.setattr(module, "headers", lambda: texts)
+    put(package, entry("8192x512:bf16"), fallback=[])
+    assert [path.name for path in (package / "include").iterdir()] == [header_revision(texts)]
+    source = (package / "kernels" / f"{old.variant}.cu").read_text()
+    assert included_revisions(source) == [header_revision(texts)]
 
 
 @pytest.mark.parametrize(

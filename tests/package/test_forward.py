@@ -144,7 +144,7 @@ def test_one_source_of_a_form_is_written_and_stays_while_its_kernel_does(package
 def test_a_kept_source_of_older_headers_gives_way_to_one_that_needs_no_others(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = {**headers(), "elements.cuh": "// Reworded.\n" + headers()["elements.cuh"]}
+    texts = {**headers(), "elements.cuh": "using OfALaterDay = int;\n" + headers()["elements.cuh"]}
     for module in (sources, files):
         monkeypatch.setattr(module, "headers", lambda: texts)
     _, generic = emitted()

@@ -94,6 +94,11 @@ def search() -> list[str]:
         f"rows of whole {VECTOR}-byte vectors: a multiple of {VECTOR // 2} bf16",
         f"A measured search has {budget.TRIALS['measured']} trials by default",
         f"A predicted one has {budget.TRIALS['predicted']},",
+        f"share of searches within {percent(replay.CLOSE)} of it",
+        f"proposes {replay.COMPILERS} trials ahead",
+        f"Those within {percent(recording.NEAR - 1)} of the best are measured"
+        f" {WORD[recording.REPEATS + 1]} times",
+        f"times the best {percent(recording.NEAREST - 1)} of each recording again",
     ]
 
 
@@ -107,16 +112,6 @@ def cluster() -> list[str]:
         f"end within {lifecycle.INTERRUPT_SECONDS} s",
         f"waits up to {postgres.MAX_OUTAGE_SECONDS:.0f} s",
         f"noticed within {postgres._LIBPQ['tcp_user_timeout'] // 1000} s",
-    ]
-
-
-def looking() -> list[str]:
-    return [
-        f"share of searches within {percent(replay.CLOSE)} of it",
-        f"proposes {replay.COMPILERS} trials ahead",
-        f"Those within {percent(recording.NEAR - 1)} of the best are measured"
-        f" {WORD[recording.REPEATS + 1]} times",
-        f"times the best {percent(recording.NEAREST - 1)} of each recording again",
     ]
 
 
@@ -215,8 +210,14 @@ def lab_notes() -> list[str]:
     )
     slow = winners["4096x16384:fp16"]
     near, shapes = notes.near_the_floor(1.1)
+    alone = [1 - kept / plain for plain, kept in notes.kept_outputs("cold", "forward", "nothing")]
+    read_next = notes.kept_outputs("loop", "backward", "torch.mul(out, 2.0)")
     return [
         *held_again(),
+        f"ended the run after {first_search_seconds()} s, with"
+        f" {len(read('h100_first_search')['rows'])} of its {first_search_shapes()} shapes done",
+        f"up to {percent(max(alone))} of the forward",
+        f"this would gain up to {max(plain - kept for plain, kept in read_next):.1f} µs",
         f"{slower} of {slower + same + faster} kernels were more than 1 % slower,"
         f" and {faster} more than 1 % faster",
         f"{span(notes.early_arrival(True), sign='+')} µs up to {notes.SMALL >> 20} M elements,"
@@ -270,6 +271,10 @@ def first_search_seconds() -> str:
     return str(read("h100_first_search")["what"].split(" after ")[1].split(" s ")[0])
 
 
+def first_search_shapes() -> str:
+    return str(read("h100_first_search")["what"].split(" of ")[1].split(" ")[0])
+
+
 def readme() -> list[str]:
     table = generated("h200", "rmsnorm_backward", "table.json")
     widths = [entry["N"] for entry in table["tuned"]]
@@ -302,7 +307,8 @@ def determinism_page() -> list[str]:
     assert patience is not None
     return [
         f"a CTA looks {patience[1]} times",
-        f"A *chunk* is {CHUNK_ROWS} consecutive rows",
+        f"A *chunk*, {CHUNK_ROWS} rows,",
+        f"the strips of {CHUNK_ROWS} consecutive rows",
         f"a multiple of {CHUNK_ROWS} rows",
         f"more than {session.SLOW} times as long as the best so far,"
         f" {determinism.RUNS} runs must then give the same bits",
@@ -332,13 +338,11 @@ def performance() -> list[str]:
         f"then {len(training[0]['ms']['pytorch'])} timed ones in each of {WORD[len(training)]}",
         f"median of {WORD[len(next(iter(passes.values())))]} passes",
         f"by a factor of up to {drift:.1f}",
-        f"ended by hand after {first_search_seconds()} s",
         f"within {PLAN_SECONDS:.0f} seconds",
         f"forward and backward of {WORD[BLOCKS]} transformer blocks",
         f"on {TOKENS:,} tokens",
         f"its {percent(CONFIDENCE)} confidence interval",
         f"tuned for it with {read('untuned_h200')['trials']} trials",
-        missed(),
     ]
 
 
@@ -356,7 +360,8 @@ def faq() -> list[str]:
     searched = len(read("h100_first_search")["rows"])
     return [
         f"{len(widths)} random shapes",
-        f"{searched} shapes had a winner after [{first_search_seconds()} s",
+        f"{searched} of {first_search_shapes()} shapes had a winner after"
+        f" [{first_search_seconds()} s",
     ]
 
 
@@ -376,7 +381,6 @@ PAGES: dict[str, Callable[[], list[str]]] = {
     ],
     "lab-notes.md": lab_notes,
     "layernorm.md": layernorm,
-    "looking.md": looking,
     "performance.md": performance,
     "prediction.md": prediction,
     "runtime.md": lambda: [

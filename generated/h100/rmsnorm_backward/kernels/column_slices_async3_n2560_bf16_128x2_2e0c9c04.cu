@@ -16,11 +16,11 @@ constexpr int kColumns = 2560;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
 constexpr int kThreadsPerRow = 128;
 constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
-constexpr int kRowsAbreast = 1;  // rows that a team works on side by side
+constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
 constexpr int kTeams = 2;  // of a CTA, each with rows of its own
 constexpr int kThreads = 256;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
-constexpr int kBatchRows = 1;  // rows that a team works on at once
+constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
 constexpr int kStages = 3;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
@@ -39,7 +39,7 @@ constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums a
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 0;  // bytes into shared memory
-constexpr int kWeightOffset = 64;
+constexpr int kWeightOffset = 64;  // bytes into shared memory; not args.weight_offset
 constexpr int kBroadcastOffset = 64;
 constexpr int kTilesOffset = 24704;
 constexpr int kBlockBatches = 16;  // batches that are added up at once
@@ -52,7 +52,7 @@ constexpr int kBlockSumsOffset = 80;
 #define ROW_STORE ""
 #define LEAST_COLUMNS 2560  // of a row
 
-#include "../include/33d2c6a0be94/primitives.cuh"
+#include "../include/1d88a64338f0/primitives.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -60,11 +60,11 @@ using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/33d2c6a0be94/elements.cuh"
+#include "../include/1d88a64338f0/elements.cuh"
 
-#include "../include/33d2c6a0be94/teams.cuh"
-#include "../include/33d2c6a0be94/row_of.cuh"
-#include "../include/33d2c6a0be94/load_rstds.cuh"
+#include "../include/1d88a64338f0/teams.cuh"
+#include "../include/1d88a64338f0/row_of.cuh"
+#include "../include/1d88a64338f0/load_rstds.cuh"
 
 // What one launch works on. Strides and gaps count elements and are 64-bit.
 struct Arguments {
@@ -90,29 +90,29 @@ struct Arguments {
   float weight_offset;
 };
 
-#include "../include/33d2c6a0be94/rows.cuh"
+#include "../include/1d88a64338f0/rows.cuh"
 
-#include "../include/33d2c6a0be94/row_sum.cuh"
-#include "../include/33d2c6a0be94/row_sum_cta.cuh"
+#include "../include/1d88a64338f0/row_sum.cuh"
+#include "../include/1d88a64338f0/row_sum_cta.cuh"
 
-#include "../include/33d2c6a0be94/schedule.cuh"
+#include "../include/1d88a64338f0/schedule.cuh"
 
-#include "../include/33d2c6a0be94/rows_async.cuh"
+#include "../include/1d88a64338f0/rows_async.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/33d2c6a0be94/weight_registers.cuh"
+#include "../include/1d88a64338f0/weight_registers.cuh"
 
-#include "../include/33d2c6a0be94/row_blocks.cuh"
+#include "../include/1d88a64338f0/row_blocks.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
-#include "../include/33d2c6a0be94/partial_dw.cuh"
-#include "../include/33d2c6a0be94/dw_output.cuh"
-#include "../include/33d2c6a0be94/dw_context.cuh"
-#include "../include/33d2c6a0be94/sum_slice.cuh"
-#include "../include/33d2c6a0be94/last_arrived.cuh"
-#include "../include/33d2c6a0be94/dw_column_slices.cuh"
+#include "../include/1d88a64338f0/partial_dw.cuh"
+#include "../include/1d88a64338f0/dw_output.cuh"
+#include "../include/1d88a64338f0/dw_context.cuh"
+#include "../include/1d88a64338f0/sum_slice.cuh"
+#include "../include/1d88a64338f0/last_arrived.cuh"
+#include "../include/1d88a64338f0/dw_column_slices.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ constexpr int kCluster = 1;  // CTAs that share a row
 constexpr int kThreadsPerRow = 64;
 constexpr int kTeams = 2;  // rows that a CTA works on, each by a team of its own
 constexpr int kThreads = 128;  // of one CTA
-constexpr int kRowsInFlight = 1;  // rows that a team works on at once
+constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
 constexpr int kVectors = 2;  // vectors of a row in one thread
@@ -33,8 +33,8 @@ constexpr int kSumsOffset = 0;  // bytes into shared memory
 #define ROW_OPERAND ""
 #define ROW_STORE ""
 
-#include "../include/33d2c6a0be94/primitives.cuh"
-#include "../include/33d2c6a0be94/forward_primitives.cuh"
+#include "../include/1d88a64338f0/primitives.cuh"
+#include "../include/1d88a64338f0/forward_primitives.cuh"
 
 using Element = bf16;  // x, y
 using WeightElement = bf16;
@@ -42,7 +42,7 @@ using ResidualElement = Element;
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/33d2c6a0be94/elements.cuh"
+#include "../include/1d88a64338f0/elements.cuh"
 
 // ---- Teams ----------------------------------------------------------------------------------
 
@@ -119,13 +119,13 @@ DEVICE RowPacket scaled(const RowPacket& x, float rstd, const Packet<kWeightByte
   return packet;
 }
 
-#include "../include/33d2c6a0be94/row_sum.cuh"
-#include "../include/33d2c6a0be94/forward_row_sum.cuh"
+#include "../include/1d88a64338f0/row_sum.cuh"
+#include "../include/1d88a64338f0/forward_row_sum.cuh"
 // No CTA may send to another one of the cluster before that one runs and has set up its barriers.
 DEVICE void await_cluster() {
 }
 
-#include "../include/33d2c6a0be94/forward_registers.cuh"
+#include "../include/1d88a64338f0/forward_registers.cuh"
 
 // ---- The kernels ----------------------------------------------------------------------------
 

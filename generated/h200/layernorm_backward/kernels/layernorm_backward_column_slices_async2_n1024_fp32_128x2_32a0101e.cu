@@ -16,11 +16,11 @@ constexpr int kColumns = 1024;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
 constexpr int kThreadsPerRow = 128;
 constexpr int kTeamThreads = 128;  // those of a row, but at least a warp
-constexpr int kRowsAbreast = 1;  // rows that a team works on side by side
+constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
 constexpr int kTeams = 2;  // of a CTA, each with rows of its own
 constexpr int kThreads = 256;  // of one CTA
 constexpr int kRowsInFlight = 2;  // rows that a thread works on at once
-constexpr int kBatchRows = 2;  // rows that a team works on at once
+constexpr int kBatchRows = 2;  // rows of a batch: kRowsInFlight * kRowsAbreast
 constexpr int kStages = 2;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
@@ -39,7 +39,7 @@ constexpr int kTailColumns = 16;  // columns of dw that a CTA of the tail sums a
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 0;  // bytes into shared memory
-constexpr int kWeightOffset = 256;
+constexpr int kWeightOffset = 256;  // bytes into shared memory; not args.weight_offset
 constexpr int kBroadcastOffset = 256;
 constexpr int kTilesOffset = 16768;
 constexpr int kBlockBatches = 8;  // batches that are added up at once
@@ -52,7 +52,7 @@ constexpr int kBlockSumsOffset = 272;
 #define ROW_STORE ""
 #define LEAST_COLUMNS 1024  // of a row
 
-#include "../include/b2e52431df75/primitives.cuh"
+#include "../include/1d88a64338f0/primitives.cuh"
 
 using Element = float;        // x, dy, dx
 using WeightElement = float;  // weight, dw
@@ -60,12 +60,14 @@ using ResidualElement = float;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/b2e52431df75/elements.cuh"
+#include "../include/1d88a64338f0/elements.cuh"
 
-#include "../include/b2e52431df75/teams.cuh"
+#include "../include/1d88a64338f0/teams.cuh"
+#include "../include/1d88a64338f0/row_of.cuh"
+#include "../include/1d88a64338f0/load_rstds.cuh"
 
-// What one launch works on. Strides and offsets are elements and 64-bit throughout. All but the mean
-// has the place that it has in RMSNorm's backward.
+// What one launch works on. Strides and offsets are elements and 64-bit throughout. Except for the mean,
+// the layout is that of RMSNorm's backward.
 struct Arguments {
   const Element* x;
   const Element* dy;
@@ -87,37 +89,37 @@ struct Arguments {
   const float* mean;
 };
 
-#include "../include/b2e52431df75/rows.cuh"
+#include "../include/1d88a64338f0/rows.cuh"
 
-#include "../include/b2e52431df75/row_sum.cuh"
+#include "../include/1d88a64338f0/row_sum.cuh"
 
-// Two sums over every row, reduced together: to the reduction they are twice as many rows in flight.
-// What it says about the order of memory is about the sums of a batch, however many they are.
+// Two sums over every row are reduced together. To the reduction they look like twice as many rows in
+// flight. Its argument for memory ordering holds for any number of sums per batch.
 namespace row_sums {
 constexpr int kRowsInFlight = 2 * ::kRowsInFlight;
-#include "../include/b2e52431df75/row_sum_cta.cuh"
+#include "../include/1d88a64338f0/row_sum_cta.cuh"
 }  // namespace row_sums
 
-#include "../include/b2e52431df75/schedule.cuh"
+#include "../include/1d88a64338f0/schedule.cuh"
 
-#include "../include/b2e52431df75/rows_async.cuh"
+#include "../include/1d88a64338f0/rows_async.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/b2e52431df75/weight_registers.cuh"
+#include "../include/1d88a64338f0/weight_registers.cuh"
 
 // ---- From the partial sums of every CTA to dw -------------------------------------------------
 
-// Two sums over the rows, brought to their ends together: to the strategies a CTA has twice as many
-// columns, first those of dgamma and then those of dbeta. In here the constants and Rows speak of
-// these, so that the fragments are those of one sum. What those say about progress and the order of
-// memory is about all stores of a CTA to its row of partial sums, and about slices of that row, of
-// any length; it holds as it stands.
+// Two sums over the rows are reduced together. To the strategies it looks as if a CTA had twice as many
+// columns, first those of dgamma and then those of dbeta. In this namespace the constants and Rows
+// describe these columns, so that the fragments for one sum can be used. Their arguments for progress
+// and memory ordering cover all stores of a CTA to its row of partial sums, and slices of any length,
+// so they hold unchanged.
 namespace column_sums {
 constexpr int kVectors = 2 * ::kVectors;
 constexpr int kColumns = 2 * ::kColumns;
 
-// Where a thread's partial sums lie in a row of them: vector j of dgamma, or of dbeta behind it.
+// Where a thread's partial sums lie in a row of them: vector j of dgamma, or of dbeta after it.
 struct Rows {
   const ::Rows& rows;
   int first_column;  // of the row of partial sums: 0
@@ -132,15 +134,15 @@ struct Rows {
   }
 };
 
-#include "../include/b2e52431df75/row_blocks.cuh"
+#include "../include/1d88a64338f0/row_blocks.cuh"
 
-#include "../include/b2e52431df75/partial_dw.cuh"
+#include "../include/1d88a64338f0/partial_dw.cuh"
 namespace one_tensor {
-#include "../include/b2e52431df75/dw_output.cuh"
+#include "../include/1d88a64338f0/dw_output.cuh"
 }  // namespace one_tensor
 
-// dgamma and then dbeta. The CTAs of a cluster have a part of each, whose columns follow each other
-// in their partial sums but not here.
+// dgamma and then dbeta. Each CTA of a cluster has a part of both. The two parts are adjacent in its
+// partial sums, but not here.
 struct DwOutput : one_tensor::DwOutput {
   int first;  // of this CTA's columns
 
@@ -161,10 +163,10 @@ struct DwOutput : one_tensor::DwOutput {
   DEVICE DwOutput from(int start) const { return {base, mode, start / 2}; }
 };
 
-#include "../include/b2e52431df75/dw_context.cuh"
-#include "../include/b2e52431df75/sum_slice.cuh"
-#include "../include/b2e52431df75/last_arrived.cuh"
-#include "../include/b2e52431df75/dw_column_slices.cuh"
+#include "../include/1d88a64338f0/dw_context.cuh"
+#include "../include/1d88a64338f0/sum_slice.cuh"
+#include "../include/1d88a64338f0/last_arrived.cuh"
+#include "../include/1d88a64338f0/dw_column_slices.cuh"
 }  // namespace column_sums
 
 // ---- The kernel -----------------------------------------------------------------------------

@@ -16,11 +16,11 @@ constexpr int kColumns = 8192;  // columns of one CTA
 constexpr int kCluster = 8;  // CTAs that share a row
 constexpr int kThreadsPerRow = 384;
 constexpr int kTeamThreads = 384;  // those of a row, but at least a warp
-constexpr int kRowsAbreast = 1;  // rows that a team works on side by side
+constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
 constexpr int kTeams = 1;  // of a CTA, each with rows of its own
 constexpr int kThreads = 384;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
-constexpr int kBatchRows = 1;  // rows that a team works on at once
+constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
 constexpr int kStages = 3;  // batches under way in shared memory
 constexpr int kStageBarriers = 3;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
@@ -39,7 +39,7 @@ constexpr int kTailColumns = 1536;  // columns of dw that a CTA of the tail sums
 constexpr int kLevels = 2;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 48;  // bytes into shared memory
-constexpr int kWeightOffset = 1584;
+constexpr int kWeightOffset = 1584;  // bytes into shared memory; not args.weight_offset
 constexpr int kBroadcastOffset = 1584;
 constexpr int kTilesOffset = 75392;
 constexpr int kBlockBatches = 16;  // batches that are added up at once
@@ -52,7 +52,7 @@ constexpr int kBlockSumsOffset = 1600;
 #define ROW_STORE ".cs"
 #define LEAST_COLUMNS 65536  // of a row
 
-#include "../include/33d2c6a0be94/primitives.cuh"
+#include "../include/1d88a64338f0/primitives.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -60,11 +60,11 @@ using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/33d2c6a0be94/elements.cuh"
+#include "../include/1d88a64338f0/elements.cuh"
 
-#include "../include/33d2c6a0be94/teams.cuh"
-#include "../include/33d2c6a0be94/row_of.cuh"
-#include "../include/33d2c6a0be94/load_rstds.cuh"
+#include "../include/1d88a64338f0/teams.cuh"
+#include "../include/1d88a64338f0/row_of.cuh"
+#include "../include/1d88a64338f0/load_rstds.cuh"
 
 // What one launch works on. Strides and offsets are elements and 64-bit throughout. Except for the mean,
 // the layout is that of RMSNorm's backward.
@@ -89,24 +89,24 @@ struct Arguments {
   const float* mean;
 };
 
-#include "../include/33d2c6a0be94/rows.cuh"
+#include "../include/1d88a64338f0/rows.cuh"
 
-#include "../include/33d2c6a0be94/row_sum.cuh"
+#include "../include/1d88a64338f0/row_sum.cuh"
 
 // Two sums over every row are reduced together. To the reduction they look like twice as many rows in
 // flight. Its argument for memory ordering holds for any number of sums per batch.
 namespace row_sums {
 constexpr int kRowsInFlight = 2 * ::kRowsInFlight;
-#include "../include/33d2c6a0be94/row_sum_cluster.cuh"
+#include "../include/1d88a64338f0/row_sum_cluster.cuh"
 }  // namespace row_sums
 
-#include "../include/33d2c6a0be94/schedule.cuh"
+#include "../include/1d88a64338f0/schedule.cuh"
 
-#include "../include/33d2c6a0be94/rows_bulk.cuh"
+#include "../include/1d88a64338f0/rows_bulk.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/33d2c6a0be94/weight_registers.cuh"
+#include "../include/1d88a64338f0/weight_registers.cuh"
 
 // ---- From the partial sums of every CTA to dw -------------------------------------------------
 
@@ -134,11 +134,11 @@ struct Rows {
   }
 };
 
-#include "../include/33d2c6a0be94/row_blocks.cuh"
+#include "../include/1d88a64338f0/row_blocks.cuh"
 
-#include "../include/33d2c6a0be94/partial_dw.cuh"
+#include "../include/1d88a64338f0/partial_dw.cuh"
 namespace one_tensor {
-#include "../include/33d2c6a0be94/dw_output.cuh"
+#include "../include/1d88a64338f0/dw_output.cuh"
 }  // namespace one_tensor
 
 // dgamma and then dbeta. Each CTA of a cluster has a part of both. The two parts are adjacent in its
@@ -163,9 +163,9 @@ struct DwOutput : one_tensor::DwOutput {
   DEVICE DwOutput from(int start) const { return {base, mode, start / 2}; }
 };
 
-#include "../include/33d2c6a0be94/dw_context.cuh"
-#include "../include/33d2c6a0be94/sum_slice.cuh"
-#include "../include/33d2c6a0be94/dw_last_cta.cuh"
+#include "../include/1d88a64338f0/dw_context.cuh"
+#include "../include/1d88a64338f0/sum_slice.cuh"
+#include "../include/1d88a64338f0/dw_last_cta.cuh"
 }  // namespace column_sums
 
 // ---- The kernel -----------------------------------------------------------------------------
