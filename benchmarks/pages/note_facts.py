@@ -6,14 +6,17 @@ import json
 import lzma
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from math import nan
 from typing import Any
 
 from benchmarks.goals import best_peer
 from benchmarks.pages.text import generated, read
 from benchmarks.results import problem_of
 from generator.kernels.strategies import launches
+from generator.package.known_winners import known_winners
 from generator.paths import GENERATED
 from generator.problem import Problem, load_problems
+from generator.studies.records import Winner
 
 SMALL = 2**22
 """Elements up to which early arrival is counted apart."""
@@ -83,9 +86,10 @@ def row_by_row() -> list[Any]:
     return [kernel["spec"] for kernel in kernels if not kernel["config"]["in_blocks"]]
 
 
-def finals() -> dict[str, Any]:
-    """The winners of the H200 in their finals, by shape."""
-    return {shape["shape"]: shape for shape in generated("h200", "results.json")["shapes"]}
+def winners() -> dict[str, Winner]:
+    """The winners of the H200, by shape."""
+    found = known_winners(GENERATED / "h200" / "rmsnorm_backward")
+    return {str(winner.problem): winner for winner in found}
 
 
 def compared() -> dict[str, Any]:
@@ -95,9 +99,10 @@ def compared() -> dict[str, Any]:
 
 def floors_of_two_gpus() -> list[float]:
     """Floors on the GPU of the comparison over those in the finals, shape by shape."""
-    known = finals()
+    known = winners()
     rows = compared().items()
-    return [row["add_us"] / known[shape]["floor_us"] for shape, row in rows if shape in known]
+    shared = [(row["add_us"], known[shape].result) for shape, row in rows if shape in known]
+    return [here / (there.floor_us or nan) for here, there in shared]
 
 
 def near_the_floor(limit: float) -> tuple[int, int]:

@@ -6,21 +6,19 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from math import nan
 from typing import Any
 
 from benchmarks.goals import geometric_mean, goals
 from benchmarks.pages.comparison import comparison, flushed, overheads
 from benchmarks.pages.method import tuned_ratios
+from benchmarks.pages.note_facts import winners
 from benchmarks.pages.text import generated, read, table
 from generator.paths import GENERATED
 from generator.problem import Problem, load_problems
 
 FLUSHED_LIMIT = 1.08
 """Of the ratio to the floor in the mean, with other ways of making the L2 cold."""
-
-
-def _shapes() -> list[Any]:
-    return list(generated("h200", "results.json")["shapes"])
 
 
 # ---- README --------------------------------------------------------------------------------------
@@ -67,9 +65,14 @@ def goal_table() -> str:
     return table(["goal", "limit", "reached"], found)
 
 
+def tuned_finals() -> dict[str, float]:
+    """Ratios to the floor in the finals on the H200, by shape."""
+    return {shape: winner.result.ratio or nan for shape, winner in winners().items()}
+
+
 def headlines() -> str:
     """The three sets whose means are called the ratio to the floor."""
-    finals = {shape["shape"]: shape["ratio"] for shape in _shapes()}
+    finals = tuned_finals()
     compared = [str(problem) for problem in load_problems("compare")]
     plain = {shape: value for shape, value in finals.items() if "residual" not in shape}
     return table(
@@ -181,7 +184,7 @@ def first_search() -> str:
     rows, environment = found["rows"], found["environment"]
     mean = geometric_mean(row["ratio"] for row in rows)
     large = max(row["ratio"] for row in rows if row["floor_us"] > 130)
-    theirs = {shape["shape"]: shape["ratio"] for shape in _shapes()}
+    theirs = tuned_finals()
     h200 = geometric_mean(theirs[row["shape"]] for row in rows)
     trials = [row["trials"] for row in rows]
     tuned = generated("h100", "rmsnorm_backward", "table.json")["tuned"]
@@ -201,7 +204,7 @@ def first_search() -> str:
 
 def what_wins() -> str:
     """How often each choice wins among the tuned shapes of the H200."""
-    configs = [shape["config"] for shape in _shapes()]
+    configs = [winner.config for winner in winners().values()]
 
     def counts(key: str, name: Callable[[Any], str] = str) -> str:
         found = Counter(name(config[key]) for config in configs)
@@ -221,11 +224,10 @@ def what_wins() -> str:
 
 def trials() -> str:
     """How much was searched."""
-    shapes = _shapes()
-    numbers = [shape["trials"] for shape in shapes]
+    numbers = [winner.trials for winner in winners().values()]
     return (
         f"The studies hold {sum(numbers):,} trials, {min(numbers)} to {max(numbers)} for each of"
-        f" {len(shapes)} shapes."
+        f" {len(numbers)} shapes."
     )
 
 

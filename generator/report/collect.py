@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
-from generator.paths import GENERATED, REPOSITORY
+from generator.paths import REPOSITORY
 from generator.problem import RMSNORM_BACKWARD, Problem
-from generator.report.history import history
 from generator.report.peers import Comparison
 from generator.report.summary import Summary, kind_of
 from generator.studies.reader import Study
@@ -17,14 +15,10 @@ FREE = {"rmsnorm_invariant_backward": RMSNORM_BACKWARD}
 """Operations that promise more about bits than another one that computes the same."""
 
 
-def _context(gpu: str, operation: str) -> dict[str, Any]:
-    """What the repository says of a GPU beside the studies; the history is that of RMSNorm."""
-    results = REPOSITORY / "benchmarks" / "results"
-    if operation == RMSNORM_BACKWARD:
-        former = history(GENERATED / gpu / "results.json")
-        return {"comparison": Comparison.load(results / f"{gpu}.json"), "history": former}
-    name = operation.removesuffix("_backward")
-    return {"comparison": Comparison.load(results / f"{name}_{gpu}.json")}
+def _comparison(gpu: str, operation: str) -> Comparison | None:
+    """What the repository has of a GPU and an operation."""
+    of = "" if operation == RMSNORM_BACKWARD else operation.removesuffix("backward")
+    return Comparison.load(REPOSITORY / "benchmarks" / "results" / f"{of}{gpu}.json")
 
 
 def summaries(
@@ -36,7 +30,7 @@ def summaries(
 ) -> list[Summary]:
     """One summary for each GPU that has studies of the operation. Of several studies of one problem
     that one counts which is measured rather than predicted, has a winner, and has the latest one.
-    context: read the comparison with the peers and the committed results of that GPU, too."""
+    context: read the comparison with the peers on that GPU, too."""
     found = []
     own = [study for study in studies if study.problem.operation == operation]
     for gpu in sorted({study.gpu for study in own}):
@@ -49,7 +43,7 @@ def summaries(
             others = [s for s in studies if (s.gpu, s.problem.operation) == (gpu, free)]
             summary = replace(summary, free=_free(kept, others))
         if context and summary.evidence == "measured":
-            summary = replace(summary, **_context(gpu, operation))
+            summary = replace(summary, comparison=_comparison(gpu, operation))
         found.append(summary)
     return found
 

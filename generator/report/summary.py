@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import geometric_mean
@@ -14,7 +14,6 @@ from generator.kernels.strategies import Strategy
 from generator.kernels.variant import make_variant
 from generator.operations import operation_of
 from generator.problem import RMSNORM_BACKWARD, Problem
-from generator.report.history import Point
 from generator.report.peers import Comparison
 from generator.result import OUTCOMES, PREDICTED_OUTCOMES
 from generator.studies.reader import Study
@@ -55,7 +54,7 @@ class Summary:
     """The studies of one GPU that count, and what they say together.
 
     place: where they are stored; left_out: how many studies are older than those that count;
-    comparison, history: what else is known about this GPU; free: for batch-invariant kernels the
+    comparison: with the peers on this GPU; free: for batch-invariant kernels the
     ratio to the floor of the winner that does not promise as much, by problem.
     """
 
@@ -64,7 +63,6 @@ class Summary:
     studies: tuple[Study, ...]
     left_out: int
     comparison: Comparison | None = None
-    history: Sequence[Point] = ()
     free: Mapping[Problem, float] = field(default_factory=dict)
 
     @property

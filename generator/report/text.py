@@ -35,8 +35,6 @@ def render_text(summary: Summary) -> str:
         parts += [_map(title, grid, cell) for grid in summary.grids]
     if summary.comparison:
         parts.append(_peers(summary.comparison))
-    if summary.history:
-        parts.append(_history(summary))
     parts.append(_standings(summary))
     if summary.knobs:
         parts.append(_knobs(summary))
@@ -95,15 +93,6 @@ def _peers(comparison: Comparison) -> str:
         for peer in comparison.standings
     ]
     return _table("Peers", ("implementation", "shapes", "x floor", "x ours"), rows)
-
-
-def _history(summary: Summary) -> str:
-    rows = [
-        (point.date, point.commit, point.common, number(point.ratio, 3), number(point.now, 3))
-        for point in summary.history
-    ]
-    head = ("date", "commit", "shapes", "x floor", "the newest at these")
-    return _table("Committed results", head, rows)
 
 
 def _standings(summary: Summary) -> str:

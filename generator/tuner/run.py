@@ -9,19 +9,15 @@ from dataclasses import dataclass
 from generator.emulate.evaluator import EmulatingPredictor
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.kernels.compile_pool import CompilePool
-from generator.kernels.precompile import precompiling
-from generator.kernels.revision import AnyVariant
-from generator.package.emit import check_package, read_forward_table
+from generator.package.emit import check_package
 from generator.package.entries import Emission
-from generator.package.fallback_kernels import fallbacks_to_compile, first_choices
 from generator.problem import Problem
 from generator.studies.records import Winner
 from generator.studies.storage import database_file, open_storage
 from generator.studies.work_queue import open_queue
 from generator.tuner.device_pool import DevicePool
 from generator.tuner.display import Status
-from generator.tuner.emission import emit, generic_forwards_of
-from generator.tuner.forward import forwards_to_compile, shapes_to_choose
+from generator.tuner.emission import emit
 from generator.tuner.lifecycle import exclusive_run
 from generator.tuner.plan import Plan
 from generator.tuner.task_list import TaskList
@@ -69,14 +65,13 @@ def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, status: St
         queue = open_queue(plan.storage)
         tasks = TaskList(plan, queue)
         try:
-            with precompiling(kernels_to_precompile(plan), plan.target.arch):
-                if isinstance(measurer, DevicePool):
-                    measurer.search(plan, tasks, stop, status)
-                else:
-                    evaluator = measurer or EmulatingPredictor(plan.target)
-                    facts = measurer.facts if measurer else {}
-                    runner = TaskRunner(plan, pool, evaluator, facts, storage)
-                    run_tasks(runner, tasks, stop, status)
+            if isinstance(measurer, DevicePool):
+                measurer.search(plan, tasks, stop, status)
+            else:
+                evaluator = measurer or EmulatingPredictor(plan.target)
+                facts = measurer.facts if measurer else {}
+                runner = TaskRunner(plan, pool, evaluator, facts, storage)
+                run_tasks(runner, tasks, stop, status)
         except KeyboardInterrupt:
             stop.cancel_alarm()
             if stop.at_once:
@@ -93,19 +88,3 @@ def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, status: St
         if stop.at_once:  # it came too late to stop anything
             raise KeyboardInterrupt
     return Outcome(tuple(winners), emission, interrupted, tasks.failures)
-
-
-def kernels_to_precompile(plan: Plan) -> list[AnyVariant]:
-    """The kernels that the package will need whatever the search finds, in the order in which it
-    does. None for a predicted run, whose search leaves no core idle."""
-    if not plan.devices:
-        return []
-    fallbacks = first_choices(
-        fallbacks_to_compile(plan.fallback_kernels, plan.target, plan.problems)
-    )
-    if not plan.operation.forward:
-        return [*fallbacks]
-    known = read_forward_table(plan.package)
-    generic = generic_forwards_of(plan)
-    shapes = shapes_to_choose(plan.problems, plan.target, plan.devices, known, plan.forwards)
-    return [*fallbacks, *forwards_to_compile(shapes, plan.target, generic, plan.forwards)]

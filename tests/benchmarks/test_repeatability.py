@@ -15,6 +15,7 @@ from benchmarks.repeatability import agreement, summary, tie
 from generator.evaluate.gpu import noise
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant, make_variant
+from generator.package.known_winners import known_winners
 from generator.problem import Problem
 from generator.search.budget import Budget
 from generator.search.search import search_problem
@@ -161,8 +162,8 @@ def test_without_a_winner_in_the_studies_it_says_so(
 
 def test_default_shapes_have_committed_winners() -> None:
     problems = repeatability.load_problems(repeatability.SHAPES)
-    results = json.loads((repeatability.GENERATED / "h200" / "results.json").read_text())
-    known = {Problem.parse(s["shape"]) for s in results["shapes"] if s["evidence"] == "measured"}
+    winners = known_winners(repeatability.GENERATED / "h200" / "rmsnorm_backward")
+    known = {winner.problem for winner in winners if winner.evidence == "measured"}
     assert len(set(problems)) == 12
     assert set(problems) <= known
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from generator.paths import GENERATED, REPOSITORY
 from generator.report.collect import summaries
-from generator.report.history import history
 from generator.report.page import render_page
 from generator.report.peers import TITLES, Comparison
 from generator.report.text import render_text
@@ -77,49 +75,6 @@ def test_every_peer_of_the_benchmark_has_a_title() -> None:
     assert {peer.name for peers in PEERS.values() for peer in peers} == TITLES.keys()
 
 
-def git(folder: Path, *arguments: str) -> None:
-    command = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(folder), *arguments]
-    subprocess.run(command, check=True, capture_output=True)
-
-
-def commit(folder: Path, **ratios: float) -> None:
-    shapes = [
-        {"M": 1, "N": int(n[1:]), "dtype": "bf16", "weight_dtype": "bf16", "ratio": ratio}
-        for n, ratio in ratios.items()
-    ]
-    (folder / "results.json").write_text(json.dumps({"shapes": shapes}, indent=len(ratios)))
-    git(folder, "add", ".")
-    git(folder, "commit", "-m", "x")
-
-
-def test_history_compares_the_shapes_in_common(tmp_path: Path) -> None:
-    git(tmp_path, "init", "-q")
-    commit(tmp_path, n1=4.0)
-    commit(tmp_path, n1=2.0, n2=8.0)
-    (tmp_path / "other").write_text("")
-    commit(tmp_path, n1=1.0, n2=1.0, n3=5.0)
-    points = history(tmp_path / "results.json")
-    assert [(p.shapes, p.common, p.ratio, p.now) for p in points] == [
-        (1, 1, 4.0, 1.0),
-        (2, 2, 4.0, 1.0),
-        (3, 3, pytest.approx(5 ** (1 / 3)), pytest.approx(5 ** (1 / 3))),
-    ]
-
-
-def test_a_commit_that_changes_no_ratio_is_left_out(tmp_path: Path) -> None:
-    git(tmp_path, "init", "-q")
-    commit(tmp_path, n1=4.0)
-    path = tmp_path / "results.json"
-    path.write_text(path.read_text() + "\n")
-    git(tmp_path, "commit", "-am", "y")
-    assert len(history(path)) == 1
-
-
-def test_no_history_without_git(tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text('{"shapes": []}')
-    assert history(tmp_path / "results.json") == []
-
-
 @pytest.mark.slow
 def test_the_page_of_an_operation_has_its_own_shapes_and_peers(tmp_path: Path) -> None:
     """Of the committed studies, a few for each operation."""
@@ -134,7 +89,6 @@ def test_the_page_of_an_operation_has_its_own_shapes_and_peers(tmp_path: Path) -
     assert layer_norm.comparison is not None
     results = REPOSITORY / "benchmarks" / "results" / "layernorm_h200.json"
     assert len(layer_norm.comparison.rows) == len(json.loads(results.read_text())["rows"])
-    assert layer_norm.history == ()
     assert "LayerNorm backward whose bits" in render_page(layer_norm)
     assert "batch invariance" not in render_page(layer_norm) + render_text(layer_norm)
     assert len(invariant.free) == len(invariant.studies) == 47

@@ -199,7 +199,7 @@ def agreeing(row: dict[str, Any]) -> int:
 
 
 def lab_notes() -> list[str]:
-    winners, compared = notes.finals(), notes.compared()
+    winners, compared = notes.winners(), notes.compared()
     slower, same, faster = notes.exchange()
     hints = {pipeline: notes.load_hints(pipeline) for pipeline in ("async", "bulk")}
     launches, generic = notes.one_launch(4096), notes.generic_in_blocks()
@@ -222,7 +222,7 @@ def lab_notes() -> list[str]:
         f" and {faster} more than 1 % faster",
         f"{span(notes.early_arrival(True), sign='+')} µs up to {notes.SMALL >> 20} M elements,"
         f" {span(notes.early_arrival(False), sign='+')} µs above",
-        f"{winners['524288x64:bf16']['ratio']:.2f} of the floor at 524288x64",
+        f"{winners['524288x64:bf16'].result.ratio:.2f} of the floor at 524288x64",
         f"nearly free: times {span(blocks, 3)}",
         f"times {span(generic, 3)}, in the median {median(generic):.3f}",
         f"times {hidden}; at the end of a batch {ends}",
@@ -235,7 +235,7 @@ def lab_notes() -> list[str]:
         f" in clusters {span(notes.sent_early('first pass', clusters=True))}",
         f"times {span(notes.sent_early('while row sums are exchanged', clusters=True))}:",
         f"has {over_floor(compared['4096x16384:fp16']):.3f} of the floor,"
-        f" after {slow['ratio']:.3f} in the finals on another GPU. Its study has {slow['trials']}",
+        f" after {slow.result.ratio:.3f} in the finals on another GPU. Its study has {slow.trials}",
         f"within 10 % of the floor at {near} of the {shapes} shapes",
         f"are {span(notes.floors_of_two_gpus())} of those in the finals",
         missed(),
