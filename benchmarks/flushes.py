@@ -31,7 +31,7 @@ from benchmarks.peers.peer import Bind
 from benchmarks.results import machine, write_json
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.session import Session, Workload
-from generator.evaluate.gpu.timer import Operation, Timer
+from generator.evaluate.gpu.timer import Timed, Timer
 from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.determinism import digest
 from generator.kernels.geometry import Config
@@ -69,7 +69,7 @@ class Condition(Timer):
         """Displace by ordinary reads, which leave clean lines."""
         torch.amax(self._clean, dim=0, out=self._most)
 
-    def ending(self, operation: Operation) -> Operation:
+    def ending(self, operation: Timed) -> Timed:
         """The operation as it is timed."""
         return operation
 
@@ -103,7 +103,7 @@ class Drained(Condition):
     """The present flush, and 128 MB of plain reads inside the interval of every operation, the
     floor too: what it left in the L2 has to be written within its time."""
 
-    def ending(self, operation: Operation) -> Operation:
+    def ending(self, operation: Timed) -> Timed:
         def drained() -> None:
             operation()
             self.read_plainly()
@@ -145,14 +145,14 @@ def sets_of(workload: Workload, number: int) -> list[tuple[Inputs, torch.Tensor]
 
 def operations(
     workload: Workload, benches: Mapping[str, Bench], peers: Mapping[str, Bind], number: int
-) -> dict[str, Operation]:
+) -> dict[str, Timed]:
     """The floor first, by name. All take from the same `number` sets, in the order of the calls."""
     sets, turn = sets_of(workload, number), count()
 
-    def rotate(calls: Sequence[Operation]) -> Operation:
+    def rotate(calls: Sequence[Timed]) -> Timed:
         return lambda: calls[next(turn) % number]()
 
-    def keep(calls: Sequence[Operation]) -> list[Operation]:
+    def keep(calls: Sequence[Timed]) -> list[Timed]:
         kept: deque[object] = deque(maxlen=number)  # so that each set has results of its own
         return [lambda call=call: kept.append(call()) for call in calls]  # type: ignore[misc]
 
@@ -165,7 +165,7 @@ def operations(
     return found
 
 
-def measure(found: Mapping[str, Operation], timer: Condition) -> dict[str, Any]:
+def measure(found: Mapping[str, Timed], timer: Condition) -> dict[str, Any]:
     """Medians over all rounds of each operation: `us`, and `over_floor`, its ratio to the floor."""
     timed = [timer.ending(operation) for operation in found.values()]
     rounds = dict(zip(found, take_turns(timer, timed), strict=True))

@@ -13,7 +13,7 @@ from generator.errors import NormforgeError
 from generator.evaluate.gpu.protocol import Candidate, Job, WorkerLostError
 from generator.evaluate.gpu.session import Session, Workload
 from generator.evaluate.gpu.supervisor import Supervisor
-from generator.evaluate.gpu.timer import Operation, Timer
+from generator.evaluate.gpu.timer import Timed, Timer
 from generator.evaluate.verify.bench import Bench
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.geometry import Config
@@ -81,7 +81,7 @@ def evaluate(
 
 def take_turns(
     timer: Timer,
-    operations: Sequence[Operation],
+    operations: Sequence[Timed],
     blocks: int = BLOCKS,
     rounds: int = ROUNDS,
     before: Callable[[], None] = lambda: None,

@@ -32,7 +32,7 @@ from generator.evaluate.evaluator import Pool
 from generator.evaluate.gpu.protocol import Answer, Candidate, Job, WorkerLostError
 from generator.evaluate.gpu.session import Session, Workload
 from generator.evaluate.gpu.supervisor import Supervisor
-from generator.evaluate.gpu.timer import Operation
+from generator.evaluate.gpu.timer import Timed
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
@@ -55,7 +55,7 @@ class LayoutSession(Session):
 
     def _interleave(self, workload: Workload, job: Job) -> Answer:
         benches = [workload.bench(candidate) for candidate in job.candidates]
-        operations: list[Operation] = [workload.floor]
+        operations: list[Timed] = [workload.floor]
         operations += [partial(bench.run, workload.inputs) for bench in benches]
         if job.problem.weight_dtype == job.problem.dtype:
             (aten,) = choose_peers("aten")

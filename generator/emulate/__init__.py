@@ -1,17 +1,15 @@
 """Runs rendered kernels on the CPU, unmodified, under schedules that a seed controls."""
 
 from generator.emulate.build import find_compiler
-from generator.emulate.check import Check, EmulationResult, check_variant, emulate
+from generator.emulate.check import Check, check_variant
 from generator.emulate.run import Layout, Runs, Schedule, run_schedules
 
 __all__ = [
     "Check",
-    "EmulationResult",
     "Layout",
     "Runs",
     "Schedule",
     "check_variant",
-    "emulate",
     "find_compiler",
     "run_schedules",
 ]

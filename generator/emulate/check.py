@@ -17,7 +17,6 @@ from generator.kernels.render import render
 from generator.kernels.variant import Variant
 from generator.operations import operation_of
 from generator.operations.operation import Bound
-from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
 from generator.runtime.spec import CHUNK_ROWS, KernelSpec, Launch, plan_launch
 
@@ -27,16 +26,6 @@ and several batches for every CTA at a small M."""
 MOST_ELEMENTS = 1 << 21
 """Of x, where a reduced problem takes more rows than its stages and blocks need."""
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class EmulationResult:
-    """dx: (M, N) of the problem's dtype; dw: (N,) of the weight's dtype; None when a problem
-    ended the run. problems: sentences that name variant, CTA, thread and buffer."""
-
-    dx: torch.Tensor | None
-    dw: torch.Tensor | None
-    problems: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -95,20 +84,6 @@ def reduced_problem(
 def default_residencies(spec: KernelSpec, grid: int) -> tuple[int, ...]:
     """One CTA (or cluster), about half of the grid, all of it."""
     return tuple(sorted({spec.cluster, max(spec.cluster, (grid + 1) // 2), grid}))
-
-
-def emulate(
-    variant: Variant, problem: Problem, inputs: Inputs | None = None, *, seed: int = 0
-) -> EmulationResult:
-    """Run one variant once on the CPU, with the grid of `small_launch`; dx and dw have the bits
-    that a GPU gives with that grid. inputs: default those of the operation. Raises NormforgeError
-    as run_schedules does."""
-    spec, launch = small_launch(variant, problem.M)
-    inputs = inputs or operation_of(problem).make_inputs(problem, CPU)
-    runs = run_schedules(render(variant), spec, launch, inputs, [Schedule(seed, launch.grid)])
-    if runs.faults:
-        return EmulationResult(None, None, tuple(f"{variant}: {fault}" for fault in runs.faults))
-    return EmulationResult(runs.dx[0], runs.dw[0], ())
 
 
 def check_variant(

@@ -113,11 +113,6 @@ class Operation:
     fallbacks: bool = False
     tiles: bool = False
 
-    @property
-    def template(self) -> str:
-        """The file in templates/ from which its kernels are rendered."""
-        return f"{self.name}.cu.j2"
-
     def traffic_bytes(self, problem: Problem) -> int:
         """Bytes that any implementation moves: every matrix read once or written once. Vectors are
         left out."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from generator.operations.launch import launch_backward
 from generator.operations.operation import (
     FP32_SLACK,
     HALF_UNIT,
@@ -21,7 +20,8 @@ from generator.operations.operation import (
     row_slices,
 )
 from generator.problem import Problem
-from generator.runtime.launch.launch import DW_IN_WEIGHT_DTYPE
+from generator.runtime.launch.binding import bind
+from generator.runtime.launch.launch import DW_IN_WEIGHT_DTYPE, plain_extent
 from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.spec import KernelSpec, Launch, plan_launch
 
@@ -210,26 +210,37 @@ def run_backward(
     workspace: torch.Tensor,
     dw_mode: int = DW_IN_WEIGHT_DTYPE,
 ) -> None:
-    """Enqueue one call on the current stream. inputs.weight may be None here, and x and dy packed
-    as (M / H, H, N); dw_mode: what to do with dw, which is fp32 but for DW_IN_WEIGHT_DTYPE."""
-    dx = outputs["dx"]
-    launch_backward(
-        kernel,
+    """Enqueue one call on the current stream, without waiting. Nothing is checked.
+
+    inputs: x and dy have contiguous columns, and base addresses and row strides that are multiples
+    of spec.vector_bytes. They may be packed as (M / H, H, N), with any two strides, where H > 1 and
+    M * H < 2^32. A weight of None stands for ones. outputs: dx, dw, and dresidual_out where the
+    residual has another dtype than x; one that is None is not computed. dw is fp32 unless dw_mode
+    is DW_IN_WEIGHT_DTYPE. workspace: launch.workspace_bytes, the first launch.scratch_offset of
+    them zero. launch: plan_launch(spec, M). Raises LaunchError.
+    """
+    x, dy, residual = inputs.x, inputs.dy, inputs.residual
+    dx, dw = outputs["dx"], outputs["dw"]
+    extent = plain_extent(
         launch,
-        torch.cuda.current_stream().cuda_stream,
-        x=inputs.x,
-        dy=inputs.dy,
-        rstd=inputs.rstd,
-        weight=inputs.weight,
-        dx=dx,
-        dw=outputs["dw"],
-        workspace=workspace.data_ptr(),
-        dresidual=inputs.residual,
-        dresidual_out=None if dx is None else outputs.get("dresidual_out"),
+        rows=x.numel() // x.shape[-1],
+        columns=x.shape[-1],
+        x_stride=x.stride(-2),
+        dy_stride=dy.stride(-2),
+        dresidual_stride=0 if residual is None else residual.stride(0),
+        packed=(x.shape[1], x.stride(0), dy.stride(0)) if x.dim() == 3 else (0, 0, 0),
         dw_mode=dw_mode,
         weight_offset=inputs.offset,
-        mean=inputs.mean,
     )
+    if dx is not None:
+        extent = extent._replace(dx_stride=dx.stride(0))
+    place = workspace.data_ptr()
+    at = (torch.cuda.current_stream().cuda_stream, place, place + launch.scratch_offset)
+    binding = bind(kernel, launch, extent, x.get_device(), *at, wants_dw=dw is not None)
+    dresidual_out = None if dx is None else outputs.get("dresidual_out")
+    tensors = (x, dy, inputs.rstd, inputs.weight, dx, dw, residual, dresidual_out)
+    addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    binding.run(addresses, 0 if inputs.mean is None else inputs.mean.data_ptr())
 
 
 class BackwardRunner:

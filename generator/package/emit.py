@@ -1,4 +1,4 @@
-"""Winners to the importable package `generated/<gpu>/rmsnorm_backward/`."""
+"""Winners to an importable package, such as `generated/<gpu>/rmsnorm_backward/`."""
 
 from __future__ import annotations
 

@@ -42,13 +42,12 @@ class Budget:
 @dataclass(frozen=True)
 class Progress:
     """Where a search stands. phase: origin of the latest trial (seed, search, overhead, sweep)
-    or "finals"; total: trials in the budget, None when only seconds count; elapsed: seconds of
-    search; counts: finished trials by outcome."""
+    or "finals"; total: trials in the budget, None when only seconds count; counts: finished trials
+    by outcome."""
 
     problem: Problem
     phase: str
     done: int
     total: int | None
-    elapsed: float
     best_us: float | None
     counts: Mapping[str, int]

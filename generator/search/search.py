@@ -293,7 +293,6 @@ class _Search:
                 phase=phase,
                 done=len(self.records),
                 total=self.budget.trials,
-                elapsed=self._elapsed(),
                 best_us=self._best_us(),
                 counts=self._counts(),
             )

@@ -1,4 +1,4 @@
-"""What one tuning run is to do, and how far it is."""
+"""What one tuning run is to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from generator.studies.records import study_name
 from generator.studies.storage import JOURNAL_NAME, is_shared
 from generator.target import Target
 
-# Least squares over the 52 studies of generated/h200 (400 trials each, 7.6 s to 64 s).
+# Least squares over 52 studies on an H200 (400 trials each, 7.6 s to 64 s).
 _SECONDS_PER_PROBLEM = 7.5
 _SECONDS_PER_GIGABYTE = 8.4
 

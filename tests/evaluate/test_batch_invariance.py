@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from generator.evaluate.gpu.protocol import Candidate
+from generator.evaluate.verify import batch_invariance
 from generator.evaluate.verify.batch_invariance import LEAST_ROWS, check_batch_invariance
-from generator.operations import rmsnorm_backward
 from generator.operations.rmsnorm_backward import Inputs, make_cancelling, make_inputs
 from generator.problem import Problem
 from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32
@@ -53,17 +53,25 @@ class Honest:
             start = start + chunk
         return start
 
-    def __call__(self, kernel: Any, launch: Launch, stream: int, **given: Any) -> None:
-        x, dy, dw = given["x"], given["dy"], given["dw"]
-        products = (dy * x * given["rstd"][:, None]).contiguous()
-        given["dx"].copy_(self.dx(products, launch))
-        start = dw.clone() if given["dw_mode"] == DW_ADDED else torch.zeros_like(dw)
+    def __call__(
+        self,
+        kernel: Any,
+        launch: Launch,
+        inputs: Inputs,
+        outputs: dict[str, torch.Tensor],
+        workspace: torch.Tensor,
+        dw_mode: int,
+    ) -> None:
+        x, dy, dw = inputs.x, inputs.dy, outputs["dw"]
+        products = (dy * x * inputs.rstd[:, None]).contiguous()
+        outputs["dx"].copy_(self.dx(products, launch))
+        start = dw.clone() if dw_mode == DW_ADDED else torch.zeros_like(dw)
         chunks = [self.chunk(part, launch) for part in products.split(CHUNK_ROWS)]
         dw.copy_(self.dw(start, chunks))
         self.calls.append(
             SimpleNamespace(rows=len(x), grid=launch.grid, strides=(x.stride(0), dy.stride(0)))
         )
-        self.calls[-1].mode = given["dw_mode"]
+        self.calls[-1].mode = dw_mode
 
 
 class DxOfTheGrid(Honest):
@@ -97,11 +105,9 @@ class DwOfPairsOfChunks(Honest):
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """The check of a stand-in."""
-    stream = SimpleNamespace(cuda_stream=7)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
 
     def run(stand_in: Honest, M: int = 18000, **options: Any) -> str:
-        monkeypatch.setattr(rmsnorm_backward, "launch_backward", stand_in)
+        monkeypatch.setattr(batch_invariance, "run_backward", stand_in)
         return check_batch_invariance(KERNEL, rows_of(M), **options)
 
     return run
@@ -156,29 +162,23 @@ def test_few_rows_are_repeated_until_there_are_several_chunks(check: Callable[..
     assert any(part.mode == DW_ADDED for part in honest.calls)
 
 
-def test_workspace_is_what_a_kernel_finds_it_to_be(
-    check: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workspace_is_what_a_kernel_finds_it_to_be(check: Callable[..., str]) -> None:
     """Zeros for the counters, and nothing to rely on behind them."""
-    made: list[torch.Tensor] = []
-    full = torch.full
-
-    def remember(size: Any, *rest: Any, **options: Any) -> torch.Tensor:
-        made.append(full(size, *rest, **options))
-        return made[-1]
 
     class Looks(Honest):
-        def __call__(self, kernel: Any, launch: Launch, stream: int, **given: Any) -> None:
-            workspace = made[-1]
-            assert given["workspace"] == workspace.data_ptr()
+        seen = 0
+
+        def __call__(self, kernel: Any, launch: Launch, *given: Any) -> None:
+            workspace = given[2]
             assert len(workspace) == launch.workspace_bytes
             assert not workspace[: launch.scratch_offset].any()
             assert (workspace[launch.scratch_offset :] == 0xFF).all()
-            super().__call__(kernel, launch, stream, **given)
+            self.seen += 1
+            super().__call__(kernel, launch, *given)
 
-    monkeypatch.setattr(torch, "full", remember)
-    assert check(Looks(), 3000) == ""
-    assert made
+    looks = Looks()
+    assert check(looks, 3000) == ""
+    assert looks.seen
 
 
 def test_only_kernels_of_runs_are_checked() -> None:

@@ -105,7 +105,7 @@ def bench_of(operation: Operation, problem: Problem, compute: Any) -> Bench:
 def test_an_operation_has_its_template_and_its_name(name: str) -> None:
     operation = OPERATIONS[name]
     assert operation.name == name
-    source = (TEMPLATES / operation.template).read_text()
+    source = (TEMPLATES / f"{name}.cu.j2").read_text()
     if operation.sums_rows:
         source = render(sample_variant(Problem.parse("4096x1024:bf16", name), H200))
     assert f" {name}(" in source

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from cuda.bindings import driver as cuda
 
-from generator.operations.launch import launch_backward
+from generator.operations.rmsnorm_backward import Inputs, run_backward
 from generator.runtime.launch.driver import LaunchError
 from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.spec import plan_launch
+from generator.runtime.spec import Launch, plan_launch
 from tests.support.fake_driver import (
     SEPARATE,
     SPEC,
@@ -22,23 +24,26 @@ from tests.support.fake_driver import (
 )
 
 
+def run(
+    kernel: LoadedKernel,
+    plan: Launch,
+    inputs: Inputs,
+    outputs: dict[str, torch.Tensor | None],
+    stream: int = 7,
+    workspace: int = 4096,
+) -> None:
+    place: Any = SimpleNamespace(data_ptr=lambda: workspace)
+    current = SimpleNamespace(cuda_stream=stream)
+    with patch.object(torch.cuda, "current_stream", lambda: current):
+        run_backward(kernel, plan, inputs, outputs, place)
+
+
 def launch(kernel: LoadedKernel, stream: int = 7, workspace: int = 4096) -> tuple[Any, ...]:
     dy, x, rstd, weight = tensors()
     x = torch.cat([x, x], 1)[:, :1024]  # row stride 2048
     dx, dw = torch.empty_like(dy), torch.empty_like(weight)
     plan = plan_launch(kernel.spec, len(x))
-    launch_backward(
-        kernel,
-        plan,
-        stream,
-        x=x,
-        dy=dy,
-        rstd=rstd,
-        weight=weight,
-        dx=dx,
-        dw=dw,
-        workspace=workspace,
-    )
+    run(kernel, plan, Inputs(x, dy, rstd, weight), {"dx": dx, "dw": dw}, stream, workspace)
     return (x, dy, rstd, weight, dx, dw), plan
 
 
@@ -77,8 +82,7 @@ def test_without_dw_the_second_kernel_is_not_launched(driver: FakeDriver) -> Non
     kernel = LoadedKernel(b"cubin", SEPARATE)
     dy, x, rstd, weight = tensors()
     plan = plan_launch(SEPARATE, len(x))
-    tensors_of = {"x": x, "dy": dy, "rstd": rstd, "weight": weight, "dx": torch.empty_like(x)}
-    launch_backward(kernel, plan, 7, **tensors_of, dw=None, workspace=4096)
+    run(kernel, plan, Inputs(x, dy, rstd, weight), {"dx": torch.empty_like(x), "dw": None})
     assert [seen.function for seen in driver.launches] == ["rmsnorm_backward"]
 
 

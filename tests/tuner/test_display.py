@@ -63,7 +63,7 @@ def go(stream: TextIO) -> None:
         for index, problem in enumerate(problems):
             for done in (1, 30, 60):
                 counts = {"ok": done, "resource": 1}
-                status.progress(index, Progress(problem, "tpe", done, 60, 1.0, 12.5, counts))
+                status.progress(index, Progress(problem, "search", done, 60, 12.5, counts))
             status.winner(index, problem, winner(problem))
         for done in range(4):
             status.phase("fallback kernels", done, 3)
@@ -111,12 +111,12 @@ def test_a_terminal_gets_bars_of_every_phase_in_80_columns(
     stream = Terminal()
     status = Status(2, stream)
     status.phase("fallback kernels", 1, 3)
-    status.progress(0, Progress(PROBLEM, "surrogate", 30, 400, 1.0, 1234.56, {"wrong": 12}))
+    status.progress(0, Progress(PROBLEM, "search", 30, 400, 1234.56, {"wrong": 12}))
     shown = [line for line in drawn(status, stream).splitlines() if line.strip()]
     assert [line.split()[0] for line in shown] == ["fallback", "searching", str(PROBLEM)]
     assert "1/3 | " in shown[0]
     assert re.search(r"0/2 shapes \| .* left", shown[1])
-    assert "30/400 surrogate, best 1234.56 us, 12 out" in " ".join(shown[2].split())
+    assert "30/400 search, best 1234.56 us, 12 out" in " ".join(shown[2].split())
     assert all(len(line.rstrip()) <= 80 for line in shown), shown
     status.winner(0, PROBLEM, winner(PROBLEM))
     status.phase("fallback kernels", 3, 3)

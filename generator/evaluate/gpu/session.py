@@ -240,8 +240,6 @@ def _facts(device: int) -> dict[str, Any]:
         "sms": properties.multi_processor_count,
         "uuid": str(getattr(properties, "uuid", "")),
         "bus_id": bus_id.decode().rstrip("\0").strip(),
-        "l2_bytes": properties.L2_cache_size,
-        "compute_capability": [properties.major, properties.minor],
         "cuda_driver": f"{version // 1000}.{version % 1000 // 10}",
         "driver": _driver_version(),
         "torch": torch.__version__,

@@ -9,7 +9,7 @@ import torch
 
 from generator.evaluate.gpu.l2_flush import FLUSH_BYTES, ColdCache
 
-Operation = Callable[[], object]
+Timed = Callable[[], object]
 """Launches one whole operation on the current stream, without waiting."""
 
 WARM_SECONDS = 0.005
@@ -29,7 +29,7 @@ class Timer:
         """What comes before every operation, outside its interval. value: another in each round."""
         self.cold.flush(value)
 
-    def block(self, operations: Sequence[Operation], rounds: int) -> list[list[float]]:
+    def block(self, operations: Sequence[Timed], rounds: int) -> list[list[float]]:
         """Microseconds by operation and round. Every operation runs once, untimed, before."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):

@@ -191,32 +191,3 @@ def cuStreamGetCaptureInfo(stream: int) -> tuple[CUresult, int, int, int | None]
     status, number, graph = c_int(), c_uint64(), c_void_p()
     code = _capture_info(stream, byref(status), byref(number), byref(graph), None, None)
     return _status[code], status.value, number.value, graph.value
-
-
-__all__ = [
-    "CUfunction_attribute",
-    "CUlaunchAttribute",
-    "CUlaunchAttributeID",
-    "CUlaunchConfig",
-    "CUstreamCaptureMode",
-    "CUstreamCaptureStatus",
-    "CUstream_flags",
-    "CUuserObjectRetain_flags",
-    "CUuserObject_flags",
-    "cuFuncSetAttribute",
-    "cuGraphRetainUserObject",
-    "cuLaunchKernelEx",
-    "cuMemAlloc",
-    "cuMemAllocAsync",
-    "cuMemFreeAsync",
-    "cuMemsetD8Async",
-    "cuModuleGetFunction",
-    "cuModuleLoadData",
-    "cuOccupancyMaxActiveClusters",
-    "cuStreamCreate",
-    "cuStreamDestroy",
-    "cuStreamGetCaptureInfo",
-    "cuStreamSynchronize",
-    "cuThreadExchangeStreamCaptureMode",
-    "cuUserObjectCreate",
-]
