@@ -187,3 +187,30 @@ def test_it_is_said_and_kept(package: Package) -> None:
     trained(again)
     assert again.weight.main_grad.any()
     assert not package.RMSNorm(16, elementwise_affine=False, main_grad=True).main_grad
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("wide_residual", [False, True])
+def test_a_narrow_buffer_of_a_narrow_weight_takes_gradients_of_wide_rows(
+    package: Package, overwrite: bool, wide_residual: bool
+) -> None:
+    ours, plain = pair(package, 16)
+    ours.weight.main_grad = ours.weight.main_grad.bfloat16()
+    ours.weight.overwrite_main_grad = overwrite
+    rows = randn(6, 16)
+    residual = randn(6, 16, seed=1) if wide_residual else None
+    for norm in (ours, plain):
+        x = rows.bfloat16() if wide_residual else rows
+        y = norm(x) if residual is None else norm(x, residual)[0]
+        y.sin().sum().backward()
+    wanted = plain.weight.grad + (0.0 if overwrite else 3.0)
+    assert ours.weight.main_grad.dtype == torch.bfloat16
+    torch.testing.assert_close(ours.weight.main_grad, wanted, rtol=2**-7, atol=2**-7)
+
+
+def test_overwriting_leaves_nothing_of_a_step_that_did_not_use_y(package: Package) -> None:
+    ours, _ = pair(package, 16)
+    ours.weight.overwrite_main_grad = True
+    _, stream = ours(randn(6, 16, dtype=torch.bfloat16), randn(6, 16).requires_grad_())
+    stream.sum().backward()
+    assert not ours.weight.main_grad.any()

@@ -157,6 +157,16 @@ def test_casting_of_llama_has_its_bits(package: Package, weight_dtype: torch.dty
     assert torch.allclose(norm(x).float(), wanted.float(), rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.parametrize("casting", ["llama", "gemma"])
+@pytest.mark.parametrize("affine", [False, True])
+def test_norms_of_pytorch_stay_what_they_are(package: Package, casting: str, affine: bool) -> None:
+    norm = nn.RMSNorm(16, eps=1e-6, elementwise_affine=affine)
+    x = randn(64, 16)
+    wanted = norm(x)
+    assert package.patch(norm, casting=casting) == [""]
+    torch.testing.assert_close(norm(x), wanted)
+
+
 def test_casting_of_gemma_has_its_bits(package: Package) -> None:
     norm = filled(OffsetRMSNorm(), torch.bfloat16)
     x = randn(64, 16, dtype=torch.bfloat16)

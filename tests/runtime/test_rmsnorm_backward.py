@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from generator.runtime.api import Package
 from generator.runtime.launch.row_layout import dense
@@ -252,6 +253,34 @@ def test_reasons_are_warned_about_once(package: Package, monkeypatch: pytest.Mon
     assert same((dx, dw), reference_backward(x, x, rstd, weight))
     with pytest.warns(UserWarning, match="using the formula in plain PyTorch"):
         package.rmsnorm_backward(x.bfloat16(), x.bfloat16(), rstd, weight)
+
+
+@pytest.mark.parametrize("package", ["torch", "torch.autograd", "torchtitan.models"])
+def test_warnings_name_a_line_of_the_program_and_none_of_pytorch(package: str) -> None:
+    code = compile("def call(function): function('a sentence')", "between.py", "exec")
+    between: dict[str, Any] = {"__package__": package}
+    exec(code, between)
+    with pytest.warns(UserWarning, match="a sentence") as caught:
+        between["call"](WarnOnce())
+    ours = package == "torchtitan.models"
+    assert caught[0].filename == ("between.py" if ours else __file__)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"accumulate": True}, "accumulate=True adds to dw_out"),
+        ({"dw_out": torch.zeros(3, 16)}, "dw_out must have the weight's shape"),
+        ({"dw_out": torch.zeros(16), "dw_dtype": torch.bfloat16}, "dw_"),
+        ({"dresidual": torch.zeros(4, 16), "need_dx": False}, "need_dx must be True"),
+    ],
+)
+def test_options_are_checked_where_the_operator_serves_too(
+    package: Package, options: dict[str, Any], says: str
+) -> None:
+    x, rstd, weight = randn(4, 16), torch.ones(4, 1), torch.ones(16)
+    with FlopCounterMode(display=False), pytest.raises((TypeError, ValueError), match=says):
+        package.rmsnorm_backward(x, x, rstd, weight, **options)
 
 
 def test_dtype_without_kernels_gets_every_option_from_the_formula(package: Package) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..serve.call import QuickCall
-from ..serve.checks import check_dx_out
+from ..serve.checks import check_dx_out, check_options
 from ..serve.options import Arguments, Backward, FormulaOptions, Options, dw_shape
 from ..serve.reference import Results, wide_dtype
 from ..torch_internals import is_plain, nothing_like, watched
@@ -103,6 +103,7 @@ class NormOperators:
         if type(options) is FormulaOptions:
             return self._backward(given, options)
         dw_out, dx_out, dw_dtype = given.dw_out, given.dx_out, options.dw_dtype
+        check_options(given, options)
         if dx_out is not None:
             check_dx_out(given, options)
         if dw_out is not None:

@@ -35,6 +35,8 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
       "llama"  w * xhat, after xhat was rounded to x's dtype. With None such a norm is served as
                "torch", one rounding less. The product and its gradient are PyTorch's, and slower.
 
+    A torch.nn.RMSNorm is served as it is, whatever the casting.
+
     Raises ValueError for another casting. A model that is patched twice is patched as the last time
     says.
     """
@@ -42,7 +44,11 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
         raise ValueError(f"casting must be one of {', '.join(CASTINGS)} or None, got {casting!r}")
 
     def forward_for(module: Any) -> Callable[..., Any] | None:
-        found = (casting or _casting_of(module)) if _may_be_served(module) else None
+        if not _may_be_served(module):
+            return None
+        if type(module) is torch.nn.RMSNorm:
+            return _forward_of(norm, "torch")
+        found = casting or _casting_of(module)
         return None if found is None else _forward_of(norm, found)
 
     return replace_forwards(model, "RMSNorm", forward_for)
@@ -99,8 +105,6 @@ def _eps_of(module: Any) -> float | None:
 def _casting_of(module: Any) -> str | None:
     """Whether a norm adds 1 to its weight, on rows whose mean is not 0 and the smallest of which
     show the eps; None when it computes anything else."""
-    if type(module) is torch.nn.RMSNorm:
-        return "torch"
     width, eps = len(module.weight), _eps_of(module)
     weight, x = torch.linspace(-1, 2, width), rows_to_try(width)
     y = try_forward(module, {"weight": weight}, x)

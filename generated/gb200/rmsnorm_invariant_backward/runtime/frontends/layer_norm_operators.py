@@ -133,7 +133,7 @@ def layer_norm_gradients(
         weight = rows.new_ones(rows.shape[-1], dtype=ctx.bias_dtype)
     scale_dtype = None if weight is None else weight.dtype
     if needs_db and weight is not None and ctx.bias_dtype == torch.float32:
-        weight = weight.float()  # db comes in its dtype
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))  # db has its dtype
     wanted = (needs_x or needs_residual, needs_dw or needs_db)
     found = None
     usual = dstream is None and ctx.eps >= SMALLEST_EPS

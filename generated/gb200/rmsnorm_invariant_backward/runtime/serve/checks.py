@@ -43,7 +43,7 @@ def check_arguments(given: Arguments, options: Options) -> None:
             f"mean must be like rstd ({rstd.numel()} of {rstd.dtype}), "
             f"got {mean.numel()} of {mean.dtype}"
         )
-    _check_options(given, options)
+    check_options(given, options)
 
 
 def _check_weight(
@@ -60,7 +60,8 @@ def _check_weight(
         )
 
 
-def _check_options(given: Arguments, options: Options) -> None:
+def check_options(given: Arguments, options: Options) -> None:
+    """Raise TypeError or ValueError, with one sentence, for options that do not fit."""
     x, weight, dresidual, dw_out = given.x, given.weight, given.dresidual, given.dw_out
     if dresidual is not None:
         if not options.need_dx:

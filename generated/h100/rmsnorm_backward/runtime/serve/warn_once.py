@@ -7,7 +7,7 @@ import warnings
 
 
 class WarnOnce:
-    """Warns once per sentence, at the first frame outside this package."""
+    """Warns once per sentence, at the first frame outside this package and PyTorch."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -22,6 +22,9 @@ def _first_frame_outside() -> int:
     """The stack level of it for the caller of this function."""
     runtime = __name__.rpartition(".serve.")[0]
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and str(frame.f_globals.get("__package__")).startswith(runtime):
+    while frame.f_back is not None:
+        package = f"{frame.f_globals.get('__package__')}."
+        if not package.startswith((f"{runtime}.", "torch.")):
+            break
         frame, level = frame.f_back, level + 1
     return level
