@@ -21,7 +21,7 @@ from generator.operations.operation import (
 )
 from generator.problem import Problem
 from generator.runtime.launch.binding import bind
-from generator.runtime.launch.launch import DW_IN_WEIGHT_DTYPE, plain_extent
+from generator.runtime.launch.launch import DW_IN_WEIGHT_DTYPE, Extent, gap_factor
 from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.spec import KernelSpec, Launch, plan_launch
 
@@ -221,19 +221,22 @@ def run_backward(
     """
     x, dy, residual = inputs.x, inputs.dy, inputs.residual
     dx, dw = outputs["dx"], outputs["dw"]
-    extent = plain_extent(
-        launch,
-        rows=x.numel() // x.shape[-1],
-        columns=x.shape[-1],
+    rows, columns = x.numel() // x.shape[-1], x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 0
+    extent = Extent(
+        rows=rows,
         x_stride=x.stride(-2),
         dy_stride=dy.stride(-2),
         dresidual_stride=0 if residual is None else residual.stride(0),
-        packed=(x.shape[1], x.stride(0), dy.stride(0)) if x.dim() == 3 else (0, 0, 0),
+        dx_stride=columns if dx is None else dx.stride(0),
+        x_gap=x.stride(0) - heads * x.stride(1) if heads else 0,
+        dy_gap=dy.stride(0) - heads * dy.stride(1) if heads else 0,
+        gaps=gap_factor(rows, heads),
+        columns=columns,
+        group=launch.group,
         dw_mode=dw_mode,
         weight_offset=inputs.offset,
     )
-    if dx is not None:
-        extent = extent._replace(dx_stride=dx.stride(0))
     place = workspace.data_ptr()
     at = (torch.cuda.current_stream().cuda_stream, place, place + launch.scratch_offset)
     binding = bind(kernel, launch, extent, x.get_device(), *at, wants_dw=dw is not None)

@@ -565,3 +565,13 @@ def test_a_tensor_that_is_on_its_way_is_served(package: LayerNormPackage) -> Non
     assert "Native" not in nodes_of(y)
     wanted = package.layer_norm(x.elem, torch.ones(16), torch.zeros(16))
     assert y.shape == wanted.shape
+
+
+def test_a_bias_of_fp32_takes_nothing_off_a_weight_of_float64(package: LayerNormPackage) -> None:
+    x = torch.randn(6, 16, dtype=torch.float64, requires_grad=True)
+    weight = (torch.randn(16, dtype=torch.float64) / 3).requires_grad_()
+    bias = torch.zeros(16, requires_grad=True)
+    dy = torch.randn(6, 16).double()
+    package.layer_norm(x, weight, bias).backward(dy)
+    (wanted,) = torch.autograd.grad(torch.nn.functional.layer_norm(x, (16,), weight), x, dy)
+    torch.testing.assert_close(x.grad, wanted, rtol=1e-12, atol=1e-12)

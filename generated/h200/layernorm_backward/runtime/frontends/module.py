@@ -31,7 +31,7 @@ class RMSNorm(torch.nn.RMSNorm):
         batch_invariant: use kernels whose bits do not depend on the batch. The norm is then an
             RMSNorm of `normforge.batch_invariant`. Raises RuntimeError if there are none.
         matches: "vllm" for a batch-invariant norm whose forward has the bits of vLLM's; see
-            docs/determinism.md. Raises ValueError for a norm that is not batch-invariant.
+            docs/vllm-bits.md. Raises ValueError for a norm that is not batch-invariant.
 
     With main_grad, and if the weight has an attribute grad_added_to_main_grad, that is set to True
     and autograd gets a dummy gradient: zeros if weight.zero_out_wgrad is set, else uninitialised

@@ -5,8 +5,6 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from ..spec import Launch
-
 # The arguments as the compiler lays them out, every one naturally aligned. The main kernel's are
 # one structure: x, dy, rstd, weight, dx, dw, dresidual, dresidual_out; counters, zeroed, scratch;
 # Extent; mean, where a kernel that takes none does not look.
@@ -27,7 +25,7 @@ class Extent(NamedTuple):
 
     Strides are elements between rows. x_gap, dy_gap: elements of a gap behind some rows, as between
     the heads of one token and the next in a packed tensor; gaps: see `gap_factor`, 0 where all rows
-    lie at one stride.
+    lie at one stride. group: the launch's.
     """
 
     rows: int
@@ -42,38 +40,6 @@ class Extent(NamedTuple):
     group: int
     dw_mode: int
     weight_offset: float
-
-
-def plain_extent(
-    launch: Launch,
-    rows: int,
-    columns: int,
-    x_stride: int,
-    dy_stride: int,
-    *,
-    dresidual_stride: int = 0,
-    packed: tuple[int, int, int] = (0, 0, 0),
-    dw_mode: int = DW_IN_WEIGHT_DTYPE,
-    weight_offset: float = 0.0,
-) -> Extent:
-    """The extent of a call whose dx is dense. packed: heads, and elements from one
-    token to the next in x and in dy; heads is 0 where all rows lie at one stride, and
-    `gap_factor(rows, heads)` must not be 0 where it is not."""
-    heads, x_outer, dy_outer = packed
-    return Extent(
-        rows=rows,
-        x_stride=x_stride,
-        dy_stride=dy_stride,
-        dresidual_stride=dresidual_stride,
-        dx_stride=columns,
-        x_gap=x_outer - heads * x_stride,
-        dy_gap=dy_outer - heads * dy_stride,
-        gaps=gap_factor(rows, heads),
-        columns=columns,
-        group=launch.group,
-        dw_mode=dw_mode,
-        weight_offset=weight_offset,
-    )
 
 
 def gap_factor(rows: int, heads: int) -> int:

@@ -3,6 +3,7 @@
 A package that is exported for Hugging Face's `kernels` has another file of this name, with the same
 names by ctypes."""
 
+# ruff: noqa: F401
 from cuda.bindings.driver import (
     CUfunction_attribute,
     CUlaunchAttribute,
@@ -30,31 +31,3 @@ from cuda.bindings.driver import (
     cuThreadExchangeStreamCaptureMode,
     cuUserObjectCreate,
 )
-
-__all__ = [
-    "CUfunction_attribute",
-    "CUlaunchAttribute",
-    "CUlaunchAttributeID",
-    "CUlaunchConfig",
-    "CUstreamCaptureMode",
-    "CUstreamCaptureStatus",
-    "CUstream_flags",
-    "CUuserObjectRetain_flags",
-    "CUuserObject_flags",
-    "cuFuncSetAttribute",
-    "cuGraphRetainUserObject",
-    "cuLaunchKernelEx",
-    "cuMemAlloc",
-    "cuMemAllocAsync",
-    "cuMemFreeAsync",
-    "cuMemsetD8Async",
-    "cuModuleGetFunction",
-    "cuModuleLoadData",
-    "cuOccupancyMaxActiveClusters",
-    "cuStreamCreate",
-    "cuStreamDestroy",
-    "cuStreamGetCaptureInfo",
-    "cuStreamSynchronize",
-    "cuThreadExchangeStreamCaptureMode",
-    "cuUserObjectCreate",
-]

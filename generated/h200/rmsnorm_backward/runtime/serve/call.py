@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..launch.binding import MEAN, Binding, bind, pack_addresses, pack_mean
-from ..launch.launch import DW_ADDED, DW_IN_FP32, DW_IN_WEIGHT_DTYPE, plain_extent
+from ..launch.launch import DW_ADDED, DW_IN_FP32, DW_IN_WEIGHT_DTYPE, Extent, gap_factor
 from ..launch.loaded_kernel import LoadedKernel
 from ..launch.row_layout import dense
 from ..launch.workspace import MOST_STREAMS, PER_THREAD, Workspaces
@@ -114,14 +114,18 @@ class KernelCall:
             elif dw_dtype != weight.dtype:
                 dw_mode = DW_IN_FP32
             self.dw_size = contiguous(dw_shape(given), dw_dtype) if dw_out is None else None
-        self.extent = plain_extent(
-            launch,
+        heads = layout.x.inner
+        self.extent = Extent(
             rows=layout.rows,
-            columns=layout.columns,
             x_stride=layout.x.stride,
             dy_stride=layout.dy.stride,
             dresidual_stride=layout.dresidual_stride,
-            packed=(layout.x.inner, layout.x.outer, layout.dy.outer),
+            dx_stride=layout.columns,
+            x_gap=layout.x.outer - heads * layout.x.stride,
+            dy_gap=layout.dy.outer - heads * layout.dy.stride,
+            gaps=gap_factor(layout.rows, heads),
+            columns=layout.columns,
+            group=launch.group,
             dw_mode=dw_mode,
             weight_offset=options.weight_offset,
         )
