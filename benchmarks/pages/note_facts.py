@@ -126,11 +126,10 @@ def load_hints(pipeline: str) -> list[float]:
     return [row["evict_last"] / row["default"] for row in rows]
 
 
-def kept_outputs(condition: str, operation: str, follower: str) -> list[tuple[float, float]]:
-    """Times of an operation, and what follows it, without and with outputs that stay in the L2."""
+def kept_outputs(condition: str, operation: str, follower: str) -> list[dict[str, float]]:
+    """Times of an operation and what follows it, with neither, either and both hints."""
     wanted = {"condition": condition, "operation": operation, "follower": follower}
-    rows = [row for row in read("stores_h100")["rows"] if wanted.items() <= row.items()]
-    return [(row["default_us"], row["stores_us"]) for row in rows]
+    return [row for row in read("stores_h100")["rows"] if wanted.items() <= row.items()]
 
 
 def _journal() -> Iterator[tuple[str, str]]:

@@ -47,6 +47,8 @@ def prior_of(shapes: Sequence[Shape]) -> Prior:
 
 
 Group = Callable[[Shape], object]
+FEWEST = 3
+"""Trials that may win, of a shape that is scored: fewer leave nothing to rank."""
 GROUPS: dict[str, Group] = {
     "width": lambda shape: shape.problem.N,
     "gpu": lambda shape: shape.target.name,
@@ -204,7 +206,8 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> int:
         if args.command == "fit":
             return fit_command(read_shapes(folders), folders)
-        shapes = read_shapes(folders, args.op)
+        found = read_shapes(folders, args.op)
+        shapes = [shape for shape in found if len(shape.feasible) >= FEWEST]
         if args.leave == "gpu" and len({shape.target.name for shape in shapes}) < 2:
             raise NormforgeError("--leave gpu needs studies of two GPUs: name both with --studies")
         return score_command(shapes, GROUPS[args.leave], args.out)

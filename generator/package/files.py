@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from generator.errors import NormforgeError
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import headers
@@ -133,12 +135,12 @@ class KernelFiles:
 
     def _todays(self, source: str, old: KernelOf[Any]) -> str:
         """The source as today's templates write it, unless they make other code of the kernel."""
+        self.headers[header_revision(headers())] = headers()
         try:
             fresh = source_of(variant_of(old))
-        except (KeyError, TypeError):  # a config that today's templates do not know
-            return source
-        self.headers[header_revision(headers())] = headers()
-        return fresh if same_but_for_comments(source, fresh, self.headers) else source
+            return fresh if same_but_for_comments(source, fresh, self.headers) else source
+        except (LookupError, TypeError, ValueError, NormforgeError, TemplateError):
+            return source  # of a config or of headers that today's templates do not know
 
     def _store_source(self, file: str, config: Mapping[str, Any], source: str) -> None:
         same = self._forwards.setdefault(config["form"], {}) if "form" in config else self._sources

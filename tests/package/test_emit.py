@@ -21,7 +21,7 @@ from generator.package.entries import Entry, Forwards
 from generator.package.files import RUNTIME, _format_json, refresh, runtime_files
 from generator.package.sources import header_revision, included_revisions, source_of
 from generator.runtime.cubins import CUBINS, CUBINS_INDEX
-from generator.runtime.table import FORMAT, FORWARD_TABLE, TABLE, ForwardTable, Table
+from generator.runtime.table import FORMAT, FORWARD_TABLE, TABLE, ForwardTable, Table, seal
 from generator.target import find_target
 from tests.support.packages import (
     H200,
@@ -143,6 +143,22 @@ def test_kept_winner_takes_headers_whose_comments_alone_are_new(
     assert [path.name for path in (package / "include").iterdir()] == [header_revision(texts)]
     source = (package / "kernels" / f"{old.variant}.cu").read_text()
     assert included_revisions(source) == [header_revision(texts)]
+
+
+@pytest.mark.parametrize("knob", ["weight_in", "arrival", "strategy"])
+def test_kept_winner_of_a_config_without_todays_knobs_keeps_its_source(
+    package: Path, knob: str
+) -> None:
+    old = entry("4096x1024:bf16")
+    put(package, old, fallback=[])
+    source = (package / "kernels" / f"{old.variant}.cu").read_text()
+    table = package / "table.json"
+    content = json.loads(table.read_text())
+    del content["tuned"][0]["kernel"]["config"][knob]
+    del content["digest"]
+    table.write_text(seal(json.dumps(content, indent=1) + "\n"))
+    put(package, entry("8192x512:bf16"), fallback=[])
+    assert (package / "kernels" / f"{old.variant}.cu").read_text() == source
 
 
 @pytest.mark.parametrize(

@@ -208,9 +208,13 @@ def test_a_narrow_buffer_of_a_narrow_weight_takes_gradients_of_wide_rows(
     torch.testing.assert_close(ours.weight.main_grad, wanted, rtol=2**-7, atol=2**-7)
 
 
-def test_overwriting_leaves_nothing_of_a_step_that_did_not_use_y(package: Package) -> None:
-    ours, _ = pair(package, 16)
-    ours.weight.overwrite_main_grad = True
-    _, stream = ours(randn(6, 16, dtype=torch.bfloat16), randn(6, 16).requires_grad_())
-    stream.sum().backward()
-    assert not ours.weight.main_grad.any()
+@pytest.mark.parametrize(
+    ("weight", "buffer"),
+    [("float32", "bfloat16"), ("bfloat16", "float16"), ("bfloat16", "float64")],
+)
+def test_a_buffer_of_another_dtype_is_refused(package: Package, weight: str, buffer: str) -> None:
+    norm = package.RMSNorm(16, dtype=getattr(torch, weight), main_grad=True)
+    norm.weight.main_grad = torch.zeros(16, dtype=getattr(torch, buffer))
+    y = norm(randn(6, 16, dtype=getattr(torch, weight)).requires_grad_())
+    with pytest.raises(TypeError, match="dw_out must have the weight's dtype"):
+        y.sum().backward()

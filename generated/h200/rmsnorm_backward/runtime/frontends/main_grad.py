@@ -78,19 +78,18 @@ class _MainGradNorm(torch.autograd.Function):
             else:
                 add = not getattr(ctx.parameter, "overwrite_main_grad", False)
                 buffer = _main_grad(ctx.parameter).view(given.weight.shape)
-                if buffer.dtype in (given.weight.dtype, torch.float32):
+                if buffer.dtype == ctx.parameter.dtype != given.weight.dtype:
+                    # Wide rows made the weight wide, and with it dw.
+                    results = run(given, options)
+                    _store(results[1], buffer, add)
+                else:
                     # What dataclasses.replace does, in 0.7 us less of every backward.
                     given = Arguments(**{**vars(given), "dw_out": buffer})
                     options = type(options)(**{**vars(options), "accumulate": add})
                     results = run(given, options)
-                else:  # the parameter's dtype, where wide rows made the weight wide
-                    results = run(given, options)
-                    _store(results[1], buffer, add)
             added = True
             return results
 
-        if dy is None and needs_dw and getattr(ctx.parameter, "overwrite_main_grad", False):
-            _main_grad(ctx.parameter).zero_()  # nobody used y
         needs = (needs_x, needs_residual, needs_dw)
         dx, dresidual, dw = gradients_of_sum(into_main_grad, ctx, needs, dy, dstream, seen)
         if dw is not None and not added:  # by the formula, of which the buffer has nothing
