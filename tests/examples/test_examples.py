@@ -34,10 +34,12 @@ RUNNER = f"""
 import contextlib, io, json, runpy, sys, warnings
 import torch
 from torch._inductor import metrics
+import {PACKAGE} as package
 from {PACKAGE} import installed
 from {PACKAGE}.runtime.serve.forward import Forward, reference_forward
 from {PACKAGE}.runtime.serve.reference import reference_backward
 
+sys.modules["normforge"] = package  # which would choose it on its GPU
 gpu, folder, *lines = sys.argv[1:]
 torch.set_num_threads(1)
 # What the package warns of, when it has no kernel for a call.
