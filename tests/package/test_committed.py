@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from generator.kernels.machine_code import illegal_copies
+from generator.package.entries import problem_of
 from generator.package.fallback_kernels import DTYPES
 from generator.package.files import RUNTIME, runtime_files, write_code
 from generator.package.sources import config_of, header_revision, included_revisions, variant_of
@@ -135,8 +136,7 @@ def test_committed_predictions_are_those_of_todays_model_and_of_the_committed_st
     studies = {study.name: study for study in read_studies(folder)}
     for one in Table.load(folder / operation).tuned:
         assert one.evidence == "predicted"
-        problem = Problem(one.M, one.N, one.dtype, one.weight_dtype, operation=operation)
-        names = study_names(problem, target, "predicted", load_space(space_file(operation)))
+        names = study_names(problem_of(one), target, "predicted", load_space(space_file(operation)))
         name = next((name for name in names if name in studies), None)
         assert name is not None, advice
         winner = studies[name].winner
