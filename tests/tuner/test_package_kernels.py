@@ -112,6 +112,7 @@ def test_forwards_of_a_batch_invariant_run_are_those_that_the_space_fixes(tmp_pa
     wanted = forwards_with({"cluster": 1, "threads_per_row": 64, "vector_bytes": 16}, problem, H200)
     assert 1 < len(wanted) < len(forward_variants(problem, H200)) / 2
     assert generic_forwards_of(plan) == tile_forwards(H200)
+    assert len(tile_forwards(H200)) == 12
     assert plan.forwards(problem, H200) == wanted
 
 
