@@ -243,6 +243,7 @@ class FakeSession:
         known = answer.result
         assert known is not None
         told = {"outcome": known.outcome, "ratio": known.ratio, "noisy": known.noisy}
+        told["floor_us"] = known.floor_us
         self.gpu.log.write(sync=True, **entry, event="answer", **told, last=answer.last)
         return answer
 

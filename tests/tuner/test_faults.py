@@ -20,6 +20,7 @@ from optuna.exceptions import StorageInternalError
 
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.evaluator import INTERLEAVINGS, MeasuredEvaluator
+from generator.evaluate.gpu.noise import drifted
 from generator.evaluate.gpu.protocol import NoGpuError, WorkerLostError
 from generator.evaluate.gpu.supervisor import RETRY_PAUSES, STARVED, Supervisor
 from generator.kernels.compile_pool import CompilePool
@@ -493,8 +494,12 @@ def check_log(run: Run, killed: Counter[str], records: list[Record]) -> None:
     (nothing else was begun in between), and what was answered last is what is stored."""
     trials = [entry for entry in run.log.read() if entry.get("kind") == "evaluate"]
     begun = [entry["key"] for entry in trials if entry["event"] == "begin"]
-    # Trials that stayed noisy are meant to be measured again, before the finals.
+    # Noisy trials are meant to be measured again, before the finals: those that said so, and those
+    # whose floor turned out to be slow, which only later trials tell.
+    timed = [e for e in trials if e.get("outcome") == "ok" and not e["noisy"]]
+    fastest = min((entry["floor_us"] for entry in timed), default=0.0)
     noisy = {entry["key"] for entry in trials if entry.get("noisy")}
+    noisy |= {entry["key"] for entry in timed if drifted(entry["floor_us"], fastest)}
     repeats = 0
     last: dict[str, int] = {}
     for place, name in enumerate(begun):
@@ -512,6 +517,21 @@ def check_log(run: Run, killed: Counter[str], records: list[Record]) -> None:
     for name, ratio in answers.items():
         if name not in noisy:
             assert stored[name] == ratio, f"{name}: another answer is stored than the last one"
+
+
+def test_the_check_of_the_log_knows_a_trial_whose_floor_turned_out_to_be_slow(
+    tmp_path: Path,
+) -> None:
+    for again in ("a", "b"):
+        run = Run(tmp_path / again, Landscape())
+        run.folder.mkdir()
+        for name, floor_us in (("a", 120.0), ("b", 80.0), ("c", 80.0), (again, 80.0)):
+            run.log.write(kind="evaluate", key=name, event="begin")
+            answer = {"outcome": "ok", "ratio": 1.0, "noisy": False, "floor_us": floor_us}
+            run.log.write(kind="evaluate", key=name, event="answer", **answer, last=False)
+        reports = pytest.raises(AssertionError, match="b was measured again without a kill")
+        with reports if again == "b" else pytest.raises(AssertionError, match="an answer was lost"):
+            check_log(run, Counter(), [])
 
 
 def test_the_check_of_the_log_finds_a_trial_that_was_measured_twice(tmp_path: Path) -> None:
