@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.utils.parametrize
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from generator.runtime.api import Package
 from tests.support.entry_points import grads, randn
@@ -71,6 +75,16 @@ class PickyRMSNorm(PlainRMSNorm):
 class GatedRMSNorm(PlainRMSNorm):
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         return super().forward(x) if gate is None else super().forward(x) * gate
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class Doubled(nn.Module):
@@ -137,10 +151,80 @@ def test_norms_are_served_and_given_back(
         *(GatedRMSNorm, BiasedRMSNorm, nn.LayerNorm),
     ],
 )
-def test_what_computes_anything_else_is_left_alone(package: Package, kind: Any) -> None:
+@pytest.mark.parametrize("casting", [None, "llama", "gemma"])
+def test_what_computes_anything_else_is_left_alone(
+    package: Package, kind: Any, casting: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     norm = kind(16) if kind is nn.LayerNorm else kind()
-    assert package.patch(nn.Sequential(norm)) == []
+    assert package.patch(nn.Sequential(norm), casting) == []
     assert type(norm) is kind
+    said = [record.getMessage() for record in caplog.records]
+    assert kind is nn.LayerNorm or said == [m for m in said if f"leaves 0 ({kind.__name__})" in m]
+    assert len(said) == (kind is not nn.LayerNorm)
+
+
+@pytest.mark.parametrize(("casting", "names"), [("llama", ["0"]), ("gemma", ["1"])])
+def test_a_casting_holds_for_the_norms_that_have_it(
+    package: Package, casting: str, names: list[str]
+) -> None:
+    model = nn.Sequential(PlainRMSNorm(), OffsetRMSNorm())
+    assert package.patch(model, casting) == names
+
+
+@pytest.mark.parametrize("kind", [PlainRMSNorm, OffsetRMSNorm])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_results_keep_their_dtype(
+    package: Package, kind: Any, weight_dtype: torch.dtype, x_dtype: torch.dtype
+) -> None:
+    norm, x = filled(kind(), weight_dtype), randn(64, 16).to(x_dtype)
+    wanted = norm(x)
+    package.patch(norm)
+    assert norm(x).dtype == wanted.dtype
+    torch.testing.assert_close(norm(x).float(), wanted.float(), rtol=2**-7, atol=2**-7)
+
+
+def test_an_eps_of_zero_is_none_at_all(package: Package) -> None:
+    norm, x = filled(PlainRMSNorm(eps=0.0)), randn(4, 16)
+    wanted = norm(x)
+    assert package.patch(norm) == [""]
+    torch.testing.assert_close(norm(x), wanted)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: torch.device("meta"),
+        FakeTensorMode,
+        lambda: default_dtype(torch.bfloat16),
+        lambda: default_dtype(torch.float64),
+    ],
+)
+def test_a_model_is_patched_where_it_is_built(package: Package, around: Any) -> None:
+    with around():
+        model = nn.Sequential(PlainRMSNorm(), nn.RMSNorm(16), OffsetRMSNorm(), CentredRMSNorm())
+        dtype = torch.get_default_dtype()
+        assert package.patch(model) == ["0", "1", "2"]
+        assert torch.get_default_dtype() == dtype
+
+
+class Sharded:
+    """A class that makes other objects than its own, as FSDPModule is one."""
+
+    def __new__(cls) -> Any:
+        made = object.__new__(cls.__mro__[2])
+        made.__init__()
+        return made
+
+
+def test_sharded_norms_are_tried_without_making_new_ones(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm: Any = PlainRMSNorm()
+    norm.__class__ = type("FSDPPlainRMSNorm", (Sharded, PlainRMSNorm), {})
+    monkeypatch.delattr(PlainRMSNorm, "__init__")
+    assert package.patch(norm) == [""]
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])

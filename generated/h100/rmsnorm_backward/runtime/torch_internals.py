@@ -8,10 +8,12 @@ TorchInductor allocates with. A PyTorch that lacks one gets the public function.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
+from torch.utils import _python_dispatch
 
 
 def _public_stream(device: int) -> int:
@@ -56,6 +58,11 @@ _modes_active: Callable[[], int] = _find("_len_torch_dispatch_stack", lambda: 1)
 transforms_active: Callable[[], bool] = _find("_are_functorch_transforms_active", lambda: False)
 """Whether torch.func is transforming what runs (grad, vmap, …). Where nobody says so, torch.func
 refuses a node of autograd by itself."""
+
+disable_modes: Callable[[], AbstractContextManager[Any]] = _find(
+    "_disable_current_modes", nullcontext, _python_dispatch
+)
+"""Without the modes that see operators, for computing with real tensors in the midst of one."""
 
 tracing: Callable[[], Any] = _find("_get_tracing_state", lambda: torch.jit.is_tracing() or None)
 """What torch.jit.trace writes to, None while it does not run."""

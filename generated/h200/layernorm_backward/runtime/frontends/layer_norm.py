@@ -202,8 +202,9 @@ class LayerNormPackage(NormPackage):
         """Serve the LayerNorms of a model: torch.nn.LayerNorm over one dimension, and subclasses
         whose name ends in LayerNorm, if they compute the same on a few rows. Returns their names.
         `unpatch(model)` undoes it."""
+        other = "it is not a LayerNorm over one dimension, or computes something else"
         return replace_forwards(
-            model, self._layer, lambda m: self._patched_forward if _may_be_served(m) else None
+            model, self._layer, lambda m: self._patched_forward if _may_be_served(m) else other
         )
 
 
@@ -232,7 +233,7 @@ def _may_be_served(module: Any) -> bool:
     kind = type(module)
     if not isinstance(module, torch.nn.LayerNorm) or hasattr(kind, "_package"):
         return False
-    if len(module.normalized_shape) != 1 or not kind.__name__.endswith("LayerNorm"):
+    if len(module.normalized_shape) != 1:
         return False
     if kind is torch.nn.LayerNorm:
         return True

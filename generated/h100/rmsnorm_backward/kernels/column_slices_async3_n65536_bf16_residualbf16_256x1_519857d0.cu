@@ -1,7 +1,7 @@
-// column_slices_async3_n65536_bf16_offset_256x1_c6a57ff7
+// column_slices_async3_n65536_bf16_residualbf16_256x1_519857d0
 //
-// RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)),
-// dw = sum over rows of dy * xhat, with xhat = x * rstd and w = weight + weight_offset.
+// RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)) + dresidual,
+// dw = sum over rows of dy * xhat, with xhat = x * rstd.
 // Persistent CTAs walk over batches of rows; each thread adds up the partial dw of its columns; the
 // strategy `column_slices` turns the partial dw of all CTAs into dw.
 // Determinism class: gpu_to_gpu.
@@ -30,12 +30,12 @@ constexpr int kVectors = 4;  // vectors of a row in one thread
 constexpr int kWarpsPerRow = 8;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
 constexpr int kRowBytes = 16384;  // of one CTA's part of a row of x
-constexpr int kOffset = 1;  // a number is added to the weight
-constexpr int kResidual = 0;  // the residual's gradient is added to dx
+constexpr int kOffset = 0;  // a number is added to the weight
+constexpr int kResidual = 1;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
-constexpr int kResidualRowBytes = 0;
+constexpr int kResidualRowBytes = 16384;
 constexpr int kPartialStride = 8192;  // floats of one row of partial dw
-constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
+constexpr int kTailColumns = 256;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 16;  // bytes into shared memory

@@ -1,7 +1,7 @@
-// column_slices_async3_n65536_bf16_residualbf16_256x1_0a0c1c10
+// column_slices_async3_n32768_bf16_offset_residualbf16_256x1_050abcce
 //
 // RMSNorm backward: dx = rstd * (w * dy - xhat * mean(xhat * w * dy)) + dresidual,
-// dw = sum over rows of dy * xhat, with xhat = x * rstd.
+// dw = sum over rows of dy * xhat, with xhat = x * rstd and w = weight + weight_offset.
 // Persistent CTAs walk over batches of rows; each thread adds up the partial dw of its columns; the
 // strategy `column_slices` turns the partial dw of all CTAs into dw.
 // Determinism class: gpu_to_gpu.
@@ -11,46 +11,46 @@
 // ---- Config ---------------------------------------------------------------------------------
 
 constexpr bool kExact = true;  // N is a constant
-constexpr int kRowColumns = 65536;  // N
-constexpr int kColumns = 8192;  // columns of one CTA
+constexpr int kRowColumns = 32768;  // N
+constexpr int kColumns = 4096;  // columns of one CTA
 constexpr int kCluster = 8;  // CTAs that share a row
 constexpr int kThreadsPerRow = 256;
 constexpr int kTeamThreads = 256;  // those of a row, but at least a warp
 constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
 constexpr int kTeams = 1;  // of a CTA, each with rows of its own
 constexpr int kThreads = 256;  // of one CTA
-constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
-constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
+constexpr int kRowsInFlight = 2;  // rows that a thread works on at once
+constexpr int kBatchRows = 2;  // rows of a batch: kRowsInFlight * kRowsAbreast
 constexpr int kStages = 3;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 0;  // x and dy are read again for dx
 constexpr int kVectorBytes = 16;
 constexpr int kElements = 8;  // elements of x in a vector
-constexpr int kVectors = 4;  // vectors of a row in one thread
+constexpr int kVectors = 2;  // vectors of a row in one thread
 constexpr int kWarpsPerRow = 8;
 constexpr int kWeightBytes = 16;  // of the weight for one vector of x
-constexpr int kRowBytes = 16384;  // of one CTA's part of a row of x
-constexpr int kOffset = 0;  // a number is added to the weight
+constexpr int kRowBytes = 8192;  // of one CTA's part of a row of x
+constexpr int kOffset = 1;  // a number is added to the weight
 constexpr int kResidual = 1;  // the residual's gradient is added to dx
 constexpr int kResidualBytes = 16;  // beside a vector
-constexpr int kResidualRowBytes = 16384;
-constexpr int kPartialStride = 8192;  // floats of one row of partial dw
-constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums at once
+constexpr int kResidualRowBytes = 8192;
+constexpr int kPartialStride = 4096;  // floats of one row of partial dw
+constexpr int kTailColumns = 256;  // columns of dw that a CTA of the tail sums at once
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 0;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 16;  // bytes into shared memory
-constexpr int kWeightOffset = 528;  // bytes into shared memory; not args.weight_offset
-constexpr int kBroadcastOffset = 528;
-constexpr int kTilesOffset = 33408;
-constexpr int kBlockBatches = 16;  // batches that are added up at once
-constexpr int kBlockSumsOffset = 544;
+constexpr int kWeightOffset = 1040;  // bytes into shared memory; not args.weight_offset
+constexpr int kBroadcastOffset = 1040;
+constexpr int kTilesOffset = 17536;
+constexpr int kBlockBatches = 8;  // batches that are added up at once
+constexpr int kBlockSumsOffset = 1056;
 #define ROW_LOAD ".nc"
 // Rows are asked for with a priority in the L2.
 #define ROW_POLICY ".reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0; "
 #define ROW_HINT ".L2::cache_hint"
 #define ROW_OPERAND ", policy"
 #define ROW_STORE ""
-#define LEAST_COLUMNS 65536  // of a row
+#define LEAST_COLUMNS 32768  // of a row
 
 #include "../include/1d88a64338f0/primitives.cuh"
 
