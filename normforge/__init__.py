@@ -32,6 +32,7 @@ __all__ = [
     "inductor_backend",
     "install",
     "installed",
+    "operators",
     "patch",
     "rms_norm",
     "rmsnorm_backward",
@@ -67,7 +68,10 @@ def names_of(operation: str, module: str, names: Sequence[str]) -> Callable[[str
     def found(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        value = getattr(chosen_package(operation), name)
+        package = chosen_package(operation)
+        if not hasattr(package, name):
+            raise AttributeError(f"{module!r} has no {name!r} here: {package.__name__} serves it")
+        value = getattr(package, name)
         setattr(sys.modules[module], name, value)
         return value
 
@@ -160,7 +164,8 @@ def choose(packages: Mapping[str, Tuned], gpu: Gpu | None, wanted: str = "") -> 
     what to do, where there is none."""
     there = ", ".join(f"{name} ({tuned.arch})" for name, tuned in packages.items())
     # Several where no GPU has packages of all operations.
-    wanted = next((name for name in wanted.split(",") if name in packages), wanted)
+    names = [name.strip().lower() for name in wanted.split(",")]
+    wanted = next((name for name in names if name in packages), wanted)
     if wanted not in ("", *packages):
         raise RuntimeError(f"{_CHOICE} is {wanted}, and the packages here are: {there or 'none'}")
     if not packages:

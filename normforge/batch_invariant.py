@@ -13,8 +13,8 @@ from normforge import names_of
 
 _NAMES = (
     *("PROVENANCE", "RMSNorm", "explain", "graph_pass", "inductor_backend", "install"),
-    *("installed", "patch", "rms_norm", "rmsnorm_backward", "rmsnorm_forward", "uninstall"),
-    *("set_sm_margin", "unpatch", "warmup"),
+    *("installed", "operators", "patch", "rms_norm", "rmsnorm_backward", "rmsnorm_forward"),
+    *("set_sm_margin", "uninstall", "unpatch", "warmup"),
 )
 __all__ = list(_NAMES)
 

@@ -11,7 +11,8 @@ from normforge import names_of
 
 _NAMES = (
     *("LayerNorm", "PROVENANCE", "explain", "graph_pass", "inductor_backend", "install"),
-    *("installed", "layer_norm", "layer_norm_backward", "patch", "uninstall", "unpatch"),
+    *("installed", "layer_norm", "layer_norm_backward", "operators", "patch", "uninstall"),
+    "unpatch",
 )
 __all__ = list(_NAMES)
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from generator.emulate.build import NO_COMPILER, find_compiler
 from generator.emulate.check import PARTICIPANTS, Check, check_variant
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps(check.to_json(), indent=2))
+        print(json.dumps(asdict(check), indent=2))
     else:
         _print(check)
     return 1 if check.problems else 0

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from generator.emulate.build import DEFAULT_CACHE, NO_COMPILER, find_compiler
-from generator.emulate.run import DEADLINE_SECONDS, Layout, Runs, Schedule, run_schedules
+from generator.emulate.build import NO_COMPILER, find_compiler
+from generator.emulate.run import Runs, Schedule, run_schedules
 from generator.evaluate.verify.accuracy import compare_all
 from generator.kernels.render import render
 from generator.kernels.variant import Variant
@@ -51,9 +50,6 @@ class Check:
         """True when the schedules were run and none of them found anything."""
         return self.schedules > 0 and not self.problems
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def small_launch(
     variant: Variant, M: int, participants: int = PARTICIPANTS
@@ -90,31 +86,17 @@ def check_variant(
     variant: Variant,
     problem: Problem,
     *,
-    schedules: int = 12,
-    residencies: Sequence[int] | None = None,
-    seed: int = 0,
     participants: int = PARTICIPANTS,
     all_rows: bool = False,
-    layout: Layout | None = None,
+    **options: Any,
 ) -> Check:
-    """Run the variant under `schedules` schedules (seeds from `seed` on, residencies in turn) on
-    a small grid and, unless `all_rows`, few of the problem's rows. Without a C++ compiler nothing
-    is run, and the check's note says so; otherwise raises NormforgeError as run_schedules does.
-    """
+    """Run the variant on a small grid and, unless `all_rows`, few of the problem's rows. options:
+    of `check_source`. Without a C++ compiler nothing is run, and the check's note says so."""
     if find_compiler() is None:
         return Check(variant.id, 0, note=NO_COMPILER)
     small = problem if all_rows else reduced_problem(variant, problem, participants)
     spec, launch = small_launch(variant, small.M, participants)
-    return check_source(
-        render(variant),
-        spec,
-        launch,
-        small,
-        schedules=schedules,
-        residencies=residencies,
-        seed=seed,
-        layout=layout,
-    )
+    return check_source(render(variant), spec, launch, small, **options)
 
 
 def check_source(
@@ -123,14 +105,13 @@ def check_source(
     launch: Launch,
     problem: Problem,
     *,
-    schedules: int,
+    schedules: int = 12,
     residencies: Sequence[int] | None = None,
     seed: int = 0,
-    layout: Layout | None = None,
-    deadline: float = DEADLINE_SECONDS,
-    cache_folder: Path = DEFAULT_CACHE,
+    **options: Any,
 ) -> Check:
-    """`check_variant` for a source and a launch that the caller chose. Raises as run_schedules."""
+    """Run a source under `schedules` schedules (seeds from `seed` on, residencies in turn).
+    options: of `run_schedules`. Raises NormforgeError as that does."""
     residencies = residencies or default_residencies(spec, launch.grid)
     operation = operation_of(problem)
     plain = operation.make_inputs(problem, CPU)
@@ -139,20 +120,11 @@ def check_source(
         Schedule(seed + i, residencies[i % len(residencies)]) for i in range(max(1, schedules))
     ]
     problems: dict[str, str] = {}
-    errors: list[tuple[float, float]] = []
+    errors: dict[str, float] = {}
     runs = Runs()
     # The last to run are the schedules that are counted.
     for inputs, some in ((plain, chosen[: len(residencies)]), (cancelling, chosen)):
-        runs = run_schedules(
-            source,
-            spec,
-            launch,
-            inputs,
-            some,
-            layout=layout,
-            deadline=deadline,
-            cache_folder=cache_folder,
-        )
+        runs = run_schedules(source, spec, launch, inputs, some, **options)
         found, wrong = _accuracy(runs, operation.bounds(problem, inputs))
         if inputs is plain:
             errors = found
@@ -169,24 +141,20 @@ def check_source(
         variant=spec.name,
         schedules=len(runs.outcomes),
         distinct_results=runs.distinct_results,
-        max_error_dx=max((dx for dx, _ in errors), default=None),
-        max_error_dw=max((dw for _, dw in errors), default=None),
+        max_error_dx=errors.get("dx"),
+        max_error_dw=errors.get("dw"),
         problems=tuple(f"{spec.name}: {shown or text}" for text, shown in problems.items()),
     )
 
 
-def _accuracy(
-    runs: Runs, expected: Mapping[str, Bound]
-) -> tuple[list[tuple[float, float]], list[str]]:
-    """Errors of every different dx and dw, and what is outside the error bounds."""
-    errors = {"dx": [0.0], "dw": [0.0], "dresidual_out": [0.0]}
+def _accuracy(runs: Runs, expected: Mapping[str, Bound]) -> tuple[dict[str, float], list[str]]:
+    """The largest error of each output, and what is outside the error bounds."""
+    errors: dict[str, float] = {}
     wrong: list[str] = []
     for name, results in (("dx", runs.dx), ("dw", runs.dw), ("dresidual_out", runs.residual)):
         for out in results:
             accuracy = compare_all({name: out}, {name: expected[name]})
-            errors[name].append(accuracy.errors[name])
+            errors[name] = max(errors.get(name, 0.0), accuracy.errors[name])
             if accuracy.fault:
                 wrong.append(accuracy.fault)
-    if not runs.dx:
-        return [], wrong
-    return [(max(errors["dx"]), max(errors["dw"]))], wrong
+    return errors, wrong

@@ -27,7 +27,7 @@ _ADAPTER = """
 #include "machine.h"
 
 extern "C" void main_kernel(const normforge::Arguments& b) {{
-  const Arguments forward{{
+  const ::Arguments forward{{
       static_cast<const Element*>(b.x), static_cast<const Element*>(b.dresidual),
       b.group ? nullptr : static_cast<const WeightElement*>(b.weight), static_cast<Element*>(b.dx),
       static_cast<float*>(b.dw), static_cast<Element*>(b.dresidual_out), {eps}f, b.weight_offset,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -112,13 +112,11 @@ def run_schedules(
     *,
     layout: Layout | None = None,
     call_options: CallOptions | None = None,
-    deadline: float = DEADLINE_SECONDS,
-    cache_folder: Path = DEFAULT_CACHE,
+    **options: Any,
 ) -> Runs:
     """Run `launch` of the kernels in `source` once for every schedule, up to its first fault.
-    inputs: on the CPU. deadline: seconds for all schedules; the one under way then gets a fault,
-    later ones have no outcome. Raises NormforgeError when the C++ compiler refuses the source, and
-    HostError when this machine cannot compile or run it."""
+    inputs: on the CPU; options: of `execute`. Raises NormforgeError when the C++ compiler refuses
+    the source, and HostError when this machine cannot compile or run it."""
     call_options = call_options or CallOptions()
     statistics = [inputs.rstd] + ([] if inputs.mean is None else [inputs.mean])
     tensors = [inputs.x, inputs.dy, *statistics, inputs.weight]
@@ -137,8 +135,7 @@ def run_schedules(
         ),
         schedules,
         kernel=spec.operation,
-        deadline=deadline,
-        cache_folder=cache_folder,
+        **options,
     )
 
 
@@ -154,7 +151,8 @@ def execute(
     cache_folder: Path = DEFAULT_CACHE,
 ) -> Runs:
     """`run_schedules` for a request that is made up already. fields, tensors: as main.cpp reads
-    them, x first and contiguous on the CPU."""
+    them, x first and contiguous on the CPU. deadline: seconds for all schedules; the one under way
+    then gets a fault, later ones have no outcome."""
     program = build(source, cache_folder, kernel=kernel)
     lines = [f"{name} {value}" for name, value in fields.items()]
     lines += [f"run {schedule.seed} {schedule.residency}" for schedule in schedules]

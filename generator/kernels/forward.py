@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 
 from generator.kernels.nvrtc import Compiled
@@ -97,20 +97,12 @@ class ForwardVariant:
         """The facts that a launch on `sms` multiprocessors needs."""
         return ForwardSpec(
             name=self.id,
-            N=self.N,
-            exact=self.exact,
-            dtype=self.dtype,
-            weight_dtype=self.weight_dtype,
-            threads=self.threads,
-            smem_bytes=self.smem_bytes,
-            vector_bytes=self.vector_bytes,
-            rows_per_cta=self.rows_per_cta,
-            rows_in_flight=self.rows_in_flight,
-            cluster=self.cluster,
-            ctas_per_sm=self.ctas_per_sm,
             sms=sms,
+            **{fact: getattr(self, fact) for fact in _FACTS},
         )
 
+
+_FACTS = [field.name for field in fields(ForwardSpec) if field.name not in ("name", "sms")]
 
 FORWARD_FIELDS = frozenset(("cluster", "threads_per_row", "vector_bytes"))
 """What the bits of a forward in registers depend on, beside the row."""

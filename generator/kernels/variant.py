@@ -58,10 +58,7 @@ class Variant(Geometry):
         """The facts that a launch on a GPU of `sms` multiprocessors needs."""
         return KernelSpec(
             name=self.id,
-            N=self.N,
             exact=self.exact,
-            dtype=self.dtype,
-            weight_dtype=self.weight_dtype,
             strategy=self["strategy"],
             determinism=self.determinism,
             threads=self.threads,
@@ -81,17 +78,15 @@ class Variant(Geometry):
             ctas_per_sm=self["ctas_per_sm"],
             even_grid=self["grid"] == "even",
             sms=sms - self["spare_sms"],
-            offset=self.offset,
-            residual=self.residual,
             least=self.least_columns,
-            operation=self.operation,
             run_rows=self.run_rows,
             group_rows=self.group_rows,
             leaves=self["leaves"] if self.run_rows else "",
+            **shape_fields(self),
         )
 
 
-def shape_fields(problem: Problem | KernelSpec) -> dict[str, Any]:
+def shape_fields(problem: Problem | KernelSpec | Geometry) -> dict[str, Any]:
     """The fields of a Geometry that are those of a problem, or of what a kernel was made for."""
     names = ("N", "dtype", "weight_dtype", "offset", "residual", "operation")
     return {name: getattr(problem, name) for name in names}

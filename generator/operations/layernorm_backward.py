@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from generator.operations import rmsnorm_backward as rmsnorm
-from generator.operations.operation import FrontEnd, Operation, TensorSpec, row_slices
+from generator.operations.operation import FrontEnd, TensorSpec, row_slices
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
 
@@ -48,7 +48,8 @@ def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs
     return replace(inputs, mean=mean, rstd=rstd)
 
 
-LAYERNORM_BACKWARD = Operation(
+LAYERNORM_BACKWARD = replace(
+    rmsnorm.RMSNORM_BACKWARD,
     name="layernorm_backward",
     front_end=FrontEnd(
         norm="LayerNorm",
@@ -56,15 +57,12 @@ LAYERNORM_BACKWARD = Operation(
         package="LayerNormPackage",
         functions=(
             *("explain", "graph_pass", "inductor_backend", "install", "installed", "layer_norm"),
-            *("layer_norm_backward", "patch", "uninstall", "unpatch"),
+            *("layer_norm_backward", "operators", "patch", "uninstall", "unpatch"),
         ),
     ),
-    sums_rows=True,
     arguments=arguments,
     outputs=outputs,
     make_inputs=make_inputs,
-    make_cancelling=rmsnorm.make_cancelling,
-    bounds=rmsnorm.bounds,
-    floor=rmsnorm.floor,
-    load=rmsnorm.BackwardRunner,
+    forward="",
+    fallbacks=False,
 )

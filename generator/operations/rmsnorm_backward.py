@@ -274,8 +274,8 @@ RMSNORM_BACKWARD = Operation(
         module="api",
         package="Package",
         functions=(
-            *("explain", "graph_pass", "inductor_backend", "install", "installed", "patch"),
-            *("rms_norm", "rmsnorm_backward", "rmsnorm_forward", "uninstall", "unpatch"),
+            *("explain", "graph_pass", "inductor_backend", "install", "installed", "operators"),
+            *("patch", "rms_norm", "rmsnorm_backward", "rmsnorm_forward", "uninstall", "unpatch"),
             *("use_native", "warmup"),
         ),
     ),

@@ -6,7 +6,6 @@ that their sum, rounded, is an output.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from generator.operations.operation import (
 )
 from generator.problem import Problem
 from generator.runtime.launch.driver import checked, cuda_driver
-from generator.runtime.launch.forward_call import _ARGUMENTS
+from generator.runtime.launch.forward_call import Bindings, pack_changing
 from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.serve.forward import reference_forward
 from generator.runtime.spec import ForwardSpec
@@ -136,15 +135,13 @@ class ForwardRunner:
         tensors += [outputs["y"], outputs["rstd"], outputs.get("residual_out")]
         M, N = inputs.x.shape
         rows = (M, N, 0, N, N, 0)  # one stride, and no second one
-        values = ctypes.create_string_buffer(_ARGUMENTS.size)
+        with_residual, device = inputs.residual is not None, inputs.x.get_device()
+        bindings = Bindings(self.kernel, device, with_residual, rows)
+        binding = bindings[torch.cuda.current_stream().cuda_stream]
+        _, values, config, function, array, _ = binding
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-        _ARGUMENTS.pack_into(values, 0, *addresses, EPS, inputs.offset, *rows)
-        array = (ctypes.c_void_p * 1)(ctypes.addressof(values))
-        plain, with_residual = self.kernel.load(inputs.x.get_device())
-        function = plain if inputs.residual is None else with_residual
-        grid, stream = self.kernel.spec.grid(M), torch.cuda.current_stream().cuda_stream
-        config = self.kernel.main_config(grid, stream)
-        launched = cuda_driver().cuLaunchKernelEx(config, function, ctypes.addressof(array), 0)
+        pack_changing(values, 0, *addresses, EPS, inputs.offset)
+        launched = cuda_driver().cuLaunchKernelEx(config, function, array, 0)
         checked(launched, "launching", self.kernel.spec.name)
 
 

@@ -16,9 +16,9 @@ RMSNORM_INVARIANT_BACKWARD = replace(
         module="frontends.batch_invariant",
         package="BatchInvariantPackage",
         functions=(
-            *("explain", "graph_pass", "inductor_backend", "install", "installed", "patch"),
-            *("rms_norm", "rmsnorm_backward", "rmsnorm_forward", "set_sm_margin", "uninstall"),
-            *("unpatch", "warmup"),
+            *("explain", "graph_pass", "inductor_backend", "install", "installed", "operators"),
+            *("patch", "rms_norm", "rmsnorm_backward", "rmsnorm_forward", "set_sm_margin"),
+            *("uninstall", "unpatch", "warmup"),
         ),
     ),
     fallbacks=False,

@@ -80,15 +80,9 @@ def _merge(
         if existing and (existing.evidence, entry.evidence) == ("measured", "predicted"):
             refused.append(problem)
             continue
-        fresh = TunedOf(
-            M=problem.M,
-            N=problem.N,
-            dtype=problem.dtype,
-            weight_dtype=problem.weight_dtype,
-            evidence=entry.evidence,
-            kernel=files.add(entry.variant, entry.compiled, tuned=True),
-            provenance=entry.provenance,
-        )
+        kernel = files.add(entry.variant, entry.compiled, tuned=True)
+        shape = (problem.M, problem.N, problem.dtype, problem.weight_dtype)
+        fresh = TunedOf(*shape, entry.evidence, kernel, entry.provenance)
         if existing and _same_kernel(existing, fresh):
             fresh = replace(fresh, provenance=existing.provenance)
         tuned[problem] = fresh

@@ -101,16 +101,11 @@ class KernelFiles:
     def add(self, variant: AnyVariant, compiled: Compiled, *, tuned: bool) -> KernelOf[Any]:
         """A new kernel, of today's templates. tuned: its source is to be read."""
         file = self._store_cubin(variant.id, compiled.digest, compiled.cubin)
+        config = config_of(variant)
         if tuned:
-            self._store_source(file, config_of(variant), source_of(variant))
+            self._store_source(file, config, source_of(variant))
             self.headers[header_revision(headers())] = headers()
-        return KernelOf(
-            file=file,
-            digest=compiled.digest,
-            spec=variant.spec(self.sms),
-            nvrtc=compiled.nvrtc,
-            config=config_of(variant),
-        )
+        return KernelOf(file, compiled.digest, variant.spec(self.sms), compiled.nvrtc, config)
 
     def keep(self, old: KernelOf[S], what: str, *, tuned: bool) -> KernelOf[S]:
         """A kernel of the old package. Raises NormforgeError, which calls it `what`."""

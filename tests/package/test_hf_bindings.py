@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ SPEC = replace(SEPARATE, cluster=16, sms=128, smem_bytes=50_000)
 have to be allowed, and no room for all of them; much shared memory."""
 PROGRAM = """
 import ctypes, importlib, json, sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 name, alone = sys.argv[1], sys.argv[3] == "alone"
 if alone:
@@ -125,7 +125,7 @@ def run(name: str, folder: Path, libcuda: Path, alone: bool) -> str:
     """What PROGRAM prints with the package `name`, which is in `folder`."""
     mode = "alone" if alone else "with cuda-python"
     done = subprocess.run(
-        [sys.executable, "-B", "-c", PROGRAM, name, json.dumps(SPEC.to_json()), mode],
+        [sys.executable, "-B", "-c", PROGRAM, name, json.dumps(asdict(SPEC)), mode],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder), "LD_LIBRARY_PATH": str(libcuda)},
         capture_output=True,

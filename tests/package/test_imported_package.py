@@ -54,6 +54,7 @@ def test_explain_tells_which_kernel_and_what_is_known(package: Path, imported: A
     assert (facts["evidence"], facts["determinism"]) == ("predicted", "gpu_to_gpu")
     assert facts["provenance"] == winner.provenance
     assert facts["launch"]["grid"] == 132
+    assert module.explain(4096, 1024, "bfloat16") == facts
     near = module.explain(5000, 1024, torch.bfloat16)
     assert (near["how"], near["tuned_shape"]) == ("nearest", "4096x1024:bf16")
     other = module.explain(4096, 1000, "bf16", "fp32")

@@ -78,6 +78,8 @@ def run(program: str, *paths: Path) -> None:
 def test_norms_of_a_config_become_the_packages(tmp_path: Path) -> None:
     common = tmp_path / "torchtitan" / "models" / "common"
     common.mkdir(parents=True)
+    for folder in (common, common.parent, common.parent.parent):
+        (folder / "__init__.py").touch()  # so that one that is installed does not come before
     (tmp_path / "torchtitan" / "config.py").write_text(CONFIG)
     (common / "nn_modules.py").write_text(NORMS)
     run(CHECK + REGISTERED, tmp_path)

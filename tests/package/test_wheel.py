@@ -57,7 +57,7 @@ def test_gpu_without_kernels_gets_a_sentence() -> None:
     assert choose(PACKAGES, Gpu("NVIDIA T4", (7, 5)), "h200") == "normforge.h200"
     with pytest.raises(RuntimeError, match="NORMFORGE_GPU is h20, and the packages here are: a100"):
         choose(PACKAGES, None, "h20")
-    assert choose(PACKAGES, Gpu("NVIDIA T4", (7, 5)), "b300,gb200,h200") == "normforge.gb200"
+    assert choose(PACKAGES, Gpu("NVIDIA T4", (7, 5)), "b300, GB200 ,h200") == "normforge.gb200"
     with pytest.raises(RuntimeError, match="NORMFORGE_GPU is b300,t4, and the packages here are"):
         choose(PACKAGES, None, "b300,t4")
     with pytest.raises(RuntimeError, match="no tuned package"):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from generator.runtime.api import Package
 from generator.runtime.launch.row_layout import RowLayout, dense, row_layout
 from generator.runtime.serve.checks import check_arguments
 from generator.runtime.serve.layout import read_layout
@@ -131,3 +132,10 @@ def test_repeated_scalar_is_copied_as_one_row() -> None:
     row = dense(torch.ones(()).expand(4, 6, 16))
     assert row.stride() == (0, 0, 1)
     assert torch.equal(row, torch.ones(4, 6, 16))
+
+
+@pytest.mark.parametrize("weight", [(8,), 8])
+def test_a_shape_in_the_place_of_the_weight_is_named(package: Package, weight: Any) -> None:
+    """As torch.nn.functional.rms_norm takes one."""
+    with pytest.raises(TypeError, match=f"got {type(weight).__name__}: .* no normalized_shape"):
+        package.rms_norm(torch.ones(4, 8), weight)

@@ -111,3 +111,36 @@ def test_code_digest_changes_with_python_files_only(
         (folder / "a.py").write_text("1")
     (new / name).write_text(content)
     assert (code_digest(old) == code_digest(new)) == (name == "note.txt")
+
+
+SETTINGS = """
+import sys
+sys.path[:0] = [{root!r}]
+import torch
+from torch._inductor import config
+from generator.runtime.frontends.graph_pass import make_backend
+from generator.runtime.frontends.operators import Operators
+import torch._inductor.compile_fx as inductor
+
+seen = []
+def compile_fx(module, inputs, *, config_patches, **more):
+    seen.append({{k: v for k, v in config_patches.items() if "." in k or k.startswith("max")}})
+    return module.forward
+
+inductor.compile_fx = compile_fx
+backend = make_backend(type("None", (Operators,), {{"__init__": lambda self: None,
+    "namespace": "none", "rms_norm": None}})(), **{{"max_autotune": True}})
+for how in ({{}}, {{"mode": "reduce-overhead"}}, {{"options": {{"max_fusion_size": 3}}}}):
+    torch._dynamo.reset()
+    torch.compile(lambda x: x + 1, backend=backend, **how)(torch.ones(3))
+assert seen == [
+    {{"max_autotune": True}},
+    {{"triton.cudagraphs": True, "max_autotune": True}},
+    {{"max_fusion_size": 3, "max_autotune": True}},
+], seen
+"""
+
+
+def test_mode_and_options_of_torch_compile_reach_inductor() -> None:
+    script = SETTINGS.format(root=str(REPOSITORY))
+    subprocess.run([sys.executable, "-c", script], check=True)

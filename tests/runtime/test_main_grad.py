@@ -218,3 +218,19 @@ def test_a_buffer_of_another_dtype_is_refused(package: Package, weight: str, buf
     y = norm(randn(6, 16, dtype=getattr(torch, weight)).requires_grad_())
     with pytest.raises(TypeError, match="dw_out must have the weight's dtype"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [
+        (torch.zeros(7), r"the weight's shape \(8,\), got \(7,\)"),
+        (torch.zeros(8, dtype=torch.float16), "main_grad as dw_out: dw_out must have the weight's"),
+    ],
+)
+def test_a_buffer_that_does_not_fit_is_called_by_its_name(
+    package: Package, buffer: torch.Tensor, message: str
+) -> None:
+    norm: Any = package.RMSNorm(8, main_grad=True)
+    norm.weight.main_grad = buffer
+    with pytest.raises((RuntimeError, TypeError), match=message):
+        norm(randn(4, 8)).sum().backward()

@@ -290,8 +290,8 @@ def readme() -> list[str]:
         f"ran at {len(read('tuned_peers_h200')['rows'])} shapes",
         f"timed with {read('h200')['environment']['driver']}",
         f"Python {oldest('requires-python')} or newer, PyTorch {oldest('torch')} or newer",
-        f"tuned lengths from {min(widths)} to {max(widths):,}; fallback kernels serve any other up"
-        f" to {generic[16]:,}, or {generic[2]:,} if it is an odd number",
+        f"tuned lengths from {min(widths)} to {max(widths):,}. Fallback kernels serve others up"
+        f" to {generic[16]:,} (odd ones in bf16 and fp16: {generic[2]:,})",
     ]
 
 

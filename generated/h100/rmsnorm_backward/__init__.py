@@ -12,6 +12,7 @@ graph_pass = _package.graph_pass
 inductor_backend = _package.inductor_backend
 install = _package.install
 installed = _package.installed
+operators = _package.operators
 patch = _package.patch
 rms_norm = _package.rms_norm
 rmsnorm_backward = _package.rmsnorm_backward
@@ -32,6 +33,7 @@ __all__ = [
     "inductor_backend",
     "install",
     "installed",
+    "operators",
     "patch",
     "rms_norm",
     "rmsnorm_backward",

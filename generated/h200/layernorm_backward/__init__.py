@@ -14,6 +14,7 @@ install = _package.install
 installed = _package.installed
 layer_norm = _package.layer_norm
 layer_norm_backward = _package.layer_norm_backward
+operators = _package.operators
 patch = _package.patch
 uninstall = _package.uninstall
 unpatch = _package.unpatch
@@ -31,6 +32,7 @@ __all__ = [
     "installed",
     "layer_norm",
     "layer_norm_backward",
+    "operators",
     "patch",
     "uninstall",
     "unpatch",

@@ -87,6 +87,25 @@ void meet(Wait::Kind kind, int line, unsigned object) {
 
 }  // namespace
 
+namespace {
+
+// Whether the thread is the last one to come to a barrier. The others return when it has come.
+bool last_at(Barrier& barrier, std::size_t threads, Wait::Kind kind, unsigned id, int line) {
+  if (barrier.arrived == 0)
+    barrier = {0, static_cast<unsigned>(threads), m.current->index, line};
+  else if (barrier.line != line || barrier.threads != threads)
+    fault(line, "divergent barrier: thread %u waits %s for %u threads", barrier.first,
+          describe_wait({kind, barrier.line, id}).c_str(), barrier.threads);
+  if (++barrier.arrived < threads) {
+    wait_for(kind, line, id);
+    return false;
+  }
+  barrier.arrived = 0;
+  return true;
+}
+
+}  // namespace
+
 void pass_team_barrier(Thread& thread, unsigned time) {
   thread.team_time = std::max(thread.team_time, time);
 }
@@ -109,22 +128,10 @@ void warp_barrier(int line) { meet(Wait::kWarpBarrier, line, 0); }
 void cta_barrier(int line) {
   Thread& self = *m.current;
   Cta& cta = *self.cta;
-  Barrier& barrier = cta.barrier;
   if (cta.alive < cta.threads.size())
     fault(line, "divergent barrier: it waits at a CTA barrier and %zu threads have ended",
           cta.threads.size() - cta.alive);
-  if (barrier.arrived == 0) {
-    barrier.line = line;
-    barrier.first = self.index;
-  } else if (barrier.line != line) {
-    fault(line, "divergent barrier: thread %u waits at the CTA barrier of line %d", barrier.first,
-          barrier.line);
-  }
-  if (++barrier.arrived < cta.threads.size()) {
-    wait_for(Wait::kCtaBarrier, line);
-    return;
-  }
-  barrier.arrived = 0;
+  if (!last_at(cta.barrier, cta.threads.size(), Wait::kCtaBarrier, 0, line)) return;
   pass_cta_barrier(cta);
   for (Thread& thread : cta.threads)
     if (&thread != &self) make_ready(thread);
@@ -136,20 +143,7 @@ void named_barrier(unsigned id, unsigned threads, int line) {
   Cta& cta = *self.cta;
   if (id == 0 || id > 15) fault(line, "uses barrier %u: 1 to 15 are free", id);
   if (threads % kWarp) fault(line, "barrier %u is for %u threads, not whole warps", id, threads);
-  Barrier& barrier = cta.named[id];
-  if (barrier.arrived == 0) {
-    barrier.line = line;
-    barrier.first = self.index;
-    barrier.threads = threads;
-  } else if (barrier.line != line || barrier.threads != threads) {
-    fault(line, "divergent barrier: thread %u waits at barrier %u for %u threads at line %d",
-          barrier.first, id, barrier.threads, barrier.line);
-  }
-  if (++barrier.arrived < threads) {
-    wait_for(Wait::kNamedBarrier, line, id);
-    return;
-  }
-  barrier.arrived = 0;
+  if (!last_at(cta.named[id], threads, Wait::kNamedBarrier, id, line)) return;
   std::vector<Thread*> there{&self};
   for (Thread& thread : cta.threads)
     if (thread.wait.kind == Wait::kNamedBarrier && thread.wait.object == id)
@@ -177,16 +171,8 @@ unsigned cluster_rank() { return m.current->cta->rank; }
 void cluster_barrier(int line) {
   Thread& self = *m.current;
   Cluster& cluster = *self.cta->cluster;
-  if (cluster.arrived == 0)
-    cluster.line = line;
-  else if (cluster.line != line)
-    fault(line, "divergent barrier: other threads wait at the cluster barrier of line %d",
-          cluster.line);
-  if (++cluster.arrived < cluster.ctas.size() * self.cta->threads.size()) {
-    wait_for(Wait::kClusterBarrier, line);
-    return;
-  }
-  cluster.arrived = 0;
+  const auto threads = cluster.ctas.size() * self.cta->threads.size();
+  if (!last_at(cluster.barrier, threads, Wait::kClusterBarrier, 0, line)) return;
   Clock known;
   known.cta_time.resize(m.launch.grid + m.launch.sum_grid);
   for (Cta* cta : cluster.ctas) {

@@ -74,7 +74,7 @@ void lay_out_memory() {
 }
 
 std::size_t stored_row(BufferId id, std::size_t row) {
-  const unsigned inner = m.launch.inner;
+  const unsigned inner = id == kX || id == kDy ? m.launch.inner : 0;
   return inner ? row + row / inner * (id == kX ? 1 : 2) : row;
 }
 

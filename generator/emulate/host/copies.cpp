@@ -17,17 +17,9 @@ constexpr unsigned kMagic = 0x6d626172;
 
 unsigned start(Copy::Kind kind, void* to, const void* from, unsigned bytes, int line) {
   const Thread& self = *m.current;
-  Copy copy{};
-  copy.kind = kind;
-  copy.cta = self.cta;
-  copy.cta_id = self.cta->id;
-  copy.thread = self.index;
-  copy.line = line;
-  copy.to = static_cast<unsigned char*>(to);
-  copy.from = static_cast<const unsigned char*>(from);
-  copy.bytes = bytes;
-  copy.phase = kUnset;
-  m.copies.push_back(copy);
+  m.copies.push_back({kind, self.cta, self.cta->id, self.index, line,
+                      static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from),
+                      bytes});
   return static_cast<unsigned>(m.copies.size() - 1);
 }
 

@@ -5,6 +5,8 @@
 // ends the schedule and does not return.
 #pragma once
 
+#define AT_LINE int line = __builtin_LINE()  // of the call
+
 struct Dim {
   unsigned x;
 };
@@ -44,11 +46,11 @@ void shared_read(const void* from, unsigned bytes, int line);
 void shared_write(const void* to, unsigned bytes, int line);
 
 // Threads that wait for each other.
-float shuffle_xor(float value, int mask, int line);
-void warp_barrier(int line);
-void cta_barrier(int line);
-void named_barrier(unsigned id, unsigned threads, int line);
-void cluster_barrier(int line);
+float shuffle_xor(float value, int mask, AT_LINE);
+void warp_barrier(AT_LINE);
+void cta_barrier(AT_LINE);
+void named_barrier(unsigned id, unsigned threads, AT_LINE);
+void cluster_barrier(AT_LINE);
 unsigned cluster_rank();
 
 // Copies that complete later.
@@ -56,19 +58,19 @@ void copy_async(void* to, const void* from, unsigned bytes, int line);
 void copy_async_commit();
 void copy_async_wait(unsigned pending, int line);
 
-void mbarrier_init(unsigned long long* barrier, unsigned arrivals, int line);
-void mbarrier_expect(unsigned long long* barrier, unsigned bytes, int line);
-void mbarrier_wait(unsigned long long* barrier, unsigned phase, bool cluster, int line);
-void bulk_load(void* to, const void* from, unsigned bytes, unsigned long long* barrier, int line);
+void mbarrier_init(unsigned long long* barrier, unsigned arrivals, AT_LINE);
+void mbarrier_expect(unsigned long long* barrier, unsigned bytes, AT_LINE);
+void mbarrier_wait(unsigned long long* barrier, unsigned phase, bool cluster = false, AT_LINE);
+void bulk_load(void* to, const void* from, unsigned bytes, unsigned long long* barrier, AT_LINE);
 void bulk_to_global(float* to, const float* from, unsigned bytes, bool add, int line);
 void bulk_commit();
 void bulk_wait(bool written, int line);
 void fence_async_shared();
 void fence_async_global();
-void store_cluster(float* to, float value, unsigned long long* barrier, unsigned rank, int line);
+void store_cluster(float* to, float value, unsigned long long* barrier, unsigned rank, AT_LINE);
 
 // Programmatic dependent launch.
 void allow_dependents();
-void wait_for_primary(int line);
+void wait_for_primary(AT_LINE);
 
 }  // namespace normforge

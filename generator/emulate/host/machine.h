@@ -85,6 +85,8 @@ struct Word {
   unsigned copy = kUnset;  // a bulk operation: its event counts once it has been published
   unsigned release = 0;    // releases that the thread had made before
   Event event{Event::kNone, 0, 0};
+
+  bool fresh() const { return event.who == Event::kNone && copy == kUnset; }  // never written
 };
 
 // What a thread or CTA knows to have happened in other CTAs.
@@ -130,7 +132,7 @@ struct Thread {
   Cta* cta = nullptr;
   Warp* warp = nullptr;
   unsigned index = 0, lane = 0, team = 0;
-  unsigned team_time = 0;
+  unsigned team_time = 1;
   TeamTimes others;  // what other teams did, as far as an mbarrier has told this thread
   unsigned releases = 0;
   bool done = false;
@@ -180,8 +182,7 @@ struct Grid;
 
 struct Cluster {
   std::vector<Cta*> ctas;
-  unsigned arrived = 0;
-  int line = 0;
+  Barrier barrier;
 };
 
 struct Cta {
@@ -285,23 +286,23 @@ struct Mail {
   std::vector<Thread*> waiting;
 };
 
-// The numbers of one launch, as runtime/plan.py computes them.
+// The numbers of one launch, as runtime/spec.py computes them.
+//   column_sums, statistics: sums over rows of a column; 2: a mean beside rstd
+//   no_weight, no_dx, no_dw: null pointers; weight_offset: the bits of a float
+//   inner, gaps: x and dy: a gap of one row (of two in dy) behind every `inner` rows
+//   dx_over_dy: dx is dy's memory, row on row
+#define LAUNCH_FIELDS(F)                                                                         \
+  F(grid, 0) F(threads, 0) F(cluster, 1) F(shared_bytes, 0) F(team_threads, 0) F(sum_grid, 0)      \
+  F(sum_threads, 0) F(dependent, 0) F(ordered_adds, 0) F(granule, 4) F(rows, 0) F(columns, 0)      \
+  F(item, 0) F(weight_item, 0) F(x_stride, 0) F(dy_stride, 0) F(dx_stride, 0)                      \
+  F(misaligned_bytes, 0) F(counters, 0) F(zeroed, 0) F(scratch, 0) F(partial_columns, 0)           \
+  F(partial_stride, 0) F(group, 0) F(partials, 0) F(column_sums, 1) F(statistics, 1)               \
+  F(no_weight, 0) F(no_dx, 0) F(no_dw, 0) F(dw_mode, 0) F(dw_item, 0) F(weight_offset, 0)          \
+  F(residual_item, 0) F(residual_out, 0) F(inner, 0) F(gaps, 0) F(dx_over_dy, 0)
 struct Launch {
-  unsigned grid = 0, threads = 0, cluster = 1, shared_bytes = 0, team_threads = 0;
-  unsigned sum_grid = 0, sum_threads = 0;
-  unsigned dependent = 0, ordered_adds = 0, granule = 4;
-  unsigned rows = 0, columns = 0, item = 0, weight_item = 0;
-  unsigned x_stride = 0, dy_stride = 0, dx_stride = 0, misaligned_bytes = 0;
-  unsigned counters = 0, zeroed = 0, scratch = 0;
-  unsigned partial_columns = 0, partial_stride = 0, group = 0;
-  unsigned partials = 0;
-  unsigned column_sums = 1, statistics = 1;  // sums over rows of a column; 2: a mean beside rstd
-  unsigned no_weight = 0, no_dx = 0, no_dw = 0;  // null pointers
-  unsigned dw_mode = 0, dw_item = 0;
-  unsigned weight_offset = 0;  // the bits of a float
-  unsigned residual_item = 0, residual_out = 0;
-  unsigned inner = 0, gaps = 0;  // x and dy: a gap of one row (of two in dy) behind every `inner` rows
-  unsigned dx_over_dy = 0;       // dx is dy's memory, row on row
+#define FIELD(name, value) unsigned name = value;
+  LAUNCH_FIELDS(FIELD)
+#undef FIELD
 };
 
 // The parameter of the main kernel, as its template declares it; not all of them take a mean.
@@ -318,17 +319,8 @@ struct Arguments {
   const void* mean;
 };
 
-struct Machine {
-  Launch launch;
-  Buffer buffers[kBuffers];
-  std::vector<unsigned char> written[3];  // dx, dw, dresidual_out: one byte per element
-  std::vector<unsigned char> initial_dw;  // what dw holds before a launch that adds to it
-  std::vector<unsigned char> initial_dy;  // what dy holds before a launch that writes dx over it
-  std::vector<Word> words[2];             // zeroed, scratch
-  std::vector<std::vector<Word>> adds;    // unordered adds to the quads of `zeroed` since a store
-  std::vector<Mail> mail;                 // by quad of `zeroed`
-  std::vector<Counter> counters;
-
+// What every schedule begins anew.
+struct State {
   Rng rng{0};
   Policy policy{};
   unsigned residency = 0, resident = 0;
@@ -339,10 +331,22 @@ struct Machine {
   std::vector<unsigned> flying;  // indices of copies that land by themselves
   Thread* current = nullptr;     // null while the scheduler runs
   Warp* turn = nullptr;
-  Fiber scheduler;
   unsigned last_cta = 0, starved = 0;
   unsigned long long steps = 0;
   std::string fault;             // the first one ends the schedule
+};
+
+struct Machine : State {
+  Launch launch;
+  Buffer buffers[kBuffers];
+  std::vector<unsigned char> written[3];  // dx, dw, dresidual_out: one byte per element
+  std::vector<unsigned char> initial_dw;  // what dw holds before a launch that adds to it
+  std::vector<unsigned char> initial_dy;  // what dy holds before a launch that writes dx over it
+  std::vector<Word> words[2];             // zeroed, scratch
+  std::vector<std::vector<Word>> adds;    // unordered adds to the quads of `zeroed` since a store
+  std::vector<Mail> mail;                 // by quad of `zeroed`
+  std::vector<Counter> counters;
+  Fiber scheduler;
 };
 extern Machine m;
 
@@ -386,6 +390,7 @@ void wait_for(Wait::Kind kind, int line, unsigned object = 0, unsigned phase = 0
 void maybe_yield();
 
 // schedule.cpp
+std::string describe_wait(const Wait& wait);
 void run_schedule(std::uint64_t seed, unsigned residency);
 
 // barriers.cpp

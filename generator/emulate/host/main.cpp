@@ -34,22 +34,9 @@ struct Run {
 
 std::vector<Run> read_request() {
   Launch& l = m.launch;
-  const std::map<std::string, unsigned*> fields{
-      {"grid", &l.grid}, {"threads", &l.threads}, {"cluster", &l.cluster},
-      {"shared_bytes", &l.shared_bytes}, {"team_threads", &l.team_threads},
-      {"sum_grid", &l.sum_grid}, {"sum_threads", &l.sum_threads}, {"dependent", &l.dependent},
-      {"ordered_adds", &l.ordered_adds}, {"granule", &l.granule}, {"rows", &l.rows},
-      {"columns", &l.columns}, {"item", &l.item}, {"weight_item", &l.weight_item},
-      {"x_stride", &l.x_stride}, {"dy_stride", &l.dy_stride}, {"dx_stride", &l.dx_stride},
-      {"misaligned_bytes", &l.misaligned_bytes}, {"counters", &l.counters},
-      {"zeroed", &l.zeroed}, {"scratch", &l.scratch}, {"partial_columns", &l.partial_columns},
-      {"partial_stride", &l.partial_stride}, {"group", &l.group},
-      {"partials", &l.partials}, {"column_sums", &l.column_sums},
-      {"statistics", &l.statistics}, {"no_weight", &l.no_weight}, {"no_dx", &l.no_dx},
-      {"no_dw", &l.no_dw}, {"dw_mode", &l.dw_mode}, {"dw_item", &l.dw_item},
-      {"weight_offset", &l.weight_offset}, {"residual_item", &l.residual_item},
-      {"residual_out", &l.residual_out}, {"inner", &l.inner},
-      {"gaps", &l.gaps}, {"dx_over_dy", &l.dx_over_dy}};
+#define FIELD(name, value) {#name, &l.name},
+  const std::map<std::string, unsigned*> fields{LAUNCH_FIELDS(FIELD)};
+#undef FIELD
   std::vector<Run> runs;
   std::string name;
   while (std::cin >> name && name != "data") {
@@ -70,12 +57,9 @@ std::vector<Run> read_request() {
 void read_rows(BufferId id) {
   Buffer& buffer = m.buffers[id];
   std::memset(buffer.base, 0xff, buffer.extent());
-  const bool packed = id == kX || id == kDy;
-  for (std::size_t row = 0; (packed ? stored_row(id, row) : row) < buffer.rows; ++row) {
-    const std::size_t at = packed ? stored_row(id, row) : row;
+  for (std::size_t row = 0, at; (at = stored_row(id, row)) < buffer.rows; ++row)
     std::cin.read(reinterpret_cast<char*>(buffer.base + at * buffer.pitch),
                   static_cast<std::streamsize>(buffer.row_bytes));
-  }
   if (!std::cin) refuse("the request ends inside " + std::string(buffer.name));
 }
 

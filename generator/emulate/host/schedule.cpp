@@ -1,6 +1,7 @@
 // One schedule: what the seed decides, from the first CTA to the end or the first fault.
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <tuple>
 
 #include "machine.h"
@@ -66,6 +67,44 @@ Warp& pick_warp() {
   return *any;
 }
 
+void report_deadlock() {
+  // Threads of one CTA that wait for the same thing are named together.
+  std::map<std::tuple<unsigned, int, int, unsigned>, std::pair<unsigned, const Thread*>> groups;
+  for (const Cta* cta : m.ctas)
+    for (const Thread& t : cta->threads) {
+      if (t.done) continue;
+      auto& group = groups[{cta->id, t.wait.kind, t.wait.line, t.wait.object}];
+      if (group.first++ == 0) group.second = &t;
+    }
+  std::string text = "deadlock: nobody can run";
+  unsigned named = 0;
+  for (const auto& [key, group] : groups) {
+    if (++named > 6) break;
+    const auto& [count, thread] = group;
+    text += "; " + thread_name(*thread->cta, thread->index);
+    if (count > 1) text += " and " + std::to_string(count - 1) + " more of it wait ";
+    else text += " waits ";
+    text += describe_wait(thread->wait);
+  }
+  if (groups.size() > 6) text += "; and " + std::to_string(groups.size() - 6) + " more groups";
+  for (const Grid* grid : {&m.main, &m.sum})
+    if (has_unstarted(*grid))
+      text += "; " + std::to_string(grid->ctas - grid->started * grid->cluster) + " CTAs of " +
+              grid->kernel + " have not started, because " + std::to_string(m.resident) +
+              " are resident";
+  fault(0, "%s", text.c_str());
+}
+
+void draw_order(Grid& grid) {
+  grid.order.resize(grid.ctas / grid.cluster);
+  std::iota(grid.order.begin(), grid.order.end(), 0);
+  if (!m.policy.shuffled_ctas) return;
+  for (unsigned i = static_cast<unsigned>(grid.order.size()); i > 1; --i)
+    std::swap(grid.order[i - 1], grid.order[m.rng.below(i)]);
+}
+
+}  // namespace
+
 std::string describe_wait(const Wait& wait) {
   const std::string line = " (line " + std::to_string(wait.line) + ")";
   const std::string object = std::to_string(wait.object);
@@ -100,73 +139,18 @@ std::string describe_wait(const Wait& wait) {
   return "for nothing";
 }
 
-void report_deadlock() {
-  // Threads of one CTA that wait for the same thing are named together.
-  std::map<std::tuple<unsigned, int, int, unsigned>, std::pair<unsigned, const Thread*>> groups;
-  for (const Cta* cta : m.ctas)
-    for (const Thread& t : cta->threads) {
-      if (t.done) continue;
-      auto& group = groups[{cta->id, t.wait.kind, t.wait.line, t.wait.object}];
-      if (group.first++ == 0) group.second = &t;
-    }
-  std::string text = "deadlock: nobody can run";
-  unsigned named = 0;
-  for (const auto& [key, group] : groups) {
-    if (++named > 6) break;
-    const auto& [count, thread] = group;
-    text += "; " + thread_name(*thread->cta, thread->index);
-    if (count > 1) text += " and " + std::to_string(count - 1) + " more of it wait ";
-    else text += " waits ";
-    text += describe_wait(thread->wait);
-  }
-  if (groups.size() > 6) text += "; and " + std::to_string(groups.size() - 6) + " more groups";
-  for (const Grid* grid : {&m.main, &m.sum})
-    if (has_unstarted(*grid))
-      text += "; " + std::to_string(grid->ctas - grid->started * grid->cluster) + " CTAs of " +
-              grid->kernel + " have not started, because " + std::to_string(m.resident) +
-              " are resident";
-  fault(0, "%s", text.c_str());
-}
-
-void set_up(Grid& grid, const char* kernel, unsigned ctas, unsigned threads, unsigned shared,
-            unsigned cluster, unsigned team, unsigned first_id) {
-  grid.kernel = kernel;
-  grid.ctas = ctas;
-  grid.threads = threads;
-  grid.shared_bytes = shared;
-  grid.cluster = cluster;
-  grid.team_threads = team;
-  grid.first_id = first_id;
-  grid.started = grid.finished = 0;
-  grid.order.resize(ctas / cluster);
-  for (unsigned i = 0; i < grid.order.size(); ++i) grid.order[i] = i;
-  if (!m.policy.shuffled_ctas) return;
-  for (unsigned i = static_cast<unsigned>(grid.order.size()); i > 1; --i)
-    std::swap(grid.order[i - 1], grid.order[m.rng.below(i)]);
-}
-
-}  // namespace
-
 void run_schedule(std::uint64_t seed, unsigned residency) {
   const Launch& l = m.launch;
+  static_cast<State&>(m) = State{};
   m.rng = Rng{seed};
   m.policy = draw_policy(m.rng);
   m.starved = m.rng.below(4);
-  m.last_cta = 0;
-  m.steps = 0;
-  m.fault.clear();
   m.residency = residency;
-  m.resident = 0;
-  m.ctas.clear();
-  m.ready.clear();
-  m.copies.clear();
-  m.flying.clear();
-  m.current = nullptr;
   end_all_ctas();
-  set_up(m.main, "the main kernel", l.grid, l.threads, l.shared_bytes, l.cluster, l.team_threads,
-         0);
-  set_up(m.sum, "sum_partials", l.sum_grid, l.sum_threads, kStaticShared, 1, l.sum_threads,
-         l.grid);
+  m.main = {"the main kernel", l.grid, l.threads, l.shared_bytes, l.cluster, l.team_threads, 0};
+  m.sum = {"sum_partials", l.sum_grid, l.sum_threads, kStaticShared, 1, l.sum_threads, l.grid};
+  draw_order(m.main);
+  draw_order(m.sum);
   reset_memory();
   while (m.fault.empty()) {
     if (++m.steps > kMostSteps) {

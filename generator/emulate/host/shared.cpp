@@ -101,37 +101,32 @@ void add_reader(Event& reader, const Thread& self) {
   }
 }
 
+void check_writer(const Cta& cta, const Cell& cell, const char* verb, int line) {
+  if (cell.writer.who == Event::kCopy) {
+    if (!has_seen(m.copies[copy_index(cell.writer)])) report_copy(cell, verb, line);
+  } else if (cell.writer.who != Event::kNone && !ordered(cell.writer, *m.current)) {
+    fault(line, "race: %s byte %zu of shared memory, which %s wrote, and no barrier lies between",
+          verb, offset_of(cta, &cell), event_name(cell.writer).c_str());
+  }
+}
+
 void check_overwrite(const Cta& cta, const Cell& cell, const char* what, int line) {
   const Thread& self = *m.current;
-  if (cell.writer.who == Event::kCopy) {
-    if (!has_seen(m.copies[copy_index(cell.writer)])) report_copy(cell, what, line);
-  } else if (cell.writer.who != Event::kNone && !ordered(cell.writer, self)) {
-    fault(line, "race: %s byte %zu of shared memory, which %s wrote, and no barrier lies between",
-          what, offset_of(cta, &cell), event_name(cell.writer).c_str());
-  }
+  check_writer(cta, cell, what, line);
   if (cell.reader.who != Event::kNone && !ordered(cell.reader, self))
     fault(line, "race: %s byte %zu of shared memory, which %s may still have to read: no barrier "
           "lies between", what, offset_of(cta, &cell), event_name(cell.reader).c_str());
 }
-
-}  // namespace
-
-namespace {
 
 Cells read_cells(const void* from, unsigned bytes, unsigned alignment, int line) {
   Thread& self = *m.current;
   const Cells cells = checked_cells(*self.cta, from, bytes, alignment, "reads", line);
   for (unsigned i = 0; i < cells.count; ++i) {
     Cell& cell = cells.first[i];
-    if (cell.writer.who == Event::kCopy) {
-      if (!has_seen(m.copies[copy_index(cell.writer)])) report_copy(cell, "reads", line);
-    } else if (cell.writer.who == Event::kNone) {
+    if (cell.writer.who == Event::kNone)
       fault(line, "reads byte %zu of shared memory, which nobody has written",
             offset_of(*self.cta, &cell));
-    } else if (!ordered(cell.writer, self)) {
-      fault(line, "race: reads byte %zu of shared memory, which %s wrote, and no barrier lies "
-            "between", offset_of(*self.cta, &cell), event_name(cell.writer).c_str());
-    }
+    check_writer(*self.cta, cell, "reads", line);
     add_reader(cell.reader, self);
   }
   return cells;

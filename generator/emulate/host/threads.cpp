@@ -195,20 +195,13 @@ void start_cta(Grid& grid, unsigned block, Cluster* cluster) {
   }
   for (unsigned t = 0; t < grid.threads; ++t) {
     Thread& thread = cta.threads[t];
+    thread = Thread{};
     thread.cta = &cta;
     thread.warp = &cta.warps[t / kWarp];
     thread.index = t;
     thread.lane = t % kWarp;
     thread.team = t / grid.team_threads;
-    thread.team_time = 1;
-    thread.releases = 0;
-    thread.done = thread.wrote_shared = thread.acquired = false;
     thread.knows_primary = &grid == &m.sum && !m.launch.dependent;
-    thread.wait = Wait{};
-    thread.polled = nullptr;
-    thread.learned = Clock{};
-    thread.bulk.clear();
-    thread.groups.clear();
     // Tops of stacks at different distances from a page's start: else all share a few cache sets.
     thread.fiber.prepare(cta.stacks + t * kStackBytes, kStackBytes - t * 320 % 4096, thread_main);
   }

@@ -70,7 +70,7 @@ void workspace_read(const float* from, unsigned count, int line) {
   const Words at = checked_words(from, count, "reads", line);
   for (unsigned i = 0; i < count; ++i) {
     const Word& word = at.words[i];
-    if (word.event.who == Event::kNone && word.copy == kUnset) {
+    if (word.fresh()) {
       // Whole float4s are read; what lies behind the last column of a row is never used.
       if ((at.index + i) % m.launch.partial_stride >= m.launch.partial_columns) continue;
       fault(line, "reads %s, which nobody has written", place_of(from + i).c_str());
@@ -87,8 +87,7 @@ void workspace_write(const float* to, unsigned count, int line) {
   if (at.adds) at.adds->clear();
   for (unsigned i = 0; i < count; ++i) {
     Word& word = at.words[i];
-    const bool fresh = word.event.who == Event::kNone && word.copy == kUnset;
-    if (!fresh && !knows(self, word)) report_race(word, to + i, "overwrites", line);
+    if (!word.fresh() && !knows(self, word)) report_race(word, to + i, "overwrites", line);
     word = Word{self.cta->id, kUnset, self.releases, self.now()};
   }
 }
@@ -229,7 +228,7 @@ void add_float(unsigned char* to, const unsigned char* from) {
 void note_add(const Words& at, unsigned count, const float* to, const Word& word, int line) {
   for (unsigned i = 0; i < count; ++i) {
     const Word& before = at.words[i];
-    if (before.event.who == Event::kNone && before.copy == kUnset)
+    if (before.fresh())
       fault(line, "adds to %s, which nobody has written", place_of(to + i).c_str());
     if (!knows(*m.current, before)) report_race(before, to + i, "adds to", line);
   }
@@ -260,9 +259,7 @@ void note_workspace_copy(unsigned index, bool add, int line) {
   bool others = false;
   for (unsigned i = 0; i < count; ++i) {
     const Word& word = at.words[i];
-    if (word.event.who != Event::kInitial && word.cta != self.cta->id &&
-        (word.event.who != Event::kNone || word.copy != kUnset))
-      others = true;
+    others |= word.event.who != Event::kInitial && word.cta != self.cta->id && !word.fresh();
   }
   if (add && !m.launch.ordered_adds) {
     for (unsigned i = 0; i < count; i += 4)
@@ -271,11 +268,10 @@ void note_workspace_copy(unsigned index, bool add, int line) {
   } else {
     for (unsigned i = 0; i < count; ++i) {
       Word& word = at.words[i];
-      const bool fresh = word.event.who == Event::kNone && word.copy == kUnset;
       const bool padding = (at.index + i) % m.launch.partial_stride >= m.launch.partial_columns;
-      if (fresh && add && !padding)
+      if (word.fresh() && add && !padding)
         fault(line, "adds to %s, which nobody has written", place_of(to + i).c_str());
-      if (!fresh && !knows(self, word))
+      if (!word.fresh() && !knows(self, word))
         report_race(word, to + i, add ? "adds to" : "overwrites", line);
       word = mine;
     }

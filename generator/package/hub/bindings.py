@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
-from enum import IntEnum
+from types import SimpleNamespace
 from typing import Any
 
 LIBRARY = "libcuda.so.1"
@@ -60,36 +60,19 @@ _status = _Statuses()
 _error_name = _function("cuGetErrorName", c_int, POINTER(c_char_p))
 
 
-class CUfunction_attribute(IntEnum):  # noqa: N801
-    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-    CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
-
-
-class CUlaunchAttributeID(IntEnum):
-    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4
-    CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6
-
-
-class CUstreamCaptureMode(IntEnum):
-    CU_STREAM_CAPTURE_MODE_GLOBAL = 0
-    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
-    CU_STREAM_CAPTURE_MODE_RELAXED = 2
-
-
-class CUstreamCaptureStatus(IntEnum):
-    CU_STREAM_CAPTURE_STATUS_ACTIVE = 1
-
-
-class CUstream_flags(IntEnum):  # noqa: N801
-    CU_STREAM_NON_BLOCKING = 1
-
-
-class CUuserObject_flags(IntEnum):  # noqa: N801
-    CU_USER_OBJECT_NO_DESTRUCTOR_SYNC = 1
-
-
-class CUuserObjectRetain_flags(IntEnum):  # noqa: N801
-    CU_GRAPH_USER_OBJECT_MOVE = 1
+CUfunction_attribute = SimpleNamespace(
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8,
+    CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED=14,
+)
+CUlaunchAttributeID = SimpleNamespace(
+    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=4,
+    CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6,
+)
+CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+CUstreamCaptureStatus = SimpleNamespace(CU_STREAM_CAPTURE_STATUS_ACTIVE=1)
+CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+CUuserObject_flags = SimpleNamespace(CU_USER_OBJECT_NO_DESTRUCTOR_SYNC=1)
+CUuserObjectRetain_flags = SimpleNamespace(CU_GRAPH_USER_OBJECT_MOVE=1)
 
 
 # ---- Launches ------------------------------------------------------------------------------------

@@ -142,10 +142,16 @@ def is_plain(tensor: torch.Tensor | None) -> bool:
 
 
 def served_dtype(scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    """A weight or bias in a dtype that goes with x: in x's, unless it is that or fp32."""
-    if scale is None or scale.dtype == x.dtype or scale.dtype == torch.float32:
-        return scale
-    return scale.to(x.dtype)
+    """A weight or bias in a dtype that goes with x: in x's, unless it is that or fp32. Raises
+    TypeError for what is no tensor, as the shape is that torch.nn.functional's norms take there."""
+    if scale is None:
+        return None
+    if not hasattr(scale, "dtype"):
+        raise TypeError(
+            f"weight and bias must be tensors or None, got {type(scale).__name__}: the norm is "
+            "over the last dimension of x, and takes no normalized_shape"
+        )
+    return scale if scale.dtype in (x.dtype, torch.float32) else scale.to(x.dtype)
 
 
 def resolved(tensor: Any) -> Any:
@@ -184,9 +190,4 @@ Size = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 def contiguous(shape: Sequence[int], dtype: torch.dtype) -> Size:
     """What `empty_strided` takes for a contiguous tensor."""
-    strides = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(shape), tuple(reversed(strides)), dtype
+    return tuple(shape), torch.empty(tuple(shape), device="meta").stride(), dtype

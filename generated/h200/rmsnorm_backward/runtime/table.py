@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from math import log
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -232,7 +232,7 @@ def seal(text: str) -> str:
 
 
 def _plain(kernel: KernelOf[S]) -> dict[str, Any]:
-    return {**vars(kernel), "spec": kernel.spec.to_json()}
+    return {**vars(kernel), "spec": asdict(kernel.spec)}
 
 
 def _distance(entry: TunedOf[S], M: int) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import isqrt
-from typing import Any, ClassVar
+from typing import ClassVar
 
 MAIN_KERNEL = "rmsnorm_backward"
 SUM_KERNEL = "sum_partials"
@@ -82,9 +82,6 @@ class KernelSpec:
     group_rows: int = field(default=0, repr=False)
     leaves: str = field(default="", repr=False)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @cached_property
     def participants(self) -> int:
         """Clusters of the largest grid (CTAs, without clusters), which are to run at once."""
@@ -129,9 +126,6 @@ class ForwardSpec:
     offset: ClassVar[bool] = False
     residual: ClassVar[str] = ""
     least: ClassVar[int] = 1
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def grid(self, M: int) -> int:
         """CTAs of a launch for M >= 1 rows."""
@@ -219,16 +213,8 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
     elif spec.strategy == "separate":
         scratch = partials * row
         sum_grid = ceil_div(spec.columns, spec.slice_columns) * spec.cluster
-    return Launch(
-        grid=participants * spec.cluster,
-        participants=participants,
-        group=group,
-        sum_grid=sum_grid,
-        counters=counters,
-        zeroed=zeroed,
-        scratch=scratch,
-        partials=partials,
-    )
+    grid = participants * spec.cluster
+    return Launch(grid, participants, group, sum_grid, counters, zeroed, scratch, partials)
 
 
 def _whole_groups(spec: KernelSpec, M: int, participants: int) -> int:

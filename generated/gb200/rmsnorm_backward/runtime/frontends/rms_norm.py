@@ -138,46 +138,29 @@ class Norm:
             "normforge.batch_invariant"
         )
 
-    def _watched(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        eps: float | None,
-        weight_offset: float,
-        residual: torch.Tensor | None,
-    ) -> Any:
+    def _watched(self, x: Any, weight: Any, eps: Any, offset: float, residual: Any) -> Any:
         """`rms_norm` when a tracer, a mode, a transform or a tensor subclass is active."""
         run: Any = self._operator
         if not is_dynamo_compiling():
             if is_foreign(x):
-                return foreign_norm(x, weight, eps, weight_offset, residual)
+                return foreign_norm(x, weight, eps, offset, residual)
             if transforms_active() or tracing() is not None:
                 run, weight = norm_formula, served_dtype(weight, x)
                 if tracing() is None:  # which would keep the questions as if they were constants
                     check_forward(x, weight, residual)
-        y, _, *stream = run(x, weight, eps, weight_offset, residual)
+        y, _, *stream = run(x, weight, eps, offset, residual)
         return (y, *stream) if stream else y
 
-    def _operator(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        eps: float | None,
-        weight_offset: float,
-        residual: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
+    def _operator(self, x: Any, weight: Any, eps: Any, offset: float, residual: Any) -> Any:
         """y, rstd and, with a residual, the sum, by an operator."""
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
         weight = served_dtype(weight, x)
         if not is_dynamo_compiling():
             register_sharding(self.operators)
-        results: tuple[torch.Tensor, ...]
         if residual is None:
-            results = self.operators.rms_norm(x, weight, eps, weight_offset)
-        else:
-            results = self.operators.add_rms_norm(x, residual, weight, eps, weight_offset)
-        return results
+            return self.operators.rms_norm(x, weight, eps, offset)
+        return self.operators.add_rms_norm(x, residual, weight, eps, offset)
 
     def rmsnorm_forward(
         self,

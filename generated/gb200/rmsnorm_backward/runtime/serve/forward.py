@@ -151,11 +151,15 @@ class Forward:
             return self._fallback(foreign)
         N = x.shape[-1]
         M = x.numel() // N
-        layouts = [self._layout(tensor, x) for tensor in (x, residual)]
+        layouts: list[RowLayout | None] = []  # None: a copy has to be made
         places = N * x.element_size()
-        for tensor, layout in zip((x, residual), layouts, strict=True):
+        for tensor in (x, residual):
+            layout = None if tensor is None else row_layout(tensor)
+            if layout is not None and layout.inner and tensor is not x:
+                layout = None  # only x has two strides
             if tensor is not None and layout is not None:
                 places |= tensor.data_ptr() | (layout.stride | layout.outer) * x.element_size()
+            layouts.append(layout)
         kernel = self.table.choose(
             M,
             N,
@@ -169,46 +173,26 @@ class Forward:
         loaded = self._kernels.get(kernel)
         return forward_call(loaded, x, weight, residual, layouts[0], layouts[1])
 
-    @staticmethod
-    def _layout(tensor: torch.Tensor | None, x: torch.Tensor) -> RowLayout | None:
-        """How rows are read in place; None when a copy has to be made. Only x has two strides."""
-        if tensor is None:
-            return None
-        layout = row_layout(tensor)
-        return layout if layout is None or tensor is x or layout.inner == 0 else None
-
     def _per_head(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        eps: float | None,
-        weight_offset: float,
-        residual: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
+        self, x: Any, weight: Any, eps: Any, offset: float, residual: Any
+    ) -> tuple[Any, ...]:
         """A weight per head, (H, N) with x (..., H, N): a call per head, on its slice of the
         rows."""
-        assert weight is not None
         heads = []
         for h in range(len(weight)):
             slice_of_residual = None if residual is None else residual[..., h, :]
-            heads.append(self(x[..., h, :], weight[h], eps, weight_offset, slice_of_residual))
+            heads.append(self(x[..., h, :], weight[h], eps, offset, slice_of_residual))
         return tuple(torch.stack(parts, -2) for parts in zip(*heads, strict=True))
 
     def _mixed(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        eps: float | None,
-        weight_offset: float,
-        residual: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
+        self, x: Any, weight: Any, eps: Any, offset: float, residual: Any
+    ) -> tuple[Any, ...]:
         """A residual of another dtype: PyTorch adds, the fp32 kernel normalises the rounded sum,
         and y is rounded from its fp32 to x's dtype: the same numbers as in one kernel."""
-        assert residual is not None
         with torch.no_grad():
             stream = (x.float() + residual.float()).to(residual.dtype).contiguous()
             wide = None if weight is None else weight.float()
-            y, rstd = self(stream.float(), wide, eps, weight_offset)
+            y, rstd = self(stream.float(), wide, eps, offset)
             return y.to(x.dtype), rstd, stream
 
     def _fallback(self, reason: str) -> ForwardCall:

@@ -62,12 +62,19 @@ class NormPackage(Server):
     def inductor_backend(self, **inductor_configs: Any) -> Callable[..., Any]:
         """A backend for torch.compile: Inductor, with PyTorch's norms of this package's kind (only
         their backward, if the package has no forward), and RMSNorms that a model writes out, served
-        by this package. inductor_configs: settings of torch._inductor.config."""
+        by this package. inductor_configs: settings of torch._inductor.config, which come before
+        those that torch.compile's `mode` and `options` name."""
         return make_backend(self.ops, **inductor_configs)
 
     def unpatch(self, model: torch.nn.Module) -> list[str]:
         """Restore the forwards that `patch` replaced. Returns the names of these norms."""
         return unpatch(model, self._layer)
+
+    @property
+    def operators(self) -> Any:
+        """The operators of this package, as torch.compile and policies of selective checkpointing
+        see them: `operators.rms_norm.default` and so on."""
+        return getattr(torch.ops, self.ops.namespace)
 
     @property
     def provenance(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..spec import SUM_KERNEL, Launch
 from .driver import LaunchError, cuda_driver
-from .launch import MAIN_ARGUMENTS, MAIN_OFFSETS, SUM_ARGUMENTS, SUM_OFFSETS, Extent
+from .launch import MAIN_ARGUMENTS, SUM_ARGUMENTS, Extent
 from .loaded_kernel import LoadedKernel
 from .workspace import StreamWorkspace
 
@@ -23,7 +23,12 @@ kernel's arguments begin with."""
 pack_mean = struct.Struct("@Q").pack_into
 """Writes mean at MEAN."""
 MEAN = MAIN_ARGUMENTS.size - 8
-_DW, _SCRATCH = 5 * 8, 10 * 8
+_SUM = MAIN_ARGUMENTS.size
+_DW = 5 * 8  # which both kernels read from one place
+MAIN_AT, SUM_AT = (0,), (_SUM, _DW, *range(_SUM + 16, _SUM + 32, 4))
+SCRATCH_AT = (10 * 8, _SUM)
+"""Where the parameters of either kernel begin in an argument block, and where the address of the
+scratch stands. In bytes."""
 
 
 class Binding(NamedTuple):
@@ -66,33 +71,19 @@ class Binding(NamedTuple):
         raise LaunchError(status.name, "launching", f"{refused or spec.operation} of {spec.name}")
 
 
-class ArgumentBlock(NamedTuple):
-    """The arguments of both kernels in one piece of memory, the addresses of the tensors first.
-
-    main_at, sum_at: where the parameters of either kernel begin; scratch_at: where the address of
-    the scratch stands. All in bytes.
-    """
-
-    values: Any
-    main_at: tuple[int, ...]
-    sum_at: tuple[int, ...]
-    scratch_at: tuple[int, ...]
-
-
-def argument_block(launch: Launch, extent: Extent, zeros: int, scratch: int) -> ArgumentBlock:
-    """The arguments of a launch, with 0 for the addresses of all tensors."""
-    values = ctypes.create_string_buffer(MAIN_ARGUMENTS.size + SUM_ARGUMENTS.size)
+def argument_block(launch: Launch, extent: Extent, zeros: int, scratch: int) -> Any:
+    """The arguments of both kernels in one piece of memory, with 0 for the addresses of all
+    tensors, which come first."""
+    values = ctypes.create_string_buffer(_SUM + SUM_ARGUMENTS.size)
     MAIN_ARGUMENTS.pack_into(
         values, 0, *([0] * 8), zeros, zeros + launch.zeroed_offset, scratch, *extent, 0
     )
     SUM_ARGUMENTS.pack_into(
         values,
-        MAIN_ARGUMENTS.size,
+        _SUM,
         *(scratch, 0, launch.partials, extent.columns, extent.dw_mode, extent.group),
     )
-    sum_at = [MAIN_ARGUMENTS.size + at for at in SUM_OFFSETS]
-    sum_at[1] = _DW  # both kernels read dw's address from one place
-    return ArgumentBlock(values, MAIN_OFFSETS, tuple(sum_at), (_SCRATCH, MAIN_ARGUMENTS.size))
+    return values
 
 
 def bind(
@@ -112,16 +103,17 @@ def bind(
     second kernel. Raises LaunchError."""
     main, second = kernel.load(device)
     second = second if wants_dw else None
-    block = argument_block(launch, extent, zeros, scratch)
-    base = ctypes.addressof(block.values)
-    main_at, sum_at = ([base + at for at in offsets] for offsets in (block.main_at, block.sum_at))
-    main_array = (ctypes.c_void_p * len(main_at))(*main_at)
-    sum_array = (ctypes.c_void_p * len(sum_at))(*sum_at)
+    values = argument_block(launch, extent, zeros, scratch)
+    base = ctypes.addressof(values)
+    main_array, sum_array = (
+        (ctypes.c_void_p * len(offsets))(*(base + at for at in offsets))
+        for offsets in (MAIN_AT, SUM_AT)
+    )
     return Binding(
         workspace=workspace,
         lock=None if workspace is None else workspace.lock,
         scratch=scratch,
-        values=block.values,
+        values=values,
         launch=cuda_driver().cuLaunchKernelEx,
         main_config=kernel.main_config(launch.grid, stream),
         main=main,

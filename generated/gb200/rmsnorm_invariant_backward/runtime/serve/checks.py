@@ -7,10 +7,8 @@ from typing import Any
 import torch
 
 from ..table import runs_on
-from .options import Arguments, Options, dw_shape
+from .options import DTYPES, Arguments, Options, dw_shape
 
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-"""The dtypes that kernels have, by their short names."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -56,7 +54,8 @@ def _check_weight(
     if weight.shape != x.shape[-1:] and not (heads and weight.shape == x.shape[-2:]):
         other = f" or {tuple(x.shape[-2:])}" if heads and x.dim() > 1 else ""
         raise ValueError(
-            f"{name} must have shape ({x.shape[-1]},){other}, got {tuple(weight.shape)}"
+            f"{name} must have shape ({x.shape[-1]},){other}, got {tuple(weight.shape)} beside x "
+            f"of shape {tuple(x.shape)}"
         )
 
 
@@ -174,8 +173,9 @@ def foreign_device(target: dict[str, Any], device: int) -> str:
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:
-    """bf16, fp16 or fp32. Raises ValueError for any other dtype."""
-    name = DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else dtype
+    """bf16, fp16 or fp32, also of "bfloat16" and so on. Raises ValueError for any other dtype."""
+    kind: Any = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None)
+    name = DTYPES.get(kind, str(dtype))
     if name not in DTYPES.values():
         raise ValueError(f"dtype must be one of {', '.join(DTYPES.values())}, got {dtype}")
-    return str(name)
+    return name

@@ -180,15 +180,8 @@ class Server:
             return self._composed(composed, options)
         if kernel is None:
             return choice.reason
-        return KernelCall(
-            kernel=self._kernels.get(kernel),
-            launch=self._launch(kernel.spec, layout.rows),
-            device=device,
-            given=given,
-            options=options,
-            layout=layout,
-            workspaces=self._workspaces,
-        )
+        loaded, launch = self._kernels.get(kernel), self._launch(kernel.spec, layout.rows)
+        return KernelCall(loaded, launch, device, given, options, layout, self._workspaces)
 
     def _launch(self, spec: KernelSpec, rows: int) -> Launch:
         return plan_launch(spec, rows)
@@ -200,13 +193,6 @@ class Server:
 
         return call
 
-    def _choose(
-        self, device: int, M: int, N: int, dtype: str, weight_dtype: str, **call_options: Any
-    ) -> Choice:
-        if foreign := foreign_device(self.table.target, device):
-            return Choice("none", foreign)
-        return self.table.choose(M, N, dtype, weight_dtype, **call_options)
-
     def _best(
         self,
         device: int,
@@ -217,9 +203,11 @@ class Server:
     ) -> Choice:
         """A kernel with as many of the options compiled into it as there are; what it lacks is
         composed. shape: M, N and both dtypes."""
+        if foreign := foreign_device(self.table.target, device):
+            return Choice("none", foreign)
         call_options = ((offset, residual), (offset, ""), (False, residual), (False, ""))
         for with_offset, reads in dict.fromkeys(call_options):
-            choice = self._choose(device, *shape, offset=with_offset, residual=reads, **alignments)
+            choice = self.table.choose(*shape, offset=with_offset, residual=reads, **alignments)
             if choice.kernel is not None:
                 break
         return choice

@@ -167,18 +167,12 @@ def autograd_of_backward(operator: Any, run: Implementation) -> Implementation:
 
         backward = staticmethod(_refuse)
 
-    def kernel(keys: Any, *given: Any) -> tuple[torch.Tensor, ...]:
-        plain = _is_plain_call(keys)
-        if not plain and has_tangent(*given):
+    def formula(*given: Any) -> tuple[torch.Tensor, ...]:  # of what a transform or a tangent sees
+        if has_tangent(*given) or _want_gradient(given):
             _refuse(None)
-        if _want_gradient(given):
-            if transforms_active():  # which would ask for it in any case
-                _refuse(None)
-            results: tuple[torch.Tensor, ...] = OperatorBackward.apply(*given)
-            return results
-        return run(*given) if plain else below_autograd(operator, given)
+        return below_autograd(operator, given)
 
-    return kernel
+    return autograd_of(operator, run, OperatorBackward, formula)
 
 
 def _is_plain_call(keys: Any) -> bool:

@@ -98,36 +98,29 @@ class Counts(NamedTuple):
             _log.info("gave %d %s nodes%s to %s; additions folded: %d", *given)
 
 
-Step = Callable[[torch.fx.Graph, NormOperators], Counts]
-
-
-def _take_steps(module: GraphModule, operators: NormOperators, *steps: Step) -> GraphModule:
-    counts = [Counts()]
-    for each in graph_modules(module):
-        found = [step(each.graph, operators) for step in steps]
-        if any(map(any, found)):
-            each.recompile()
-        counts += found
-    Counts(*map(sum, zip(*counts, strict=True))).tell(operators)
-    return module
-
-
 def route_decomposed(module: GraphModule, operators: NormOperators) -> GraphModule:
     """Replace the RMSNorms that a graph writes out, as `replace_decomposed` says, if that is the
     norm of the package."""
-    return _take_steps(module, operators, _route_written_out)
+    return route(module, operators, written_out_only=True)
 
 
-def route(module: GraphModule, operators: NormOperators) -> GraphModule:
+def route(
+    module: GraphModule, operators: NormOperators, *, written_out_only: bool = False
+) -> GraphModule:
     """Replace every norm over the last dimension by the operators of a package, together with the
     additions that `fold_additions` folds into them."""
-    return _take_steps(module, operators, _route_written_out, route_graph)
-
-
-def _route_written_out(graph: torch.fx.Graph, operators: NormOperators) -> Counts:
-    if not isinstance(operators, Operators):
-        return Counts()
-    return Counts(written_out=replace_decomposed(graph, operators.rms_norm))
+    counts = [Counts()]
+    for each in graph_modules(module):
+        found = Counts()
+        if isinstance(operators, Operators):
+            found = Counts(written_out=replace_decomposed(each.graph, operators.rms_norm))
+        if not written_out_only:  # behind it, for its norms have additions, too
+            found = route_graph(each.graph, operators)._replace(written_out=found.written_out)
+        if any(found):
+            each.recompile()
+        counts.append(found)
+    Counts(*map(sum, zip(*counts, strict=True))).tell(operators)
+    return module
 
 
 def route_graph(graph: torch.fx.Graph, operators: NormOperators) -> Counts:
@@ -225,7 +218,8 @@ def has_tiny_eps(module: GraphModule, norm: AnyOperators) -> bool:
 
 
 def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[..., Any]:
-    """A backend for torch.compile: Inductor with these settings, but what `route` takes of the norm
+    """A backend for torch.compile: Inductor with these settings, beside those of torch.compile's
+    `mode` and `options`, but what `route` takes of the norm
     stays whole and is this package's, and so are RMSNorms that are written out. Inductor's caches
     keep what it compiles under keys that have `cache_key` in them. In a graph where `has_tiny_eps`,
     PyTorch's norms are Inductor's.
@@ -236,8 +230,14 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
     _refuse_other(inductor_configs.get(_SLOT))
     key = cache_key(operators)
 
-    def normforge_inductor(module: GraphModule, example_inputs: Any, **options: Any) -> Any:
-        from torch._inductor import config
+    def normforge_inductor(
+        module: GraphModule,
+        example_inputs: Any,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> Any:
+        from torch._inductor import config, list_mode_options
         from torch._inductor.compile_fx import compile_fx
         from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -248,13 +248,14 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
             def uuid(self) -> str:
                 return key
 
-        with config.patch(inductor_configs):
+        asked = {**list_mode_options(mode or "default"), **(options or {}), **inductor_configs}
+        with config.patch(asked):
             _refuse_other(getattr(config, _SLOT))
             table = None if has_tiny_eps(module, operators) else Decompositions(operators)
-        settings = {**inductor_configs, _SLOT: RouteNorms()}
+        settings = {**asked, _SLOT: RouteNorms()}
         route_decomposed(module, operators)
         return compile_fx(
-            module, example_inputs, decompositions=table, config_patches=settings, **options
+            module, example_inputs, decompositions=table, config_patches=settings, **more
         )
 
     return normforge_inductor

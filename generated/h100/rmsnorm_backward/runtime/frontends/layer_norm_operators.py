@@ -154,10 +154,10 @@ class LayerNormOperators(NormOperators):
 
     layer = "LayerNorm"
     aten = ("native_layer_norm", "native_layer_norm_backward")
-    routes = LAYER_NORM_ROUTES
+    routes, schemas = LAYER_NORM_ROUTES, LAYER_NORM_SCHEMAS
 
     def __init__(self, digest: str, backward: Backward, quick: QuickCall) -> None:
-        super().__init__(digest, LAYER_NORM_SCHEMAS, layer_norm_forward, backward, quick)
+        super().__init__(digest, layer_norm_forward, backward, quick)
         operator = self.layer_norm = self._named("layer_norm")
         self.layer_norm_backward = self.backward_operator
         run: Callable[..., Any] = lambda *given: below_autograd(operator, given)  # noqa: E731
@@ -168,17 +168,9 @@ class LayerNormOperators(NormOperators):
     _layer_norm_backward = NormOperators._run_backward
     _fake_layer_norm_backward = staticmethod(NormOperators._fake_backward)
 
-    @staticmethod
-    def _layer_norm(*given: Any) -> tuple[torch.Tensor, ...]:
-        return layer_norm_forward(*given)
+    _layer_norm = staticmethod(layer_norm_forward)
 
     @staticmethod
-    def _fake_layer_norm(
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-    ) -> tuple[torch.Tensor, ...]:
+    def _fake_layer_norm(x: Any, residual: Any, *_: Any) -> tuple[torch.Tensor, ...]:
         stream = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
         return x.new_empty(x.shape), statistic_like(x), statistic_like(x), stream

@@ -9,11 +9,9 @@ from typing import NamedTuple
 # one structure: x, dy, rstd, weight, dx, dw, dresidual, dresidual_out; counters, zeroed, scratch;
 # Extent; mean, where a kernel that takes none does not look.
 MAIN_ARGUMENTS = struct.Struct("@8Q3Q7qI3ifQ")
-MAIN_OFFSETS = (0,)
 # scratch, dw; rows of partial dw, columns, dw mode, and how many rows are sums of whole groups,
 # which only a batch-invariant kernel takes.
 SUM_ARGUMENTS = struct.Struct("@2Q4i")
-SUM_OFFSETS = (0, 8, 16, 20, 24, 28)
 
 DW_IN_WEIGHT_DTYPE, DW_IN_FP32, DW_ADDED = 0, 1, 2
 """What a kernel does with dw: rounds it to the weight's dtype, stores it as fp32, or adds it to the

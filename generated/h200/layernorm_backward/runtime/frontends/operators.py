@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..serve.call import QuickCall
 from ..serve.checks import check_dx_out, check_options
-from ..serve.options import Arguments, Backward, FormulaOptions, Options, dw_shape
+from ..serve.options import Arguments, Backward, FormulaOptions, Options
 from ..serve.reference import Results, wide_dtype
 from ..torch_internals import is_plain, nothing_like, watched
 from .gradients import (
@@ -49,8 +49,7 @@ class NormOperators:
 
     forward: what serves a forward, with arguments as the subclass says; backward(arguments,
     options): what serves any backward, quick: what is tried before for a plain one; none of them
-    may call an operator again. schemas: the operators; each has a method of its name that runs it,
-    and one that says what the results look like. The last one is the backward.
+    may call an operator again.
     """
 
     layer: ClassVar[str]
@@ -59,18 +58,20 @@ class NormOperators:
     """PyTorch's operators of it, forward and backward."""
     routes: ClassVar[Routes]
     """How those go to the operators here, in a graph."""
+    schemas: ClassVar[Mapping[str, str]]
+    """Each has a method of its name that runs it, and one that says what the results look like. The
+    last one is the backward."""
 
     def __init__(
         self,
         digest: str,
-        schemas: Mapping[str, str],
         forward: Callable[..., tuple[torch.Tensor, ...]],
         backward: Backward,
         quick: QuickCall,
     ) -> None:
         self._forward, self._backward, self._quick = forward, backward, quick
         self._library, self.namespace = _own_library(f"normforge_{digest}")
-        for name, schema in schemas.items():
+        for name, schema in self.schemas.items():
             self._library.define(name + schema)
             run, fake = (getattr(self, f"{prefix}_{name}") for prefix in ("", "_fake"))
             for device in ("CPU", "CUDA"):
@@ -157,23 +158,13 @@ class NormOperators:
         return tuple(nothing_like(x) if result is None else result for result in (dx, dw, other))
 
     @staticmethod
-    def _fake_backward(
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        rstd: torch.Tensor,
-        weight: torch.Tensor | None,
-        dresidual: torch.Tensor | None,
-        dw_dtype: torch.dtype | None,
-        weight_offset: float,
-        need_dx: bool,
-        need_dw: bool,
-        mean: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, ...]:
+    def _fake_backward(*given: Any) -> tuple[torch.Tensor, ...]:
+        _, x, _, weight, dresidual, dw_dtype, _, need_dx, need_dw, *mean = given
         dx, dw, third = (x.new_empty(0) for _ in range(3))
         if need_dx:
             dx = x.new_empty(x.shape)
         if need_dw and weight is not None:
-            shape = dw_shape(Arguments(dy, x, rstd, weight, mean=mean))
+            shape = (2, *weight.shape) if mean else weight.shape
             dw = weight.new_empty(shape, dtype=dw_dtype or weight.dtype)
         if dresidual is not None and dresidual.dtype != x.dtype:
             third = dresidual.new_empty(x.shape)
@@ -186,16 +177,10 @@ class Operators(NormOperators):
 
     layer = "RMSNorm"
     aten = ("_fused_rms_norm", "_fused_rms_norm_backward")
-    routes = RMS_NORM_ROUTES
+    routes, schemas = RMS_NORM_ROUTES, SCHEMAS
 
-    def __init__(
-        self,
-        digest: str,
-        forward: Callable[..., tuple[torch.Tensor, ...]],
-        backward: Backward,
-        quick: QuickCall,
-    ) -> None:
-        super().__init__(digest, SCHEMAS, forward, backward, quick)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
         self.rms_norm, self.add_rms_norm = self._named("rms_norm"), self._named("add_rms_norm")
         self.rms_norm_backward = self.backward_operator
         for name in ("rms_norm", "add_rms_norm"):
@@ -205,35 +190,18 @@ class Operators(NormOperators):
     _rms_norm_backward = NormOperators._run_backward
     _fake_rms_norm_backward = staticmethod(NormOperators._fake_backward)
 
-    def _rms_norm(
-        self, x: torch.Tensor, weight: torch.Tensor | None, eps: float | None, weight_offset: float
-    ) -> tuple[torch.Tensor, ...]:
-        return self._forward(x, weight, eps, weight_offset, None)
+    def _rms_norm(self, x: Any, weight: Any, eps: Any, offset: float) -> tuple[torch.Tensor, ...]:
+        return self._forward(x, weight, eps, offset, None)
 
-    def _add_rms_norm(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor | None,
-        eps: float | None,
-        weight_offset: float,
-    ) -> tuple[torch.Tensor, ...]:
-        return self._forward(x, weight, eps, weight_offset, residual)
+    def _add_rms_norm(self, x: Any, residual: Any, weight: Any, eps: Any, offset: float) -> Any:
+        return self._forward(x, weight, eps, offset, residual)
 
     @staticmethod
-    def _fake_rms_norm(
-        x: torch.Tensor, weight: torch.Tensor | None, eps: float | None, weight_offset: float
-    ) -> tuple[torch.Tensor, ...]:
+    def _fake_rms_norm(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
         return x.new_empty(x.shape), statistic_like(x)
 
     @staticmethod
-    def _fake_add_rms_norm(
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor | None,
-        eps: float | None,
-        weight_offset: float,
-    ) -> tuple[torch.Tensor, ...]:
+    def _fake_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, *_: Any) -> tuple[Any, ...]:
         return x.new_empty(x.shape), statistic_like(x), residual.new_empty(x.shape)
 
 

@@ -11,7 +11,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,20 +36,9 @@ ForwardCall = Callable[
 # call comes first: x, residual, weight, y, rstd, residual_out; eps and the weight's offset. Then
 # rows, x_stride, x_outer, residual_stride; columns, x_inner.
 _ARGUMENTS = struct.Struct("@6Q2f4qiI")
-_pack_changing = struct.Struct("@6Q2f").pack_into
+pack_changing = struct.Struct("@6Q2f").pack_into
 _EPS = torch.finfo(torch.float32).eps
 """What PyTorch takes when no eps is given, for bf16 and fp16 rows as well."""
-
-
-class Facts(NamedTuple):
-    """What a call on dense tensors, or copies of others, is made of, for who launches the same in
-    another way."""
-
-    kernel: LoadedKernel
-    device: int
-    with_residual: bool
-    fixed: tuple[int, ...]
-    dtypes: tuple[torch.dtype, torch.dtype]
 
 
 def pack_arguments(*fixed: int) -> bytes:
@@ -57,22 +46,26 @@ def pack_arguments(*fixed: int) -> bytes:
     return _ARGUMENTS.pack(*([0] * 6), 0.0, 0.0, *fixed)
 
 
-class _Bindings(dict[int, tuple[Any, ...]]):
+class Bindings(dict[int, tuple[Any, ...]]):
     """By stream: the arguments of one signature, guarded by a lock because the driver has copied
-    them when a launch returns, and the launch configuration."""
+    them when a launch returns, and the launch configuration. The attributes say what a call on
+    dense tensors, or copies of others, is made of, for who launches the same in another way."""
+
+    dtypes: tuple[torch.dtype, torch.dtype]
+    """Of x and the weight."""
 
     def __init__(
         self, kernel: LoadedKernel, device: int, with_residual: bool, fixed: tuple[int, ...]
     ) -> None:
         """fixed: rows first, and the other arguments that no call changes."""
-        self.kernel, self.device, self._with_residual = kernel, device, with_residual
-        self._fixed = fixed
+        self.kernel, self.device = kernel, device
+        self.with_residual, self.fixed = with_residual, fixed
 
     def __missing__(self, stream: int) -> tuple[Any, ...]:
-        function = self.kernel.load(self.device)[self._with_residual]
-        values = ctypes.create_string_buffer(pack_arguments(*self._fixed), _ARGUMENTS.size)
+        function = self.kernel.load(self.device)[self.with_residual]
+        values = ctypes.create_string_buffer(pack_arguments(*self.fixed), _ARGUMENTS.size)
         array = (ctypes.c_void_p * 1)(ctypes.addressof(values))
-        config = self.kernel.main_config(self.kernel.spec.grid(self._fixed[0]), stream)
+        config = self.kernel.main_config(self.kernel.spec.grid(self.fixed[0]), stream)
         address = ctypes.addressof(array)
         binding = (threading.Lock(), values, config, function, address, array)  # keeps the array
         if len(self) >= MOST_STREAMS:
@@ -94,42 +87,19 @@ def forward_call(
     x, weight, residual: of that signature, on a CUDA device, at least one row; only facts about
     them are kept. A layout of None asks for a copy.
     """
-    N = x.shape[-1]
-    device = x.get_device()
-    with_residual = residual is not None
+    N, device, with_residual = x.shape[-1], x.get_device(), residual is not None
     rows, other = x_layout or RowLayout(N), residual_layout or RowLayout(N)
     fixed = (x.numel() // N, rows.stride, rows.outer, other.stride, N, rows.inner)
+    bindings = Bindings(kernel, device, with_residual, fixed)
+    copy_x, copy_residual = x_layout is None, with_residual and residual_layout is None
     copy_weight = weight is not None and not weight.is_contiguous()
-    copy = (x_layout is None, copy_weight, with_residual and residual_layout is None)
-    bindings = _Bindings(kernel, device, with_residual, fixed)
-    call = _flat_call(bindings, tuple(x.shape), x.dtype, copy)
-    if weight is not None and fixed[1:4] == (N, 0, N):
-        dtypes = (x.dtype, weight.dtype)
-        call.facts = Facts(kernel, device, with_residual, fixed, dtypes)  # type: ignore[attr-defined]
-    return call
-
-
-def _flat_call(
-    bindings: _Bindings,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    copy: tuple[bool, bool, bool],
-) -> ForwardCall:
-    """Flat, because every attribute read and every inner call in here is paid at every step of a
-    training. shape, dtype: of x. copy: which of x, weight and residual are made dense first."""
-    kernel, device = bindings.kernel, bindings.device
-    copy_x, copy_weight, copy_residual = copy
-    size = contiguous(shape, dtype)
-    rstd_size = contiguous((*shape[:-1], 1), torch.float32)
+    size = contiguous(x.shape, x.dtype)
+    rstd_size = contiguous((*x.shape[:-1], 1), torch.float32)
     launch_kernel = cuda_driver().cuLaunchKernelEx
 
-    def call(
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        eps: float | None,
-        weight_offset: float,
-        residual: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
+    # Flat, because every attribute read and every inner call in here is paid at every step of a
+    # training.
+    def call(x: Any, weight: Any, eps: Any, weight_offset: float, residual: Any) -> tuple[Any, ...]:
         if current_device() != device:
             with torch.cuda.device(device):
                 return call(x, weight, eps, weight_offset, residual)
@@ -155,7 +125,7 @@ def _flat_call(
             results = (y, rstd, residual_out)
         # fmt: off
         with lock:
-            _pack_changing(
+            pack_changing(
                 values, 0, x.data_ptr(), residual_at, weight_at, y.data_ptr(), rstd.data_ptr(),
                 out_at, epsilon, weight_offset,
             )
@@ -165,4 +135,7 @@ def _flat_call(
             return results
         raise LaunchError(status.name, "launching", kernel.spec.name)
 
+    if weight is not None and fixed[1:4] == (N, 0, N):
+        bindings.dtypes = (x.dtype, weight.dtype)
+        call.facts = bindings  # type: ignore[attr-defined]
     return call

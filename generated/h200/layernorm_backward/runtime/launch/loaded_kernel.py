@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..spec import FORWARD_KERNELS, MAIN_KERNEL, SUM_KERNEL, ForwardSpec, KernelSpec
+from ..spec import FORWARD_KERNELS, SUM_KERNEL, ForwardSpec, KernelSpec
 from ..table import ForwardKernel, Kernel
 from .driver import checked, cluster_attribute, configure, cuda_driver, during_capture
 
@@ -35,7 +36,9 @@ class LoadedKernel:
         self._warn = warn
         self._lock = threading.Lock()
         self._functions: dict[int, tuple[Any, Any]] = {}
-        self._configs: dict[tuple[str, int, int], Any] = {}
+        # Made once for a grid and a stream and never written to again, so threads share them.
+        self.main_config = lru_cache(_MOST_CONFIGS)(self._main_config)
+        self.sum_config = lru_cache(_MOST_CONFIGS)(self._sum_config)
 
     def load(self, device: int) -> tuple[Any, Any]:
         """The two functions of the variant on the current device, whose index is `device`: of a
@@ -100,36 +103,24 @@ class LoadedKernel:
                 f"GPU has room for {room} at once: right but slow here, tune for this very GPU"
             )
 
-    def main_config(self, grid: int, stream: int) -> Any:
+    def _main_config(self, grid: int, stream: int) -> Any:
         """The launch configuration of a forward, or of the main kernel of a backward, on a raw
-        stream. It is made once and never written to again, so threads share it."""
-        config = self._configs.get((MAIN_KERNEL, grid, stream))
-        if config is None:
-            spec = self.spec
-            attributes = [cluster_attribute(spec.cluster)] if spec.cluster > 1 else []
-            config = configure(grid, spec.threads, spec.smem_bytes, stream, attributes)
-            self._keep((MAIN_KERNEL, grid, stream), config)
-        return config
+        stream."""
+        spec = self.spec
+        attributes = [cluster_attribute(spec.cluster)] if spec.cluster > 1 else []
+        return configure(grid, spec.threads, spec.smem_bytes, stream, attributes)
 
-    def sum_config(self, grid: int, stream: int) -> Any:
+    def _sum_config(self, grid: int, stream: int) -> Any:
         """The same of the second kernel of a backward."""
-        config = self._configs.get((SUM_KERNEL, grid, stream))
-        if config is None:
-            driver, attributes = cuda_driver(), []
-            if self.spec.dependent:
-                early = driver.CUlaunchAttribute()
-                kinds = driver.CUlaunchAttributeID
-                early.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-                early.value.programmaticStreamSerializationAllowed = 1
-                attributes.append(early)
-            config = configure(grid, self.spec.sum_threads, 0, stream, attributes)
-            self._keep((SUM_KERNEL, grid, stream), config)
-        return config
-
-    def _keep(self, key: tuple[str, int, int], config: Any) -> None:
-        if len(self._configs) >= _MOST_CONFIGS:  # who uses one of them holds it
-            self._configs.clear()
-        self._configs[key] = config
+        attributes = []
+        if self.spec.dependent:
+            driver = cuda_driver()
+            early = driver.CUlaunchAttribute()
+            kinds = driver.CUlaunchAttributeID
+            early.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            early.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(early)
+        return configure(grid, self.spec.sum_threads, 0, stream, attributes)
 
 
 class LoadedKernels:

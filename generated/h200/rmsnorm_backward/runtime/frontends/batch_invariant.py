@@ -52,18 +52,10 @@ class BatchInvariantForward(Forward):
             return self._copied
         return super()._prepare(x, weight, residual)
 
-    def _copied(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        eps: float | None,
-        weight_offset: float,
-        residual: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
+    def _copied(self, x: Any, weight: Any, eps: Any, offset: float, residual: Any) -> Any:
         """Where another kernel would be needed: the same kernel on copies."""
-        placed, weight, residual = map(_placed, (x, weight, residual))
-        assert placed is not None
-        return self(placed, weight, eps, weight_offset, residual)
+        x, weight, residual = map(_placed, (x, weight, residual))
+        return self(x, weight, eps, offset, residual)
 
     def _fallback(self, reason: str) -> ForwardCall:
         raise RuntimeError(f"{reason}, and {self._advice}")

@@ -22,8 +22,8 @@ def register_sharding(operators: Operators) -> None:
     from torch.distributed.tensor.experimental import register_sharding as register
 
     _registered.add(operators.namespace)
-    register(operators.rms_norm)(_rms_norm)
-    register(operators.add_rms_norm)(_add_rms_norm)
+    register(operators.rms_norm)(_norm)
+    register(operators.add_rms_norm)(_norm)
     register(operators.rms_norm_backward)(_rms_norm_backward)
 
 
@@ -47,31 +47,19 @@ def _dtype(given: Any) -> Any:
     return getattr(given, "tensor_meta", given).dtype
 
 
-def _rms_norm(x: Any, weight: Any, eps: Any, weight_offset: Any) -> list[Any]:
+def _norm(x: Any, *others: Any) -> list[Any]:
+    *residual, weight, _, _ = others
     return [
-        ([rows, rows], [rows, None if weight is None else scale, None, None])
+        (
+            [rows] * (2 + len(residual)),
+            [*[rows] * (1 + len(residual)), None if weight is None else scale, None, None],
+        )
         for rows, scale, _ in _row_splits(x, weight)
     ]
 
 
-def _add_rms_norm(x: Any, residual: Any, weight: Any, eps: Any, weight_offset: Any) -> list[Any]:
-    return [
-        ([rows] * 3, [rows, rows, None if weight is None else scale, None, None])
-        for rows, scale, _ in _row_splits(x, weight)
-    ]
-
-
-def _rms_norm_backward(
-    dy: Any,
-    x: Any,
-    rstd: Any,
-    weight: Any,
-    dresidual: Any,
-    dw_dtype: Any,
-    weight_offset: Any,
-    need_dx: Any,
-    need_dw: Any,
-) -> list[Any]:
+def _rms_norm_backward(*given: Any) -> list[Any]:
+    _, x, _, weight, dresidual, _, _, need_dx, need_dw = given
     whole = _row_splits(x, weight)[0][0]
     return [
         (

@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from ..launch.binding import argument_block
+from ..launch.binding import MAIN_AT, SCRATCH_AT, SUM_AT, argument_block
 from ..launch.forward_call import pack_arguments
 from ..launch.launch import DW_IN_WEIGHT_DTYPE
 from ..launch.workspace import PER_THREAD, StreamWorkspace, Workspaces
@@ -113,13 +113,13 @@ class Plans:
             main, second = kernel.load(device)
             block = argument_block(launch, call.extent, workspace.zeros, workspace.scratch)
             config = kernel.main_config(launch.grid, stream)
-            main_words = (int(config.getPtr()), int(main), _words(block.main_at))
+            main_words = (int(config.getPtr()), int(main), _words(MAIN_AT))
             sum_config, sum_words = None, (0, 0, b"")
             if second is not None:
                 sum_config = kernel.sum_config(launch.sum_grid, stream)
-                sum_words = (int(sum_config.getPtr()), int(second), _words(block.sum_at))
+                sum_words = (int(sum_config.getPtr()), int(second), _words(SUM_AT))
             keep((config, main, sum_config, second))
-            arguments = (block.values.raw, _words(block.scratch_at))
+            arguments = (block.raw, _words(SCRATCH_AT))
             self._store.add(*key, *arguments, main_words, sum_words)
 
     @contextmanager

@@ -17,8 +17,8 @@ import torch
 from ..spec import KernelSpec
 from .reference import Results
 
-RESIDUALS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""Dtypes of a kernel's dresidual by their names in KernelSpec."""
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+"""The dtypes that kernels have, by their short names."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,10 @@ def composition(
     spec: of the kernel that would serve the call, None when there is none. over_dy: whether that
     kernel may write dx over dy.
     """
-    weight, dw_out, dx_out = given.weight, given.dw_out, given.dx_out
-    residual = None if spec is None else RESIDUALS.get(spec.residual)
+    weight, dw_out, dx_out, dresidual = given.weight, given.dw_out, given.dx_out, given.dresidual
     if weight is not None and weight.dim() > 1:
         return per_head if dx_out is None else dx_elsewhere
-    if given.dresidual is not None and given.dresidual.dtype != residual:
+    if dresidual is not None and (spec is None or DTYPES.get(dresidual.dtype) != spec.residual):
         return add_residual
     if options.weight_offset and not (spec is not None and spec.offset):
         # The weight becomes fp32 on the way, and dw_out may be of its former dtype.
