@@ -8,7 +8,9 @@
 // visible to ordinary accesses (`.read` would only say that the source was read), so the release
 // covers the landed sums. The next participant has a proxy fence between its acquire and its own bulk
 // operation, which leads back into the async proxy. The fence before the release is not strictly
-// required by the model, and costs nothing beside the wait.
+// required by the model, and costs nothing beside the wait. The next launch's first bulk store into row 0
+// comes after ordinary stores of this one (`add_group`): it comes after the end of this grid, and stream
+// order holds for every proxy.
 // Determinism class gpu_to_gpu: one order of adds, by index.
 struct DwStrategy : Turns {
   DEVICE void finish(const Rows& rows, const float (&partial)[kVectors][kElements],

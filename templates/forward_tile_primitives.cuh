@@ -1,7 +1,7 @@
 // ---- Primitives of rows in tiles --------------------------------------------------------------
 
 // Triton's `/` and `tl.sqrt`: approximate instructions, whose last bits are those of the hardware. The
-// executor rounds once instead, so it finds the order of the sums but not these bits.
+// emulator rounds once instead, so it finds the order of the sums but not these bits.
 #ifndef NORMFORGE_HOST
 DEVICE float approximate_reciprocal(float value) {
   float result;

@@ -1,7 +1,7 @@
 // ---- Rows in tiles of 1024 columns, as vLLM's Triton kernel has them -----------------------------
-// A CTA of 128 threads takes a row. Of every tile a thread has 8 elements, in runs of 16 bytes. It adds
-// up their squares (`sum_of_squares`), the lanes of a warp add theirs in a butterfly, and then the warps
-// do. The sums of tiles are added one after another.
+// A CTA of 128 threads, so of four warps, takes a row. Of every tile a thread has 8 elements, in runs of
+// 16 bytes. It adds up their squares (`sum_of_squares`), the lanes of a warp add theirs in a butterfly,
+// and then the warps do. The sums of tiles are added one after another.
 
 constexpr int kOfThread = 8;  // elements of a tile
 constexpr int kTileColumns = kOfThread * kThreads;

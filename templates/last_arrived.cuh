@@ -56,7 +56,7 @@ struct LastArrived : DwContext {
     return participant == 0 ? kArrival - whole() : kArrival;
   }
   DEVICE static bool complete(Ledger seen) { return (seen & (kHandover - 1)) == 0; }
-  // The entries of a ledger that is not complete, before participant 0's subtraction.
+  // The entries of a ledger that is not complete, with participant 0's subtraction undone.
   DEVICE Ledger entries(Ledger seen) const { return seen & kSign ? seen + whole() : seen; }
   DEVICE unsigned starts(Ledger seen) const {
     return static_cast<unsigned>(entries(seen) & (kArrival - 1));
@@ -122,6 +122,8 @@ struct LastArrived : DwContext {
     unsigned place = load_shared_word(words);
 #pragma unroll 1
     for (unsigned i = 0; i < places; ++i) {
+      // Overwrites words[0]. All threads have read it: only place 0 has more than one place, and the
+      // sum of its first slice ends in a CTA barrier.
       if (i > 0) place = broadcast(smem, threadIdx.x == 0 ? take_over(i - 1) : 0);
 #pragma unroll 1
       for (unsigned slice = place; slice < slices; slice += participants)

@@ -1,7 +1,7 @@
 #ifndef NORMFORGE_HOST
 // ---- Primitives -----------------------------------------------------------------------------
 // Every instruction without a C++ spelling, and every access to memory that other threads can see, is
-// one named function here. The CPU executor replaces this section and nothing else.
+// one named function here. The CPU emulator has functions of its own in their place.
 
 struct bf16 { unsigned short bits; };
 struct fp16 { unsigned short bits; };

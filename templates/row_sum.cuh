@@ -1,7 +1,7 @@
 // ---- The sum over a row ----------------------------------------------------------------------
 
-// A barrier of the threads of a team. Each thread has finished its reads of the stage that is refilled
-// after it.
+// A barrier of the threads of a team. Reads of a stage come before it, and the refill of the stage after
+// it.
 DEVICE void team_barrier() {
   if constexpr (kThreadsPerRow <= 32) {
     warp_barrier();

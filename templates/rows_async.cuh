@@ -4,6 +4,8 @@
 // includes the batch that is due.
 // A slot is refilled by the thread that read it, and an asynchronous copy follows the earlier
 // instructions of its own thread (PTX ISA, asynchronous operations).
+// dx may be the memory of dy: a thread writes only elements that it has copied itself, and it has waited
+// for those copies. Later reads, also those of a reload, are of the copy.
 
 struct RowPipeline {
   static constexpr int kTileBytes = kVectors * kThreads * kVectorBytes;  // one row of every team
@@ -24,6 +26,7 @@ struct RowPipeline {
   }
   DEVICE static unsigned char* residual_slot(unsigned char* stage, int u, int j, int chunk) {
     constexpr int kChunk = kChunkOf<kResidualBytes>;
+    // `stage` already has threadIdx.x * kVectorBytes in it, hence the difference at the end.
     return stage + 2 * kRowsInFlight * kTileBytes + u * kResidualTileBytes +
            (j * (kResidualBytes / kChunk) + chunk) * kThreads * kChunk +
            static_cast<int>(threadIdx.x) * (kChunk - kVectorBytes);

@@ -7,6 +7,8 @@
 // reads (with a reload, the exchange of the next batch). The barrier orders ordinary accesses. The
 // proxy fence of the thread that issues the copy orders them before the asynchronous write.
 // Only existing rows are copied. The space of the others holds old data, which is never read.
+// dx may be the memory of dy: one copy brings a row, or a CTA's columns of it, and every thread that
+// writes there has waited for its completion, which the mbarrier makes visible to generic accesses.
 
 struct RowPipeline {
   static_assert(kRowsAbreast == 1, "a bulk copy brings its row to a whole team");

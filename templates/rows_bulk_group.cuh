@@ -1,6 +1,7 @@
 // ---- Rows of a group by bulk copies ------------------------------------------------------------
 // As rows_bulk.cuh, but the rows of a batch are row_step() rows apart. A batch without rows is fetched
-// as well: nothing is copied, and its barrier completes.
+// as well: nothing is copied, and its barrier completes. It begins less than row_step() rows past the end
+// (Units::batches), so `left` is never negative.
 struct GroupPipeline : RowPipeline {
   DEVICE GroupPipeline(const Rows& r, unsigned char* smem) : RowPipeline(r, smem) {}
 

@@ -1,4 +1,5 @@
 // ---- Rows: plain vector loads into registers -------------------------------------------------
+// dx may not be the memory of dy: these loads are ld.global.nc, for memory that nobody writes.
 
 struct RowPipeline {
   const Rows& rows;

@@ -84,7 +84,7 @@ DEVICE void sum_groups(const GroupSums& workspace, int first, int columns, float
   for (int t = 0; t < kTotals; ++t) {
     const int c = t * kBlock + static_cast<int>(threadIdx.x);
     total[t] = 0.0f;
-    if (out.mode == 2 && c < kWidth && first + c < columns)
+    if (out.mode == 2 && c < kWidth && first + c < columns)  // a -0 in the buffer counts as +0
       total[t] = __fadd_rn(0.0f, load_dw(static_cast<const float*>(out.base) + first + c));
   }
 #pragma unroll 1

@@ -1,6 +1,7 @@
 // ---- Turns ------------------------------------------------------------------------------------
 // Participants add their partial dw one after another, in the order of their index: in chains of
-// `group` participants, and then over the groups (with one level there is a single group).
+// `group` participants, and then over the groups (with one level there is a single group). A participant
+// is one CTA: these strategies have no clusters.
 //
 // Progress. No CTA waits for one that might never run. Its index is not blockIdx but a ticket drawn
 // when the CTA starts, and it waits only for smaller indices, whose CTAs have started. A CTA that has

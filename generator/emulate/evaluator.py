@@ -50,7 +50,7 @@ class EmulatingPredictor(Predictor):
             return replace(result, note=f"not executed: {check.note}")
         return replace(
             result,
-            checks=(*result.checks, f"host executor, {check.schedules} schedules"),
+            checks=(*result.checks, f"CPU emulator, {check.schedules} schedules"),
             error_dx=check.max_error_dx,
             error_dw=check.max_error_dw,
         )

@@ -87,7 +87,7 @@ def test_the_winner_was_executed_and_nobody_else(emulator) -> None:  # type: ign
     assert choice is not None and len(choice.tied) == 8
     winner = results[choice.winner]
     assert asked == [entries[choice.winner][0].id]
-    assert winner.checks == ("host executor, 12 schedules",)
+    assert winner.checks == ("CPU emulator, 12 schedules",)
     assert (winner.error_dx, winner.error_dw) == (1e-3, 2e-3)
     assert winner.determinism == "unverified"
     assert all(not r.checks for i, r in enumerate(results) if i != choice.winner)
@@ -172,4 +172,4 @@ def test_real_variant_passes_the_real_emulator() -> None:
     (predicted,) = predictor.finals(PROBLEM, [(variant, compiled)])
     result = predictor.confirm(PROBLEM, variant, predicted)
     assert result.outcome == "ok", result.note
-    assert result.checks == ("host executor, 3 schedules",)
+    assert result.checks == ("CPU emulator, 3 schedules",)
