@@ -1,10 +1,8 @@
 """How long a compiled variant takes on a target that is not here: an analytical model, and a
 correction of it that was learned from measurements.
 
-The main loop is the smooth maximum of five bounds (memory traffic, bytes in flight, instruction
-issue, copy engine, the SM's memory port); launch, pipeline fill, drain and the strategy's dw
-reduction are added to it. docs/prediction.md is the one-page account. Times are microseconds
-throughout.
+The time of the rows (`main_loop`) and of the strategy's dw reduction (`dw_reduction`) are added.
+docs/prediction.md is the one-page account. Times are microseconds throughout.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from generator.errors import NormforgeError
 from generator.evaluate.predict.dw_reduction import DW_REDUCTIONS
 from generator.evaluate.predict.features import features
 from generator.evaluate.predict.fitted import Fitted, load_fitted
+from generator.evaluate.predict.main_loop import main_loop, partials
 from generator.evaluate.predict.model import MODEL, Case, Model, Rates, floor_us
 from generator.evaluate.predict.prior import TIE, agreement
 from generator.kernels.geometry import Config
@@ -27,7 +26,7 @@ from generator.kernels.variant import Variant
 from generator.operations import operation_of
 from generator.problem import Problem
 from generator.result import Result
-from generator.runtime.spec import ceil_div, plan_launch
+from generator.runtime.spec import plan_launch
 from generator.target import Target
 
 
@@ -46,56 +45,6 @@ class Prediction:
     @property
     def us(self) -> float:
         return sum(self.parts.values())
-
-
-def _main_loop(case: Case) -> dict[str, float]:
-    v, m, rates, launch = case.variant, case.model, case.rates, case.launch
-    batch, teams = v.batch_rows, launch.participants * v.teams
-    rounds = ceil_div(case.problem.M, batch * teams)
-    full, left = divmod(case.problem.M, batch * teams)
-    memory = rates.memory * m.row_efficiency
-
-    problem, sums = case.problem, case.problem.sums
-    row_bytes = operation_of(problem).traffic_bytes(problem) // problem.M + 4 * sums.statistics
-    moved = problem.M * row_bytes + (1 + sums.column_sums) * problem.N * problem.weight_itemsize
-    traffic = (moved + rates.written_back(moved)) / memory
-    row_us = row_bytes / memory
-    # A last round that is not full lasts as long as its batches take, however few they are.
-    imbalance = max(0.0, min(case.period_us, batch * teams * row_us) - left * row_us)
-
-    sm_batches = rounds * case.ctas_per_sm * v.teams
-    waves = ceil_div(case.ctas_per_sm, case.resident)
-    copies = 2 * batch * sm_batches if v["pipeline"] == "bulk" else 0
-    cta_row_bytes = row_bytes / v["cluster"]
-    bounds = {
-        "flight": (rounds * waves - 1) * case.period_us,
-        "issue": sm_batches * case.instructions / m.issue_per_clock / rates.clocks,
-        "copies": copies * m.copy_clocks / rates.clocks,
-        "port": sm_batches * batch * cta_row_bytes / rates.port,
-    }
-    parts = {
-        "launch": m.launch_us,
-        "fill": m.memory_latency_us,
-        "traffic": traffic,
-        "imbalance": imbalance if full and left else 0.0,
-    }
-    loop = parts["traffic"] + parts["imbalance"]
-    for name, bound in bounds.items():
-        longer = m.smooth_max(loop, bound)
-        parts[name] = longer - loop
-        loop = longer
-    parts["drain"] = case.batch_us
-    return parts
-
-
-def _partials(case: Case) -> dict[str, float]:
-    v, rates = case.variant, case.rates
-    fold = 0.0
-    if v.teams > 1:
-        per_sm = 2 * v.fold_bytes * min(case.resident, case.ctas_per_sm)
-        fold = (per_sm / case.model.smem_bytes_per_clock + case.model.barrier_clocks) / rates.clocks
-    written = case.launch.participants * case.partial_row_bytes if v.stores_rows else 0
-    return {"fold": fold, "partials": rates.exchange(written, case.sms_used)}
 
 
 def predict_us(
@@ -129,7 +78,7 @@ def _case(
 
 def _physical(case: Case) -> Prediction:
     variant = case.variant
-    parts = _main_loop(case) | _partials(case) | DW_REDUCTIONS[str(variant.strategy)](case)
+    parts = main_loop(case) | partials(case) | DW_REDUCTIONS[str(variant.strategy)](case)
     if variant["cluster"] > 1:
         parts["cluster"] = case.model.cluster_us
     return Prediction(parts)
