@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from generator.kernels import cubin_cache
 from generator.kernels.cubin_cache import compile_variant, entry_path, find_cached
 from generator.kernels.forward import render_forward
 from generator.kernels.nvrtc import Compiled
+from generator.package.entries import Forwards
 from generator.package.fallback_kernels import DTYPES, fallback_variants
 from generator.problem import Problem
 from generator.space.forward_space import (
@@ -30,6 +32,7 @@ from generator.tuner.forward import (
     shapes_to_choose,
     space_code,
 )
+from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import longest_first
 from generator.tuner.run import tune
 from generator.tuner.task_list import TaskList
@@ -93,6 +96,22 @@ def test_workers_of_the_search_are_gone_when_forwards_are_measured(
     measurer: Any = SimpleNamespace(facts=FACTS, close=lambda: done.append("closed"))
     tune(make_plan(tmp_path, 1, devices=(0,)), measurer, Quiet())
     assert done == ["closed", "emitted"]
+
+
+def test_nothing_is_written_after_ctrl_c_while_forwards_are_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, nothing = Stop(), Any
+
+    def interrupted(*arguments: object, **named: object) -> Forwards:
+        stop.signal = signal.SIGINT
+        return Forwards((), ())
+
+    monkeypatch.setattr(emission, "tune_forwards", interrupted)
+    monkeypatch.setattr(emission, "emit_package", refuse)
+    plan = make_plan(tmp_path, 1, fallbacks="none")
+    with pytest.raises(KeyboardInterrupt):
+        emission.emit(plan, [], nothing, nothing, Quiet(), stop)
 
 
 def test_forwards_are_compiled_once_and_in_the_order_of_need() -> None:
