@@ -97,9 +97,15 @@ def _read_fixed(path: Path, entries: Any, knobs: Mapping[str, Knob]) -> tuple[Fi
             raise NormforgeError(
                 f"{where}: N has integers and dtype some of {known}, got {widths} and {dtypes}"
             )
-        if not isinstance(forward, dict) or not forward.keys() <= FORWARD_FIELDS:
+        if (
+            not isinstance(forward, dict)
+            or not forward.keys() <= FORWARD_FIELDS
+            or any(type(value) is not int for value in forward.values())
+        ):
             known = ", ".join(sorted(FORWARD_FIELDS))
-            raise NormforgeError(f"{where}: 'forward' has some of {known}, got {forward!r}")
+            raise NormforgeError(
+                f"{where}: 'forward' has integers for some of {known}, got {forward!r}"
+            )
         kind = (tuple(widths), tuple(dtypes))
         found.append(Fixed(*kind, tuple(chosen.items()), tuple(forward.items())))
     pairs = [(N, dtype) for entry in found for N in entry.widths for dtype in entry.dtypes]

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
+from generator.errors import NormforgeError
 from generator.kernels import cubin_cache
 from generator.kernels.cubin_cache import compile_variant, entry_path, find_cached
 from generator.kernels.forward import render_forward
@@ -133,6 +135,22 @@ def test_forwards_of_a_batch_invariant_run_are_those_that_the_space_fixes(tmp_pa
     assert generic_forwards_of(plan) == tile_forwards(H200)
     assert len(tile_forwards(H200)) == 12
     assert plan.forwards(problem, H200) == wanted
+
+
+def test_run_whose_space_fixes_what_no_forward_has_is_refused_before_it_searches(
+    tmp_path: Path,
+) -> None:
+    operation = "rmsnorm_invariant_backward"
+    space = yaml.safe_load(space_file(operation).read_text())
+    for entry in space["fixed"]:
+        entry["forward"]["threads_per_row"] = 7
+    path = tmp_path / "space.yaml"
+    path.write_text(yaml.safe_dump(space))
+    problem = Problem.parse("4096x1024:bf16", operation)
+    plan = make_plan(tmp_path / "out", 1, problems=(problem,), space_file=path, devices=())
+    with pytest.raises(NormforgeError, match=r"no forward for h200 has .*'threads_per_row': 7"):
+        tune(plan, None, Quiet())
+    assert not plan.out.exists()
 
 
 def test_forwards_that_the_package_has_are_not_chosen_again() -> None:
