@@ -182,7 +182,7 @@ class DevicePool:
             tasks.fail(task, value)
         else:
             tasks.conclude(task, value)
-        status.winner(task.index, task.problem, tasks.winners[task.problem])
+        tasks.tell(task, status)
 
     def _handle_loss(
         self, device: _DeviceProcess, reason: str, plan: Plan | None, tasks: TaskList

@@ -88,15 +88,17 @@ class Status:
             note += f", {failed} out" if failed else ""
             self._show(f"  {event.problem}", event.done, event.total, note)
 
-    def winner(self, index: int, problem: Problem, winner: Winner | None) -> None:
-        """A problem is concluded."""
+    def winner(
+        self, index: int, problem: Problem, winner: Winner | None, failure: str = ""
+    ) -> None:
+        """A problem is concluded. failure: why there is no answer from this run."""
         self._done += 1
         self._shares.pop(index, None)
         self._end(f"  {problem}")
         self._searching()
         place = f"[{self._done}/{self.problems}]"
         left = "" if self.live else f" | {self._search_left()}"
-        self.say(f"{place} {describe(problem, winner)}{left}")
+        self.say(f"{place} {describe(problem, winner, failure)}{left}")
 
     def waiting(self, holders: Mapping[Problem, str]) -> None:
         """There is nothing to do until others are done: said once for every problem that they have.
@@ -144,10 +146,10 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
-def describe(problem: Problem, winner: Winner | None) -> str:
+def describe(problem: Problem, winner: Winner | None, failure: str = "") -> str:
     """One line about a finished problem."""
     if winner is None:
-        return f"{problem}: no variant may win"
+        return f"{problem}: {f'no answer: {failure}' if failure else 'no variant may win'}"
     return (
         f"{problem}: {_in_short(winner)}, {winner.result.us:.2f} us, "
         f"{winner.result.ratio:.3f} x {winner.floor}, {winner.evidence}"

@@ -118,6 +118,15 @@ def test_devices_find_what_one_device_finds(tmp_path: Path) -> None:
     }
 
 
+def test_search_that_has_no_time_for_a_trial_says_so(tmp_path: Path) -> None:
+    problem = Problem.parse("1024x1280:bf16")  # which has no incumbent
+    plan = make_plan(tmp_path, TRIALS, seconds=1e-4, devices=(0, 1), problems=(problem,))
+    with DevicePool(plan.devices, partial(open_fake, tmp_path, 0.0)) as own:
+        watcher = search(own, plan)
+    assert watcher.winners == {problem: None}
+    assert watcher.failures == ["its time was over before the first trial: give more --seconds"]
+
+
 def test_killed_process_is_replaced_and_its_problem_continued(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, TRIALS, devices=(0, 1), problems=PROBLEMS[:4])
     for problem in PROBLEMS[:2]:

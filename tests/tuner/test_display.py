@@ -152,6 +152,17 @@ def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", stream.text())
 
 
+def test_a_failure_is_not_shown_as_a_verdict_on_the_variants() -> None:
+    stream = io.StringIO()
+    status = Status(2, stream)
+    status.progress(0, Progress(PROBLEM, "search", 1, 60, None, {"wrong": 1}))
+    status.winner(0, PROBLEM, None, "no clean numbers")
+    status.winner(1, PROBLEM, None)
+    first, second = stream.getvalue().splitlines()
+    assert first.startswith(f"[1/2] {PROBLEM}: no answer: no clean numbers")
+    assert second.startswith(f"[2/2] {PROBLEM}: no variant may win")
+
+
 @pytest.mark.parametrize("evidence", ["measured", "predicted"])
 def test_the_table_fits_80_columns_of_ascii(evidence: str) -> None:
     rows = [(problem, winner(problem, evidence)) for problem in load_problems("default,tilegym")]
