@@ -159,6 +159,21 @@ def open_deadly(folder: Path, index: int) -> FakeDevice:
     return device
 
 
+def test_the_count_of_lost_processes_ends_a_run_also_when_a_failed_gpu_was_the_third(
+    tmp_path: Path,
+) -> None:
+    plan = make_plan(tmp_path, TRIALS)
+    tasks = TaskList(plan, Queue())
+    with DevicePool((0, 1), partial(open_fake, tmp_path, 0.0)) as own:
+        own._deaths[plan.problems[0]] = 2
+        first, second = own._devices
+        first.task = tasks.claim()
+        own._handle_loss(first, "it failed", None, tasks)
+        second.task = tasks.claim()
+        with pytest.raises(NormforgeError, match=f"{plan.problems[0]}, which has happened 4 times"):
+            own._handle_loss(second, "its process died", plan, tasks)
+
+
 def test_run_goes_on_without_a_gpu_that_failed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
