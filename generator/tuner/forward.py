@@ -21,10 +21,10 @@ from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.forward import measure_forwards
 from generator.evaluate.gpu.supervisor import Supervisor
+from generator.kernels.code_digest import digest_of_all
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.forward import CompiledForward, ForwardVariant
 from generator.kernels.nvrtc import nvrtc_version
-from generator.kernels.revision import digest_of_all
 from generator.operations import RMSNORM_FORWARD
 from generator.package.entries import Entry, Forwards
 from generator.package.fallback_kernels import DTYPES
