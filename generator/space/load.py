@@ -173,7 +173,7 @@ def _shown(knob: str) -> str:
     if isinstance(known, range):
         steps = f" in steps of {known.step}" if known.step > 1 else ""
         return f"{known[0]} to {known[-1]}{steps}"
-    return ", ".join(map(str, known))
+    return ", ".join(map(str, known if len(known) <= 10 else (*known[:8], "...", known[-1])))
 
 
 def _read_rule(path: Path | str, entry: Any, known: set[str]) -> Rule:

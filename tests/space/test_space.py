@@ -307,6 +307,7 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("stages", {"values": ["two", "three"], "otherwise": "two"}, "cannot be 'two'"),
         ("stages", {"values": [0]}, "cannot be 0: the templates know 1 to"),
         ("threads_per_row", {"values": [128, 100]}, "cannot be 100"),
+        ("slice_columns", {"values": [32, 48]}, "cannot be 48: the templates know 0, 4, 8, 16, 32"),
         ("strategy", {"values": [1, 2]}, "cannot be 1: the templates know column_slices"),
         ("strategy", {"values": ["fastest"]}, "cannot be 'fastest'"),
         ("stages", {"values": [3, 2, 3]}, "lists a value twice"),
