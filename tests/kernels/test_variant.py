@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from generator.errors import NormforgeError
 from generator.kernels.nvrtc import compile_options
 from generator.kernels.render import render
-from generator.kernels.strategies import STRATEGIES, Strategy
+from generator.kernels.strategies import STRATEGIES, Strategy, strategy_of
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.runtime.spec import KernelSpec, Launch, ceil_div, plan_launch
@@ -38,6 +39,18 @@ def test_config_of_older_templates_is_one_sentence() -> None:
     said = "a config for N = 1024 has no 'spare_sms': it was made for other templates; tune"
     with pytest.raises(NormforgeError, match=said):
         make_variant(config, problem).spec(target.sms)
+
+
+def unsampled(strategies: Sequence[Strategy]) -> list[Strategy]:
+    """Those that REDUCTION lacks, from which the tests of kernels draw."""
+    sampled = [strategy_of(knobs) for knobs in REDUCTION.values()]
+    return [strategy for strategy in strategies if strategy not in sampled]
+
+
+def test_every_strategy_is_drawn_by_the_tests() -> None:
+    assert unsampled(STRATEGIES) == []
+    planted = Strategy("relay", ("turns", "dw_relay"), adds="in_turns")
+    assert unsampled((*STRATEGIES, planted)) == [planted]
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.adds == "in_turns"], ids=str)
