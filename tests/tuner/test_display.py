@@ -169,6 +169,7 @@ def test_the_table_fits_80_columns_of_ascii(evidence: str) -> None:
     shown = table([*rows, (PROBLEM, None)])
     lines = shown.splitlines()
     assert len(lines) == 2 + len(rows) + 1
+    assert lines[1] == "-" * max(map(len, lines))
     assert max(map(len, lines)) <= 80
     assert shown.isascii()
     assert lines[0].split() == ["shape", "winner", "us", "x", "floor", "overhead", "evidence"]
