@@ -39,7 +39,7 @@ from benchmarks.untuned import log_uniform
 from generator.emulate import Schedule, find_compiler, run_schedules
 from generator.emulate.run import CallOptions
 from generator.errors import NormforgeError
-from generator.kernels.revision import compiler_input
+from generator.kernels.code_digest import compiler_input
 from generator.operations.rmsnorm_backward import TORCH_DTYPE, Inputs, make_reference
 from generator.package.fallback_kernels import DTYPES
 from generator.package.sources import variant_of

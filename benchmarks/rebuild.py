@@ -22,8 +22,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from generator.errors import NormforgeError
+from generator.kernels.code_digest import compiler_input
 from generator.kernels.nvrtc import compile_source, nvrtc_version
-from generator.kernels.revision import compiler_input
 from generator.package.sources import variant_of
 from generator.paths import GENERATED
 from generator.runtime.table import ForwardKernel, ForwardTable, Kernel, Table

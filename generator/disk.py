@@ -15,11 +15,24 @@ import yaml
 from generator.errors import NormforgeError, one_line
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is in a mapping twice, of which PyYAML takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        known: list[tuple[str, Any]] = []
+        for key, _ in node.value:
+            if (key.tag, key.value) in known:
+                line = key.start_mark.line + 1
+                raise yaml.YAMLError(f"line {line} has the key '{key.value}' a second time")
+            known.append((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: Path, what: str = "") -> Any:
     """The content of a file. Raises NormforgeError, which calls the file `what`."""
     try:
-        return yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        return yaml.load(path.read_text(), _Loader)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise NormforgeError(f"cannot read {what}{path}: {one_line(error)}") from error
 
 

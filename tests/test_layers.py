@@ -13,8 +13,9 @@ import pytest
 from generator.paths import REPOSITORY
 
 LAYERS = (
-    *("errors paths disk processes runtime", "problem target result", "operations", "kernels"),
-    *("space", "evaluate", "studies", "package", "emulate", "search", "tuner", "report", "cli"),
+    *("errors paths disk processes text_table runtime", "problem target result", "operations"),
+    *("kernels", "space", "evaluate", "studies", "package", "emulate", "search", "tuner"),
+    *("report", "cli"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 MOST_LINES = 300

@@ -62,4 +62,5 @@ def narrow(
                 f"{where}: knob '{knob.name}' takes a list of some of {list(knob.values)}"
             )
         knobs.append(replace(knob, values=tuple(kept)))
-    return replace(space, knobs=tuple(knobs), rules=space.rules + read_rules(where, rules))
+    more = read_rules(where, rules, {knob.name for knob in knobs})
+    return replace(space, knobs=tuple(knobs), rules=space.rules + more)

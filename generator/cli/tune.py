@@ -96,6 +96,7 @@ def _document(plan: Plan, outcome: Outcome, evidence: str, seconds: float) -> di
         "interrupted": outcome.interrupted,
         "package": str(outcome.emission.package) if outcome.emission else None,
         "kept_measured": [str(p) for p in outcome.emission.refused] if outcome.emission else [],
+        "failures": {str(problem): reason for problem, reason in outcome.failures.items()},
         "shapes": [_row(problem, winner) for problem, winner in outcome.winners],
     }
 

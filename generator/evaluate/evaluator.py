@@ -24,7 +24,7 @@ class Pool(Protocol):
 
     def code(self, variant: Variant) -> str:
         """Digest of what `submit` compiles, without compiling: variants equal in it are the same
-        machine code (`generator.kernels.revision`)."""
+        machine code (`generator.kernels.code_digest`)."""
         ...
 
 

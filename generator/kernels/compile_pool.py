@@ -10,9 +10,9 @@ from pathlib import Path
 from threading import Lock
 from weakref import WeakKeyDictionary
 
+from generator.kernels.code_digest import AnyVariant, code_digest
 from generator.kernels.cubin_cache import DEFAULT_CACHE, compile_variant
 from generator.kernels.nvrtc import Compiled, nvrtc_version
-from generator.kernels.revision import AnyVariant, code_digest
 from generator.processes import end_pool, end_with_parent, shielded
 
 NICE = 5

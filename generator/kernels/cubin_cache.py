@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from generator.disk import replacing
+from generator.kernels.code_digest import AnyVariant, compiler_input
 from generator.kernels.nvrtc import Compiled, compile_options, compile_source, nvrtc_version
 from generator.kernels.ptxas import Resources
-from generator.kernels.revision import AnyVariant, compiler_input
 from generator.paths import CACHE
 
 DEFAULT_CACHE = CACHE / "cubins"

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import ELEMENT_TYPE, constant_lines, environment
-from generator.problem import ITEMSIZE
+from generator.problem import ITEMSIZE, Problem
 from generator.runtime.spec import FORWARD_KERNELS, ForwardSpec, ceil_div, round_up
 from generator.target import WARP, Target
 
@@ -47,6 +47,15 @@ class ForwardVariant:
     def threads(self) -> int:
         """Threads of one CTA."""
         return self.threads_per_row * self.rows_per_cta
+
+    def takes(self, problem: Problem) -> bool:
+        """Whether it serves a problem's rows, with the arithmetic of PyTorch's forward."""
+        return (
+            (self.dtype, self.weight_dtype) == (problem.dtype, problem.weight_dtype)
+            and self.form not in TILE_FORMS
+            and (self.N == problem.N if self.exact else self.N >= problem.N)
+            and problem.N * ITEMSIZE[self.dtype] % self.vector_bytes == 0
+        )
 
     @property
     def columns(self) -> int:

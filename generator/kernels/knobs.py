@@ -39,7 +39,11 @@ KNOBS: dict[str, KnobFacts] = {
     ),
     "arrival": KnobFacts("when a CTA of `mailbox` arrives", ("late", "early"), neutral="late"),
     "sum_threads": KnobFacts("threads of a CTA of the second kernel", range(0, 1025, 32)),
-    "slice_columns": KnobFacts("columns of dw that a CTA of the tail sums", range(0, 1025, 4)),
+    # A thread has four columns. sum_groups.cuh adds the rows of a warp in a butterfly, so the
+    # threads of a row divide a warp, or leave no room in it for a second row.
+    "slice_columns": KnobFacts(
+        "columns of dw that a CTA of the tail sums", (0, 4, 8, 16, 32, *range(64, 1025, 4))
+    ),
     "cluster": KnobFacts("CTAs that share a row", (1, 2, 4, 8, 16)),
     "run_rows": KnobFacts("rows that a CTA adds up at once", range(1025), optional=True),
     "group_rows": KnobFacts(

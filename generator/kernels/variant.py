@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from generator.errors import NormforgeError
 from generator.kernels.geometry import Config, Geometry
 from generator.kernels.knobs import KNOBS
 from generator.problem import RMSNORM_BACKWARD, Problem
@@ -15,7 +16,21 @@ from generator.runtime.spec import KernelSpec
 
 @dataclass(frozen=True)
 class Variant(Geometry):
-    """A geometry with its identity, its launch and its determinism class."""
+    """A geometry with its identity, its launch and its determinism class. Raises NormforgeError for
+    what the templates would compile to wrong sums, whatever the rules of a space say."""
+
+    def __post_init__(self) -> None:
+        cluster = self.config.get("cluster", 1)
+        if self.strategy.adds == "in_turns" and cluster != 1:
+            raise NormforgeError(
+                f"'{self.strategy}' cannot have a cluster of {cluster}: each CTA draws a ticket of "
+                "its own, and those of a cluster need one for all"
+            )
+        if not self.exact and self.sums.column_sums > 1:
+            raise NormforgeError(
+                f"{self.operation} has no fallback kernels: those sum the columns of one dw, and "
+                f"here there are {self.sums.column_sums} sums for each column"
+            )
 
     def __str__(self) -> str:
         return self.id

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from generator.errors import NormforgeError
+from generator.kernels.code_digest import AnyVariant
 from generator.kernels.forward import FORWARD_FIELDS
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.revision import AnyVariant
 from generator.kernels.variant import Variant
 from generator.package.atomic_folder import check_writable, replacing_folder, writer_lock
 from generator.package.entries import PROVENANCE_KEYS, Emission, Entry, Forwards, problem_of

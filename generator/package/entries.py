@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from generator.kernels.code_digest import AnyVariant
 from generator.kernels.forward import CompiledForward
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.revision import AnyVariant
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.runtime.table import TunedOf
 

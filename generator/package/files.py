@@ -17,9 +17,9 @@ from typing import Any
 from jinja2 import TemplateError
 
 from generator.errors import NormforgeError
+from generator.kernels.code_digest import AnyVariant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import headers
-from generator.kernels.revision import AnyVariant
 from generator.operations import OPERATIONS
 from generator.package.cubin_archive import pack_cubins
 from generator.package.sources import (

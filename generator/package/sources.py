@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from generator.kernels.code_digest import AnyVariant, compiler_input
 from generator.kernels.forward import ForwardVariant
 from generator.kernels.render import headers, without_comments
-from generator.kernels.revision import AnyVariant, compiler_input
 from generator.kernels.variant import Variant, shape_fields
 from generator.runtime.spec import ForwardSpec
 from generator.runtime.table import ForwardKernel, Kernel

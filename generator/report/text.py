@@ -14,6 +14,7 @@ from generator.report.summary import (
 )
 from generator.studies.reader import Study
 from generator.studies.records import PLAIN_FLOOR
+from generator.text_table import columns as columns
 
 _SHORT = 3
 """Letters of a strategy in the map of winners, which then fits a terminal."""
@@ -176,21 +177,3 @@ def _map(title: str, grid: Grid, cell: Callable[[Study], str]) -> str:
 
 def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def columns(rows: Sequence[Sequence[Any]]) -> str:
-    """Rows of cells in aligned columns; numbers to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    right = [
-        all(row[i][:1].isdigit() or row[i][:1] in "+-" for row in cells[1:])
-        for i in range(len(widths))
-    ]
-    lines = []
-    for row in cells:
-        parts = [
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        ]
-        lines.append("  " + "  ".join(parts).rstrip())
-    return "\n".join(lines)

@@ -141,9 +141,9 @@ class Expression:
         """The value. Raises NormforgeError where the names do not allow one, such as `M / 0`."""
         try:
             return eval(self.code, _NO_BUILTINS, names)
-        except (ArithmeticError, TypeError, ValueError) as error:
+        except (ArithmeticError, MemoryError, TypeError, ValueError) as error:
             raise NormforgeError(
-                f"{self.where}: '{self.text}' cannot be computed ({error})"
+                f"{self.where}: '{self.text}' cannot be computed ({str(error) or 'out of memory'})"
             ) from error
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from generator.errors import NormforgeError
 from generator.kernels.forward import (
     ANY_COLUMNS,
     TILE_FORMS,
@@ -49,13 +50,19 @@ def forward_variants(problem: Problem, target: Target) -> list[ForwardVariant]:
 def forwards_with(
     fixed: Mapping[str, int | str], problem: Problem, target: Target
 ) -> list[ForwardVariant]:
-    """Those of `forward_variants` that have these values; in registers, if there are any."""
-    return [
+    """Those of `forward_variants` that have these values; in registers, if there are any values.
+    Raises NormforgeError when none has them all."""
+    found = [
         variant
         for variant in forward_variants(problem, target)
         if all(getattr(variant, name) == value for name, value in fixed.items())
         and (not fixed or variant.form == "registers")
     ]
+    if fixed and not found:
+        raise NormforgeError(
+            f"{problem}: no forward for {target} has {dict(fixed)}, which is fixed"
+        )
+    return found
 
 
 def _variants(N: int, dtype: str, weight_dtype: str, target: Target) -> Iterator[ForwardVariant]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,8 @@ def load_space(path: Path = SPACE_FILE) -> Space:
     if missing:
         raise NormforgeError(f"{path}: knob '{missing[0]}' is missing; one value is enough")
     fixed = _read_fixed(path, content.get("fixed", []), {knob.name: knob for knob in knobs})
-    return Space(path, tuple(knobs), read_rules(path, content["rules"]), fixed)
+    rules = read_rules(path, content["rules"], {knob.name for knob in knobs})
+    return Space(path, tuple(knobs), rules, fixed)
 
 
 load_space_once = cache(load_space)
@@ -62,7 +63,7 @@ def _read(path: Path) -> dict[str, Any]:
     if whole.resolve() == path.resolve() or whole not in SEARCH_SPACES.glob("*.yaml"):
         raise NormforgeError(f"{path}: 'extends' names no other file of {SEARCH_SPACES}")
     base = _read(whole)
-    own = {rule["id"] for rule in content["rules"] if isinstance(rule, dict) and "id" in rule}
+    own = [rule["id"] for rule in content["rules"] if isinstance(rule, dict) and "id" in rule]
     rules = [rule for rule in base["rules"] if rule["id"] not in own]
     # Its new knobs come first: what the rules of the other file compute may need them.
     new = {name: knob for name, knob in content["knobs"].items() if name not in base["knobs"]}
@@ -97,9 +98,15 @@ def _read_fixed(path: Path, entries: Any, knobs: Mapping[str, Knob]) -> tuple[Fi
             raise NormforgeError(
                 f"{where}: N has integers and dtype some of {known}, got {widths} and {dtypes}"
             )
-        if not isinstance(forward, dict) or not forward.keys() <= FORWARD_FIELDS:
+        if (
+            not isinstance(forward, dict)
+            or not forward.keys() <= FORWARD_FIELDS
+            or any(type(value) is not int for value in forward.values())
+        ):
             known = ", ".join(sorted(FORWARD_FIELDS))
-            raise NormforgeError(f"{where}: 'forward' has some of {known}, got {forward!r}")
+            raise NormforgeError(
+                f"{where}: 'forward' has integers for some of {known}, got {forward!r}"
+            )
         kind = (tuple(widths), tuple(dtypes))
         found.append(Fixed(*kind, tuple(chosen.items()), tuple(forward.items())))
     pairs = [(N, dtype) for entry in found for N in entry.widths for dtype in entry.dtypes]
@@ -109,9 +116,10 @@ def _read_fixed(path: Path, entries: Any, knobs: Mapping[str, Knob]) -> tuple[Fi
     return tuple(found)
 
 
-def read_rules(path: Path | str, entries: Sequence[Any]) -> tuple[Rule, ...]:
-    """Rules as a space's file has them. path: of the file, for the sentence of a NormforgeError."""
-    known = {*GIVEN_NAMES, *DERIVED, *KNOBS}
+def read_rules(path: Path | str, entries: Sequence[Any], knobs: Set[str]) -> tuple[Rule, ...]:
+    """Rules as a space's file has them. path: of the file, for the sentence of a NormforgeError;
+    knobs: those of the space."""
+    known = {*GIVEN_NAMES, *DERIVED, *knobs}
     rules: list[Rule] = []
     for entry in entries:
         rule = _read_rule(path, entry, known)
@@ -127,7 +135,7 @@ def _read_knob(path: Path, name: Any, entry: Any, known: set[str], above: set[st
         raise NormforgeError(f"{where} is unknown: the templates have {', '.join(sorted(KNOBS))}")
     if not isinstance(entry, dict) or not {"values", "why"} <= set(entry):
         raise NormforgeError(f"{where} needs 'values' and 'why'")
-    extra = sorted(set(entry) - {"values", "why", "when", "otherwise"})
+    extra = sorted(set(entry) - {"values", "why", "when", "otherwise"}, key=str)
     if extra:
         raise NormforgeError(f"{where} has an unknown field '{extra[0]}'")
     values = entry["values"]
@@ -165,7 +173,7 @@ def _shown(knob: str) -> str:
     if isinstance(known, range):
         steps = f" in steps of {known.step}" if known.step > 1 else ""
         return f"{known[0]} to {known[-1]}{steps}"
-    return ", ".join(map(str, known))
+    return ", ".join(map(str, known if len(known) <= 10 else (*known[:8], "...", known[-1])))
 
 
 def _read_rule(path: Path | str, entry: Any, known: set[str]) -> Rule:

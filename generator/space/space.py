@@ -64,9 +64,10 @@ class Rule:
 def _formatted(expression: Expression, value: Any, spec: str) -> str:
     try:
         return format(value, spec)
-    except (TypeError, ValueError) as error:
+    except (MemoryError, TypeError, ValueError) as error:
+        why = str(error) or "out of memory"
         raise NormforgeError(
-            f"{expression.where}: '{expression.text}' cannot be shown as '{spec}' ({error})"
+            f"{expression.where}: '{expression.text}' cannot be shown as '{spec}' ({why})"
         ) from error
 
 

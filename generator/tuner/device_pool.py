@@ -182,7 +182,7 @@ class DevicePool:
             tasks.fail(task, value)
         else:
             tasks.conclude(task, value)
-        status.winner(task.index, task.problem, tasks.winners[task.problem])
+        tasks.tell(task, status)
 
     def _handle_loss(
         self, device: _DeviceProcess, reason: str, plan: Plan | None, tasks: TaskList
@@ -197,8 +197,8 @@ class DevicePool:
             tasks.give_back(device.task)
             reason += f" while it searched {problem}"
             self._deaths[problem] += 1
-            if plan is not None and self._deaths[problem] == _MAX_DEATHS:
-                raise NormforgeError(f"{reason}, which has happened {_MAX_DEATHS} times")
+            if plan is not None and self._deaths[problem] >= _MAX_DEATHS:
+                raise NormforgeError(f"{reason}, which has happened {self._deaths[problem]} times")
             print(f"D{reason[1:]}.", file=sys.stderr, flush=True)
         if plan is None:
             return reason

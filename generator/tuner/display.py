@@ -5,17 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from io import StringIO
 from typing import TextIO
 
-from rich.box import Box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Table
 
 from generator.problem import Problem
 from generator.search.budget import Progress as SearchProgress
 from generator.studies.records import FLOOR, PLAIN_FLOOR, Winner
+from generator.text_table import columns
 
 _PLAIN_SECONDS = 10.0
 """How often a phase says how far it is where nothing can be rewritten."""
@@ -88,15 +86,17 @@ class Status:
             note += f", {failed} out" if failed else ""
             self._show(f"  {event.problem}", event.done, event.total, note)
 
-    def winner(self, index: int, problem: Problem, winner: Winner | None) -> None:
-        """A problem is concluded."""
+    def winner(
+        self, index: int, problem: Problem, winner: Winner | None, failure: str = ""
+    ) -> None:
+        """A problem is concluded. failure: why there is no answer from this run."""
         self._done += 1
         self._shares.pop(index, None)
         self._end(f"  {problem}")
         self._searching()
         place = f"[{self._done}/{self.problems}]"
         left = "" if self.live else f" | {self._search_left()}"
-        self.say(f"{place} {describe(problem, winner)}{left}")
+        self.say(f"{place} {describe(problem, winner, failure)}{left}")
 
     def waiting(self, holders: Mapping[Problem, str]) -> None:
         """There is nothing to do until others are done: said once for every problem that they have.
@@ -144,47 +144,39 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
-def describe(problem: Problem, winner: Winner | None) -> str:
+def describe(problem: Problem, winner: Winner | None, failure: str = "") -> str:
     """One line about a finished problem."""
     if winner is None:
-        return f"{problem}: no variant may win"
+        return f"{problem}: {f'no answer: {failure}' if failure else 'no variant may win'}"
     return (
         f"{problem}: {_in_short(winner)}, {winner.result.us:.2f} us, "
         f"{winner.result.ratio:.3f} x {winner.floor}, {winner.evidence}"
     )
 
 
-_RULED = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
-"""Nothing but a rule under the heading, which any terminal and any file can show."""
-
-
 def table(winners: Sequence[tuple[Problem, Winner | None]]) -> str:
     """The final table, of at most 80 columns for shapes without options. The winner is said in
     short: its strategy, and its pipeline with the stages. `overhead`: that of determinism, see
     Winner.overhead_of_determinism."""
-    shown = Table(box=_RULED, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    shown.add_column("shape", no_wrap=True)
-    shown.add_column("winner", no_wrap=True)
-    for name in ("us", "x floor", "overhead"):
-        shown.add_column(name, no_wrap=True, justify="right")
-    shown.add_column("evidence", no_wrap=True)
+    rows = [("shape", "winner", "us", "x floor", "overhead", "evidence")]
     for problem, winner in winners:
         if winner is None:
-            shown.add_row(str(problem), "none", "-", "-", "-", "-")
+            rows.append((str(problem), "none", "-", "-", "-", "-"))
             continue
         overhead = winner.overhead_of_determinism
         usual = winner.evidence == "predicted" or winner.result.determinism == "verified"
-        shown.add_row(
-            str(problem),
-            _in_short(winner),
-            f"{winner.result.us:.2f}",
-            f"{winner.result.ratio:.3f}{'' if winner.floor == FLOOR else '*'}",
-            f"{overhead:.3f}" if overhead else "-",
-            winner.evidence if usual else f"{winner.evidence}, {winner.result.determinism}",
+        rows.append(
+            (
+                str(problem),
+                _in_short(winner),
+                f"{winner.result.us:.2f}",
+                f"{winner.result.ratio:.3f}{'' if winner.floor == FLOOR else '*'}",
+                f"{overhead:.3f}" if overhead else "-",
+                winner.evidence if usual else f"{winner.evidence}, {winner.result.determinism}",
+            )
         )
-    console = Console(file=StringIO(), width=1000, color_system=None, markup=False)
-    console.print(shown)
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    lines = [line[2:] for line in columns(rows, right=(2, 3, 4)).splitlines()]
+    lines.insert(1, "-" * max(map(len, lines)))
     if any(winner and winner.floor != FLOOR for _, winner in winners):
         lines.append(f"* to {PLAIN_FLOOR}")
     return "\n".join(lines)

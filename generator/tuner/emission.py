@@ -54,7 +54,8 @@ def emit(
 ) -> Emission:
     """Write the package with these winners, and the other kernels of the operation's packages.
     Fallback kernels that the package has already for other rows stay, unless the plan makes all.
-    Choosing forwards can take minutes: after a signal, the next run chooses the rest.
+    Choosing forwards can take minutes: after SIGTERM, the next run chooses the rest. After Ctrl-C,
+    KeyboardInterrupt is raised and nothing written.
     """
     target = plan.target
     status.phase("winners", 0, len(winners))
@@ -93,6 +94,8 @@ def emit(
             tell=partial(status.phase, "forward kernels"),
             check=stop.check,
         )
+    if stop.at_once:
+        stop.check()  # the package stays as it was
     status.phase("writing", 0, 1)
     keep = plan.fallbacks != "all"
     emission = emit_package(entries, fallbacks, target, plan.package, forwards, keep_fallbacks=keep)

@@ -21,10 +21,10 @@ from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.forward import measure_forwards
 from generator.evaluate.gpu.supervisor import Supervisor
+from generator.kernels.code_digest import digest_of_all
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.forward import CompiledForward, ForwardVariant
 from generator.kernels.nvrtc import nvrtc_version
-from generator.kernels.revision import digest_of_all
 from generator.operations import RMSNORM_FORWARD
 from generator.package.entries import Entry, Forwards
 from generator.package.fallback_kernels import DTYPES
@@ -146,6 +146,7 @@ def tune_forwards(
             target,
             choices,
             compiler,
+            fallback,
             say=say,
             check=check,
             tell=lambda done: tell(len(generic) + done, steps),
@@ -171,12 +172,13 @@ class _Chooser:
         target: Target,
         choices: Choices,
         compiler: ForwardCompiler,
+        generic: Sequence[CompiledForward],
         *,
         say: Callable[[str], None],
         check: Callable[[], None],
         tell: Callable[[int], None],
     ) -> None:
-        self.choices = choices
+        self.choices, self.generic = choices, generic
         self._check, self._tell, self._done = check, tell, 0
         self.waiting = deque(waiting)
         self.target, self.compiler, self._say = target, compiler, say
@@ -228,7 +230,9 @@ class _Chooser:
             raise  # it is nothing that the shape's kernels have done
         except NormforgeError as error:
             # The backward's winner must not be lost for it.
-            self._say(f"forward {error}; a generic one serves it")
+            found = any(variant.takes(problem) for variant, _ in self.generic)
+            rest = "a generic one serves it" if found else "the package has no generic one for it"
+            self._say(f"forward {error}; {rest}")
         else:
             facts = entry.provenance
             timed = f"{facts['us']:.1f} us, {facts['ratio']:.3f} of a copy" if "us" in facts else ""

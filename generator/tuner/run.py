@@ -37,9 +37,12 @@ class Outcome:
 
 
 def check_problems(plan: Plan, status: Status) -> None:
-    """Raise NormforgeError, before anything is searched, for a problem that no config serves."""
+    """Raise NormforgeError, before anything is searched, for a problem that no config serves,
+    or no forward where the package needs one."""
     for done, problem in enumerate(plan.problems, 1):
         plan.space.sample(problem, plan.target, random.Random(0))
+        if plan.operation.forward:
+            plan.forwards(problem, plan.target)
         status.phase("planning", done, len(plan.problems))
 
 

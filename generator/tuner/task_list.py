@@ -9,6 +9,7 @@ from generator.problem import Problem
 from generator.studies.leases import Lease
 from generator.studies.records import Winner
 from generator.studies.work_queue import Queue
+from generator.tuner.display import Status
 from generator.tuner.plan import Plan, longest_first
 
 _POLL_SECONDS = 1.0
@@ -73,6 +74,12 @@ class TaskList:
         self._end(task)
         self.winners[task.problem] = None
         self.failures[task.problem] = reason
+
+    def tell(self, task: Task, status: Status) -> None:
+        """Show how a task ended."""
+        problem = task.problem
+        failure = self.failures.get(problem, "")
+        status.winner(task.index, problem, self.winners[problem], failure)
 
     def give_back(self, task: Task) -> None:
         """The problem is open again: its search ended early, or the lease was lost."""

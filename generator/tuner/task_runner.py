@@ -74,14 +74,20 @@ class TaskRunner:
 
     def search(self, task: Task, on_progress: Callable[[Progress], None]) -> Winner | None:
         """The winner of a claimed problem. Raises LeaseLostError when the claim is void by now,
-        and what `search_problem` raises."""
-        plan = self.plan
+        ProblemError when there was no time for a trial, and what `search_problem` raises."""
+        plan, trials = self.plan, 0
+
+        def tell(event: Progress) -> None:
+            nonlocal trials
+            trials = event.done
+            on_progress(event)
+
         if plan.study(task.problem) != task.lease.study:
             raise NormforgeError(f"{plan.space_file} was changed meanwhile: start the run again")
         if isinstance(self.storage, SharedStorage):
             self.storage.lease = task.lease
         try:
-            return search_problem(
+            winner = search_problem(
                 LegalConfigs(plan.space, task.problem, plan.target),
                 self.pool,
                 self.evaluator,
@@ -90,11 +96,14 @@ class TaskRunner:
                 seed=plan.seed,
                 known_winners=self.known_winners,
                 machine=self.machine,
-                on_progress=on_progress,
+                on_progress=tell,
             )
         finally:
             if isinstance(self.storage, SharedStorage):
                 self.storage.lease = None
+        if winner is None and not trials:
+            raise ProblemError("its time was over before the first trial: give more --seconds")
+        return winner
 
 
 def run_tasks(runner: TaskRunner, tasks: TaskList, stop: Stop, status: Status) -> None:
@@ -118,7 +127,6 @@ def run_tasks(runner: TaskRunner, tasks: TaskList, stop: Stop, status: Status) -
             continue
         except ProblemError as error:
             tasks.fail(task, str(error))
-            winner = None
         else:
             tasks.conclude(task, winner)
-        status.winner(task.index, task.problem, winner)
+        tasks.tell(task, status)

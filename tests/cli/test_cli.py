@@ -182,6 +182,18 @@ def test_a_run_that_finds_the_same_without_its_studies_changes_no_file(
         assert snapshot(out / PACKAGE_NAME) == before
 
 
+def test_shape_without_an_answer_is_said_in_every_output(
+    tmp_path: Path, rerun: Callable[..., tuple[int, str, str]]
+) -> None:
+    arguments = ["--gpu", "gb200", "--shapes", "64x768:bf16", "--seconds", "0.0001", "--json"]
+    code, stdout, stderr = rerun(*arguments, "--out", str(tmp_path / "out"))
+    why = "its time was over before the first trial: give more --seconds"
+    assert code == 1
+    assert f"[1/1] 64x768:bf16: no answer: {why}" in stderr
+    assert f"64x768:bf16 has no answer from this run: {why}" in stderr
+    assert json.loads(stdout)["failures"] == {"64x768:bf16": why}
+
+
 def test_table_names_every_shape_its_winner_and_the_evidence(
     out: Path, rerun: Callable[..., tuple[int, str, str]]
 ) -> None:

@@ -80,6 +80,10 @@ def interrupted_in(phase: str, arguments: list[str]) -> tuple[int, str, float]:
     return run.returncode, said, seconds
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.skipif(find_compiler() is None, reason="the finals need a C++ compiler to take time")
 @pytest.mark.slow
 def test_ctrl_c_is_answered_in_every_phase_and_the_run_can_be_continued(tmp_path: Path) -> None:
@@ -105,8 +109,14 @@ def test_ctrl_c_is_answered_in_every_phase_and_the_run_can_be_continued(tmp_path
     done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert trials(out) == known
-    (tuned,) = Table.load(out / PACKAGE_NAME).tuned
+    package = out / PACKAGE_NAME
+    (tuned,) = Table.load(package).tuned
     assert (tuned.M, tuned.N, tuned.provenance["trials"]) == (512, 256, COUNT)
+
+    arguments[arguments.index("512x256:bf16")] += ",512x512:bf16"
+    before = contents(package)
+    assert interrupted_in("forward kernels", arguments)[0] == 130
+    assert contents(package) == before
 
 
 @pytest.mark.slow

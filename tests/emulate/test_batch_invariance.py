@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from generator.emulate.build import find_compiler
 from generator.emulate.check import small_launch
 from generator.emulate.run import CallOptions, Layout, Schedule, run_schedules
+from generator.kernels.knobs import KNOBS
 from generator.kernels.render import render
 from generator.kernels.variant import Variant, make_variant
 from generator.operations.rmsnorm_backward import Inputs
@@ -165,6 +166,20 @@ def test_rounds_of_the_sum_are_whole_chunks(slice_columns: int) -> None:
     variant = draw(problem, 1, leaves="groups", rows_in_flight=1, **wanted)
     assert variant.threads == 384
     _, dw = run(variant, inputs, 3)
+    assert torch.equal(dw, stated_order()(inputs.x, inputs.dy, inputs.rstd, **order_of(variant)))
+
+
+@pytest.mark.parametrize("strategy", ["separate", "column_slices"])
+@pytest.mark.parametrize("slice_columns", [4, 8, 16, 32, 64, 68, 124, 128, 260])
+def test_slices_of_every_kind_of_width_add_in_the_order_that_is_stated(
+    strategy: str, slice_columns: int
+) -> None:
+    problem = Problem(520, 256, "bf16", "bf16", operation=OPERATION)
+    assert slice_columns in KNOBS["slice_columns"].domain
+    variant = draw(problem, 3, strategy=strategy, leaves="runs")
+    variant = replace(variant, config={**variant.config, "slice_columns": slice_columns})
+    inputs = cancelling_inputs(problem)
+    _, dw = run(variant, inputs, 4)
     assert torch.equal(dw, stated_order()(inputs.x, inputs.dy, inputs.rstd, **order_of(variant)))
 
 

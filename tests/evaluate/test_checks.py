@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.noise import collect, noise_in
+from generator.evaluate.gpu.session import Session
 from generator.evaluate.verify import accuracy
 from generator.evaluate.verify.accuracy import check_accuracy, compare
 from generator.evaluate.verify.bench import Bench
@@ -91,6 +93,23 @@ def test_a_mistake_in_one_call_option_is_found_and_named(name: str) -> None:
     assert said in check_call_options(bench(mistake), INPUTS)
 
 
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_one_call_option_is_wrong_and_not_nondeterministic(name: str) -> None:
+    session = object.__new__(Session)
+    session.disturbance = lambda i: None  # type: ignore[assignment]
+    workload: Any = SimpleNamespace(
+        operation=RMSNORM_BACKWARD,
+        **{"inputs": INPUTS, "cancelling": INPUTS, "bench": lambda c: bench(MISTAKES[name][0])},
+        expected=RMSNORM_BACKWARD.bounds(PROBLEM, INPUTS),
+    )
+    candidate = SimpleNamespace(nondeterministic=False, batch_invariant=False)
+    job: Any = SimpleNamespace(candidates=[candidate])
+    result = session._determinism(workload, job).result
+    assert result is not None
+    assert (result.outcome, result.determinism) == ("wrong", "unverified")
+    assert MISTAKES[name][1] in result.note
+
+
 def test_what_an_output_held_before_must_not_show() -> None:
     """A kernel that adds to what is there, or leaves something out, differs from run to run."""
 
@@ -166,9 +185,9 @@ def test_every_chunk_of_rows_is_compared(row: int, monkeypatch: pytest.MonkeyPat
     reference = torch.zeros(10, 40)
     out = reference.clone()
     assert compare("dx", out, reference, 2.0**-8, torch.zeros(10, 1))[1] == ""
-    out[row, 3] = 1.0
-    assert compare("dx", out, reference, 2.0**-8, torch.zeros(10, 1))[1].startswith(
-        f"dx[{row}, 3] is 1"
+    out[row, 3] = out[9, 30:] = 1.0
+    assert compare("dx", out, reference, 2.0**-8, torch.zeros(10, 1))[1] == (
+        f"dx[{row}, 3] is 1, float64 gives 0; 11 elements are off"
     )
 
 

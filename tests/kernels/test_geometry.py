@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from generator.emulate.build import find_compiler
+from generator.kernels.code_digest import code_digest
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
 from generator.kernels.resource_gate import identity
-from generator.kernels.revision import code_digest
 from generator.kernels.variant import Variant
 from generator.paths import TEMPLATES
 from generator.problem import Problem

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from benchmarks.pages.blocks import pages
+from generator.kernels.strategies import STRATEGIES, Strategy
+from generator.paths import TEMPLATES
 from tests.support.litmus import Event
 from tests.support.primitives import bodies, calls, event, instructions
 from tests.support.protocols import PROTOCOLS, protocol
@@ -246,6 +248,19 @@ FRAGMENTS = {
     ("row_sum_cluster", "receive"): ["mbarrier_wait_cluster"],
 }
 """By fragment and function ("": all of it), the primitives and helpers that it calls."""
+
+
+def unlisted(strategies: Sequence[Strategy]) -> set[str]:
+    """Fragments of strategies that FRAGMENTS lacks, those for groups of rows included."""
+    wanted = {name for strategy in strategies for name in strategy.fragments}
+    wanted |= {path.stem for path in TEMPLATES.glob("dw_groups_*.cuh")}
+    return {name for name in wanted if name.startswith("dw_")} - {name for name, _ in FRAGMENTS}
+
+
+def test_every_fragment_of_a_strategy_is_listed() -> None:
+    assert unlisted(STRATEGIES) == set()
+    planted = Strategy("relay", ("turns", "dw_relay"), adds="in_turns")
+    assert unlisted((*STRATEGIES, planted)) == {"dw_relay"}
 
 
 @pytest.mark.parametrize(("fragment", "function"), FRAGMENTS)

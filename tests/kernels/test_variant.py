@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from generator.errors import NormforgeError
 from generator.kernels.nvrtc import compile_options
 from generator.kernels.render import render
+from generator.kernels.strategies import STRATEGIES, Strategy, strategy_of
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.runtime.spec import KernelSpec, Launch, ceil_div, plan_launch
@@ -37,6 +39,33 @@ def test_config_of_older_templates_is_one_sentence() -> None:
     said = "a config for N = 1024 has no 'spare_sms': it was made for other templates; tune"
     with pytest.raises(NormforgeError, match=said):
         make_variant(config, problem).spec(target.sms)
+
+
+def unsampled(strategies: Sequence[Strategy]) -> list[Strategy]:
+    """Those that REDUCTION lacks, from which the tests of kernels draw."""
+    sampled = [strategy_of(knobs) for knobs in REDUCTION.values()]
+    return [strategy for strategy in strategies if strategy not in sampled]
+
+
+def test_every_strategy_is_drawn_by_the_tests() -> None:
+    assert unsampled(STRATEGIES) == []
+    planted = Strategy("relay", ("turns", "dw_relay"), adds="in_turns")
+    assert unsampled((*STRATEGIES, planted)) == [planted]
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.adds == "in_turns"], ids=str)
+def test_turns_of_clusters_are_refused_whatever_the_rules_say(strategy: Strategy) -> None:
+    problem, target = Problem.parse("520x4096:bf16"), find_target("h200")
+    alone = plain_variant(problem, target, strategy=strategy.name, order="turns")
+    with pytest.raises(NormforgeError, match=f"'{strategy}' cannot have a cluster of 2: each CTA"):
+        replace(alone, config={**alone.config, "cluster": 2})
+
+
+def test_fallback_kernels_with_two_sums_over_rows_are_refused() -> None:
+    problem = Problem.parse("layernorm_backward:520x1024:bf16")
+    config = plain_variant(problem, find_target("h200"), strategy="separate").config
+    with pytest.raises(NormforgeError, match="layernorm_backward has no fallback kernels"):
+        make_variant(config, problem, exact=False)
 
 
 # ---- Shared memory -------------------------------------------------------------------------------
@@ -237,6 +266,7 @@ def test_grid_fits_the_sms_that_it_counts_on(
 ) -> None:
     """As many whole clusters as fit there, and one at least."""
     _, _, v = case
+    cluster = 1 if v.strategy.adds == "in_turns" else cluster
     v = replace(v, config={**v.config, "cluster": cluster, "spare_sms": spare})
     spec = v.spec(sms)
     ctas = max(cluster, (sms - spare) * v["ctas_per_sm"])

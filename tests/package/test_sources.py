@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from generator.kernels.code_digest import compiler_input
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled, compile_source
 from generator.kernels.render import headers
-from generator.kernels.revision import compiler_input
 from generator.kernels.variant import Variant
 from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Entry, Forwards

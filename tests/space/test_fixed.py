@@ -64,8 +64,10 @@ def write(tmp_path: Path) -> Callable[[Any], Path]:
         ([{**ENTRY, "N": ["4096"]}], "N has integers and dtype some of bf16, fp16, fp32"),
         ([{**ENTRY, "N": [[4096]]}], "N has integers and dtype some of bf16, fp16, fp32"),
         ([{**ENTRY, "dtype": ["fp8"]}], "N has integers and dtype some of bf16, fp16, fp32"),
-        ([{**ENTRY, "forward": {"stages": 2}}], "'forward' has some of"),
-        ([{**ENTRY, "forward": ["cluster"]}], "'forward' has some of"),
+        ([{**ENTRY, "forward": {"stages": 2}}], "'forward' has integers for some of"),
+        ([{**ENTRY, "forward": ["cluster"]}], "'forward' has integers for some of"),
+        ([{**ENTRY, "forward": {"cluster": "1"}}], "cluster, threads_per_row, vector_bytes, got"),
+        ([{**ENTRY, "forward": {"cluster": True}}], "'forward' has integers for some of"),
         ([ENTRY, ENTRY], "'fixed' has 4096 columns of bf16 twice"),
         ([{**ENTRY, "N": [64, 4096, 64]}], "'fixed' has 64 columns of bf16 twice"),
         ([ENTRY, {**ENTRY, "dtype": ["fp16", "bf16"]}], "'fixed' has 4096 columns of bf16 twice"),
@@ -223,6 +225,8 @@ def test_forwards_are_those_that_have_what_is_fixed() -> None:
         if (v.form, v.cluster, v.threads_per_row, v.vector_bytes) == ("registers", 1, 256, 16)
     ]
     assert 1 < len(found) < len(every)
+    with pytest.raises(NormforgeError, match=r"no forward for h200 has .*'threads_per_row': 7"):
+        forwards_with({**fields, "threads_per_row": 7}, problem, H200)
     # One that reads rows twice adds in another order.
     assert any(v.form == "twice" and v.threads_per_row == 256 for v in every)
 

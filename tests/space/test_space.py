@@ -274,6 +274,8 @@ def test_normalize_refuses_what_the_space_does_not_have(space: Space) -> None:
         ("knobs: {", "cannot read the search space"),
         ("\tknobs: 1", "cannot read the search space"),
         ("? [1, 2]\n: 3", "cannot read the search space"),
+        ("knobs: {}\nrules: []\nknobs: {}", "line 3 has the key 'knobs' a second"),
+        ("knobs: 2024-13-01", "cannot read the search space"),
     ],
 )
 def test_file_that_is_no_space_is_refused(
@@ -305,10 +307,12 @@ def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         ("stages", {"values": ["two", "three"], "otherwise": "two"}, "cannot be 'two'"),
         ("stages", {"values": [0]}, "cannot be 0: the templates know 1 to"),
         ("threads_per_row", {"values": [128, 100]}, "cannot be 100"),
+        ("slice_columns", {"values": [32, 48]}, "cannot be 48: the templates know 0, 4, 8, 16, 32"),
         ("strategy", {"values": [1, 2]}, "cannot be 1: the templates know column_slices"),
         ("strategy", {"values": ["fastest"]}, "cannot be 'fastest'"),
         ("stages", {"values": [3, 2, 3]}, "lists a value twice"),
         ("stages", {"wen": "M > 1"}, "unknown field 'wen'"),
+        ("stages", {"foo": 1, 1: 1}, "unknown field '1'"),
         ("colour", {"values": ["red"]}, "knob 'colour' is unknown"),
         ("stages", {"when": "pipelin == 'bulk'"}, "unknown name 'pipelin'"),
         ("stages", {"when": "reload == 'smem'"}, "looks at 'reload', which comes later"),
@@ -370,6 +374,7 @@ def test_knob_that_is_missing_is_named(write: Callable[[Any], Path], knob: str) 
         (with_rule("M > 1", say=5), "id and say are text"),
         (with_rule("M > 1", id=5), "id and say are text"),
         (with_rule("M > 1", id="smem"), "two rules are called 'smem'"),
+        (with_rule("run_rows > 1"), "unknown name 'run_rows'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -396,6 +401,8 @@ def test_rule_without_its_three_fields_is_refused(write: Callable[[Any], Path], 
         (with_rule("M < 1", say="{dtype:.0f}"), "'dtype' cannot be shown as '.0f'"),
         (with_rule("M < 1", say="{M:rows}"), "'M' cannot be shown as 'rows'"),
         (changed(stages={"when": "pipeline > 3"}), "'pipeline > 3' cannot be computed"),
+        (with_rule("gpu * 99999999999999 == 1"), "cannot be computed (out of memory)"),
+        (with_rule("M < 1", say="{M:9999999999999}"), "cannot be shown as '9999999999999' (out of"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -495,6 +502,11 @@ def test_space_that_extends_what_there_is_not_is_refused(
     write: Callable[[Any], Path], name: Any
 ) -> None:
     assert "'extends' names no other file" in refusal(write(extending(extends=name)))
+
+
+def test_rule_whose_id_is_no_text_is_refused(write: Callable[[Any], Path]) -> None:
+    rule = {"id": [1], "require": "M > 1", "say": "no"}
+    assert "id and say are text" in refusal(write(extending(rules=[rule])))
 
 
 def test_rule_stated_twice_is_refused(write: Callable[[Any], Path]) -> None:

@@ -42,14 +42,18 @@ class Quiet:
 
     def __init__(self) -> None:
         self.winners: dict[Problem, Winner | None] = {}
+        self.failures: list[str] = []
         self.waits: list[Mapping[Problem, str]] = []
 
     def progress(self, index: int, event: Progress) -> None:
         pass
 
-    def winner(self, index: int, problem: Problem, winner: Winner | None) -> None:
+    def winner(
+        self, index: int, problem: Problem, winner: Winner | None, failure: str = ""
+    ) -> None:
         assert problem not in self.winners, "concluded twice in one run"
         self.winners[problem] = winner
+        self.failures += [failure] if failure else []
 
     def waiting(self, holders: Mapping[Problem, str]) -> None:
         self.waits.append(holders)

@@ -118,6 +118,15 @@ def test_devices_find_what_one_device_finds(tmp_path: Path) -> None:
     }
 
 
+def test_search_that_has_no_time_for_a_trial_says_so(tmp_path: Path) -> None:
+    problem = Problem.parse("1024x1280:bf16")  # which has no incumbent
+    plan = make_plan(tmp_path, TRIALS, seconds=1e-4, devices=(0, 1), problems=(problem,))
+    with DevicePool(plan.devices, partial(open_fake, tmp_path, 0.0)) as own:
+        watcher = search(own, plan)
+    assert watcher.winners == {problem: None}
+    assert watcher.failures == ["its time was over before the first trial: give more --seconds"]
+
+
 def test_killed_process_is_replaced_and_its_problem_continued(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, TRIALS, devices=(0, 1), problems=PROBLEMS[:4])
     for problem in PROBLEMS[:2]:
@@ -148,6 +157,21 @@ def open_deadly(folder: Path, index: int) -> FakeDevice:
     device = FakeDevice(folder)
     device.evaluator = lambda target: Deadly(folder, 0.0)  # type: ignore[method-assign]
     return device
+
+
+def test_the_count_of_lost_processes_ends_a_run_also_when_a_failed_gpu_was_the_third(
+    tmp_path: Path,
+) -> None:
+    plan = make_plan(tmp_path, TRIALS)
+    tasks = TaskList(plan, Queue())
+    with DevicePool((0, 1), partial(open_fake, tmp_path, 0.0)) as own:
+        own._deaths[plan.problems[0]] = 2
+        first, second = own._devices
+        first.task = tasks.claim()
+        own._handle_loss(first, "it failed", None, tasks)
+        second.task = tasks.claim()
+        with pytest.raises(NormforgeError, match=f"{plan.problems[0]}, which has happened 4 times"):
+            own._handle_loss(second, "its process died", plan, tasks)
 
 
 def test_run_goes_on_without_a_gpu_that_failed(

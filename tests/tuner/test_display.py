@@ -152,12 +152,24 @@ def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", stream.text())
 
 
+def test_a_failure_is_not_shown_as_a_verdict_on_the_variants() -> None:
+    stream = io.StringIO()
+    status = Status(2, stream)
+    status.progress(0, Progress(PROBLEM, "search", 1, 60, None, {"wrong": 1}))
+    status.winner(0, PROBLEM, None, "no clean numbers")
+    status.winner(1, PROBLEM, None)
+    first, second = stream.getvalue().splitlines()
+    assert first.startswith(f"[1/2] {PROBLEM}: no answer: no clean numbers")
+    assert second.startswith(f"[2/2] {PROBLEM}: no variant may win")
+
+
 @pytest.mark.parametrize("evidence", ["measured", "predicted"])
 def test_the_table_fits_80_columns_of_ascii(evidence: str) -> None:
     rows = [(problem, winner(problem, evidence)) for problem in load_problems("default,tilegym")]
     shown = table([*rows, (PROBLEM, None)])
     lines = shown.splitlines()
     assert len(lines) == 2 + len(rows) + 1
+    assert lines[1] == "-" * max(map(len, lines))
     assert max(map(len, lines)) <= 80
     assert shown.isascii()
     assert lines[0].split() == ["shape", "winner", "us", "x", "floor", "overhead", "evidence"]

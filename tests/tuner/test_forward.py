@@ -22,7 +22,12 @@ from generator.kernels.nvrtc import Compiled
 from generator.package.fallback_kernels import DTYPES
 from generator.problem import Problem
 from generator.result import Result
-from generator.space.forward_space import forward_variants, forwards_with, generic_forwards
+from generator.space.forward_space import (
+    forward_variants,
+    forwards_with,
+    generic_forwards,
+    tile_forwards,
+)
 from generator.target import Target
 from generator.tuner import forward as forward_tune
 from generator.tuner import forward_compiler
@@ -318,6 +323,13 @@ def test_a_kernel_that_the_emulator_refutes_is_not_predicted(
     # The backward's winner is not lost for it: any row is served by the generic ones.
     assert forwards.tuned == () and forwards.fallback != ()
     assert "no forward kernel for" in said[0] and "passes (y[0, 0] is 1)" in said[0]
+    assert said[0].endswith("; a generic one serves it")
+    for generic in ([], tile_forwards(H200)):
+        said.clear()
+        tune_forwards(
+            [problem], H200, say=said.append, generic=generic, choices=lambda p, t: [first]
+        )
+        assert said[0].endswith("; the package has no generic one for it")
 
 
 @pytest.mark.parametrize("devices", [(), (0,)])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
+from generator.errors import NormforgeError
 from generator.kernels import cubin_cache
 from generator.kernels.cubin_cache import compile_variant, entry_path, find_cached
 from generator.kernels.forward import render_forward
 from generator.kernels.nvrtc import Compiled
+from generator.package.entries import Forwards
 from generator.package.fallback_kernels import DTYPES, fallback_variants
 from generator.problem import Problem
 from generator.space.forward_space import (
@@ -30,6 +34,7 @@ from generator.tuner.forward import (
     shapes_to_choose,
     space_code,
 )
+from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import longest_first
 from generator.tuner.run import tune
 from generator.tuner.task_list import TaskList
@@ -95,6 +100,22 @@ def test_workers_of_the_search_are_gone_when_forwards_are_measured(
     assert done == ["closed", "emitted"]
 
 
+def test_nothing_is_written_after_ctrl_c_while_forwards_are_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, nothing = Stop(), Any
+
+    def interrupted(*arguments: object, **named: object) -> Forwards:
+        stop.signal = signal.SIGINT
+        return Forwards((), ())
+
+    monkeypatch.setattr(emission, "tune_forwards", interrupted)
+    monkeypatch.setattr(emission, "emit_package", refuse)
+    plan = make_plan(tmp_path, 1, fallbacks="none")
+    with pytest.raises(KeyboardInterrupt):
+        emission.emit(plan, [], nothing, nothing, Quiet(), stop)
+
+
 def test_forwards_are_compiled_once_and_in_the_order_of_need() -> None:
     shapes = longest_first([SHORT, WIDE, LONG])
     names = [variant.id for variant in forwards_to_compile(shapes, H200, FORWARDS)]
@@ -114,6 +135,22 @@ def test_forwards_of_a_batch_invariant_run_are_those_that_the_space_fixes(tmp_pa
     assert generic_forwards_of(plan) == tile_forwards(H200)
     assert len(tile_forwards(H200)) == 12
     assert plan.forwards(problem, H200) == wanted
+
+
+def test_run_whose_space_fixes_what_no_forward_has_is_refused_before_it_searches(
+    tmp_path: Path,
+) -> None:
+    operation = "rmsnorm_invariant_backward"
+    space = yaml.safe_load(space_file(operation).read_text())
+    for entry in space["fixed"]:
+        entry["forward"]["threads_per_row"] = 7
+    path = tmp_path / "space.yaml"
+    path.write_text(yaml.safe_dump(space))
+    problem = Problem.parse("4096x1024:bf16", operation)
+    plan = make_plan(tmp_path / "out", 1, problems=(problem,), space_file=path, devices=())
+    with pytest.raises(NormforgeError, match=r"no forward for h200 has .*'threads_per_row': 7"):
+        tune(plan, None, Quiet())
+    assert not plan.out.exists()
 
 
 def test_forwards_that_the_package_has_are_not_chosen_again() -> None:

@@ -20,8 +20,8 @@ from generator.evaluate.gpu.noise import (
 from generator.evaluate.gpu.nvml import DeviceMonitor
 from generator.evaluate.gpu.protocol import Candidate, Job, WorkerLostError
 from generator.evaluate.gpu.supervisor import KEPT, Supervisor
+from generator.kernels.code_digest import AnyVariant
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.revision import AnyVariant
 from generator.kernels.variant import Variant
 from generator.operations import Operation, operation_of
 from generator.problem import Problem

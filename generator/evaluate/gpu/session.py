@@ -163,10 +163,10 @@ class Session:
             checks += ("cancelling magnitudes", "busy GPU and thrashed L2", "call options")
             fault = fault or check_repeats(bench, workload.cancelling)
             fault = fault or check_repeats(bench, workload.cancelling, around=self.disturbance)
-            if not candidate.nondeterministic:
-                fault = fault or check_call_options(
-                    bench, workload.inputs, candidate.batch_invariant
-                )
+            if not fault and not candidate.nondeterministic:
+                wrong = check_call_options(bench, workload.inputs, candidate.batch_invariant)
+                if wrong:
+                    return Answer(replace(result, outcome="wrong", note=wrong))
             if candidate.batch_invariant:
                 checks += ("batch invariance",)
                 kernel = LoadedKernel(candidate.cubin, candidate.spec)

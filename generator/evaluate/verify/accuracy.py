@@ -27,7 +27,7 @@ def compare(
     """The relative error of `out` and "" or the first element outside `unit * |ref| + slack`. out,
     ref: same shape; slack broadcasts against them. Works in chunks of rows."""
     square_error = square_ref = 0.0
-    fault = ""
+    fault, off = "", 0
     rows = max(1, CHUNK_ELEMENTS // out[0].numel()) if out.dim() > 1 else out.numel()
     for start in range(0, out.shape[0], rows):
         part = slice(start, start + rows)
@@ -38,16 +38,17 @@ def compare(
             error = error.masked_fill(rounded.isinf() & (out[part] == rounded), 0.0)
         limit = wide.abs() * (unit * 1.001) + slack[part].to(wide.dtype)
         bad = ~(error <= limit)
-        if not fault and bool(bad.any()):
+        off += int(bad.sum())
+        if not fault and off:
             first = bad.flatten().to(torch.uint8).argmax()
             at = tuple(map(int, torch.unravel_index(first, bad.shape)))
             index = [at[0] + start, *at[1:]]
             fault = (
-                f"{name}{index} is {float(out[part][at]):.9g}, "
-                f"float64 gives {float(wide[at]):.9g}; {int(bad.sum())} elements are off"
+                f"{name}{index} is {float(out[part][at]):.9g}, float64 gives {float(wide[at]):.9g}"
             )
         square_error += float(error.double().square().sum())
         square_ref += float(wide.double().square().sum())
+    fault += f"; {off} elements are off" if fault else ""
     return (square_error / max(square_ref, 1e-300)) ** 0.5, fault
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from optuna.storages import InMemoryStorage
 
-from generator.kernels import render, revision
+from generator.kernels import code_digest as module
+from generator.kernels import render
+from generator.kernels.code_digest import code_digest
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import TEMPLATES, without_comments
-from generator.kernels.revision import code_digest
 from generator.kernels.variant import Variant, make_variant
 from generator.paths import GENERATED
 from generator.problem import Problem
@@ -59,7 +60,7 @@ def digests() -> list[str]:
     """Of all variants, from the templates that are there now."""
     render._file.cache_clear()
     render.environment.cache_clear()
-    revision._digests.clear()
+    module._digests.clear()
     return [code_digest(variant, TARGET.arch) for variant in [*variants(), *FORWARDS[:5]]]
 
 
@@ -173,8 +174,8 @@ def test_committed_studies_are_of_todays_code(
 ) -> None:
     """Of every hundredth trial and every winner: a change that this test does not pass measures
     200 shapes again."""
-    monkeypatch.setattr(revision, "nvrtc_version", lambda: "13.0")  # that measured them
-    monkeypatch.setattr(revision, "_digests", {})
+    monkeypatch.setattr(module, "nvrtc_version", lambda: "13.0")  # that measured them
+    monkeypatch.setattr(module, "_digests", {})
     names = [entry["study_name"] for entry in committed if entry["op_code"] == 0]
     trials = [entry for entry in committed if entry["op_code"] == 4]
     assert len(names) == 230 and sum(name.startswith("layernorm") for name in names) == 47
@@ -195,8 +196,8 @@ def test_committed_studies_are_of_todays_code(
 def test_committed_forwards_are_of_todays_code(
     gpu: str, nvrtc: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(revision, "nvrtc_version", lambda: nvrtc)
-    monkeypatch.setattr(revision, "_digests", {})
+    monkeypatch.setattr(module, "nvrtc_version", lambda: nvrtc)
+    monkeypatch.setattr(module, "_digests", {})
     table = ForwardTable.load(GENERATED / gpu / "rmsnorm_backward")
     assert table is not None
     for entry in table.tuned:
