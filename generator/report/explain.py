@@ -13,7 +13,7 @@ from generator.kernels.variant import make_variant
 from generator.space.legal_configs import LegalConfigs
 from generator.space.space import Space
 from generator.studies.reader import Study
-from generator.studies.records import Record
+from generator.studies.records import INCUMBENT_STAYS, Record, Winner
 from generator.target import Target
 
 Values = dict[str, int | str]
@@ -169,14 +169,9 @@ class Explanation:
             return "failed", f"{final.outcome} in the finals: {final.note}"
         if final is not None and reference and final.ratio:
             behind = final.ratio / reference - 1
-            then = "the first in the order of the space"
-            if study.evidence == "predicted":
-                then = "what is most like winners on measured GPUs"
             if study.winner and any(self._today(t.config) == config for t in study.winner.tied):
-                return "tied", (
-                    f"{behind:+.1%} vs the winner in the finals: counts as equal, and then one "
-                    f"launch comes before two and {then} wins"
-                )
+                then = self._tie_breaker(study.winner)
+                return "tied", f"{behind:+.1%} vs the winner in the finals: counts as equal, {then}"
             if behind < 0:
                 return "tied", (
                     f"{behind:+.1%} vs the winner in the finals, which is worth less than the "
@@ -190,6 +185,14 @@ class Explanation:
         shown = f"{behind:+.1%} in the search" if behind is not None else "slower in the search"
         us = f"{result.us:.2f} us" if result.us else "no time"
         return "slower", f"{shown} ({us}, {record.ratio:.3f} x floor)"
+
+    def _tie_breaker(self, winner: Winner) -> str:
+        if winner.reason.startswith(INCUMBENT_STAYS):
+            return "and the incumbent stays"
+        then = "the first in the order of the space"
+        if self.study.evidence == "predicted":
+            then = "what is most like winners on measured GPUs"
+        return f"and then one launch comes before two and {then} wins"
 
     def _way_out(self, given: Config) -> str:
         legal = LegalConfigs(self.space, self.study.problem, self.target)

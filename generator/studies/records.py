@@ -49,6 +49,8 @@ def over_median_floor(results: Sequence[Result]) -> list[float]:
     return [r.us / typical[r.gpu] if r.us and r.floor_us else inf for r in results]
 
 
+INCUMBENT_STAYS = "the incumbent: "
+"""How the reason of a winner begins that was the incumbent and counted as equal to the fastest."""
 FLOOR, PLAIN_FLOOR = "floor", "torch.add(x, dy), which leaves out the residual"
 """What a ratio is to."""
 

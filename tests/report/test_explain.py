@@ -26,7 +26,15 @@ from generator.space.load import load_space
 from generator.space.space import Space
 from generator.studies.reader import read_studies
 from generator.studies.storage import JOURNAL_NAME, open_storage
-from tests.support.synthetic import PROBLEM, TARGET, FakeEvaluator, FakePool, shrink, timed
+from tests.support.synthetic import (
+    PROBLEM,
+    TARGET,
+    FakeEvaluator,
+    FakePool,
+    make_winner,
+    shrink,
+    timed,
+)
 
 ROOT = REPOSITORY
 SPACE = load_space()
@@ -163,6 +171,27 @@ def test_a_tie(why: Explanation) -> None:
     verdict = ask(why, "store_hint=streaming")
     assert verdict.kind == "tied"
     assert "+0.4%" in verdict.sentences[0]
+    assert "one launch comes before two" in verdict.sentences[0]
+
+
+def test_a_tie_that_the_incumbent_won(tmp_path: Path) -> None:
+    """It comes later in the order of the space than the one that is asked about."""
+    streaming = {**KEEP, "stages": 4, "store_hint": "streaming"}
+    winner = search_problem(
+        LegalConfigs(tiny(tmp_path), PROBLEM, TARGET),
+        FakePool(),
+        FakeEvaluator(cost, final=final),
+        open_storage(tmp_path / JOURNAL_NAME),
+        Budget(trials=100),
+        known_winners=[make_winner(streaming)],
+    )
+    assert winner is not None and winner.config == streaming
+    [study] = read_studies(tmp_path)
+    verdict = ask(Explanation(study, SPACE, TARGET), "store_hint=default")
+    assert verdict.kind == "tied"
+    assert verdict.sentences == (
+        "-0.4% vs the winner in the finals: counts as equal, and the incumbent stays",
+    )
 
 
 def test_measured_and_slower(why: Explanation) -> None:
