@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 
 from generator.cli.arguments import CommandLine, add_operation, folder_name, storage_url
 from generator.errors import NormforgeError
@@ -82,7 +83,10 @@ def report(argv: list[str]) -> int:
     )
     args = parser.parse(argv)
     studies, place = _studies(args, importance=True)
-    for summary in summaries(studies, place, args.op, context=True):
+    options = f"--storage {quote(place)}" if args.storage else ""
+    if args.out and not args.storage:
+        options = f"--out {quote(str(args.out))}"
+    for summary in summaries(studies, place, args.op, options=options, context=True):
         folder = args.html or args.out or (Path() if args.storage else GENERATED / summary.gpu)
         kind = "" if args.op == RMSNORM_BACKWARD else f"_{args.op}"
         page = folder / f"report_{summary.gpu}{kind}.html"
@@ -117,6 +121,7 @@ def explain(argv: list[str]) -> int:
         example = args.stray or "4096x4096:bf16"
         raise NormforgeError(f"the shape to explain has an option: write --shape {example}")
     problem = Problem.parse(args.shape, args.op)
+    args.op = problem.operation
     space = load_space(args.space or space_file(args.op))
     given = parse_config(args.config, space) if args.config is not None else None
     study = find_study(args, problem)

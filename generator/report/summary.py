@@ -54,14 +54,16 @@ class Summary:
     """The studies of one GPU that count, and what they say together.
 
     place: where they are stored; left_out: how many studies are older than those that count;
-    comparison: with the peers on this GPU; free: for batch-invariant kernels the
-    ratio to the floor of the winner that does not promise as much, by problem.
+    options: of the command line, that name the place; comparison: with the peers on this GPU; free:
+    for batch-invariant kernels the ratio to the floor of the winner that does not promise as much,
+    by problem.
     """
 
     gpu: str
     place: str
     studies: tuple[Study, ...]
     left_out: int
+    options: str = ""
     comparison: Comparison | None = None
     free: Mapping[Problem, float] = field(default_factory=dict)
 
@@ -71,6 +73,11 @@ class Summary:
         a password has to be put back by the reader."""
         unpack = f"xz -dk {self.place} && " if self.place.endswith(".xz") else ""
         return f"{unpack}optuna-dashboard {self.place.removesuffix('.xz')}"
+
+    def explain(self, study: Study) -> str:
+        """The command that explains a study; a user and a password have to be put back."""
+        place = f"--gpu {self.gpu} {self.options}".rstrip()
+        return f"python tune.py explain {place} --shape {study.problem}"
 
     @cached_property
     def evidence(self) -> str:
