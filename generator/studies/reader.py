@@ -106,7 +106,7 @@ def read_studies(where: str | Path, *, importance: bool = False) -> list[Study]:
     importance: compute that of the knobs, too. A packed file is unpacked elsewhere."""
     if "://" in str(where):
         file = database_file(where)
-        if file is not None and not file.exists() and "uri=true" not in str(where):
+        if file is not None and not file.exists():
             raise NormforgeError(f"no studies in {file}: there is no such file")
         return _read(open_storage(where), describe_location(where), importance)
     journal = Path(where) / JOURNAL_NAME
