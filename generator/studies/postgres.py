@@ -182,12 +182,14 @@ class SharedStorage(RDBStorage):
     def _written(
         study_id: int, template: FrozenTrial, session: orm.Session
     ) -> models.TrialModel | None:
-        """The trial as it was written by a commit whose answer was lost with the connection."""
+        """The trial as it was written by a commit whose answer was lost with the connection: the
+        last of its study. The template's number is that in the memory of a search, which leaves
+        out trials of old code."""
         found = (
             session.query(models.TrialModel)
             .filter(models.TrialModel.study_id == study_id)
-            .filter(models.TrialModel.number == template.number)
-            .one_or_none()
+            .order_by(models.TrialModel.number.desc())
+            .first()
         )
         same = found is not None and found.datetime_start == template.datetime_start
         return found if same else None
