@@ -18,7 +18,7 @@ from generator.kernels.variant import make_variant
 from generator.problem import Problem
 from generator.space.expressions import DERIVED
 from generator.space.legal_configs import LegalConfigs
-from generator.studies.records import Record, StudyFacts, over_median_floor
+from generator.studies.records import UNREADABLE, Record, StudyFacts, over_median_floor
 from generator.studies.study_log import StudyLog
 
 STUDIES = 32
@@ -141,7 +141,7 @@ def _times(storage: BaseStorage, name: str) -> list[tuple[Config, float]]:
     log = StudyLog(storage, name)
     try:
         return timed([Record.from_trial(trial) for trial in log.current_trials()])
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except UNREADABLE:
         return []  # damaged, or of another version: a search goes on without it
 
 

@@ -65,7 +65,7 @@ def search_problem(
     name, *older = study_names(legal.problem, legal.target, evaluator.evidence, legal.space)
     log = StudyLog(storage, name, older)
     trials = log.trials()
-    known = up_to_date(trials, legal.problem, pool)
+    known = up_to_date(log.name, trials, legal.problem, pool)
     winner = log.winner
     enough = budget.trials and winner and winner.trials >= budget.trials
     if winner and enough and len(known) == len(trials) and still_made(winner, pool):

@@ -20,14 +20,21 @@ from optuna.storages import BaseStorage
 from optuna.study._frozen import FrozenStudy
 from optuna.trial import TrialState, create_trial
 
-from generator.errors import NormforgeError, one_line
+from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import Strategy, strategy_of
 from generator.problem import Problem
 from generator.result import Result
 from generator.space.load import load_space_once, space_file
 from generator.studies import postgres
-from generator.studies.records import Record, StudyFacts, Winner, plain_floor
+from generator.studies.records import (
+    UNREADABLE,
+    Record,
+    StudyFacts,
+    Winner,
+    plain_floor,
+    unreadable_error,
+)
 from generator.studies.storage import JOURNAL_NAME, database_file, open_storage
 from generator.studies.study_log import StudyLog
 from generator.target import find_target
@@ -137,12 +144,9 @@ def _read(storage: BaseStorage, place: str, importance: bool) -> list[Study]:
             continue
         try:
             study = _read_study(storage, entry, facts, importance)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = one_line(f"{type(error).__name__}: {error}", 200)
-            raise NormforgeError(
-                f"{place}: study {entry.study_name} cannot be read ({reason}): it is damaged, or "
-                "of another version of this program"
-            ) from error
+        except UNREADABLE as error:
+            told = unreadable_error(entry.study_name, error)
+            raise NormforgeError(f"{place}: {told}") from error
         if study.records:
             found.append(study)
     if not found:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from optuna.trial import FrozenTrial
 
-from generator.errors import NormforgeError
+from generator.errors import NormforgeError, one_line
 from generator.evaluate.predict.fitted import model_revision
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import Strategy, is_deterministic, strategy_of
@@ -47,6 +47,19 @@ def over_median_floor(results: Sequence[Result]) -> list[float]:
             floors[result.gpu].append(result.floor_us)
     typical = {gpu: median(own) for gpu, own in floors.items()}
     return [r.us / typical[r.gpu] if r.us and r.floor_us else inf for r in results]
+
+
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError)
+"""What is raised where a study has records that this version of the program does not know."""
+
+
+def unreadable_error(study: str, error: Exception) -> NormforgeError:
+    """The error for such a study."""
+    reason = one_line(f"{type(error).__name__}: {error}", 200)
+    return NormforgeError(
+        f"study {study} cannot be read ({reason}): it is damaged, or of another version of this "
+        "program"
+    )
 
 
 INCUMBENT_STAYS = "the incumbent: "

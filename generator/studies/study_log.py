@@ -17,7 +17,7 @@ from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.result import Result
 from generator.studies.postgres import reason_of, retry_in_outage
-from generator.studies.records import Winner
+from generator.studies.records import UNREADABLE, Winner
 
 _T = TypeVar("_T")
 METRIC = "time over the floor"
@@ -129,7 +129,7 @@ def stored_winners(storage: BaseStorage) -> list[Winner]:
 def _winner(attributes: Mapping[str, Any]) -> Winner | None:
     try:
         return Winner.from_json(attributes["winner"])
-    except (KeyError, TypeError, NormforgeError):
+    except (*UNREADABLE, NormforgeError):
         # No finals yet, none won, or another version of this program wrote them, which may know
         # other operations.
         return None

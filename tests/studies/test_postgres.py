@@ -443,7 +443,7 @@ def plan_budget(trials: int) -> Any:
 
 
 def test_trial_whose_commit_was_not_confirmed_is_not_stored_twice(url: str) -> None:
-    """Whatever its number is in the memory of a search: the study has trials of old code as well."""
+    """Whatever its number in the memory of a search: the study has trials of old code as well."""
     log = StudyLog(SharedStorage(url), "study")
     trials = [optuna.create_trial(values=[float(n)]) for n in range(3)]
     for number, trial in enumerate(trials):
