@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from optuna.exceptions import ExperimentalWarning
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.storages import BaseStorage
 from optuna.study._frozen import FrozenStudy
-from optuna.trial import TrialState, create_trial
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
@@ -176,13 +176,11 @@ def _read_study(
         winner=winner,
         finals=tuple(finals),
         machine=log.machine,
-        importance=(
-            _importance(storage, entry.study_name, facts) if importance and records else {}
-        ),
+        importance=_importance(trials, facts) if importance else {},
     )
 
 
-def _importance(storage: BaseStorage, name: str, facts: StudyFacts) -> dict[str, float]:
+def _importance(trials: Sequence[FrozenTrial], facts: StudyFacts) -> dict[str, float]:
     """Share of each knob in being among the fastest tenth, by PED-ANOVA (Watanabe, Bansal and
     Hutter, "PED-ANOVA: Efficiently Quantifying Hyperparameter Importance in Arbitrary Subspaces",
     IJCAI 2023): the evaluator that needs nothing but Optuna, and the one optuna-dashboard shows.
@@ -192,14 +190,12 @@ def _importance(storage: BaseStorage, name: str, facts: StudyFacts) -> dict[str,
         target = replace(find_target(facts.gpu), sms=facts.sms)
     except NormforgeError:
         target = None
-    trials = optuna.load_study(study_name=name, storage=storage).get_trials(
-        deepcopy=False, states=(TrialState.COMPLETE,)
-    )
-    if len(trials) < 2:
+    timed = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    if len(timed) < 2:
         return {}
     problem = facts.problem
     space, study = load_space_once(space_file(problem.operation)), optuna.create_study()
-    for trial in trials:
+    for trial in timed:
         kept = space.active_knobs(trial.params, problem, target) if target else trial.params.keys()
         params = {knob: value for knob, value in trial.params.items() if knob in kept}
         choices = {knob: trial.distributions[knob] for knob in params}
