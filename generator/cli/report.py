@@ -10,7 +10,7 @@ from pathlib import Path
 from shlex import quote
 
 from generator.cli.arguments import CommandLine, add_operation, folder_name, storage_url
-from generator.errors import NormforgeError
+from generator.errors import NormforgeError, one_line
 from generator.paths import GENERATED
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.report.answer import document, explain_from_package, render_answer
@@ -31,8 +31,13 @@ def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study]
     if args.gpu is not None:
         find_target(args.gpu)
     where = args.storage or args.out or GENERATED / args.gpu
-    place = describe_location(where)
-    studies = read_studies(where, importance=importance)
+    try:
+        place = describe_location(where)
+        studies = read_studies(where, importance=importance)
+    except OSError as error:
+        raise NormforgeError(
+            f"cannot read the studies ({one_line(error)}): put that right, or choose others"
+        ) from error
     if args.gpu is not None:
         studies = [study for study in studies if study.gpu == args.gpu]
         if not studies:

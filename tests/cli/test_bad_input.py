@@ -96,6 +96,7 @@ ARGUMENTS = [
     ("report", "name the studies: --gpu h200, --out FOLDER or --storage URL"),
     ("report --gpu H200", "unknown GPU 'H200': did you mean 'h200'?"),
     ("report --out {folder}/nothing", "no studies in"),
+    (f"report --out {{folder}}/{'x' * 300}", "cannot read the studies ([Errno 36] File name too"),
     ("report --storage foo", "'foo' is not the URL of a database"),
     ("report --storage nonsense://x", "cannot open the storage"),
     ("report --storage mysql://h:port/db", "cannot open the storage mysql://h:port/db"),
@@ -227,6 +228,25 @@ def test_output_that_cannot_be_written(
     assert done.returncode == code, said
     assert says in said
     assert len(said.splitlines()) == bool(code)
+
+
+@pytest.mark.parametrize("arguments", ["--version", "explain --help"])
+def test_output_that_is_closed(arguments: str) -> None:
+    line = f"{sys.executable} tune.py {arguments} >&-"
+    done = subprocess.run(["bash", "-c", line], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+
+
+def test_a_temporary_folder_that_is_full(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(source: Path, to: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(source), None, to)
+
+    monkeypatch.setattr("shutil.copy", full)
+    assert tune.main(["report", "--gpu", "gb200"]) == 2
+    assert "No space left on device: " in capsys.readouterr().err
 
 
 def test_missing_package_is_said() -> None:
