@@ -170,7 +170,7 @@ def _run(argv: list[str], command: str) -> int:
     problems = load_problems(args.shapes, args.op)
     load_space(args.space)
     if args.gpu != "auto":
-        find_target(args.gpu)
+        find_target(args.gpu, "auto")
     from generator.cli.tune import run
 
     return run(args, problems)

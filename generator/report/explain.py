@@ -135,10 +135,13 @@ class Explanation:
         near = min(
             self._known,
             key=lambda entry: (_distance(entry[0], config), entry[1].ratio),
+            default=None,  # the space has none of the values that were tried
         )
         answer = [f"never tried among the {len(self.study.records)} trials of this study"]
         if not is_deterministic(config):
             answer.append("it could not win: its bits depend on the order in which CTAs finish")
+        if near is None:
+            return Verdict("never_tried", tuple(answer), config, best=best)
         differences = ", ".join(
             f"{name}={value}" for name, value in near[0].items() if config[name] != value
         )

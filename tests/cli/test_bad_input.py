@@ -26,7 +26,7 @@ ARGUMENTS = [
     ("--gpu", "--gpu: expected one argument"),
     ("--gpu gb20", "unknown GPU 'gb20': did you mean 'gb200'?"),
     ("--gpu H200", "unknown GPU 'H200': did you mean 'h200'?"),
-    ("--gpu=", "unknown GPU '': known are"),
+    ("--gpu=", "rtx-5090, auto"),
     ("gb200", "there is no command 'gb200': a run starts with --gpu"),
     ("reprot --gpu gb200", "did you mean 'report'?"),
     ("Explain --gpu gb200", "did you mean 'explain'?"),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 import tune
 from generator.errors import NormforgeError
@@ -22,7 +23,7 @@ from generator.result import Result
 from generator.search.budget import Budget
 from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs
-from generator.space.load import load_space
+from generator.space.load import SPACE_FILE, load_space
 from generator.space.space import Space
 from generator.studies.reader import read_studies
 from generator.studies.storage import JOURNAL_NAME, open_storage
@@ -248,6 +249,15 @@ def test_never_tried_names_the_nearest(why: Explanation) -> None:
     assert untried.kind == "never_tried"
     assert not is_deterministic(untried.config)
     assert "could not win" in untried.sentences[1]
+
+
+def test_never_tried_where_the_space_has_no_value_that_was(folder: Path, tmp_path: Path) -> None:
+    content = yaml.safe_load(SPACE_FILE.read_text())
+    content["knobs"]["rows_per_cta"]["values"] = [3]
+    (tmp_path / "space.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    line = ["explain", "--out", str(folder), "--shape", str(PROBLEM)]
+    line += ["--space", str(tmp_path / "space.yaml"), "--config", "rows_per_cta=3"]
+    assert tune.main(line) == 0
 
 
 def test_every_config_of_the_swept_space_has_an_answer_from_its_own_trial(
