@@ -181,9 +181,9 @@ class Summary:
         for study in self.studies:
             if not study.ranked:
                 continue
-            best = study.ranked[0].ratio
+            best = study.over_floor(study.ranked[0])
             for strategy, record in study.best_by_strategy.items():
-                behind[strategy].append((study, record.ratio / best))
+                behind[strategy].append((study, study.over_floor(record) / best))
         standings = [Standing(strategy, tuple(own)) for strategy, own in behind.items()]
         return sorted(standings, key=lambda standing: standing.typical)
 

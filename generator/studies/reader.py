@@ -32,6 +32,9 @@ from generator.studies.records import (
     Record,
     StudyFacts,
     Winner,
+    fastest_first,
+    median_floors,
+    over_floor,
     plain_floor,
     unreadable_error,
 )
@@ -66,12 +69,20 @@ class Study:
     @cached_property
     def ranked(self) -> tuple[Record, ...]:
         """Records of what may win, fastest first."""
-        return tuple(sorted((r for r in self.records if r.feasible), key=lambda r: r.ratio))
+        return tuple(record for record in self.by_time if record.feasible)
 
     @cached_property
-    def timed(self) -> tuple[Record, ...]:
-        """Records with a time, whether or not they may win."""
-        return tuple(record for record in self.records if record.result.ratio is not None)
+    def by_time(self) -> tuple[Record, ...]:
+        """Records with a time, fastest first, whether or not they may win."""
+        return tuple(fastest_first(self.records))
+
+    def over_floor(self, record: Record) -> float:
+        """The time of one of its records over the median floor; infinite where it has none."""
+        return over_floor(record.result, self._floors)
+
+    @cached_property
+    def _floors(self) -> dict[str, float]:
+        return median_floors(record.result for record in self.records)
 
     @cached_property
     def plain_floor(self) -> bool:
@@ -89,7 +100,7 @@ class Study:
         """The winner's ratio to the floor in the finals; before them that of the fastest trial."""
         if self.winner is not None:
             return self.winner.result.ratio
-        return self.ranked[0].ratio if self.ranked else None
+        return self.over_floor(self.ranked[0]) if self.ranked else None
 
     @property
     def overhead(self) -> float | None:
@@ -101,7 +112,7 @@ class Study:
         """The fastest record of every strategy, the fastest first, among those that are accurate; a
         strategy that may not win has one, too."""
         best: dict[Strategy, Record] = {}
-        for record in sorted(self.timed, key=lambda record: record.ratio):
+        for record in self.by_time:
             best.setdefault(strategy_of(record.config), record)
         return best
 
