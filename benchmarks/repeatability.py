@@ -41,7 +41,7 @@ from generator.kernels.resource_gate import identity
 from generator.kernels.strategies import launches
 from generator.paths import GENERATED
 from generator.problem import Problem, load_problems
-from generator.search.budget import FINALISTS, Budget
+from generator.search.budget import Budget
 from generator.search.choose_winner import choose
 from generator.search.finals import Final, compile_configs, hold_finals
 from generator.search.search import search_problem
@@ -73,7 +73,7 @@ def finals_again(
     legal: LegalConfigs, pool: Pool, evaluator: MeasuredEvaluator, study: Study
 ) -> tuple[Config | None, list[Final]]:
     """The winner of new finals of a study's trials, without an incumbent, and the finals."""
-    finals = hold_finals(legal, pool, evaluator, study.records, None, FINALISTS)
+    finals = hold_finals(legal, pool, evaluator, study.records, None)
     results = [(final.variant.config, final.result) for final in finals]
     choice = choose(results, legal.rank, None)
     return (results[choice.winner][0] if choice else None), finals

@@ -51,7 +51,7 @@ class Result:
 
     @property
     def timed(self) -> bool:
-        """True when a time is known, whether or not the variant may win."""
+        """True when it was timed and found accurate, whether or not it may win."""
         return self.ratio is not None and self.outcome in ("ok", "nondeterministic")
 
     @property

@@ -116,13 +116,15 @@ def load_targets(path: Path = GPUS_FILE) -> dict[str, Target]:
         ) from error
 
 
-def find_target(name: str) -> Target:
-    """The target called `name` on the command line."""
+def find_target(name: str, *also: str) -> Target:
+    """The target called `name`. Raises NormforgeError, with the names that there are, and `also`
+    with others that the command line takes."""
     targets = load_targets()
     if name not in targets:
         near = get_close_matches(name.lower(), targets, n=1)
         hint = f"did you mean '{near[0]}'? " if near else ""
-        raise NormforgeError(f"unknown GPU '{name}': {hint}known are {', '.join(targets)} and auto")
+        known = ", ".join([*targets, *also])
+        raise NormforgeError(f"unknown GPU '{name}': {hint}known are {known}")
     return targets[name]
 
 

@@ -93,6 +93,7 @@ def test_unknown_gpu_is_refused_with_the_known_ones() -> None:
     assert "unknown GPU 'h20'" in str(caught.value)
     for name in load_targets():
         assert name in str(caught.value)
+    assert "auto" not in str(caught.value), "only a run takes it"
 
 
 @pytest.mark.parametrize(

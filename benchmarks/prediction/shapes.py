@@ -69,7 +69,7 @@ def read_shapes(folders: Sequence[Path], operation: str = RMSNORM_BACKWARD) -> l
 
 
 def _shape(study: Study) -> Shape:
-    timed = [r for r in study.timed if r.result.us and r.registers is not None]
+    timed = [r for r in study.records if r.result.us and r.registers is not None]
     floors: dict[str, list[float]] = defaultdict(list)
     for record in timed:
         floors[record.result.gpu].append(record.result.floor_us or 0.0)

@@ -36,7 +36,7 @@ from generator.result import Result
 from generator.runtime.spec import MAIN_KERNEL
 from generator.search import sampler, search
 from generator.search.budget import Budget
-from generator.search.experience import Experience, Timed, by_distance, timed
+from generator.search.experience import Experience, Timed, by_distance, times_of
 from generator.search.sampler import distributions
 from generator.search.search import search_problem
 from generator.space.legal_configs import Key, LegalConfigs, Values
@@ -201,7 +201,7 @@ def learned(replayed: Replayed) -> Experience:
 def committed_trials(gpu: str) -> list[Timed]:
     """Those of every measured study of a GPU."""
     studies = read_studies(GENERATED / gpu)
-    return [(s.problem, timed(s.records)) for s in studies if s.evidence == "measured"]
+    return [(s.problem, times_of(s.records)) for s in studies if s.evidence == "measured"]
 
 
 def by_forest(replayed: Replayed, trials: int, seed: int) -> list[float]:

@@ -92,9 +92,9 @@ def folder_name(text: str) -> Path:
 
 
 def storage_url(text: str) -> str:
-    if "://" not in text and not text.startswith("postgresql"):
+    if "://" not in text:
         raise argparse.ArgumentTypeError(
-            f"'{text}' is not the URL of a database: write for example "
+            f"'{text.rpartition('@')[2]}' is not the URL of a database: write for example "
             "postgresql+psycopg://user@host/normforge, or choose a folder with --out"
         )
     return text

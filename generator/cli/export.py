@@ -54,7 +54,9 @@ def export(argv: list[str]) -> int:
 def _export_trials(args: argparse.Namespace) -> int:
     if args.shape is None:
         raise NormforgeError("name the shape whose trials to export: --shape 4096x4096:bf16")
-    study = find_study(args, Problem.parse(args.shape, args.op))
+    problem = Problem.parse(args.shape, args.op)
+    args.op = problem.operation
+    study = find_study(args, problem)
     file: Path = args.t4 or args.kernel_tuner
     content = t4(study, program_version()) if args.t4 else kernel_tuner(study)
     try:

@@ -138,13 +138,15 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return _run(argv, command)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed by who started this
+                sys.stdout.flush()
     except NormforgeError as error:
         message = str(error)
     except OSError as error:
         # What is wrong with a file has its name in the error; a process that cannot be started, or
         # the like, has another number.
-        if error.filename is not None or error.errno not in _WRITE_ERRORS:
+        known = sys.stdout is not None and error.errno in _WRITE_ERRORS
+        if error.filename is not None or not known:
             raise
         # The interpreter must not try once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -168,7 +170,7 @@ def _run(argv: list[str], command: str) -> int:
     problems = load_problems(args.shapes, args.op)
     load_space(args.space)
     if args.gpu != "auto":
-        find_target(args.gpu)
+        find_target(args.gpu, "auto")
     from generator.cli.tune import run
 
     return run(args, problems)

@@ -7,9 +7,10 @@ import json
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 
 from generator.cli.arguments import CommandLine, add_operation, folder_name, storage_url
-from generator.errors import NormforgeError
+from generator.errors import NormforgeError, one_line
 from generator.paths import GENERATED
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.report.answer import document, explain_from_package, render_answer
@@ -30,8 +31,13 @@ def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study]
     if args.gpu is not None:
         find_target(args.gpu)
     where = args.storage or args.out or GENERATED / args.gpu
-    place = describe_location(where)
-    studies = read_studies(where, importance=importance)
+    try:
+        place = describe_location(where)
+        studies = read_studies(where, importance=importance)
+    except OSError as error:
+        raise NormforgeError(
+            f"cannot read the studies ({one_line(error)}): put that right, or choose others"
+        ) from error
     if args.gpu is not None:
         studies = [study for study in studies if study.gpu == args.gpu]
         if not studies:
@@ -82,7 +88,10 @@ def report(argv: list[str]) -> int:
     )
     args = parser.parse(argv)
     studies, place = _studies(args, importance=True)
-    for summary in summaries(studies, place, args.op, context=True):
+    options = f"--storage {quote(place)}" if args.storage else ""
+    if args.out and not args.storage:
+        options = f"--out {quote(str(args.out))}"
+    for summary in summaries(studies, place, args.op, options=options, context=True):
         folder = args.html or args.out or (Path() if args.storage else GENERATED / summary.gpu)
         kind = "" if args.op == RMSNORM_BACKWARD else f"_{args.op}"
         page = folder / f"report_{summary.gpu}{kind}.html"
@@ -117,6 +126,7 @@ def explain(argv: list[str]) -> int:
         example = args.stray or "4096x4096:bf16"
         raise NormforgeError(f"the shape to explain has an option: write --shape {example}")
     problem = Problem.parse(args.shape, args.op)
+    args.op = problem.operation
     space = load_space(args.space or space_file(args.op))
     given = parse_config(args.config, space) if args.config is not None else None
     study = find_study(args, problem)

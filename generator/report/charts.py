@@ -23,7 +23,7 @@ def history(study: Study) -> Markup:
     """Trials of one study from left to right, the fastest at the bottom, and the best so far."""
     if not study.ranked:
         return Markup("")
-    best = study.ranked[0].ratio
+    best = study.over_floor(study.ranked[0])
     inside_x, inside_y = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
     step = inside_x / max(1, len(study.records) - 1)
 
@@ -38,15 +38,14 @@ def history(study: Study) -> Markup:
     line: list[str] = []
     lowest = math.inf
     for number, record in enumerate(study.records):
-        if record.result.ratio is None:
+        ratio = study.over_floor(record)
+        if ratio == math.inf:
             dots["failed"].append(f"M{x(number):.1f} {_HEIGHT - _BOTTOM + 4}v4")
             continue
         ineligible = record.result.outcome == "nondeterministic"
-        dots["ineligible" if ineligible else "may"].append(
-            f"M{x(number):.1f} {y(record.ratio):.1f}h0"
-        )
-        if record.feasible and record.ratio < lowest:
-            lowest = record.ratio
+        dots["ineligible" if ineligible else "may"].append(f"M{x(number):.1f} {y(ratio):.1f}h0")
+        if record.feasible and ratio < lowest:
+            lowest = ratio
             start = "M" if not line else "H"
             line.append(f"{start}{x(number):.1f}" + (" " if not line else "V") + f"{y(lowest):.1f}")
     line.append(f"H{_WIDTH - _RIGHT}")

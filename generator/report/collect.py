@@ -26,11 +26,12 @@ def summaries(
     place: str,
     operation: str = RMSNORM_BACKWARD,
     *,
+    options: str = "",
     context: bool = False,
 ) -> list[Summary]:
     """One summary for each GPU that has studies of the operation. Of several studies of one problem
     that one counts which is measured rather than predicted, has a winner, and has the latest one.
-    context: read the comparison with the peers on that GPU, too."""
+    options: see Summary; context: read the comparison with the peers on that GPU, too."""
     found = []
     own = [study for study in studies if study.problem.operation == operation]
     for gpu in sorted({study.gpu for study in own}):
@@ -38,7 +39,7 @@ def summaries(
         kept = sorted(
             _latest(mine).values(), key=lambda s: (kind_of(s.problem), s.problem.N, s.problem.M)
         )
-        summary = Summary(gpu, place, tuple(kept), len(mine) - len(kept))
+        summary = Summary(gpu, place, tuple(kept), len(mine) - len(kept), options)
         if free := FREE.get(operation):
             others = [s for s in studies if (s.gpu, s.problem.operation) == (gpu, free)]
             summary = replace(summary, free=_free(kept, others))

@@ -13,10 +13,12 @@ from generator.kernels.variant import make_variant
 from generator.space.legal_configs import LegalConfigs
 from generator.space.space import Space
 from generator.studies.reader import Study
-from generator.studies.records import Record
+from generator.studies.records import INCUMBENT_STAYS, Record, Winner
 from generator.target import Target
 
 Values = dict[str, int | str]
+FINALS = "finals"
+"""The origin of a record that is no trial of the study but one of its finalists."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class Explanation:
                     continue
                 moved = self._complete({knob.name: value})
                 alone = [r for config, r in self._known if config == moved and _may_count(r)]
-                counted = sorted(filter(_may_count, having), key=lambda record: record.ratio)
+                counted = sorted(filter(_may_count, having), key=self.study.over_floor)
                 found.append(
                     KnobCost(
                         knob.name,
@@ -112,7 +114,7 @@ class Explanation:
         Raises NormforgeError for a knob or a value that the space does not have."""
         config = self._complete(given)
         having = [r for known, r in self._known if given.items() <= known.items()]
-        fastest = min(filter(_may_count, having), key=lambda record: record.ratio, default=None)
+        fastest = min(filter(_may_count, having), key=self.study.over_floor, default=None)
         best = self._timed(fastest) if fastest else None
         lost = [name for name, value in given.items() if config[name] != value]
         if lost:
@@ -134,11 +136,14 @@ class Explanation:
             return Verdict(kind, (sentence,), config, self._timed(record), best=best)
         near = min(
             self._known,
-            key=lambda entry: (_distance(entry[0], config), entry[1].ratio),
+            key=lambda entry: (_distance(entry[0], config), self.study.over_floor(entry[1])),
+            default=None,  # the space has none of the values that were tried
         )
         answer = [f"never tried among the {len(self.study.records)} trials of this study"]
         if not is_deterministic(config):
             answer.append("it could not win: its bits depend on the order in which CTAs finish")
+        if near is None:
+            return Verdict("never_tried", tuple(answer), config, best=best)
         differences = ", ".join(
             f"{name}={value}" for name, value in near[0].items() if config[name] != value
         )
@@ -150,7 +155,7 @@ class Explanation:
         for known, result in self.study.finals:
             if self._today(known) == config:
                 name = make_variant(config, self.study.problem).id
-                return Record(config, name, result, "finals", 0.0)
+                return Record(config, name, result, FINALS, 0.0)
         return None
 
     def _judge(self, config: Config, record: Record) -> tuple[str, str]:
@@ -169,14 +174,9 @@ class Explanation:
             return "failed", f"{final.outcome} in the finals: {final.note}"
         if final is not None and reference and final.ratio:
             behind = final.ratio / reference - 1
-            then = "the first in the order of the space"
-            if study.evidence == "predicted":
-                then = "what is most like winners on measured GPUs"
             if study.winner and any(self._today(t.config) == config for t in study.winner.tied):
-                return "tied", (
-                    f"{behind:+.1%} vs the winner in the finals: counts as equal, and then one "
-                    f"launch comes before two and {then} wins"
-                )
+                then = self._tie_breaker(study.winner)
+                return "tied", f"{behind:+.1%} vs the winner in the finals: counts as equal, {then}"
             if behind < 0:
                 return "tied", (
                     f"{behind:+.1%} vs the winner in the finals, which is worth less than the "
@@ -189,7 +189,15 @@ class Explanation:
         behind = self._behind(record)
         shown = f"{behind:+.1%} in the search" if behind is not None else "slower in the search"
         us = f"{result.us:.2f} us" if result.us else "no time"
-        return "slower", f"{shown} ({us}, {record.ratio:.3f} x floor)"
+        return "slower", f"{shown} ({us}, {study.over_floor(record):.3f} x floor)"
+
+    def _tie_breaker(self, winner: Winner) -> str:
+        if winner.reason.startswith(INCUMBENT_STAYS):
+            return "and the incumbent stays"
+        then = "the first in the order of the space"
+        if self.study.evidence == "predicted":
+            then = "what is most like winners on measured GPUs"
+        return f"and then one launch comes before two and {then} wins"
 
     def _way_out(self, given: Config) -> str:
         legal = LegalConfigs(self.space, self.study.problem, self.target)
@@ -217,23 +225,30 @@ class Explanation:
 
     @cached_property
     def _reference(self) -> float | None:
-        """The winner's ratio in the search, to which those of other trials compare."""
-        return next((r.ratio for c, r in self._known if c == self.winner and _may_count(r)), None)
+        """The winner's time in the search, to which those of other trials compare; without it that
+        of the fastest."""
+        own = [r for c, r in self._known if c == self.winner and _may_count(r)]
+        return next(map(self.study.over_floor, (*own, *self.study.ranked)), None)
+
+    def _ratio(self, record: Record) -> float | None:
+        """A trial's time over the median floor. That of the finals is over their own."""
+        result = record.result
+        if record.origin == FINALS or result.ratio is None:
+            return result.ratio
+        return self.study.over_floor(record)
 
     def _behind(self, record: Record) -> float | None:
-        reference = self._reference
-        if reference is None and self.study.ranked:
-            reference = self.study.ranked[0].ratio
-        if record.result.ratio is None or reference is None:
-            return None
-        return record.ratio / reference - 1
+        ratio, reference = self._ratio(record), self._reference
+        if record.origin == FINALS and self.study.winner:
+            reference = self.study.winner.result.ratio
+        return None if ratio is None or reference is None else ratio / reference - 1
 
     def _timed(self, record: Record) -> Timed:
         result = record.result
         return Timed(
             variant=record.variant,
             us=result.us,
-            ratio=result.ratio,
+            ratio=self._ratio(record),
             behind=self._behind(record),
             outcome=result.outcome,
             note=result.note,

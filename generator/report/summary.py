@@ -54,14 +54,16 @@ class Summary:
     """The studies of one GPU that count, and what they say together.
 
     place: where they are stored; left_out: how many studies are older than those that count;
-    comparison: with the peers on this GPU; free: for batch-invariant kernels the
-    ratio to the floor of the winner that does not promise as much, by problem.
+    options: of the command line, that name the place; comparison: with the peers on this GPU; free:
+    for batch-invariant kernels the ratio to the floor of the winner that does not promise as much,
+    by problem.
     """
 
     gpu: str
     place: str
     studies: tuple[Study, ...]
     left_out: int
+    options: str = ""
     comparison: Comparison | None = None
     free: Mapping[Problem, float] = field(default_factory=dict)
 
@@ -71,6 +73,11 @@ class Summary:
         a password has to be put back by the reader."""
         unpack = f"xz -dk {self.place} && " if self.place.endswith(".xz") else ""
         return f"{unpack}optuna-dashboard {self.place.removesuffix('.xz')}"
+
+    def explain(self, study: Study) -> str:
+        """The command that explains a study; a user and a password have to be put back."""
+        place = f"--gpu {self.gpu} {self.options}".rstrip()
+        return f"python tune.py explain {place} --shape {study.problem}"
 
     @cached_property
     def evidence(self) -> str:
@@ -174,9 +181,9 @@ class Summary:
         for study in self.studies:
             if not study.ranked:
                 continue
-            best = study.ranked[0].ratio
+            best = study.over_floor(study.ranked[0])
             for strategy, record in study.best_by_strategy.items():
-                behind[strategy].append((study, record.ratio / best))
+                behind[strategy].append((study, study.over_floor(record) / best))
         standings = [Standing(strategy, tuple(own)) for strategy, own in behind.items()]
         return sorted(standings, key=lambda standing: standing.typical)
 

@@ -155,7 +155,7 @@ def _study(study: Study) -> tuple[Any, ...]:
         _ratio(study, 3),
         len(study.records),
         best,
-        len(study.records) - len(study.timed),
+        len(study.records) - len(study.by_time),
     )
 
 

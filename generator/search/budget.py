@@ -13,41 +13,37 @@ TRIALS = {"measured": 400, "predicted": 14}
 trials gain (docs/search.md)."""
 
 FINALISTS = 8
+"""Variants called to the finals."""
 
 
 @dataclass(frozen=True)
 class Budget:
     """When a search ends: after `trials` finished trials or `seconds` of search, whichever comes
-    first; a resumed study counts what it has of both. n_finalists: variants called to the finals.
-    sweep_limit: a space with at most as many legal configs is tried whole."""
+    first; a resumed study counts what it has of both. sweep_limit: a space with at most as many
+    legal configs is tried whole."""
 
-    trials: int | None = None
+    trials: int
     seconds: float | None = None
-    n_finalists: int = FINALISTS
     sweep_limit: int = 200
 
     def __post_init__(self) -> None:
-        if self.trials is None and self.seconds is None:
-            raise NormforgeError("a search needs a number of trials, of seconds, or both")
         for name, value in (("trials", self.trials), ("seconds", self.seconds)):
             if value is not None and not value > 0:
                 raise NormforgeError(f"a budget of {value} {name} is none: give more than 0")
 
     def used(self, trials: int, seconds: float) -> float:
         """Fraction of the budget that is used up."""
-        by_trials = trials / self.trials if self.trials else 0.0
-        return max(by_trials, seconds / self.seconds if self.seconds else 0.0)
+        return max(trials / self.trials, seconds / self.seconds if self.seconds else 0.0)
 
 
 @dataclass(frozen=True)
 class Progress:
     """Where a search stands. phase: origin of the latest trial (seed, search, overhead, sweep)
-    or "finals"; total: trials in the budget, None when only seconds count; counts: finished trials
-    by outcome."""
+    or "finals"; total: trials in the budget; counts: finished trials by outcome."""
 
     problem: Problem
     phase: str
     done: int
-    total: int | None
+    total: int
     best_us: float | None
     counts: Mapping[str, int]

@@ -11,7 +11,7 @@ from generator.kernels.geometry import Config
 from generator.kernels.strategies import launches
 from generator.problem import Problem
 from generator.result import Result
-from generator.studies.records import may_win
+from generator.studies.records import INCUMBENT_STAYS, may_win
 
 TIE = 0.005
 """Ratios this close, relative to the best, are equal."""
@@ -114,7 +114,7 @@ def choose(
     if place in tied:
         if launches(finals[place][0]) == launches(finals[winner][0]):
             stays = reason(place, f"not beaten by more than {100 * tie:g} %")
-            return Choice(place, tied, f"the incumbent: {stays}")
+            return Choice(place, tied, INCUMBENT_STAYS + stays)
         before = "counts as fast as the incumbent, in one launch instead of two: "
     elif place in times:
         gap = times[place] / times[winner] - 1

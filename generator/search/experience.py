@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from math import ceil, exp, hypot, inf, log, log2
+from math import ceil, exp, inf, log
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,9 +16,10 @@ from generator.kernels.geometry import Config
 from generator.kernels.knobs import KNOBS
 from generator.kernels.variant import make_variant
 from generator.problem import Problem
+from generator.search.starts import distance
 from generator.space.expressions import DERIVED
 from generator.space.legal_configs import LegalConfigs
-from generator.studies.records import Record, StudyFacts, over_median_floor
+from generator.studies.records import UNREADABLE, Record, StudyFacts, over_median_floor
 from generator.studies.study_log import StudyLog
 
 STUDIES = 32
@@ -54,7 +55,7 @@ class Experience:
         used = 0
         for problem, trials in studies:
             best = min((time for _, time in trials), default=inf)
-            near = 1 / (0.5 + distance(problem, legal.problem))
+            near = 1 / (0.5 + _distance(problem, legal.problem))
             before = len(rows)
             for config, time in trials:
                 if time == inf:
@@ -96,19 +97,13 @@ def _number(name: str, value: int | str) -> int:
     return value if isinstance(value, int) else [*KNOBS[name].domain].index(value)
 
 
-def distance(one: Problem, other: Problem) -> float:
-    """In powers of 2 of M and N; what else differs counts as a part of one."""
-    return (
-        hypot(log2(one.M / other.M), log2(one.N / other.N))
-        + 0.5 * (one.dtype != other.dtype)
-        + 0.25 * (one.weight_dtype != other.weight_dtype)
-        + 0.25 * (one.residual != other.residual)
-    )
+def _distance(one: Problem, other: Problem) -> float:
+    return distance(one, other) + 0.25 * (one.residual != other.residual)
 
 
 def by_distance(problem: Problem, others: Iterable[tuple[Problem, T]]) -> list[tuple[Problem, T]]:
     """What belongs to other problems, that of the nearest first."""
-    return sorted(others, key=lambda other: distance(other[0], problem))
+    return sorted(others, key=lambda other: _distance(other[0], problem))
 
 
 def learn(legal: LegalConfigs, storage: BaseStorage, evidence: str) -> Experience | None:
@@ -131,7 +126,7 @@ def learn(legal: LegalConfigs, storage: BaseStorage, evidence: str) -> Experienc
         return None
 
 
-def timed(records: Sequence[Record]) -> list[tuple[Config, float]]:
+def times_of(records: Sequence[Record]) -> list[tuple[Config, float]]:
     """The configs of one study and their times over its median floor."""
     times = over_median_floor([record.result for record in records])
     return [(r.config, t if r.feasible else inf) for r, t in zip(records, times, strict=True)]
@@ -140,8 +135,8 @@ def timed(records: Sequence[Record]) -> list[tuple[Config, float]]:
 def _times(storage: BaseStorage, name: str) -> list[tuple[Config, float]]:
     log = StudyLog(storage, name)
     try:
-        return timed([Record.from_trial(trial) for trial in log.current_trials()])
-    except (KeyError, TypeError, ValueError, AttributeError):
+        return times_of([Record.from_trial(trial) for trial in log.current_trials()])
+    except UNREADABLE:
         return []  # damaged, or of another version: a search goes on without it
 
 

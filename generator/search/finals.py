@@ -17,9 +17,10 @@ from generator.kernels.strategies import launches
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
+from generator.search.budget import FINALISTS
 from generator.search.choose_winner import HOST_US, Preference, choose, preference_of
 from generator.space.legal_configs import LegalConfigs
-from generator.studies.records import Finalist, Record, may_win, over_median_floor
+from generator.studies.records import Finalist, Record, fastest_first, may_win
 
 REMEASURED = 10
 """Noisy records that are measured once more, in units of the finalists wanted: noise may have put a
@@ -63,7 +64,7 @@ def hold_finals(
     evaluator: Evaluator,
     records: Sequence[Record],
     incumbent: Config | None,
-    size: int,
+    size: int = FINALISTS,
 ) -> list[Final]:
     """Finals of the `size` best of `records` and the incumbent, in rounds: while nobody passes, the
     next best are called up. The fastest variant that may not win runs in the first round, for its
@@ -73,9 +74,9 @@ def hold_finals(
 
     Raises NoisyError when no clean times can be had."""
     records = _cleared(legal, pool, evaluator, records, REMEASURED * size)
-    ineligible = [record for record in records if record.result.timed and not record.feasible]
+    timed = [record for record in fastest_first(records, legal.rank) if record.result.timed]
     called = [incumbent] if incumbent is not None else []
-    called += [record.config for record in sorted(ineligible, key=lambda r: r.ratio)[:1]]
+    called += [record.config for record in timed if not record.feasible][:1]
     ranked = [record for record in contenders(legal, records) if record.config not in called]
     us = _fastest_us(records)
     preference = preference_of(evaluator, legal.problem)
@@ -224,20 +225,12 @@ def _fastest_us(records: Sequence[Record]) -> float:
 
 
 def contenders(legal: LegalConfigs, records: Sequence[Record]) -> list[Record]:
-    """Records that may win, fastest first by `over_median_floor`. Of several that are one
+    """Records that may win, fastest first. Of several that are one
     measurement the first in the order of the space stands for all, whichever was tried first."""
-    times = over_median_floor([record.result for record in records])
-    ranked = sorted(
-        (
-            (time, legal.rank(record.config), record)
-            for time, record in zip(times, records, strict=True)
-            if record.feasible
-        ),
-        key=itemgetter(0, 1),
-    )
     first: dict[str, Record] = {}
-    for _, _, record in ranked:
-        first.setdefault(record.identity, record)
+    for record in fastest_first(records, legal.rank):
+        if record.feasible:
+            first.setdefault(record.identity, record)
     return list(first.values())
 
 

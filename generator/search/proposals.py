@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
 
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import REDUCTION_KNOBS, is_deterministic, strategy_of
 from generator.space.legal_configs import Key, LegalConfigs, Values
-from generator.studies.records import Record
+from generator.studies.records import Record, fastest_first
 
 OVERHEAD_SHARE = 0.05
 """Share of the budget for reduction kinds that are not deterministic, beside their seeds."""
@@ -30,7 +28,7 @@ class Proposals:
     records: Sequence[Record]
     taken: Collection[Key]
     used: Callable[[], float]
-    trials: int | None
+    trials: int
     sweep_limit: int
 
     def plan(self) -> Iterator[tuple[str, Values | None]]:
@@ -38,7 +36,7 @@ class Proposals:
         choose; ends only when a space that is small enough has been swept.
 
         Raises NormforgeError when no config is legal."""
-        limit = min(self.sweep_limit, self.trials or self.sweep_limit)
+        limit = min(self.sweep_limit, self.trials)
         first = self.legal.first(limit + 1)
         if not first:
             # Raises, with the rule that stands in the way.
@@ -87,8 +85,7 @@ class Proposals:
         kinds = len(self._ineligible_kinds)
         if not kinds:
             return 0.0
-        each = kinds / self.trials if self.trials else 0.0
-        return min(_MAX_OVERHEAD_SHARE, max(OVERHEAD_SHARE, each))
+        return min(_MAX_OVERHEAD_SHARE, max(OVERHEAD_SHARE, kinds / self.trials))
 
     def _with_kind(
         self, config: Config, kind: Config, taken: Collection[Key] = ()
@@ -99,7 +96,5 @@ class Proposals:
 
     def _ranked(self) -> Iterator[Config]:
         """Configs that may win, best first."""
-        feasible = [record for record in self.records if record.feasible]
-        by_ratio = sorted(feasible, key=attrgetter("ratio"))
-        for _, equals in groupby(by_ratio, key=attrgetter("ratio")):
-            yield from sorted((record.config for record in equals), key=self.legal.rank)
+        ranked = fastest_first(self.records, self.legal.rank)
+        return (record.config for record in ranked if record.feasible)

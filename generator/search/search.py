@@ -36,7 +36,14 @@ from generator.search.resume import Known, still_made, up_to_date
 from generator.search.sampler import LegalSampler, NothingLeftError, distributions
 from generator.search.starts import incumbent_and_starts
 from generator.space.legal_configs import LegalConfigs, Values
-from generator.studies.records import Record, Winner, over_median_floor, plain_floor, study_names
+from generator.studies.records import (
+    Record,
+    Winner,
+    fastest_first,
+    over_median_floor,
+    plain_floor,
+    study_names,
+)
 from generator.studies.study_log import StudyLog, stored_winners
 
 
@@ -65,9 +72,9 @@ def search_problem(
     name, *older = study_names(legal.problem, legal.target, evaluator.evidence, legal.space)
     log = StudyLog(storage, name, older)
     trials = log.trials()
-    known = up_to_date(trials, legal.problem, pool)
+    known = up_to_date(log.name, trials, legal.problem, pool)
     winner = log.winner
-    enough = budget.trials and winner and winner.trials >= budget.trials
+    enough = winner and winner.trials >= budget.trials
     if winner and enough and len(known) == len(trials) and still_made(winner, pool):
         return winner
     # A search compares ratios, and does without those to another floor.
@@ -177,14 +184,7 @@ class _Search:
             if winner is None or still_made(winner, self.pool):
                 return winner
         self._report("finals")
-        finals = hold_finals(
-            self.legal,
-            self.pool,
-            self.evaluator,
-            self.records,
-            self.incumbent,
-            self.budget.n_finalists,
-        )
+        finals = hold_finals(self.legal, self.pool, self.evaluator, self.records, self.incumbent)
         results = [(final.variant.config, final.result) for final in finals]
         preference = preference_of(self.evaluator, self.legal.problem)
         choice = choose(results, self.legal.rank, self.incumbent, preference)
@@ -279,9 +279,8 @@ class _Search:
         return self.budget.seconds is not None and self._elapsed() >= self.budget.seconds
 
     def _best_us(self) -> float | None:
-        feasible = (record for record in self.records if record.feasible)
-        best = min(feasible, key=lambda record: record.ratio, default=None)
-        return best.result.us if best else None
+        ranked = fastest_first(self.records)
+        return next((record.result.us for record in ranked if record.feasible), None)
 
     def _counts(self) -> dict[str, int]:
         return dict(Counter(record.result.outcome for record in self.records))

@@ -37,25 +37,29 @@ def incumbent_and_starts(
     return incumbent if legal.is_legal(incumbent) else None, [incumbent, *starts]
 
 
+def distance(one: Problem, other: Problem) -> float:
+    """In powers of 2 of M and N. Another dtype counts as much as a factor of 1.4 does, and another
+    dtype of the weight or another operation as much as one of 1.2."""
+    return (
+        math.hypot(math.log2(one.M / other.M), math.log2(one.N / other.N))
+        + 0.5 * (one.dtype != other.dtype)
+        + 0.25 * (one.weight_dtype != other.weight_dtype)
+        + 0.25 * (one.operation != other.operation)
+    )
+
+
 def warm_starts(problem: Problem, target: Target, winners: Sequence[Winner]) -> list[Config]:
     """Configs of known winners, nearest first: those of the same target, then of elements as wide,
-    then by the distance in log2 of M and N, to which another dtype adds as much as a factor of
-    1.4 does, and another dtype of the weight or another operation as much as one of 1.2. Where N
-    differs, the config for as many columns in each CTA comes before the winner's own."""
+    then by `distance`. Where N differs, the config for as many columns in each CTA comes before the
+    winner's own."""
 
-    def distance(winner: Winner) -> tuple[bool, bool, float]:
+    def order(winner: Winner) -> tuple[bool, bool, float]:
         other = winner.problem
-        return (
-            winner.target != target.name,
-            other.itemsize != problem.itemsize,
-            math.hypot(math.log2(other.M / problem.M), math.log2(other.N / problem.N))
-            + 0.5 * (other.dtype != problem.dtype)
-            + 0.25 * (other.weight_dtype != problem.weight_dtype)
-            + 0.25 * (other.operation != problem.operation),
-        )
+        wider = other.itemsize != problem.itemsize
+        return winner.target != target.name, wider, distance(other, problem)
 
     found: list[Config] = []
-    for winner in sorted(winners, key=distance):
+    for winner in sorted(winners, key=order):
         for config in (_with_as_many_columns(winner, problem), winner.config):
             if config is not None and config not in found:
                 found.append(config)

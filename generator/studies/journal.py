@@ -93,7 +93,8 @@ class SealedJournal(JournalFileBackend):
             file.seek(self._checked)
             for line in file:
                 if not line.endswith(b"\n"):
-                    if line.startswith(_RECORD_START) or _RECORD_START.startswith(line):
+                    record = line.rstrip(b"\0")  # which some file systems have after a power cut
+                    if record.startswith(_RECORD_START) or _RECORD_START.startswith(record):
                         return True
                     raise corrupt_error(self._path, "its end is no record of an Optuna journal")
                 self._check_record(line, self._records + 1)

@@ -8,6 +8,7 @@ shows within half a minute.
 from __future__ import annotations
 
 import json
+import sqlite3
 import sys
 import time
 from collections.abc import Callable
@@ -48,7 +49,7 @@ def without_credentials(url: str) -> str:
 
 def open_error(url: str, error: BaseException) -> NormforgeError:
     """The error for a database that cannot be opened."""
-    reason = _reason(error)
+    reason = reason_of(error)
     if isinstance(error, ImportError):
         remedy = "install the driver, for PostgreSQL `pip install 'psycopg[binary]'`"
     else:
@@ -81,13 +82,16 @@ def lock_schema(connection: sql.Connection) -> None:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether a database error may pass when the server or the network is back."""
+    """Whether a database error may pass when the server or the network is back, or when another
+    program is done with an SQLite file."""
     if isinstance(error, StorageInternalError) and error.__cause__ is not None:
         error = error.__cause__
-    return isinstance(error, (sql.exc.OperationalError, sql.exc.InterfaceError))
+    if not isinstance(error, (sql.exc.OperationalError, sql.exc.InterfaceError)):
+        return False
+    return not isinstance(error.orig, sqlite3.Error) or "is locked" in str(error.orig)
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """What the driver says, without what SQLAlchemy and Optuna say around it."""
     cause = error.__cause__ if isinstance(error, StorageInternalError) else error
     driver = getattr(cause, "orig", None) or cause or error
@@ -107,7 +111,7 @@ def retry_in_outage(work: Callable[[], _T]) -> _T:
         except (sql.exc.SQLAlchemyError, StorageInternalError) as error:
             if not is_outage(error):
                 raise
-            reason = _reason(error)
+            reason = reason_of(error)
             if time.monotonic() > until:
                 raise NormforgeError(
                     f"the database did not answer for {MAX_OUTAGE_SECONDS:.0f} s ({reason}): "
@@ -178,12 +182,14 @@ class SharedStorage(RDBStorage):
     def _written(
         study_id: int, template: FrozenTrial, session: orm.Session
     ) -> models.TrialModel | None:
-        """The trial as it was written by a commit whose answer was lost with the connection."""
+        """The trial as it was written by a commit whose answer was lost with the connection: the
+        last of its study. The template's number is that in the memory of a search, which leaves
+        out trials of old code."""
         found = (
             session.query(models.TrialModel)
             .filter(models.TrialModel.study_id == study_id)
-            .filter(models.TrialModel.number == template.number)
-            .one_or_none()
+            .order_by(models.TrialModel.number.desc())
+            .first()
         )
         same = found is not None and found.datetime_start == template.datetime_start
         return found if same else None

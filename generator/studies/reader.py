@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,16 +18,26 @@ from optuna.exceptions import ExperimentalWarning
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.storages import BaseStorage
 from optuna.study._frozen import FrozenStudy
-from optuna.trial import TrialState, create_trial
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from generator.errors import NormforgeError, one_line
+from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import Strategy, strategy_of
 from generator.problem import Problem
 from generator.result import Result
 from generator.space.load import load_space_once, space_file
 from generator.studies import postgres
-from generator.studies.records import Record, StudyFacts, Winner, plain_floor
+from generator.studies.records import (
+    UNREADABLE,
+    Record,
+    StudyFacts,
+    Winner,
+    fastest_first,
+    median_floors,
+    over_floor,
+    plain_floor,
+    unreadable_error,
+)
 from generator.studies.storage import JOURNAL_NAME, database_file, open_storage
 from generator.studies.study_log import StudyLog
 from generator.target import find_target
@@ -59,12 +69,20 @@ class Study:
     @cached_property
     def ranked(self) -> tuple[Record, ...]:
         """Records of what may win, fastest first."""
-        return tuple(sorted((r for r in self.records if r.feasible), key=lambda r: r.ratio))
+        return tuple(record for record in self.by_time if record.feasible)
 
     @cached_property
-    def timed(self) -> tuple[Record, ...]:
-        """Records with a time, whether or not they may win."""
-        return tuple(record for record in self.records if record.result.ratio is not None)
+    def by_time(self) -> tuple[Record, ...]:
+        """Records with a time, fastest first, whether or not they may win."""
+        return tuple(fastest_first(self.records))
+
+    def over_floor(self, record: Record) -> float:
+        """The time of one of its records over the median floor; infinite where it has none."""
+        return over_floor(record.result, self._floors)
+
+    @cached_property
+    def _floors(self) -> dict[str, float]:
+        return median_floors(record.result for record in self.records)
 
     @cached_property
     def plain_floor(self) -> bool:
@@ -82,7 +100,7 @@ class Study:
         """The winner's ratio to the floor in the finals; before them that of the fastest trial."""
         if self.winner is not None:
             return self.winner.result.ratio
-        return self.ranked[0].ratio if self.ranked else None
+        return self.over_floor(self.ranked[0]) if self.ranked else None
 
     @property
     def overhead(self) -> float | None:
@@ -94,7 +112,7 @@ class Study:
         """The fastest record of every strategy, the fastest first, among those that are accurate; a
         strategy that may not win has one, too."""
         best: dict[Strategy, Record] = {}
-        for record in sorted(self.timed, key=lambda record: record.ratio):
+        for record in self.by_time:
             best.setdefault(strategy_of(record.config), record)
         return best
 
@@ -106,7 +124,7 @@ def read_studies(where: str | Path, *, importance: bool = False) -> list[Study]:
     importance: compute that of the knobs, too. A packed file is unpacked elsewhere."""
     if "://" in str(where):
         file = database_file(where)
-        if file is not None and not file.exists() and "uri=true" not in str(where):
+        if file is not None and not file.exists():
             raise NormforgeError(f"no studies in {file}: there is no such file")
         return _read(open_storage(where), describe_location(where), importance)
     journal = Path(where) / JOURNAL_NAME
@@ -137,12 +155,9 @@ def _read(storage: BaseStorage, place: str, importance: bool) -> list[Study]:
             continue
         try:
             study = _read_study(storage, entry, facts, importance)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = one_line(f"{type(error).__name__}: {error}", 200)
-            raise NormforgeError(
-                f"{place}: study {entry.study_name} cannot be read ({reason}): it is damaged, or "
-                "of another version of this program"
-            ) from error
+        except UNREADABLE as error:
+            told = unreadable_error(entry.study_name, error)
+            raise NormforgeError(f"{place}: {told}") from error
         if study.records:
             found.append(study)
     if not found:
@@ -172,13 +187,11 @@ def _read_study(
         winner=winner,
         finals=tuple(finals),
         machine=log.machine,
-        importance=(
-            _importance(storage, entry.study_name, facts) if importance and records else {}
-        ),
+        importance=_importance(trials, facts) if importance else {},
     )
 
 
-def _importance(storage: BaseStorage, name: str, facts: StudyFacts) -> dict[str, float]:
+def _importance(trials: Sequence[FrozenTrial], facts: StudyFacts) -> dict[str, float]:
     """Share of each knob in being among the fastest tenth, by PED-ANOVA (Watanabe, Bansal and
     Hutter, "PED-ANOVA: Efficiently Quantifying Hyperparameter Importance in Arbitrary Subspaces",
     IJCAI 2023): the evaluator that needs nothing but Optuna, and the one optuna-dashboard shows.
@@ -188,14 +201,12 @@ def _importance(storage: BaseStorage, name: str, facts: StudyFacts) -> dict[str,
         target = replace(find_target(facts.gpu), sms=facts.sms)
     except NormforgeError:
         target = None
-    trials = optuna.load_study(study_name=name, storage=storage).get_trials(
-        deepcopy=False, states=(TrialState.COMPLETE,)
-    )
-    if len(trials) < 2:
+    timed = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    if len(timed) < 2:
         return {}
     problem = facts.problem
     space, study = load_space_once(space_file(problem.operation)), optuna.create_study()
-    for trial in trials:
+    for trial in timed:
         kept = space.active_knobs(trial.params, problem, target) if target else trial.params.keys()
         params = {knob: value for knob, value in trial.params.items() if knob in kept}
         choices = {knob: trial.distributions[knob] for knob in params}

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from math import inf
+from operator import itemgetter
 from statistics import median
 from typing import Any, NamedTuple
 
 from optuna.trial import FrozenTrial
 
-from generator.errors import NormforgeError
+from generator.errors import NormforgeError, one_line
 from generator.evaluate.predict.fitted import model_revision
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import Strategy, is_deterministic, strategy_of
@@ -41,14 +42,39 @@ def over_median_floor(results: Sequence[Result]) -> list[float]:
     """The times of results of one study, each over the median floor of those of the same GPU;
     infinite where none is known. Below 12 µs a trial's ratio to its own floor scatters by 3.5 %
     around that of the finals, and this by 2 %, because the floor scatters more than the kernels."""
+    floors = median_floors(results)
+    return [over_floor(result, floors) for result in results]
+
+
+def median_floors(results: Iterable[Result]) -> dict[str, float]:
+    """The median floor of every GPU that measured one of the results."""
     floors = defaultdict(list)
     for result in results:
         if result.floor_us:
             floors[result.gpu].append(result.floor_us)
-    typical = {gpu: median(own) for gpu, own in floors.items()}
-    return [r.us / typical[r.gpu] if r.us and r.floor_us else inf for r in results]
+    return {gpu: median(own) for gpu, own in floors.items()}
 
 
+def over_floor(result: Result, floors: Mapping[str, float]) -> float:
+    """Its time over the floor of its GPU, infinite where it has none."""
+    return result.us / floors[result.gpu] if result.us and result.floor_us else inf
+
+
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError)
+"""What is raised where a study has records that this version of the program does not know."""
+
+
+def unreadable_error(study: str, error: Exception) -> NormforgeError:
+    """The error for such a study."""
+    reason = one_line(f"{type(error).__name__}: {error}", 200)
+    return NormforgeError(
+        f"study {study} cannot be read ({reason}): it is damaged, or of another version of this "
+        "program"
+    )
+
+
+INCUMBENT_STAYS = "the incumbent: "
+"""How the reason of a winner begins that was the incumbent and counted as equal to the fastest."""
 FLOOR, PLAIN_FLOOR = "floor", "torch.add(x, dy), which leaves out the residual"
 """What a ratio is to."""
 
@@ -218,3 +244,13 @@ class Record:
         result = Result.from_json(stored["result"])
         known = {"config": trial.params, "result": result, "finished": trial.datetime_complete}
         return cls(**{**stored, **known})
+
+
+def fastest_first(
+    records: Sequence[Record], rank: Callable[[Config], tuple[int, ...]] = lambda config: ()
+) -> list[Record]:
+    """The records of one study that have a time, in the order of `over_median_floor`, and equal
+    ones in that of the `rank` of their configs."""
+    times = over_median_floor([record.result for record in records])
+    timed = [(t, rank(r.config), r) for t, r in zip(times, records, strict=True) if t < inf]
+    return [record for _, _, record in sorted(timed, key=itemgetter(0, 1))]

@@ -11,6 +11,7 @@ import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import optuna
 import optuna.storages.journal
@@ -33,16 +34,27 @@ def is_shared(where: str | Path | None) -> bool:
 
 
 def database_file(where: str | Path | None) -> Path | None:
-    """The file of a database that has one (SQLite), which one run at a time may use; else None."""
+    """The file of a database that has one (SQLite), which one run at a time may use; else None.
+
+    Raises NormforgeError for a URL that is none, and for a database in memory, which ends with the
+    run."""
     if "://" not in str(where) or is_shared(where):
         return None
     try:
         url = make_url(str(where))
-    except ArgumentError as error:
+    except (ArgumentError, ValueError) as error:
         raise open_error(str(where), error) from error
-    if url.get_backend_name() != "sqlite" or url.database in (None, "", ":memory:"):
+    if url.get_backend_name() != "sqlite":
         return None
-    return Path(str(url.database)).resolve()
+    name = url.database or ":memory:"
+    if "uri" in url.query and name.startswith("file:"):  # https://sqlite.org/uri.html
+        name = unquote(urlsplit(name).path)
+    if name == ":memory:" or url.query.get("mode") == "memory":
+        raise NormforgeError(
+            f"the storage {where} is in memory and ends with this program: name a file, for "
+            "example sqlite:///studies.db"
+        )
+    return Path(name).resolve()
 
 
 def open_storage(where: str | Path) -> BaseStorage:
@@ -56,7 +68,7 @@ def open_storage(where: str | Path) -> BaseStorage:
     """
     # Optuna reports every new study on stderr, which belongs to the progress line.
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    if "://" in str(where) or is_shared(where):
+    if "://" in str(where):
         return _open_database(str(where))
     path = Path(where)
     try:
@@ -101,6 +113,7 @@ def _unpack(path: Path) -> None:
 
 
 def _open_database(url: str) -> BaseStorage:
+    database_file(url)  # refuses what no run can use
     try:
         return SharedStorage(url) if is_shared(url) else RDBStorage(url)
     except NormforgeError:

@@ -16,8 +16,8 @@ from optuna.trial import FrozenTrial, TrialState
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.result import Result
-from generator.studies.postgres import is_outage, retry_in_outage
-from generator.studies.records import Winner
+from generator.studies.postgres import reason_of, retry_in_outage
+from generator.studies.records import UNREADABLE, Winner
 
 _T = TypeVar("_T")
 METRIC = "time over the floor"
@@ -99,19 +99,12 @@ class StudyLog:
 
     def _retry(self, work: Callable[[], _T]) -> _T:
         try:
-            return work()
-        except OSError as error:
-            raise self._write_error(error) from error
-        except StorageInternalError as error:
-            if not is_outage(error):
-                raise self._write_error(error) from error
-        return retry_in_outage(work)
-
-    def _write_error(self, error: Exception) -> NormforgeError:
-        return NormforgeError(
-            f"cannot write to study {self.name} ({error}): finished trials are kept; "
-            "put the storage right and run the same command to continue"
-        )
+            return retry_in_outage(work)
+        except (OSError, StorageInternalError) as error:
+            raise NormforgeError(
+                f"cannot write to study {self.name} ({reason_of(error)}): finished trials are "
+                "kept; put the storage right and run the same command to continue"
+            ) from error
 
 
 def _load_study(storage: BaseStorage, name: str, older_names: Sequence[str]) -> optuna.Study:
@@ -136,7 +129,7 @@ def stored_winners(storage: BaseStorage) -> list[Winner]:
 def _winner(attributes: Mapping[str, Any]) -> Winner | None:
     try:
         return Winner.from_json(attributes["winner"])
-    except (KeyError, TypeError, NormforgeError):
+    except (*UNREADABLE, NormforgeError):
         # No finals yet, none won, or another version of this program wrote them, which may know
         # other operations.
         return None

@@ -77,12 +77,12 @@ class Status:
 
     def progress(self, index: int, event: SearchProgress) -> None:
         """index: place of the problem in the plan."""
-        self._shares[index] = _TRIALS_SHARE * event.done / event.total if event.total else 0.0
+        self._shares[index] = _TRIALS_SHARE * event.done / event.total
         self._searching()
         if self.live:
             best = f"best {event.best_us:.2f} us" if event.best_us else "no time yet"
             failed = sum(count for outcome, count in event.counts.items() if outcome != "ok")
-            note = f"{event.done}/{event.total or '?'} {event.phase}, {best}"
+            note = f"{event.done}/{event.total} {event.phase}, {best}"
             note += f", {failed} out" if failed else ""
             self._show(f"  {event.problem}", event.done, event.total, note)
 
@@ -125,7 +125,7 @@ class Status:
         elapsed = time.monotonic() - self._since["searching"]
         return _left(elapsed, self._done + sum(self._shares.values()), self.problems)
 
-    def _show(self, name: str, done: float, total: int | None, note: str) -> None:
+    def _show(self, name: str, done: float, total: int, note: str) -> None:
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=total, note=note)
         self._bars.update(self._tasks[name], completed=done, total=total, note=note)

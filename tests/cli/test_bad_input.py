@@ -26,7 +26,7 @@ ARGUMENTS = [
     ("--gpu", "--gpu: expected one argument"),
     ("--gpu gb20", "unknown GPU 'gb20': did you mean 'gb200'?"),
     ("--gpu H200", "unknown GPU 'H200': did you mean 'h200'?"),
-    ("--gpu=", "unknown GPU '': known are"),
+    ("--gpu=", "rtx-5090, auto"),
     ("gb200", "there is no command 'gb200': a run starts with --gpu"),
     ("reprot --gpu gb200", "did you mean 'report'?"),
     ("Explain --gpu gb200", "did you mean 'explain'?"),
@@ -81,7 +81,11 @@ ARGUMENTS = [
     (f"{RUN} --storage postgresql+psycopg://u:pw@127.0.0.1:1/db", "Connection refused"),
     (f"{RUN} --storage postgresql+psycopg://u:pw@[bad/db", "psycopg://[bad/db (Op"),
     (f"{RUN} --storage postgresql+psycopg://h:port/db", "check the URL"),
-    (f"{RUN} --storage postgresql+psycopg:/h/db", "check the URL"),
+    (f"{RUN} --storage postgresql+psycopg:/u:pw@h/db", "'h/db' is not the URL of a database"),
+    (f"{RUN} --storage postgresql:/h/db", "is not the URL of a database"),
+    (f"{RUN} --storage mysql://h:port/db", "check the URL"),
+    (f"{RUN} --storage sqlite://", "the storage sqlite:// is in memory"),
+    (f"{RUN} --storage sqlite:///file:x?mode=memory&uri=true", "is in memory and ends with"),
     (f"{RUN} --storage postgresql+nosuchdriver://h/db", "check the URL, the driver"),
     (f"{RUN} --space /nowhere/space.yaml", "cannot read the search space"),
     (f"{RUN} --space {{folder}}", "Is a directory"),
@@ -92,8 +96,11 @@ ARGUMENTS = [
     ("report", "name the studies: --gpu h200, --out FOLDER or --storage URL"),
     ("report --gpu H200", "unknown GPU 'H200': did you mean 'h200'?"),
     ("report --out {folder}/nothing", "no studies in"),
+    (f"report --out {{folder}}/{'x' * 300}", "cannot read the studies ([Errno 36] File name too"),
     ("report --storage foo", "'foo' is not the URL of a database"),
     ("report --storage nonsense://x", "cannot open the storage"),
+    ("report --storage mysql://h:port/db", "cannot open the storage mysql://h:port/db"),
+    ("report --storage sqlite:///file:/no/u.db?uri=true", "no studies in /no/u.db: there is no"),
     ("report --gpu h200 more", "unrecognized arguments: more"),
     ("report --htlm x", "there is no option '--htlm': did you mean '--html'?"),
     ("explain", "write --shape 4096x4096:bf16"),
@@ -221,6 +228,25 @@ def test_output_that_cannot_be_written(
     assert done.returncode == code, said
     assert says in said
     assert len(said.splitlines()) == bool(code)
+
+
+@pytest.mark.parametrize("arguments", ["--version", "explain --help"])
+def test_output_that_is_closed(arguments: str) -> None:
+    line = f"{sys.executable} tune.py {arguments} >&-"
+    done = subprocess.run(["bash", "-c", line], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+
+
+def test_a_temporary_folder_that_is_full(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(source: Path, to: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(source), None, to)
+
+    monkeypatch.setattr("shutil.copy", full)
+    assert tune.main(["report", "--gpu", "gb200"]) == 2
+    assert "No space left on device: " in capsys.readouterr().err
 
 
 def test_missing_package_is_said() -> None:

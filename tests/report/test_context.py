@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tune
 from generator.paths import GENERATED, REPOSITORY
 from generator.report.collect import summaries
 from generator.report.page import render_page
 from generator.report.peers import TITLES, Comparison
 from generator.report.text import render_text
+from generator.search.budget import Budget
+from generator.search.search import search_problem
+from generator.space.legal_configs import LegalConfigs
+from generator.space.load import load_space, space_file
 from generator.studies.reader import read_studies
+from generator.studies.storage import JOURNAL_NAME, open_storage
+from tests.support.synthetic import PROBLEM, TARGET, FakeEvaluator, FakePool
 
 
 def row(N: int, ours: float | None, weight_dtype: str = "bf16", **peers: float | None) -> Any:
@@ -73,6 +84,30 @@ def test_every_peer_of_the_benchmark_has_a_title() -> None:
     from benchmarks.peers import PEERS
 
     assert {peer.name for peers in PEERS.values() for peer in peers} == TITLES.keys()
+
+
+@pytest.mark.parametrize("option", ["--out", "--storage"])
+def test_the_commands_of_a_page_find_its_studies(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of another operation, in a place of their own, whose name has a space."""
+    folder = tmp_path / "my run"
+    where = {"--out": str(folder), "--storage": f"sqlite:///{folder}/studies.db"}[option]
+    folder.mkdir()
+    problem = replace(PROBLEM, operation="layernorm_backward")
+    space = load_space(space_file(problem.operation))
+    storage = open_storage(where if option == "--storage" else folder / JOURNAL_NAME)
+    legal = LegalConfigs(space, problem, TARGET)
+    search_problem(legal, FakePool(), FakeEvaluator(), storage, Budget(trials=12))
+    line = ["report", option, where, "--op", problem.operation, "--html", str(tmp_path)]
+    assert tune.main(line) == 0
+    (page,) = tmp_path.glob("report_*.html")
+    commands = re.findall(r"python tune\.py ([^<\n]+)", html.unescape(page.read_text()))
+    assert len(commands) == 3
+    for command in commands:
+        capsys.readouterr()
+        assert tune.main(shlex.split(command)) == 0
+        assert capsys.readouterr().out.startswith(f"{problem} on {TARGET}")
 
 
 @pytest.mark.slow

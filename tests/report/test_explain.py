@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 import tune
 from generator.errors import NormforgeError
@@ -22,11 +23,19 @@ from generator.result import Result
 from generator.search.budget import Budget
 from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs
-from generator.space.load import load_space
+from generator.space.load import SPACE_FILE, load_space
 from generator.space.space import Space
 from generator.studies.reader import read_studies
 from generator.studies.storage import JOURNAL_NAME, open_storage
-from tests.support.synthetic import PROBLEM, TARGET, FakeEvaluator, FakePool, shrink, timed
+from tests.support.synthetic import (
+    PROBLEM,
+    TARGET,
+    FakeEvaluator,
+    FakePool,
+    make_winner,
+    shrink,
+    timed,
+)
 
 ROOT = REPOSITORY
 SPACE = load_space()
@@ -163,6 +172,27 @@ def test_a_tie(why: Explanation) -> None:
     verdict = ask(why, "store_hint=streaming")
     assert verdict.kind == "tied"
     assert "+0.4%" in verdict.sentences[0]
+    assert "one launch comes before two" in verdict.sentences[0]
+
+
+def test_a_tie_that_the_incumbent_won(tmp_path: Path) -> None:
+    """It comes later in the order of the space than the one that is asked about."""
+    streaming = {**KEEP, "stages": 4, "store_hint": "streaming"}
+    winner = search_problem(
+        LegalConfigs(tiny(tmp_path), PROBLEM, TARGET),
+        FakePool(),
+        FakeEvaluator(cost, final=final),
+        open_storage(tmp_path / JOURNAL_NAME),
+        Budget(trials=100),
+        known_winners=[make_winner(streaming)],
+    )
+    assert winner is not None and winner.config == streaming
+    [study] = read_studies(tmp_path)
+    verdict = ask(Explanation(study, SPACE, TARGET), "store_hint=default")
+    assert verdict.kind == "tied"
+    assert verdict.sentences == (
+        "-0.4% vs the winner in the finals: counts as equal, and the incumbent stays",
+    )
 
 
 def test_measured_and_slower(why: Explanation) -> None:
@@ -219,6 +249,15 @@ def test_never_tried_names_the_nearest(why: Explanation) -> None:
     assert untried.kind == "never_tried"
     assert not is_deterministic(untried.config)
     assert "could not win" in untried.sentences[1]
+
+
+def test_never_tried_where_the_space_has_no_value_that_was(folder: Path, tmp_path: Path) -> None:
+    content = yaml.safe_load(SPACE_FILE.read_text())
+    content["knobs"]["rows_per_cta"]["values"] = [3]
+    (tmp_path / "space.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    line = ["explain", "--out", str(folder), "--shape", str(PROBLEM)]
+    line += ["--space", str(tmp_path / "space.yaml"), "--config", "rows_per_cta=3"]
+    assert tune.main(line) == 0
 
 
 def test_every_config_of_the_swept_space_has_an_answer_from_its_own_trial(

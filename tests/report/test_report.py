@@ -42,6 +42,7 @@ from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
 from generator.studies.reader import Study, describe_location, read_studies
 from generator.studies.storage import JOURNAL_NAME, open_storage
+from generator.studies.study_log import StudyLog
 from tests.support.patience import patience
 from tests.support.synthetic import TARGET, FakeEvaluator, FakePool, cost
 
@@ -317,6 +318,14 @@ def test_a_single_trial_says_nothing_about_knobs_and_warns_of_nothing(tmp_path: 
     assert (len(study.records), study.importance) == (1, {})
 
 
+def test_trials_that_are_out_of_date_say_nothing_about_knobs(folder: Path, tmp_path: Path) -> None:
+    storage = open_storage(Path(shutil.copy(folder / JOURNAL_NAME, tmp_path)))
+    for entry in storage.get_all_studies():
+        log = StudyLog(storage, entry.study_name)
+        log.mark_outdated([trial.number for trial in log.trials()[1:]])
+    assert {len(study.importance) for study in read_studies(tmp_path, importance=True)} == {0}
+
+
 def test_importance_is_a_share_of_one_over_the_knobs_of_the_space(studies: list[Study]) -> None:
     for study in studies:
         assert sum(study.importance.values()) == pytest.approx(1)
@@ -329,8 +338,7 @@ def test_a_knob_that_means_nothing_in_the_fastest_trials_has_no_importance(
     """Its value there only repeats which strategy or pipeline it does not belong to."""
     space, found = load_space(), 0
     for study in studies:
-        timed = sorted(study.timed, key=lambda record: record.ratio)
-        fastest = [r.config for r in timed[: len(timed) // 10 + 1]]
+        fastest = [r.config for r in study.by_time[: len(study.by_time) // 10 + 1]]
         known = [space.active_knobs(config, study.problem, TARGET) for config in fastest]
         for name in {knob.name for knob in space.knobs}.difference(*known):
             found += 1

@@ -10,12 +10,13 @@ from generator.kernels.strategies import Strategy
 from generator.problem import Problem
 from generator.report import charts
 from generator.report.collect import summaries
+from generator.report.explain import Explanation
 from generator.report.summary import Standing, Summary
 from generator.result import Result
 from generator.studies.reader import Study
 from generator.studies.records import Record, Winner
 from tests.support.searches import DETERMINISTIC
-from tests.support.synthetic import PROBLEM, make_winner, timed
+from tests.support.synthetic import FLOOR_US, PROBLEM, SPACE, TARGET, make_winner, timed
 
 CONFIG = DETERMINISTIC[0]
 
@@ -116,3 +117,17 @@ def test_a_drawing_escapes_what_a_journal_says() -> None:
     drawing = str(charts.strategies([Standing(Strategy(evil, ()), ((own, 1.1),))]))
     assert "<script" not in drawing
     assert 'class="s-&#34;&gt;&lt;script&gt;' in drawing
+
+
+def test_a_trial_whose_own_floor_was_slow_is_not_the_fastest() -> None:
+    """Its time is over the median floor, in every number and in the drawing."""
+    slow = replace(record(timed(1.0, floor_us=1.5 * FLOOR_US)), config=DETERMINISTIC[1])
+    own = study("measured", *(record(timed(ratio)) for ratio in (1.3, 1.2)), slow)
+    assert [r.result.us for r in own.ranked] == [1.2 * FLOOR_US, 1.3 * FLOOR_US, 1.5 * FLOOR_US]
+    assert own.ratio == pytest.approx(1.2)
+    summary = Summary("h200", "somewhere", (own,), 0)
+    behind = [ratio for standing in summary.standings for _, ratio in standing.behind]
+    assert behind == pytest.approx([1.0, 1.5 / 1.2])
+    assert "best 1.200 x floor" in charts.history(own)
+    why = Explanation(own, SPACE, TARGET)
+    assert [timed.ratio for _, timed in why.runners_up] == pytest.approx([1.2, 1.5])

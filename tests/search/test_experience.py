@@ -20,10 +20,10 @@ from generator.search.experience import (
     Timed,
     TooFewTrialsError,
     by_distance,
-    distance,
     learn,
 )
 from generator.search.sampler import FIRST, LegalSampler
+from generator.search.starts import distance
 from generator.space.legal_configs import LegalConfigs, Values
 from generator.studies.records import study_name
 from tests.support.searches import ask_and_tell, ratio_of, records, search

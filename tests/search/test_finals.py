@@ -360,6 +360,14 @@ def test_the_fastest_that_may_not_win_is_timed_beside_the_winner() -> None:
     assert told is not None and told.variant == fast.variant
 
 
+def test_one_that_may_not_win_is_not_chosen_for_its_own_slow_floor() -> None:
+    free = [c for c in LEGAL.reduction_kinds if not is_deterministic(c)][:2]
+    sound = [record(config, 1.2, str(n)) for n, config in enumerate(DETERMINISTIC[:3])]
+    fast, slow = (record(config, 1.1, repr(config), "nondeterministic") for config in free)
+    slow = replace(slow, result=timed(1.0, "nondeterministic", floor_us=1.2 * FLOOR_US))
+    assert held([slow, fast, *sound])[0] == fast.config
+
+
 def test_of_equal_machine_codes_the_first_of_the_space_stands_for_all() -> None:
     first, second = sorted(DETERMINISTIC[:2], key=LEGAL.rank)
     for tried in ((first, second), (second, first)):

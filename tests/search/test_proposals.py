@@ -10,15 +10,18 @@ from pathlib import Path
 import pytest
 from optuna.storages import BaseStorage
 
+from generator.kernels.geometry import Config
 from generator.kernels.strategies import is_deterministic
 from generator.kernels.variant import make_variant
 from generator.problem import Problem
+from generator.search.proposals import Proposals
 from generator.search.starts import warm_starts
 from generator.space.legal_configs import LegalConfigs
-from generator.studies.records import Winner
+from generator.studies.records import Record, Winner
 from generator.studies.storage import open_storage
 from tests.support.searches import DETERMINISTIC, ratio_of, records, search, won
 from tests.support.synthetic import (
+    FLOOR_US,
     LEGAL,
     PROBLEM,
     SPACE,
@@ -27,6 +30,7 @@ from tests.support.synthetic import (
     cost,
     make_winner,
     shrink,
+    timed,
 )
 
 
@@ -70,6 +74,16 @@ def test_every_reduction_kind_has_a_seed_in_the_shape_of_the_best(storage: BaseS
     shape = ("threads_per_row", "rows_per_cta", "rows_in_flight", "ctas_per_sm")
     kept = [all(seed[knob] == known[knob] for knob in shape) for seed in seeds]
     assert sum(kept) > len(kept) / 2
+
+
+def test_the_best_so_far_is_no_trial_whose_own_floor_was_slow() -> None:
+    def record(config: Config, ratio: float, floor_us: float = FLOOR_US) -> Record:
+        return Record(config, "v", timed(ratio, floor_us=floor_us), "seed", 1.0)
+
+    slow, *others = DETERMINISTIC[:4]
+    tried = [record(slow, 1.0, 1.2 * FLOOR_US), *(record(config, 1.1) for config in others)]
+    proposals = Proposals(LEGAL, random.Random(0), [], tried, set(), lambda: 0.0, 40, 200)
+    assert list(proposals._ranked()) == [*sorted(others, key=LEGAL.rank), slow]
 
 
 def test_reduction_kinds_that_cannot_win_get_a_small_share(storage: BaseStorage) -> None:

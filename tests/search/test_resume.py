@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import optuna
 import pytest
 from optuna.storages import BaseStorage
 
+from generator.errors import NormforgeError
 from generator.paths import GENERATED, REPOSITORY
 from generator.problem import Problem
 from generator.result import Result
@@ -189,3 +191,15 @@ def test_a_winner_whose_machine_code_is_another_one_does_not_answer(storage: Bas
         winner = won(search(storage, evaluator, trials=8))
         assert len(evaluator.finalists) == 1
         assert winner.cubin != stale.cubin
+
+
+@pytest.mark.parametrize("field", ['"noisy":', '"origin":'])
+def test_records_of_another_version_end_a_search_in_one_sentence(
+    field: str, storage: BaseStorage, tmp_path: Path
+) -> None:
+    search(storage, trials=6)
+    other = tmp_path / "other.journal"
+    text = re.sub(r',"seal":"\w+"', "", (tmp_path / JOURNAL_NAME).read_text())
+    other.write_text(text.replace(field, '"renamed":'))
+    with pytest.raises(NormforgeError, match=rf"{re.escape(NAME)} cannot be read .* of another"):
+        search(open_storage(other), trials=6)

@@ -44,12 +44,12 @@ def test_the_search_ends_when_nothing_is_left(storage: BaseStorage, tmp_path: Pa
 
 def test_seconds_end_a_search(storage: BaseStorage) -> None:
     started = time.monotonic()
-    winner = won(search(storage, FakeEvaluator(delay=0.02), budget=Budget(seconds=0.8)))
+    winner = won(search(storage, FakeEvaluator(delay=0.02), budget=Budget(500, seconds=0.8)))
     assert 1 <= winner.trials <= 40, "a trial takes 20 ms, and longer on a busy machine"
     assert time.monotonic() - started < patience(5)
     again = FakeEvaluator()
     # What counts ends with the last trial: the first run may have ended on its way to another.
-    assert search(storage, again, budget=Budget(seconds=0.4)) == winner
+    assert search(storage, again, budget=Budget(500, seconds=0.4)) == winner
     assert again.evaluated == [], "the seconds of the first run count"
 
 
@@ -58,7 +58,7 @@ def test_a_shape_without_a_legal_config_is_refused(storage: BaseStorage) -> None
         search(storage, problem=Problem.parse("64x131071:fp32"))
 
 
-@pytest.mark.parametrize("budget", [{}, {"trials": 0}, {"seconds": -1.0}])
+@pytest.mark.parametrize("budget", [{"trials": 0}, {"trials": 9, "seconds": -1.0}])
 def test_a_budget_of_nothing_is_refused(budget: dict[str, Any]) -> None:
     with pytest.raises(NormforgeError):
         Budget(**budget)
@@ -205,7 +205,7 @@ def test_equal_seeds_find_the_same_winner(tmp_path: Path) -> None:
 def test_either_limit_ends_a_budget() -> None:
     both = Budget(trials=10, seconds=100.0)
     assert (both.used(5, 10.0), both.used(10, 1.0), both.used(1, 100.0)) == (0.5, 1.0, 1.0)
-    assert (Budget(trials=4).used(1, 1e9), Budget(seconds=4.0).used(10**9, 1.0)) == (0.25, 0.25)
+    assert Budget(trials=4).used(1, 1e9) == 0.25
 
 
 def test_only_what_may_win_makes_others_slow(storage: BaseStorage) -> None:

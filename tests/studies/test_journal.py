@@ -89,6 +89,10 @@ def test_a_torn_last_record_costs_that_record_only(storage: BaseStorage, tmp_pat
         study = StudyLog(open_storage(journal), NAME)
         assert journal.read_bytes() == whole[:start]
         assert len(study.trials()) == 6
+    for torn in (bytes(4096), whole[start : start + 5] + bytes(100), whole[start:-1] + bytes(7)):
+        journal.write_bytes(whole[:start] + torn)
+        assert len(StudyLog(open_storage(journal), NAME).trials()) == 6
+        assert journal.read_bytes() == whole[:start]
     evaluator = FakeEvaluator()
     winner = won(search(open_storage(journal), evaluator, trials=6))
     assert evaluator.evaluated == []

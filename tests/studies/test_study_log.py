@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import sqlite3
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from optuna.storages import BaseStorage
 
 from generator.errors import NormforgeError
+from generator.studies.postgres import MAX_OUTAGE_SECONDS
 from generator.studies.reader import read_studies
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog, stored_winners
@@ -90,3 +94,25 @@ def test_a_failing_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(optuna.Study, "add_trial", full)
     with pytest.raises(NormforgeError, match=r"No space left .*finished trials are kept"):
         log.add(optuna.create_trial(values=[1.0]))
+
+
+def test_an_sqlite_file_that_cannot_be_written_is_no_outage(tmp_path: Path) -> None:
+    url = f"sqlite:///file:{tmp_path}/studies.db?uri=true"
+    StudyLog(open_storage(url), NAME)
+    log = StudyLog(open_storage(f"{url}&mode=ro"), NAME)
+    started = time.monotonic()
+    with pytest.raises(NormforgeError, match=r"\(attempt to write a readonly database\): finished"):
+        log.mark_outdated([1])
+    assert time.monotonic() - started < MAX_OUTAGE_SECONDS / 2
+
+
+def test_an_sqlite_file_that_another_program_has_locked_is_waited_for(tmp_path: Path) -> None:
+    log = StudyLog(open_storage(f"sqlite:///{tmp_path}/studies.db?timeout=0"), NAME)
+    other = sqlite3.connect(tmp_path / "studies.db", check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    release = threading.Timer(0.3, other.rollback)
+    release.start()
+    log.mark_outdated([1])
+    assert release.finished.is_set()
+    assert log.outdated == {1}
+    other.close()

@@ -427,7 +427,8 @@ def test_second_run_on_an_sqlite_file_is_refused_whatever_its_folder(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "alias.db").symlink_to(tmp_path / "studies.db")
     with exclusive_run(tmp_path / "a", database=database_file(url)):
-        for same in (url, "sqlite:///studies.db", "sqlite:///alias.db"):
+        uri = f"sqlite:///file:{tmp_path}/studies.db?uri=true"
+        for same in (url, "sqlite:///studies.db", "sqlite:///alias.db", uri):
             with pytest.raises(NormforgeError, match=r"studies\.db .*process \d+ .*PostgreSQL"):
                 one("b", same)
         with exclusive_run(tmp_path / "c", database=database_file("sqlite:///other.db")):
@@ -435,7 +436,8 @@ def test_second_run_on_an_sqlite_file_is_refused_whatever_its_folder(
     with exclusive_run(tmp_path / "b", database=database_file(url)):
         pass
     assert not list(tmp_path.glob("*.running"))
-    for where in (None, "sqlite://", "postgresql+psycopg://h/db", "mysql://h/db", "/a/b"):
+    assert not (tmp_path / "file:").exists()
+    for where in (None, "postgresql+psycopg://h/db", "mysql://h/db", "/a/b"):
         assert database_file(where) is None
 
 
