@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.command import command_line, exit_code
 from benchmarks.gpu import check_cuda
-from benchmarks.results import json_text, write_json
+from benchmarks.results import json_text, today, write_json
 from generator.operations import operation_of
 from generator.operations.rmsnorm_backward import Inputs
 from generator.paths import GENERATED
@@ -233,6 +233,7 @@ def run(folder: Path, problem: Problem) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
         "python": sys.version.split()[0],
+        "date": today(),
         **({"native": refused} if refused else {}),
         "whole calls": {name: round(median(each), 3) for name, each in times.items()},
         "ratios": {name: median(each) for name, each in of_passes.items()},

@@ -164,7 +164,11 @@ def machine(facts: Mapping[str, Any]) -> Environment:
     generator.evaluate.gpu.session.Session."""
     same = ("sms", "driver", "cuda_driver", "torch")
     environment = {"gpu": facts["name"], **{name: facts[name] for name in same}}
-    return environment | {"date": datetime.now(timezone.utc).strftime("%Y-%m-%d")}
+    return environment | {"date": today()}
+
+
+def today() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%d")
 
 
 def write_json(path: Path, document: object) -> None:

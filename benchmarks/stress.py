@@ -33,6 +33,7 @@ from benchmarks.results import machine, write_json
 from benchmarks.stress_kernels import Kernel, kernels
 from generator.evaluate.gpu.session import Session
 from generator.evaluate.verify.bench import Bench
+from generator.runtime.spec import SUM_KERNEL
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 SANITIZED_ROWS = 300
@@ -109,7 +110,8 @@ def sanitize(
         path.write_bytes(pickle.dumps(list(found)))
         for tool in TOOLS:
             command = [program, "--tool", tool, "--report-api-errors", "no"]
-            command += ["--kernel-name", "kernel_substring=norm_"]
+            for part in ("norm_", SUM_KERNEL):
+                command += ["--kernel-name", f"kernel_substring={part}"]
             command += [
                 sys.executable,
                 "-m",

@@ -23,12 +23,13 @@ from typing import Any
 from benchmarks.command import command_line, exit_code, say, spare_cores
 from benchmarks.gpu import bench_of, open_session, paired_ratio, take_turns
 from benchmarks.peers.pytorch import aten
-from benchmarks.results import write_json
+from benchmarks.results import today, write_json
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.session import Session
 from generator.kernels.compile_pool import CompilePool
 from generator.problem import Problem, load_problems
 from generator.runtime.api import Package
+from generator.runtime.table import TABLE
 from generator.search.budget import Budget
 from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs
@@ -111,6 +112,8 @@ def compare(
 
 def run(args: argparse.Namespace) -> int:
     """Raises NormforgeError."""
+    if not (args.module / TABLE).exists():
+        raise NormforgeError(f"{args.module} is no package: it has no {TABLE}")
     package = Package(args.module)
     target, measured, sentence = choose_target(package.table.target["name"], 0)
     if measured is None:
@@ -140,7 +143,8 @@ def run(args: argparse.Namespace) -> int:
             row = compare(problem, winner, package, session, target)
             rows.append({"unknown": kind, **row})
             print(kind, row["shape"], row["how"], row["ours_over_tuned"], row["ours_over_aten"])
-            document = {"environment": measured.facts, "trials": args.trials, "rows": rows}
+            environment = {**measured.facts, "date": today()}
+            document = {"environment": environment, "trials": args.trials, "rows": rows}
             write_json(args.out, document)
     if left := len(cases) - len(found):
         say(f"untuned.py: {left} shapes are left")

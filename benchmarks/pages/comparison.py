@@ -260,7 +260,7 @@ def training_gain() -> str:
         " transformer blocks of\nQwen 3 1.7B, which also normalises queries and keys, run"
         f" {_gain('qwen3_2b,4096,eager')} faster than with PyTorch's norm in eager code,\nand"
         f" {_gain('qwen3_2b,4096,blocks')} faster if both are compiled. Part of the gain in eager"
-        " code is a copy that only PyTorch's norm\nneeds. In Llama 3 8B, norms take about 1 % of"
+        " code is a copy that Normforge does\nnot need. In Llama 3 8B, norms take about 1 % of"
         " a step, and the gain is within the noise."
     )
 

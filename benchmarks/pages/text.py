@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,8 +13,11 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 
 
 def read(name: str) -> Any:
-    """A committed results file, without its suffix."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    """A committed results file, without its suffix. Long ones that nothing writes any more are
+    compressed."""
+    plain = RESULTS / f"{name}.json"
+    packed = plain.with_name(plain.name + ".xz")
+    return json.loads(lzma.open(packed).read() if packed.exists() else plain.read_text())
 
 
 def generated(*parts: str) -> Any:

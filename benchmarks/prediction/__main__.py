@@ -108,17 +108,22 @@ def error_at_picks(
     return sqrt(fmean((exp(value) - 1) ** 2 for value in found))
 
 
+def digests_of(folders: Sequence[Path]) -> dict[str, str]:
+    """Of the files of studies, by which a test knows what was made of older ones."""
+    files = [file for folder in folders for file in sorted(folder.glob("studies.journal*"))]
+    return {
+        f"{file.parent.name}/{file.name}": sha256(file.read_bytes()).hexdigest()[:16]
+        for file in files
+    }
+
+
 def fit_command(shapes: Sequence[Shape], folders: Sequence[Path]) -> int:
     """Write the fitted file."""
-    digests = {}
-    for folder in folders:
-        for file in sorted(folder.glob("studies.journal*")):
-            digests[f"{folder.name}/{file.name}"] = sha256(file.read_bytes()).hexdigest()[:16]
     width = GROUPS["width"]
     priors = [unseen(shapes, width, shape) for shape in shapes]
     error = error_at_picks(shapes, predictions(shapes, width), priors)
     errors = {RMSNORM_BACKWARD: round(error, 3)}
-    fitted = Fitted(fit_all(shapes), prior_of(shapes), errors, digests)
+    fitted = Fitted(fit_all(shapes), prior_of(shapes), errors, digests_of(folders))
     for name in UNSEEN:
         if others := read_shapes(folders, name):
             times = fitted_predictions(others, fitted)
@@ -129,7 +134,9 @@ def fit_command(shapes: Sequence[Shape], folders: Sequence[Path]) -> int:
     return 0
 
 
-def score_command(shapes: Sequence[Shape], group: Group, out: Path | None) -> int:
+def score_command(
+    shapes: Sequence[Shape], group: Group, out: Path | None, folders: Sequence[Path]
+) -> int:
     """Print a table for each GPU, and write it with the score of every shape."""
     seen = all(shape.problem.operation == RMSNORM_BACKWARD for shape in shapes)
     learned = predictions(shapes, group) if seen else fitted_predictions(shapes, load_fitted())
@@ -141,6 +148,7 @@ def score_command(shapes: Sequence[Shape], group: Group, out: Path | None) -> in
         ]
         print(f"{gpu}:", end=" ")
         documents[gpu] = _scored([shapes[p] for p in own], [learned[p] for p in own], priors)
+        documents[gpu]["studies"] = digests_of(folders)
     if out is not None:
         write_json(out, documents)
     return 0
@@ -210,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
         shapes = [shape for shape in found if len(shape.feasible) >= FEWEST]
         if args.leave == "gpu" and len({shape.target.name for shape in shapes}) < 2:
             raise NormforgeError("--leave gpu needs studies of two GPUs: name both with --studies")
-        return score_command(shapes, GROUPS[args.leave], args.out)
+        return score_command(shapes, GROUPS[args.leave], args.out, folders)
 
     return exit_code("prediction", run)
 

@@ -29,6 +29,7 @@ from benchmarks.peers.peer import installed_version
 from benchmarks.results import kept, machine, write_json
 from benchmarks.training.steps import BLOCKS, TOKENS, Case, measure
 from benchmarks.training.summary import plot
+from generator.errors import NormforgeError
 
 CASES = (
     "llama3_8b,4096,eager",
@@ -79,6 +80,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure_and_plot(cases: list[Case], args: argparse.Namespace) -> int:
     """Raises NormforgeError."""
+    if args.render and not args.out.exists():
+        raise NormforgeError(f"{args.out} is not there: --render draws what a run has written")
     code = 0 if args.render else run(cases, args)
     say(plot(json.loads(args.out.read_text()), args.out.with_suffix(".svg")))
     return code

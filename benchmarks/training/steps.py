@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class Case:
     @classmethod
     def parse(cls, text: str) -> Case:
         """`MODEL,LENGTH,MODE[,checkpoint]`. Raises ValueError."""
+        if text.count(",") < 2:
+            raise ValueError(text)
         model, length, mode, *more = text.split(",")
         if model not in MODELS or mode not in MODES:
             raise ValueError(text)
@@ -124,13 +127,16 @@ class Steps:
         return model
 
     def time(self, rounds: int, warmups: int) -> dict[str, list[float]]:
-        """Milliseconds of every step. All ways take turns, in another order every round."""
+        """Milliseconds of every step. All ways take turns, in a random order every round: none
+        always follows the same other one. The first step on an idle GPU takes longer than others
+        and is not timed."""
         names = list(self.calls)
         found: dict[str, list[float]] = {name: [] for name in names}
+        shuffled = random.Random(0)
         for number in range(warmups + rounds):
-            shift = number % len(names)
+            self.calls[names[0]]()
             events = {}
-            for name in names[shift:] + names[:shift]:
+            for name in shuffled.sample(names, len(names)):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
                 self.calls[name]()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 
-from benchmarks.pages.text import RESULTS
+from benchmarks.pages.text import RESULTS, read
 from generator.paths import REPOSITORY
 
 FOLDER = REPOSITORY / "benchmarks"
@@ -24,7 +23,7 @@ def test_every_result_is_in_a_table() -> None:
 
 def test_a_result_without_a_command_says_how_it_was_measured() -> None:
     for name in names(MADE_BY_HAND):
-        assert json.loads((RESULTS / name).read_text())["what"]
+        assert read(name.partition(".")[0])["what"]
 
 
 def test_every_command_is_in_a_table() -> None:

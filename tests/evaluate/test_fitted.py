@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.pages.text import RESULTS
 from benchmarks.prediction.fit import examples, fit_all
 from benchmarks.prediction.score import least, score
 from benchmarks.prediction.shapes import MEASURED, Shape, physical, read_shapes
@@ -48,6 +49,16 @@ def test_fitted_file_is_of_the_committed_studies() -> None:
     for name, digest in FITTED.studies.items():
         found = sha256((GENERATED / name).read_bytes()).hexdigest()
         assert found.startswith(digest), f"{name} changed: python -m benchmarks.prediction fit"
+
+
+@pytest.mark.parametrize("name", ["widths", "gpus", "layernorm"])
+def test_committed_scores_are_of_the_studies_that_the_fit_saw(name: str) -> None:
+    """So a page does not show how an older model ranks."""
+    scores = json.loads((RESULTS / f"prediction_{name}.json").read_text())
+    for gpu, found in scores.items():
+        assert found["studies"] == FITTED.studies, f"{gpu}: docs/prediction.md has the commands"
+    if name == "layernorm":
+        assert scores["h200"]["facts"]["error_at_choices"] == FITTED.errors["layernorm_backward"]
 
 
 @pytest.mark.slow

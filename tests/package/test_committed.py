@@ -35,11 +35,14 @@ def kernels_of(package: Path) -> list[KernelOf[Any]]:
     return [*Table.load(package).kernels(), *(forward.kernels() if forward else ())]
 
 
+RMSNORMS = ("rmsnorm", "rmsnorm_invariant")
+
+
 def test_every_committed_package_is_tested() -> None:
     names = ["/".join(package.parts[-2:]) for package in PACKAGES]
-    h200 = [f"h200/{name}_backward" for name in ("layernorm", "rmsnorm", "rmsnorm_invariant")]
-    gb200 = ["gb200/rmsnorm_backward", "gb200/rmsnorm_invariant_backward"]
-    assert names == [*gb200, "h100/rmsnorm_backward", *h200]
+    h200 = [f"h200/{name}_backward" for name in ("layernorm", *RMSNORMS)]
+    both = [f"{gpu}/{name}_backward" for gpu in ("gb200", "h100") for name in RMSNORMS]
+    assert names == [*both, *h200]
 
 
 @each_package
@@ -156,12 +159,13 @@ def test_committed_package_has_todays_forwards_for_any_row(gpu: str) -> None:
 
 # ---- Bits that do not depend on the batch --------------------------------------------------------
 
-INVARIANT = GENERATED / "h200" / "rmsnorm_invariant_backward"
+INVARIANT = [package for package in PACKAGES if package.name == "rmsnorm_invariant_backward"]
 
 
-def test_batch_invariant_kernels_of_a_width_have_what_the_space_fixes() -> None:
-    """So whichever of them serves a number of rows, the bits are the same."""
-    table, forward = Table.load(INVARIANT), ForwardTable.load(INVARIANT)
+@pytest.mark.parametrize("package", INVARIANT, ids=lambda package: package.parent.name)
+def test_batch_invariant_kernels_of_a_width_have_what_the_space_fixes(package: Path) -> None:
+    """So whichever of them serves a number of rows, on whichever GPU, the bits are the same."""
+    table, forward = Table.load(package), ForwardTable.load(package)
     assert forward is not None
     space = load_space(space_file("rmsnorm_invariant_backward"))
     shapes = [(one.M, one.N, one.dtype, one.weight_dtype) for one in table.tuned]
@@ -177,18 +181,21 @@ def test_batch_invariant_kernels_of_a_width_have_what_the_space_fixes() -> None:
         assert before.kernel.config["form"] == "registers"
 
 
-@pytest.mark.parametrize("gpu", ["gb200", "h200"])
-def test_committed_package_has_todays_forwards_with_the_arithmetic_of_vllms(gpu: str) -> None:
-    """Of the H200 alone; for that of others nobody has read Triton's machine code."""
+@pytest.mark.parametrize(("gpu", "count"), [("gb200", 0), ("h100", 12), ("h200", 12)])
+def test_committed_package_has_todays_forwards_with_the_arithmetic_of_vllms(
+    gpu: str, count: int
+) -> None:
+    """Of Hopper alone; for that of others nobody has read Triton's machine code."""
     table = ForwardTable.load(GENERATED / gpu / "rmsnorm_invariant_backward")
     assert table is not None
     named = [kernel.spec.name for kernel in table.fallback]
     assert named == [variant.id for variant in tile_forwards(find_target(gpu))]
-    assert len(named) == {"gb200": 0, "h200": 12}[gpu]
+    assert len(named) == count
 
 
-def test_batch_invariant_kernels_were_checked_for_it() -> None:
-    table = Table.load(INVARIANT)
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_batch_invariant_kernels_were_checked_for_it(gpu: str) -> None:
+    table = Table.load(GENERATED / gpu / "rmsnorm_invariant_backward")
     space = load_space(space_file("rmsnorm_invariant_backward"))
     assert table.fallback == ()
     for one in table.tuned:

@@ -52,7 +52,7 @@ constexpr int kBlockSumsOffset = 272;
 #define ROW_STORE ""
 #define LEAST_COLUMNS 1024  // of a row
 
-#include "../include/1d88a64338f0/primitives.cuh"
+#include "../include/e2989cbb7fea/primitives.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -60,11 +60,11 @@ using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/1d88a64338f0/elements.cuh"
+#include "../include/e2989cbb7fea/elements.cuh"
 
-#include "../include/1d88a64338f0/teams.cuh"
-#include "../include/1d88a64338f0/row_of.cuh"
-#include "../include/1d88a64338f0/load_rstds.cuh"
+#include "../include/e2989cbb7fea/teams.cuh"
+#include "../include/e2989cbb7fea/row_of.cuh"
+#include "../include/e2989cbb7fea/load_rstds.cuh"
 
 // What one launch works on. Strides and gaps count elements and are 64-bit.
 struct Arguments {
@@ -72,9 +72,9 @@ struct Arguments {
   const Element* dy;
   const float* rstd;
   const WeightElement* weight;  // null: ones
-  Element* dx;                  // null: not wanted
+  Element* dx;                  // null: not wanted. May be dy where rows are staged (rows_*.cuh)
   void* dw;                     // null: not wanted
-  const ResidualElement* dresidual;
+  const ResidualElement* dresidual;  // added to dx
   ResidualElement* dresidual_out;  // dx in the residual's dtype, if that differs from dx's
   unsigned* counters;
   float* zeroed;   // workspace that is 0 before and after each launch
@@ -86,32 +86,33 @@ struct Arguments {
   // only where the rows fit into 32 bits (gap_factor in generator/runtime/launch/launch.py).
   long long x_gap, dy_gap;
   unsigned gaps;
+  // group: participants of a group with two levels; the number of whole groups in batch-invariant kernels.
   int columns, group, dw_mode;
   float weight_offset;
 };
 
-#include "../include/1d88a64338f0/rows.cuh"
+#include "../include/e2989cbb7fea/rows.cuh"
 
-#include "../include/1d88a64338f0/row_sum.cuh"
-#include "../include/1d88a64338f0/row_sum_cta.cuh"
+#include "../include/e2989cbb7fea/row_sum.cuh"
+#include "../include/e2989cbb7fea/row_sum_cta.cuh"
 
-#include "../include/1d88a64338f0/schedule.cuh"
+#include "../include/e2989cbb7fea/schedule.cuh"
 
-#include "../include/1d88a64338f0/rows_async.cuh"
+#include "../include/e2989cbb7fea/rows_async.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/1d88a64338f0/weight_registers.cuh"
+#include "../include/e2989cbb7fea/weight_registers.cuh"
 
-#include "../include/1d88a64338f0/row_blocks.cuh"
+#include "../include/e2989cbb7fea/row_blocks.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
-#include "../include/1d88a64338f0/partial_dw.cuh"
-#include "../include/1d88a64338f0/dw_output.cuh"
-#include "../include/1d88a64338f0/dw_context.cuh"
-#include "../include/1d88a64338f0/sum_slice.cuh"
-#include "../include/1d88a64338f0/dw_separate.cuh"
+#include "../include/e2989cbb7fea/partial_dw.cuh"
+#include "../include/e2989cbb7fea/dw_output.cuh"
+#include "../include/e2989cbb7fea/dw_context.cuh"
+#include "../include/e2989cbb7fea/sum_slice.cuh"
+#include "../include/e2989cbb7fea/dw_separate.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 

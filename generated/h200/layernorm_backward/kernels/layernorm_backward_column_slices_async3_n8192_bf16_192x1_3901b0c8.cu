@@ -52,7 +52,7 @@ constexpr int kBlockSumsOffset = 224;
 #define ROW_STORE ""
 #define LEAST_COLUMNS 8192  // of a row
 
-#include "../include/1d88a64338f0/primitives.cuh"
+#include "../include/e2989cbb7fea/primitives.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -60,14 +60,14 @@ using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/1d88a64338f0/elements.cuh"
+#include "../include/e2989cbb7fea/elements.cuh"
 
-#include "../include/1d88a64338f0/teams.cuh"
-#include "../include/1d88a64338f0/row_of.cuh"
-#include "../include/1d88a64338f0/load_rstds.cuh"
+#include "../include/e2989cbb7fea/teams.cuh"
+#include "../include/e2989cbb7fea/row_of.cuh"
+#include "../include/e2989cbb7fea/load_rstds.cuh"
 
-// What one launch works on. Strides and offsets are elements and 64-bit throughout. Except for the mean,
-// the layout is that of RMSNorm's backward.
+// What one launch works on. Strides and gaps count elements and are 64-bit. Except for the mean, the
+// layout is that of RMSNorm's backward.
 struct Arguments {
   const Element* x;
   const Element* dy;
@@ -76,10 +76,10 @@ struct Arguments {
   Element* dx;                  // null: not wanted
   void* dw;                     // dgamma, then dbeta; null: not wanted
   const ResidualElement* dresidual;
-  ResidualElement* dresidual_out;  // dx in the residual's dtype where that is another one
+  ResidualElement* dresidual_out;  // dx in the residual's dtype, if that differs from dx's
   unsigned* counters;
-  float* zeroed;
-  float* scratch;
+  float* zeroed;   // workspace that is 0 before and after each launch
+  float* scratch;  // workspace with any contents
   long long rows;
   long long x_stride, dy_stride, dresidual_stride, dx_stride;
   long long x_gap, dy_gap;  // as in RMSNorm's backward
@@ -89,24 +89,24 @@ struct Arguments {
   const float* mean;
 };
 
-#include "../include/1d88a64338f0/rows.cuh"
+#include "../include/e2989cbb7fea/rows.cuh"
 
-#include "../include/1d88a64338f0/row_sum.cuh"
+#include "../include/e2989cbb7fea/row_sum.cuh"
 
 // Two sums over every row are reduced together. To the reduction they look like twice as many rows in
 // flight. Its argument for memory ordering holds for any number of sums per batch.
 namespace row_sums {
 constexpr int kRowsInFlight = 2 * ::kRowsInFlight;
-#include "../include/1d88a64338f0/row_sum_cluster.cuh"
+#include "../include/e2989cbb7fea/row_sum_cluster.cuh"
 }  // namespace row_sums
 
-#include "../include/1d88a64338f0/schedule.cuh"
+#include "../include/e2989cbb7fea/schedule.cuh"
 
-#include "../include/1d88a64338f0/rows_async.cuh"
+#include "../include/e2989cbb7fea/rows_async.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/1d88a64338f0/weight_registers.cuh"
+#include "../include/e2989cbb7fea/weight_registers.cuh"
 
 // ---- From the partial sums of every CTA to dw -------------------------------------------------
 
@@ -134,11 +134,11 @@ struct Rows {
   }
 };
 
-#include "../include/1d88a64338f0/row_blocks.cuh"
+#include "../include/e2989cbb7fea/row_blocks.cuh"
 
-#include "../include/1d88a64338f0/partial_dw.cuh"
+#include "../include/e2989cbb7fea/partial_dw.cuh"
 namespace one_tensor {
-#include "../include/1d88a64338f0/dw_output.cuh"
+#include "../include/e2989cbb7fea/dw_output.cuh"
 }  // namespace one_tensor
 
 // dgamma and then dbeta. Each CTA of a cluster has a part of both. The two parts are adjacent in its
@@ -163,10 +163,10 @@ struct DwOutput : one_tensor::DwOutput {
   DEVICE DwOutput from(int start) const { return {base, mode, start / 2}; }
 };
 
-#include "../include/1d88a64338f0/dw_context.cuh"
-#include "../include/1d88a64338f0/sum_slice.cuh"
-#include "../include/1d88a64338f0/last_arrived.cuh"
-#include "../include/1d88a64338f0/dw_column_slices.cuh"
+#include "../include/e2989cbb7fea/dw_context.cuh"
+#include "../include/e2989cbb7fea/sum_slice.cuh"
+#include "../include/e2989cbb7fea/last_arrived.cuh"
+#include "../include/e2989cbb7fea/dw_column_slices.cuh"
 }  // namespace column_sums
 
 // ---- The kernel -----------------------------------------------------------------------------
@@ -176,6 +176,8 @@ extern "C" __global__ void __launch_bounds__(192, 2) layernorm_backward(ARGUMENT
   const int rank = static_cast<int>(cluster_rank());
   const unsigned participants = gridDim.x / kCluster;
   const int columns = 2 * (kExact ? kColumns : args.columns);  // of both sums
+  // The 0 is DwOutput::first. Kernels of any length (kExact false) do not exist: the second kernel of
+  // `separate` would sum half of the columns.
   column_sums::DwStrategy strategy{args.dw,      args.dw_mode, 0,
                                    args.counters, args.zeroed, args.scratch,
                                    participants, static_cast<unsigned>(args.group), columns,
@@ -188,12 +190,12 @@ extern "C" __global__ void __launch_bounds__(192, 2) layernorm_backward(ARGUMENT
   row_sums::RowSum row_sum(smem);
   Schedule schedule{static_cast<long long>(participant) * kTeams + team_index(),
                     static_cast<long long>(participants) * kTeams};
-  // The first rows are asked for before the barrier below: who asks has set up the barriers of the
-  // stages itself, and nobody else looks at them yet.
+  // The first rows are requested before any barrier. With bulk copies this is safe because the requesting
+  // thread has itself set up the barriers of the stages, and no other thread looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
-  // Nobody may send to a CTA of the cluster before it runs and its barriers are set up. What else was
-  // written to shared memory so far is published as well.
+  // No CTA may send to another one of the cluster before that one runs and has set up its barriers. This
+  // barrier also publishes everything else written to shared memory so far.
   cluster_barrier();
 
   // 1 / N, rounded once.
@@ -238,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(192, 2) layernorm_backward(ARGUMENT
         }
       }
     row_sum.send(sum);
-    // Of the batches before this one. What the end of a block costs is hidden by the way of the sums.
+    // Ends a block of the batches before this one. Doing so here hides its cost behind the exchange.
     blocks.end_batch(partial);
     row_sum.receive(sum);
     pipeline.refill(schedule);

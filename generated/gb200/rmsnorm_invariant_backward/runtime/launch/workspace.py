@@ -4,7 +4,8 @@ Zeroed words (counters, the places of a mailbox) are zero before a kernel and le
 are taken from slabs that were zeroed once, outside every stream and graph, so their owner finds
 zeros at every call with no memset. An owner is one stream, whose calls
 are ordered (it is known by its raw handle, so a stream must have finished when it is destroyed: a
-new one may get its handle), or one call captured into a CUDA graph: replays of one executable graph
+new one may get its handle; the default stream of a thread, which is known by the thread's ident,
+when the thread ends), or one call captured into a CUDA graph: replays of one executable graph
 are ordered, and no two captures and no two branches of one share an owner (two executables made
 from one capture share their outputs as well, and must not run at the same time for that reason
 already). Memory from the graph's own pool would not do: the pool may have lent the same bytes to
