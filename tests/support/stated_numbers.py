@@ -295,12 +295,10 @@ def readme() -> list[str]:
     ]
 
 
-def adopting() -> list[str]:
-    torch = oldest("torch")
+def graphs() -> list[str]:
     return [
-        f"PyTorch ({torch} or newer)",
         f"need PyTorch {'.'.join(map(str, WHOLE_FROM))} or newer",
-        f"PyTorch {torch} decomposes the forward",
+        f"PyTorch {oldest('torch')} decomposes the forward",
     ]
 
 
@@ -370,13 +368,14 @@ def faq() -> list[str]:
 PAGES: dict[str, Callable[[], list[str]]] = {
     "README.md": readme,
     "accuracy.md": accuracy,
-    "adopting.md": adopting,
+    "adopting.md": lambda: [f"PyTorch ({oldest('torch')} or newer)"],
     "cluster.md": cluster,
     "determinism.md": determinism_page,
     "faq.md": faq,
     "faults.md": faults,
     "forward.md": forward_page,
     "glossary.md": glossary,
+    "graphs.md": graphs,
     "index.md": lambda: [
         f"PyTorch {oldest('torch')} or newer",
         f"driver for CUDA {layernorm_entries()[0]['kernel']['nvrtc'].partition('.')[0]}",
