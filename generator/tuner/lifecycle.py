@@ -78,12 +78,13 @@ def exclusive_run(out: Path, shared: bool = False, database: Path | None = None)
     stop = Stop()
     try:
         with ExitStack() as stack:
+            stack.enter_context(_signals(stop))  # first: an interrupted lock would leave its file
             stack.enter_context(_locked(out, out / LOCK_NAME, shared, "another folder with --out"))
             if database is not None:
                 lock = database.with_name(database.name + LOCK_NAME)
                 remedy = "PostgreSQL, which many runs may share, with --storage"
                 stack.enter_context(_locked(database, lock, False, remedy))
-            stack.enter_context(_signals(stop))
+            stack.callback(stop.cancel_alarm)
             yield stop
     except (OSError, StorageInternalError) as error:
         if isinstance(error, OSError) and error.errno not in _STORAGE_ERRORS:

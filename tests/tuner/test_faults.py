@@ -441,6 +441,25 @@ def test_second_run_on_an_sqlite_file_is_refused_whatever_its_folder(
         assert database_file(where) is None
 
 
+def test_ctrl_c_while_the_folder_is_locked_leaves_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire = lifecycle._acquire
+
+    def interrupted(path: Path, shared: bool) -> int:
+        handle = acquire(path, shared)
+        signal.raise_signal(signal.SIGINT)
+        return handle
+
+    monkeypatch.setattr(lifecycle, "_acquire", interrupted)
+    with exclusive_run(tmp_path) as stop:
+        assert stop.at_once
+        assert (tmp_path / LOCK_NAME).exists()
+        with pytest.raises(KeyboardInterrupt):
+            stop.check()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with exclusive_run(tmp_path) as stop:
