@@ -117,13 +117,15 @@ def noisy_trials() -> str:
 
 
 def tuned_ratios(operation: str, gpu: str = "h200") -> dict[tuple[int, int, str], float]:
-    """Times over the floor in the finals of a GPU's winners, without options, by M, N, dtype."""
+    """Times over the floor in the finals of a GPU's measured winners, without options, by M, N,
+    dtype."""
     tuned = generated(gpu, operation, "table.json")["tuned"]
     return {
         (entry["M"], entry["N"], entry["dtype"]): facts["ratio"]
         for entry in tuned
         for facts, spec in [(entry["provenance"], entry["kernel"]["spec"])]
-        if entry["dtype"] == entry["weight_dtype"] and not (spec["offset"] or spec["residual"])
+        if entry["dtype"] == entry["weight_dtype"] and entry["evidence"] == "measured"
+        if not (spec["offset"] or spec["residual"])
     }
 
 

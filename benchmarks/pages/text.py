@@ -13,8 +13,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 
 
 def read(name: str) -> Any:
-    """A committed results file, without its suffix. Long ones that nothing writes any more are
-    compressed."""
+    """A committed results file, without its suffix. Long ones are packed."""
     plain = RESULTS / f"{name}.json"
     packed = plain.with_name(plain.name + ".xz")
     return json.loads(lzma.open(packed).read() if packed.exists() else plain.read_text())
