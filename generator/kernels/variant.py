@@ -17,7 +17,8 @@ from generator.runtime.spec import KernelSpec
 @dataclass(frozen=True)
 class Variant(Geometry):
     """A geometry with its identity, its launch and its determinism class. Raises NormforgeError for
-    what the templates would compile to wrong sums, whatever the rules of a space say."""
+    two combinations that the templates would compile to wrong sums. (The rules of a space refuse
+    them, too, and the domains of KNOBS other values with which they would.)"""
 
     def __post_init__(self) -> None:
         cluster = self.config.get("cluster", 1)

@@ -68,7 +68,7 @@ def t4(study: Study, version: str) -> dict[str, Any]:
                 for name, value, unit in (
                     ("time", record.result.us, "us"),
                     ("floor", record.result.floor_us, "us"),
-                    (OBJECTIVE, _objective(record), ""),
+                    (OBJECTIVE, _objective(study, record), ""),
                     ("registers", record.registers, ""),
                     ("shared_memory", record.smem, "bytes"),
                 )
@@ -89,7 +89,7 @@ def kernel_tuner(study: Study) -> dict[str, Any]:
     cache = {}
     for record, seconds in zip(study.records, _seconds(study), strict=True):
         us, floor_us = record.result.us, record.result.floor_us
-        objective = _objective(record)
+        objective = _objective(study, record)
         entry: dict[str, Any] = {**record.config, "time": objective, OBJECTIVE: objective}
         if us and floor_us and not isinstance(objective, str):
             entry |= {"time": us / 1000, "times": [us / 1000], "floor_time": floor_us / 1000}
@@ -121,10 +121,10 @@ def _invalidity(record: Record) -> str:
     return "correctness" if record.result.outcome == "ok" and not record.feasible else found
 
 
-def _objective(record: Record) -> float | str:
+def _objective(study: Study, record: Record) -> float | str:
     invalidity = _invalidity(record)
-    if invalidity == "correct" and record.result.ratio is not None:
-        return record.result.ratio
+    if invalidity == "correct" and record.result.us is not None:
+        return study.over_floor(record)
     return _ERRORS.get(invalidity, "RuntimeFailedConfig")
 
 

@@ -79,6 +79,12 @@ class Summary:
         place = f"--gpu {self.gpu} {self.options}".rstrip()
         return f"python tune.py explain {place} --shape {study.problem}"
 
+    @staticmethod
+    def example_config(study: Study) -> str:
+        """Something else than what won, to ask `explain` for."""
+        tried = [*study.best_by_strategy.values()] or study.records
+        return f"strategy={tried[-1].config['strategy']}"
+
     @cached_property
     def evidence(self) -> str:
         return " and ".join(sorted({study.evidence for study in self.studies}))

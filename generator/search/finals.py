@@ -129,7 +129,7 @@ def hold_round(
 
 def noisy(records: Sequence[Record]) -> list[Record]:
     """Records that may win by a time that was taken while the GPU was disturbed: those that say so,
-    and those whose reference was slow by what is known now of the same GPU. Best ratio first."""
+    and those whose reference was slow by what is known now of the same GPU. Fastest first."""
     feasible = [record for record in records if record.feasible]
     best: dict[str, float] = {}
     for result in (record.result for record in feasible):
@@ -139,8 +139,7 @@ def noisy(records: Sequence[Record]) -> list[Record]:
     def disturbed(result: Result) -> bool:
         return result.noisy or drifted(result.floor_us or 0.0, best.get(result.gpu, inf))
 
-    found = [record for record in feasible if disturbed(record.result)]
-    return sorted(found, key=lambda record: record.ratio)
+    return [r for r in fastest_first(records) if r.feasible and disturbed(r.result)]
 
 
 def _cleared(

@@ -22,6 +22,7 @@ from generator.space.legal_configs import LegalConfigs
 from generator.studies.leases import LeaseLostError
 from generator.studies.postgres import SharedStorage
 from generator.studies.records import Winner
+from generator.studies.study_log import StudyLog
 from generator.tuner.display import Status
 from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import Plan
@@ -75,13 +76,7 @@ class TaskRunner:
     def search(self, task: Task, on_progress: Callable[[Progress], None]) -> Winner | None:
         """The winner of a claimed problem. Raises LeaseLostError when the claim is void by now,
         ProblemError when there was no time for a trial, and what `search_problem` raises."""
-        plan, trials = self.plan, 0
-
-        def tell(event: Progress) -> None:
-            nonlocal trials
-            trials = event.done
-            on_progress(event)
-
+        plan = self.plan
         if plan.study(task.problem) != task.lease.study:
             raise NormforgeError(f"{plan.space_file} was changed meanwhile: start the run again")
         if isinstance(self.storage, SharedStorage):
@@ -96,12 +91,12 @@ class TaskRunner:
                 seed=plan.seed,
                 known_winners=self.known_winners,
                 machine=self.machine,
-                on_progress=tell,
+                on_progress=on_progress,
             )
         finally:
             if isinstance(self.storage, SharedStorage):
                 self.storage.lease = None
-        if winner is None and not trials:
+        if winner is None and not StudyLog(self.storage, task.lease.study).trials():
             raise ProblemError("its time was over before the first trial: give more --seconds")
         return winner
 

@@ -53,23 +53,6 @@ PLANTED = {
         "bulk_wait_read();",
         r"race: .* scratch\[.*bulk (add|store) of thread 0.* may not have landed",
     ),
-    "a bulk add by another thread than the one that acquires, without a fence": Mutation(
-        "bulk_turns",
-        "    if (threadIdx.x == 0) {\n"
-        "      const unsigned bytes = (columns + 3) / 4 * 16;\n"
-        "      if (place > 0) {\n"
-        "        while (load_acquire(group_turn(g)) != place) {\n"
-        "        }\n"
-        "        fence_async_global();\n",
-        "    if (threadIdx.x == 0 && place > 0)\n"
-        "      while (load_acquire(group_turn(g)) != place) {\n"
-        "      }\n"
-        "    cta_barrier();\n"
-        "    if (threadIdx.x == 32) {\n"
-        "      const unsigned bytes = (columns + 3) / 4 * 16;\n"
-        "      if (place > 0) {\n",
-        r"no proxy fence between an acquire and the bulk operation on scratch\[",
-    ),
     "bulk wait weakened to .read (free-running)": Mutation(
         "bulk_free",
         "bulk_wait_written();",

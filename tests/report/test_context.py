@@ -86,15 +86,22 @@ def test_every_peer_of_the_benchmark_has_a_title() -> None:
     assert {peer.name for peers in PEERS.values() for peer in peers} == TITLES.keys()
 
 
-@pytest.mark.parametrize("option", ["--out", "--storage"])
+@pytest.mark.parametrize(
+    ("option", "operation"),
+    [
+        ("--out", "layernorm_backward"),
+        ("--storage", "layernorm_backward"),
+        ("--out", "rmsnorm_invariant_backward"),
+    ],
+)
 def test_the_commands_of_a_page_find_its_studies(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: str, operation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those of another operation, in a place of their own, whose name has a space."""
     folder = tmp_path / "my run"
     where = {"--out": str(folder), "--storage": f"sqlite:///{folder}/studies.db"}[option]
     folder.mkdir()
-    problem = replace(PROBLEM, operation="layernorm_backward")
+    problem = replace(PROBLEM, operation=operation)
     space = load_space(space_file(problem.operation))
     storage = open_storage(where if option == "--storage" else folder / JOURNAL_NAME)
     legal = LegalConfigs(space, problem, TARGET)

@@ -7,7 +7,7 @@ import re
 import struct
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from generator.paths import TEMPLATES
 from generator.runtime.launch import forward_call as call_module
 from generator.runtime.launch.forward_call import forward_call
 from generator.runtime.launch.row_layout import row_layout
+from generator.runtime.serve import forward as serve_module
 from generator.runtime.serve.forward import Forward, reference_forward
 from tests.support.forward import EPS, of_kind
 
@@ -202,6 +203,25 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
         lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
     )
     return seen
+
+
+def test_a_residual_with_two_strides_is_copied_also_when_it_is_x(
+    forward: Forward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+    forward.table = cast(
+        Any, SimpleNamespace(choose=lambda *_: SimpleNamespace(kernel=1), target={})
+    )
+    monkeypatch.setattr(forward, "_kernels", {1: "loaded"})
+    monkeypatch.setattr(serve_module, "foreign_device", lambda *_: "")
+    monkeypatch.setattr(serve_module, "forward_call", lambda *given: found.append(given[-2:]))
+    with FakeTensorMode():
+        x = torch.empty(6, 4, 16, device="cuda", dtype=torch.bfloat16).transpose(0, 1)
+    monkeypatch.setattr(type(x), "data_ptr", lambda self: 256)
+    for residual in (x, x.detach()):
+        forward._prepare(x, None, residual)
+    assert found == [(row_layout(x), None)] * 2
+    assert row_layout(x).inner
 
 
 def test_launch_gets_addresses_extents_and_the_function_for_the_residual(

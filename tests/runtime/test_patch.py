@@ -147,7 +147,7 @@ def test_norms_are_served_and_given_back(
 @pytest.mark.parametrize(
     "kind",
     [
-        *(ForgetfulRMSNorm, CentredRMSNorm, HiddenEpsRMSNorm, PickyRMSNorm),
+        *(ForgetfulRMSNorm, CentredRMSNorm, HiddenEpsRMSNorm),
         *(GatedRMSNorm, BiasedRMSNorm, nn.LayerNorm),
     ],
 )
@@ -183,6 +183,40 @@ def test_results_keep_their_dtype(
     package.patch(norm)
     assert norm(x).dtype == wanted.dtype
     torch.testing.assert_close(norm(x).float(), wanted.float(), rtol=2**-7, atol=2**-7)
+
+
+class WideRMSNorm(PlainRMSNorm):
+    """Never rounds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
+class WideOffsetRMSNorm(OffsetRMSNorm):
+    """The product is as wide as its weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return wide.to(x.dtype) * (1.0 + self.weight)
+
+
+@pytest.mark.parametrize("kind", [WideRMSNorm, WideOffsetRMSNorm])
+def test_a_norm_whose_dtype_no_kernel_gives_is_left_alone(package: Package, kind: Any) -> None:
+    norm = kind()
+    assert package.patch(norm) == []
+    assert package.patch(norm, "gemma" if kind is WideOffsetRMSNorm else "torch") == [""]
+
+
+def test_a_norm_that_cannot_be_tried_is_served_as_told(
+    package: Package, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As those that only run on a GPU."""
+    caplog.set_level(logging.INFO)
+    norm = PickyRMSNorm()
+    assert package.patch(norm) == []
+    assert "raises an error" in caplog.text
+    assert package.patch(norm, "torch") == [""]
 
 
 def test_an_eps_of_zero_is_none_at_all(package: Package) -> None:

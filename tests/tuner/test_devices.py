@@ -8,7 +8,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.protocol import NoGpuError
 from generator.problem import Problem, load_problems
+from generator.result import Result
 from generator.studies.records import Record, Winner
 from generator.studies.storage import open_storage
 from generator.studies.study_log import StudyLog
@@ -125,6 +127,21 @@ def test_search_that_has_no_time_for_a_trial_says_so(tmp_path: Path) -> None:
         watcher = search(own, plan)
     assert watcher.winners == {problem: None}
     assert watcher.failures == ["its time was over before the first trial: give more --seconds"]
+
+
+def test_a_study_that_nothing_may_win_has_no_failure_when_it_is_asked_again(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, 3, problems=PROBLEMS[:1])
+    evaluator = SimpleNamespace(
+        evidence="measured",
+        evaluate=lambda *_: Result("wrong"),
+        finals=lambda _, entries: [Result("wrong")] * len(entries),
+    )
+    for _ in range(2):
+        watcher = Quiet()
+        storage = open_storage(plan.where)
+        runner = TaskRunner(plan, FakePool(), cast(Any, evaluator), FACTS, storage)
+        run_tasks(runner, TaskList(plan, Queue()), Stop(), watcher)
+        assert (watcher.winners, watcher.failures) == ({PROBLEMS[0]: None}, [])
 
 
 def test_killed_process_is_replaced_and_its_problem_continued(tmp_path: Path) -> None:

@@ -51,15 +51,11 @@ Clock release_clock(Thread& t) {
 // A CTA barrier has been passed by all threads.
 void pass_cta_barrier(Cta& cta) {
   ++cta.time;
-  bool acquired = false;
   for (Thread& thread : cta.threads) {
-    acquired |= thread.acquired;
     if (thread.learned.empty()) continue;
     cta.known.join(thread.learned);
     thread.learned = Clock{};
   }
-  if (acquired)
-    for (Thread& thread : cta.threads) thread.acquired = true;
 }
 
 // All lanes of a warp meet. The last to come goes on; the others can run again.
@@ -154,17 +150,14 @@ void named_barrier(unsigned id, unsigned threads, int line) {
       there.push_back(&thread);
   Clock learned;
   unsigned time = 0;
-  bool acquired = false;
   bool one_team = there.size() == cta.grid->team_threads;
   for (const Thread* thread : there) {
     learned.join(thread->learned);
-    acquired |= thread->acquired;
     time = std::max(time, thread->team_time + 1);
     one_team = one_team && thread->team == self.team;
   }
   for (Thread* thread : there) {
     thread->learned = learned;
-    thread->acquired = acquired;
     if (one_team) pass_team_barrier(*thread, time);
     if (thread != &self) make_ready(*thread);
   }

@@ -137,7 +137,7 @@ struct Thread {
   unsigned releases = 0;
   bool done = false;
   bool wrote_shared = false;    // since its last fence_async_shared
-  bool acquired = false;        // it or one it met at a barrier, since its last fence_async_global
+  bool acquired = false;        // since its last fence_async_global
   bool knows_primary = false;   // everything that the first kernel did
   Wait wait;
   const unsigned* polled = nullptr;  // the counter of its last load, and the version read

@@ -218,8 +218,8 @@ def has_tiny_eps(module: GraphModule, norm: AnyOperators) -> bool:
 
 
 def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[..., Any]:
-    """A backend for torch.compile: Inductor with these settings, beside those of torch.compile's
-    `mode` and `options`, but what `route` takes of the norm
+    """A backend for torch.compile: Inductor with these settings, which override those of
+    torch.compile's `mode` and `options`, but what `route` takes of the norm
     stays whole and is this package's, and so are RMSNorms that are written out. Inductor's caches
     keep what it compiles under keys that have `cache_key` in them. In a graph where `has_tiny_eps`,
     PyTorch's norms are Inductor's.
@@ -248,7 +248,9 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
             def uuid(self) -> str:
                 return key
 
-        asked = {**list_mode_options(mode or "default"), **(options or {}), **inductor_configs}
+        asked = dict(list_mode_options(mode or "default"))
+        asked |= {name.replace("-", "_"): value for name, value in (options or {}).items()}
+        asked |= inductor_configs
         with config.patch(asked):
             _refuse_other(getattr(config, _SLOT))
             table = None if has_tiny_eps(module, operators) else Decompositions(operators)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -22,6 +21,7 @@ from .rms_norm import Norm
 CASTINGS = ("llama", "gemma", "torch")
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _ORIGINAL, _SERVED = "_normforge_original", "_normforge_served"
+_UNTRIED = "untried"
 _log = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
@@ -31,8 +31,9 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
     """Let a package serve the norms of a model; the names of those that it now serves.
 
     A norm is a module whose class is called …RMSNorm, with one weight of one dimension (or none, if
-    it is PyTorch's), an eps, and a forward of one argument. Each is tried on a few rows, and left
-    alone if it computes something else. The log says why (level INFO).
+    it is PyTorch's), an eps, and a forward of one argument. Each is tried on a few rows on the CPU,
+    and left alone if it computes something else; one that cannot be tried there is served only with
+    a casting. The log says why (level INFO).
 
     casting: what the norms compute, with xhat = x * rstd in fp32.
       None     the next or the one after it, whichever a norm turns out to compute
@@ -59,10 +60,18 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
             return "a package serves it already"
         if not _looks_like_one(module):
             return "it is not one weight, an eps and a forward of one argument"
-        found = _casting_of(module)
-        if found is None or (casting is not None and (casting == "gemma") != (found == "gemma")):
-            return "it computes something else than " + (casting or "xhat * w and xhat * (1 + w)")
-        return _forward_of(norm, casting or found)
+        formula = _formula_of(module)
+        if casting is not None:
+            told = "gemma" if casting == "gemma" else "torch"
+            if formula not in (told, _UNTRIED):
+                return f"it computes something else than {casting}"
+            return _forward_of(norm, casting)
+        if formula == _UNTRIED:
+            return "it raises an error on rows in fp32 on the CPU"
+        if formula is None:
+            return "it computes something else than xhat * w and xhat * (1 + w)"
+        found = _with_its_dtype(module, formula)
+        return "its results have other dtypes" if found is None else _forward_of(norm, found)
 
     return replace_forwards(model, "RMSNorm", forward_for)
 
@@ -82,7 +91,8 @@ def replace_forwards(
         if "forward" in vars(module):
             found: Forward | str = "it has a forward of its own, as a hook of accelerate gives it"
         else:
-            with _fresh_pytorch():
+            # With real tensors, whatever the model is built under.
+            with torch.no_grad(), disable_modes(), torch.device("cpu"):
                 found = forward_for(module)
         if isinstance(found, str):
             _log.info("patch leaves %s (%s) alone: %s", name, kind.__name__, found)
@@ -90,18 +100,6 @@ def replace_forwards(
             module.__class__ = _patched(kind, norm, found)
             served.append(name)
     return served
-
-
-@contextmanager
-def _fresh_pytorch() -> Iterator[None]:
-    """Real tensors in fp32 on the CPU by default, whatever the model is built under."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.no_grad(), disable_modes(), torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(default)
 
 
 def unpatch(model: torch.nn.Module, norm: str = "RMSNorm") -> list[str]:
@@ -129,27 +127,42 @@ def _eps_of(module: Any) -> float | None:
     return found
 
 
-def _casting_of(module: Any) -> str | None:
-    """Whether a norm adds 1 to its weight, on rows whose mean is not 0 and the smallest of which
-    show the eps; None when it computes anything else. "widening" is "torch" with a result as wide
-    as the weight."""
+def _formula_of(module: Any) -> str | None:
+    """Whether a norm adds 1 to its weight ("gemma") or not ("torch"), on rows whose mean is not 0
+    and the smallest of which show the eps; None when it computes anything else."""
     width, eps = len(module.weight), _eps_of(module)
-    weight, x = torch.linspace(-1, 2, width), rows_to_try(width)
+    weight, x = evenly(-1, 2, width), rows_to_try(width)
     y = try_forward(module, {"weight": weight}, x)
+    if y is None:
+        return _UNTRIED
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     xhat = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    if is_close(y, xhat * (1 + weight)):
-        return "gemma"
-    if not is_close(y, xhat * weight):
-        return None
-    narrow = try_forward(module, {"weight": weight}, x.bfloat16())
-    widens = isinstance(narrow, torch.Tensor) and narrow.dtype == weight.dtype
-    return "widening" if widens else "torch"
+    for formula, scale in (("torch", weight), ("gemma", 1 + weight)):
+        if is_close(y, xhat * scale):
+            return formula
+    return None
+
+
+def _with_its_dtype(module: Any, formula: str) -> str | None:
+    """How a norm with this formula is served so that its results keep their dtype: as it is where
+    that is x's; as "widening" where "torch" gives what x and the weight promote to; else None."""
+    x = rows_to_try(len(module.weight)).bfloat16()
+    weights = [evenly(-1, 2, x.shape[-1]).to(dtype) for dtype in (torch.float32, x.dtype)]
+    tried = [try_forward(module, {"weight": weight}, x) for weight in weights]
+    found = [y.dtype for y in tried if isinstance(y, torch.Tensor)]
+    if all(dtype == x.dtype for dtype in found):
+        return formula
+    widens = formula == "torch" and found == [weight.dtype for weight in weights]
+    return "widening" if widens else None
+
+
+def evenly(first: float, last: float, width: int) -> torch.Tensor:
+    return torch.linspace(first, last, width, dtype=torch.float32)
 
 
 def rows_to_try(width: int) -> torch.Tensor:
     """Rows whose mean is not 0, of different sizes."""
-    return torch.stack([size * torch.linspace(-1, 3, width) for size in (1, 1e-2, 1e-3)])
+    return torch.stack([size * evenly(-1, 3, width) for size in (1, 1e-2, 1e-3)])
 
 
 def try_forward(module: Any, parameters: dict[str, torch.Tensor | None], x: torch.Tensor) -> Any:

@@ -153,10 +153,10 @@ class Forward:
         M = x.numel() // N
         layouts: list[RowLayout | None] = []  # None: a copy has to be made
         places = N * x.element_size()
-        for tensor in (x, residual):
+        for tensor, strides in ((x, 2), (residual, 1)):  # which may be the same tensor
             layout = None if tensor is None else row_layout(tensor)
-            if layout is not None and layout.inner and tensor is not x:
-                layout = None  # only x has two strides
+            if layout is not None and layout.inner and strides == 1:
+                layout = None
             if tensor is not None and layout is not None:
                 places |= tensor.data_ptr() | (layout.stride | layout.outer) * x.element_size()
             layouts.append(layout)

@@ -32,7 +32,7 @@ from .layer_norm_routes import LAYER_NORM, dw_and_db, layer_norm_aten_call
 from .module import flat, like
 from .operators import digest_of
 from .package import NormPackage
-from .patch import is_close, replace_forwards, rows_to_try, try_forward
+from .patch import evenly, is_close, replace_forwards, rows_to_try, try_forward
 
 
 class LayerNormPackage(NormPackage):
@@ -241,7 +241,7 @@ def _may_be_served(module: Any) -> bool:
     if not alone or len(inspect.signature(module.forward).parameters) != 1:
         return False
     (width,) = module.normalized_shape
-    values = {"weight": torch.linspace(-1, 2, width), "bias": torch.linspace(2, -3, width)}
+    values = {"weight": evenly(-1, 2, width), "bias": evenly(2, -3, width)}
     scales = {name: None if getattr(module, name) is None else values[name] for name in values}
     rows = rows_to_try(width)
     # Some take four dimensions for channels before rows, and some compute narrow rows in fp32.
