@@ -344,12 +344,14 @@ def test_endless_noise_ends_without_a_winner_and_calm_continues_from_there(tmp_p
     assert len(tried) == len(set(tried)) > 0
 
 
-def test_records_with_a_slow_reference_count_as_noisy_best_ratio_first() -> None:
+def test_records_with_a_slow_reference_count_as_noisy_fastest_first() -> None:
+    """By their times: a slow floor makes a trial's own ratio too good."""
+
     def record(place: int, ratio: float, floor_us: float, **more: Any) -> Record:
-        result = Result("ok", 1.0, floor_us, ratio, **more)
+        result = Result("ok", ratio * floor_us, floor_us, ratio, **more)
         return Record(SOUND[place], "", result, "tpe", 0.0)
 
-    slow = record(0, 1.2, 46.0)
+    slow = record(0, 1.05, 46.0)
     flagged = record(1, 1.1, 40.0, noisy=True)
     fine = record(2, 1.3, 40.0)
     refuted = replace(flagged, result=replace(flagged.result, outcome="nondeterministic"))
