@@ -9,9 +9,10 @@ from typing import Any
 from generator.errors import NormforgeError
 from generator.problem import Problem
 from generator.report.explain import Explanation, KnobCost, Timed, Verdict
-from generator.report.text import columns, number
+from generator.report.text import number
 from generator.runtime.api import Package
 from generator.runtime.table import TABLE
+from generator.text_table import columns
 
 _SHOWN = 20
 """Knob values that are shown, those that change the time most first."""

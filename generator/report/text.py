@@ -14,7 +14,7 @@ from generator.report.summary import (
 )
 from generator.studies.reader import Study
 from generator.studies.records import PLAIN_FLOOR
-from generator.text_table import columns as columns
+from generator.text_table import columns
 
 _SHORT = 3
 """Letters of a strategy in the map of winners, which then fits a terminal."""

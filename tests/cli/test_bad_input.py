@@ -291,6 +291,7 @@ def test_an_error_that_no_write_has_is_not_taken_for_one(monkeypatch: pytest.Mon
         ([(4096.5, 4096, "bf16")], "a shape is a tuple"),
         ([(4096, 4096, "float64")], "dtype must be one of bf16, fp16, fp32, got float64"),
         ([(4096, 4096, torch.int8)], "dtype must be one of"),
+        ([(4096, 4096, 5)], "dtype must be one of bf16, fp16, fp32, got 5"),
         ([(-1, 4096, "bf16")], "M must be at least 0"),
         ([(4096, 0, "bf16")], "N at least 1"),
     ],

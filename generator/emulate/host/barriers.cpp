@@ -85,10 +85,6 @@ void meet(Wait::Kind kind, int line, unsigned object) {
   if (!m.rng.chance(m.policy.break_percent)) warp.turn |= others;
 }
 
-}  // namespace
-
-namespace {
-
 // Whether the thread is the last one to come to a barrier. The others return when it has come.
 bool last_at(Barrier& barrier, std::size_t threads, Wait::Kind kind, unsigned id, int line) {
   if (barrier.arrived == 0)

@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..serve.call import QuickCall
 from ..serve.checks import check_dx_out, check_options
-from ..serve.options import Arguments, Backward, FormulaOptions, Options
+from ..serve.options import Arguments, Backward, FormulaOptions, Options, dw_shape
 from ..serve.reference import Results, wide_dtype
 from ..torch_internals import is_plain, nothing_like, watched
 from .gradients import (
@@ -158,13 +158,23 @@ class NormOperators:
         return tuple(nothing_like(x) if result is None else result for result in (dx, dw, other))
 
     @staticmethod
-    def _fake_backward(*given: Any) -> tuple[torch.Tensor, ...]:
-        _, x, _, weight, dresidual, dw_dtype, _, need_dx, need_dw, *mean = given
+    def _fake_backward(
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        rstd: torch.Tensor,
+        weight: torch.Tensor | None,
+        dresidual: torch.Tensor | None,
+        dw_dtype: torch.dtype | None,
+        weight_offset: float,
+        need_dx: bool,
+        need_dw: bool,
+        mean: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
         dx, dw, third = (x.new_empty(0) for _ in range(3))
         if need_dx:
             dx = x.new_empty(x.shape)
         if need_dw and weight is not None:
-            shape = (2, *weight.shape) if mean else weight.shape
+            shape = dw_shape(Arguments(dy, x, rstd, weight, mean=mean))
             dw = weight.new_empty(shape, dtype=dw_dtype or weight.dtype)
         if dresidual is not None and dresidual.dtype != x.dtype:
             third = dresidual.new_empty(x.shape)
