@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+__version__ = "0.1.0"
+
 __all__ = [
     "PROVENANCE",
     "RMSNorm",

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -43,12 +42,9 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def program_version() -> str:
-    try:
-        return version("normforge")
-    except PackageNotFoundError:  # a checkout that was not installed
-        project = (REPOSITORY / "pyproject.toml").read_text()
-        found = re.search(r'^version = "(.+)"$', project, re.MULTILINE)
-        return found[1] if found else "unknown"
+    """Read, not imported: the import takes seconds, because it needs PyTorch."""
+    source = (REPOSITORY / "normforge" / "__init__.py").read_text()
+    return re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)[0]
 
 
 def add_operation(parser: argparse._ActionsContainer) -> None:

@@ -230,7 +230,7 @@ def test_wheel_carries_the_packages(wheel_sources: Path, tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (wheel,) = wheel_sources.glob("*.whl")
-    assert wheel.name.endswith("-py3-none-any.whl")
+    assert wheel.name == f"normforge-{normforge.__version__}-py3-none-any.whl"
     with ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(tmp_path / "site")
