@@ -116,8 +116,12 @@ def noisy_trials() -> str:
     return f"Of the {trials:,} trials of `generated/h200`, {noisy} stayed noisy."
 
 
-def tuned_ratios(operation: str, gpu: str = "h200") -> dict[tuple[int, int, str], float]:
-    """Times over the floor in the finals of a GPU's winners, without options, by M, N, dtype."""
+Shapes = dict[tuple[int, int, str], float]
+"""By M, N and dtype."""
+
+
+def tuned_ratios(operation: str, gpu: str) -> Shapes:
+    """Times over the floor in the finals of a GPU's winners, without options."""
     tuned = generated(gpu, operation, "table.json")["tuned"]
     return {
         (entry["M"], entry["N"], entry["dtype"]): facts["ratio"]
@@ -127,42 +131,54 @@ def tuned_ratios(operation: str, gpu: str = "h200") -> dict[tuple[int, int, str]
     }
 
 
+def ratios_of_invariance(gpu: str) -> tuple[Shapes, Shapes]:
+    """Of batch-invariant winners: times over those of the winners without that promise, and over
+    the floor."""
+    free, ours = (
+        tuned_ratios(operation, gpu)
+        for operation in ("rmsnorm_backward", "rmsnorm_invariant_backward")
+    )
+    return {shape: ours[shape] / free[shape] for shape in ours if shape in free}, ours
+
+
 def overhead_of_invariance() -> str:
-    """Batch-invariant winners over the winners without that promise."""
-    free, ours = tuned_ratios("rmsnorm_backward"), tuned_ratios("rmsnorm_invariant_backward")
-    price = {shape: ours[shape] / free[shape] for shape in ours if shape in free}
-    batches = sorted({M for M, _, _ in price})
-    widths = sorted({(dtype, N) for _, N, dtype in price})
+    """What batch invariance costs at each shape on the H200."""
+    overhead, ours = ratios_of_invariance("h200")
+    batches = sorted({M for M, _, _ in overhead})
+    widths = sorted({(dtype, N) for _, N, dtype in overhead})
 
     def cell(M: int, N: int, dtype: str) -> str:
         shape = (M, N, dtype)
-        return f"{price[shape]:.2f} ({ours[shape]:.2f})" if shape in price else ""
+        return f"{overhead[shape]:.2f} ({ours[shape]:.2f})" if shape in overhead else ""
 
     rows = [(f"{N}, {dtype}", *(cell(M, N, dtype) for M in batches)) for dtype, N in widths]
-    mean, floor = (geometric_mean([each[s] for s in price]) for each in (price, ours))
-    header = ("N, dtype", *(f"M = {M}" for M in batches))
-    return (
-        table(header, rows) + f"\n\nOver {len(price)} shapes, the geometric mean is {mean:.2f} and"
-        f" the largest {max(price.values()):.2f}. The mean over\nthe floor is {floor:.2f}."
-    )
+    return table(("N, dtype", *(f"M = {M}" for M in batches)), rows)
+
+
+def overhead_of_invariance_in_short() -> str:
+    """What batch invariance costs on each GPU."""
+    rows = []
+    for gpu in ("h200", "h100"):
+        overhead, ours = ratios_of_invariance(gpu)
+        means = (geometric_mean([each[s] for s in overhead]) for each in (overhead, ours))
+        mean, floor = (f"{found:.2f}" for found in means)
+        rows.append((gpu.upper(), str(len(overhead)), mean, f"{max(overhead.values()):.2f}", floor))
+    header = ("GPU", "shapes", "time / usual winner's (geometric mean)", "largest", "time / floor")
+    return table(header, rows)
 
 
 def invariance_cases() -> str:
-    """Random batches whose bits were compared, on two GPUs, by the same package."""
-
-    def said(rows: list[Any]) -> str:
-        cases = [row["cases"] for row in rows]
-        differing = sum(row["differing"] for row in rows)
-        return (
-            f"{sum(cases):,} random batches of {len(cases)} widths, at least {min(cases):,} of"
-            f" each, {differing} with a\ndiffering bit"
+    """Random batches whose bits were compared, by the package of each GPU."""
+    rows = []
+    for gpu in ("h200", "h100"):
+        found = read(f"batch_invariance_{gpu}")["rows"]
+        cases = [row["cases"] for row in found]
+        differing = sum(row["differing"] for row in found)
+        rows.append(
+            (gpu.upper(), str(len(cases)), f"{sum(cases):,}", f"{min(cases):,}", str(differing))
         )
-
-    h200, h100 = (read(f"batch_invariance_{gpu}")["rows"] for gpu in ("h200", "h100"))
-    return (
-        f"The H200's package on an H200: {said(h200)}; on an H100: {said(h100)}. Each batch ran on"
-        " a random number of SMs."
-    )
+    header = ("GPU", "widths and dtypes", "random batches", "fewest of one", "with a differing bit")
+    return table(header, rows)
 
 
 def stress() -> str:
@@ -195,5 +211,6 @@ METHOD_BLOCKS: dict[str, Callable[[], str]] = {
     "bit_exact_layernorm": partial(bit_exact, "bit_exact_layernorm_h200"),
     "noisy_trials": noisy_trials,
     "overhead_of_invariance": overhead_of_invariance,
+    "overhead_of_invariance_in_short": overhead_of_invariance_in_short,
     "invariance_cases": invariance_cases,
 }

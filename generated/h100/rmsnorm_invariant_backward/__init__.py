@@ -1,0 +1,45 @@
+"""RMSNorm for NVIDIA H100 SXM5 80GB HBM3. Written by Normforge; tune again instead of editing."""
+
+from pathlib import Path
+
+from .runtime.frontends.batch_invariant import BatchInvariantPackage
+
+_package = BatchInvariantPackage(Path(__file__).resolve().parent)
+
+PROVENANCE = _package.provenance
+explain = _package.explain
+graph_pass = _package.graph_pass
+inductor_backend = _package.inductor_backend
+install = _package.install
+installed = _package.installed
+operators = _package.operators
+patch = _package.patch
+rms_norm = _package.rms_norm
+rmsnorm_backward = _package.rmsnorm_backward
+rmsnorm_forward = _package.rmsnorm_forward
+set_sm_margin = _package.set_sm_margin
+uninstall = _package.uninstall
+unpatch = _package.unpatch
+warmup = _package.warmup
+
+RMSNorm = _package.RMSNorm
+RMSNorm.__module__ = __name__  # where pickle finds it
+
+__all__ = [
+    "PROVENANCE",
+    "RMSNorm",
+    "explain",
+    "graph_pass",
+    "inductor_backend",
+    "install",
+    "installed",
+    "operators",
+    "patch",
+    "rms_norm",
+    "rmsnorm_backward",
+    "rmsnorm_forward",
+    "set_sm_margin",
+    "uninstall",
+    "unpatch",
+    "warmup",
+]

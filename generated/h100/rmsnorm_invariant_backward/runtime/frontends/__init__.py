@@ -1,0 +1,1 @@
+"""How PyTorch programs reach the kernels: functions, modules, operators, graphs."""

@@ -1,0 +1,78 @@
+"""How DTensor may split the operators of a package."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from .operators import Operators
+
+_registered: set[str] = set()
+
+
+def register_sharding(operators: Operators) -> None:
+    """Tell DTensor how to run the operators on shards; nothing before DTensor has been imported.
+
+    Rows may be split over any dimension but the last: every rank computes its own, the weight is
+    on all of them, and dw is a partial sum that DTensor reduces. A weight per head may be split
+    with the heads. Anything else is gathered first.
+    """
+    if operators.namespace in _registered or "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor.experimental import register_sharding as register
+
+    _registered.add(operators.namespace)
+    register(operators.rms_norm)(_norm)
+    register(operators.add_rms_norm)(_norm)
+    register(operators.rms_norm_backward)(_rms_norm_backward)
+
+
+def _row_splits(x: Any, weight: Any) -> list[tuple[Any, Any, Any]]:
+    """Placements of a tensor of rows, of the weight, and of dw."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    splits: list[tuple[Any, Any, Any]] = [(Replicate(), Replicate(), Replicate())]
+    heads = x.ndim - 2
+    per_head = weight is not None and weight.ndim == 2
+    for dim in range(x.ndim - 1):
+        if per_head and dim == heads:
+            splits.append((Shard(dim), Shard(0), Shard(0)))
+        else:
+            splits.append((Shard(dim), Replicate(), Partial("sum")))
+    return splits
+
+
+def _dtype(given: Any) -> Any:
+    """Of a tensor, or of what DTensor knows about one."""
+    return getattr(given, "tensor_meta", given).dtype
+
+
+def _norm(x: Any, *others: Any) -> list[Any]:
+    *residual, weight, _, _ = others
+    return [
+        (
+            [rows] * (2 + len(residual)),
+            [*[rows] * (1 + len(residual)), None if weight is None else scale, None, None],
+        )
+        for rows, scale, _ in _row_splits(x, weight)
+    ]
+
+
+def _rms_norm_backward(*given: Any) -> list[Any]:
+    _, x, _, weight, dresidual, _, _, need_dx, need_dw = given
+    whole = _row_splits(x, weight)[0][0]
+    return [
+        (
+            # What is not wanted is an empty tensor.
+            [
+                rows if need_dx else whole,
+                summed if need_dw and weight is not None else whole,
+                rows if dresidual is not None and _dtype(dresidual) != _dtype(x) else whole,
+            ],
+            [
+                *(rows, rows, rows, None if weight is None else scale),
+                *(None if dresidual is None else rows, None, None, None, None),
+            ],
+        )
+        for rows, scale, summed in _row_splits(x, weight)
+    ]

@@ -1,0 +1,215 @@
+"""`install()`: serve existing models without changing their code.
+
+While installed, a package serves one of PyTorch's CUDA operators. For RMSNorm that is
+`aten::_fused_rms_norm_backward`, which torch.nn.RMSNorm and torch.nn.functional.rms_norm call in
+their backward. Calls without a kernel in the package go to the kernel that was registered before.
+torch.compile decomposes the operator before it gets here; graph_pass.py serves that case. After
+`use_native()` a kernel in C++ comes first.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+Serve = Callable[..., "tuple[torch.Tensor | None, ...] | None"]
+"""Takes dy, x, rstd, weight and perhaps more; None for what it does not serve."""
+Take = Callable[[Callable[..., Any]], Any]
+"""Puts a kernel in C++ before one in Python. It stays until what this gives is freed."""
+
+
+class Routed(NamedTuple):
+    """An operator of PyTorch that is routed. mark: where PyTorch says that it is, a name for each
+    operator; instead: what there is for a PyTorch that has no such operator; make: makes its kernel
+    of `quick`, `route` and `leave`, which takes the operator's arguments to PyTorch's kernel."""
+
+    operator: str
+    mark: str
+    instead: str
+    make: Callable[[Serve, Serve, Callable[..., Any]], Callable[..., Any]]
+
+
+def _rms_norm_backward(quick: Serve, route: Serve, leave: Callable[..., Any]) -> Callable[..., Any]:
+    both = [True, True]
+
+    def routed(
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        normalized_shape: list[int],
+        rstd: torch.Tensor,
+        weight: torch.Tensor | None,
+        output_mask: list[bool],
+    ) -> Any:
+        if len(normalized_shape) == 1 and len(output_mask) == 2:
+            if output_mask == both and weight is not None:
+                results = quick(dy, x, rstd, weight)
+                if results is not None:
+                    return results
+            results = route(dy, x, rstd, weight, *output_mask)
+            if results is not None:
+                return results
+        return leave(dy, x, normalized_shape, rstd, weight, output_mask)
+
+    return routed
+
+
+RMS_NORM = Routed(
+    "_fused_rms_norm_backward",
+    "_normforge_installed",
+    "rms_norm or RMSNorm",
+    _rms_norm_backward,
+)
+
+
+class Installation:
+    """The routing of one package. Thread-safe; nothing happens before `install`.
+
+    quick: serves plain calls that came before. route: serves what there is a kernel for; takes
+    need_dx and need_dw as well, and perhaps the mean. package: says whose it is; a package
+    that is loaded again takes the place of its former self. routed: the operator.
+    """
+
+    def __init__(
+        self,
+        quick: Serve,
+        route: Serve,
+        device: str = "CUDA",
+        package: object = None,
+        routed: Routed = RMS_NORM,
+    ) -> None:
+        self._quick, self._route, self._device, self._routed = quick, route, device, routed
+        self.package = self if package is None else package
+        self._lock = threading.RLock()
+        self._library: torch.library.Library | None = None
+        self._kernel: Any = None
+        self._take: Take | None = None
+        self._native: Any = None
+        self._wanted = False
+        self._blocks = 0
+
+    def install(self) -> None:
+        """Route PyTorch's backward to this package from now on. A second call does nothing.
+
+        Raises RuntimeError if this PyTorch has no such operator, or if another package
+        is installed.
+        """
+        with self._lock:
+            self._wanted = True
+            self._apply()
+
+    def uninstall(self) -> None:
+        """Restore PyTorch's kernel, as soon as no `installed()` block is open."""
+        with self._lock:
+            self._wanted = False
+            self._end_predecessor()
+            self._apply()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Route inside a `with` block, for all threads. Blocks can be nested. A backward that is
+        under way in another thread when the block ends is finished by this package."""
+        with self._lock:
+            self._blocks += 1
+            try:
+                self._apply()
+            except BaseException:
+                self._blocks -= 1
+                raise
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._blocks -= 1
+                self._apply()
+
+    def use_native(self, take: Take) -> None:
+        """Serve in C++ what can be, whenever this is installed."""
+        with self._lock:
+            self._take = take
+            if self._library is not None:
+                self._put_native_first()
+
+    def _put_native_first(self) -> None:
+        take, kernel = self._take, self._kernel
+        if take is not None:
+            with _registering(self._routed, self._device, kernel):
+                self._native = take(kernel)
+
+    def _apply(self) -> None:
+        wanted = self._wanted or self._blocks > 0
+        if wanted and self._library is None:
+            self._end_predecessor()
+            try:
+                found = _override(self._routed, self._quick, self._route, self._device)
+                self._library, self._kernel = found
+            except BaseException:
+                self._wanted = False
+                raise
+            setattr(torch.library, self._routed.mark, self)
+            self._put_native_first()
+        elif not wanted:
+            self.end()
+
+    def end(self) -> None:
+        """Restore PyTorch's kernel at once and permanently."""
+        self._wanted = False
+        if self._library is not None:
+            self._native = None
+            self._library._destroy()
+            self._library = None
+            delattr(torch.library, self._routed.mark)
+
+    def _end_predecessor(self) -> None:
+        """End the routing of this package from before it was loaded again."""
+        other = getattr(torch.library, self._routed.mark, None)
+        if other is not None and other is not self and other.package == self.package:
+            other.end()
+
+
+_KEPT: deque[Any] = deque(maxlen=1000)
+"""The last kernels and their functions in Python, also after `uninstall`: PyTorch would free one
+while a thread that has found it waits for the interpreter. Each takes two kilobytes."""
+
+
+@contextmanager
+def _registering(routed: Routed, device: str, kernel: Callable[..., Any]) -> Iterator[None]:
+    """Around the registration of this kernel, or of one in C++ that calls it."""
+    with warnings.catch_warnings():
+        # PyTorch says that a kernel of its own is overridden, which is the purpose.
+        warnings.simplefilter("ignore")
+        yield
+    _KEPT.append((torch.library.get_kernel(f"aten::{routed.operator}", device), kernel))
+
+
+def _override(
+    routed: Routed, quick: Serve, route: Serve, device: str
+) -> tuple[torch.library.Library, Callable[..., Any]]:
+    """What keeps a kernel in the place of PyTorch's, and its function."""
+    name = f"aten::{routed.operator}"
+    if not hasattr(torch.ops.aten, routed.operator):
+        raise RuntimeError(f"PyTorch {torch.__version__} has no {name}: use {routed.instead}")
+    # On PyTorch, because packages carry copies of this file. Each would take the other's kernel for
+    # PyTorch's own and call it after it is gone.
+    if hasattr(torch.library, routed.mark):
+        raise RuntimeError("another package of Normforge is installed: uninstall it first")
+    try:
+        original = torch.library.get_kernel(name, device)
+    except RuntimeError:  # PyTorch was built without this device, and there are no tensors on it
+        original = None
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
+
+    def leave(*given: Any) -> Any:
+        if original is None:
+            raise RuntimeError(f"PyTorch has no {name} for {device} to fall back to")
+        return original.call_boxed(keys, *given)
+
+    library, kernel = torch.library.Library("aten", "IMPL"), routed.make(quick, route, leave)
+    with _registering(routed, device, kernel):
+        library.impl(routed.operator, kernel, device, allow_override=True)
+    return library, kernel

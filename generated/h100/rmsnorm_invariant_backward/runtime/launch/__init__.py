@@ -1,0 +1,1 @@
+"""From a cubin to a launch: driver, arguments, workspace."""

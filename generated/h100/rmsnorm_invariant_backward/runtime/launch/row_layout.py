@@ -1,0 +1,72 @@
+"""Where the rows of a tensor are, and copies whose rows a kernel can read."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from ..table import MAX_ALIGNMENT
+from .launch import gap_factor
+
+
+class RowLayout(NamedTuple):
+    """How the rows of a tensor lie: at `stride` elements from each other, or `inner` of them at
+    `stride` and then a step of `outer` elements (the heads of a packed tensor). inner is 0 for one
+    stride."""
+
+    stride: int
+    inner: int = 0
+    outer: int = 0
+
+    def in_steps_of(self, inner: int) -> RowLayout | None:
+        """The same rows with another `inner`; None where that is another order of rows."""
+        if inner == self.inner or inner == 0:
+            return self if inner == self.inner else None
+        return None if self.inner else RowLayout(self.stride, inner, inner * self.stride)
+
+
+def row_layout(tensor: torch.Tensor) -> RowLayout | None:
+    """Where the rows of (..., N) are, when each is contiguous in itself and two strides describe
+    them; None when that takes a copy. Stride 0 for one row repeated by `expand`."""
+    N = tensor.shape[-1]
+    if N > 1 and tensor.stride(-1) != 1:
+        return None
+    groups: list[tuple[int, int]] = []  # size and stride, outermost first
+    for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if groups and groups[-1][1] == stride * size:
+            groups[-1] = (groups[-1][0] * size, stride)
+        else:
+            groups.append((size, stride))
+    if not groups:
+        return RowLayout(N)
+    if len(groups) == 1:
+        return RowLayout(groups[0][1])
+    if len(groups) == 2 and gap_factor(prod(size for size, _ in groups), groups[1][0]):
+        (_, outer), (inner, stride) = groups
+        return RowLayout(stride, inner, outer)
+    return None
+
+
+def power_of_two(number: int, most: int) -> int:
+    """The largest power of two that divides `number`, up to `most` (itself a power of two)."""
+    return (number | most) & -(number | most)
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose rows kernels can read, at an aligned address: of one row where all are the same
+    one, else of all."""
+    tensor = tensor.detach()
+    if tensor.dim() > 1 and not any(
+        stride for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False) if size > 1
+    ):
+        return _aligned(tensor[(0,) * (tensor.dim() - 1)]).expand(tensor.shape)
+    return _aligned(tensor)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    made = tensor.contiguous()
+    return made.clone() if made.data_ptr() % MAX_ALIGNMENT else made

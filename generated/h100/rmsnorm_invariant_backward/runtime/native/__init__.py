@@ -1,0 +1,1 @@
+"""The launch path in C++, built on request."""

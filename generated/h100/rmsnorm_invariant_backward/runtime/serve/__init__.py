@@ -1,0 +1,1 @@
+"""From the arguments of a call to what serves it."""

@@ -1,0 +1,181 @@
+"""The checks of the arguments of the backward and of the forward, and of the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..table import runs_on
+from .options import DTYPES, Arguments, Options, dw_shape
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_arguments(given: Arguments, options: Options) -> None:
+    """Raise TypeError or ValueError, with one sentence, for arguments that do not fit together."""
+    dy, x, rstd, weight = given.dy, given.x, given.rstd, given.weight
+    if x.dtype not in FLOATS:
+        raise TypeError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
+    if dy.dtype != x.dtype:
+        raise TypeError(f"dy must have x's dtype {x.dtype}, got {dy.dtype}")
+    if rstd.dtype not in (torch.float32, x.dtype if x.dtype == torch.float64 else torch.float32):
+        raise TypeError(f"rstd must be float32 as the forward saves it, got {rstd.dtype}")
+    for name, tensor in vars(given).items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must be (..., N) with N >= 1, got shape {tuple(x.shape)}")
+    N = x.shape[-1]
+    if dy.shape != x.shape:
+        raise ValueError(f"dy must have x's shape {tuple(x.shape)}, got {tuple(dy.shape)}")
+    _check_weight(x, weight, heads=given.mean is None)
+    if rstd.numel() * N != x.numel():
+        raise ValueError(
+            f"rstd must have one value for each of the {x.numel() // N} rows of x, "
+            f"got {rstd.numel()}"
+        )
+    mean = given.mean
+    if mean is not None and (mean.dtype, mean.numel()) != (rstd.dtype, rstd.numel()):
+        raise ValueError(
+            f"mean must be like rstd ({rstd.numel()} of {rstd.dtype}), "
+            f"got {mean.numel()} of {mean.dtype}"
+        )
+    check_options(given, options)
+
+
+def _check_weight(
+    x: torch.Tensor, weight: torch.Tensor | None, heads: bool = True, name: str = "weight"
+) -> None:
+    if weight is None:
+        return
+    if weight.dtype not in (x.dtype, torch.float32):
+        raise TypeError(f"{name} must have x's dtype {x.dtype} or float32, got {weight.dtype}")
+    if weight.shape != x.shape[-1:] and not (heads and weight.shape == x.shape[-2:]):
+        other = f" or {tuple(x.shape[-2:])}" if heads and x.dim() > 1 else ""
+        raise ValueError(
+            f"{name} must have shape ({x.shape[-1]},){other}, got {tuple(weight.shape)} beside x "
+            f"of shape {tuple(x.shape)}"
+        )
+
+
+def check_options(given: Arguments, options: Options) -> None:
+    """Raise TypeError or ValueError, with one sentence, for options that do not fit."""
+    x, weight, dresidual, dw_out = given.x, given.weight, given.dresidual, given.dw_out
+    if dresidual is not None:
+        if not options.need_dx:
+            raise ValueError("dresidual is added to dx: need_dx must be True")
+        if dresidual.shape != x.shape:
+            raise ValueError(
+                f"dresidual must have x's shape {tuple(x.shape)}, got {tuple(dresidual.shape)}"
+            )
+        if dresidual.dtype not in FLOATS:
+            raise TypeError(f"dresidual must be of a floating dtype, got {dresidual.dtype}")
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    kinds = (wide,) if weight is None else (weight.dtype, wide)
+    if options.dw_dtype not in (None, *kinds):
+        raise TypeError(f"dw_dtype must be the weight's or {wide}, got {options.dw_dtype}")
+    if dw_out is None:
+        if options.accumulate:
+            raise ValueError("accumulate=True adds to dw_out: give the tensor to add to")
+        return
+    if weight is None or not options.need_dw:
+        raise ValueError("dw_out is given, but dw is not computed: it needs a weight and need_dw")
+    shape = dw_shape(given)
+    if dw_out.shape != shape:
+        whose = "the weight's shape" if given.mean is None else "shape"
+        raise ValueError(f"dw_out must have {whose} {shape}, got {tuple(dw_out.shape)}")
+    if dw_out.dtype not in kinds or options.dw_dtype not in (None, dw_out.dtype):
+        raise TypeError(f"dw_out must have the weight's dtype or {wide}, got {dw_out.dtype}")
+
+
+def check_dx_out(given: Arguments, options: Options) -> None:
+    """Raise TypeError or ValueError, with one sentence, for a dx_out that does not fit."""
+    x, dx_out = given.x, given.dx_out
+    assert dx_out is not None
+    if not options.need_dx:
+        raise ValueError("dx_out is given, but dx is not computed: need_dx must be True")
+    if dx_out.dtype != x.dtype:
+        raise TypeError(f"dx_out must have x's dtype {x.dtype}, got {dx_out.dtype}")
+    if dx_out.shape != x.shape:
+        raise ValueError(f"dx_out must have x's shape {tuple(x.shape)}, got {tuple(dx_out.shape)}")
+    if not dx_out.is_contiguous():
+        raise ValueError(f"dx_out must be contiguous, got strides {dx_out.stride()}")
+
+
+def check_overlap(given: Arguments) -> None:
+    """Raise ValueError, with one sentence, if dx_out overlaps another tensor and is not dy. Every
+    call asks: no address is part of a signature. A tensor with gaps counts as if it had none."""
+    dx_out = given.dx_out
+    assert dx_out is not None
+    if dx_out.device.type == "meta":
+        return
+    first, end = _span(dx_out)
+    for name, tensor in vars(given).items():
+        if tensor is None or name == "dx_out":
+            continue
+        start, behind = _span(tensor)
+        if behind <= first or end <= start:
+            continue
+        if name != "dy":
+            raise ValueError(f"dx_out overlaps {name}, which must keep its numbers")
+        if start != first or not tensor.is_contiguous() or tensor.shape != dx_out.shape:
+            raise ValueError("dx_out overlaps dy but is not dy: give dy itself, or other memory")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of its first byte and of the one behind its last."""
+    first = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return first, first
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return first, first + (last + 1) * tensor.element_size()
+
+
+def check_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    *,
+    bias: torch.Tensor | None = None,
+    heads: bool = True,
+) -> None:
+    """Raise TypeError or ValueError, with one sentence, for arguments that do not fit together.
+    heads: whether there may be a weight for each head."""
+    if x.dtype not in FLOATS:
+        raise TypeError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must be (..., N) with N >= 1, got shape {tuple(x.shape)}")
+    for name, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}")
+    _check_weight(x, weight, heads)
+    _check_weight(x, bias, heads=False, name="bias")
+    if residual is not None:
+        if residual.dtype not in FLOATS or (residual.dtype == torch.float64) != (
+            x.dtype == torch.float64
+        ):
+            raise TypeError(f"residual must be a float like x ({x.dtype}), got {residual.dtype}")
+        if residual.shape != x.shape:
+            raise ValueError(
+                f"residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}"
+            )
+
+
+def foreign_device(target: dict[str, Any], device: int) -> str:
+    """Why the kernels of a table's target do not run on a CUDA device, "" when they do."""
+    properties = torch.cuda.get_device_properties(device)
+    if runs_on(target["arch"], (properties.major, properties.minor)):
+        return ""
+    made_for = f"these kernels are for {target['title']} ({target['arch']})"
+    return f"{made_for} and do not run on {properties.name}"
+
+
+def dtype_name(dtype: str | torch.dtype) -> str:
+    """bf16, fp16 or fp32, also of "bfloat16" and so on. Raises ValueError for any other dtype."""
+    kind: Any = getattr(torch, str(dtype).removeprefix("torch."), None)
+    name = DTYPES.get(kind, str(dtype))
+    if name not in DTYPES.values():
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES.values())}, got {dtype}")
+    return name

@@ -1,0 +1,67 @@
+"""Where the rows of a call's tensors are, and which of them are copied for a kernel."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..launch.row_layout import RowLayout, dense, row_layout
+from ..table import MAX_ALIGNMENT
+from .options import Arguments
+
+
+class Layout(NamedTuple):
+    """What `KernelCall` needs to know about the arguments of a signature.
+
+    copy: which of dy, x, rstd, weight, dresidual and mean have to be made dense first.
+    """
+
+    rows: int
+    columns: int
+    x: RowLayout
+    dy: RowLayout
+    dresidual_stride: int
+    copy: tuple[bool, ...]
+
+
+def read_layout(given: Arguments) -> tuple[Layout, int]:
+    """The layout of CUDA arguments, and a number that every power of two divides which divides all
+    addresses and steps between rows of x and dy (those of a copy, where one is made)."""
+    x, dy, dresidual = given.x, given.dy, given.dresidual
+    N = x.shape[-1]
+    places = N * x.element_size()
+    x_rows, dy_rows = row_layout(x), row_layout(dy)
+    copy_x, copy_dy = x_rows is None, dy_rows is None
+    x_rows = x_rows or row_layout(dense(x)) or RowLayout(N)
+    dy_rows = dy_rows or row_layout(dense(dy)) or RowLayout(N)
+    inner = x_rows.inner or dy_rows.inner
+    if x_rows.in_steps_of(inner) is None or dy_rows.in_steps_of(inner) is None:
+        # Two ways to step through the rows; a dense tensor goes along with any.
+        copy_dy, dy_rows = True, RowLayout(N)
+    x_rows, dy_rows = (rows.in_steps_of(inner) or rows for rows in (x_rows, dy_rows))
+    for tensor, rows, copied in ((x, x_rows, copy_x), (dy, dy_rows, copy_dy)):
+        places |= (rows.stride | rows.outer) * x.element_size()
+        places |= 0 if copied else tensor.data_ptr()
+    stride, copy_dresidual = N, False
+    if dresidual is not None:
+        found = row_layout(dresidual)
+        size = dresidual.element_size()
+        if (
+            found is None
+            or found.inner
+            or (dresidual.data_ptr() | found.stride * size) % MAX_ALIGNMENT
+        ):
+            copy_dresidual, found = True, row_layout(dense(dresidual))
+        stride = N if found is None else found.stride
+    copies = (
+        *(copy_dy, copy_x),
+        *(_has_gaps(given.rstd), _has_gaps(given.weight)),
+        *(copy_dresidual, _has_gaps(given.mean)),
+    )
+    layout = Layout(x.numel() // N, N, x_rows, dy_rows, stride, copies)
+    return layout, places
+
+
+def _has_gaps(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and not tensor.is_contiguous()

@@ -1,0 +1,235 @@
+"""From a kernel's fixed facts and a number of rows to the numbers of one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import isqrt
+from typing import ClassVar
+
+MAIN_KERNEL = "rmsnorm_backward"
+SUM_KERNEL = "sum_partials"
+"""The `extern "C"` names in a cubin of RMSNorm's backward; the first is the operation's in others,
+and the second exists for the strategy `separate` only."""
+FORWARD_KERNELS = ("rmsnorm_forward", "rmsnorm_forward_residual")
+"""The `extern "C"` names in every forward cubin: without and with a residual."""
+
+CHUNK_ROWS = 4096
+"""Rows of a chunk of a batch-invariant kernel, whose chunks are added one after another: a batch
+may be divided at multiples of it into calls that add to one dw without a change of its bits."""
+
+_MOST_ROWS_IN_RUNS = 1 << 31
+"""Batch-invariant kernels number rows in 32 bits."""
+_MOST_ROUNDS_OF_RUNS = 4
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, unit: int) -> int:
+    return ceil_div(a, unit) * unit
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """The facts of one compiled variant that its launches need.
+
+    N: row length, or with exact False the longest one served, and `least` the shortest. threads,
+    sum_threads: CTA sizes of the main and the second kernel. columns: sums over rows of one CTA,
+    one or more for every column. partial_stride: floats from one partial row of dw to the next.
+    rows_in_flight: rows of a batch, which the threads of a team work on at once; rows_per_cta:
+    teams of a CTA. sms: multiprocessors the grid counts on; it is a constant of the module, so that
+    the order of every sum is one too. vector_bytes: alignment that pointers and row strides need.
+    offset: adds a number to the weight; residual: dtype of the residual's gradient that it adds to
+    dx, "" for none. operation: also the name of the main kernel. run_rows, group_rows: of a
+    batch-invariant kernel, else 0: rows that a CTA adds up at once, and rows whose runs are added
+    one after another. leaves: the sums that its CTAs leave in the workspace: of `groups`, with runs
+    for the chunk that is not full; of `runs`, unless they are very many; or of `both`, groups while
+    they fill rounds of all CTAs and runs behind them.
+    """
+
+    name: str
+    N: int
+    exact: bool
+    dtype: str
+    weight_dtype: str
+    strategy: str
+    determinism: str
+    threads: int
+    sum_threads: int
+    smem_bytes: int
+    vector_bytes: int
+    columns: int
+    partial_stride: int
+    slice_columns: int
+    rows_in_flight: int
+    rows_per_cta: int
+    cluster: int
+    dependent: bool
+    accumulates: bool
+    turns: bool
+    levels: int
+    ctas_per_sm: int
+    even_grid: bool
+    sms: int
+    offset: bool = False
+    residual: str = ""
+    least: int = 1
+    # Not in the repr: what is identified by it had no such field.
+    operation: str = field(default=MAIN_KERNEL, repr=False)
+    run_rows: int = field(default=0, repr=False)
+    group_rows: int = field(default=0, repr=False)
+    leaves: str = field(default="", repr=False)
+
+    @cached_property
+    def participants(self) -> int:
+        """Clusters of the largest grid (CTAs, without clusters), which are to run at once."""
+        return max(1, self.sms * self.ctas_per_sm // self.cluster)
+
+    @cached_property
+    def ledger_words(self) -> int:
+        """uint32 words of one rank's ledger: its two words, then a place for every slice that is
+        handed over; whole lines of 128 bytes."""
+        return round_up(2 + ceil_div(self.columns, self.slice_columns), 32)
+
+    def idle(self, M: int) -> float:
+        """Rows that the largest grid would work on in the time that it takes for M, by M."""
+        at_once = self.participants * self.rows_per_cta * self.rows_in_flight
+        return ceil_div(M, at_once) * at_once / M
+
+
+@dataclass(frozen=True)
+class ForwardSpec:
+    """The facts of one compiled forward that its launches need.
+
+    N: row length, or with exact False the longest one served. threads: of one CTA. rows_per_cta:
+    rows that a CTA works on at once, each by threads of its own; rows_in_flight: consecutive rows
+    that those threads work on together. vector_bytes: alignment that pointers and row strides need.
+    ctas_per_sm: CTAs for each of `sms` multiprocessors, which then walk over the rows; 0 for as
+    many CTAs as the rows need. Every forward takes an offset and a residual of x's dtype.
+    """
+
+    name: str
+    N: int
+    exact: bool
+    dtype: str
+    weight_dtype: str
+    threads: int
+    smem_bytes: int
+    vector_bytes: int
+    rows_per_cta: int
+    rows_in_flight: int
+    cluster: int
+    ctas_per_sm: int
+    sms: int
+    offset: ClassVar[bool] = False
+    residual: ClassVar[str] = ""
+    least: ClassVar[int] = 1
+
+    def grid(self, M: int) -> int:
+        """CTAs of a launch for M >= 1 rows."""
+        needed = ceil_div(M, self.rows_per_cta * self.rows_in_flight)
+        if self.ctas_per_sm:
+            needed = min(needed, max(1, self.sms * self.ctas_per_sm // self.cluster))
+        return needed * self.cluster
+
+    def idle(self, M: int) -> float:
+        """As of KernelSpec. The hardware hands rows to whichever SM is free."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The numbers of one launch.
+
+    grid: CTAs; participants: CTAs that contribute to one column of dw (grid / cluster);
+    group: participants in one group of a two-level strategy, or groups of rows of which the whole
+    sum is left in the workspace (KernelSpec.leaves); sum_grid: CTAs of the second kernel, 0 without
+    one; partials: sums in the workspace of each column; counters and zeroed: uint32 and fp32 words
+    that are zero before and after every call; scratch: fp32 words of any content.
+    """
+
+    grid: int
+    participants: int
+    group: int
+    sum_grid: int
+    counters: int
+    zeroed: int
+    scratch: int
+    partials: int
+
+    @cached_property
+    def zeroed_offset(self) -> int:
+        """Byte offset of the zeroed words: the counters come first, in whole 128-byte lines."""
+        return round_up(self.counters, 32) * 4
+
+    @cached_property
+    def scratch_offset(self) -> int:
+        return self.zeroed_offset + round_up(self.zeroed, 32) * 4
+
+    @cached_property
+    def workspace_bytes(self) -> int:
+        return self.scratch_offset + self.scratch * 4
+
+
+def plan_launch(spec: KernelSpec, M: int) -> Launch:
+    """The launch of `spec` for M >= 1 rows. The first team of every CTA has a batch: a CTA of
+    `mailbox` that arrives early does so when its first team begins its last one. Raises ValueError
+    for more rows than a batch-invariant kernel can count."""
+    if spec.run_rows:
+        if M >= _MOST_ROWS_IN_RUNS:
+            raise ValueError(
+                f"{M} rows: batch-invariant kernels take fewer than {_MOST_ROWS_IN_RUNS}; split "
+                f"the batch at a multiple of {CHUNK_ROWS}"
+            )
+        needed = _units(spec, M, _whole_groups(spec, M, 1) if spec.leaves == "groups" else 0)
+    else:
+        needed = ceil_div(M, spec.rows_in_flight * spec.rows_per_cta)
+    participants = min(spec.participants, needed)
+    if spec.even_grid:
+        participants = ceil_div(needed, ceil_div(needed, spec.participants))
+    group = participants if spec.levels == 1 else isqrt(participants - 1) + 1
+    groups = ceil_div(participants, group)
+    partials = participants
+    if spec.run_rows:
+        group = _whole_groups(spec, M, participants)
+        partials = _units(spec, M, group)
+    row = spec.partial_stride * spec.cluster
+    counters = zeroed = scratch = sum_grid = 0
+    if spec.accumulates:
+        counters, zeroed = spec.cluster, row  # arrivals; the sums themselves
+    elif spec.turns:
+        counters = 1 + groups + 1  # start tickets; turns in every group; turns of the groups
+        scratch = groups * row
+    elif spec.strategy == "last_cta":
+        counters = spec.cluster * (groups + 1)  # arrivals in every group; groups done
+        scratch = (participants + (groups if spec.levels == 2 else 0)) * row
+    elif spec.strategy == "column_slices":
+        counters = spec.cluster * spec.ledger_words
+        scratch = partials * row
+    elif spec.strategy == "mailbox":
+        counters, zeroed = spec.cluster * spec.ledger_words, participants * row
+    elif spec.strategy == "separate":
+        scratch = partials * row
+        sum_grid = ceil_div(spec.columns, spec.slice_columns) * spec.cluster
+    grid = participants * spec.cluster
+    return Launch(grid, participants, group, sum_grid, counters, zeroed, scratch, partials)
+
+
+def _whole_groups(spec: KernelSpec, M: int, participants: int) -> int:
+    """Groups of rows whose sum is left as a whole: those of so many first chunks."""
+    in_chunk = CHUNK_ROWS // spec.group_rows
+    groups = M // CHUNK_ROWS * in_chunk
+    rounds = groups // participants
+    if spec.leaves != "groups":
+        groups = rounds * participants // in_chunk * in_chunk
+    # The sums of too many runs would take more memory than they save time.
+    return 0 if spec.leaves == "runs" and rounds < _MOST_ROUNDS_OF_RUNS else groups
+
+
+def _units(spec: KernelSpec, M: int, whole: int) -> int:
+    """The sums of `whole` groups and of the runs behind them: `Units` in templates/runs.cuh."""
+    in_chunk = CHUNK_ROWS // spec.group_rows
+    slabs, rest = divmod(M - whole * spec.group_rows, in_chunk * spec.run_rows)
+    return whole + slabs * in_chunk + min(in_chunk, ceil_div(rest, spec.rows_per_cta))

@@ -1,0 +1,287 @@
+"""Which kernel serves a call: the two tables of a package and the rules for reading them.
+
+table.json is about the backward and forward.json about the forward; both have the same format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from math import log
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from .cubins import read_cubin
+from .spec import ForwardSpec, KernelSpec
+
+FORMAT = 4
+"""Version of both tables: a package and its own runtime always agree on it."""
+TABLE = "table.json"
+FORWARD_TABLE = "forward.json"
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of one element of each supported dtype."""
+_TARGET_FACTS = {"name", "title", "arch", "sms"}
+_DIGEST = re.compile(r'\A\{\n "digest": "[0-9a-f]{16}",\n')
+MAX_ALIGNMENT = 32
+"""Bytes: the widest vector of any kernel, and so the most that an address needs to be known for."""
+
+S = TypeVar("S", KernelSpec, ForwardSpec)
+
+
+@dataclass(frozen=True)
+class KernelOf(Generic[S]):
+    """A stored kernel.
+
+    file: its name among the cubins, and of kernels/<file>.cu where it was tuned. digest: the first
+    16 hex digits of the cubin's sha256. nvrtc: version of the compiler. config: what it was
+    rendered from, beside the spec.
+    """
+
+    file: str
+    digest: str
+    spec: S
+    nvrtc: str = ""
+    config: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def read_cubin(self, package: Path) -> bytes:
+        """The machine code. Raises RuntimeError when it is missing or damaged."""
+        return read_cubin(package, self.file, self.digest)
+
+
+@dataclass(frozen=True)
+class TunedOf(Generic[S]):
+    """The winner of one problem, and what is known about it. evidence: `measured` or `predicted`;
+    provenance: how it was chosen."""
+
+    M: int
+    N: int
+    dtype: str
+    weight_dtype: str
+    evidence: str
+    kernel: KernelOf[S]
+    provenance: dict[str, Any]
+
+    @property
+    def shape(self) -> str:
+        spec = self.kernel.spec
+        return shape_name(self.M, self.N, self.dtype, self.weight_dtype, spec.offset, spec.residual)
+
+
+@dataclass(frozen=True)
+class ChoiceOf(Generic[S]):
+    """What serves a call. how: `tuned`, `nearest`, `fallback` or `none`; reason: one sentence.
+    kernel is None for `none`; tuned is the table's entry for the first two."""
+
+    how: str
+    reason: str
+    kernel: KernelOf[S] | None = None
+    tuned: TunedOf[S] | None = None
+
+
+@dataclass(frozen=True)
+class TableOf(Generic[S]):
+    """The contents of a table. target: name, title, arch and sms; fallback: the kernels for what
+    was not tuned."""
+
+    target: dict[str, Any]
+    tuned: tuple[TunedOf[S], ...] = ()
+    fallback: tuple[KernelOf[S], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "target": self.target,
+            "tuned": [{**vars(entry), "kernel": _plain(entry.kernel)} for entry in self.tuned],
+            "fallback": [_plain(kernel) for kernel in self.fallback],
+        }
+
+    def kernels(self) -> Iterator[KernelOf[S]]:
+        """Every kernel, tuned ones first; one that serves several shapes repeats."""
+        yield from (entry.kernel for entry in self.tuned)
+        yield from self.fallback
+
+    def choose(
+        self,
+        M: int,
+        N: int,
+        dtype: str,
+        weight_dtype: str,
+        alignment: int = MAX_ALIGNMENT,
+        weight_alignment: int = MAX_ALIGNMENT,
+        *,
+        offset: bool = False,
+        residual: str = "",
+    ) -> ChoiceOf[S]:
+        """The kernel for M >= 1 rows of N columns.
+
+        alignment: the power of two, in bytes, that divides the addresses and row strides of x and
+        dy (of a forward: of x and the residual); weight_alignment: the same of the weight. (A
+        dresidual is at MAX_ALIGNMENT.) offset, residual: as in the KernelSpec; kernels with these
+        options exist where they were tuned and nowhere else.
+
+        Order: the tuned shape; the nearest tuned M at the same N and dtypes (`_distance`); the
+        fallback kernel with the widest vectors and the least capacity.
+        A kernel that the alignment rules out is passed over. The answer depends on these arguments
+        alone, so equal calls get equal bits.
+        """
+        shape = shape_name(M, N, dtype, weight_dtype, offset, residual)
+        passed_over = []
+        same = [
+            entry
+            for entry in self.tuned
+            if (entry.N, entry.dtype, entry.weight_dtype) == (N, dtype, weight_dtype)
+            and (entry.kernel.spec.offset, entry.kernel.spec.residual) == (offset, residual)
+        ]
+        for entry in sorted(same, key=lambda entry: (_distance(entry, M), entry.M)):
+            fault = misfit(entry.kernel.spec, N, alignment, weight_alignment)
+            if fault:
+                passed_over.append(f"{entry.kernel.file} {fault}")
+            elif entry.M == M:
+                return ChoiceOf("tuned", f"{shape} was tuned", entry.kernel, entry)
+            else:
+                why = passed_over[0] if passed_over else f"{shape} was not tuned"
+                reason = f"{why}; the nearest M that serves it is {entry.M}"
+                return ChoiceOf("nearest", reason, entry.kernel, entry)
+        why = passed_over[0] if passed_over else f"nothing like {shape} was tuned"
+        for kernel in sorted(self.fallback, key=lambda k: (-k.spec.vector_bytes, k.spec.N)):
+            spec = kernel.spec
+            kind = (spec.dtype, spec.weight_dtype, spec.offset, spec.residual)
+            if kind != (dtype, weight_dtype, offset, residual) or not spec.least <= N <= spec.N:
+                continue
+            if not misfit(spec, N, alignment, weight_alignment):
+                reason = f"{why}; this kernel takes any N from {spec.least} to {spec.N}"
+                return ChoiceOf("fallback", reason, kernel)
+        return ChoiceOf("none", f"{why}, and no fallback kernel serves it")
+
+
+Kernel = KernelOf[KernelSpec]
+Tuned = TunedOf[KernelSpec]
+Choice = ChoiceOf[KernelSpec]
+ForwardKernel = KernelOf[ForwardSpec]
+ForwardTuned = TunedOf[ForwardSpec]
+ForwardChoice = ChoiceOf[ForwardSpec]
+
+
+class Table(TableOf[KernelSpec]):
+    """Of the backward."""
+
+    @classmethod
+    def load(cls, package: Path) -> Table:
+        """Read a package's table. Raises ValueError for a damaged or old one, OSError for none."""
+        return cls(*_read(package / TABLE, KernelSpec))
+
+
+class ForwardTable(TableOf[ForwardSpec]):
+    """Of the forward."""
+
+    @classmethod
+    def load(cls, package: Path) -> ForwardTable | None:
+        """Read a package's table, None for a package without forward kernels. Raises ValueError for
+        a damaged or old one."""
+        try:
+            return cls(*_read(package / FORWARD_TABLE, ForwardSpec))
+        except FileNotFoundError:
+            return None
+
+
+def _read(
+    path: Path, spec_of: type[S]
+) -> tuple[dict[str, Any], tuple[TunedOf[S], ...], tuple[KernelOf[S], ...]]:
+    """Target, tuned and fallback kernels of a table. Raises ValueError, OSError."""
+
+    names = {known.name for known in fields(spec_of)}
+    newer = names & {"operation", "run_rows", "group_rows", "leaves"}  # than some tables
+
+    def kernel(data: dict[str, Any]) -> KernelOf[S]:
+        # As by the constructor, which takes 2 ms of an import for a few hundred frozen objects.
+        if data["spec"].keys() | newer != names:
+            raise ValueError(f"the spec of {data['file']} has other fields")
+        spec = object.__new__(spec_of)
+        vars(spec).update(data["spec"])
+        return KernelOf(**{**data, "spec": spec})
+
+    try:
+        text = path.read_bytes().decode()  # as read_text, but with the ends of lines as they are
+        data = json.loads(text)
+        if data["format"] == FORMAT:
+            if "digest" in data and text != seal(_DIGEST.sub("{\n", text)):
+                raise ValueError("its digest is not that of what it says")
+            if data["target"].keys() != _TARGET_FACTS:
+                raise ValueError("its target has other fields")
+            return (
+                dict(data["target"]),
+                tuple(TunedOf(**{**e, "kernel": kernel(e["kernel"])}) for e in data["tuned"]),
+                tuple(map(kernel, data["fallback"])),
+            )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}); emit the package again") from error
+    raise ValueError(
+        f"{path} has format {data['format']}, and its runtime reads {FORMAT}; "
+        "emit the package again"
+    )
+
+
+def seal(text: str) -> str:
+    """The text of a table, as files.py lays it out, with the digest of all the rest of it."""
+    rest = text.removeprefix("{\n")
+    digest = hashlib.sha256(rest.encode()).hexdigest()[:16]
+    return f'{{\n "digest": "{digest}",\n{rest}'
+
+
+def _plain(kernel: KernelOf[S]) -> dict[str, Any]:
+    return {**vars(kernel), "spec": asdict(kernel.spec)}
+
+
+def _distance(entry: TunedOf[S], M: int) -> float:
+    """How far a tuned kernel is from M rows: by the ratio of the rows, and twice by how much more
+    of its grid idles at M than where it was tuned. (A kernel may be best at its own M because all
+    rows fit into one round of its grid, and take nearly twice as long for one row more.)"""
+    spec = entry.kernel.spec
+    more = spec.idle(M) / spec.idle(entry.M)
+    return abs(log(entry.M / M)) + 2 * max(0.0, log(more))
+
+
+def shape_name(
+    M: int, N: int, dtype: str, weight_dtype: str, offset: bool = False, residual: str = ""
+) -> str:
+    """`MxN:dtype[:weight dtype][+offset][+residual[_dtype]]`, the form in which the tuner names
+    shapes."""
+    name = f"{M}x{N}:{dtype}" + ("" if weight_dtype == dtype else f":{weight_dtype}")
+    name += "+offset" if offset else ""
+    if residual:
+        name += "+residual" + ("" if residual == dtype else f"_{residual}")
+    return name
+
+
+def misfit(
+    spec: KernelSpec | ForwardSpec,
+    N: int,
+    alignment: int,
+    weight_alignment: int,
+) -> str:
+    """Why a kernel of the right width and dtypes cannot serve a call: the rest of a sentence that
+    begins with the kernel, or "" when it can."""
+    itemsize, vector = ITEMSIZE[spec.dtype], spec.vector_bytes
+    if N * itemsize % vector or alignment % vector:
+        return f"needs rows at multiples of {vector} bytes"
+    # The weights beside one vector of x are loaded at most 16 bytes at a time.
+    weights = min(16, vector // itemsize * ITEMSIZE[spec.weight_dtype])
+    if weight_alignment % weights:
+        return f"needs a weight at a multiple of {weights} bytes"
+    return ""
+
+
+def runs_on(arch: str, capability: tuple[int, int]) -> bool:
+    """True when machine code for `arch` loads on a device of this compute capability. With an "a"
+    it loads on exactly one, else also on later minor versions (CUDA programming guide, binary
+    compatibility)."""
+    match = re.fullmatch(r"sm_(\d+)(\d)(a?)", arch)
+    if match is None:
+        return False
+    major, minor = int(match[1]), int(match[2])
+    if match[3]:
+        return capability == (major, minor)
+    return capability[0] == major and capability[1] >= minor
