@@ -17,7 +17,7 @@ for table in sorted(Path("generated").glob("*/*/table.json")):
     package = ".".join(("normforge", *folder.parts))
     folders[package] = str(folder)
     packages += [package, *(f"{package}.{name}" for name in find_packages(str(folder)))]
-    data[package] = ["*.json", "*.xz", "include/**/*", "kernels/*"]
+    data[package] = ["py.typed", "*.json", "*.xz", "include/**/*", "kernels/*"]
     data[f"{package}.runtime.native"] = ["*.cpp", "*.h"]
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from generator.errors import NormforgeError
-from generator.paths import REPOSITORY
 from generator.problem import RMSNORM_BACKWARD, SUMS
 
 if TYPE_CHECKING:
@@ -39,12 +38,6 @@ class CommandLine(argparse.ArgumentParser):
                 hint = f": did you mean '{near[0]}'?" if near else f"; see {self.prog} --help"
                 raise NormforgeError(f"there is no option '{name}'{hint}")
         return self.parse_args(argv)
-
-
-def program_version() -> str:
-    """Read, not imported: the import takes seconds, because it needs PyTorch."""
-    source = (REPOSITORY / "normforge" / "__init__.py").read_text()
-    return re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)[0]
 
 
 def add_operation(parser: argparse._ActionsContainer) -> None:

@@ -6,11 +6,11 @@ import argparse
 import json
 from pathlib import Path
 
-from generator.cli.arguments import CommandLine, folder_name, program_version
+from generator.cli.arguments import CommandLine, folder_name
 from generator.cli.report import add_study_options, find_study
 from generator.errors import NormforgeError
 from generator.package.hub.export import export_package
-from generator.paths import GENERATED
+from generator.paths import GENERATED, program_version
 from generator.problem import Problem
 from generator.report.other_tuners import kernel_tuner, t4
 from generator.target import find_target

@@ -33,11 +33,11 @@ from generator.cli.arguments import (
     folder_name,
     positive_number,
     positive_seconds,
-    program_version,
     storage_url,
 )
 from generator.errors import NormforgeError
 from generator.package.fallback_kernels import FALLBACKS
+from generator.paths import program_version
 from generator.problem import load_problems
 from generator.search.budget import TRIALS
 from generator.space.load import load_space, space_file

@@ -21,7 +21,9 @@ from generator.kernels.code_digest import AnyVariant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import headers
 from generator.operations import OPERATIONS
+from generator.operations.operation import FrontEnd
 from generator.package.cubin_archive import pack_cubins
+from generator.package.project import write_project
 from generator.package.sources import (
     INCLUDE,
     config_of,
@@ -189,18 +191,19 @@ def write_code(folder: Path, table: Table) -> None:
     for path in runtime_files():
         (folder / "runtime" / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(RUNTIME / path, folder / "runtime" / path)
-    (folder / "__init__.py").write_text(_init(table))
+    gpu, title = (str(table.target[key]) for key in ("name", "title"))
+    for text, form in ((gpu, _NAME), (title, _TITLE)):  # they become parts of these files
+        if not form.fullmatch(text):
+            raise ValueError(f"{text!r} is no name of a GPU")
+    operation = next((kernel.spec.operation for kernel in table.kernels()), RMSNORM_BACKWARD)
+    front_end = OPERATIONS[operation].front_end if operation in OPERATIONS else None
+    if front_end is None:
+        raise ValueError(f"{operation!r} is no operation that has a package")
+    (folder / "__init__.py").write_text(_init(front_end, title))
+    write_project(folder, operation, gpu, front_end.norm, title)
 
 
-def _init(table: Table) -> str:
-    title = str(table.target["title"])
-    if not _TITLE.fullmatch(title):  # it becomes a part of a Python file
-        raise ValueError(f"{title!r} is no title of a GPU")
-    name = next((kernel.spec.operation for kernel in table.kernels()), RMSNORM_BACKWARD)
-    operation = OPERATIONS.get(name)
-    if operation is None or operation.front_end is None:
-        raise ValueError(f"{name!r} is no operation that has a package")
-    front_end = operation.front_end
+def _init(front_end: FrontEnd, title: str) -> str:
     names = sorted(("PROVENANCE", front_end.norm, *front_end.functions))
     return _INIT.format(
         title=title,

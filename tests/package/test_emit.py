@@ -348,12 +348,13 @@ def test_names_in_a_foreign_table_are_no_paths(package: Path, field: str, value:
     assert set(package.parent.parent.rglob("*")) == before
 
 
-def test_title_of_a_foreign_table_does_not_become_code(package: Path) -> None:
+@pytest.mark.parametrize("fact", ["name", "title"])
+def test_names_in_a_foreign_table_do_not_become_code(package: Path, fact: str) -> None:
     put(package, entry("4096x1024:bf16"), fallback=[])
-    text = unsealed((package / TABLE).read_text())
-    title = json.loads(text)["target"]["title"]
-    (package / TABLE).write_text(text.replace(title, 'x\\"\\"\\"\\nimport evil\\n'))
-    with pytest.raises(ValueError, match="is no title of a GPU"):
+    table = json.loads(unsealed((package / TABLE).read_text()))
+    table["target"][fact] = 'x"""\nimport evil\n'
+    (package / TABLE).write_text(json.dumps(table))
+    with pytest.raises(ValueError, match=r"import evil.* is no name of a GPU"):
         refresh(package)
 
 

@@ -62,7 +62,11 @@ print("done")
 
 def test_patch_serves_all_norms_of_a_gpt() -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]), "NORMFORGE_GPU": "h200"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]),
+        "NORMFORGE_GPU": "h200",
+    }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM],
         env=environment,

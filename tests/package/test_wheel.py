@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -219,21 +220,69 @@ def test_checkout_serves_its_packages(tmp_path: Path) -> None:
     use("generated.h200.rmsnorm_backward", REPOSITORY, tmp_path)
 
 
-def test_wheel_carries_the_packages(wheel_sources: Path, tmp_path: Path) -> None:
+def wheel_of(folder: Path, site: Path) -> tuple[str, list[str]]:
+    """The name of the wheel that a folder builds, and its files, which are unpacked into `site`."""
     build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
     done = subprocess.run(
-        [sys.executable, "-c", build],
-        cwd=wheel_sources,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, "-c", build], cwd=folder, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    (wheel,) = wheel_sources.glob("*.whl")
-    assert wheel.name == f"normforge-{normforge.__version__}-py3-none-any.whl"
+    (wheel,) = folder.glob("*.whl")
     with ZipFile(wheel) as archive:
-        names = archive.namelist()
-        archive.extractall(tmp_path / "site")
+        archive.extractall(site)
+        return wheel.name, archive.namelist()
+
+
+ONE_PACKAGE = """
+import torch
+from rmsnorm_backward import RMSNorm, _package, explain
+RMSNorm(64)(torch.randn(4, 64, requires_grad=True)).sum().backward()
+assert explain(4096, 4096, "bf16")["how"] == "tuned"
+assert all(entry.kernel.read_cubin(_package.folder) for entry in _package.table.tuned[:3])
+print("done")
+"""
+
+
+def test_a_copied_package_can_be_installed(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", "77", reason="building needs setuptools 77")
+    folder = tmp_path / "copied"
+    shutil.copytree(REPOSITORY / "generated" / "h200" / "rmsnorm_backward", folder)
+    name, files = wheel_of(folder, tmp_path / "site")
+    version = normforge.__version__
+    assert name == f"normforge_h200_rmsnorm_backward-{version}-py3-none-any.whl"
+    assert f"normforge_h200_rmsnorm_backward-{version}.dist-info/licenses/LICENSE" in files
+    assert {"rmsnorm_backward/py.typed", "rmsnorm_backward/runtime/native/native.cpp"} <= {*files}
+    assert len([file for file in files if file.endswith(".cu")]) == len(
+        list((folder / "kernels").iterdir())
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_PACKAGE],
+        cwd=tmp_path / "site",
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.stdout.strip() == "done", done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "package",
+    sorted(REPOSITORY.glob("generated/*/*_backward")),
+    ids=lambda path: "/".join(path.parts[-2:]),
+)
+def test_a_package_needs_what_normforge_needs(package: Path) -> None:
+    ours, its = (
+        (folder / "pyproject.toml").read_text().splitlines() for folder in (REPOSITORY, package)
+    )
+    for start in ("requires = ", "requires-python = ", "license = "):
+        assert [s for s in its if s.startswith(start)] == [s for s in ours if s.startswith(start)]
+    (needs,) = (line for line in its if line.startswith("dependencies = ["))
+    assert needs.removesuffix("]") in "\n".join(ours)
+
+
+def test_wheel_carries_the_packages(wheel_sources: Path, tmp_path: Path) -> None:
+    name, names = wheel_of(wheel_sources, tmp_path / "site")
+    assert name == f"normforge-{normforge.__version__}-py3-none-any.whl"
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"normforge"}
     packages = [table.parent for table in REPOSITORY.glob("generated/*/*/table.json")]
     assert len(packages) >= 4
@@ -241,7 +290,9 @@ def test_wheel_carries_the_packages(wheel_sources: Path, tmp_path: Path) -> None
         there = {
             str(path.relative_to(package))
             for path in package.rglob("*")
-            if path.is_file() and "__pycache__" not in path.parts
+            if path.is_file()
+            and "__pycache__" not in path.parts
+            and path.name not in ("pyproject.toml", "LICENSE")
         }
         prefix = f"normforge/{package.relative_to(REPOSITORY)}/"
         assert there == {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
