@@ -260,7 +260,7 @@ def accuracy() -> list[str]:
         f"the largest error is that of dw at {worst[1].removesuffix(':fp32')}",
         f"dx has up to {notes.error_over_fused('dx'):.2f} times the error of the fused operator"
         f" there, and dw up to {notes.error_over_fused('dw'):.2f} times",
-        f"at most {MARGIN} times the larger of PyTorch's",
+        f"at most {MARGIN} times the larger of PyTorch's error and",
         f"The {compared} shapes of the comparison and {len(errors) - compared} random ones",
     ]
 
@@ -295,10 +295,17 @@ def readme() -> list[str]:
     ]
 
 
+def adopting() -> list[str]:
+    override = (REPOSITORY / "normforge" / "torchtitan.py").read_text()
+    written_for = re.search(r"Written for torchtitan [\d.]+\d", override)
+    assert written_for is not None
+    return [f"PyTorch ({oldest('torch')} or newer)", written_for[0]]
+
+
 def graphs() -> list[str]:
     return [
-        f"need PyTorch {'.'.join(map(str, WHOLE_FROM))} or newer",
-        f"PyTorch {oldest('torch')} decomposes the forward",
+        f"From PyTorch {'.'.join(map(str, WHOLE_FROM))} on, `inductor_backend()`",
+        f"On PyTorch {oldest('torch')}, they route only the backward",
     ]
 
 
@@ -306,12 +313,12 @@ def determinism_page() -> list[str]:
     patience = re.search(r"kPatience = (\d+);", (TEMPLATES / "last_arrived.cuh").read_text())
     assert patience is not None
     return [
-        f"a CTA looks {patience[1]} times",
+        f"it polls at most {patience[1]} times",
         f"A *chunk*, {CHUNK_ROWS} rows,",
         f"the strips of {CHUNK_ROWS} consecutive rows",
         f"a multiple of {CHUNK_ROWS} rows",
-        f"more than {session.SLOW} times as long as the best so far,"
-        f" {determinism.RUNS} runs must then give the same bits",
+        f"Then {determinism.RUNS} runs must give the same bits; candidates that take more than"
+        f" {session.SLOW} times as long as the best so far skip this",
         f"| ordinary inputs | {determinism.RUNS} more runs |",
         f"| busy GPU | {determinism.RUNS} runs while",
     ]
@@ -332,9 +339,9 @@ def performance() -> list[str]:
         f"`evict_last` and then writes {l2_flush.FLUSH_BYTES >> 20} MB",
         f"driver {measured_by['driver']}, NVRTC {nvrtc},"
         f" PyTorch {measured_by['torch'].rpartition('.')[0]}",
-        f"{len(read('h200')['rows'])} shapes in which all implementations",
+        f"interleaved all implementations at {len(read('h200')['rows'])} shapes",
         f"Plain reads of {flushes.READ_BYTES >> 20} MB inside",
-        f"so they ran at {peers}, in",
+        f"so they ran at {peers} of the shapes only",
         f"then {len(training[0]['ms']['pytorch'])} timed ones in each of {WORD[len(training)]}",
         f"median of {WORD[len(next(iter(passes.values())))]} passes",
         f"by a factor of up to {drift:.1f}",
@@ -358,8 +365,12 @@ def faq() -> list[str]:
     names = ("untuned_h200", "untuned_seed1_h200")
     widths = [row for name in names for row in read(name)["rows"] if row["unknown"] == "N"]
     searched = len(read("h100_first_search")["rows"])
+    most = re.search(r"--trials (\d+)", read("h100_first_search")["what"])
+    assert most is not None
     return [
         f"{len(widths)} random shapes",
+        f"by default {budget.TRIALS['measured']} per shape",
+        f"On one H100, with at most {most[1]} trials per shape",
         f"{searched} of {first_search_shapes()} shapes had a winner after"
         f" [{first_search_seconds()} s",
     ]
@@ -368,7 +379,7 @@ def faq() -> list[str]:
 PAGES: dict[str, Callable[[], list[str]]] = {
     "README.md": readme,
     "accuracy.md": accuracy,
-    "adopting.md": lambda: [f"PyTorch ({oldest('torch')} or newer)"],
+    "adopting.md": adopting,
     "cluster.md": cluster,
     "determinism.md": determinism_page,
     "faq.md": faq,
