@@ -69,11 +69,11 @@ def missed() -> str:
 
 def search() -> list[str]:
     common = len(yaml.safe_load(fallback_kernels.LAYOUTS_FILE.read_text())["layouts"]["wide"])
-    incumbent = f"If the incumbent is within {percent(choose_winner.INCUMBENT_TIE)} of it, so are"
+    kept = percent(choose_winner.INCUMBENT_TIE)
     return [
-        f"until {sampler.FIRST} configs are taken",
+        f"until {sampler.FIRST} configs have been proposed",
         f"the {WORD[len(sampler.STEP)]} best trials and {sampler.DRAWN} new random configs",
-        f"the trials of the {experience.STUDIES} nearest studies",
+        f"from the {experience.STUDIES} nearest studies",
         f"for every {percent(surrogate.SCALE)} that a candidate",
         f"fewer than {experience.FEWEST} trials",
         f"The last {percent(proposals.OVERHEAD_SHARE)} of the trials",
@@ -81,8 +81,8 @@ def search() -> list[str]:
         f"The best {WORD[budget.FINALISTS]} of the shortlist",
         f"at most {budget.Budget(1).sweep_limit} legal configs",
         f"within {100 * choose_winner.TIE:g} % of the fastest are tied",
-        f"{incumbent} all within {percent(choose_winner.INCUMBENT_TIE)}.",
-        f"Below {choose_winner.HOST_US:.0f} µs, the host cannot",
+        f"incumbent is within {kept} of the fastest, all finalists within {kept} are tied",
+        f"takes less than {choose_winner.HOST_US:.0f} µs, the host is the limit",
         f"at most {choose_winner.LAUNCH_US} µs slower.",
         f"{WORD[finals.ONE_LAUNCH_PLACES].capitalize()} places in the finals",
         f"side by side, in {WORD[noise.BLOCKS]} blocks",
@@ -94,7 +94,7 @@ def search() -> list[str]:
         f"rows of whole {VECTOR}-byte vectors: a multiple of {VECTOR // 2} bf16",
         f"A measured search has {budget.TRIALS['measured']} trials by default",
         f"A predicted one has {budget.TRIALS['predicted']},",
-        f"share of searches within {percent(replay.CLOSE)} of it",
+        f"share of searches that came within {percent(replay.CLOSE)} of it",
         f"proposes {replay.COMPILERS} trials ahead",
         f"Those within {percent(recording.NEAR - 1)} of the best are measured"
         f" {WORD[recording.REPEATS + 1]} times",
@@ -186,9 +186,9 @@ def held_again() -> list[str]:
         f"differ by at most {percent(repeatability.TIE)}, or by two standard errors",
         f"At {len(rows)} shapes on an H100, {now} of {all_now} pairs of finals chose the same"
         f" kernel, and the other {ties} chose two that tie",
-        f"compared in {noise.BLOCKS} blocks at every shape, {all_of - same - tied} of {all_of}"
-        f" pairs did not agree, at {len(differing)} shapes whose floor is below"
-        f" {choose_winner.HOST_US:.0f} µs",
+        f"compared finalists in {noise.BLOCKS} blocks at every shape",
+        f"{all_of - same - tied} of {all_of} pairs chose two kernels that do not tie. All were at"
+        f" {len(differing)} shapes whose floor is below {choose_winner.HOST_US:.0f} µs",
         f"below {noise.SHORT_US:.0f} µs are now compared in {noise.SHORT_BLOCKS} blocks",
     ]
 
