@@ -43,7 +43,7 @@ PAIR = {"threads_per_row": 256, "rows_per_cta": 1, "cluster": 2}
 TEAMS = {"threads_per_row": 32, "rows_per_cta": 8}
 CLOSING: tuple[tuple[str, dict[str, int | str]], ...] = (
     ("1400x256:fp32", {**BULK, **TEAMS}),
-    ("300x4096:bf16", {**BULK, **PAIR, "rows_in_flight": 4}),
+    ("181x4096:bf16", {**BULK, **PAIR, "rows_in_flight": 4}),
 )
 """Shapes and knobs of which most teams have two blocks of rows, without and with clusters."""
 
@@ -110,6 +110,6 @@ def untouched(planted: Mapping[str, Mutation]) -> dict[str, Mutation]:
 def check_untouched(mutation: Mutation, target: Target) -> None:
     """The kernel as it stands passes all schedules."""
     variant = make(mutation, target)
-    check = run(mutation, render(variant), variant, SCHEDULES)
+    check = run(mutation, render(variant), variant)
     assert check.problems == (), check.problems
-    assert check.schedules == SCHEDULES
+    assert check.schedules == mutation.schedules
