@@ -52,11 +52,7 @@ def preferred(prior: Prior, shape: Shape, places: list[int], predicted: list[flo
     tied = [place for place in places if predicted[place] <= fastest * (1 + TIE)]
     votes = prior.votes(shape.problem, shape.target)
 
-    def order(place: int) -> tuple[int, float, float]:
-        config = shape.trials[place].config
-        return launches(config), -agreement(votes, config), predicted[place]
-
-    return min(tied, key=order)
+    return min(tied, key=lambda p: (-agreement(votes, shape.trials[p].config), predicted[p]))
 
 
 def score(shape: Shape, predicted: list[float], pick: Pick = least) -> Score:

@@ -194,10 +194,9 @@ class Explanation:
     def _tie_breaker(self, winner: Winner) -> str:
         if winner.reason.startswith(INCUMBENT_STAYS):
             return "and the incumbent stays"
-        then = "the first in the order of the space"
         if self.study.evidence == "predicted":
-            then = "what is most like winners on measured GPUs"
-        return f"and then one launch comes before two and {then} wins"
+            return "and then the one most like winners on measured GPUs wins"
+        return "and then one launch comes before two and the first in the order of the space wins"
 
     def _way_out(self, given: Config) -> str:
         legal = LegalConfigs(self.space, self.study.problem, self.target)

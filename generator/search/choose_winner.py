@@ -85,9 +85,10 @@ def choose(
     and equal are those within TIE of the fastest of them. Among equals the first in the order of
     `rank` wins: places of the values in the space's file, knob by knob, strategy first. Nothing
     that was measured takes part in that. Where the incumbent is among those within INCUMBENT_TIE,
-    they are the equals, and it stays unless it needs one launch more than another. With a
-    preference equal are those within its tie, and the one that it agrees with most wins, of several
-    the fastest.
+    they are the equals, and it stays unless it needs one launch more than another.
+
+    With a preference, equal are those within its tie. The incumbent stays if it is one of them.
+    Otherwise the one that the preference agrees with most wins, of several the fastest.
     """
     times = {
         place: result.ratio
@@ -112,7 +113,7 @@ def choose(
 
     before = ""
     if place in tied:
-        if launches(finals[place][0]) == launches(finals[winner][0]):
+        if preference or launches(finals[place][0]) == launches(finals[winner][0]):
             stays = reason(place, f"not beaten by more than {100 * tie:g} %")
             return Choice(place, tied, INCUMBENT_STAYS + stays)
         before = "counts as fast as the incumbent, in one launch instead of two: "
@@ -145,19 +146,19 @@ def _tied(
     """Places of the finalists that count as equal, the one that wins first. times: ratios of those
     that may win, by their places."""
     first = min(times, key=times.__getitem__)
+    if preference:
+        equal = [place for place in times if times[place] <= times[first] * (1 + tie)]
+        agreement = {place: preference.agreement(finals[place][0]) for place in equal}
+        return tuple(sorted(equal, key=lambda p: (-agreement[p], times[p], rank(finals[p][0]))))
+
     fastest, fastest_result = finals[first]
-
-    def order(place: int) -> tuple[object, ...]:
-        config = finals[place][0]
-        if preference is None:
-            return launches(config), rank(config)
-        return launches(config), -preference.agreement(config), times[place], rank(config)
-
     near = [
         place
         for place, ratio in times.items()
         if ratio <= times[first] * (1 + slack(fastest_result, finals[place][0], fastest, tie))
     ]
     fewest = min(launches(finals[place][0]) for place in near)
-    leading = min(times[place] for place in near if launches(finals[place][0]) == fewest)
-    return tuple(sorted((p for p in near if times[p] <= leading * (1 + tie)), key=order))
+    one_launch = [place for place in near if launches(finals[place][0]) == fewest]
+    leading = min(times[place] for place in one_launch)
+    equal = [place for place in near if times[place] <= leading * (1 + tie)]
+    return tuple(sorted(equal, key=lambda p: (launches(finals[p][0]), rank(finals[p][0]))))

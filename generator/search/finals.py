@@ -202,11 +202,10 @@ def _preferred(ranked: Sequence[Record], preference: Preference) -> list[Config]
     would win."""
     tied = ranked[0].ratio * (1 + preference.tie) if ranked else inf
 
-    def order(record: Record) -> tuple[bool, int, float, float]:
+    def order(record: Record) -> tuple[bool, float, float]:
         if record.ratio > tied:
-            return True, 0, 0.0, record.ratio
-        agreement = preference.agreement(record.config)
-        return False, launches(record.config), -agreement, record.ratio
+            return True, 0.0, record.ratio
+        return False, -preference.agreement(record.config), record.ratio
 
     return [record.config for record in sorted(ranked, key=order)]
 

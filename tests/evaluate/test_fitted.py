@@ -25,13 +25,12 @@ from generator.evaluate.predict.fitted import (
     without_docstrings,
 )
 from generator.evaluate.predict.prior import CARRIED, agreement
-from generator.kernels.strategies import launches
 from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.result import Result
 from generator.search.choose_winner import Preference, choose
 from generator.space.load import load_space
-from generator.studies.records import study_name
+from generator.studies.records import INCUMBENT_STAYS, study_name
 from generator.target import find_target
 
 SPACE = load_space()
@@ -158,20 +157,31 @@ def final(ratio: float, **knobs: str) -> tuple[dict[str, int | str], Result]:
     return config, Result("ok", us=100 * ratio, floor_us=100.0, ratio=ratio)
 
 
-def test_equal_predictions_go_to_one_launch_and_then_to_what_won() -> None:
-    finals = [
-        final(1.000, strategy="separate"),
-        final(1.010, strategy="column_slices"),
-        final(1.015),
-        final(1.012),
-        final(1.100),
-    ]
-    likes_mailbox = Preference(0.02, lambda config: float(config["strategy"] == "mailbox"))
-    choice = choose(finals, lambda config: (0,), None, likes_mailbox)
+FINALS = [
+    final(1.000, strategy="column_slices"),
+    final(1.010, strategy="separate"),
+    final(1.015),
+    final(1.012),
+    final(1.100),
+]
+
+
+@pytest.mark.parametrize(("won", "chosen"), [("mailbox", 3), ("separate", 1)])
+def test_equal_predictions_go_to_what_won(won: str, chosen: int) -> None:
+    """Even if that needs a launch more."""
+    likes = Preference(0.02, lambda config: float(config["strategy"] == won))
+    choice = choose(FINALS, lambda config: (0,), None, likes)
     assert choice is not None
-    assert choice.winner == 3 and 4 not in choice.tied
-    assert launches(finals[choice.winner][0]) == 1
+    assert choice.winner == chosen and 4 not in choice.tied
     assert "most like winners on measured GPUs" in choice.reason
+
+
+@pytest.mark.parametrize("incumbent", [0, 1])
+def test_an_incumbent_of_equal_prediction_stays(incumbent: int) -> None:
+    likes_mailbox = Preference(0.02, lambda config: float(config["strategy"] == "mailbox"))
+    choice = choose(FINALS, lambda config: (0,), FINALS[incumbent][0], likes_mailbox)
+    assert choice is not None
+    assert choice.winner == incumbent and choice.reason.startswith(INCUMBENT_STAYS)
 
 
 def test_clear_differences_are_not_overruled() -> None:
