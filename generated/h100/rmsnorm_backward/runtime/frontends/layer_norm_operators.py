@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..serve.call import QuickCall
-from ..serve.checks import DTYPES, check_forward
-from ..serve.options import SMALLEST_EPS, Backward
+from ..serve.checks import check_forward
+from ..serve.options import DTYPES, SMALLEST_EPS, Backward
 from .gradients import Implementation, autograd_of, below_autograd, gradients, is_watched
 from .layer_norm_routes import LAYER_NORM_ROUTES, dw_and_db
 from .operators import NormOperators, statistic_like

@@ -20,9 +20,10 @@ from ..table import MAX_ALIGNMENT, Choice, Table
 from ..torch_internals import resolved
 from .call import Call, KernelCall, aten_call, formula
 from .call_cache import CallCache
-from .checks import DTYPES, check_arguments, check_dx_out, check_overlap, foreign_device
+from .checks import check_arguments, check_dx_out, check_overlap, foreign_device
 from .layout import read_layout
 from .options import (
+    DTYPES,
     PLAIN,
     SMALLEST_EPS,
     Arguments,
