@@ -37,7 +37,7 @@ if alone:
 driver, kernels, binding, launch, workspace, specs = (
     importlib.import_module(f"{name}.runtime.{module}")
     for module in (
-        *("launch.driver", "launch.loaded_kernel", "launch.binding", "launch.launch"),
+        *("launch.driver", "launch.loaded_kernel", "launch.binding", "launch.kernel_arguments"),
         *("launch.workspace", "spec"),
     )
 )

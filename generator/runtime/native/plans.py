@@ -32,9 +32,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..launch.binding import MAIN_AT, SCRATCH_AT, SUM_AT, argument_block
 from ..launch.forward_call import pack_arguments
-from ..launch.launch import DW_IN_WEIGHT_DTYPE
+from ..launch.kernel_arguments import (
+    DW_IN_WEIGHT_DTYPE,
+    MAIN_AT,
+    SCRATCH_AT,
+    SUM_AT,
+    argument_block,
+)
 from ..launch.workspace import PER_THREAD, StreamWorkspace, Workspaces
 from ..serve.call import KernelCall
 from ..spec import Launch

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..table import MAX_ALIGNMENT
-from .launch import gap_factor
+from .kernel_arguments import gap_factor
 
 
 class RowLayout(NamedTuple):

@@ -15,8 +15,17 @@ from typing import Any
 
 import torch
 
-from ..launch.binding import MEAN, Binding, bind, pack_addresses, pack_mean
-from ..launch.launch import DW_ADDED, DW_IN_FP32, DW_IN_WEIGHT_DTYPE, Extent, gap_factor
+from ..launch.binding import Binding, bind
+from ..launch.kernel_arguments import (
+    DW_ADDED,
+    DW_IN_FP32,
+    DW_IN_WEIGHT_DTYPE,
+    MEAN,
+    Extent,
+    gap_factor,
+    pack_addresses,
+    pack_mean,
+)
 from ..launch.loaded_kernel import LoadedKernel
 from ..launch.row_layout import dense
 from ..launch.workspace import MOST_STREAMS, PER_THREAD, Workspaces
@@ -243,7 +252,7 @@ def _quick_call(slow: KernelCall) -> QuickCall:
         # fmt: off
         (
             workspace, lock, scratch, values, launch, main_config, main, main_arguments,
-            sum_config, second, sum_arguments, _,
+            sum_config, second, sum_arguments, _, _,
         ) = bindings.get(stream) or bind_to(stream)
         with lock:
             if workspace.scratch == scratch:
