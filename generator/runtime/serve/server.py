@@ -92,7 +92,8 @@ class Server:
             return formula(options)(*tensors)
         for name, value in vars(given).items():
             # PyTorch takes a while to say that None is no tensor.
-            if not (name in _OPTIONAL if value is None else isinstance(value, torch.Tensor)):
+            fits = name in _OPTIONAL if value is None else isinstance(value, torch.Tensor)
+            if not fits:
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
         present = [tensor for tensor in tensors if tensor is not None]
         over_dy = None  # without a dx_out
@@ -165,15 +166,15 @@ class Server:
             composed = composition(given, options, None)
             assert composed is not None
             return self._composed(composed, options)
-        layout, places = read_layout(given)
-        alignments: dict[str, Any] = {
-            "alignment": power_of_two(places, MAX_ALIGNMENT),
-            "weight_alignment": _alignment(None if layout.copy[3] else weight),
-        }
+        layout, alignment = read_layout(given)
         names = (DTYPES[x.dtype], DTYPES[x.dtype if weight is None else weight.dtype])
         residual = "" if given.dresidual is None else DTYPES.get(given.dresidual.dtype, "")
         shape = (layout.rows, layout.columns, *names)
-        choice = self._best(device, shape, options.weight_offset != 0, residual, **alignments)
+        choice = self._best(
+            *(device, shape, options.weight_offset != 0, residual),
+            alignment=alignment,
+            weight_alignment=_alignment(None if layout.copy.weight else weight),
+        )
         kernel = choice.kernel
         over_dy = kernel is not None and may_overwrite_dy(kernel.config)
         composed = composition(given, options, None if kernel is None else kernel.spec, over_dy)
@@ -187,10 +188,10 @@ class Server:
     def _launch(self, spec: KernelSpec, rows: int) -> Launch:
         return plan_launch(spec, rows)
 
-    def _composed(self, composition: Composition, options: Options) -> Call:
+    def _composed(self, compose: Composition, options: Options) -> Call:
         def call(*tensors: Any) -> Results:
             with torch.no_grad():
-                return composition(self._run, Arguments(*tensors), options)
+                return compose(self._run, Arguments(*tensors), options)
 
         return call
 

@@ -15,8 +15,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def check_arguments(given: Arguments, options: Options) -> None:
     """Raise TypeError or ValueError, with one sentence, for arguments that do not fit together."""
     dy, x, rstd, weight = given.dy, given.x, given.rstd, given.weight
-    if x.dtype not in FLOATS:
-        raise TypeError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
+    _check_rows(x)
     if dy.dtype != x.dtype:
         raise TypeError(f"dy must have x's dtype {x.dtype}, got {dy.dtype}")
     if rstd.dtype not in (torch.float32, x.dtype if x.dtype == torch.float64 else torch.float32):
@@ -24,8 +23,6 @@ def check_arguments(given: Arguments, options: Options) -> None:
     for name, tensor in vars(given).items():
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device} and x on {x.device}")
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x must be (..., N) with N >= 1, got shape {tuple(x.shape)}")
     N = x.shape[-1]
     if dy.shape != x.shape:
         raise ValueError(f"dy must have x's shape {tuple(x.shape)}, got {tuple(dy.shape)}")
@@ -42,6 +39,13 @@ def check_arguments(given: Arguments, options: Options) -> None:
             f"got {mean.numel()} of {mean.dtype}"
         )
     check_options(given, options)
+
+
+def _check_rows(x: torch.Tensor) -> None:
+    if x.dtype not in FLOATS:
+        raise TypeError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must be (..., N) with N >= 1, got shape {tuple(x.shape)}")
 
 
 def _check_weight(
@@ -143,10 +147,7 @@ def check_forward(
 ) -> None:
     """Raise TypeError or ValueError, with one sentence, for arguments that do not fit together.
     heads: whether there may be a weight for each head."""
-    if x.dtype not in FLOATS:
-        raise TypeError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x must be (..., N) with N >= 1, got shape {tuple(x.shape)}")
+    _check_rows(x)
     for name, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device} and x on {x.device}")
