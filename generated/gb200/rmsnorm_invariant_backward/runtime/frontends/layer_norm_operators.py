@@ -10,6 +10,7 @@ import torch
 from ..serve.call import QuickCall
 from ..serve.checks import check_forward
 from ..serve.options import DTYPES, SMALLEST_EPS, Backward
+from ..serve.reference import wide_dtype
 from .gradients import Implementation, autograd_of, below_autograd, gradients, is_watched
 from .layer_norm_routes import LAYER_NORM_ROUTES, dw_and_db
 from .operators import NormOperators, statistic_like
@@ -40,7 +41,7 @@ def layer_norm_forward(
     scales: list[torch.Tensor | None] = [weight, bias]
     # PyTorch's kernel takes one dtype, and on the CPU rounds mean and rstd to it.
     if not rows.is_cuda or any(p is not None and p.dtype != rows.dtype for p in scales):
-        compute = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        compute = wide_dtype(rows)
         rows, scales = rows.to(compute), [None if p is None else p.to(compute) for p in scales]
     y, mean, rstd = torch.ops.aten.native_layer_norm(rows, rows.shape[-1:], *scales, eps)
     return y.to(x.dtype), mean, rstd, stream

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..launch.forward_call import ForwardCall, forward_call
 from ..launch.loaded_kernel import LoadedKernels
-from ..launch.row_layout import power_of_two, row_layout
+from ..launch.row_layout import alignment_of, row_layout
 from ..table import MAX_ALIGNMENT, ForwardTable
 from ..torch_internals import resolved
 from .call_cache import CallCache
@@ -165,8 +165,8 @@ class Forward:
             N,
             DTYPES[x.dtype],
             DTYPES[weight_dtype],
-            power_of_two(places, MAX_ALIGNMENT),
-            power_of_two(weight.data_ptr() if weight is not None else 0, MAX_ALIGNMENT),
+            alignment_of(places),
+            alignment_of(0 if weight is None else weight.data_ptr()),
         ).kernel
         if kernel is None:
             return self._fallback(f"no forward kernel serves rows of {N} {x.dtype}")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..launch.row_layout import RowLayout, dense, power_of_two, row_layout
+from ..launch.row_layout import RowLayout, alignment_of, dense, row_layout
 from ..table import MAX_ALIGNMENT
 from .options import Arguments
 
@@ -71,7 +71,7 @@ def read_layout(given: Arguments) -> tuple[Layout, int]:
         mean=_has_gaps(given.mean),
     )
     layout = Layout(x.numel() // N, N, x_rows, dy_rows, stride, copies)
-    return layout, power_of_two(places, MAX_ALIGNMENT)
+    return layout, alignment_of(places)
 
 
 def _has_gaps(tensor: torch.Tensor | None) -> bool:

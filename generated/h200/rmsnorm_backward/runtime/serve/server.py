@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import torch
 
 from ..launch.loaded_kernel import LoadedKernels
-from ..launch.row_layout import power_of_two
+from ..launch.row_layout import alignment_of
 from ..launch.workspace import Workspaces
 from ..native.native import Native
 from ..spec import KernelSpec, Launch, plan_launch
-from ..table import MAX_ALIGNMENT, Choice, Table
+from ..table import Choice, Table
 from ..torch_internals import resolved
 from .call import Call, KernelCall, aten_call, formula
 from .call_cache import CallCache
@@ -167,13 +167,14 @@ class Server:
             assert composed is not None
             return self._composed(composed, options)
         layout, alignment = read_layout(given)
+        weight_at = 0 if weight is None or layout.copy.weight else weight.data_ptr()
         names = (DTYPES[x.dtype], DTYPES[x.dtype if weight is None else weight.dtype])
         residual = "" if given.dresidual is None else DTYPES.get(given.dresidual.dtype, "")
         shape = (layout.rows, layout.columns, *names)
         choice = self._best(
             *(device, shape, options.weight_offset != 0, residual),
             alignment=alignment,
-            weight_alignment=_alignment(None if layout.copy.weight else weight),
+            weight_alignment=alignment_of(weight_at),
         )
         kernel = choice.kernel
         over_dy = kernel is not None and may_overwrite_dy(kernel.config)
@@ -231,10 +232,6 @@ class Server:
 
 def _leave_it(*_: Any) -> Any:
     return None
-
-
-def _alignment(tensor: torch.Tensor | None) -> int:
-    return MAX_ALIGNMENT if tensor is None else power_of_two(tensor.data_ptr(), MAX_ALIGNMENT)
 
 
 def _resolved(given: Arguments) -> Arguments:

@@ -8,6 +8,7 @@ import torch
 
 from ..table import runs_on
 from .options import DTYPES, Arguments, Options, dw_shape
+from .reference import wide_dtype
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -18,7 +19,7 @@ def check_arguments(given: Arguments, options: Options) -> None:
     _check_rows(x)
     if dy.dtype != x.dtype:
         raise TypeError(f"dy must have x's dtype {x.dtype}, got {dy.dtype}")
-    if rstd.dtype not in (torch.float32, x.dtype if x.dtype == torch.float64 else torch.float32):
+    if rstd.dtype not in (torch.float32, wide_dtype(x)):
         raise TypeError(f"rstd must be float32 as the forward saves it, got {rstd.dtype}")
     for name, tensor in vars(given).items():
         if tensor is not None and tensor.device != x.device:
@@ -75,7 +76,7 @@ def check_options(given: Arguments, options: Options) -> None:
             )
         if dresidual.dtype not in FLOATS:
             raise TypeError(f"dresidual must be of a floating dtype, got {dresidual.dtype}")
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(x)
     kinds = (wide,) if weight is None else (weight.dtype, wide)
     if options.dw_dtype not in (None, *kinds):
         raise TypeError(f"dw_dtype must be the weight's or {wide}, got {options.dw_dtype}")
@@ -154,9 +155,7 @@ def check_forward(
     _check_weight(x, weight, heads)
     _check_weight(x, bias, heads=False, name="bias")
     if residual is not None:
-        if residual.dtype not in FLOATS or (residual.dtype == torch.float64) != (
-            x.dtype == torch.float64
-        ):
+        if residual.dtype not in FLOATS or wide_dtype(residual) != wide_dtype(x):
             raise TypeError(f"residual must be a float like x ({x.dtype}), got {residual.dtype}")
         if residual.shape != x.shape:
             raise ValueError(
