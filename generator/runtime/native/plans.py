@@ -73,7 +73,7 @@ class Plans:
 
     def __init__(self, store: Any) -> None:
         self._store, self._workspaces = store, Workspaces()
-        self._seen: set[_Key] = set()
+        self._seen: set[tuple[Any, ...]] = set()
         self._needed: dict[tuple[int, int], int] = {}  # words of scratch, by device and stream
 
     def learn(self, quick: Any) -> None:
@@ -110,13 +110,13 @@ class Plans:
         if current_device() != device:
             return None
         stream = raw_stream(device)
-        key = _Key(kind, device, stream, *signature)
-        if key in self._seen or len(self._seen) >= _MOST_PLANS:
+        known = (kind, device, stream, *signature)  # as _Key, which takes longer to make
+        if known in self._seen or len(self._seen) >= _MOST_PLANS:
             return None
         if stream == PER_THREAD or is_capturing():
             return None
-        self._seen.add(key)
-        return key
+        self._seen.add(known)
+        return _Key(*known)
 
     def reserve(self, device: int, stream: int, launch: Launch) -> None:
         """Make room for a launch on a stream, so that learning it takes no memory. Where there is
