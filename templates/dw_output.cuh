@@ -1,6 +1,6 @@
 // Where dw goes, and how: rounded once to the weight's dtype (mode 0), as fp32 (1), or added to an fp32
-// buffer (2). The host's names for the modes are in generator/runtime/launch/launch.py. One thread stores
-// each element, once.
+// buffer (2). The host's names for the modes are in kernel_arguments.py. One thread stores each element,
+// once.
 struct DwOutput {
   void* base;
   int mode;

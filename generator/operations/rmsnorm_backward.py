@@ -21,7 +21,7 @@ from generator.operations.operation import (
 )
 from generator.problem import Problem
 from generator.runtime.launch.binding import bind
-from generator.runtime.launch.launch import DW_IN_WEIGHT_DTYPE, Extent, gap_factor
+from generator.runtime.launch.kernel_arguments import DW_IN_WEIGHT_DTYPE, Extent, gap_factor
 from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.spec import KernelSpec, Launch, plan_launch
 

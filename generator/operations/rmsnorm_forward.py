@@ -24,7 +24,7 @@ from generator.operations.operation import (
 )
 from generator.problem import Problem
 from generator.runtime.launch.driver import checked, cuda_driver
-from generator.runtime.launch.forward_call import Bindings, pack_changing
+from generator.runtime.launch.forward_call import Bindings, ForwardExtent, pack_changing
 from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.serve.forward import reference_forward
 from generator.runtime.spec import ForwardSpec
@@ -134,9 +134,9 @@ class ForwardRunner:
         tensors = [inputs.x, inputs.residual, inputs.weight]
         tensors += [outputs["y"], outputs["rstd"], outputs.get("residual_out")]
         M, N = inputs.x.shape
-        rows = (M, N, 0, N, N, 0)  # one stride, and no second one
+        extent = ForwardExtent(M, N, 0, N, N, 0)  # one stride, and no second one
         with_residual, device = inputs.residual is not None, inputs.x.get_device()
-        bindings = Bindings(self.kernel, device, with_residual, rows)
+        bindings = Bindings(self.kernel, device, with_residual, extent)
         binding = bindings[torch.cuda.current_stream().cuda_stream]
         _, values, config, function, array, _ = binding
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)

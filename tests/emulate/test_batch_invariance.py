@@ -24,7 +24,7 @@ from generator.kernels.variant import Variant, make_variant
 from generator.operations.rmsnorm_backward import Inputs
 from generator.paths import REPOSITORY
 from generator.problem import Problem
-from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32
+from generator.runtime.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
 from generator.runtime.spec import CHUNK_ROWS, plan_launch
 from generator.space.load import load_space, space_file
 from generator.target import find_target

@@ -21,7 +21,7 @@ from generator.operations import RMSNORM_BACKWARD
 from generator.operations.operation import HALF_UNIT, TORCH_DTYPE
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
-from generator.runtime.launch.launch import DW_ADDED, DW_IN_WEIGHT_DTYPE
+from generator.runtime.launch.kernel_arguments import DW_ADDED, DW_IN_WEIGHT_DTYPE
 from generator.runtime.serve.reference import reference_backward
 
 CPU = torch.device("cpu")

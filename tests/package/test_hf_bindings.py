@@ -19,7 +19,7 @@ from tests.support.fake_driver import SEPARATE
 from tests.support.packages import entry, put
 from tests.support.patience import patience
 
-BINDINGS = "generator/package/hub/bindings.py", "generator/runtime/launch/bindings.py"
+BINDINGS = "generator/package/hub/bindings.py", "generator/runtime/launch/cuda_api.py"
 SPEC = replace(SEPARATE, cluster=16, sms=128, smem_bytes=50_000)
 """What asks the driver for everything: two kernels, the second with an early start; clusters that
 have to be allowed, and no room for all of them; much shared memory."""
@@ -37,7 +37,7 @@ if alone:
 driver, kernels, binding, launch, workspace, specs = (
     importlib.import_module(f"{name}.runtime.{module}")
     for module in (
-        *("launch.driver", "launch.loaded_kernel", "launch.binding", "launch.launch"),
+        *("launch.driver", "launch.loaded_kernel", "launch.binding", "launch.kernel_arguments"),
         *("launch.workspace", "spec"),
     )
 )

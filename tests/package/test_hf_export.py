@@ -30,7 +30,7 @@ from tests.support.entry_points import Training, equal_bits, randn
 from tests.support.packages import entry, put, snapshot
 from tests.support.patience import patience
 
-BINDINGS = "runtime/launch/bindings.py"
+BINDINGS = "runtime/launch/cuda_api.py"
 
 
 class LlamaNorm(torch.nn.Module):
@@ -175,7 +175,7 @@ def test_it_imports_pytorch_the_standard_library_and_itself(exported: Path) -> N
     assert len(files) == len([path for path in runtime_files() if path.suffix == ".py"]) + 2
     outside = {name for path in files for name in absolute_imports(path)}
     assert outside - sys.stdlib_module_names == {"torch"}
-    assert "cuda" in absolute_imports(RUNTIME / "launch" / "bindings.py")  # the check sees it
+    assert "cuda" in absolute_imports(RUNTIME / "launch" / "cuda_api.py")  # the check sees it
 
 
 # ---- Without `kernels` ---------------------------------------------------------------------------
@@ -402,5 +402,5 @@ def test_gpu_training_has_the_bits_of_the_committed_package(
     wanted = train(lambda width: committed.RMSNorm(width, eps=1e-6))
     assert equal_bits(train(ours), wanted)
     assert float(wanted[9]) < float(wanted[0])
-    bindings = sys.modules["torch-cuda.runtime.launch.bindings"]
+    bindings = sys.modules["torch-cuda.runtime.launch.cuda_api"]
     assert bindings.__file__ == str(tmp_path / "exported" / "build" / "torch-cuda" / BINDINGS)

@@ -112,7 +112,7 @@ def test_layout_finds_every_row_of_every_pair_of_tensors(x_kind: str, dy_kind: s
         "scalar": torch.ones(()).bfloat16().expand(4, 6, 16),
     }
     x, dy = kinds[x_kind], kinds[dy_kind]
-    layout, places = read_layout(Arguments(dy, x, torch.empty(24), None, dresidual=dy.float()))
+    layout, alignment = read_layout(Arguments(dy, x, torch.empty(24), None, dresidual=dy.float()))
     assert (layout.rows, layout.columns) == (24, 16)
     dresidual = RowLayout(layout.dresidual_stride)
     for tensor, rows, copied in (
@@ -124,7 +124,7 @@ def test_layout_finds_every_row_of_every_pair_of_tensors(x_kind: str, dy_kind: s
         index = torch.arange(4).reshape(4, 1) * read.stride(0) + torch.arange(6) * read.stride(1)
         assert rows_at(rows, 24) == index.flatten().tolist()
     for rows in (layout.dy, layout.x):
-        assert all(step * 2 % (places & -places) == 0 for step in (rows.stride, rows.outer))
+        assert all(step * 2 % alignment == 0 for step in (rows.stride, rows.outer))
 
 
 def test_repeated_scalar_is_copied_as_one_row() -> None:

@@ -20,7 +20,7 @@ from generator.runtime import torch_internals
 from generator.runtime.frontends import rms_norm as rms_norm_module
 from generator.runtime.frontends.batch_invariant import BatchInvariantPackage
 from generator.runtime.launch import forward_call
-from generator.runtime.launch.launch import DW_ADDED
+from generator.runtime.launch.kernel_arguments import DW_ADDED
 from generator.runtime.serve import call
 from generator.runtime.serve.reference import reference_backward, reference_forward
 from generator.runtime.spec import plan_launch

@@ -19,7 +19,6 @@ from generator.runtime.frontends.graph_pass import (
     graph_modules,
     make_backend,
     route,
-    route_decomposed,
 )
 from tests.support.entry_points import (
     Training,
@@ -53,7 +52,7 @@ def compiled(package: Package, function: Any, **options: Any) -> tuple[Any, list
     graphs: list[Any] = []
 
     def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(route_decomposed(module, package.ops))
+        graphs.append(route(module, package.ops, written_out_only=True))
         return module
 
     return torch.compile(function, backend=backend, fullgraph=True, **options), graphs
@@ -395,7 +394,7 @@ def test_graphs_without_values_stay(package: Package) -> None:
     for node in module.graph.nodes:
         node.meta.clear()
     before = str(module.graph)
-    assert str(route_decomposed(module, package.ops).graph) == before
+    assert str(route(module, package.ops, written_out_only=True).graph) == before
 
 
 def test_norms_of_sharded_rows_stay(package: Package) -> None:
@@ -406,7 +405,7 @@ def test_norms_of_sharded_rows_stay(package: Package) -> None:
     (x, _) = (node for node in module.graph.nodes if node.op == "placeholder")
     x.meta["val"] = torch.empty(4, 16).as_subclass(Sharded)
     before = str(module.graph)
-    assert str(route_decomposed(module, package.ops).graph) == before
+    assert str(route(module, package.ops, written_out_only=True).graph) == before
 
 
 @pytest.mark.parametrize("mark", [{"compile_with_inductor": {}}, {"stream": 1}])
@@ -417,7 +416,7 @@ def test_norms_with_marks_of_others_stay(package: Package, mark: dict[str, Any])
     for node in nodes if "stream" not in mark else nodes[2:3]:
         node.meta["custom"] = mark
     before = str(module.graph)
-    assert str(route_decomposed(module, package.ops).graph) == before
+    assert str(route(module, package.ops, written_out_only=True).graph) == before
 
 
 # ---- Models --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from generator.package.files import KernelFiles, write_package
 from generator.runtime.frontends.layer_norm import LayerNormPackage
-from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32, DW_IN_WEIGHT_DTYPE
+from generator.runtime.launch.kernel_arguments import DW_ADDED, DW_IN_FP32, DW_IN_WEIGHT_DTYPE
 from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.serve.options import Arguments, Options, composition
 from generator.runtime.serve.reference import reference_backward

@@ -189,12 +189,15 @@ def test_forward_that_differs_in_one_thing_is_left_to_python(
     assert who_served(machine, lambda: call(one, **inputs()))[:2] == (1, 0)
 
 
-@pytest.mark.parametrize("name", ["x shifted", "weight shifted", "x spread", "no weight"])
+@pytest.mark.parametrize(
+    "name", ["x shifted", "weight shifted", "x spread", "x repeated", "no weight"]
+)
 def test_forwards_that_are_not_plain_teach_nothing(
     machine: Machine, package: Any, name: str
 ) -> None:
     one, never = package(), package(on=False)
-    learned(one, function, **OTHERS[name]())
+    repeated = inputs(x=rows(3).expand(2, 3, 1024))
+    learned(one, function, **(repeated if name == "x repeated" else OTHERS[name]()))
     assert who_served(machine, lambda: function(one, **inputs()))[:2] == (0, 1)
     learned(one, function)
     found = function(one, **inputs())

@@ -10,7 +10,7 @@ import torch
 
 from generator.evaluate.verify.determinism import equal_bits
 from generator.operations.rmsnorm_backward import Inputs, run_backward
-from generator.runtime.launch.launch import DW_ADDED, DW_IN_FP32
+from generator.runtime.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
 from generator.runtime.launch.loaded_kernel import LoadedKernel
 from generator.runtime.spec import CHUNK_ROWS, KernelSpec, ceil_div, plan_launch
 

@@ -22,7 +22,7 @@ OPERATIONS = (RMSNORM_BACKWARD,)
 VARIANT = "torch-cuda"
 """The build for any PyTorch with CUDA: nothing in it is compiled against PyTorch."""
 METADATA = "metadata.json"
-_BINDINGS = Path("runtime", "launch", "bindings.py")
+_BINDINGS = Path("runtime", "launch", "cuda_api.py")
 _ID = "_normforge_"
 _TOP = {"build", "README.md", "LICENSE"}
 
