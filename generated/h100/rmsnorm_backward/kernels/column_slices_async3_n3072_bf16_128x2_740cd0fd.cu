@@ -52,7 +52,7 @@ constexpr int kBlockSumsOffset = 80;
 #define ROW_STORE ""
 #define LEAST_COLUMNS 3072  // of a row
 
-#include "../include/e2989cbb7fea/primitives.cuh"
+#include "../include/96a4a15a832c/primitives.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -60,11 +60,11 @@ using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/e2989cbb7fea/elements.cuh"
+#include "../include/96a4a15a832c/elements.cuh"
 
-#include "../include/e2989cbb7fea/teams.cuh"
-#include "../include/e2989cbb7fea/row_of.cuh"
-#include "../include/e2989cbb7fea/load_rstds.cuh"
+#include "../include/96a4a15a832c/teams.cuh"
+#include "../include/96a4a15a832c/row_of.cuh"
+#include "../include/96a4a15a832c/load_rstds.cuh"
 
 // What one launch works on. Strides and gaps count elements and are 64-bit.
 struct Arguments {
@@ -83,7 +83,7 @@ struct Arguments {
   long long x_stride, dy_stride, dresidual_stride, dx_stride;
   // The heads of a packed tensor: a number of rows at their stride, then a gap before the next ones.
   // (gaps * row) >> 32 of these gaps lie before a row; gaps is 0 if there are none. The host allows gaps
-  // only where the rows fit into 32 bits (gap_factor in generator/runtime/launch/launch.py).
+  // only where the rows fit into 32 bits (gap_factor in kernel_arguments.py).
   long long x_gap, dy_gap;
   unsigned gaps;
   // group: participants of a group with two levels; the number of whole groups in batch-invariant kernels.
@@ -91,29 +91,29 @@ struct Arguments {
   float weight_offset;
 };
 
-#include "../include/e2989cbb7fea/rows.cuh"
+#include "../include/96a4a15a832c/rows.cuh"
 
-#include "../include/e2989cbb7fea/row_sum.cuh"
-#include "../include/e2989cbb7fea/row_sum_cta.cuh"
+#include "../include/96a4a15a832c/row_sum.cuh"
+#include "../include/96a4a15a832c/row_sum_cta.cuh"
 
-#include "../include/e2989cbb7fea/schedule.cuh"
+#include "../include/96a4a15a832c/schedule.cuh"
 
-#include "../include/e2989cbb7fea/rows_async.cuh"
+#include "../include/96a4a15a832c/rows_async.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/e2989cbb7fea/weight_registers.cuh"
+#include "../include/96a4a15a832c/weight_registers.cuh"
 
-#include "../include/e2989cbb7fea/row_blocks.cuh"
+#include "../include/96a4a15a832c/row_blocks.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
-#include "../include/e2989cbb7fea/partial_dw.cuh"
-#include "../include/e2989cbb7fea/dw_output.cuh"
-#include "../include/e2989cbb7fea/dw_context.cuh"
-#include "../include/e2989cbb7fea/sum_slice.cuh"
-#include "../include/e2989cbb7fea/last_arrived.cuh"
-#include "../include/e2989cbb7fea/dw_column_slices.cuh"
+#include "../include/96a4a15a832c/partial_dw.cuh"
+#include "../include/96a4a15a832c/dw_output.cuh"
+#include "../include/96a4a15a832c/dw_context.cuh"
+#include "../include/96a4a15a832c/sum_slice.cuh"
+#include "../include/96a4a15a832c/last_arrived.cuh"
+#include "../include/96a4a15a832c/dw_column_slices.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 

@@ -195,8 +195,29 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
     if spec.run_rows:
         group = _whole_groups(spec, M, participants)
         partials = _units(spec, M, group)
+    sum_grid = 0
+    if spec.strategy == "separate":
+        sum_grid = ceil_div(spec.columns, spec.slice_columns) * spec.cluster
+    counters, zeroed, scratch = _workspace(spec, participants, groups, partials)
+    return Launch(
+        grid=participants * spec.cluster,
+        participants=participants,
+        group=group,
+        sum_grid=sum_grid,
+        counters=counters,
+        zeroed=zeroed,
+        scratch=scratch,
+        partials=partials,
+    )
+
+
+def _workspace(
+    spec: KernelSpec, participants: int, groups: int, partials: int
+) -> tuple[int, int, int]:
+    """The counters, zeroed words and words of scratch of a launch. groups: of participants;
+    partials: sums that are left of each column."""
     row = spec.partial_stride * spec.cluster
-    counters = zeroed = scratch = sum_grid = 0
+    counters = zeroed = scratch = 0
     if spec.accumulates:
         counters, zeroed = spec.cluster, row  # arrivals; the sums themselves
     elif spec.turns:
@@ -212,9 +233,7 @@ def plan_launch(spec: KernelSpec, M: int) -> Launch:
         counters, zeroed = spec.cluster * spec.ledger_words, participants * row
     elif spec.strategy == "separate":
         scratch = partials * row
-        sum_grid = ceil_div(spec.columns, spec.slice_columns) * spec.cluster
-    grid = participants * spec.cluster
-    return Launch(grid, participants, group, sum_grid, counters, zeroed, scratch, partials)
+    return counters, zeroed, scratch
 
 
 def _whole_groups(spec: KernelSpec, M: int, participants: int) -> int:

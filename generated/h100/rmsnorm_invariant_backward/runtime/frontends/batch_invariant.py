@@ -11,7 +11,7 @@ import torch
 
 from ..api import Package
 from ..launch.forward_call import ForwardCall
-from ..launch.row_layout import power_of_two, row_layout
+from ..launch.row_layout import alignment_of, row_layout
 from ..serve.call import Call
 from ..serve.call_cache import CallCache
 from ..serve.checks import check_forward
@@ -20,7 +20,7 @@ from ..serve.options import Arguments, Options
 from ..serve.reference import Results
 from ..serve.server import Server
 from ..spec import KernelSpec, Launch, plan_launch
-from ..table import MAX_ALIGNMENT, ForwardKernel
+from ..table import ForwardKernel
 from .dtensor import register_sharding
 from .matching import MatchingNorm, TileTable, form_of
 from .operators import SCHEMAS, Operators, digest_of
@@ -243,7 +243,7 @@ def _misplaced(tensor: torch.Tensor | None) -> bool:
         return True
     size = tensor.element_size()
     places = tensor.data_ptr() | (rows.stride | rows.outer) * size
-    return places % power_of_two(tensor.shape[-1] * size, MAX_ALIGNMENT) != 0
+    return places % alignment_of(tensor.shape[-1] * size) != 0
 
 
 def _placed(tensor: torch.Tensor | None) -> torch.Tensor | None:

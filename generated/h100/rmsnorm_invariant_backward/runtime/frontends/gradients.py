@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -23,13 +23,6 @@ from .differentiable import differentiable_backward
 Implementation = Callable[..., "tuple[torch.Tensor, ...]"]
 
 
-class NormArguments(NamedTuple):
-    """What the gradients of a norm depend on beside tensors."""
-
-    eps: float | None
-    weight_offset: float
-
-
 def is_watched(dy: torch.Tensor | None, dstream: torch.Tensor | None = None) -> bool:
     """Whether somebody sees the operators of a node's backward, or wants a gradient of its own."""
     # A gradient may be a subclass though x was none, such as a collective's result that has not
@@ -44,7 +37,8 @@ def is_watched(dy: torch.Tensor | None, dstream: torch.Tensor | None = None) -> 
 
 def gradients(
     backward: Backward,
-    norm: Any,
+    eps: float | None,
+    weight_offset: float,
     wanted: tuple[bool, bool],
     dy: torch.Tensor | None,
     x: torch.Tensor,
@@ -54,9 +48,8 @@ def gradients(
     mean: torch.Tensor | None = None,
     seen: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """dx and dw of a node, dx in x's dtype. backward: what computes them; norm: has eps and
-    weight_offset, as a node's context and NormArguments do; mean: of a norm that takes it off;
-    seen: `is_watched`, where that was asked."""
+    """dx and dw of a node, dx in x's dtype. backward: what computes them; wanted: whether dx and
+    dw are; mean: of a norm that takes it off; seen: `is_watched`, where that was asked."""
     need_dx, need_dw = wanted[0], wanted[1] and weight is not None
     if dy is None:
         return (dresidual if need_dx else None), None
@@ -69,11 +62,11 @@ def gradients(
         or has_tangent(dy, x, weight, dresidual)
     )
     if not by_pytorch:
-        # Rows that a wider residual made wide keep the weight they had.
-        wide = weight is not None and weight.dtype not in (x.dtype, torch.float32)
-        scale = weight.float() if wide and weight is not None else weight
+        scale = weight
+        if weight is not None and weight.dtype not in (x.dtype, torch.float32):
+            scale = weight.float()  # of rows that a wider residual made wider than their weight
         given = Arguments(dy, x, rstd, scale, dresidual if need_dx else None, mean=mean)
-        options = options_for(norm.eps, norm.weight_offset, need_dx, need_dw)
+        options = options_for(eps, weight_offset, need_dx, need_dw)
         try:
             dx, dw, *_ = backward(given, options)
         except RuntimeError:
@@ -81,9 +74,12 @@ def gradients(
             if not (is_batched(dy) or (dresidual is not None and is_batched(dresidual))):
                 raise
         else:
-            return dx, dw.to(weight.dtype) if wide and dw is not None and weight is not None else dw
-    arguments = (norm.eps, norm.weight_offset, dresidual, need_dx, need_dw)
-    return differentiable_backward(dy, x, weight, *arguments, centred=mean is not None)
+            if scale is not weight and weight is not None and dw is not None:
+                dw = dw.to(weight.dtype)
+            return dx, dw
+    return differentiable_backward(
+        dy, x, weight, eps, weight_offset, dresidual, need_dx, need_dw, centred=mean is not None
+    )
 
 
 def gradients_of_sum(
@@ -99,7 +95,8 @@ def gradients_of_sum(
     stream, weight, rstd = ctx.saved_tensors
     needs_x, needs_residual, needs_dw = needs
     wanted = (needs_x or needs_residual, needs_dw)
-    dstream, dw = gradients(backward, ctx, wanted, dy, stream, weight, rstd, dstream, None, seen)
+    given = (ctx.eps, ctx.weight_offset, wanted, dy, stream, weight, rstd, dstream)
+    dstream, dw = gradients(backward, *given, seen=seen)
     dx = None if dstream is None else dstream.to(ctx.x_dtype)
     return dx, dstream if needs_residual else None, dw
 

@@ -98,24 +98,20 @@ class Counts(NamedTuple):
             _log.info("gave %d %s nodes%s to %s; additions folded: %d", *given)
 
 
-def route_decomposed(module: GraphModule, operators: NormOperators) -> GraphModule:
-    """Replace the RMSNorms that a graph writes out, as `replace_decomposed` says, if that is the
-    norm of the package."""
-    return route(module, operators, written_out_only=True)
-
-
 def route(
     module: GraphModule, operators: NormOperators, *, written_out_only: bool = False
 ) -> GraphModule:
     """Replace every norm over the last dimension by the operators of a package, together with the
-    additions that `fold_additions` folds into them."""
-    counts = [Counts()]
+    additions that `fold_additions` folds into them. written_out_only: only what
+    `replace_decomposed` finds, and no addition."""
+    counts = []
     for each in graph_modules(module):
-        found = Counts()
+        written_out = 0
         if isinstance(operators, Operators):
-            found = Counts(written_out=replace_decomposed(each.graph, operators.rms_norm))
-        if not written_out_only:  # behind it, for its norms have additions, too
-            found = route_graph(each.graph, operators)._replace(written_out=found.written_out)
+            written_out = replace_decomposed(each.graph, operators.rms_norm)
+        # Behind it, for its norms have additions, too.
+        found = Counts() if written_out_only else route_graph(each.graph, operators)
+        found = found._replace(written_out=written_out)
         if any(found):
             each.recompile()
         counts.append(found)
@@ -255,7 +251,7 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
             _refuse_other(getattr(config, _SLOT))
             table = None if has_tiny_eps(module, operators) else Decompositions(operators)
         settings = {**asked, _SLOT: RouteNorms()}
-        route_decomposed(module, operators)
+        route(module, operators, written_out_only=True)
         return compile_fx(
             module, example_inputs, decompositions=table, config_patches=settings, **more
         )

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ..serve.call import QuickCall
-from ..serve.checks import DTYPES, check_forward
-from ..serve.options import SMALLEST_EPS, Backward
+from ..serve.checks import check_forward
+from ..serve.options import DTYPES, SMALLEST_EPS, Backward
+from ..serve.reference import wide_dtype
 from .gradients import Implementation, autograd_of, below_autograd, gradients, is_watched
 from .layer_norm_routes import LAYER_NORM_ROUTES, dw_and_db
 from .operators import NormOperators, statistic_like
@@ -40,7 +41,7 @@ def layer_norm_forward(
     scales: list[torch.Tensor | None] = [weight, bias]
     # PyTorch's kernel takes one dtype, and on the CPU rounds mean and rstd to it.
     if not rows.is_cuda or any(p is not None and p.dtype != rows.dtype for p in scales):
-        compute = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        compute = wide_dtype(rows)
         rows, scales = rows.to(compute), [None if p is None else p.to(compute) for p in scales]
     y, mean, rstd = torch.ops.aten.native_layer_norm(rows, rows.shape[-1:], *scales, eps)
     return y.to(x.dtype), mean, rstd, stream
@@ -58,8 +59,7 @@ def layer_norm_node(
             x, residual, weight, bias, ctx.eps = given
             y, mean, rstd, stream = forward(*given)
             ctx.save_for_backward(x if residual is None else stream, weight, rstd, mean)
-            ctx.weight_offset, ctx.x_dtype = 0.0, x.dtype
-            ctx.bias_dtype = None if bias is None else bias.dtype
+            ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
             ctx.mark_non_differentiable(mean, rstd, *(() if residual is not None else (stream,)))
             ctx.set_materialize_grads(False)
             return y, mean, rstd, stream
@@ -83,8 +83,7 @@ def eager_layer_norm(backward: Backward, quick: QuickCall) -> Callable[..., torc
             x, weight, bias, ctx.eps = given
             y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, ctx.eps)
             ctx.save_for_backward(x, weight, rstd, mean)
-            ctx.weight_offset, ctx.x_dtype = 0.0, x.dtype
-            ctx.bias_dtype = None if bias is None else bias.dtype
+            ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
             return y.to(x.dtype)  # autocast computes in fp32
 
         @staticmethod
@@ -139,7 +138,9 @@ def layer_norm_gradients(
     usual = dstream is None and ctx.eps >= SMALLEST_EPS
     if all(wanted) and weight is not None and usual and not is_watched(dy):
         found = quick(dy, rows, rstd, weight, mean)
-    dx, sums = found or gradients(backward, ctx, wanted, dy, rows, weight, rstd, dstream, mean)
+    dx, sums = found or gradients(
+        backward, ctx.eps, 0.0, wanted, dy, rows, weight, rstd, dstream, mean
+    )
     dw, db = dw_and_db(sums)
     return (
         dx.to(ctx.x_dtype) if needs_x and dx is not None else None,
@@ -150,25 +151,20 @@ def layer_norm_gradients(
 
 
 class LayerNormOperators(NormOperators):
-    """Those of LayerNorm; its forward is `layer_norm_forward`."""
+    """Those of LayerNorm, whose forward is `layer_norm_forward`."""
 
     layer = "LayerNorm"
     aten = ("native_layer_norm", "native_layer_norm_backward")
     routes, schemas = LAYER_NORM_ROUTES, LAYER_NORM_SCHEMAS
 
     def __init__(self, digest: str, backward: Backward, quick: QuickCall) -> None:
-        super().__init__(digest, layer_norm_forward, backward, quick)
-        operator = self.layer_norm = self._named("layer_norm")
-        self.layer_norm_backward = self.backward_operator
-        run: Callable[..., Any] = lambda *given: below_autograd(operator, given)  # noqa: E731
-        node = layer_norm_node(run, self.backward)
-        kernel = autograd_of(operator, self._layer_norm, node, layer_norm_forward)
+        super().__init__(digest, backward, quick)
+        self.layer_norm_backward = self._define_backward("layer_norm_backward")
+        operator = self._define("layer_norm", layer_norm_forward, self._fake_layer_norm)
+        self.layer_norm = operator
+        node = layer_norm_node(lambda *given: below_autograd(operator, given), self.backward)
+        kernel = autograd_of(operator, layer_norm_forward, node, layer_norm_forward)
         self._differentiate("layer_norm", kernel)
-
-    _layer_norm_backward = NormOperators._run_backward
-    _fake_layer_norm_backward = staticmethod(NormOperators._fake_backward)
-
-    _layer_norm = staticmethod(layer_norm_forward)
 
     @staticmethod
     def _fake_layer_norm(x: Any, residual: Any, *_: Any) -> tuple[torch.Tensor, ...]:

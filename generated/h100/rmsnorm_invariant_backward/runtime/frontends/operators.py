@@ -8,8 +8,7 @@ is never taken for that of another.
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -47,9 +46,8 @@ class NormOperators:
     """The operators of one package, registered when this is constructed and for the life of the
     process.
 
-    forward: what serves a forward, with arguments as the subclass says; backward(arguments,
-    options): what serves any backward, quick: what is tried before for a plain one; none of them
-    may call an operator again.
+    backward(arguments, options): what serves any backward, quick: what is tried before for a plain
+    one; neither may call an operator again.
     """
 
     layer: ClassVar[str]
@@ -59,28 +57,26 @@ class NormOperators:
     routes: ClassVar[Routes]
     """How those go to the operators here, in a graph."""
     schemas: ClassVar[Mapping[str, str]]
-    """Each has a method of its name that runs it, and one that says what the results look like. The
-    last one is the backward."""
+    """Of the operators here, by their names."""
+    backward_operator: Any
+    """The one that `_define_backward` gave."""
 
-    def __init__(
-        self,
-        digest: str,
-        forward: Callable[..., tuple[torch.Tensor, ...]],
-        backward: Backward,
-        quick: QuickCall,
-    ) -> None:
-        self._forward, self._backward, self._quick = forward, backward, quick
+    def __init__(self, digest: str, backward: Backward, quick: QuickCall) -> None:
+        self._backward, self._quick = backward, quick
         self._library, self.namespace = _own_library(f"normforge_{digest}")
-        for name, schema in self.schemas.items():
-            self._library.define(name + schema)
-            run, fake = (getattr(self, f"{prefix}_{name}") for prefix in ("", "_fake"))
-            for device in ("CPU", "CUDA"):
-                self._library.impl(name, run, device)
-            torch.library.register_fake(f"{self.namespace}::{name}", fake, lib=self._library)
-        self.backward_operator = self._named(name)
-        self._differentiate(name, autograd_of_backward(self.backward_operator, run))
 
-    def _named(self, name: str) -> Any:
+    def _define_backward(self, name: str) -> Any:
+        run = self._run_backward
+        operator = self.backward_operator = self._define(name, run, self._fake_backward)
+        self._differentiate(name, autograd_of_backward(operator, run))
+        return operator
+
+    def _define(self, name: str, run: Implementation, fake: Implementation) -> Any:
+        """The operator of this name. run: computes its results; fake: says what they look like."""
+        self._library.define(name + self.schemas[name])
+        for device in ("CPU", "CUDA"):
+            self._library.impl(name, run, device)
+        torch.library.register_fake(f"{self.namespace}::{name}", fake, lib=self._library)
         return getattr(getattr(torch.ops, self.namespace), name).default
 
     def _differentiate(self, name: str, kernel: Implementation) -> None:
@@ -183,22 +179,27 @@ class NormOperators:
 
 class Operators(NormOperators):
     """Those of RMSNorm. forward(x, weight, eps, weight_offset, residual) gives (y, rstd[,
-    residual_out])."""
+    residual_out]), and may not call an operator either."""
 
     layer = "RMSNorm"
     aten = ("_fused_rms_norm", "_fused_rms_norm_backward")
     routes, schemas = RMS_NORM_ROUTES, SCHEMAS
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.rms_norm, self.add_rms_norm = self._named("rms_norm"), self._named("add_rms_norm")
-        self.rms_norm_backward = self.backward_operator
-        for name in ("rms_norm", "add_rms_norm"):
-            operator, run = getattr(self, name), getattr(self, f"_{name}")
-            self._differentiate(name, autograd_of_norm(operator, run, self.backward))
+    def __init__(
+        self, digest: str, forward: Implementation, backward: Backward, quick: QuickCall
+    ) -> None:
+        super().__init__(digest, backward, quick)
+        self._forward = forward
+        self.rms_norm_backward = self._define_backward("rms_norm_backward")
+        self.rms_norm = self._define_norm("rms_norm", self._rms_norm, self._fake_rms_norm)
+        self.add_rms_norm = self._define_norm(
+            "add_rms_norm", self._add_rms_norm, self._fake_add_rms_norm
+        )
 
-    _rms_norm_backward = NormOperators._run_backward
-    _fake_rms_norm_backward = staticmethod(NormOperators._fake_backward)
+    def _define_norm(self, name: str, run: Implementation, fake: Implementation) -> Any:
+        operator = self._define(name, run, fake)
+        self._differentiate(name, autograd_of_norm(operator, run, self.backward))
+        return operator
 
     def _rms_norm(self, x: Any, weight: Any, eps: Any, offset: float) -> tuple[torch.Tensor, ...]:
         return self._forward(x, weight, eps, offset, None)
@@ -228,7 +229,7 @@ def _own_library(wanted: str) -> tuple[torch.library.Library, str]:
         try:
             return torch.library.Library(namespace, "DEF"), namespace
         except RuntimeError as error:
-            if not re.search("single TORCH_LIBRARY", str(error)):
+            if "single TORCH_LIBRARY" not in str(error):
                 raise
         number += 1
 

@@ -24,7 +24,8 @@ _ORIGINAL, _SERVED = "_normforge_original", "_normforge_served"
 _UNTRIED = "untried"
 _log = logging.getLogger(__name__)
 
-Forward = Callable[..., Any]
+ModuleForward = Callable[..., Any]
+"""Takes the module and x."""
 
 
 def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> list[str]:
@@ -52,7 +53,7 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
     if casting not in (None, *CASTINGS):
         raise ValueError(f"casting must be one of {', '.join(CASTINGS)} or None, got {casting!r}")
 
-    def forward_for(module: Any) -> Forward | str:
+    def forward_for(module: Any) -> ModuleForward | str:
         if type(module) is torch.nn.RMSNorm:
             one = len(module.normalized_shape) == 1
             return _forward_of(norm, "torch") if one else "it normalises several dimensions"
@@ -77,7 +78,7 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
 
 
 def replace_forwards(
-    model: torch.nn.Module, norm: str, forward_for: Callable[[Any], Forward | str]
+    model: torch.nn.Module, norm: str, forward_for: Callable[[Any], ModuleForward | str]
 ) -> list[str]:
     """Give modules of a model other forwards; their names. norm: what they are, so that packages of
     two norms patch one model: how the names of their classes end. forward_for: the same function
@@ -88,9 +89,8 @@ def replace_forwards(
         kind: Any = type(module)
         if not kind.__name__.endswith(norm):
             continue
-        if "forward" in vars(module):
-            found: Forward | str = "it has a forward of its own, as a hook of accelerate gives it"
-        else:
+        found: ModuleForward | str = "it has a forward of its own, as a hook of accelerate gives it"
+        if "forward" not in vars(module):
             # With real tensors, whatever the model is built under.
             with torch.no_grad(), disable_modes(), torch.device("cpu"):
                 found = forward_for(module)
@@ -187,7 +187,7 @@ def is_close(y: Any, wanted: torch.Tensor) -> bool:
 
 
 @cache
-def _forward_of(norm: Norm, casting: str) -> Callable[..., Any]:
+def _forward_of(norm: Norm, casting: str) -> ModuleForward:
     """The forward of a module whose norm a package computes."""
     offset = 1.0 if casting == "gemma" else 0.0
 
@@ -205,7 +205,7 @@ def _forward_of(norm: Norm, casting: str) -> Callable[..., Any]:
 
 
 @cache
-def _patched(kind: type, norm: str, forward: Callable[..., Any]) -> type:
+def _patched(kind: type, norm: str, forward: ModuleForward) -> type:
     """A subclass of a class of norms, with another forward."""
     members = {
         "forward": forward,

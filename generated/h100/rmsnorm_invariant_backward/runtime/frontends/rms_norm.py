@@ -22,7 +22,7 @@ from ..torch_internals import (
 )
 from .differentiable import foreign_norm, is_foreign
 from .dtensor import register_sharding
-from .gradients import NormArguments, gradients, gradients_of_sum, is_watched
+from .gradients import gradients, gradients_of_sum, is_watched
 from .operators import Operators
 from .unfused import add_bias, widened, with_dtype
 
@@ -207,9 +207,9 @@ class Norm:
             results = self._quick(dy, x, rstd, weight)
             if results is not None:
                 return results  # type: ignore[return-value]
-        norm, wanted = NormArguments(eps, weight_offset), (need_dx, need_dw)
         run = self.operators.backward if seen else self.run
-        return gradients(run, norm, wanted, dy, x, weight, rstd, seen=seen)
+        wanted = (need_dx, need_dw)
+        return gradients(run, eps, weight_offset, wanted, dy, x, weight, rstd, seen=seen)
 
     def gradients_of_sum(
         self, ctx: Any, dy: torch.Tensor | None, dstream: torch.Tensor | None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+from ..serve.checks import FLOATS
 
 
 def add_bias(results: Any, bias: torch.Tensor, weight: torch.Tensor | None) -> Any:
@@ -36,8 +36,8 @@ def widened(
     """x and the residual in dtypes that hold the results. What is no tensor of such a dtype stays
     as it is: the norm refuses it. Raises TypeError or ValueError for a dtype that cannot be had."""
     for name, dtype in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
-        if dtype is not None and dtype not in _DTYPES:
-            known = ", ".join(map(str, _DTYPES))
+        if dtype is not None and dtype not in FLOATS:
+            known = ", ".join(map(str, FLOATS))
             raise TypeError(f"{name} must be one of {known}, got {dtype}")
     if out_dtype is not None:
         x = _wide(x, out_dtype)
@@ -46,13 +46,13 @@ def widened(
             raise ValueError("residual_dtype needs a residual")
         residual = _wide(residual, residual_dtype)
         dtype = residual.dtype if isinstance(residual, torch.Tensor) else residual_dtype
-        if dtype in _DTYPES and dtype != residual_dtype:
+        if dtype in FLOATS and dtype != residual_dtype:
             raise ValueError(f"residual_dtype {residual_dtype} cannot hold the residual, {dtype}")
     return x, residual
 
 
 def _wide(tensor: Any, dtype: torch.dtype) -> Any:
-    if isinstance(tensor, torch.Tensor) and tensor.dtype not in _DTYPES:
+    if isinstance(tensor, torch.Tensor) and tensor.dtype not in FLOATS:
         return tensor
     # torch.fx traces with objects that are no tensors.
     if not hasattr(type(tensor), "__torch_function__"):

@@ -1,43 +1,37 @@
 """The launches of one signature on one stream, with everything but the tensors written already.
 
 A call that goes through here packs the addresses of its tensors and launches. What else a launch
-needs (configuration, functions, extents, workspace) was put into one block of arguments before; the
-block belongs to the signature and the stream, and the stream's lock guards it.
+needs (configuration, functions, extents, workspace) was put into a block of arguments before, which
+belongs to the signature and the stream, and which the stream's lock guards.
 """
 
 from __future__ import annotations
 
 import ctypes
-import struct
 from typing import Any, NamedTuple
 
-from ..spec import SUM_KERNEL, Launch
+from ..spec import SUM_KERNEL, KernelSpec, Launch
 from .driver import LaunchError, cuda_driver
-from .launch import MAIN_ARGUMENTS, SUM_ARGUMENTS, Extent
+from .kernel_arguments import (
+    MAIN_AT,
+    MEAN,
+    SUM_AT,
+    Extent,
+    argument_block,
+    pack_addresses,
+    pack_mean,
+)
 from .loaded_kernel import LoadedKernel
 from .workspace import StreamWorkspace
-
-pack_addresses = struct.Struct("@8Q").pack_into
-"""Writes x, dy, rstd, weight, dx, dw, dresidual and dresidual_out (0 for None), which the main
-kernel's arguments begin with."""
-pack_mean = struct.Struct("@Q").pack_into
-"""Writes mean at MEAN."""
-MEAN = MAIN_ARGUMENTS.size - 8
-_SUM = MAIN_ARGUMENTS.size
-_DW = 5 * 8  # which both kernels read from one place
-MAIN_AT, SUM_AT = (0,), (_SUM, _DW, *range(_SUM + 16, _SUM + 32, 4))
-SCRATCH_AT = (10 * 8, _SUM)
-"""Where the parameters of either kernel begin in an argument block, and where the address of the
-scratch stands. In bytes."""
 
 
 class Binding(NamedTuple):
     """What the launches of one signature on one stream are made of.
 
     workspace, lock: where launches share them, else None. scratch: the workspace's address that
-    `values` has; when the workspace has another one now, the binding is stale. launch: the driver's
-    cuLaunchKernelEx. second: None where one kernel does it. main_arguments, sum_arguments:
-    addresses of the arrays of parameter addresses; keep: the spec, and what owns these.
+    `values`, the block of arguments, has; when the workspace has another one now, the binding is
+    stale. launch: the driver's cuLaunchKernelEx. second: None where one kernel does it.
+    main_arguments, sum_arguments: addresses of `arrays`, which hold the addresses of parameters.
     """
 
     workspace: Any
@@ -51,7 +45,8 @@ class Binding(NamedTuple):
     sum_config: Any
     second: Any
     sum_arguments: int
-    keep: tuple[Any, ...]
+    spec: KernelSpec
+    arrays: tuple[Any, Any]
 
     def run(self, addresses: tuple[int, ...], mean: int) -> None:
         """Launch with the given addresses, in the order of `pack_addresses`. Hold the lock. Raises
@@ -59,31 +54,12 @@ class Binding(NamedTuple):
         pack_addresses(self.values, 0, *addresses)
         pack_mean(self.values, MEAN, mean)
         (status,) = self.launch(self.main_config, self.main, self.main_arguments, 0)
-        refused = ""
-        if status == 0:
-            if self.second is None:
-                return
-            refused = SUM_KERNEL
+        kernel = self.spec.operation
+        if status == 0 and self.second is not None:
             (status,) = self.launch(self.sum_config, self.second, self.sum_arguments, 0)
-            if status == 0:
-                return
-        spec = self.keep[0]
-        raise LaunchError(status.name, "launching", f"{refused or spec.operation} of {spec.name}")
-
-
-def argument_block(launch: Launch, extent: Extent, zeros: int, scratch: int) -> Any:
-    """The arguments of both kernels in one piece of memory, with 0 for the addresses of all
-    tensors, which come first."""
-    values = ctypes.create_string_buffer(_SUM + SUM_ARGUMENTS.size)
-    MAIN_ARGUMENTS.pack_into(
-        values, 0, *([0] * 8), zeros, zeros + launch.zeroed_offset, scratch, *extent, 0
-    )
-    SUM_ARGUMENTS.pack_into(
-        values,
-        _SUM,
-        *(scratch, 0, launch.partials, extent.columns, extent.dw_mode, extent.group),
-    )
-    return values
+            kernel = SUM_KERNEL
+        if status != 0:
+            raise LaunchError(status.name, "launching", f"{kernel} of {self.spec.name}")
 
 
 def bind(
@@ -104,11 +80,7 @@ def bind(
     main, second = kernel.load(device)
     second = second if wants_dw else None
     values = argument_block(launch, extent, zeros, scratch)
-    base = ctypes.addressof(values)
-    main_array, sum_array = (
-        (ctypes.c_void_p * len(offsets))(*(base + at for at in offsets))
-        for offsets in (MAIN_AT, SUM_AT)
-    )
+    main_array, sum_array = (_addresses(values, offsets) for offsets in (MAIN_AT, SUM_AT))
     return Binding(
         workspace=workspace,
         lock=None if workspace is None else workspace.lock,
@@ -121,5 +93,11 @@ def bind(
         sum_config=kernel.sum_config(launch.sum_grid, stream) if second is not None else None,
         second=second,
         sum_arguments=ctypes.addressof(sum_array),
-        keep=(kernel.spec, main_array, sum_array),
+        spec=kernel.spec,
+        arrays=(main_array, sum_array),
     )
+
+
+def _addresses(block: Any, offsets: tuple[int, ...]) -> Any:
+    base = ctypes.addressof(block)
+    return (ctypes.c_void_p * len(offsets))(*(base + at for at in offsets))

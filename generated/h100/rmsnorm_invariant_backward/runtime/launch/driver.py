@@ -22,9 +22,9 @@ class LaunchError(RuntimeError):
 @cache
 def cuda_driver() -> Any:
     """The driver's functions, types and constants, imported when they are first needed."""
-    from . import bindings
+    from . import cuda_api
 
-    return bindings
+    return cuda_api
 
 
 def checked(status_and_values: tuple[Any, ...], action: str, kernel: str) -> Any:

@@ -11,7 +11,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,38 +34,58 @@ ForwardCall = Callable[
 
 # The kernel's one argument, a structure, as the compiler lays it out. What differs from call to
 # call comes first: x, residual, weight, y, rstd, residual_out; eps and the weight's offset. Then
-# rows, x_stride, x_outer, residual_stride; columns, x_inner.
+# ForwardExtent.
 _ARGUMENTS = struct.Struct("@6Q2f4qiI")
 pack_changing = struct.Struct("@6Q2f").pack_into
 _EPS = torch.finfo(torch.float32).eps
 """What PyTorch takes when no eps is given, for bf16 and fp16 rows as well."""
 
 
-def pack_arguments(*fixed: int) -> bytes:
-    """The kernel's argument without what differs from call to call. fixed: rows first."""
-    return _ARGUMENTS.pack(*([0] * 6), 0.0, 0.0, *fixed)
+class ForwardExtent(NamedTuple):
+    """The numbers of a signature in the order in which the kernel takes them.
+
+    Strides are elements between rows; x_outer and x_inner: see RowLayout.
+    """
+
+    rows: int
+    x_stride: int
+    x_outer: int
+    residual_stride: int
+    columns: int
+    x_inner: int
+
+
+def pack_arguments(extent: ForwardExtent) -> bytes:
+    """The kernel's argument without what differs from call to call."""
+    return _ARGUMENTS.pack(*([0] * 6), 0.0, 0.0, *extent)
+
+
+class ForwardFacts(NamedTuple):
+    """What the calls of one signature have in common, for who launches the same in another way.
+    dtypes: of x and the weight."""
+
+    kernel: LoadedKernel
+    device: int
+    with_residual: bool
+    extent: ForwardExtent
+    dtypes: tuple[torch.dtype, torch.dtype]
 
 
 class Bindings(dict[int, tuple[Any, ...]]):
-    """By stream: the arguments of one signature, guarded by a lock because the driver has copied
-    them when a launch returns, and the launch configuration. The attributes say what a call on
-    dense tensors, or copies of others, is made of, for who launches the same in another way."""
-
-    dtypes: tuple[torch.dtype, torch.dtype]
-    """Of x and the weight."""
+    """By stream, made when it is first asked for: the arguments of one signature, guarded by a lock
+    because the driver has copied them when a launch returns, and the launch configuration."""
 
     def __init__(
-        self, kernel: LoadedKernel, device: int, with_residual: bool, fixed: tuple[int, ...]
+        self, kernel: LoadedKernel, device: int, with_residual: bool, extent: ForwardExtent
     ) -> None:
-        """fixed: rows first, and the other arguments that no call changes."""
-        self.kernel, self.device = kernel, device
-        self.with_residual, self.fixed = with_residual, fixed
+        self._kernel, self._device = kernel, device
+        self._with_residual, self._extent = with_residual, extent
 
     def __missing__(self, stream: int) -> tuple[Any, ...]:
-        function = self.kernel.load(self.device)[self.with_residual]
-        values = ctypes.create_string_buffer(pack_arguments(*self.fixed), _ARGUMENTS.size)
+        function = self._kernel.load(self._device)[self._with_residual]
+        values = ctypes.create_string_buffer(pack_arguments(self._extent), _ARGUMENTS.size)
         array = (ctypes.c_void_p * 1)(ctypes.addressof(values))
-        config = self.kernel.main_config(self.kernel.spec.grid(self.fixed[0]), stream)
+        config = self._kernel.main_config(self._kernel.spec.grid(self._extent.rows), stream)
         address = ctypes.addressof(array)
         binding = (threading.Lock(), values, config, function, address, array)  # keeps the array
         if len(self) >= MOST_STREAMS:
@@ -85,12 +105,13 @@ def forward_call(
     """The function that serves every call of one signature with one kernel.
 
     x, weight, residual: of that signature, on a CUDA device, at least one row; only facts about
-    them are kept. A layout of None asks for a copy.
+    them are kept. A layout of None asks for a copy. Where the kernel reads a weight and dense rows,
+    the function has an attribute `facts`.
     """
     N, device, with_residual = x.shape[-1], x.get_device(), residual is not None
     rows, other = x_layout or RowLayout(N), residual_layout or RowLayout(N)
-    fixed = (x.numel() // N, rows.stride, rows.outer, other.stride, N, rows.inner)
-    bindings = Bindings(kernel, device, with_residual, fixed)
+    extent = ForwardExtent(x.numel() // N, rows.stride, rows.outer, other.stride, N, rows.inner)
+    bindings = Bindings(kernel, device, with_residual, extent)
     copy_x, copy_residual = x_layout is None, with_residual and residual_layout is None
     copy_weight = weight is not None and not weight.is_contiguous()
     size = contiguous(x.shape, x.dtype)
@@ -135,7 +156,7 @@ def forward_call(
             return results
         raise LaunchError(status.name, "launching", kernel.spec.name)
 
-    if weight is not None and fixed[1:4] == (N, 0, N):
-        bindings.dtypes = (x.dtype, weight.dtype)
-        call.facts = bindings  # type: ignore[attr-defined]
+    if weight is not None and rows == other == RowLayout(N):
+        facts = ForwardFacts(kernel, device, with_residual, extent, (x.dtype, weight.dtype))
+        call.facts = facts  # type: ignore[attr-defined]
     return call

@@ -27,7 +27,7 @@ class GraphEnd:
 
     def __init__(self, graph: Any) -> None:
         library, driver = ctypes.CDLL(None), cuda_driver()
-        self._reached = library.sem_trywait
+        self._try_wait = library.sem_trywait
         post = ctypes.cast(library.sem_post, ctypes.c_void_p).value
         try:
             self._semaphore = _unused.pop()
@@ -47,7 +47,7 @@ class GraphEnd:
     def reached(self) -> bool:
         """Whether the graph is gone and none of its launches is running. True once; discard this
         object then."""
-        if self._reached(ctypes.c_void_p(self._semaphore)) != 0:
+        if self._try_wait(ctypes.c_void_p(self._semaphore)) != 0:
             return False
         _unused.append(self._semaphore)
         return True

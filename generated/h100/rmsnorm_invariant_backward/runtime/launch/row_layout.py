@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..table import MAX_ALIGNMENT
-from .launch import gap_factor
+from .kernel_arguments import gap_factor
 
 
 class RowLayout(NamedTuple):
@@ -51,9 +51,10 @@ def row_layout(tensor: torch.Tensor) -> RowLayout | None:
     return None
 
 
-def power_of_two(number: int, most: int) -> int:
-    """The largest power of two that divides `number`, up to `most` (itself a power of two)."""
-    return (number | most) & -(number | most)
+def alignment_of(number: int) -> int:
+    """The largest power of two that divides an address or a number of bytes, up to
+    MAX_ALIGNMENT."""
+    return (number | MAX_ALIGNMENT) & -(number | MAX_ALIGNMENT)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,21 +2,23 @@
 
 Zeroed words (counters, the places of a mailbox) are zero before a kernel and left zero by it. They
 are taken from slabs that were zeroed once, outside every stream and graph, so their owner finds
-zeros at every call with no memset. An owner is one stream, whose calls
-are ordered (it is known by its raw handle, so a stream must have finished when it is destroyed: a
-new one may get its handle; the default stream of a thread, which is known by the thread's ident,
-when the thread ends), or one call captured into a CUDA graph: replays of one executable graph
-are ordered, and no two captures and no two branches of one share an owner (two executables made
-from one capture share their outputs as well, and must not run at the same time for that reason
-already). Memory from the graph's own pool would not do: the pool may have lent the same bytes to
-another node of the graph, which dirties them at every replay, so each captured call would need a
-memset. The overhead is a few 128-byte lines per captured call: one for most, nine for a ledger of
-256 slices of dw. A mailbox needs the partial dw of all CTAs: its owner, and that of whatever takes
-as much, is one stream of one capture, whose calls become nodes that depend on each other in that
-order. (Nobody may replace that stream's dependencies by cuStreamUpdateCaptureDependencies, or
-destroy it during the capture.) Once a graph and all that was instantiated from it are gone, and
-their last launch has finished, other owners get its words, which its kernels left zero. Those of a
-stream are its own for good.
+zeros at every call with no memset. The launches of one owner are ordered. An owner is one of these:
+
+- A stream. It is known by its raw handle, so it must have finished when it is destroyed: a new one
+  may get its handle. The default stream of a thread is known by the thread's ident, and must have
+  finished when the thread ends. A stream keeps its words for good.
+- A call that is captured into a CUDA graph. Replays of one executable graph are ordered, and no two
+  captures and no two branches of one share an owner. (Two executables made from one capture share
+  their outputs as well, and must not run at the same time for that reason already.) This takes a
+  few 128-byte lines per captured call: one for most, nine for a ledger of 256 slices of dw.
+- A stream of one capture, for calls that take more, such as a mailbox, which has the partial dw of
+  all CTAs. Its calls become nodes that depend on each other in that order. (Nobody may replace that
+  stream's dependencies by cuStreamUpdateCaptureDependencies, or destroy it during the capture.)
+
+Once a graph and all that was instantiated from it are gone, and their last launch has finished,
+other owners get its words, which its kernels left zero. Memory from the graph's own pool would not
+do: the pool may have lent the same bytes to another node of the graph, which dirties them at every
+replay, so each captured call would need a memset.
 
 Scratch may hold anything. Eager calls keep one block per stream, allocated by the driver in stream
 order. It is kept out of PyTorch's allocator because PyTorch's CUDA-graph trees run their warm-up
@@ -145,12 +147,9 @@ class StreamWorkspace:
 
     def __init__(self, stream: int, zeros: Zeros) -> None:
         self.lock = threading.Lock()
-        self.zeros = 0
-        self.scratch = 0
-        self._stream = stream
-        self._source = zeros
-        self._zero_bytes = 0
-        self.scratch_words = 0
+        self.zeros, self._zero_bytes = 0, 0
+        self.scratch, self.scratch_words = 0, 0
+        self._stream, self._source = stream, zeros
 
     def fit(self, launch: Launch) -> None:
         """Make `zeros` and `scratch` large enough for a launch. Raises LaunchError."""

@@ -57,7 +57,7 @@ PyObject* forward(PyObject* self, PyObject* const* arguments, Py_ssize_t count) 
     const bool with_residual = !Py_IsNone(arguments[4]);
     for (const int i : {0, 1, 4})
         if (!THPVariable_CheckExact(arguments[i]) && (i < 4 || with_residual)) Py_RETURN_NONE;
-    return tuple_or_none(serve_without_gil(
+    return tuple_or_none(forward_without_gil(
         store_of(self), THPVariable_Unpack(arguments[0]), THPVariable_Unpack(arguments[1]),
         with_residual ? &THPVariable_Unpack(arguments[4]) : nullptr, number_or_none(arguments[2]),
         number(arguments[3])));
@@ -71,14 +71,8 @@ PyObject* backward(PyObject* self, PyObject* const* arguments, Py_ssize_t count)
         if (!THPVariable_CheckExact(arguments[i])) Py_RETURN_NONE;
     const auto of = [&](int i) -> at::Tensor { return THPVariable_Unpack(arguments[i]); };
     const at::Tensor dy = of(0), x = of(1), rstd = of(2), weight = of(3);
-    if (at::GradMode::is_enabled() && (dy.requires_grad() || x.requires_grad())) Py_RETURN_NONE;
-    auto& store = store_of(self);
-    Results results;
-    {
-        const WithoutGil others_may_run;
-        results = serve(store, dy, x, rstd, weight);
-    }
-    return tuple_or_none(results);
+    if (may_be_differentiated(dy, x)) Py_RETURN_NONE;
+    return tuple_or_none(backward_without_gil(store_of(self), dy, x, rstd, weight));
     END_HANDLE_TH_ERRORS
 }
 

@@ -176,8 +176,8 @@ bool launch(const Driver& driver, Plan& plan, const uint64_t (&words)[count]) {
 // and a launch for room in the driver's queue.
 
 // dx and dw
-Results serve(Store& store, const at::Tensor& dy, const at::Tensor& x, const at::Tensor& rstd,
-              const at::Tensor& weight) {
+Results serve_backward(Store& store, const at::Tensor& dy, const at::Tensor& x,
+                       const at::Tensor& rstd, const at::Tensor& weight) {
     auto* plan = plan_of(store, kBackward, {&x, &dy}, weight);
     if (!plan || !plain(rstd, x.device()) || rstd.scalar_type() != at::kFloat) return {};
     if (rstd.numel() != x.numel() / x.size(-1) || !rstd.is_contiguous()) return {};

@@ -74,10 +74,21 @@ std::optional<double> number_or_none(PyObject* object) {
     return Py_IsNone(object) ? std::nullopt : std::optional(number(object));
 }
 
-Results serve_without_gil(Store& store, const at::Tensor& x, const at::Tensor& weight,
-                          const at::Tensor* residual, std::optional<double> eps, double offset) {
+Results forward_without_gil(Store& store, const at::Tensor& x, const at::Tensor& weight,
+                            const at::Tensor* residual, std::optional<double> eps, double offset) {
     const WithoutGil others_may_run;
     return serve_forward(store, x, weight, residual, eps, offset);
+}
+
+Results backward_without_gil(Store& store, const at::Tensor& dy, const at::Tensor& x,
+                             const at::Tensor& rstd, const at::Tensor& weight) {
+    const WithoutGil others_may_run;
+    return serve_backward(store, dy, x, rstd, weight);
+}
+
+// Whether somebody may ask the results of a backward for their gradient, which Python refuses.
+bool may_be_differentiated(const at::Tensor& dy, const at::Tensor& x) {
+    return at::GradMode::is_enabled() && (dy.requires_grad() || x.requires_grad());
 }
 
 struct Norm : torch::autograd::Function<Norm> {
@@ -88,7 +99,7 @@ struct Norm : torch::autograd::Function<Norm> {
         const auto eps = number_or_none(arguments[2]);
         const double offset = number(arguments[3]);
         const auto scale = weight.value_or(at::Tensor());
-        auto results = serve_without_gil(*store, x, scale, nullptr, eps, offset);
+        auto results = forward_without_gil(*store, x, scale, nullptr, eps, offset);
         if (results.empty()) results = call(store->forward, arguments, 4);
         ctx->save_for_backward({x, scale, results[1]});
         ctx->saved_data["store"] = reinterpret_cast<int64_t>(store);
@@ -108,8 +119,7 @@ struct Norm : torch::autograd::Function<Norm> {
         const bool none = eps == ctx->saved_data.end();
         const bool usual = none || eps->second.toDouble() >= NORMFORGE_SMALLEST_EPS;
         if (need_dx && need_dw && offset == 0 && usual && !at::GradMode::is_enabled()) {
-            const WithoutGil others_may_run;
-            const auto results = serve(store, dy, x, rstd, weight);
+            const auto results = backward_without_gil(store, dy, x, rstd, weight);
             if (!results.empty()) return {results[0], results[1], {}, {}};
         }
 
@@ -135,29 +145,30 @@ struct Norm : torch::autograd::Function<Norm> {
 using Values = c10::ArrayRef<c10::IValue>;
 
 // dy, x, rstd, weight, dresidual, dw_dtype, weight_offset, need_dx, need_dw
-Results serve_backward(Store& store, Values given) {
+Results serve_backward_operator(Store& store, Values given) {
     if (!given[3].isTensor() || !given[4].isNone() || !given[5].isNone()) return {};
     if (given[6].toDouble() != 0 || !given[7].toBool() || !given[8].toBool()) return {};
-    const WithoutGil others_may_run;
-    auto results = serve(store, given[0].toTensor(), given[1].toTensor(), given[2].toTensor(),
-                         given[3].toTensor());
+    auto results = backward_without_gil(store, given[0].toTensor(), given[1].toTensor(),
+                                        given[2].toTensor(), given[3].toTensor());
     if (!results.empty())
         results.push_back(allocate({0}, {1}, results[0], results[0].scalar_type()));
     return results;
 }
 
 // x, residual if there is one, weight, eps, weight_offset
-Results serve_norm(Store& store, Values given) {
-    const auto *residual = given.size() == 5 ? &given[1].toTensor() : nullptr;
+Results serve_norm_operator(Store& store, Values given) {
+    const auto* residual = given.size() == 5 ? &given[1].toTensor() : nullptr;
     const auto rest = given.slice(given.size() - 3);
     if (!rest[0].isTensor()) return {};
-    return serve_without_gil(store, given[0].toTensor(), rest[0].toTensor(), residual,
-                             rest[1].toOptional<double>(), rest[2].toDouble());
+    return forward_without_gil(store, given[0].toTensor(), rest[0].toTensor(), residual,
+                               rest[1].toOptional<double>(), rest[2].toDouble());
 }
 
 using Serve = Results (*)(Store&, Values);
 constexpr std::pair<const char*, Serve> OPERATORS[] = {
-    {"rms_norm_backward", serve_backward}, {"rms_norm", serve_norm}, {"add_rms_norm", serve_norm}};
+    {"rms_norm_backward", serve_backward_operator},
+    {"rms_norm", serve_norm_operator},
+    {"add_rms_norm", serve_norm_operator}};
 
 struct Operator : c10::OperatorKernel {
     Store& store;
@@ -220,11 +231,9 @@ struct PyTorchsBackward : c10::OperatorKernel {
         const auto shape = given[2].toIntVector();
         const auto wanted = given[5].toBoolList().vec();
         Results results;
-        const bool refused = at::GradMode::is_enabled() && (dy.requires_grad() || x.requires_grad());
-        if (shape.size() == 1 && wanted == std::vector<bool>{true, true} && !refused) {
-            const WithoutGil others_may_run;
-            results = serve(store, dy, x, rstd, weight);
-        }
+        if (shape.size() == 1 && wanted == std::vector<bool>{true, true} &&
+            !may_be_differentiated(dy, x))
+            results = backward_without_gil(store, dy, x, rstd, weight);
         if (results.empty()) {
             const pybind11::gil_scoped_acquire gil;
             const Reference arguments[] = {Reference(THPVariable_Wrap(dy)),

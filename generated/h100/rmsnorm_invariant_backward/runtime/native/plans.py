@@ -28,18 +28,39 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..launch.binding import MAIN_AT, SCRATCH_AT, SUM_AT, argument_block
+import torch
+
 from ..launch.forward_call import pack_arguments
-from ..launch.launch import DW_IN_WEIGHT_DTYPE
+from ..launch.kernel_arguments import (
+    DW_IN_WEIGHT_DTYPE,
+    MAIN_AT,
+    SCRATCH_AT,
+    SUM_AT,
+    argument_block,
+)
 from ..launch.workspace import PER_THREAD, StreamWorkspace, Workspaces
+from ..serve.call import KernelCall
 from ..spec import Launch
 from ..torch_internals import current_device, is_capturing, raw_stream
 
 _MOST_PLANS = 1024
 _BACKWARD, _FORWARD, _ADD_FORWARD = range(3)  # as in native.h
+_NO_KERNEL = (0, 0, b"")
 _kept: list[Any] = []
+
+
+class _Key(NamedTuple):
+    """What C++ knows a plan by."""
+
+    kind: int
+    device: int
+    stream: int
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
 
 
 def keep(of_cpp: Any) -> None:
@@ -52,7 +73,7 @@ class Plans:
 
     def __init__(self, store: Any) -> None:
         self._store, self._workspaces = store, Workspaces()
-        self._seen: set[tuple[Any, ...]] = set()  # what C++ knows plans by
+        self._seen: set[tuple[Any, ...]] = set()
         self._needed: dict[tuple[int, int], int] = {}  # words of scratch, by device and stream
 
     def learn(self, quick: Any) -> None:
@@ -74,30 +95,28 @@ class Plans:
         facts = getattr(call, "facts", None)
         if facts is None:
             return
-        kernel, rows, columns = facts.kernel, facts.fixed[0], facts.fixed[4]
+        kernel, extent = facts.kernel, facts.extent
         kind = _ADD_FORWARD if facts.with_residual else _FORWARD
-        key = self._new_key(kind, facts.device, rows, columns, *facts.dtypes)
+        key = self._new_key(kind, facts.device, extent.rows, extent.columns, *facts.dtypes)
         if key is None:
             return
         function = kernel.load(facts.device)[facts.with_residual]
-        config = kernel.main_config(kernel.spec.grid(rows), key[2])
-        keep((config, function))
-        main = (int(config.getPtr()), int(function), _words([0]))
-        block = (pack_arguments(*facts.fixed), b"")
-        self._store.add(*key, *block, main, (0, 0, b""))
+        config = kernel.main_config(kernel.spec.grid(extent.rows), key.stream)
+        main = _described(config, function, [0])
+        self._store.add(*key, pack_arguments(extent), b"", main, _NO_KERNEL)
 
-    def _new_key(self, kind: int, device: int, *signature: Any) -> tuple[Any, ...] | None:
-        """What C++ is to know a plan of the current stream by, once for each that is to be made."""
+    def _new_key(self, kind: int, device: int, *signature: Any) -> _Key | None:
+        """The key of a plan of the current stream, once for each that is to be made."""
         if current_device() != device:
             return None
         stream = raw_stream(device)
-        key = (kind, device, stream, *signature)
-        if key in self._seen or len(self._seen) >= _MOST_PLANS:
+        known = (kind, device, stream, *signature)  # as _Key, which takes longer to make
+        if known in self._seen or len(self._seen) >= _MOST_PLANS:
             return None
         if stream == PER_THREAD or is_capturing():
             return None
-        self._seen.add(key)
-        return key
+        self._seen.add(known)
+        return _Key(*known)
 
     def reserve(self, device: int, stream: int, launch: Launch) -> None:
         """Make room for a launch on a stream, so that learning it takes no memory. Where there is
@@ -107,20 +126,17 @@ class Plans:
         with suppress(RuntimeError), self._paused(device, stream, launch):
             pass
 
-    def _add(self, call: Any, key: tuple[Any, ...]) -> None:
-        kernel, launch, (device, stream) = call.kernel, call.launch, key[1:3]
-        with self._paused(device, stream, launch) as workspace:
-            main, second = kernel.load(device)
+    def _add(self, call: KernelCall, key: _Key) -> None:
+        kernel, launch = call.kernel, call.launch
+        with self._paused(key.device, key.stream, launch) as workspace:
+            main, second = kernel.load(key.device)
             block = argument_block(launch, call.extent, workspace.zeros, workspace.scratch)
-            config = kernel.main_config(launch.grid, stream)
-            main_words = (int(config.getPtr()), int(main), _words(MAIN_AT))
-            sum_config, sum_words = None, (0, 0, b"")
+            config = kernel.main_config(launch.grid, key.stream)
+            kernels = [_described(config, main, MAIN_AT), _NO_KERNEL]
             if second is not None:
-                sum_config = kernel.sum_config(launch.sum_grid, stream)
-                sum_words = (int(sum_config.getPtr()), int(second), _words(SUM_AT))
-            keep((config, main, sum_config, second))
-            arguments = (block.raw, _words(SCRATCH_AT))
-            self._store.add(*key, *arguments, main_words, sum_words)
+                config = kernel.sum_config(launch.sum_grid, key.stream)
+                kernels[1] = _described(config, second, SUM_AT)
+            self._store.add(*key, block.raw, _words(SCRATCH_AT), *kernels)
 
     @contextmanager
     def _paused(self, device: int, stream: int, launch: Launch) -> Iterator[StreamWorkspace]:
@@ -141,7 +157,14 @@ class Plans:
                     self._store.set_scratch(device, stream, workspace.scratch)
 
 
-def _is_dense(call: Any) -> bool:
+def _described(config: Any, function: Any, offsets: Sequence[int]) -> tuple[int, int, bytes]:
+    """A kernel as C++ takes it: configuration, function, and where its parameters begin in the
+    block of arguments."""
+    keep((config, function))
+    return int(config.getPtr()), int(function), _words(offsets)
+
+
+def _is_dense(call: KernelCall) -> bool:
     extent = call.extent
     strides = {extent.x_stride, extent.dy_stride, extent.dx_stride}
     return (
@@ -149,6 +172,7 @@ def _is_dense(call: Any) -> bool:
         and extent.gaps == 0
         and extent.dw_mode == DW_IN_WEIGHT_DTYPE
         and extent.weight_offset == 0
+        and call.dw_size is not None
         and call.dw_size[0] == (extent.columns,)
     )
 

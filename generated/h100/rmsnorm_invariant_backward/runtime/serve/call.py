@@ -15,8 +15,17 @@ from typing import Any
 
 import torch
 
-from ..launch.binding import MEAN, Binding, bind, pack_addresses, pack_mean
-from ..launch.launch import DW_ADDED, DW_IN_FP32, DW_IN_WEIGHT_DTYPE, Extent, gap_factor
+from ..launch.binding import Binding, bind
+from ..launch.kernel_arguments import (
+    DW_ADDED,
+    DW_IN_FP32,
+    DW_IN_WEIGHT_DTYPE,
+    MEAN,
+    Extent,
+    gap_factor,
+    pack_addresses,
+    pack_mean,
+)
 from ..launch.loaded_kernel import LoadedKernel
 from ..launch.row_layout import dense
 from ..launch.workspace import MOST_STREAMS, PER_THREAD, Workspaces
@@ -75,11 +84,11 @@ def aten_call(options: Options) -> Call:
 class KernelCall:
     """Serves every call of one signature with one kernel.
 
-    *_size: shape, strides and dtype of what a call allocates, None for nothing. copy: which of dy,
-    x, rstd, weight, dresidual and mean are made dense first. quick: the same in less time for most
-    calls of a training, those with a weight that want dx and dw and need no copy; None for other
-    signatures. It answers None where dy, x or the weight is not at a multiple of MAX_ALIGNMENT; its
-    attribute `slow` is this object.
+    *_size: shape, strides and dtype of what a call allocates, None for nothing. third: the result
+    with a dresidual, dx in its dtype. copy: what is made dense first, None for nothing. quick: the
+    same in less time for most calls of a training, those with a weight that want dx and dw and need
+    no copy; None for other signatures. It answers None where dy, x or the weight is not at a
+    multiple of MAX_ALIGNMENT; its attribute `slow` is this object.
     """
 
     def __init__(
@@ -96,17 +105,17 @@ class KernelCall:
         self.kernel, self.launch, self.device = kernel, launch, device
         self.workspaces = workspaces
         self.bindings: dict[int, Binding] = {}
-        self.copy = layout.copy if any(layout.copy) else ()
+        self.copy = layout.copy if any(layout.copy) else None
         x, weight, dresidual, dw_out = given.x, given.weight, given.dresidual, given.dw_out
         self.wants_dw = weight is not None and options.need_dw
         self.with_third = dresidual is not None
         own_dx = options.need_dx and given.dx_out is None
         self.dx_size = contiguous(x.shape, x.dtype) if own_dx else None
-        self.dw_size: Size | None = None
         self.third_size: Size | None = None
-        dw_mode = DW_IN_WEIGHT_DTYPE
         if dresidual is not None and dresidual.dtype != x.dtype:
             self.third_size = contiguous(x.shape, dresidual.dtype)
+        self.dw_size: Size | None = None
+        dw_mode = DW_IN_WEIGHT_DTYPE
         if weight is not None and options.need_dw:
             dw_dtype = dw_out.dtype if dw_out is not None else options.dw_dtype or weight.dtype
             if options.accumulate:
@@ -129,7 +138,7 @@ class KernelCall:
             dw_mode=dw_mode,
             weight_offset=options.weight_offset,
         )
-        plain = self.dx_size and self.dw_size and not self.with_third and not self.copy
+        plain = self.dx_size and self.dw_size and not self.with_third and self.copy is None
         self.quick = _quick_call(self) if plain else None
 
     def __call__(
@@ -146,16 +155,16 @@ class KernelCall:
         if current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self(dy, x, rstd, weight, dresidual, dw_out, mean, dx_out)
-        if self.copy:
-            copy_dy, copy_x, copy_rstd, copy_weight, copy_dresidual, copy_mean = self.copy
-            dy = dense(dy) if copy_dy else dy
-            x = dense(x) if copy_x else x
-            rstd = rstd.detach().contiguous() if copy_rstd else rstd
-            if weight is not None and copy_weight:
+        if self.copy is not None:
+            copy = self.copy
+            dy = dense(dy) if copy.dy else dy
+            x = dense(x) if copy.x else x
+            rstd = rstd.detach().contiguous() if copy.rstd else rstd
+            if weight is not None and copy.weight:
                 weight = weight.detach().contiguous()
-            if dresidual is not None and copy_dresidual:
+            if dresidual is not None and copy.dresidual:
                 dresidual = dense(dresidual)
-            if mean is not None and copy_mean:
+            if mean is not None and copy.mean:
                 mean = mean.detach().contiguous()
         dx = empty_strided(*self.dx_size) if self.dx_size else dx_out
         dw = empty_strided(*self.dw_size) if self.dw_size else dw_out
@@ -243,7 +252,7 @@ def _quick_call(slow: KernelCall) -> QuickCall:
         # fmt: off
         (
             workspace, lock, scratch, values, launch, main_config, main, main_arguments,
-            sum_config, second, sum_arguments, _,
+            sum_config, second, sum_arguments, _, _,
         ) = bindings.get(stream) or bind_to(stream)
         with lock:
             if workspace.scratch == scratch:

@@ -8,6 +8,7 @@ import torch
 
 from ..table import runs_on
 from .options import DTYPES, Arguments, Options, dw_shape
+from .reference import wide_dtype
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -15,17 +16,14 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def check_arguments(given: Arguments, options: Options) -> None:
     """Raise TypeError or ValueError, with one sentence, for arguments that do not fit together."""
     dy, x, rstd, weight = given.dy, given.x, given.rstd, given.weight
-    if x.dtype not in FLOATS:
-        raise TypeError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
+    _check_rows(x)
     if dy.dtype != x.dtype:
         raise TypeError(f"dy must have x's dtype {x.dtype}, got {dy.dtype}")
-    if rstd.dtype not in (torch.float32, x.dtype if x.dtype == torch.float64 else torch.float32):
+    if rstd.dtype not in (torch.float32, wide_dtype(x)):
         raise TypeError(f"rstd must be float32 as the forward saves it, got {rstd.dtype}")
     for name, tensor in vars(given).items():
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device} and x on {x.device}")
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x must be (..., N) with N >= 1, got shape {tuple(x.shape)}")
     N = x.shape[-1]
     if dy.shape != x.shape:
         raise ValueError(f"dy must have x's shape {tuple(x.shape)}, got {tuple(dy.shape)}")
@@ -42,6 +40,13 @@ def check_arguments(given: Arguments, options: Options) -> None:
             f"got {mean.numel()} of {mean.dtype}"
         )
     check_options(given, options)
+
+
+def _check_rows(x: torch.Tensor) -> None:
+    if x.dtype not in FLOATS:
+        raise TypeError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x must be (..., N) with N >= 1, got shape {tuple(x.shape)}")
 
 
 def _check_weight(
@@ -71,7 +76,7 @@ def check_options(given: Arguments, options: Options) -> None:
             )
         if dresidual.dtype not in FLOATS:
             raise TypeError(f"dresidual must be of a floating dtype, got {dresidual.dtype}")
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(x)
     kinds = (wide,) if weight is None else (weight.dtype, wide)
     if options.dw_dtype not in (None, *kinds):
         raise TypeError(f"dw_dtype must be the weight's or {wide}, got {options.dw_dtype}")
@@ -143,19 +148,14 @@ def check_forward(
 ) -> None:
     """Raise TypeError or ValueError, with one sentence, for arguments that do not fit together.
     heads: whether there may be a weight for each head."""
-    if x.dtype not in FLOATS:
-        raise TypeError(f"x must be bfloat16, float16, float32 or float64, got {x.dtype}")
-    if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x must be (..., N) with N >= 1, got shape {tuple(x.shape)}")
+    _check_rows(x)
     for name, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device} and x on {x.device}")
     _check_weight(x, weight, heads)
     _check_weight(x, bias, heads=False, name="bias")
     if residual is not None:
-        if residual.dtype not in FLOATS or (residual.dtype == torch.float64) != (
-            x.dtype == torch.float64
-        ):
+        if residual.dtype not in FLOATS or wide_dtype(residual) != wide_dtype(x):
             raise TypeError(f"residual must be a float like x ({x.dtype}), got {residual.dtype}")
         if residual.shape != x.shape:
             raise ValueError(

@@ -11,11 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..launch.forward_call import ForwardCall, forward_call
 from ..launch.loaded_kernel import LoadedKernels
-from ..launch.row_layout import RowLayout, power_of_two, row_layout
+from ..launch.row_layout import alignment_of, row_layout
 from ..table import MAX_ALIGNMENT, ForwardTable
 from ..torch_internals import resolved
 from .call_cache import CallCache
-from .checks import DTYPES, check_forward, foreign_device
+from .checks import check_forward, foreign_device
+from .options import DTYPES
 from .reference import reference_forward
 from .warn_once import WarnOnce
 
@@ -151,27 +152,26 @@ class Forward:
             return self._fallback(foreign)
         N = x.shape[-1]
         M = x.numel() // N
-        layouts: list[RowLayout | None] = []  # None: a copy has to be made
+        x_layout = row_layout(x)  # None: a copy has to be made
+        residual_layout = None if residual is None else row_layout(residual)
+        if residual_layout is not None and residual_layout.inner:
+            residual_layout = None  # the kernel takes one stride here
         places = N * x.element_size()
-        for tensor, strides in ((x, 2), (residual, 1)):  # which may be the same tensor
-            layout = None if tensor is None else row_layout(tensor)
-            if layout is not None and layout.inner and strides == 1:
-                layout = None
+        for tensor, layout in ((x, x_layout), (residual, residual_layout)):
             if tensor is not None and layout is not None:
                 places |= tensor.data_ptr() | (layout.stride | layout.outer) * x.element_size()
-            layouts.append(layout)
         kernel = self.table.choose(
             M,
             N,
             DTYPES[x.dtype],
             DTYPES[weight_dtype],
-            power_of_two(places, MAX_ALIGNMENT),
-            power_of_two(weight.data_ptr() if weight is not None else 0, MAX_ALIGNMENT),
+            alignment_of(places),
+            alignment_of(0 if weight is None else weight.data_ptr()),
         ).kernel
         if kernel is None:
             return self._fallback(f"no forward kernel serves rows of {N} {x.dtype}")
         loaded = self._kernels.get(kernel)
-        return forward_call(loaded, x, weight, residual, layouts[0], layouts[1])
+        return forward_call(loaded, x, weight, residual, x_layout, residual_layout)
 
     def _per_head(
         self, x: Any, weight: Any, eps: Any, offset: float, residual: Any

@@ -6,28 +6,36 @@ from typing import NamedTuple
 
 import torch
 
-from ..launch.row_layout import RowLayout, dense, row_layout
+from ..launch.row_layout import RowLayout, alignment_of, dense, row_layout
 from ..table import MAX_ALIGNMENT
 from .options import Arguments
 
 
-class Layout(NamedTuple):
-    """What `KernelCall` needs to know about the arguments of a signature.
+class Copies(NamedTuple):
+    """Which tensors have to be made dense before a launch."""
 
-    copy: which of dy, x, rstd, weight, dresidual and mean have to be made dense first.
-    """
+    dy: bool
+    x: bool
+    rstd: bool
+    weight: bool
+    dresidual: bool
+    mean: bool
+
+
+class Layout(NamedTuple):
+    """What `KernelCall` needs to know about the arguments of a signature."""
 
     rows: int
     columns: int
     x: RowLayout
     dy: RowLayout
     dresidual_stride: int
-    copy: tuple[bool, ...]
+    copy: Copies
 
 
 def read_layout(given: Arguments) -> tuple[Layout, int]:
-    """The layout of CUDA arguments, and a number that every power of two divides which divides all
-    addresses and steps between rows of x and dy (those of a copy, where one is made)."""
+    """The layout of CUDA arguments, and the power of two, up to MAX_ALIGNMENT, that divides all
+    addresses and steps between rows of x and dy, in bytes (those of a copy, where one is made)."""
     x, dy, dresidual = given.x, given.dy, given.dresidual
     N = x.shape[-1]
     places = N * x.element_size()
@@ -54,13 +62,16 @@ def read_layout(given: Arguments) -> tuple[Layout, int]:
         ):
             copy_dresidual, found = True, row_layout(dense(dresidual))
         stride = N if found is None else found.stride
-    copies = (
-        *(copy_dy, copy_x),
-        *(_has_gaps(given.rstd), _has_gaps(given.weight)),
-        *(copy_dresidual, _has_gaps(given.mean)),
+    copies = Copies(
+        dy=copy_dy,
+        x=copy_x,
+        rstd=_has_gaps(given.rstd),
+        weight=_has_gaps(given.weight),
+        dresidual=copy_dresidual,
+        mean=_has_gaps(given.mean),
     )
     layout = Layout(x.numel() // N, N, x_rows, dy_rows, stride, copies)
-    return layout, places
+    return layout, alignment_of(places)
 
 
 def _has_gaps(tensor: torch.Tensor | None) -> bool:

@@ -12,17 +12,18 @@ from typing import Any, ClassVar
 import torch
 
 from ..launch.loaded_kernel import LoadedKernels
-from ..launch.row_layout import power_of_two
+from ..launch.row_layout import alignment_of
 from ..launch.workspace import Workspaces
 from ..native.native import Native
 from ..spec import KernelSpec, Launch, plan_launch
-from ..table import MAX_ALIGNMENT, Choice, Table
+from ..table import Choice, Table
 from ..torch_internals import resolved
 from .call import Call, KernelCall, aten_call, formula
 from .call_cache import CallCache
-from .checks import DTYPES, check_arguments, check_dx_out, check_overlap, foreign_device
+from .checks import check_arguments, check_dx_out, check_overlap, foreign_device
 from .layout import read_layout
 from .options import (
+    DTYPES,
     PLAIN,
     SMALLEST_EPS,
     Arguments,
@@ -91,7 +92,8 @@ class Server:
             return formula(options)(*tensors)
         for name, value in vars(given).items():
             # PyTorch takes a while to say that None is no tensor.
-            if not (name in _OPTIONAL if value is None else isinstance(value, torch.Tensor)):
+            fits = name in _OPTIONAL if value is None else isinstance(value, torch.Tensor)
+            if not fits:
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
         present = [tensor for tensor in tensors if tensor is not None]
         over_dy = None  # without a dx_out
@@ -164,15 +166,16 @@ class Server:
             composed = composition(given, options, None)
             assert composed is not None
             return self._composed(composed, options)
-        layout, places = read_layout(given)
-        alignments: dict[str, Any] = {
-            "alignment": power_of_two(places, MAX_ALIGNMENT),
-            "weight_alignment": _alignment(None if layout.copy[3] else weight),
-        }
+        layout, alignment = read_layout(given)
+        weight_at = 0 if weight is None or layout.copy.weight else weight.data_ptr()
         names = (DTYPES[x.dtype], DTYPES[x.dtype if weight is None else weight.dtype])
         residual = "" if given.dresidual is None else DTYPES.get(given.dresidual.dtype, "")
         shape = (layout.rows, layout.columns, *names)
-        choice = self._best(device, shape, options.weight_offset != 0, residual, **alignments)
+        choice = self._best(
+            *(device, shape, options.weight_offset != 0, residual),
+            alignment=alignment,
+            weight_alignment=alignment_of(weight_at),
+        )
         kernel = choice.kernel
         over_dy = kernel is not None and may_overwrite_dy(kernel.config)
         composed = composition(given, options, None if kernel is None else kernel.spec, over_dy)
@@ -186,10 +189,10 @@ class Server:
     def _launch(self, spec: KernelSpec, rows: int) -> Launch:
         return plan_launch(spec, rows)
 
-    def _composed(self, composition: Composition, options: Options) -> Call:
+    def _composed(self, compose: Composition, options: Options) -> Call:
         def call(*tensors: Any) -> Results:
             with torch.no_grad():
-                return composition(self._run, Arguments(*tensors), options)
+                return compose(self._run, Arguments(*tensors), options)
 
         return call
 
@@ -229,10 +232,6 @@ class Server:
 
 def _leave_it(*_: Any) -> Any:
     return None
-
-
-def _alignment(tensor: torch.Tensor | None) -> int:
-    return MAX_ALIGNMENT if tensor is None else power_of_two(tensor.data_ptr(), MAX_ALIGNMENT)
 
 
 def _resolved(given: Arguments) -> Arguments:
