@@ -178,17 +178,20 @@ def overhead_of_invariance_in_short() -> str:
 
 
 def invariance_cases() -> str:
-    """Random batches whose bits were compared, by the package of each GPU."""
+    """Random batches whose bits were compared, by package and GPU."""
     rows = []
-    for gpu in ("h200", "h100"):
-        found = read(f"batch_invariance_{gpu}")["rows"]
+    for package, gpu, name in (
+        ("H200", "H200", "h200"),
+        ("H200", "H100", "h200_on_h100"),
+        ("H100", "H100", "h100"),
+    ):
+        found = read(f"batch_invariance_{name}")["rows"]
         cases = [row["cases"] for row in found]
         differing = sum(row["differing"] for row in found)
-        rows.append(
-            (gpu.upper(), str(len(cases)), f"{sum(cases):,}", f"{min(cases):,}", str(differing))
-        )
-    header = ("GPU", "widths and dtypes", "random batches", "fewest of one", "with a differing bit")
-    return table(header, rows)
+        counts = (len(cases), sum(cases), min(cases), differing)
+        rows.append((package, gpu, *(f"{count:,}" for count in counts)))
+    header = ("package of", "run on", "widths and dtypes", "random batches", "fewest of one")
+    return table((*header, "with a differing bit"), rows)
 
 
 def stress() -> str:
