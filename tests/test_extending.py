@@ -135,8 +135,10 @@ def test_an_operation(copy: Path) -> None:
     assert sum(before.get(path) != after[path] for path in after) == files_said("An operation")
 
     out = copy / "out"
-    for name in ("tune.py", "pyproject.toml"):
+    for name in ("tune.py", "LICENSE"):
         shutil.copy(REPOSITORY / name, copy)
+    (copy / "normforge").mkdir()
+    shutil.copy(REPOSITORY / "normforge" / "__init__.py", copy / "normforge")
     line = [sys.executable, "tune.py", "--op", "another_backward", "--gpu", "gb200"]
     line += ["--shapes", "64x1024:bf16", "--trials", "3", "--out", str(out), "--json"]
     done = subprocess.run(line, cwd=copy, capture_output=True, text=True, check=False)
