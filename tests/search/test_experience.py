@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from optuna.storages import BaseStorage, InMemoryStorage
+from sklearn.ensemble import HistGradientBoostingRegressor
 
 from generator.kernels.variant import make_variant
 from generator.problem import Problem
@@ -55,6 +56,20 @@ def test_configs_that_are_fast_at_other_shapes_are_expected_to_be(experience: Ex
     ratios = [ratio_of(configs[place]) for place in by_expectation]
     assert sum(ratios[:40]) < sum(ratios[80:120]) < sum(ratios[160:])
     assert experience.expect(configs) == expected and experience.expect([]) == []
+
+
+def test_fast_trials_of_a_shape_count_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def fit(model: Any, rows: Any, logs: Any, sample_weight: list[float]) -> Any:
+        given.update(logs=logs, weights=sample_weight)
+        return model
+
+    monkeypatch.setattr(HistGradientBoostingRegressor, "fit", fit)
+    Experience(LEGAL, [trials(OTHERS[0], FEWEST)])
+    order = sorted(range(FEWEST), key=given["logs"].__getitem__)
+    weights = [given["weights"][place] for place in order]
+    assert weights == sorted(weights, reverse=True) and weights[0] > 2 * weights[-1]
 
 
 def test_what_is_expected_is_relative_to_the_best_of_a_shape(experience: Experience) -> None:
