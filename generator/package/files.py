@@ -173,6 +173,7 @@ def write_package(
             (folder / INCLUDE / name / header).write_text(text)
     write_cubins(folder, kernels.cubins)
     write_code(folder, table)
+    _make_installable(folder, table)
     (folder / TABLE).write_text(seal(_format_json(table.to_json()) + "\n"))
     if forward is not None:
         (folder / FORWARD_TABLE).write_text(seal(_format_json(forward.to_json()) + "\n"))
@@ -191,16 +192,32 @@ def write_code(folder: Path, table: Table) -> None:
     for path in runtime_files():
         (folder / "runtime" / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(RUNTIME / path, folder / "runtime" / path)
+    _, title = _gpu(table)
+    (folder / "__init__.py").write_text(_init(_operation(table)[1], title))
+
+
+def _make_installable(folder: Path, table: Table) -> None:
+    gpu, title = _gpu(table)
+    operation, front_end = _operation(table)
+    write_project(folder, operation, gpu, front_end.norm, title)
+
+
+def _gpu(table: Table) -> tuple[str, str]:
+    """Name and title of a package's GPU, which become parts of its files. Raises ValueError."""
     gpu, title = (str(table.target[key]) for key in ("name", "title"))
-    for text, form in ((gpu, _NAME), (title, _TITLE)):  # they become parts of these files
+    for text, form in ((gpu, _NAME), (title, _TITLE)):
         if not form.fullmatch(text):
             raise ValueError(f"{text!r} is no name of a GPU")
-    operation = next((kernel.spec.operation for kernel in table.kernels()), RMSNORM_BACKWARD)
-    front_end = OPERATIONS[operation].front_end if operation in OPERATIONS else None
+    return gpu, title
+
+
+def _operation(table: Table) -> tuple[str, FrontEnd]:
+    """The operation of a package, and its functions. Raises ValueError."""
+    name = next((kernel.spec.operation for kernel in table.kernels()), RMSNORM_BACKWARD)
+    front_end = OPERATIONS[name].front_end if name in OPERATIONS else None
     if front_end is None:
-        raise ValueError(f"{operation!r} is no operation that has a package")
-    (folder / "__init__.py").write_text(_init(front_end, title))
-    write_project(folder, operation, gpu, front_end.norm, title)
+        raise ValueError(f"{name!r} is no operation that has a package")
+    return name, front_end
 
 
 def _init(front_end: FrontEnd, title: str) -> str:
@@ -230,6 +247,7 @@ def refresh(folder: Path) -> None:
             path.write_text(seal(text))
     shutil.rmtree(folder / "runtime", ignore_errors=True)
     write_code(folder, table)
+    _make_installable(folder, table)
 
 
 def _checked_name(name: str) -> str:

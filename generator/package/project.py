@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from generator.paths import REPOSITORY, program_version
+from generator.paths import REPOSITORY, RUNTIME, program_version
 
 _PROJECT = """\
 # Written by Normforge. `pip install .` in this folder installs it as `{module}`.
@@ -37,8 +37,9 @@ package-dir = {{ "{module}" = "." }}
 def write_project(folder: Path, module: str, gpu: str, norm: str, title: str) -> None:
     """Write pyproject.toml, the licence and py.typed beside a package's Python files. module: the
     name that it installs under. Raises OSError."""
-    parts = [init.parent.relative_to(folder).parts for init in folder.rglob("__init__.py")]
-    packages = sorted(".".join((module, *part)) for part in parts)
+    # Those of the runtime, not those of the folder, where pip leaves its build.
+    parts = [init.parent.relative_to(RUNTIME).parts for init in RUNTIME.rglob("__init__.py")]
+    packages = [module, *sorted(".".join((module, RUNTIME.name, *part)) for part in parts)]
     text = _PROJECT.format(
         module=module,
         gpu=gpu,

@@ -16,6 +16,7 @@ from benchmarks import layouts
 from benchmarks.layout_candidates import BRACKETS, SIZES, TIMED_ELEMENTS, Group, draw
 from benchmarks.layouts import ROUNDS, LayoutSession, refusals, run
 from benchmarks.pages.text import read
+from benchmarks.results import json_text
 from generator.evaluate.gpu.protocol import Job, WorkerLostError
 from generator.kernels.geometry import Config
 from generator.package import fallback_kernels
@@ -217,6 +218,7 @@ def test_committed_result_is_what_the_benchmark_writes(
         assert {len(each) for each in numbers} == {len(problems)}
         assert len(group["best"]) <= layouts.KEPT
     assert {tuple(left) for left in committed["left"]} == {("vector_bytes", "columns", "reason")}
+    assert len(json_text(committed)) < 110_000
 
 
 @pytest.mark.parametrize(

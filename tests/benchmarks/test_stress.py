@@ -11,14 +11,11 @@ import pytest
 from benchmarks import stress
 from benchmarks.stress import SANITIZED_ROWS, sanitize
 from benchmarks.stress_kernels import CONTROLS, DELAY, PROBLEMS, build, variants, with_delays
-from generator.emulate import Schedule, run_schedules
-from generator.emulate.check import CPU
+from generator.emulate.check import check_source
 from generator.errors import NormforgeError
-from generator.evaluate.verify.accuracy import compare_all
 from generator.kernels.render import render
 from generator.kernels.strategies import STRATEGIES, strategy_of
 from generator.kernels.variant import Variant
-from generator.operations import operation_of
 from generator.paths import TEMPLATES
 from generator.runtime.spec import plan_launch
 from tests.support.packages import H200
@@ -114,8 +111,7 @@ def test_a_tool_that_is_not_installed_or_does_not_end_is_said(
 def test_kernels_under_the_sanitizer_pass_in_the_emulator(
     drawn: list[tuple[Variant, str]], strategy: str
 ) -> None:
-    """With the rows and the grid that compute-sanitizer gets. The emulator checks every access, so
-    one launch is enough."""
+    """With the rows and the grid that compute-sanitizer gets. The emulator checks every access."""
     for variant, bug in drawn:
         if bug or str(strategy_of(variant.config)) != strategy:
             continue
@@ -123,12 +119,5 @@ def test_kernels_under_the_sanitizer_pass_in_the_emulator(
         problem = replace(problem, M=SANITIZED_ROWS)
         spec = variant.spec(H200.sms)
         launch = plan_launch(spec, problem.M)
-        operation = operation_of(problem)
-        inputs = operation.make_inputs(problem, CPU)
-        schedule = Schedule(0, spec.cluster)
-        runs = run_schedules(render(variant), spec, launch, inputs, [schedule])
-        assert runs.faults == [], variant.id
-        outputs = {"dx": runs.dx[0], "dw": runs.dw[0]}
-        bounds = operation.bounds(problem, inputs)
-        accuracy = compare_all(outputs, {name: bounds[name] for name in outputs})
-        assert accuracy.fault == "", variant.id
+        checked = check_source(render(variant), spec, launch, problem, schedules=1)
+        assert checked.passed, (variant.id, checked.problems)
