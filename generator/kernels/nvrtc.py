@@ -79,7 +79,8 @@ def compile_source(
     source: str, arch: str, register_cap: int = 0, include: Path | None = None
 ) -> Compiled:
     """Compile one source for one architecture, without the cache. include: the folder that the
-    names of included files are relative to."""
+    names of included files are relative to. Raises NormforgeError where it is not the source that
+    NVRTC stumbles over."""
     from cuda.bindings import nvrtc
 
     success = nvrtc.nvrtcResult.NVRTC_SUCCESS
@@ -93,6 +94,8 @@ def compile_source(
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         log = read_buffer(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode()
         log = log.rstrip("\0").strip()
+        if status == nvrtc.nvrtcResult.NVRTC_ERROR_BUILTIN_OPERATION_FAILURE:
+            raise NormforgeError(f"NVRTC is not whole, install nvidia-cuda-nvrtc again: {log}")
         if status != success:
             return Compiled(arch, source, b"", {}, nvrtc_version(), False, log, log or str(status))
         cubin = read_buffer(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)

@@ -258,7 +258,9 @@ class _Search:
         trial.set_constraint("infeasible", 0.0 if record.feasible else 1.0)
         self._keep(self.stored, record)
         timed = result.ratio is not None
-        value = over_median_floor([r.result for r in self.records])[-1] if timed else None
+        value = None
+        if timed:
+            value = round(over_median_floor([r.result for r in self.records])[-1], 6)
         state = TrialState.COMPLETE if timed else TrialState.PRUNED
         self.log.add(self.study.tell(trial, value, state))
         self.stored += 1

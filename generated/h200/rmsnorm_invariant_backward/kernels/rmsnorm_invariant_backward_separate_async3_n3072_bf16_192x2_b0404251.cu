@@ -16,11 +16,11 @@ constexpr int kColumns = 3072;  // columns of one CTA
 constexpr int kCluster = 1;  // CTAs that share a row
 constexpr int kThreadsPerRow = 192;
 constexpr int kTeamThreads = 192;  // those of a row, but at least a warp
-constexpr int kRowsAbreast = 1;  // rows that a team works on side by side
+constexpr int kRowsAbreast = 1;  // rows that parts of a warp work on side by side
 constexpr int kTeams = 2;  // of a CTA, each with rows of its own
 constexpr int kThreads = 384;  // of one CTA
 constexpr int kRowsInFlight = 1;  // rows that a thread works on at once
-constexpr int kBatchRows = 1;  // rows that a team works on at once
+constexpr int kBatchRows = 1;  // rows of a batch: kRowsInFlight * kRowsAbreast
 constexpr int kStages = 3;  // batches under way in shared memory
 constexpr int kStageBarriers = 0;  // transaction barriers of one team's stages
 constexpr int kReload = 1;  // x and dy are read again for dx
@@ -39,7 +39,7 @@ constexpr int kTailColumns = 32;  // columns of dw that a CTA of the tail sums a
 constexpr int kLevels = 1;
 constexpr int kSumThreads = 512;  // of one CTA of the second kernel
 constexpr int kSumsOffset = 0;  // bytes into shared memory
-constexpr int kWeightOffset = 96;
+constexpr int kWeightOffset = 96;  // bytes into shared memory; not args.weight_offset
 constexpr int kBroadcastOffset = 96;
 constexpr int kTilesOffset = 61568;
 constexpr int kRunRows = 32;  // that a CTA adds up at once
@@ -55,7 +55,7 @@ constexpr int kRunsWrittenOffset = 61552;
 #define ROW_STORE ""
 #define LEAST_COLUMNS 3072  // of a row
 
-#include "../include/cb1fc5f79cc6/primitives.cuh"
+#include "../include/96a4a15a832c/primitives.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -63,56 +63,58 @@ using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/cb1fc5f79cc6/elements.cuh"
+#include "../include/96a4a15a832c/elements.cuh"
 
-#include "../include/cb1fc5f79cc6/teams.cuh"
-#include "../include/cb1fc5f79cc6/row_of_group.cuh"
-#include "../include/cb1fc5f79cc6/load_rstds.cuh"
+#include "../include/96a4a15a832c/teams.cuh"
+#include "../include/96a4a15a832c/row_of_group.cuh"
+#include "../include/96a4a15a832c/load_rstds.cuh"
 
-// What one launch works on. Strides and offsets are elements and 64-bit throughout.
+// What one launch works on. Strides and gaps count elements and are 64-bit.
 struct Arguments {
   const Element* x;
   const Element* dy;
   const float* rstd;
   const WeightElement* weight;  // null: ones
-  Element* dx;                  // null: not wanted
+  Element* dx;                  // null: not wanted. May be dy where rows are staged (rows_*.cuh)
   void* dw;                     // null: not wanted
-  const ResidualElement* dresidual;
-  ResidualElement* dresidual_out;  // dx in the residual's dtype where that is another one
+  const ResidualElement* dresidual;  // added to dx
+  ResidualElement* dresidual_out;  // dx in the residual's dtype, if that differs from dx's
   unsigned* counters;
-  float* zeroed;
-  float* scratch;
+  float* zeroed;   // workspace that is 0 before and after each launch
+  float* scratch;  // workspace with any contents
   long long rows;
   long long x_stride, dy_stride, dresidual_stride, dx_stride;
-  // The heads of a packed tensor: a number of rows at their stride, and then a gap before the next.
-  // gaps * row >> 32 of them lie before a row; 0 without any.
+  // The heads of a packed tensor: a number of rows at their stride, then a gap before the next ones.
+  // (gaps * row) >> 32 of these gaps lie before a row; gaps is 0 if there are none. The host allows gaps
+  // only where the rows fit into 32 bits (gap_factor in kernel_arguments.py).
   long long x_gap, dy_gap;
   unsigned gaps;
+  // group: participants of a group with two levels; the number of whole groups in batch-invariant kernels.
   int columns, group, dw_mode;
   float weight_offset;
 };
 
-#include "../include/cb1fc5f79cc6/rows.cuh"
+#include "../include/96a4a15a832c/rows.cuh"
 
-#include "../include/cb1fc5f79cc6/row_sum.cuh"
-#include "../include/cb1fc5f79cc6/row_sum_cta.cuh"
+#include "../include/96a4a15a832c/row_sum.cuh"
+#include "../include/96a4a15a832c/row_sum_cta.cuh"
 
-#include "../include/cb1fc5f79cc6/runs.cuh"
+#include "../include/96a4a15a832c/runs.cuh"
 
-#include "../include/cb1fc5f79cc6/rows_async.cuh"
+#include "../include/96a4a15a832c/rows_async.cuh"
 
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/cb1fc5f79cc6/weight_registers.cuh"
+#include "../include/96a4a15a832c/weight_registers.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
-#include "../include/cb1fc5f79cc6/partial_dw.cuh"
-#include "../include/cb1fc5f79cc6/dw_output.cuh"
-#include "../include/cb1fc5f79cc6/dw_context.cuh"
-#include "../include/cb1fc5f79cc6/sum_groups.cuh"
-#include "../include/cb1fc5f79cc6/dw_groups_separate.cuh"
+#include "../include/96a4a15a832c/partial_dw.cuh"
+#include "../include/96a4a15a832c/dw_output.cuh"
+#include "../include/96a4a15a832c/dw_context.cuh"
+#include "../include/96a4a15a832c/sum_groups.cuh"
+#include "../include/96a4a15a832c/dw_groups_separate.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 
@@ -130,8 +132,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) rmsnorm_invariant_backward(
   RowPipeline pipeline(rows, smem);
   RowSum row_sum(smem);
   Schedule schedule(args.rows, static_cast<unsigned>(args.group), participant, participants);
-  // The first rows are asked for before the barrier below: who asks has set up the barriers of the
-  // stages itself, and nobody else looks at them yet.
+  // The first rows are requested before any barrier. With bulk copies this is safe because the requesting
+  // thread has itself set up the barriers of the stages, and no other thread looks at them yet.
   pipeline.start(schedule);
   const Weight weights(rows, args.weight, smem);
 
