@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import command_line, exit_code
+from benchmarks.gpu import this_machine
 from benchmarks.results import json_text, write_json
 from generator.errors import NormforgeError
 from generator.paths import REPOSITORY
@@ -52,7 +53,11 @@ def main(argv: list[str] | None = None) -> int:
         if args.inside:
             run(args.module, problems)
             return 0
-        document = {"module": str(args.module), "rows": count(args.module, args.shapes, problems)}
+        document = {
+            "environment": this_machine(),
+            "module": str(args.module),
+            "rows": count(args.module, args.shapes, problems),
+        }
         if args.out:
             write_json(args.out, document)
         else:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.results import Environment, machine
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.protocol import Candidate, Job, WorkerLostError
-from generator.evaluate.gpu.session import Session, Workload
+from generator.evaluate.gpu.session import Session, Workload, device_facts
 from generator.evaluate.gpu.supervisor import Supervisor
 from generator.evaluate.gpu.timer import Timed, Timer
 from generator.evaluate.verify.bench import Bench
@@ -30,6 +31,12 @@ def check_cuda() -> None:
     """Raise NormforgeError where PyTorch sees no GPU."""
     if not torch.cuda.is_available():
         raise NormforgeError("this needs a CUDA GPU, and PyTorch sees none")
+
+
+def this_machine(device: int = 0) -> Environment:
+    """What a results file says about a GPU of this machine. Raises NormforgeError without one."""
+    check_cuda()
+    return machine(device_facts(device))
 
 
 def target_of(facts: Mapping[str, Any], gpu: str = "auto") -> Target:

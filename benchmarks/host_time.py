@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.command import command_line, exit_code
-from benchmarks.gpu import check_cuda
-from benchmarks.results import json_text, today, write_json
+from benchmarks.gpu import check_cuda, this_machine
+from benchmarks.results import json_text, write_json
 from generator.operations import operation_of
 from generator.operations.rmsnorm_backward import Inputs
 from generator.paths import GENERATED
@@ -207,7 +207,7 @@ def layer_norm_calls(package: LayerNormPackage, inputs: Inputs) -> Calls:
 
 def run(folder: Path, problem: Problem) -> dict[str, Any]:
     """The document for one problem on the current device."""
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", 0)
     inputs, refused = operation_of(problem).make_inputs(problem, device), ""
     package: Package | LayerNormPackage
     native = None
@@ -230,10 +230,8 @@ def run(folder: Path, problem: Problem) -> dict[str, Any]:
     return {
         "shape": str(problem),
         "kernel": said.get("kernel"),
-        "gpu": torch.cuda.get_device_name(device),
-        "torch": torch.__version__,
+        **this_machine(),
         "python": sys.version.split()[0],
-        "date": today(),
         **({"native": refused} if refused else {}),
         "whole calls": {name: round(median(each), 3) for name, each in times.items()},
         "ratios": {name: median(each) for name, each in of_passes.items()},

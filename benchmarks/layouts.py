@@ -26,7 +26,7 @@ from benchmarks.command import command_line, exit_code, say, spare_cores
 from benchmarks.gpu import check_cuda, evaluate, paired_ratio, target_of
 from benchmarks.layout_candidates import BRACKETS, FINE, SIZES, Group, draw, known, layout_of
 from benchmarks.peers import choose_peers
-from benchmarks.results import write_json
+from benchmarks.results import machine, write_json
 from generator.errors import ProblemError
 from generator.evaluate.evaluator import Pool
 from generator.evaluate.gpu.protocol import Answer, Candidate, Job, WorkerLostError
@@ -154,7 +154,7 @@ def run(
     for group in groups:  # compiled while those before are timed
         variants = [*known(group, ours, target), *draw(group, target, args.draws, args.seed)]
         futures[group] = {v.id: (v, pool.submit(v)) for v in variants}
-    document: dict[str, Any] = {"environment": gpu.facts, "dtype": args.dtype}
+    document: dict[str, Any] = {"environment": machine(gpu.facts), "dtype": args.dtype}
     document |= {"weight_dtype": args.weight_dtype} if args.weight_dtype else {}
     document |= {"groups": [], "left": []}
     winners: dict[tuple[int, int], Made] = {}

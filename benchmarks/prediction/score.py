@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import exp, log
 from statistics import fmean
 
@@ -12,6 +13,7 @@ import numpy as np
 from benchmarks.prediction.shapes import Shape
 from generator.evaluate.predict.prior import TIE, Prior, agreement
 from generator.kernels.strategies import launches
+from generator.search.choose_winner import Preference
 
 NEAR = 1.1
 """Spearman is also given among the trials within so many times the best."""
@@ -48,11 +50,10 @@ def least(shape: Shape, places: list[int], predicted: list[float]) -> int:
 
 def preferred(prior: Prior, shape: Shape, places: list[int], predicted: list[float]) -> int:
     """As `generator.search.choose_winner.choose` does where times are predicted."""
-    fastest = min(predicted[place] for place in places)
-    tied = [place for place in places if predicted[place] <= fastest * (1 + TIE)]
+    best = min(predicted[place] for place in places)
     votes = prior.votes(shape.problem, shape.target)
-
-    return min(tied, key=lambda p: (-agreement(votes, shape.trials[p].config), predicted[p]))
+    preference = Preference(TIE, partial(agreement, votes))
+    return min(places, key=lambda p: preference.key(shape.trials[p].config, predicted[p], best))
 
 
 def score(shape: Shape, predicted: list[float], pick: Pick = least) -> Score:

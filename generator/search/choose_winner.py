@@ -45,6 +45,13 @@ class Preference:
     tie: float
     agreement: Callable[[Config], float]
 
+    def key(self, config: Config, ratio: float, best: float) -> tuple[bool, float, float]:
+        """Sorts configs by who wins: equals of the best ratio by agreement, all others after them,
+        and otherwise by their ratios."""
+        if ratio > best * (1 + self.tie):
+            return True, 0.0, ratio
+        return False, -self.agreement(config), ratio
+
 
 def preference_of(evaluator: Evaluator, problem: Problem) -> Preference | None:
     """That of an evaluator for a problem, None where its times decide."""
@@ -147,9 +154,9 @@ def _tied(
     that may win, by their places."""
     first = min(times, key=times.__getitem__)
     if preference:
-        equal = [place for place in times if times[place] <= times[first] * (1 + tie)]
-        agreement = {place: preference.agreement(finals[place][0]) for place in equal}
-        return tuple(sorted(equal, key=lambda p: (-agreement[p], times[p], rank(finals[p][0]))))
+        keys = {p: preference.key(finals[p][0], times[p], times[first]) for p in times}
+        equal = [place for place, (behind, *_) in keys.items() if not behind]
+        return tuple(sorted(equal, key=lambda p: (keys[p], rank(finals[p][0]))))
 
     fastest, fastest_result = finals[first]
     near = [

@@ -18,7 +18,7 @@ from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
 from generator.search.budget import FINALISTS
-from generator.search.choose_winner import HOST_US, Preference, choose, preference_of
+from generator.search.choose_winner import HOST_US, choose, preference_of
 from generator.space.legal_configs import LegalConfigs
 from generator.studies.records import Finalist, Record, fastest_first, may_win
 
@@ -81,7 +81,9 @@ def hold_finals(
     us = _fastest_us(records)
     preference = preference_of(evaluator, legal.problem)
     if preference is not None:
-        waiting = _preferred(ranked, preference)
+        best = ranked[0].ratio if ranked else inf
+        preferred = sorted(ranked, key=lambda r: preference.key(r.config, r.ratio, best))
+        waiting = [record.config for record in preferred]
     else:
         waiting = _shortlisted(legal, pool, evaluator, ranked, us, size)
         if us < HOST_US:
@@ -195,19 +197,6 @@ def of_every_gpu(ranked: Iterable[Record]) -> list[Record]:
         by_gpu.setdefault(record.result.gpu, []).append(record)
     turns = zip_longest(*by_gpu.values())
     return [record for turn in turns for record in turn if record is not None]
-
-
-def _preferred(ranked: Sequence[Record], preference: Preference) -> list[Config]:
-    """The configs of records, fastest first, those that count as equal in the order in which they
-    would win."""
-    tied = ranked[0].ratio * (1 + preference.tie) if ranked else inf
-
-    def order(record: Record) -> tuple[bool, float, float]:
-        if record.ratio > tied:
-            return True, 0.0, record.ratio
-        return False, -preference.agreement(record.config), record.ratio
-
-    return [record.config for record in sorted(ranked, key=order)]
 
 
 def _with_one_launch(ranked: list[Config], size: int) -> list[Config]:

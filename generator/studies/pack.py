@@ -9,7 +9,6 @@ times at which trials began and ended keep whole seconds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import lzma
 import sys
@@ -58,19 +57,9 @@ def _short(line: str) -> dict[str, Any]:
     return record
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, nargs="+")
-    for folder in parser.parse_args().folder:
-        try:
-            print(pack(folder))
-        except (NormforgeError, OSError) as error:
-            print(f"pack: {error}", file=sys.stderr)
-            return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    for name in sys.argv[1:]:
+        try:
+            print(pack(Path(name)))
+        except (NormforgeError, OSError) as error:
+            sys.exit(f"pack: {error}")

@@ -84,7 +84,7 @@ class Session:
         self.device = torch.device("cuda", device)
         self.timer = Timer(self.device)
         self.disturbance = Disturbance(self.device)
-        self.facts = _facts(device)
+        self.facts = device_facts(device)
         self._workload: Workload | None = None
 
     def workload(self, problem: Problem, operation: Operation | None = None) -> Workload:
@@ -227,7 +227,7 @@ def _short_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.cuda.OutOfMemoryError) or any(kind in said for kind in kinds)
 
 
-def _facts(device: int) -> dict[str, Any]:
+def device_facts(device: int) -> dict[str, Any]:
     """Facts about the device for matching a target, for provenance, and for NVML."""
     from cuda.bindings import driver
 
