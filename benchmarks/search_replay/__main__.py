@@ -23,6 +23,7 @@ from benchmarks.search_replay.recording import Recording, record, recordings, ti
 from benchmarks.search_replay.replay import Replayed
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
+from generator.evaluate.gpu.noise import NoisyError
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.nvrtc import nvrtc_version
 from generator.search.budget import Progress
@@ -102,16 +103,23 @@ def _record(args: argparse.Namespace) -> int:
 
 
 def _time_side_by_side(args: argparse.Namespace) -> int:
+    """Each recording is written when it is done; the exit code is 1 where one was too noisy."""
+    noisy = 0
     target, measured = _on_gpu(args)
     with measured, CompilePool(target.arch, spare_cores()) as pool:
         for path in args.recording or recordings():
             recording = Recording.load(path)
             if recording.gpu != target.name:
                 raise NormforgeError(f"{path} is of {recording.gpu}; this GPU is {target.name}")
-            timed = time_side_by_side(recording, pool, measured)
+            try:
+                timed = time_side_by_side(recording, pool, measured)
+            except NoisyError as error:
+                say(str(error))
+                noisy += 1
+                continue
             timed.save(path)
             print(f"{path}: the best of {len(timed.side_by_side)} is {timed.optimum:.4f} x floor")
-    return 0
+    return 1 if noisy else 0
 
 
 def _on_gpu(args: argparse.Namespace) -> tuple[Target, MeasuredEvaluator]:

@@ -23,6 +23,7 @@ from benchmarks.search_replay.narrow import Narrow, narrow
 from generator.disk import replacing
 from generator.errors import NormforgeError
 from generator.evaluate.evaluator import Evaluator, Pool, Shortlisting
+from generator.evaluate.gpu.noise import NoisyError
 from generator.kernels.geometry import Config
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.strategies import REDUCTION_KNOBS
@@ -234,7 +235,7 @@ def record(
 
 def time_side_by_side(recording: Recording, pool: Pool, evaluator: Evaluator) -> Recording:
     """The recording, with what is nearest to the best by the sweep timed side by side; the same
-    where the evaluator cannot. Raises NormforgeError where no clean times can be had."""
+    where the evaluator cannot. Raises NoisyError where no clean times can be had."""
     if not isinstance(evaluator, Shortlisting):
         return recording
     key, by_trial = recording.key, recording.by_trial
@@ -249,7 +250,7 @@ def time_side_by_side(recording: Recording, pool: Pool, evaluator: Evaluator) ->
         tries = (evaluator.shortlist(recording.problem, entries, BLOCKS) for _ in range(TRIES))
         ratios = next(filter(None, tries), [])
         if len(ratios) != len(group):
-            raise NormforgeError(f"{recording.problem}: no clean times side by side; run it again")
+            raise NoisyError(f"{recording.problem}: no clean times side by side; run it again")
         found |= {key(c): round(r, 5) for c, r in zip(group, ratios, strict=True)}
     return replace(recording, side_by_side=found)
 
