@@ -15,7 +15,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import Any
 
 import optuna
@@ -40,6 +39,7 @@ from generator.studies.records import (
     Record,
     Winner,
     fastest_first,
+    now,
     over_median_floor,
     plain_floor,
     study_names,
@@ -206,7 +206,7 @@ class _Search:
                 study=self.log.name,
                 space_hash=self.log.name.rpartition(":")[2],
                 reason=choice.reason + expected_error(final.result),
-                date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                date=now(),
             )
         self.log.save_finals(winner, results, self.stored, machine)
         return winner

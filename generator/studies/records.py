@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import datetime
+from datetime import datetime, timezone
 from math import inf
 from operator import itemgetter
 from statistics import median
@@ -58,6 +58,11 @@ def median_floors(results: Iterable[Result]) -> dict[str, float]:
 def over_floor(result: Result, floors: Mapping[str, float]) -> float:
     """Its time over the floor of its GPU, infinite where it has none."""
     return result.us / floors[result.gpu] if result.us and result.floor_us else inf
+
+
+def now() -> str:
+    """The date of a winner: UTC, ISO 8601, in whole seconds."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 UNREADABLE = (KeyError, TypeError, ValueError, AttributeError)

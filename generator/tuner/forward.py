@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
@@ -32,6 +31,7 @@ from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.table import ForwardTable
 from generator.space.forward_space import forward_variants, generic_forwards
+from generator.studies.records import now
 from generator.target import Target
 from generator.tuner.forward_compiler import ForwardCompiler
 from generator.tuner.plan import longest_first
@@ -282,11 +282,10 @@ class _Chooser:
         return Entry(problem, *made[chosen], "measured", facts)
 
     def _facts(self, reason: str, problem: Problem) -> dict[str, Any]:
-        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
         return {
             "reason": reason,
             "code": space_code(problem, self.target, self.choices),
             "nvrtc": nvrtc_version(),
             "torch": torch.__version__,
-            "date": date,
+            "date": now(),
         }

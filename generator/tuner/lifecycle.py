@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
 
 from optuna.exceptions import StorageInternalError
 
 from generator.errors import NormforgeError, one_line
+from generator.studies.records import now
 
 LOCK_NAME = ".running"
 """In the output folder while a run writes there; says which process of which host it is."""
@@ -170,7 +170,7 @@ def _acquire(path: Path, shared: bool) -> int:
                 entry = {
                     "pid": os.getpid(),
                     "host": socket.gethostname(),
-                    "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                    "since": now(),
                 }
                 os.truncate(handle, 0)
                 os.pwrite(handle, json.dumps(entry).encode(), 0)
