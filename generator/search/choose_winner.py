@@ -91,8 +91,8 @@ def choose(
     the host takes longer for a call than the GPU they may even be LAUNCH_US slower than the best,
     and equal are those within TIE of the fastest of them. Among equals the first in the order of
     `rank` wins: places of the values in the space's file, knob by knob, strategy first. Nothing
-    that was measured takes part in that. Where the incumbent is among those within INCUMBENT_TIE,
-    they are the equals, and it stays unless it needs one launch more than another.
+    that was measured takes part in that. An incumbent within INCUMBENT_TIE stays, unless the one
+    that wins without it needs fewer launches. So whoever wins does so again at the same times.
 
     With a preference, equal are those within its tie. The incumbent stays if it is one of them.
     Otherwise the one that the preference agrees with most wins, of several the fastest.
@@ -107,9 +107,13 @@ def choose(
     place = next((p for p, (config, _) in enumerate(finals) if config == incumbent), None)
     tie = preference.tie if preference else TIE
     tied = _tied(finals, times, rank, preference, tie)
-    if preference is None and place in (kept := _tied(finals, times, rank, None, INCUMBENT_TIE)):
-        tied, tie = kept, INCUMBENT_TIE
     winner, best = tied[0], min(times.values())
+    stays = place in tied
+    if preference is None and place in times:
+        kept = _tied(finals, times, rank, None, INCUMBENT_TIE)
+        stays = place in kept and launches(finals[place][0]) <= launches(finals[winner][0])
+        if stays:
+            tied, tie = kept, INCUMBENT_TIE
 
     def late(place: int) -> str:
         return f"{times[place] / best - 1:.1%} behind the fastest"
@@ -119,10 +123,10 @@ def choose(
         return f"{late(place)}, in one launch instead of two" if saved else otherwise
 
     before = ""
+    if place is not None and stays:
+        why = reason(place, f"not beaten by more than {100 * tie:g} %")
+        return Choice(place, tied, INCUMBENT_STAYS + why)
     if place in tied:
-        if preference or launches(finals[place][0]) == launches(finals[winner][0]):
-            stays = reason(place, f"not beaten by more than {100 * tie:g} %")
-            return Choice(place, tied, INCUMBENT_STAYS + stays)
         before = "counts as fast as the incumbent, in one launch instead of two: "
     elif place in times:
         gap = times[place] / times[winner] - 1

@@ -31,7 +31,7 @@ from generator.search.finals import ONE_LAUNCH_PLACES, hold_finals
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space, space_file
 from generator.studies.reader import read_studies
-from generator.studies.records import Record
+from generator.studies.records import INCUMBENT_STAYS, Record
 from generator.target import find_target
 from tests.support.synthetic import FLOOR_US, PROBLEM, TARGET, FakeEvaluator, FakePool, timed
 
@@ -112,7 +112,7 @@ def test_an_incumbent_of_one_launch_stays_within_the_slack(us: float) -> None:
 
 @pytest.mark.parametrize("us", [SHORT_US, LONG_US])
 def test_an_incumbent_of_two_launches_gives_way_within_the_slack(us: float) -> None:
-    allowed = max(INCUMBENT_TIE * us, LAUNCH_US * (us < HOST_US))
+    allowed = max(TIE * us, LAUNCH_US * (us < HOST_US))
     winner, choice = chosen([(TWO, us), (ONE, us + allowed - 0.001)], TWO)
     assert winner == ONE
     assert "in one launch instead of two" in choice.reason
@@ -140,19 +140,20 @@ def test_winner_is_as_fast_as_the_best_or_saves_what_makes_up_for_it(
     winner, choice = chosen(times, incumbent)
     first = min(range(len(times)), key=lambda index: times[index][1])
     best, least = times[first]
-    # The incumbent widens the tie where it is within the wider one.
-    tie = INCUMBENT_TIE if incumbent and place in choice.tied else TIE
 
-    def behind(index: int) -> float:
+    def behind(index: int, tie: float) -> float:
         """Microseconds by which it is too slow to be equal."""
         saves = launches(times[index][0]) < launches(best) and least < HOST_US
         return times[index][1] - least - max(tie * least, LAUNCH_US * saves)
 
-    assert all(behind(index) < 1e-9 for index in choice.tied)
-    equal = [config for index, (config, _) in enumerate(times) if behind(index) < -1e-9]
+    # An incumbent that stays widens the tie.
+    tie = INCUMBENT_TIE if choice.reason.startswith(INCUMBENT_STAYS) else TIE
+    assert all(behind(index, tie) < 1e-9 for index in choice.tied)
+    equal = [config for index, (config, _) in enumerate(times) if behind(index, TIE) < -1e-9]
     assert all(launches(config) >= launches(winner) for config in equal)
     if incumbent and incumbent != winner:
         assert place not in choice.tied or launches(incumbent) > launches(winner)
+    assert chosen(times, winner)[0] == winner, "who wins is replaced at the same times"
 
 
 # ---- Who is in the finals ------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def search() -> list[str]:
         f"The best {WORD[budget.FINALISTS]} of the shortlist",
         f"at most {budget.Budget(1).sweep_limit} legal configs",
         f"within {100 * choose_winner.TIE:g} % of the fastest are tied",
-        f"incumbent is within {kept} of the fastest, all finalists within {kept} are tied",
+        f"incumbent that is within {kept} of the fastest stays",
         f"takes less than {choose_winner.HOST_US:.0f} µs, the host is the limit",
         f"at most {choose_winner.LAUNCH_US} µs slower.",
         f"{WORD[finals.ONE_LAUNCH_PLACES].capitalize()} places in the finals",
