@@ -1,4 +1,4 @@
-"""Whether the kernels of a package are what its tables say: compiles all of them anew.
+"""Whether the kernels of packages are what their tables say: compiles all of them anew.
 
     python -m benchmarks.rebuild [--gpu h200 ...] [--sources] [--kernels 20] [--processes 4]
 
@@ -101,7 +101,7 @@ def report(package: Opened, drawn: Sequence[Stored], processes: int, sources: bo
     )
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         found = list(pool.map(job, drawn))
-    name = package.folder.parent.name
+    name = package.folder.relative_to(GENERATED)
     different = [one for one in found if one.fault]
     for one in different:
         print(f"{name}: {one}")
@@ -113,6 +113,15 @@ def report(package: Opened, drawn: Sequence[Stored], processes: int, sources: bo
     return not any(one.proves for one in different)
 
 
+def packages_of(gpus: Sequence[str]) -> list[Path]:
+    """The folders of all packages for some GPUs; for one that has none, of its main package."""
+    folders = []
+    for gpu in gpus:
+        main_package = GENERATED / gpu / "rmsnorm_backward"
+        folders += sorted(main_package.parent.glob("*_backward")) or [main_package]
+    return folders
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile the kernels of packages anew.")
     parser.add_argument("--gpu", nargs="+", help="default: every package of generated/")
@@ -120,13 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", type=int, help="at most so many, spread over the tables")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args(arguments)
-    found = sorted(path.parent.name for path in GENERATED.glob("*/rmsnorm_backward"))
     sound = True
-    for gpu in args.gpu or found:
+    for folder in packages_of(args.gpu or sorted(path.name for path in GENERATED.iterdir())):
         try:
-            package = open_package(GENERATED / gpu / "rmsnorm_backward")
+            package = open_package(folder)
         except (OSError, ValueError) as error:
-            print(f"{gpu}: {error}", file=sys.stderr)
+            print(f"{folder.relative_to(GENERATED)}: {error}", file=sys.stderr)
             sound = False
             continue
         drawn = package.with_source if args.sources else package.kernels
