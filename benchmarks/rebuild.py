@@ -21,7 +21,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-from generator.errors import NormforgeError
+from generator.errors import CompilerError, NormforgeError
 from generator.kernels.code_digest import compiler_input
 from generator.kernels.nvrtc import compile_source, nvrtc_version
 from generator.package.sources import variant_of
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args(arguments)
     sound = True
-    for folder in packages_of(args.gpu or sorted(path.name for path in GENERATED.iterdir())):
+    for folder in packages_of(args.gpu) if args.gpu else sorted(GENERATED.glob("*/*_backward")):
         try:
             package = open_package(folder)
         except (OSError, ValueError) as error:
@@ -139,7 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         drawn = package.with_source if args.sources else package.kernels
         step = -(-len(drawn) // args.kernels) if args.kernels else 1
-        sound &= report(package, drawn[::step], args.processes, args.sources)
+        try:
+            sound &= report(package, drawn[::step], args.processes, args.sources)
+        except CompilerError as error:
+            print(f"rebuild: {error}", file=sys.stderr)
+            return 2
     return 0 if sound else 1
 
 

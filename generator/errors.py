@@ -13,5 +13,9 @@ def one_line(error: object, length: int | None = None) -> str:
     return " ".join(str(error).split())[:length]
 
 
+class CompilerError(NormforgeError):
+    """NVRTC itself does not work, whatever the kernel."""
+
+
 class ProblemError(NormforgeError):
     """One problem cannot be finished now; its finished trials are kept, and others may go on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 OUTCOMES = {
@@ -62,6 +62,15 @@ class Result:
     def gpu(self) -> str:
         """The uuid of the GPU that measured it, "" where none is known."""
         return str(self.extra.get("gpu", ""))
+
+    def rounded(self) -> Result:
+        """Without digits that are noise, of which most of a packed study would be."""
+        ratio = None if self.ratio is None else round(self.ratio, 6)
+        dx, dw = (
+            None if error is None else float(f"{error:.4g}")
+            for error in (self.error_dx, self.error_dw)
+        )
+        return replace(self, ratio=ratio, error_dx=dx, error_dw=dw)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

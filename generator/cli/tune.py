@@ -13,7 +13,7 @@ from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.search.budget import TRIALS
-from generator.studies.records import Winner, now
+from generator.studies.records import Winner
 from generator.tuner.choose_device import choose_devices, choose_target
 from generator.tuner.device_pool import DevicePool
 from generator.tuner.display import Status, table
@@ -27,7 +27,7 @@ INTERRUPTED = (
 
 def run(args: argparse.Namespace, problems: list[Problem]) -> int:
     """Do what the parsed command line asks for; returns the exit code. Raises NormforgeError."""
-    started, date = time.monotonic(), now()
+    started = time.monotonic()
     measurer: MeasuredEvaluator | DevicePool | None = None
     try:
         if len(args.devices) == 1:
@@ -71,11 +71,10 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
             print(f"\nModule: {outcome.emission.package}")
             for problem in outcome.emission.refused:
                 print(f"{problem}: the measured winner in the module stays (this run predicted).")
-    old = sum(winner is not None and winner.date < date for _, winner in outcome.winners)
-    if old:
+    if outcome.unchanged:
         print(
-            f"{old} of {len(plan.problems)} shapes were not searched again: trials and seconds of "
-            "earlier runs count. To search on, raise --trials and --seconds.",
+            f"{outcome.unchanged} of {len(plan.problems)} shapes were not searched again: what "
+            "earlier runs tried counts towards --trials and --seconds.",
             file=sys.stderr,
         )
     for problem, reason in outcome.failures.items():

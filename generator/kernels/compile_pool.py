@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Lock
 from weakref import WeakKeyDictionary
 
+from generator.errors import CompilerError
 from generator.kernels.code_digest import AnyVariant, code_digest
 from generator.kernels.cubin_cache import DEFAULT_CACHE, compile_variant
 from generator.kernels.nvrtc import Compiled, nvrtc_version
@@ -83,6 +84,8 @@ class CompilePool:
                     end_pool(self._pool)
                     self._pool = self._start(self.processes)
             return self._failed(variant, f"NVRTC took more than {timeout:.0f} s")
+        except CompilerError:
+            raise
         except Exception as error:
             return self._failed(variant, f"{type(error).__name__}: {error}")
 
@@ -97,6 +100,8 @@ class CompilePool:
                 continue
             except TimeoutError:
                 return self._failed(variant, f"NVRTC took more than {timeout:.0f} s")
+            except CompilerError:
+                raise
             except Exception as error:
                 return self._failed(variant, f"{type(error).__name__}: {error}")
             finally:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from generator.errors import NormforgeError
+from generator.errors import CompilerError, NormforgeError
 from generator.kernels.ptxas import Resources, overrides_cap, read_resources
 from generator.runtime.spec import SUM_KERNEL
 
@@ -79,8 +79,7 @@ def compile_source(
     source: str, arch: str, register_cap: int = 0, include: Path | None = None
 ) -> Compiled:
     """Compile one source for one architecture, without the cache. include: the folder that the
-    names of included files are relative to. Raises NormforgeError where it is not the source that
-    NVRTC stumbles over."""
+    names of included files are relative to. Raises CompilerError where NVRTC lacks a part."""
     from cuda.bindings import nvrtc
 
     success = nvrtc.nvrtcResult.NVRTC_SUCCESS
@@ -95,7 +94,7 @@ def compile_source(
         log = read_buffer(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode()
         log = log.rstrip("\0").strip()
         if status == nvrtc.nvrtcResult.NVRTC_ERROR_BUILTIN_OPERATION_FAILURE:
-            raise NormforgeError(f"NVRTC is not whole, install nvidia-cuda-nvrtc again: {log}")
+            raise CompilerError(f"NVRTC is not whole, install nvidia-cuda-nvrtc again: {log}")
         if status != success:
             return Compiled(arch, source, b"", {}, nvrtc_version(), False, log, log or str(status))
         cubin = read_buffer(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)

@@ -46,8 +46,8 @@ class Preference:
     agreement: Callable[[Config], float]
 
     def key(self, config: Config, ratio: float, best: float) -> tuple[bool, float, float]:
-        """Sorts configs by who wins: equals of the best ratio by agreement, all others after them,
-        and otherwise by their ratios."""
+        """Sorts configs by who wins: first those that equal the best ratio, by agreement and then
+        by ratio, then all others by ratio."""
         if ratio > best * (1 + self.tie):
             return True, 0.0, ratio
         return False, -self.agreement(config), ratio
@@ -91,8 +91,9 @@ def choose(
     the host takes longer for a call than the GPU they may even be LAUNCH_US slower than the best,
     and equal are those within TIE of the fastest of them. Among equals the first in the order of
     `rank` wins: places of the values in the space's file, knob by knob, strategy first. Nothing
-    that was measured takes part in that. An incumbent within INCUMBENT_TIE stays, unless the one
-    that wins without it needs fewer launches. So whoever wins does so again at the same times.
+    that was measured takes part in that. An incumbent that is equal with INCUMBENT_TIE in place of
+    TIE stays, unless the one that wins without it needs fewer launches. So whoever wins does so
+    again at the same times.
 
     With a preference, equal are those within its tie. The incumbent stays if it is one of them.
     Otherwise the one that the preference agrees with most wins, of several the fastest.
@@ -108,10 +109,11 @@ def choose(
     tie = preference.tie if preference else TIE
     tied = _tied(finals, times, rank, preference, tie)
     winner, best = tied[0], min(times.values())
-    stays = place in tied
+    equal = stays = place in tied
     if preference is None and place in times:
         kept = _tied(finals, times, rank, None, INCUMBENT_TIE)
-        stays = place in kept and launches(finals[place][0]) <= launches(finals[winner][0])
+        equal = place in kept
+        stays = equal and launches(finals[place][0]) <= launches(finals[winner][0])
         if stays:
             tied, tie = kept, INCUMBENT_TIE
 
@@ -126,7 +128,7 @@ def choose(
     if place is not None and stays:
         why = reason(place, f"not beaten by more than {100 * tie:g} %")
         return Choice(place, tied, INCUMBENT_STAYS + why)
-    if place in tied:
+    if equal:
         before = "counts as fast as the incumbent, in one launch instead of two: "
     elif place in times:
         gap = times[place] / times[winner] - 1

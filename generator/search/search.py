@@ -242,7 +242,7 @@ class _Search:
         record = Record(
             config=variant.config,
             variant=variant.id,
-            result=result,
+            result=result.rounded(),
             origin=pending.origin,
             elapsed=self._elapsed(),
             code=self.pool.code(variant),

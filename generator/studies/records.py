@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from math import inf
 from operator import itemgetter
@@ -236,17 +236,8 @@ class Record:
         shown |= {"us": result.us, "floor_us": result.floor_us}
         kept = {f.name: getattr(self, f.name) for f in fields(self)}
         del kept["config"], kept["finished"]  # the trial has them itself
-        kept |= {"result": self._rounded().to_json(), "elapsed": round(self.elapsed, 3)}
+        kept |= {"result": result.to_json(), "elapsed": round(self.elapsed, 3)}
         return {"variant": self.variant} | shown | kept
-
-    def _rounded(self) -> Result:
-        """The result without digits that are noise, of which most of a packed study would be."""
-        ratio = None if self.result.ratio is None else round(self.result.ratio, 6)
-        dx, dw = (
-            None if error is None else float(f"{error:.4g}")
-            for error in (self.result.error_dx, self.result.error_dw)
-        )
-        return replace(self.result, ratio=ratio, error_dx=dx, error_dw=dw)
 
     @classmethod
     def from_trial(cls, trial: FrozenTrial) -> Record:

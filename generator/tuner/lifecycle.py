@@ -106,12 +106,12 @@ def _signals(stop: Stop) -> Iterator[None]:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal since
-        now = time.monotonic()
+        at = time.monotonic()
         if stop.signal is not None:
-            if now - since >= SAME_SIGNAL_SECONDS:
+            if at - since >= SAME_SIGNAL_SECONDS:
                 os._exit(128 + number)  # workers end with their parent
             return
-        since, stop.signal = now, number  # the next signal may come between two lines
+        since, stop.signal = at, number  # the next signal may come between two lines
         if stop.at_once:
             signal.setitimer(signal.ITIMER_REAL, INTERRUPT_SECONDS)
             return

@@ -14,6 +14,7 @@ from generator.package.entries import Emission
 from generator.problem import Problem
 from generator.studies.records import Winner
 from generator.studies.storage import database_file, open_storage
+from generator.studies.study_log import stored_winners
 from generator.studies.work_queue import open_queue
 from generator.tuner.device_pool import DevicePool
 from generator.tuner.display import Status
@@ -27,13 +28,14 @@ from generator.tuner.task_runner import TaskRunner, compilers_of, run_tasks
 @dataclass(frozen=True)
 class Outcome:
     """What came out: winners (None where nothing may win) in the order of the problems, failures
-    (why a problem has no answer from this run), and the emission, None when there was nothing to
-    emit."""
+    (why a problem has no answer from this run), the emission, None when there was nothing to emit,
+    and unchanged: how many of the winners are those of earlier runs, without a new trial."""
 
     winners: tuple[tuple[Problem, Winner | None], ...]
     emission: Emission | None
     interrupted: bool
     failures: Mapping[Problem, str]
+    unchanged: int
 
 
 def check_problems(plan: Plan, status: Status) -> None:
@@ -65,6 +67,7 @@ def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, status: St
         CompilePool(plan.target.arch, compilers_of(plan)) as pool,
     ):
         storage = database or open_storage(plan.where)
+        before = stored_winners(storage)
         queue = open_queue(plan.storage)
         tasks = TaskList(plan, queue)
         try:
@@ -90,4 +93,5 @@ def tune(plan: Plan, measurer: MeasuredEvaluator | DevicePool | None, status: St
         emission = emit(plan, found, storage, pool, status, stop) if found else None
         if stop.at_once:  # it came too late to stop anything
             raise KeyboardInterrupt
-    return Outcome(tuple(winners), emission, interrupted, tasks.failures)
+    unchanged = sum(winner in before for winner in found)
+    return Outcome(tuple(winners), emission, interrupted, tasks.failures, unchanged)

@@ -156,7 +156,7 @@ def test_finished_run_answers_again_without_a_trial(
     before = snapshot(out)
     code, stdout, stderr = rerun(*SMOKE, "--out", str(out))
     assert code == 0
-    said = "3 of 3 shapes were not searched again: trials and seconds of earlier runs count"
+    said = "3 of 3 shapes were not searched again: what earlier runs tried counts"
     assert said in stderr and "not searched again" not in first_run[2]
     document = json.loads(stdout)
     assert document["shapes"] == first_run[1]["shapes"]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from generator.errors import CompilerError
 from generator.kernels import compile_pool
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.cubin_cache import compile_variant
@@ -50,6 +51,20 @@ def test_pool_survives_a_worker_that_is_killed_while_it_compiles(pool: CompilePo
         assert pool.result(v, future).error == ""
     again = variants()[0]
     assert pool.result(again, pool.submit(again)).cubin
+
+
+def without_builtins(variant: Variant, arch: str, cache: Path) -> Compiled:
+    raise CompilerError("NVRTC is not whole")
+
+
+def test_a_compiler_that_does_not_work_is_no_fault_of_a_variant(tmp_path: Path) -> None:
+    """Else a study would keep every config as one that does not compile."""
+    (variant, other) = variants()
+    with CompilePool("sm_90a", 1, tmp_path, compile=without_builtins) as pool:
+        with pytest.raises(CompilerError, match="not whole"):
+            pool.result(variant, pool.submit(variant))
+        with pytest.raises(CompilerError, match="not whole"):
+            pool._alone(other, 60.0)
 
 
 def test_compilation_past_its_deadline_is_an_error_and_the_others_go_on(pool: CompilePool) -> None:

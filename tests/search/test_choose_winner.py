@@ -121,6 +121,17 @@ def test_an_incumbent_of_two_launches_gives_way_within_the_slack(us: float) -> N
     assert choice.reason.startswith("the incumbent: ")
 
 
+def test_a_launch_less_is_the_reason_where_the_incumbent_would_have_stayed_otherwise() -> None:
+    for behind in (0.992, 1.0, 1.003):
+        winner, choice = chosen([(TWO, LONG_US), (ONE, LONG_US * behind)], TWO)
+        assert winner == ONE
+        assert choice.reason.startswith("counts as fast as the incumbent, in one launch")
+        assert "beat the incumbent" not in choice.reason
+    other = next(c for c in DETERMINISTIC if launches(c) == 2 and c != TWO)
+    winner, choice = chosen([(TWO, LONG_US), (other, LONG_US * 0.992)], TWO)
+    assert winner == TWO
+
+
 def test_of_an_unknown_time_only_ratios_count() -> None:
     assert slack(Result("ok", ratio=1.1), ONE, TWO, TIE) == TIE
 

@@ -19,7 +19,6 @@ from optuna.storages.journal import JournalFileBackend
 
 from generator.errors import NormforgeError
 from generator.studies.journal import SealedJournal
-from generator.studies.pack import pack
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog, stored_winners
 from tests.support.searches import NAME, search, won
@@ -314,33 +313,3 @@ def test_a_record_is_on_the_disk_before_the_trial_counts(
     for number in range(3):
         study.set_user_attr("n", number)
         assert synced[-1] == (JOURNAL_NAME, journal.stat().st_size)
-
-
-def test_packed_studies_are_the_same_and_still_sealed(tmp_path: Path) -> None:
-    """A flipped digit anywhere is found by the one seal that is left."""
-    journal = tmp_path / JOURNAL_NAME
-    storage = open_storage(journal)
-    won(search(storage, trials=8))
-    before = [(t.params, t.values, t.user_attrs) for t in StudyLog(storage, NAME).trials()]
-    unpacked = journal.stat().st_size
-    packed = pack(tmp_path)
-    assert not journal.exists()
-    content = lzma.decompress(packed.read_bytes())
-    assert content.count(b'"seal"') == 1 and len(content) < unpacked
-    again = StudyLog(open_storage(journal), NAME).trials()
-    assert [(t.params, t.values, t.user_attrs) for t in again] == before
-    assert all(t.datetime_complete and not t.datetime_complete.microsecond for t in again)
-    assert won(search(open_storage(journal), trials=12)).trials == 12  # and goes on
-    at = content.index(b'"elapsed":') + len(b'"elapsed":')
-    journal.write_bytes(content[:at] + b"9" + content[at:])
-    with pytest.raises(NormforgeError, match="was changed, doubled or lost"):
-        open_storage(journal)
-
-
-def test_what_cannot_be_packed_stays(tmp_path: Path) -> None:
-    with pytest.raises(NormforgeError, match="nothing to pack"):
-        pack(tmp_path)
-    (tmp_path / JOURNAL_NAME).write_text("no journal\n")
-    with pytest.raises(NormforgeError, match="corrupt"):
-        pack(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [JOURNAL_NAME]
