@@ -155,7 +155,9 @@ FILES = [
 
 
 def everything(*folders: Path) -> set[str]:
-    return {str(path) for folder in folders for path in folder.rglob("*")}
+    """All below some folders, but for byte code, which other tests may write meanwhile."""
+    paths = {str(path) for folder in folders for path in folder.rglob("*")}
+    return {path for path in paths if "__pycache__" not in path}
 
 
 @pytest.fixture
