@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cached_property
+from itertools import islice
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -49,8 +50,9 @@ of single measurements is one that happened to be low."""
 REPEATS = 2
 NEAREST = 1.04
 """Configs up to this many times the best are then timed side by side, which judges the searches."""
-GROUP, BLOCKS, TRIES = 60, 15, 5
-"""How many take turns, in how many blocks, and how often while the GPU is disturbed."""
+GROUP, BLOCKS, TIMES, TRIES = 60, 3, 5, 40
+"""How many take turns, in how many blocks at a time; how often that is done, of which the median
+counts, and how often it is tried where the GPU is disturbed."""
 MOST = 10_000
 """More legal configs than this are no space to sweep."""
 
@@ -235,7 +237,8 @@ def record(
 
 def time_side_by_side(recording: Recording, pool: Pool, evaluator: Evaluator) -> Recording:
     """The recording, with what is nearest to the best by the sweep timed side by side; the same
-    where the evaluator cannot. Raises NoisyError where no clean times can be had."""
+    where the evaluator cannot. What the templates of today no longer make fit to run has no time
+    any more. Raises NoisyError where no clean times can be had."""
     if not isinstance(evaluator, Shortlisting):
         return recording
     key, by_trial = recording.key, recording.by_trial
@@ -244,15 +247,20 @@ def time_side_by_side(recording: Recording, pool: Pool, evaluator: Evaluator) ->
     near = [c for c in legal.first(len(recording.entries)) if by_trial(key(c)) <= limit]
     random.Random(0).shuffle(near)
     found: dict[Key, float] = {}
+    results = dict(recording.entries)
     for start in range(0, len(near), GROUP):
         group = near[start : start + GROUP]
         entries = compile_configs(legal, pool, group)
+        unfit = set(map(key, group)) - {key(variant.config) for variant, _ in entries}
+        results |= {each: (Result("resource"), results[each][1]) for each in unfit}
         tries = (evaluator.shortlist(recording.problem, entries, BLOCKS) for _ in range(TRIES))
-        ratios = next(filter(None, tries), [])
-        if len(ratios) != len(group):
+        clean = list(islice(filter(None, tries), TIMES))
+        if len(clean) < TIMES:
             raise NoisyError(f"{recording.problem}: no clean times side by side; run it again")
-        found |= {key(c): round(r, 5) for c, r in zip(group, ratios, strict=True)}
-    return replace(recording, side_by_side=found)
+        ratios = map(median, zip(*clean, strict=True))
+        for (variant, _), ratio in zip(entries, ratios, strict=True):
+            found[key(variant.config)] = round(ratio, 5)
+    return replace(recording, entries=results, side_by_side=found)
 
 
 def _measured_again(

@@ -29,6 +29,7 @@ from benchmarks.search_replay.recording import (
     Recording,
     record,
     recordings,
+    time_side_by_side,
 )
 from benchmarks.search_replay.replay import (
     CLOSE,
@@ -189,6 +190,16 @@ def test_searches_are_judged_by_times_side_by_side_and_hear_of_their_trials_alon
         by_tuner(Replayed(one), 40, 1) for one in (again, replace(again, side_by_side={}))
     )
     assert judged != told
+
+
+def test_what_is_no_longer_fit_to_run_is_not_judged_by_its_time_of_old(
+    recording: Recording,
+) -> None:
+    best = min(recording.entries, key=recording.ratio)
+    broken = FakePool(broken=lambda config: recording.key(config) == best)
+    again = time_side_by_side(recording, broken, SideBySide(cost))
+    assert again.side_by_side and best not in again.side_by_side
+    assert again.ratio(best) == inf and recording.ratio(best) == recording.optimum < again.optimum
 
 
 def test_a_recording_survives_its_file(recording: Recording, tmp_path: Path) -> None:
