@@ -96,7 +96,14 @@ class Recording:
 
     def ratio(self, key: Key) -> float:
         """Ratio to the floor by which a config is judged; infinite for one that may not win."""
-        return self.side_by_side.get(key, self.by_trial(key))
+        return self.side_by_side.get(key, self._beside_others * self.by_trial(key))
+
+    @cached_property
+    def _beside_others(self) -> float:
+        """How much larger ratios are side by side than in trials: the floor may be that of another
+        day, and the lowest of many trials are those that happened to be low."""
+        timed = self.side_by_side.items()
+        return median(ratio / self.by_trial(key) for key, ratio in timed) if timed else 1.0
 
     def by_trial(self, key: Key) -> float:
         """The same from its trial alone, as a search hears of it."""
