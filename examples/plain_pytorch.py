@@ -4,8 +4,8 @@
 
 RMSNorm takes the arguments and the state dict of torch.nn.RMSNorm. Called with a second tensor it
 adds that first and returns the sum too; its backward then adds the gradient of the residual stream
-to its own: inside the kernel where one was tuned for that (bf16 rows of any tuned length on the
-H100 and the GB200, of 2048 and 4096 on the H200), and after it elsewhere.
+to its own: inside the kernel where one was tuned for that (bf16 rows of every tuned length), and
+after it elsewhere.
 """
 
 from __future__ import annotations

@@ -186,7 +186,8 @@ def choose(packages: Mapping[str, Tuned], gpu: Gpu | None, wanted: str = "") -> 
             f"{_CHOICE}={next(iter(packages))}: PyTorch's kernels then serve"
         )
     for name in fit:
-        if search(rf"\b{escape(name)}\b", gpu.name, IGNORECASE):
+        words = escape(name).replace(r"\-", "[- ]")  # rtx-5090: "NVIDIA GeForce RTX 5090"
+        if search(rf"\b{words}\b", gpu.name, IGNORECASE):
             return packages[name].module
     warnings.warn(
         f"{gpu.name} runs the kernels that were tuned for {packages[fit[0]].title}: correct, "

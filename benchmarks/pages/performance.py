@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from math import nan
@@ -42,6 +42,24 @@ def gpus() -> str:
         title = json.loads((gpu / "rmsnorm_backward" / "table.json").read_text())["target"]["title"]
         rows.append((title, *told))
     return table(["package for", *kinds.values()], rows)
+
+
+def tuned_lengths() -> str:
+    """Which row lengths were tuned with which dtypes, without options, and for how many rows."""
+    packages = defaultdict(list)
+    for path in sorted(GENERATED.glob("*/rmsnorm_backward/table.json")):
+        found = defaultdict(set)
+        for entry in json.loads(path.read_text())["tuned"]:
+            spec, dtype, weight = entry["kernel"]["spec"], entry["dtype"], entry["weight_dtype"]
+            if not spec["offset"] and not spec["residual"]:
+                name = dtype if weight == dtype else f"{dtype}, weight {weight}"
+                found[name].add((entry["N"], entry["M"]))
+        for name, shapes in found.items():
+            lengths, counts = (sorted(set(each)) for each in zip(*shapes, strict=True))
+            rows = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+            packages[name, ", ".join(map(str, lengths)), rows].append(path.parts[-3])
+    cells = ((", ".join(gpus), *facts) for facts, gpus in packages.items())
+    return table(["package", "dtype", "row lengths", "rows"], sorted(cells))
 
 
 # ---- performance.md ------------------------------------------------------------------------------
@@ -233,6 +251,7 @@ def trials() -> str:
 
 PERFORMANCE_BLOCKS: dict[str, Callable[[], str]] = {
     "gpus": gpus,
+    "tuned_lengths": tuned_lengths,
     "goals": goal_table,
     "headlines": headlines,
     "host_times": host_times,

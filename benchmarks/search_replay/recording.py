@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cached_property
-from itertools import islice
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -51,8 +50,8 @@ REPEATS = 2
 NEAREST = 1.04
 """Configs up to this many times the best are then timed side by side, which judges the searches."""
 GROUP, BLOCKS, TIMES, TRIES = 60, 3, 5, 40
-"""How many take turns, in how many blocks at a time; how often that is done, of which the median
-counts, and how often it is tried where the GPU is disturbed."""
+"""How many take turns, in how many blocks at a time; how often that is done, each time in another
+order, of which the median counts; and how often it is tried where the GPU is disturbed."""
 MOST = 10_000
 """More legal configs than this are no space to sweep."""
 
@@ -252,7 +251,8 @@ def time_side_by_side(recording: Recording, pool: Pool, evaluator: Evaluator) ->
     legal = LegalConfigs(recording.space(), recording.problem, find_target(recording.gpu))
     limit = NEAREST * min(map(by_trial, recording.entries))
     near = [c for c in legal.first(len(recording.entries)) if by_trial(key(c)) <= limit]
-    random.Random(0).shuffle(near)
+    rng = random.Random(0)
+    rng.shuffle(near)
     found: dict[Key, float] = {}
     results = dict(recording.entries)
     for start in range(0, len(near), GROUP):
@@ -260,13 +260,17 @@ def time_side_by_side(recording: Recording, pool: Pool, evaluator: Evaluator) ->
         entries = compile_configs(legal, pool, group)
         unfit = set(map(key, group)) - {key(variant.config) for variant, _ in entries}
         results |= {each: (Result("resource"), results[each][1]) for each in unfit}
-        tries = (evaluator.shortlist(recording.problem, entries, BLOCKS) for _ in range(TRIES))
-        clean = list(islice(filter(None, tries), TIMES))
-        if len(clean) < TIMES:
+        times: dict[Key, list[float]] = {key(variant.config): [] for variant, _ in entries}
+        for _ in range(TRIES):
+            rng.shuffle(entries)  # a kernel's time also depends on what ran before it
+            ratios = evaluator.shortlist(recording.problem, entries, BLOCKS)
+            for (variant, _), ratio in zip(entries, ratios, strict=bool(ratios)):
+                times[key(variant.config)].append(ratio)
+            if all(len(own) == TIMES for own in times.values()):
+                break
+        else:
             raise NoisyError(f"{recording.problem}: no clean times side by side; run it again")
-        ratios = map(median, zip(*clean, strict=True))
-        for (variant, _), ratio in zip(entries, ratios, strict=True):
-            found[key(variant.config)] = round(ratio, 5)
+        found |= {each: round(median(own), 5) for each, own in times.items()}
     return replace(recording, entries=results, side_by_side=found)
 
 

@@ -93,7 +93,7 @@ class Operation:
     tensors of a call. make_inputs: random, on a device, from a `seed`; make_cancelling: made from
     those and a `seed`, so that any other order of additions shows. bounds: what the outputs have to
     be for some inputs. floor: an operation of PyTorch on these inputs and outputs that moves
-    `traffic_bytes` and computes next to nothing, timed beside the kernels as their lower bound.
+    `traffic_bytes` and computes next to nothing, timed beside the kernels as their reference.
     load: machine code and its spec to what runs it. forward: the operation whose kernels go into
     the same package, or ""; fallbacks: whether fallback kernels do; tiles: whether forwards with
     the arithmetic of vLLM's do.

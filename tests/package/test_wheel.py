@@ -17,6 +17,7 @@ import torch
 
 import normforge
 from generator.paths import REPOSITORY
+from generator.target import load_targets
 from normforge import Gpu, Tuned, choose
 
 PACKAGES = {
@@ -40,6 +41,18 @@ def test_package_of_the_gpu_is_taken(gpu: str, capability: Any, module: str) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose(PACKAGES, Gpu(gpu, capability)) == f"normforge.{module}"
+
+
+def test_every_gpu_that_can_be_tuned_finds_its_own_package() -> None:
+    targets = load_targets().values()
+    packages = {t.name: Tuned(f"normforge.{t.name}", t.arch, t.title) for t in targets}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for target in targets:
+            digits = target.arch.removeprefix("sm_").removesuffix("a")
+            for name in target.device_names:
+                gpu = Gpu(name, (int(digits[:-1]), int(digits[-1])))
+                assert choose(packages, gpu) == f"normforge.{target.name}"
 
 
 def test_kernels_that_run_there_are_taken_with_a_word() -> None:

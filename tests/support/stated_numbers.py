@@ -76,7 +76,8 @@ def search() -> list[str]:
         f"from the {experience.STUDIES} nearest studies",
         f"for every {percent(surrogate.SCALE)} that a candidate",
         f"fewer than {experience.FEWEST} trials",
-        f"The last {percent(proposals.OVERHEAD_SHARE)} of the trials",
+        f"The last {percent(proposals.OVERHEAD_SHARE)} of the trials"
+        f" (at most {percent(proposals._MAX_OVERHEAD_SHARE)} of a small budget)",
         f"Up to {finals.SHORTLIST} of the best trials",
         f"The best {WORD[budget.FINALISTS]} of the shortlist",
         f"at most {budget.Budget(1).sweep_limit} legal configs",
@@ -86,7 +87,8 @@ def search() -> list[str]:
         f"at most {choose_winner.LAUNCH_US} µs slower.",
         f"{WORD[finals.ONE_LAUNCH_PLACES].capitalize()} places in the finals",
         f"side by side, in {WORD[noise.BLOCKS]} blocks",
-        f"or {noise.SHORT_BLOCKS} where the floor is below {noise.SHORT_US:.0f} µs",
+        f"({noise.SHORT_BLOCKS} blocks if the floor is below {noise.SHORT_US:.0f} µs",
+        f"takes longer than {finals.SHORTLIST_US / finals.SHORTLIST:.0f} µs)",
         f"configs within {percent(prior.TIE)} are tied",
         f"the same bits in {determinism.RUNS} runs",
         f"{session.SLOW} times the time of the best",
@@ -293,8 +295,9 @@ def readme() -> list[str]:
         f"ran at {len(read('tuned_peers_h200')['rows'])} shapes",
         f"timed with {read('h200')['environment']['driver']}",
         f"Python {oldest('requires-python')} or newer, PyTorch {oldest('torch')} or newer",
-        f"tuned lengths from {min(widths)} to {max(widths):,}. Fallback kernels serve others up"
-        f" to {generic[16]:,} (odd ones in bf16 and fp16: {generic[2]:,})",
+        f"tuned lengths from {min(widths)} to {max(widths):,}",
+        f"Fallback kernels serve others up to {generic[16]:,}"
+        f" (odd ones in bf16 and fp16: {generic[2]:,})",
     ]
 
 
@@ -333,11 +336,6 @@ def performance() -> list[str]:
     training = next(iter(read("training_h200")["cases"].values()))
     host = read("host_time_h200")
     passes = host["ratios of the passes"]
-    drift = max(
-        max(ratio / host["ratios"][name], host["ratios"][name] / ratio)
-        for name, ratios in passes.items()
-        for ratio in ratios
-    )
     return [
         f"`evict_last` and then writes {l2_flush.FLUSH_BYTES >> 20} MB",
         f"driver {measured_by['driver']}, NVRTC {nvrtc},"
@@ -347,7 +345,6 @@ def performance() -> list[str]:
         f"so they ran at {peers} of the shapes only",
         f"then {len(training[0]['ms']['pytorch'])} timed ones in each of {WORD[len(training)]}",
         f"median of {WORD[len(next(iter(passes.values())))]} passes",
-        f"by a factor of up to {drift:.1f}",
         f"within {PLAN_SECONDS:.0f} seconds",
         f"forward and backward of {WORD[BLOCKS]} transformer blocks",
         f"on {TOKENS:,} tokens",
