@@ -1,6 +1,7 @@
 // ---- Strategy `bulk_reduce`, free-running -----------------------------------------------------
 // Every CTA's partial dw goes to one row of the workspace as a bulk reduce-add, in the order in which
-// CTAs finish. The last one rounds the sums to dw and zeroes them for the next call.
+// CTAs finish. The last one rounds the sums to dw and zeroes them for the next call. These adds flush
+// subnormal numbers to zero.
 // Determinism class none: the order of the adds, and so the bits, change from run to run.
 //
 // Memory ordering. A proxy fence and the CTA barrier come before the bulk operation. The full wait (not

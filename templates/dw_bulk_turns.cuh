@@ -1,6 +1,7 @@
 // ---- Strategy `bulk_reduce`, in turns ---------------------------------------------------------
 // As `semaphore`, but the copy engine adds: the CTA's partial dw goes from shared memory into its
-// group's row as one bulk reduce-add (the first of a group stores instead).
+// group's row as one bulk reduce-add (the first of a group stores instead). These adds flush subnormal
+// numbers to zero, so the bits may differ from those of `semaphore`; they are the same in every run.
 //
 // Memory ordering. Ordinary stores write the partial dw. Each thread orders its own before the copy
 // engine's reads by a proxy fence, and the CTA barrier gathers the threads before thread 0 issues the

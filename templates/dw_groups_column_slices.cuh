@@ -33,7 +33,7 @@ struct DwStrategy : LastArrived {
     unsigned place = load_shared_word(words);
 #pragma unroll 1
     for (unsigned i = 0; i < places; ++i) {
-      // As in last_arrived.cuh: words[0] has been read, since the sum of a slice ends in a CTA barrier.
+      // As in last_arrived.cuh: words[0] has been read before a CTA barrier in the sum of a slice.
       if (i > 0) place = broadcast(smem, threadIdx.x == 0 ? take_over(i - 1) : 0);
 #pragma unroll 1
       for (unsigned slice = place; slice < slices; slice += participants)

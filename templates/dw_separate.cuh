@@ -2,7 +2,9 @@
 // Every CTA stores its partial dw in the workspace. The end of the grid orders those stores before the
 // second kernel, which sums slices of kTailColumns columns over all rows, in the order of sum_slice.
 // With programmatic dependent launch the second kernel starts early. Before its first access to
-// memory, each of its threads waits until this grid has ended and its stores are visible.
+// memory, each of its threads waits until this grid has ended and its stores are visible. It waits for
+// the grid before it on the stream, so the two are launched back to back: the host holds a lock, and a
+// program must not put a kernel between them from another thread.
 // allow_dependents publishes nothing, so the stores may follow it.
 // Determinism class gpu_to_gpu: one order of adds, by index.
 struct DwStrategy : DwContext {

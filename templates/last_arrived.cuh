@@ -20,9 +20,10 @@
 //   bits 44 to 63  CTAs that have handed over their place
 // The arrival of participant 0 also subtracts the final total of starts and arrivals. So these fields
 // end at 0, where the next launch begins. Bit 43 (kSign) tells whether it has done so: until all have
-// arrived, bits 0 to 43 are then negative; afterwards they are 0. Only a CTA that has itself arrived
-// looks at the ledger, so it never mistakes the 0 before the first start for the 0 after the last
-// arrival (coherence: it sees its own arrival or a later entry).
+// arrived, bits 0 to 43 are then negative, and have borrowed 1 from the bits above them, which is why
+// those are read through `entries` (for fewer than 2^20 participants); afterwards they are 0. Only a CTA
+// that has itself arrived looks at the ledger, so it never mistakes the 0 before the first start for the
+// 0 after the last arrival (coherence: it sees its own arrival or a later entry).
 //
 // Handing over. The last CTA to arrive reads, with its own arrival, how many CTAs handed over before
 // it. Each of these got the number of those before it, which is its position in a list. It writes its

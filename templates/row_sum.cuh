@@ -21,7 +21,7 @@ DEVICE float warp_sum(float value) {
 }
 
 // The sum of kCount floats of shared memory, the same in every thread of the warp: in index order if
-// there are few, in a butterfly with one or two per lane if there are many.
+// there are few, in a butterfly if there are many, after each lane has added every 32nd one.
 template <int kCount> DEVICE float sum_shared(const float* from) {
   float total = 0.0f;
   if constexpr (kCount <= 8) {

@@ -84,6 +84,8 @@ struct Schedule {
       far_left = units.batches(far_unit);
     }
   }
+  // Past the last unit, units.batches() means nothing: a count of 0 wraps and does not end again, and
+  // kNone grows by a few steps, far from 2^32.
   DEVICE void next() {
     advance();
     if (--left == 0) left = units.batches(unit += every);
@@ -118,6 +120,7 @@ struct RunBarrier {
   DEVICE RunBarrier(unsigned char* smem)
       : barrier(reinterpret_cast<unsigned long long*>(smem + kRunsWrittenOffset)) {
     if constexpr (kTeams > 1) {
+      // Only threads of this CTA use it, so the CTA barrier is all the ordering that it needs.
       if (threadIdx.x == 0) mbarrier_init(barrier, kTeams);
       cta_barrier();
     }

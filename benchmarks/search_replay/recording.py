@@ -10,7 +10,6 @@ import lzma
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from functools import cached_property
 from math import inf
 from pathlib import Path
@@ -36,7 +35,7 @@ from generator.search.search import search_problem
 from generator.space.legal_configs import Key, LegalConfigs
 from generator.space.load import load_space
 from generator.space.space import Space
-from generator.studies.records import Record, may_win, study_name
+from generator.studies.records import Record, may_win, now, study_name
 from generator.studies.study_log import StudyLog
 from generator.target import Target, find_target
 
@@ -44,8 +43,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 RECORDING_FILE = RESULTS / "sweep_h200.json.xz"
 FORMAT = 1
 NEAR = 1.1
-"""Configs up to this many times the best are measured REPEATS more times: the lowest of thousands
-of single measurements is one that happened to be low."""
+"""Configs up to this many times the best are measured REPEATS more times."""
 REPEATS = 2
 NEAREST = 1.04
 """Configs up to this many times the best are then timed side by side, which judges the searches."""
@@ -68,10 +66,9 @@ class Recording:
     values: the swept knobs and REDUCTION_KNOBS with their values; all other knobs have their first
     one. facts: where, when and with what it was measured. entries: for every legal config, by its
     values in the order of `values`, the result and a number shared by equal machine code. In a
-    loaded one all results have the median floor of the sweep: the lowest of thousands of ratios is
-    one whose own floor happened to be slow. side_by_side: of what is near the best, the ratio to
-    the floor when it was timed side by side with its like. rules: as in Narrow.
-    """
+    loaded one all results have the sweep's median floor, as those in `over_median_floor`.
+    side_by_side: of what is near the best, the ratio to the floor when it was timed side by side.
+    rules: as in Narrow."""
 
     problem: Problem
     gpu: str
@@ -99,8 +96,7 @@ class Recording:
 
     @cached_property
     def _beside_others(self) -> float:
-        """How much larger ratios are side by side than in trials: the floor may be that of another
-        day, and the lowest of many trials are those that happened to be low."""
+        """How much larger ratios are side by side: the lowest of many trials happened to be low."""
         timed = self.side_by_side.items()
         return median(ratio / self.by_trial(key) for key, ratio in timed) if timed else 1.0
 
@@ -235,16 +231,15 @@ def record(
         entries[tuple(entry.config[knob] for knob in values)] = (result, cubin)
     if len(entries) != count:
         raise NormforgeError(f"{len(entries)} of {count} legal configs were tried: run it again")
-    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    facts = {**facts, "date": date}
+    facts = {**facts, "date": now()}
     found = Recording(problem, target.name, values, facts, entries, swept.rules)
     return time_side_by_side(found, pool, evaluator)
 
 
 def time_side_by_side(recording: Recording, pool: Pool, evaluator: Evaluator) -> Recording:
-    """The recording, with what is nearest to the best by the sweep timed side by side; the same
-    where the evaluator cannot. What the templates of today no longer make fit to run has no time
-    any more. Raises NoisyError where no clean times can be had."""
+    """The recording, with what is nearest to the best timed side by side (the same where the
+    evaluator cannot) and without times of what no longer fits. Raises NoisyError without clean
+    times."""
     if not isinstance(evaluator, Shortlisting):
         return recording
     key, by_trial = recording.key, recording.by_trial

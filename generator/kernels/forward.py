@@ -82,8 +82,9 @@ class ForwardVariant:
 
     @property
     def sums_offset(self) -> int:
-        """Bytes of shared memory in front of the sums: a cluster's two transaction barriers."""
-        return 16 if self.cluster > 1 else 0
+        """Bytes of shared memory in front of the sums: two transaction barriers of each team of a
+        CTA in a cluster."""
+        return 16 * self.rows_per_cta if self.cluster > 1 else 0
 
     @property
     def smem_bytes(self) -> int:

@@ -173,7 +173,8 @@ class Geometry(ItemSizes):
 
     @property
     def sums_per_team(self) -> int:
-        """Floats of one team in one of the two buffers of the row sum: one per warp of the row."""
+        """Floats of one team in one of the two buffers of the row sum: for each sum and row in
+        flight, one per warp of the row and CTA of the cluster."""
         if self.warps_per_row == 1 and self["cluster"] == 1:
             return 0
         sums = self["rows_in_flight"] * self.sums.row_sums

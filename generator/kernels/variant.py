@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,13 +13,17 @@ from generator.kernels.geometry import Config, Geometry
 from generator.kernels.knobs import KNOBS
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.runtime.spec import KernelSpec
+from generator.target import WARP
+
+_NAMED_BARRIERS = 15
+"""Of a CTA, one for each team of several warps; barrier 0 is the CTA's."""
 
 
 @dataclass(frozen=True)
 class Variant(Geometry):
     """A geometry with its identity, its launch and its determinism class. Raises NormforgeError for
-    two combinations that the templates would compile to wrong sums. (The rules of a space refuse
-    them, too, and the domains of KNOBS other values with which they would.)"""
+    what the templates would compile to wrong sums or to a kernel that hangs. (The rules of the
+    space refuse that, too, with more to say.)"""
 
     def __post_init__(self) -> None:
         cluster = self.config.get("cluster", 1)
@@ -27,11 +32,26 @@ class Variant(Geometry):
                 f"'{self.strategy}' cannot have a cluster of {cluster}: each CTA draws a ticket of "
                 "its own, and those of a cluster need one for all"
             )
+        fault = next((said for wrong, said in self._faults() if wrong), None)
+        if fault is not None:
+            raise NormforgeError(f"no kernel has {fault}: {dict(self.config)} for N = {self.N}")
         if not self.exact and self.sums.column_sums > 1:
             raise NormforgeError(
                 f"{self.operation} has no fallback kernels: those sum the columns of one dw, and "
                 f"here there are {self.sums.column_sums} sums for each column"
             )
+
+    def _faults(self) -> Iterator[tuple[bool, str]]:
+        """What no kernel can have, and whether this one has it."""
+        cluster, staged = self["cluster"], self["pipeline"] != "direct"
+        per_row = self["threads_per_row"]
+        yield cluster > 1 and per_row < WARP, "a cluster with rows of less than a warp"
+        yield cluster > 1 and not self.exact, "a cluster and any N"
+        yield self.exact and self.N % cluster != 0, "CTAs of a cluster with unequal parts of a row"
+        yield self.exact and self.columns % self.elements != 0, "rows that are no whole vectors"
+        ahead = self["stages"] - (self["reload"] == "smem")
+        yield staged and ahead < 1, "stages that are all in use while rows are read again"
+        yield per_row > WARP and self.teams > _NAMED_BARRIERS, "more teams than named barriers"
 
     def __str__(self) -> str:
         return self.id

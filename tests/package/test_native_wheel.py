@@ -30,14 +30,16 @@ BUILD = "from setuptools import build_meta; build_meta.build_wheel('.')"
 
 def test_what_it_needs_is_said_when_it_is_asked_for(wheel_sources: Path) -> None:
     hidden = "import sys; sys.modules['torch'] = None; "
-    for code, environment, sentence in (
-        (hidden + BUILD, {}, "the PyTorch that is installed (import of torch halted"),
-        (BUILD, {"CXX": "no-such-compiler"}, "a C++ compiler, and there is no no-such-compiler"),
+    for_cpu = "import torch; torch.version.cuda = None; "
+    for asked, code, environment, sentence in (
+        ("1", hidden + BUILD, {}, "the PyTorch that is installed (import of torch halted"),
+        ("1", for_cpu + BUILD, {}, "this PyTorch is for the CPU only: build with one for CUDA"),
+        ("cpu", BUILD, {"CXX": "no-such-compiler"}, "a C++ compiler, and there is no no-such-comp"),
     ):
-        done = python(code, wheel_sources, NORMFORGE_NATIVE="1", **environment)
+        done = python(code, wheel_sources, NORMFORGE_NATIVE=asked, **environment)
         last = done.stderr.strip().splitlines()[-1]
         assert done.returncode == 1 and not list(wheel_sources.glob("*.whl"))
-        assert last.startswith("NORMFORGE_NATIVE=1") and sentence in last
+        assert last.startswith(f"NORMFORGE_NATIVE={asked}") and sentence in last
 
 
 USE = """
@@ -75,7 +77,7 @@ def test_extension_of_the_wheel_is_loaded_where_it_fits(
     stale.touch()  # of a build for another PyTorch
     offline = "--no-index --no-deps --no-cache-dir"
     wheel_of = f"pip wheel --no-build-isolation {offline} -w {tmp_path} {wheel_sources}"
-    done = python(wheel_of, tmp_path, NORMFORGE_NATIVE="1")
+    done = python(wheel_of, tmp_path, NORMFORGE_NATIVE="cpu")
     assert done.returncode == 0, done.stderr[-3000:]
     (wheel,) = tmp_path.glob("*.whl")
     assert f"cp{sys.version_info.major}{sys.version_info.minor}" in wheel.name

@@ -13,7 +13,7 @@ import pytest
 
 from generator.package.files import write_code
 from generator.paths import REPOSITORY
-from generator.runtime.frontends.graph_pass import code_digest
+from generator.runtime.frontends.operators import code_digest
 from generator.runtime.table import TABLE, Table
 from tests.support.entry_points import needs_whole_forward
 from tests.support.patience import patience
@@ -97,6 +97,21 @@ def test_compiled_code_is_kept_for_its_package_alone(tmp_path: Path) -> None:
     hit = {"graphs": [2, 0, 0], "joint": [1, 0, 0]}
     assert compile_with(cache, one, other) == [miss, miss]
     assert compile_with(cache, newer, other) == [miss, hit]
+
+
+def test_code_that_pytorch_keeps_is_not_taken_for_that_of_a_later_runtime(tmp_path: Path) -> None:
+    """torch.compile itself keeps joint graphs, into which it has traced the backward's Python."""
+    script = "import {0}; print({0}._package.ops.namespace)"
+    names = []
+    for name in ("one", "same", "newer"):
+        emit(tmp_path / name, "one GPU")
+        if name == "newer":
+            with (tmp_path / name / "runtime" / "frontends" / "gradients.py").open("a") as file:
+                file.write("\n# Another backward.\n")
+        command = [sys.executable, "-c", script.format(name)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
+        names.append(done.stdout)
+    assert names[0] == names[1] != names[2]
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,36 @@ def test_dtensor_may_be_imported_after_the_package(tmp_path: Path) -> None:
     runs_to_its_end(DTENSOR_LATE, tmp_path)
 
 
+DTENSOR_LATEST = """
+import sys
+sys.path.insert(0, "{root}")
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from tests.support.entry_points import write_package
+
+package = write_package(Path("{folder}") / "package")
+norm, patched = package.RMSNorm(8), torch.nn.Sequential(torch.nn.RMSNorm(8))
+assert package.patch(patched) == ["0"] and "torch.distributed.tensor" not in sys.modules
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor, init_device_mesh
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
+for module in (norm, patched):
+    step = torch.compile(distribute_module(module, mesh), backend="aot_eager", fullgraph=True)
+    y = step(x)
+    y.sum().backward()
+    assert y.placements == (Shard(0),), y.placements
+print("done")
+"""
+
+
+def test_dtensor_may_be_imported_after_a_model_that_is_compiled(tmp_path: Path) -> None:
+    runs_to_its_end(DTENSOR_LATEST, tmp_path)
+
+
 PRELUDE = """
 import sys
 sys.path.insert(0, "{root}")

@@ -83,7 +83,7 @@ def replace_forwards(
     """Give modules of a model other forwards; their names. norm: what they are, so that packages of
     two norms patch one model: how the names of their classes end. forward_for: the same function
     for modules that are alike, or why one is left alone."""
-    unpatch(model, norm)
+    _free(model, norm)
     served = []
     for name, module in model.named_modules():
         kind: Any = type(module)
@@ -103,7 +103,22 @@ def replace_forwards(
 
 
 def unpatch(model: torch.nn.Module, norm: str = "RMSNorm") -> list[str]:
-    """Give the norms of a model their own forward back; the names of those that were patched."""
+    """Give the norms of a model their own forward back; the names of those that were patched. The
+    log warns of those whose class was since derived from, as fully_shard and parametrizations do:
+    they stay as they are."""
+    freed = _free(model, norm)
+    for name, module in model.named_modules():
+        if getattr(type(module), _SERVED, None) == norm:
+            _log.warning(
+                "unpatch leaves %s as it is: %s was made of its patched class. Unpatch a model "
+                "before it is sharded or parametrized",
+                name,
+                type(module).__name__,
+            )
+    return freed
+
+
+def _free(model: torch.nn.Module, norm: str) -> list[str]:
     freed = []
     for name, module in model.named_modules():
         kind = type(module)
@@ -191,17 +206,23 @@ def _forward_of(norm: Norm, casting: str) -> ModuleForward:
     """The forward of a module whose norm a package computes."""
     offset = 1.0 if casting == "gemma" else 0.0
 
-    def forward(self: Any, x: torch.Tensor) -> Any:
+    def rounded_once(self: Any, x: torch.Tensor) -> Any:
         return norm.rms_norm(x, self.weight, _eps_of(self), weight_offset=offset)
 
-    def forward_rounded(self: Any, x: torch.Tensor) -> Any:
+    def rounded_twice(self: Any, x: torch.Tensor) -> Any:
         return self.weight * norm.rms_norm(x, None, _eps_of(self))
 
-    def forward_widening(self: Any, x: torch.Tensor) -> Any:
+    def widening(self: Any, x: torch.Tensor) -> Any:
         same = torch.promote_types(x.dtype, self.weight.dtype) == x.dtype
-        return forward(self, x) if same else forward_rounded(self, x)
+        return rounded_once(self, x) if same else rounded_twice(self, x)
 
-    return {"llama": forward_rounded, "widening": forward_widening}.get(casting, forward)
+    served = {"llama": rounded_twice, "widening": widening}.get(casting, rounded_once)
+
+    def forward(self: Any, *given: torch.Tensor, **named: torch.Tensor) -> Any:
+        (x,) = (*given, *named.values())  # by any name: it is the model's own
+        return served(self, x)
+
+    return forward
 
 
 @cache

@@ -41,7 +41,7 @@ class Package(NormPackage):
         members = {"_package_norm": self._norm, "_package_invariant": self._invariant}
         members["__doc__"] = RMSNorm.__doc__
         self.RMSNorm: type[RMSNorm] = type("RMSNorm", (RMSNorm,), members)
-        register_sharding(self.ops)
+        register_sharding(*self.ops.all)
 
     def rmsnorm_backward(
         self,
@@ -125,7 +125,7 @@ class Package(NormPackage):
 
     def _serve(self, given: Arguments, options: Options) -> Results:
         if not is_dynamo_compiling():
-            register_sharding(self.ops)
+            register_sharding(*self.ops.all)
         return self.ops.serve(self._run, given, options)
 
     def patch(self, model: torch.nn.Module, casting: str | None = None) -> list[str]:

@@ -143,7 +143,7 @@ class InvariantNorm(Norm):
                 digest = f"{digest_of(server.folder, SCHEMAS)}_{form}"
                 operators = Operators(digest, forward, server._run, server._quick)
                 self._by_form[form] = MatchingNorm(server, forward, operators)
-                register_sharding(operators)
+                register_sharding(*operators.all)
             self._by_name[name] = self._by_form[form]
             return self._by_form[form]
 

@@ -19,6 +19,7 @@ from ..torch_internals import (
     watched,
 )
 from .differentiable import differentiable_backward
+from .dtensor import register_sharding
 
 Implementation = Callable[..., "tuple[torch.Tensor, ...]"]
 
@@ -119,7 +120,8 @@ def autograd_of_norm(operator: Any, run: Implementation, backward: Backward) -> 
             results = below_autograd(operator, given)
             rstd, ctx.x_dtype = results[1], x.dtype
             ctx.save_for_backward(x if len(results) == 2 else results[2], weight, rstd)
-            ctx.mark_non_differentiable(rstd)
+            of_sum = any(ctx.needs_input_grad[: len(given) - 3])
+            ctx.mark_non_differentiable(rstd, *(() if of_sum else results[2:]))
             ctx.set_materialize_grads(False)
             return results
 
@@ -144,6 +146,8 @@ def autograd_of(
 
     def kernel(keys: Any, *given: Any) -> tuple[torch.Tensor, ...]:
         plain = _is_plain_call(keys)
+        if not plain:  # it may be DTensor's, which may have been imported since
+            register_sharding(operator)
         if not plain and (transforms_active() or has_tangent(*given)):
             return formula(*given)  # as these see through PyTorch's operators only
         if _want_gradient(given):

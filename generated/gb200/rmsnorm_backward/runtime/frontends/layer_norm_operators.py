@@ -60,7 +60,8 @@ def layer_norm_node(
             y, mean, rstd, stream = forward(*given)
             ctx.save_for_backward(x if residual is None else stream, weight, rstd, mean)
             ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
-            ctx.mark_non_differentiable(mean, rstd, *(() if residual is not None else (stream,)))
+            of_sum = residual is not None and any(ctx.needs_input_grad[:2])
+            ctx.mark_non_differentiable(mean, rstd, *(() if of_sum else (stream,)))
             ctx.set_materialize_grads(False)
             return y, mean, rstd, stream
 
@@ -84,10 +85,13 @@ def eager_layer_norm(backward: Backward, quick: QuickCall) -> Callable[..., torc
             y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, ctx.eps)
             ctx.save_for_backward(x, weight, rstd, mean)
             ctx.x_dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+            ctx.set_materialize_grads(False)
             return y.to(x.dtype)  # autocast computes in fp32
 
         @staticmethod
         def backward(ctx: Any, dy: Any) -> tuple[Any, ...]:
+            if dy is None:
+                return (None,) * 4
             needs_x, needs_dw, needs_db, _ = ctx.needs_input_grad
             needs = (needs_x, False, needs_dw, needs_db)
             dx, _, dw, db = layer_norm_gradients(backward, quick, ctx, needs, dy)

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import sys
+from threading import Lock
 from typing import Any
 
-from .operators import Operators
-
 _registered: set[str] = set()
+_lock = Lock()
 
 
-def register_sharding(operators: Operators) -> None:
-    """Tell DTensor how to run the operators on shards; nothing before DTensor has been imported.
+def register_sharding(*operators: Any) -> None:
+    """Tell DTensor how to run operators of RMSNorm on shards; nothing before DTensor has been
+    imported, and nothing for others, of which it is not told.
 
     Rows may be split over any dimension but the last: every rank computes its own, the weight is
     on all of them, and dw is a partial sum that DTensor reduces. A weight per head may be split
     with the heads. Anything else is gathered first.
     """
-    if operators.namespace in _registered or "torch.distributed.tensor" not in sys.modules:
+    if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor.experimental import register_sharding as register
+    for operator in operators:
+        name = operator._schema.name
+        rule = _RULES.get(name.rpartition("::")[2])
+        if rule is None or name in _registered:
+            continue
+        from torch.distributed.tensor.experimental import register_sharding as register
 
-    _registered.add(operators.namespace)
-    register(operators.rms_norm)(_norm)
-    register(operators.add_rms_norm)(_norm)
-    register(operators.rms_norm_backward)(_rms_norm_backward)
+        with _lock:
+            if name not in _registered:
+                register(operator)(rule)
+                _registered.add(name)
 
 
 def _row_splits(x: Any, weight: Any) -> list[tuple[Any, Any, Any]]:
@@ -76,3 +82,6 @@ def _rms_norm_backward(*given: Any) -> list[Any]:
         )
         for rows, scale, summed in _row_splits(x, weight)
     ]
+
+
+_RULES = {"rms_norm": _norm, "add_rms_norm": _norm, "rms_norm_backward": _rms_norm_backward}

@@ -13,11 +13,8 @@ Inductor that keeps them, and routes them.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -159,8 +156,8 @@ class Decompositions(dict[Any, Callable[..., Any]]):
     that `route` takes.
 
     Pickled it is a constant. Inductor pickles it for the keys of its caches, which hold the
-    settings and `cache_key` as well. The functions in it cannot be pickled, nor can this class by
-    name where the modules of a package are no longer in sys.modules.
+    settings and the operators' namespace as well. The functions in it cannot be pickled, nor can
+    this class by name where the modules of a package are no longer in sys.modules.
     """
 
     def __init__(self, norm: AnyOperators) -> None:
@@ -172,22 +169,6 @@ class Decompositions(dict[Any, Callable[..., Any]]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, ({"Inductor's decompositions, without": self._norm},)
-
-
-@cache
-def code_digest(folder: Path) -> str:
-    """Hex digits that change with the Python files in a folder. A folder is read once."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(folder)} {len(content)} ".encode() + content)
-    return digest.hexdigest()[:16]
-
-
-def cache_key(operators: NormOperators) -> str:
-    """What code compiled with a package is cached under. It changes with the tables of the package
-    and with the code of its runtime."""
-    return f"{operators.namespace} {code_digest(Path(__file__).resolve().parents[1])}"
 
 
 _SLOT = "post_grad_custom_pre_pass"
@@ -217,14 +198,14 @@ def make_backend(operators: NormOperators, **inductor_configs: Any) -> Callable[
     """A backend for torch.compile: Inductor with these settings, which override those of
     torch.compile's `mode` and `options`, but what `route` takes of the norm
     stays whole and is this package's, and so are RMSNorms that are written out. Inductor's caches
-    keep what it compiles under keys that have `cache_key` in them. In a graph where `has_tiny_eps`,
-    PyTorch's norms are Inductor's.
+    keep what it compiles under keys that have the namespace of the operators in them. In a graph
+    where `has_tiny_eps`, PyTorch's norms are Inductor's.
 
     Raises ValueError where post_grad_custom_pre_pass is set, here or, once it compiles, in
     torch._inductor.config.
     """
     _refuse_other(inductor_configs.get(_SLOT))
-    key = cache_key(operators)
+    key = operators.namespace
 
     def normforge_inductor(
         module: GraphModule,

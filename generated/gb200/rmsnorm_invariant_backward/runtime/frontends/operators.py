@@ -2,7 +2,7 @@
 
 They are functional: nothing is mutated and no result is an argument. Their namespace has the
 package's digest in its name, so a graph that was compiled with one package, and every cache of it,
-is never taken for that of another.
+is never taken for that of another, nor for that of an older runtime.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -195,6 +196,7 @@ class Operators(NormOperators):
         self.add_rms_norm = self._define_norm(
             "add_rms_norm", self._add_rms_norm, self._fake_add_rms_norm
         )
+        self.all = (self.rms_norm, self.add_rms_norm, self.rms_norm_backward)
 
     def _define_norm(self, name: str, run: Implementation, fake: Implementation) -> Any:
         operator = self._define(name, run, fake)
@@ -235,8 +237,19 @@ def _own_library(wanted: str) -> tuple[torch.library.Library, str]:
 
 
 def digest_of(folder: Path, schemas: Mapping[str, str]) -> str:
-    """Eight hex digits that change with the tables of a package, and so with its kernels, and with
-    what its operators take: code that was compiled and kept calls them by these."""
+    """Eight hex digits that change with the tables of a package, and so with its kernels, with what
+    its operators take, and with the code of the runtime. What PyTorch compiles and keeps on disk
+    contains operators of these names, and backwards that were traced from the code."""
     content = b"".join(path.read_bytes() for path in sorted(folder.glob("*.json")))
-    content += repr(schemas).encode()
+    content += repr(schemas).encode() + code_digest(Path(__file__).resolve().parents[1])
     return hashlib.sha256(content).hexdigest()[:8]
+
+
+@cache
+def code_digest(folder: Path) -> bytes:
+    """What changes with the Python files in a folder. A folder is read once."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)} {len(content)} ".encode() + content)
+    return digest.digest()

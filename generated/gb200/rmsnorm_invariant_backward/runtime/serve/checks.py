@@ -166,7 +166,9 @@ def check_forward(
 def foreign_device(target: dict[str, Any], device: int) -> str:
     """Why the kernels of a table's target do not run on a CUDA device, "" when they do."""
     properties = torch.cuda.get_device_properties(device)
-    if runs_on(target["arch"], (properties.major, properties.minor)):
+    # AMD's GPUs have capabilities, too: those of gfx90a say 9.0.
+    capability = (properties.major, properties.minor)
+    if torch.version.hip is None and runs_on(target["arch"], capability):
         return ""
     made_for = f"these kernels are for {target['title']} ({target['arch']})"
     return f"{made_for} and do not run on {properties.name}"

@@ -9,6 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..serve.options import Arguments, Options, dw_elsewhere
 from ..serve.reference import Results
+from ..torch_internals import transforms_active
 from .gradients import gradients_of_sum, is_watched
 from .rms_norm import Norm
 
@@ -29,6 +30,11 @@ def main_grad_norm(
 ) -> Any:
     """`rms_norm` whose backward adds dw to parameter.main_grad. weight: the parameter, or a flat
     view of it. Once a gradient of dx is asked for, there is an error."""
+    tensors = (x, residual, weight)
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors):
+        return norm.rms_norm(x, weight, eps, weight_offset=weight_offset, residual=residual)
+    if not is_dynamo_compiling() and transforms_active():
+        raise RuntimeError(_REFUSED)
     apply: Any = _MainGradNorm.apply
     if is_dynamo_compiling():
         # A graph would not see what happens to attributes of a parameter. Not a decorator: the
@@ -57,6 +63,8 @@ class _MainGradNorm(torch.autograd.Function):
         ctx.norm, ctx.parameter, ctx.x_dtype = norm, parameter, x.dtype
         ctx.eps, ctx.weight_offset = eps, weight_offset
         ctx.set_materialize_grads(False)
+        if not any(ctx.needs_input_grad[1:3]):
+            ctx.mark_non_differentiable(*stream)
         return (y, *stream) if stream else y
 
     @staticmethod
@@ -123,6 +131,6 @@ def _dummy(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
-    if getattr(parameter, "zero_out_wgrad", False):
+    if getattr(parameter, "zero_out_wgrad", False) or torch.is_anomaly_check_nan_enabled():
         return torch.zeros_like(parameter)
     return torch.empty_like(parameter)

@@ -53,8 +53,8 @@ class LayerNormPackage(NormPackage):
         members = {"_package": self, "__doc__": LayerNorm.__doc__}
         self.LayerNorm: type[LayerNorm] = type("LayerNorm", (LayerNorm,), members)
         # One object, so that all modules that it is patched into share one class.
-        self._patched_forward = lambda module, x: self.layer_norm(
-            x, module.weight, module.bias, module.eps
+        self._patched_forward = lambda module, input: self.layer_norm(
+            input, module.weight, module.bias, module.eps
         )
 
     def layer_norm(
@@ -99,7 +99,8 @@ class LayerNormPackage(NormPackage):
             y = self._eager(x, weight, bias, eps)
             if y is not None:
                 return y
-        if not is_dynamo_compiling() and is_foreign(x):
+        nested = isinstance(x, torch.Tensor) and x.is_nested  # also where this is compiled
+        if nested or (not is_dynamo_compiling() and is_foreign(x)):
             rows = x if residual is None else x + residual
             shape = (x.size(-1) if weight is None else weight.shape[-1],)
             y = torch.nn.functional.layer_norm(rows, shape, weight, bias, eps)
@@ -215,11 +216,11 @@ class LayerNorm(torch.nn.LayerNorm):
     _package: ClassVar[LayerNormPackage]
     """Every package has a subclass of this class."""
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         shape = self.normalized_shape
-        rows, other, weight, bias = flat(shape, x, residual, self.weight, self.bias)
+        rows, other, weight, bias = flat(shape, input, residual, self.weight, self.bias)
         y = self._package.layer_norm(rows, weight, bias, self.eps, residual=other)
-        return like(x, y, shape)
+        return like(input, y, shape)
 
 
 def _is_sharded(given: Any) -> bool:

@@ -29,7 +29,8 @@ class RMSNorm(torch.nn.RMSNorm):
             weight.overwrite_main_grad is set. The buffer must exist when the backward runs.
             torch.compile runs such a norm outside its graphs.
         batch_invariant: use kernels whose bits do not depend on the batch. The norm is then an
-            RMSNorm of `normforge.batch_invariant`. Raises RuntimeError if there are none.
+            RMSNorm of `normforge.batch_invariant`, and no instance of this class. Raises
+            RuntimeError if there are none.
         matches: "vllm" for a batch-invariant norm whose forward has the bits of vLLM's; see
             docs/vllm-bits.md. Raises ValueError for a norm that is not batch-invariant.
 
@@ -75,17 +76,16 @@ class RMSNorm(torch.nn.RMSNorm):
         if bias and self._package_invariant:
             raise ValueError(NO_INVARIANT_BIAS)
         self.matches = matches
-        register_sharding(self._norm().operators)
+        register_sharding(*self._norm().operators.all)
         if matches is not None and weight_offset:
             raise ValueError(NO_OFFSET)
         self.weight_offset = float(weight_offset)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.main_grad = main_grad and elementwise_affine
-        self._simple = len(self.normalized_shape) == 1 and elementwise_affine and not main_grad
+        self._simple = len(self.normalized_shape) == 1 and elementwise_affine
         self.register_parameter("bias", None)
         if bias and elementwise_affine:
             self.bias = torch.nn.Parameter(torch.zeros_like(self.weight))
-            self._simple = False
 
     def _norm(self) -> Norm:
         if self.matches is None:
@@ -101,7 +101,9 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """y, or (y, x + residual) with a residual; see `rms_norm`."""
         norm = self._package_norm if self.matches is None else self._norm()
-        if self._simple and self._parameters.get("bias") is None:  # which may be given later
+        # A bias and main_grad may be given later, and what wraps parameters, as DataParallel and
+        # parametrizations do, keeps a bias elsewhere.
+        if self._simple and not self.main_grad and self._parameters.get("bias", ...) is None:
             return norm.rms_norm(
                 x, self.weight, self.eps, weight_offset=self.weight_offset, residual=residual
             )
@@ -124,7 +126,8 @@ class RMSNorm(torch.nn.RMSNorm):
         main_grad = ", main_grad=True" if self.main_grad else ""
         bias = ", bias=True" if getattr(self, "bias", None) is not None else ""
         matches = f", matches={self.matches!r}" if self.matches else ""
-        return super().extra_repr() + bias + offset + main_grad + matches
+        invariant = ", batch_invariant=True" if self._package_invariant else ""
+        return super().extra_repr() + bias + offset + main_grad + invariant + matches
 
 
 def invariant_class() -> type[RMSNorm]:

@@ -141,6 +141,8 @@ class Norm:
     def _watched(self, x: Any, weight: Any, eps: Any, offset: float, residual: Any) -> Any:
         """`rms_norm` when a tracer, a mode, a transform or a tensor subclass is active."""
         run: Any = self._operator
+        if isinstance(x, torch.Tensor) and x.is_nested:  # also where this is compiled
+            return foreign_norm(x, weight, eps, offset, residual)
         if not is_dynamo_compiling():
             if is_foreign(x):
                 return foreign_norm(x, weight, eps, offset, residual)
@@ -157,7 +159,7 @@ class Norm:
             raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
         weight = served_dtype(weight, x)
         if not is_dynamo_compiling():
-            register_sharding(self.operators)
+            register_sharding(*self.operators.all)
         if residual is None:
             return self.operators.rms_norm(x, weight, eps, offset)
         return self.operators.add_rms_norm(x, residual, weight, eps, offset)
@@ -235,10 +237,13 @@ class EagerNorm(torch.autograd.Function):
         y, rstd = norm.forward(x, weight, eps, weight_offset)
         ctx.save_for_backward(x, weight, rstd)
         ctx.norm, ctx.eps, ctx.weight_offset = norm, eps, weight_offset
+        ctx.set_materialize_grads(False)
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
+        if dy is None:
+            return (None,) * 5
         x, weight, rstd = ctx.saved_tensors
         _, need_dx, need_dw, _, _ = ctx.needs_input_grad
         dx, dw = ctx.norm.gradients(
@@ -264,6 +269,8 @@ class EagerAddNorm(torch.autograd.Function):
         ctx.save_for_backward(stream, weight, rstd)
         ctx.norm, ctx.eps, ctx.weight_offset, ctx.x_dtype = norm, eps, weight_offset, x.dtype
         ctx.set_materialize_grads(False)
+        if not any(ctx.needs_input_grad[1:3]):
+            ctx.mark_non_differentiable(stream)
         return y, stream
 
     @staticmethod

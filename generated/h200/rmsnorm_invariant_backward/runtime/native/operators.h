@@ -102,6 +102,7 @@ struct Norm : torch::autograd::Function<Norm> {
         auto results = forward_without_gil(*store, x, scale, nullptr, eps, offset);
         if (results.empty()) results = call(store->forward, arguments, 4);
         ctx->save_for_backward({x, scale, results[1]});
+        ctx->set_materialize_grads(false);
         ctx->saved_data["store"] = reinterpret_cast<int64_t>(store);
         ctx->saved_data["offset"] = offset;
         if (eps) ctx->saved_data["eps"] = *eps;
@@ -109,6 +110,7 @@ struct Norm : torch::autograd::Function<Norm> {
     }
 
     static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+        if (!gradients[0].defined()) return {{}, {}, {}, {}};
         const auto saved = ctx->get_saved_variables();
         const auto &dy = gradients[0], &x = saved[0], &weight = saved[1], &rstd = saved[2];
         auto& store = *reinterpret_cast<Store*>(ctx->saved_data.at("store").toInt());
