@@ -171,7 +171,7 @@ def overhead() -> str:
         lines.append((shape, trials, winner, own, free, f"{over:.3f}", f"{costs[shape]:.3f}"))
     mean = geometric_mean(costs.values())
     lines.append(("**geometric mean**", *[""] * 5, f"**{mean:.3f}**"))
-    header = ["shape", "trials", "winner", "time / floor", "fastest non-deterministic"]
+    header = ["shape", "trials of each", "winner", "time / floor", "fastest non-deterministic"]
     return table([*header, "time / floor", "overhead"], lines)
 
 
