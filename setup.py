@@ -32,7 +32,7 @@ class BuildNative(build_py):
             from torch import version
 
             if version.cuda is None and asked != "cpu":  # which the tests ask for
-                raise RuntimeError("this PyTorch is for the CPU only: build with one for CUDA")
+                raise RuntimeError("this PyTorch is not for CUDA: build with one that is")
             prebuild(Path(self.build_lib, "normforge", "generated"))
         except ImportError as error:
             raise SystemExit(

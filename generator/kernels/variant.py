@@ -22,8 +22,8 @@ _NAMED_BARRIERS = 15
 @dataclass(frozen=True)
 class Variant(Geometry):
     """A geometry with its identity, its launch and its determinism class. Raises NormforgeError for
-    what the templates would compile to wrong sums or to a kernel that hangs. (The rules of the
-    space refuse that, too, with more to say.)"""
+    what the templates would compile to wrong sums or to a kernel that hangs. (The rules and
+    values of a space keep that away, and the rules say more.)"""
 
     def __post_init__(self) -> None:
         cluster = self.config.get("cluster", 1)

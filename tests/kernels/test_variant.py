@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from generator.errors import NormforgeError
@@ -253,6 +253,27 @@ def test_grid_of_clusters_does_not_count_on_spare_sms(spare: int, clusters: int)
     assert plan_launch(spec, 9).participants == 5, "two rows at once in each"
 
 
+@pytest.mark.parametrize(
+    ("N", "exact", "knobs", "said"),
+    [
+        (4096, True, {"cluster": 2, "threads_per_row": 16}, "rows of less than a warp"),
+        (4096, False, {"cluster": 2}, "a cluster and any N"),
+        (4096, True, {"cluster": 3}, "unequal parts of a row"),
+        (100, True, {"cluster": 1}, "rows that are no whole vectors"),
+        (4096, True, {"pipeline": "bulk", "stages": 1, "reload": "smem"}, "stages that are all"),
+        (4096, True, {"pipeline": "async", "stages": 1, "reload": "smem"}, "stages that are all"),
+        (4096, True, {"threads_per_row": 64, "rows_per_cta": 16}, "more teams than named barriers"),
+    ],
+)
+def test_what_no_template_can_serve_is_refused(
+    N: int, exact: bool, knobs: dict[str, int | str], said: str
+) -> None:
+    """It would compile, to wrong sums or to a kernel that hangs."""
+    v = plain_variant("4096x4096:bf16", find_target("h200"), pipeline="direct", reload="none")
+    with pytest.raises(NormforgeError, match=said):
+        replace(v, N=N, exact=exact, config={**v.config, **knobs})
+
+
 @settings(max_examples=50)
 @given(
     cases(),
@@ -267,10 +288,9 @@ def test_grid_fits_the_sms_that_it_counts_on(
     """As many whole clusters as fit there, and one at least."""
     _, _, v = case
     cluster = 1 if v.strategy.adds == "in_turns" else cluster
-    try:
-        v = replace(v, config={**v.config, "cluster": cluster, "spare_sms": spare})
-    except NormforgeError:  # no kernel has that cluster
-        reject()
+    parts = v.exact and v.N % (cluster * v["vector_bytes"] // v.itemsize) == 0
+    assume(cluster == 1 or (parts and v["threads_per_row"] >= 32))
+    v = replace(v, config={**v.config, "cluster": cluster, "spare_sms": spare})
     spec = v.spec(sms)
     ctas = max(cluster, (sms - spare) * v["ctas_per_sm"])
     launch = plan_launch(spec, M)

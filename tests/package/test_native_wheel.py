@@ -33,7 +33,7 @@ def test_what_it_needs_is_said_when_it_is_asked_for(wheel_sources: Path) -> None
     for_cpu = "import torch; torch.version.cuda = None; "
     for asked, code, environment, sentence in (
         ("1", hidden + BUILD, {}, "the PyTorch that is installed (import of torch halted"),
-        ("1", for_cpu + BUILD, {}, "this PyTorch is for the CPU only: build with one for CUDA"),
+        ("1", for_cpu + BUILD, {}, "this PyTorch is not for CUDA: build with one that is"),
         ("cpu", BUILD, {"CXX": "no-such-compiler"}, "a C++ compiler, and there is no no-such-comp"),
     ):
         done = python(code, wheel_sources, NORMFORGE_NATIVE=asked, **environment)

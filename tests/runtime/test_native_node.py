@@ -13,7 +13,15 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from generator.runtime.api import Package
-from tests.support.entry_points import MODULE, Training, equal_bits, leaf, norm_of, write_package
+from tests.support.entry_points import (
+    MODULE,
+    Swallowed,
+    Training,
+    equal_bits,
+    leaf,
+    norm_of,
+    write_package,
+)
 from tests.support.native import (
     in_threads,
     outcome,
@@ -55,6 +63,12 @@ def test_trace_gets_the_node_that_it_can_see(both: tuple[Package, Package]) -> N
     norm = package.RMSNorm(16)
     traced = torch.jit.trace(norm, (x,), check_trace=False)
     assert torch.equal(traced(other), torch.nn.functional.rms_norm(other, (16,), norm.weight))
+
+
+def test_gradient_that_nobody_computed_leaves_the_weight_without_one(package: Package) -> None:
+    norm = package.RMSNorm(16)
+    Swallowed.apply(norm(leaf(4, 16))).sum().backward()
+    assert norm.weight.grad is None
 
 
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {

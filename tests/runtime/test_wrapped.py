@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 from generator.runtime.api import Package
 from generator.runtime.frontends.layer_norm import LayerNormPackage
-from tests.support.entry_points import randn, write_layer_norm_package
+from tests.support.entry_points import Swallowed, randn, write_layer_norm_package
 
 
 class WrittenOutRMSNorm(nn.Module):
@@ -74,6 +73,24 @@ def test_main_grads_dummy_is_no_nan_where_that_is_looked_for(package: Package) -
     assert norm.weight.grad_added_to_main_grad
 
 
+def test_main_grads_dummy_costs_nothing_elsewhere(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm = package.RMSNorm(16, main_grad=True)
+    norm.weight.main_grad, norm.weight.grad_added_to_main_grad = torch.zeros(16), False
+    monkeypatch.setattr(torch, "zeros_like", lambda *_: pytest.fail("the dummy was filled"))
+    norm(randn(4, 16)).sum().backward()
+    assert norm.weight.grad_added_to_main_grad
+
+
+def test_main_grad_norms_can_be_traced_and_frozen(package: Package) -> None:
+    norm, x = package.RMSNorm(16, main_grad=True), randn(4, 16)
+    assert torch.allclose(torch.jit.trace(norm, x)(x), norm(x))
+    norm.requires_grad_(False)
+    wanted = torch.func.grad(lambda t: package.RMSNorm(16)(t).sum())(x)
+    assert torch.allclose(torch.func.grad(lambda t: norm(t).sum())(x), wanted)
+
+
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 def test_compiled_norms_take_jagged_tensors(
     package: Package, layer_package: LayerNormPackage, kind: str
@@ -86,21 +103,12 @@ def test_compiled_norms_take_jagged_tensors(
         assert torch.allclose(found, ours(row), atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 def test_gradient_that_nobody_computed_leaves_the_weight_without_one(
-    package: Package, layer_package: LayerNormPackage, kind: str
+    layer_package: LayerNormPackage,
 ) -> None:
-    class Swallow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
-            return y.clone()
-
-        @staticmethod
-        def backward(ctx: Any, dy: torch.Tensor) -> None:
-            return None
-
-    norm = package.RMSNorm(16) if kind == "RMSNorm" else layer_package.LayerNorm(16)
-    Swallow.apply(norm(randn(4, 16))).sum().backward()
+    """As of RMSNorm in test_native_node.py."""
+    norm = layer_package.LayerNorm(16)
+    Swallowed.apply(norm(randn(4, 16))).sum().backward()
     assert norm.weight.grad is None
 
 
@@ -131,6 +139,16 @@ def test_patched_norms_take_their_argument_by_its_name(
     found = model[0](hidden_states=x), model[1](input=x)
     assert all(map(torch.allclose, found, wanted))
     assert torch.allclose(layer_package.LayerNorm(16)(input=x), wanted[1], atol=1e-6)
+
+
+def test_patched_norms_have_the_signature_of_their_class(package: Package) -> None:
+    model, x = nn.Sequential(WrittenOutRMSNorm(), nn.RMSNorm(16)), randn(4, 16)
+    assert package.patch(model) == ["0", "1"]
+    assert torch.allclose(torch.fx.symbolic_trace(model[1])(x), model[1](x))
+    with pytest.raises(TypeError, match="nonsense"):
+        model[0](nonsense=x)
+    model[0].__class__ = type("OfAWrapperRMSNorm", (type(model[0]),), {})
+    assert package.patch(model, "llama") == ["0", "1"], "as the last time says"
 
 
 def test_unpatch_says_what_it_cannot_undo(

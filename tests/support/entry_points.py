@@ -278,3 +278,15 @@ def uninstall_while_it_waits(one: Any, another: Any, work: Callable[[], None]) -
             sys.setswitchinterval(interval)
         thread.join()
         another.uninstall()
+
+
+class Swallowed(torch.autograd.Function):
+    """A copy of a tensor, to which no gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor) -> torch.Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> None:
+        return None

@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..serve.options import Arguments, Options, dw_elsewhere
 from ..serve.reference import Results
-from ..torch_internals import transforms_active
+from ..torch_internals import tracing, transforms_active
 from .gradients import gradients_of_sum, is_watched
 from .rms_norm import Norm
 
@@ -30,8 +30,8 @@ def main_grad_norm(
 ) -> Any:
     """`rms_norm` whose backward adds dw to parameter.main_grad. weight: the parameter, or a flat
     view of it. Once a gradient of dx is asked for, there is an error."""
-    tensors = (x, residual, weight)
-    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors):
+    adds = torch.is_grad_enabled() and weight.requires_grad
+    if not adds or not isinstance(x, torch.Tensor) or tracing() is not None:
         return norm.rms_norm(x, weight, eps, weight_offset=weight_offset, residual=residual)
     if not is_dynamo_compiling() and transforms_active():
         raise RuntimeError(_REFUSED)
@@ -131,6 +131,7 @@ def _dummy(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
-    if getattr(parameter, "zero_out_wgrad", False) or torch.is_anomaly_check_nan_enabled():
+    looked_at = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    if getattr(parameter, "zero_out_wgrad", False) or looked_at:
         return torch.zeros_like(parameter)
     return torch.empty_like(parameter)

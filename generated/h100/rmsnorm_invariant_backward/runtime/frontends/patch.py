@@ -216,20 +216,18 @@ def _forward_of(norm: Norm, casting: str) -> ModuleForward:
         same = torch.promote_types(x.dtype, self.weight.dtype) == x.dtype
         return rounded_once(self, x) if same else rounded_twice(self, x)
 
-    served = {"llama": rounded_twice, "widening": widening}.get(casting, rounded_once)
-
-    def forward(self: Any, *given: torch.Tensor, **named: torch.Tensor) -> Any:
-        (x,) = (*given, *named.values())  # by any name: it is the model's own
-        return served(self, x)
-
-    return forward
+    return {"llama": rounded_twice, "widening": widening}.get(casting, rounded_once)
 
 
 @cache
 def _patched(kind: type, norm: str, forward: ModuleForward) -> type:
-    """A subclass of a class of norms, with another forward."""
+    """A subclass of a class of norms, with another forward, whose argument has the same name."""
+    original: Any = getattr(kind, _ORIGINAL, kind)
+    _, name = inspect.signature(original.forward).parameters
+    scope: dict[str, Any] = {"served": forward}
+    exec(f"def forward(self, {name}):\n    return served(self, {name})", scope)
     members = {
-        "forward": forward,
+        "forward": scope["forward"],
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,

@@ -6,7 +6,7 @@ import sys
 from threading import Lock
 from typing import Any
 
-_registered: set[str] = set()
+_known: set[Any] = set()
 _lock = Lock()
 
 
@@ -21,16 +21,15 @@ def register_sharding(*operators: Any) -> None:
     if "torch.distributed.tensor" not in sys.modules:
         return
     for operator in operators:
-        name = operator._schema.name
-        rule = _RULES.get(name.rpartition("::")[2])
-        if rule is None or name in _registered:
+        if operator in _known:
             continue
         from torch.distributed.tensor.experimental import register_sharding as register
 
         with _lock:
-            if name not in _registered:
+            rule = _RULES.get(operator._schema.name.rpartition("::")[2])
+            if rule is not None and operator not in _known:
                 register(operator)(rule)
-                _registered.add(name)
+            _known.add(operator)
 
 
 def _row_splits(x: Any, weight: Any) -> list[tuple[Any, Any, Any]]:
