@@ -433,8 +433,8 @@ def test_committed_comparisons_are_of_the_configs_that_are_legal_today() -> None
 
 
 def test_no_rival_is_better_in_the_mean_of_the_committed_comparisons() -> None:
-    """Without known winners, none by more than 0.1 %. In one of the spaces the forest's expected
-    improvement finds more, as the page says."""
+    """Without known winners. The forest's expected improvement is as good, as the page says: it
+    finds more in one of the spaces, and less than 0.1 % more in the mean."""
     committed = json.loads((RECORDING_FILE.parent / "search_replay_h200.json").read_text())
     reached: dict[str, list[float]] = {}
     for sweep in committed["sweeps"]:
@@ -442,8 +442,8 @@ def test_no_rival_is_better_in_the_mean_of_the_committed_comparisons() -> None:
             reached.setdefault(row["name"], []).append(row["reached"][-1])
     ours = reached.pop("this tuner")
     del reached["this tuner, warm"]
-    for own in reached.values():
-        assert mean(own) <= mean(ours[-len(own) :]) + 0.001
+    for name, own in reached.items():
+        assert mean(own) <= mean(ours[-len(own) :]) + 0.001 * (name == "forest")
 
 
 @pytest.mark.slow

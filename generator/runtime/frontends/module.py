@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from .dtensor import register_sharding
 from .main_grad import main_grad_norm
 from .matching import NO_OFFSET
 from .rms_norm import NO_INVARIANT_BIAS, Norm
@@ -76,7 +75,7 @@ class RMSNorm(torch.nn.RMSNorm):
         if bias and self._package_invariant:
             raise ValueError(NO_INVARIANT_BIAS)
         self.matches = matches
-        register_sharding(*self._norm().operators.all)
+        self._norm()  # raises ValueError for what cannot be matched
         if matches is not None and weight_offset:
             raise ValueError(NO_OFFSET)
         self.weight_offset = float(weight_offset)

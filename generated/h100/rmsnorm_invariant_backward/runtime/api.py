@@ -41,7 +41,6 @@ class Package(NormPackage):
         members = {"_package_norm": self._norm, "_package_invariant": self._invariant}
         members["__doc__"] = RMSNorm.__doc__
         self.RMSNorm: type[RMSNorm] = type("RMSNorm", (RMSNorm,), members)
-        register_sharding(*self.ops.all)
 
     def rmsnorm_backward(
         self,

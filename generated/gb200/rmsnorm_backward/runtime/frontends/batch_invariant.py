@@ -21,7 +21,6 @@ from ..serve.reference import Results
 from ..serve.server import Server
 from ..spec import KernelSpec, Launch, plan_launch
 from ..table import ForwardKernel
-from .dtensor import register_sharding
 from .matching import MatchingNorm, TileTable, form_of
 from .operators import SCHEMAS, Operators, digest_of
 from .rms_norm import NO_INVARIANT_BIAS, Norm
@@ -143,7 +142,6 @@ class InvariantNorm(Norm):
                 digest = f"{digest_of(server.folder, SCHEMAS)}_{form}"
                 operators = Operators(digest, forward, server._run, server._quick)
                 self._by_form[form] = MatchingNorm(server, forward, operators)
-                register_sharding(*operators.all)
             self._by_name[name] = self._by_form[form]
             return self._by_form[form]
 

@@ -99,8 +99,7 @@ class LayerNormPackage(NormPackage):
             y = self._eager(x, weight, bias, eps)
             if y is not None:
                 return y
-        nested = isinstance(x, torch.Tensor) and x.is_nested  # also where this is compiled
-        if nested or (not is_dynamo_compiling() and is_foreign(x)):
+        if is_foreign(x):
             rows = x if residual is None else x + residual
             shape = (x.size(-1) if weight is None else weight.shape[-1],)
             y = torch.nn.functional.layer_norm(rows, shape, weight, bias, eps)

@@ -141,15 +141,12 @@ class Norm:
     def _watched(self, x: Any, weight: Any, eps: Any, offset: float, residual: Any) -> Any:
         """`rms_norm` when a tracer, a mode, a transform or a tensor subclass is active."""
         run: Any = self._operator
-        if isinstance(x, torch.Tensor) and x.is_nested:  # also where this is compiled
+        if is_foreign(x):
             return foreign_norm(x, weight, eps, offset, residual)
-        if not is_dynamo_compiling():
-            if is_foreign(x):
-                return foreign_norm(x, weight, eps, offset, residual)
-            if transforms_active() or tracing() is not None:
-                run, weight = norm_formula, served_dtype(weight, x)
-                if tracing() is None:  # which would keep the questions as if they were constants
-                    check_forward(x, weight, residual)
+        if not is_dynamo_compiling() and (transforms_active() or tracing() is not None):
+            run, weight = norm_formula, served_dtype(weight, x)
+            if tracing() is None:  # which would keep the questions as if they were constants
+                check_forward(x, weight, residual)
         y, _, *stream = run(x, weight, eps, offset, residual)
         return (y, *stream) if stream else y
 
