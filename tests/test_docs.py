@@ -65,7 +65,7 @@ def test_pages_name_the_versions_of_pytorch_that_are_tested() -> None:
     assert f'"torch>={least}"' in (REPOSITORY / "pyproject.toml").read_text()
     readme = (REPOSITORY / "README.md").read_text()
     (measured,) = {
-        read(name)["environment"]["torch"].partition("+")[0] for name in ("h200", "forward_h100")
+        read(name)["environment"]["torch"].partition("+")[0] for name in ("h200", "forward_h200")
     }
     assert f"PyTorch {least} or newer. Measured on GPUs with {measured}. CI runs" in readme
     assert (

@@ -64,7 +64,7 @@ def in_short() -> str:
 
 def forward_peers() -> str:
     """The forward kernels and those of other libraries over `torch.mul`, and over ours."""
-    document = read("forward_h100")
+    document = read("forward_h200")
     rows, libraries = document["rows"], document["environment"]["libraries"]
     pytorch = document["environment"]["torch"]
     titles = {
@@ -128,22 +128,6 @@ def layernorm() -> str:
         f" {worst:.3f} times those of ATen."
     )
     return "\n".join((table(header, lines), "", said))
-
-
-def cudnn() -> str:
-    """The best of all of cuDNN's plans for LayerNorm beside ours."""
-    found = comparison("cudnn_layernorm_h200")
-    best = [min(row["peers"][p]["us"] for p in ("cudnn", "cudnn_heuristic")) for row in found.rows]
-    over = {
-        key: geometric_mean(us / row[key] for us, row in zip(best, found.rows, strict=True))
-        for key in ("add_us", "ours_us")
-    }
-    least, where = found.least
-    return (
-        f"At {len(found.rows)} small shapes, cuDNN's best plan takes {over['add_us']:.2f} times the"
-        f" floor and {over['ours_us']:.2f} times as\nlong as Normforge's kernels (at least"
-        f" {least:.2f} times, at {where})."
-    )
 
 
 def _fastest_free(row: Any) -> tuple[str, float]:
@@ -267,7 +251,8 @@ def training_gain() -> str:
 
 def training_bits() -> str:
     """Whether the bits of all gradients repeat in training."""
-    found = read("training_bits_h200")["cases"]
+    cases = read("training_h200")["cases"]
+    found = {case: processes[0]["repeats_bits"] for case, processes in cases.items()}
     ways = [(case, way) for case, told in found.items() for way in told]
     differ = [f"{way} in {case}" for case, way in ways if not found[case][way]]
     said = f"except in {', '.join(differ)}" if differ else "in all of them"
@@ -287,7 +272,6 @@ COMPARISON_BLOCKS: dict[str, Callable[[], str]] = {
     "peers": peers,
     "tuned_peers": tuned_peers,
     "layernorm": layernorm,
-    "cudnn": cudnn,
     "overhead": overhead,
     "training": training,
     "training_norms": training_norms,

@@ -356,8 +356,7 @@ def performance() -> list[str]:
 def layernorm() -> list[str]:
     trials = [entry["provenance"]["trials"] for entry in layernorm_entries()]
     return [
-        f"tuned at {len(trials)} shapes",
-        f"with {min(trials)} to {max(trials)} trials for a shape",
+        f"tuned at {len(trials)} shapes, with {min(trials)} to {max(trials)} trials for a shape",
     ]
 
 
