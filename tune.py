@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Find the fastest deterministic RMSNorm-backward kernel of every shape and write the module.
+"""Find the fastest deterministic kernel for every shape, and write them as a package.
 
     python tune.py --gpu gb200
     python tune.py --help

@@ -147,13 +147,16 @@ class Problem(ItemSizes):
         offset, residual = False, ""
         for option in match["options"].split("+")[1:]:
             if option == "offset":
-                offset = True
-            elif option == "residual" or option.startswith("residual_"):
-                residual = option[len("residual_") :] or dtype
+                twice, offset = offset, True
+            elif re.fullmatch("residual(_.+)?", option):
+                twice, residual = bool(residual), option[len("residual_") :] or dtype
             else:
                 raise NormforgeError(
                     f"shape '{text.strip()}': unknown option '+{option}'; expected {_FORM}"
                 )
+            if twice:
+                name = option.partition("_")[0]
+                raise NormforgeError(f"shape '{text.strip()}' has the option +{name} twice")
         if max(len(match["M"]), len(match["N"])) > _MOST_DIGITS:
             raise NormforgeError(
                 f"shape '{text.strip()[:80]}' has more than {_MOST_DIGITS} digits in a number, and "

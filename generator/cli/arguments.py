@@ -51,8 +51,10 @@ def add_operation(parser: argparse._ActionsContainer) -> None:
 
 
 def positive_number(text: str) -> int:
-    if not re.fullmatch(r"-?\d{1,9}", text):
+    if not re.fullmatch(r"-?\d+", text):
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number")
+    if len(text) > 9:
+        raise argparse.ArgumentTypeError(f"'{text[:80]}' has more than 9 digits")
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' must be above 0")
     return int(text)

@@ -29,8 +29,8 @@ def export(argv: list[str]) -> int:
         "--hf",
         type=folder_name,
         metavar="FOLDER",
-        help="where to write the package: a new or empty folder, or an earlier export, which is "
-        "replaced",
+        help="where to write the package of --gpu (default here: h200): a new or empty folder, or "
+        "an earlier export, which is replaced",
     )
     for name in ("--t4", "--kernel-tuner"):
         form.add_argument(

@@ -24,8 +24,8 @@ from generator.target import find_target
 
 
 def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study], str]:
-    """The studies that the options name, of all operations, and where they are, without a
-    password."""
+    """The studies that the options name, of all operations, and where they are, as
+    `describe_location` has it."""
     if args.gpu is None and args.out is None and args.storage is None:
         raise NormforgeError("name the studies: --gpu h200, --out FOLDER or --storage URL")
     if args.gpu is not None:

@@ -68,9 +68,9 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
     else:
         print(table(outcome.winners))
         if outcome.emission is not None:
-            print(f"\nModule: {outcome.emission.package}")
+            print(f"\nPackage: {outcome.emission.package}")
             for problem in outcome.emission.refused:
-                print(f"{problem}: the measured winner in the module stays (this run predicted).")
+                print(f"{problem}: the measured winner in the package stays (this run predicted).")
     if outcome.unchanged:
         print(
             f"{outcome.unchanged} of {len(plan.problems)} shapes were not searched again: what "

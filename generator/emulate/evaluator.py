@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from generator.emulate import Check, check_variant
 from generator.emulate.build import HostError
+from generator.emulate.check import reduced_problem, small_launch
 from generator.errors import NormforgeError
 from generator.evaluate.predict.evaluator import Predictor
 from generator.kernels.variant import Variant
@@ -28,13 +29,17 @@ class EmulatingPredictor(Predictor):
     """
 
     schedules: int = SCHEDULES
-    _checks: dict[str, Check] = field(default_factory=dict, init=False, compare=False)
+    _checks: dict[tuple[object, ...], Check] = field(
+        default_factory=dict, init=False, compare=False
+    )
 
     def confirm(self, problem: Problem, variant: Variant, result: Result) -> Result:
         """The emulator's verdict. Raises HostError when there is none because this machine fails:
         what a full disk decides would be kept for good."""
-        # M only changes how many rows are left out, so a variant is executed once for all M.
-        check = self._checks.get(variant.id)
+        # Most M are reduced to the same few rows, and so are executed once.
+        few = reduced_problem(variant, problem)
+        executed = (variant.id, few, *small_launch(variant, few.M))
+        check = self._checks.get(executed)
         if check is None:
             try:
                 check = check_variant(variant, problem, schedules=self.schedules)
@@ -42,7 +47,7 @@ class EmulatingPredictor(Predictor):
                 raise
             except NormforgeError as error:
                 check = Check(variant.id, 0, problems=(str(error),))
-            self._checks[variant.id] = check
+            self._checks[executed] = check
         if check.problems:
             outcome = "nondeterministic" if check.distinct_results > 1 else "wrong"
             return replace(result, outcome=outcome, note=check.problems[0])

@@ -96,11 +96,16 @@ def run_forward(
     return ForwardRuns(results, runs.faults)
 
 
+def few_rows(variant: ForwardVariant, problem: Problem) -> Problem:
+    """The problem with as few rows as show what a variant does."""
+    rows = 2 * variant.rows_per_cta * variant.rows_in_flight + 1
+    return replace(problem, M=min(problem.M, problem.N, rows))
+
+
 def emulate_forward(variant: ForwardVariant, problem: Problem) -> str:
     """What a few schedules on a few rows of a problem find, without and with a residual: one
     sentence, "" for nothing. Raises NormforgeError without a C++ compiler."""
-    rows = 2 * variant.rows_per_cta * variant.rows_in_flight + 1
-    few = replace(problem, M=min(problem.M, problem.N, rows))
+    few = few_rows(variant, problem)
     for shape in (few, replace(few, residual=few.dtype)):
         inputs = RMSNORM_FORWARD.make_inputs(shape, torch.device("cpu"))
         runs = run_forward(variant, inputs, FORWARD_SCHEDULES, sms=1)

@@ -76,39 +76,39 @@ class CompilePool:
             return self._alone(variant, timeout)
         except CancelledError:  # it waited in a pool that was ended for another variant
             if self._closed:
-                return self._failed(variant, "the run was ended")
+                return self._failed("the run was ended")
             return self.result(variant, self.submit(variant), timeout)
         except TimeoutError:
             with self._replacing:
                 if self._homes[future] is self._pool:  # else another thread has replaced it
                     end_pool(self._pool)
                     self._pool = self._start(self.processes)
-            return self._failed(variant, f"NVRTC took more than {timeout:.0f} s")
+            return self._failed(f"NVRTC took more than {timeout:.0f} s")
         except CompilerError:
             raise
         except Exception as error:
-            return self._failed(variant, f"{type(error).__name__}: {error}")
+            return self._failed(f"{type(error).__name__}: {error}")
 
     def _alone(self, variant: AnyVariant, timeout: float) -> Compiled:
         for _ in range(MAX_CRASHES):
             if self._closed:
-                return self._failed(variant, "the run was ended")
+                return self._failed("the run was ended")
             pool = self._start(1)
             try:
                 return self._submit(pool, variant).result(timeout)
             except BrokenProcessPool:
                 continue
             except TimeoutError:
-                return self._failed(variant, f"NVRTC took more than {timeout:.0f} s")
+                return self._failed(f"NVRTC took more than {timeout:.0f} s")
             except CompilerError:
                 raise
             except Exception as error:
-                return self._failed(variant, f"{type(error).__name__}: {error}")
+                return self._failed(f"{type(error).__name__}: {error}")
             finally:
                 end_pool(pool)
-        return self._failed(variant, f"NVRTC crashed on this variant {MAX_CRASHES} times")
+        return self._failed(f"NVRTC crashed on this variant {MAX_CRASHES} times")
 
-    def _failed(self, variant: AnyVariant, error: str) -> Compiled:
+    def _failed(self, error: str) -> Compiled:
         return Compiled(self.arch, "", b"", {}, nvrtc_version(), False, "", error)
 
     def code(self, variant: AnyVariant) -> str:

@@ -83,7 +83,7 @@ def compile_source(
     from cuda.bindings import nvrtc
 
     success = nvrtc.nvrtcResult.NVRTC_SUCCESS
-    status, program = nvrtc.nvrtcCreateProgram(source.encode(), b"rmsnorm_backward.cu", 0, [], [])
+    status, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], [])
     if status != success:
         raise NormforgeError(f"NVRTC cannot create a program: {status}")
     try:

@@ -1,14 +1,10 @@
-"""The files of an emitted package: its kernels, its tables, and the runtime that serves them.
-
-`python -m generator.package.files [folder ...]` copies today's runtime into packages, by default
-into those of generated/."""
+"""The files of an emitted package: its kernels, its tables, and the runtime that serves them."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +29,7 @@ from generator.package.sources import (
     source_of,
     variant_of,
 )
-from generator.paths import GENERATED, RUNTIME
+from generator.paths import RUNTIME
 from generator.problem import RMSNORM_BACKWARD
 from generator.runtime.cubins import CUBINS, CUBINS_INDEX
 from generator.runtime.table import (
@@ -274,8 +270,3 @@ def _format_json(value: Any, margin: str = "") -> str:
         parts = [f"{json.dumps(name)}: {part}" for name, part in sorted(named)]
     lines = ",\n".join(inner + part for part in parts)
     return f"{opening}\n{lines}\n{margin}{closing}"
-
-
-if __name__ == "__main__":
-    for package in sys.argv[1:] or GENERATED.glob("*/*_backward"):
-        refresh(Path(package))

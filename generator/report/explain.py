@@ -116,6 +116,15 @@ class Explanation:
         having = [r for known, r in self._known if given.items() <= known.items()]
         fastest = min(filter(_may_count, having), key=self.study.over_floor, default=None)
         best = self._timed(fastest) if fastest else None
+        fixed = self.space.fixed_for(self.study.problem)
+        other = {name: value for name, value in given.items() if fixed.get(name, value) != value}
+        if other:
+            sentences = tuple(
+                f"{name}={value} cannot be chosen for this row length and dtype, where the space "
+                f"fixes {name}={fixed[name]}: the bits of all batches depend on it"
+                for name, value in other.items()
+            )
+            return Verdict("illegal", sentences, config, best=best)
         lost = [name for name, value in given.items() if config[name] != value]
         if lost:
             knobs = {knob.name: knob for knob in self.space.knobs}

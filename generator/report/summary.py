@@ -70,12 +70,12 @@ class Summary:
     @property
     def dashboard(self) -> str:
         """The command that opens the studies in optuna-dashboard, which does not read packed files;
-        a password has to be put back by the reader."""
+        of a URL, user, password and options have to be put back by the reader."""
         unpack = f"xz -dk {self.place} && " if self.place.endswith(".xz") else ""
         return f"{unpack}optuna-dashboard {self.place.removesuffix('.xz')}"
 
     def explain(self, study: Study) -> str:
-        """The command that explains a study; a user and a password have to be put back."""
+        """The command that explains a study; the same parts of a URL have to be put back."""
         place = f"--gpu {self.gpu} {self.options}".rstrip()
         return f"python tune.py explain {place} --shape {study.problem}"
 

@@ -212,8 +212,8 @@ def _fastest_us(records: Sequence[Record]) -> float:
 
 
 def contenders(legal: LegalConfigs, records: Sequence[Record]) -> list[Record]:
-    """Records that may win, fastest first. Of several that are one
-    measurement the first in the order of the space stands for all, whichever was tried first."""
+    """Records that may win, fastest first. Of several that are one measurement, the first in the
+    order of the space stands for all, whichever was tried first."""
     first: dict[str, Record] = {}
     for record in fastest_first(records, legal.rank):
         if record.feasible:

@@ -14,16 +14,17 @@ from generator.studies.records import Winner
 from generator.target import Target
 
 WARM_STARTS = 6
-"""Configs from the winners of other problems that a search starts from, beside the incumbent: a
-winner with another N gives two."""
+"""Configs that a search starts from, beside the incumbent: those that the evaluator prefers, then
+those from the winners of other problems, of which one with another N gives two."""
 
 
 def incumbent_and_starts(
     legal: LegalConfigs, evaluator: Evaluator, winners: Sequence[Winner], study: str
 ) -> tuple[Config | None, list[Config]]:
     """The config of the last winner of the same problem, target and evidence, None where there is
-    none or it is not legal any more; and configs to begin with, most promising first, that one
-    among them even so. study: a predicted winner of another one was predicted by another model."""
+    none or it is not legal any more; and configs to begin with, most promising first, among them
+    that winner even if it is not legal. study: its name; predicted winners of other studies are no
+    incumbents, because another model predicted them."""
     place = (legal.problem, legal.target.name, evaluator.evidence)
     incumbents = [w for w in winners if (w.problem, w.target, w.evidence) == place]
     if evaluator.evidence == "predicted":

@@ -41,7 +41,7 @@ def widest_vector(N: int, dtype: str, target: Target) -> int:
 
 
 def forward_variants(problem: Problem, target: Target) -> list[ForwardVariant]:
-    """Every variant worth a measurement for a shape: at most some sixty, the preferred one (see
+    """Every variant worth a measurement for a shape: at most some ninety, the preferred one (see
     `preference`) first. All of them serve any M."""
     found = dict.fromkeys(_variants(problem.N, problem.dtype, problem.weight_dtype, target))
     return sorted(found, key=lambda v: preference(v, problem, target))

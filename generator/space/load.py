@@ -45,9 +45,9 @@ load_space_once = cache(load_space)
 """The same for who asks often: the file is read once in a process."""
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The knobs and rules of a file. One that `extends` another of the project has those of that
-    one, but for what it says itself."""
+    one, but for what it says itself. extending: the files that extend this one."""
     content = read_yaml(path, "the search space ")
     beside = {"extends", "fixed"}
     if not isinstance(content, dict) or set(content) - beside != {"knobs", "rules"}:
@@ -60,11 +60,12 @@ def _read(path: Path) -> dict[str, Any]:
     if "extends" not in content:
         return content
     whole = space_file(str(content["extends"]))
-    if whole.resolve() == path.resolve() or whole not in SEARCH_SPACES.glob("*.yaml"):
+    chain = (*extending, path.resolve())
+    if whole.resolve() in chain or whole not in SEARCH_SPACES.glob("*.yaml"):
         raise NormforgeError(f"{path}: 'extends' names no other file of {SEARCH_SPACES}")
-    base = _read(whole)
-    own = [rule["id"] for rule in content["rules"] if isinstance(rule, dict) and "id" in rule]
-    rules = [rule for rule in base["rules"] if rule["id"] not in own]
+    base = _read(whole, chain)
+    own = {_rule_id(rule) for rule in content["rules"]} - {None}
+    rules = [rule for rule in base["rules"] if _rule_id(rule) not in own]
     # Its new knobs come first: what the rules of the other file compute may need them.
     new = {name: knob for name, knob in content["knobs"].items() if name not in base["knobs"]}
     return {
@@ -72,6 +73,11 @@ def _read(path: Path) -> dict[str, Any]:
         "knobs": new | base["knobs"] | content["knobs"],
         "rules": rules + content["rules"],
     }
+
+
+def _rule_id(rule: Any) -> str | None:
+    """None for what is no rule, which is found when the rules are read."""
+    return str(rule["id"]) if isinstance(rule, dict) and "id" in rule else None
 
 
 def _read_fixed(path: Path, entries: Any, knobs: Mapping[str, Knob]) -> tuple[Fixed, ...]:

@@ -139,7 +139,7 @@ def read_studies(where: str | Path, *, importance: bool = False) -> list[Study]:
 
 
 def describe_location(where: str | Path) -> str:
-    """The place of studies for people: a URL without its password, or the file in a folder."""
+    """The place of studies for people: a URL without user, password and options, or a file."""
     if "://" in str(where):
         return postgres.without_credentials(str(where))
     journal = Path(where) / JOURNAL_NAME

@@ -98,7 +98,8 @@ class SharedQueue(Queue):
             try:
                 with self._engine.begin() as connection:
                     for lease in list(self._held):
-                        leases.renew(connection, lease, self._seconds)
+                        if not leases.renew(connection, lease, self._seconds):
+                            self._held.discard(lease)  # somebody else's; the next write tells
             except sql.exc.SQLAlchemyError:
                 pass  # the next beat may be in time; if not, the first write will tell
 

@@ -159,7 +159,9 @@ class DevicePool:
                 except _LostError as lost:
                     reason = self._handle_loss(device, str(lost), None if ending else plan, tasks)
                     continue
-                if kind == "error":
+                if kind == "noise":  # its last word, while others still search
+                    self._say(value)
+                elif kind == "error":
                     reason = self._handle_loss(device, str(value), None, tasks)
                 else:
                     self._handle_message(device, kind, value, tasks, status)

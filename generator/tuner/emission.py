@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -65,17 +66,10 @@ def emit(
         Entry(winner.problem, variant, compiled, winner.evidence, provenance(winner, storage))
         for winner, variant, compiled in zip(winners, chosen, made, strict=True)
     ]
-    before = 0
+    phases = chain(["fallback kernels"], repeat("replacements of fallback kernels"))
 
     def compile(variants: list[Variant]) -> list[Compiled]:
-        """Of all that are asked for, those that take the place of others included."""
-        nonlocal before
-        start, before = before, before + len(variants)
-        return _compile(
-            variants,
-            pool,
-            lambda done, total: status.phase("fallback kernels", start + done, start + total),
-        )
+        return _compile(variants, pool, partial(status.phase, next(phases)))
 
     fallbacks = compile_fallbacks(
         target, compile, fallbacks_to_compile(plan.fallback_kernels, target, plan.problems)

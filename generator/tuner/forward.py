@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
 from generator.evaluate.gpu.forward import measure_forwards
 from generator.evaluate.gpu.supervisor import Supervisor
+from generator.evaluate.verify.determinism import RUNS
 from generator.kernels.code_digest import digest_of_all
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.forward import CompiledForward, ForwardVariant
@@ -36,7 +38,6 @@ from generator.target import Target
 from generator.tuner.forward_compiler import ForwardCompiler
 from generator.tuner.plan import longest_first
 
-MOST_VARIANTS = 60
 TIE = 0.01
 """Forwards whose ratios are this close, relative to the best, are equal."""
 
@@ -84,7 +85,7 @@ def forwards_to_compile(
     them: each source once."""
     found = list(generic)
     for shape in shapes:
-        found += choices(shape, target)[:MOST_VARIANTS]
+        found += choices(shape, target)
     return list({variant.id: variant for variant in found}.values())
 
 
@@ -180,6 +181,7 @@ class _Chooser:
     ) -> None:
         self.choices, self.generic = choices, generic
         self._check, self._tell, self._done = check, tell, 0
+        self._lock = Lock()
         self.waiting = deque(waiting)
         self.target, self.compiler, self._say = target, compiler, say
         self.found: dict[Problem, Entry] = {}
@@ -201,7 +203,7 @@ class _Chooser:
                 problem = self.waiting.popleft()
             except IndexError:
                 return
-            made = self.compiler.usable(self.choices(problem, self.target)[:MOST_VARIANTS])
+            made = self.compiler.usable(self.choices(problem, self.target))
             try:
                 results = measure_forwards(gpu.result(), problem, made)
             except ProblemError as error:
@@ -237,8 +239,9 @@ class _Chooser:
             facts = entry.provenance
             timed = f"{facts['us']:.1f} us, {facts['ratio']:.3f} of a copy" if "us" in facts else ""
             self._say(f"forward {problem}: {entry.variant} ({timed or 'by rule'})")
-        self._done += 1
-        self._tell(self._done)
+        with self._lock:
+            self._done += 1
+            self._tell(self._done)
 
     def _first(self, problem: Problem, reason: str) -> Entry:
         """The first in the order of the rule that passes."""
@@ -267,14 +270,16 @@ class _Chooser:
         tied = [i for i, ratio in ratios.items() if ratio <= best * (1 + TIE)]
         chosen = tied[0]  # the candidates are in the order of the rule
         result = results[chosen]
-        reason = f"first in the order of the rule of {len(tied)} within 1 % of the best"
+        reason = (
+            f"first in the order of the rule of {len(tied)} within {100 * TIE:.0f} % of the best"
+        )
         facts = self._facts(reason, problem) | {
             "us": result.us,
             "floor_us": result.floor_us,
             "ratio": result.ratio,
             "candidates": len(results),
             "faults": sum(result.outcome != "ok" for result in results),
-            "checks": ["accuracy", "20 runs", "residual"],
+            "checks": ["accuracy", f"{RUNS} runs", "residual"],
             "tie": [
                 {"variant": made[i][0].id, "us": results[i].us, "ratio": ratios[i]} for i in tied
             ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from generator.emulate.forward import emulate_forward
+from generator.emulate.forward import emulate_forward, few_rows
 from generator.kernels.compile_pool import CompilePool
 from generator.kernels.cubin_cache import find_cached
 from generator.kernels.forward import CompiledForward, ForwardVariant, forward_fault
@@ -23,7 +23,7 @@ class ForwardCompiler:
         # What waits, waits here: a process that dies takes along all that its pool has been given.
         self._threads = ThreadPoolExecutor(pool.processes)
         self._jobs: dict[str, Compiled | Future[Compiled]] = {}
-        self._emulated: dict[ForwardVariant, str] = {}
+        self._emulated: dict[tuple[ForwardVariant, Problem], str] = {}
         self._closed = False
 
     def start(self, variants: Sequence[ForwardVariant]) -> list[Compiled | Future[Compiled]]:
@@ -48,10 +48,12 @@ class ForwardCompiler:
         return [(v, c) for v, c in made if not forward_fault(v, c, self.target)]
 
     def emulate(self, variant: ForwardVariant, problem: Problem) -> str:
-        """What executing a variant on the CPU found, once for all M; "" for nothing."""
-        if variant not in self._emulated:
-            self._emulated[variant] = emulate_forward(variant, problem)
-        return self._emulated[variant]
+        """What executing a variant on the CPU found, once for all M that are reduced to the same
+        few rows; "" for nothing."""
+        few = few_rows(variant, problem)
+        if (variant, few) not in self._emulated:
+            self._emulated[variant, few] = emulate_forward(variant, few)
+        return self._emulated[variant, few]
 
     def close(self) -> None:
         """Drops what waits. What is being compiled ends with the pool, and nobody is told."""

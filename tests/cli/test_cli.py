@@ -208,7 +208,7 @@ def test_table_names_every_shape_its_winner_and_the_evidence(
         assert line.startswith(f"{problem} ")
         assert line.endswith("predicted")
         assert f"{problem}: " in stderr
-    assert f"Module: {out / PACKAGE_NAME}" in stdout
+    assert f"Package: {out / PACKAGE_NAME}" in stdout
 
 
 def test_predicted_winner_never_overwrites_a_measured_one(

@@ -164,6 +164,21 @@ def test_a_variant_is_executed_once_for_all_numbers_of_rows(emulator) -> None:  
     assert len(asked) == 1
 
 
+def test_what_a_few_rows_have_shown_does_not_count_for_many(emulator) -> None:  # type: ignore[no-untyped-def]
+    """Too few rows refill no stage; and a dependent launch runs other code paths."""
+    asked = emulator(lambda name: Check(name, 12, 1, 1e-3, 1e-3))
+    predictor = EmulatingPredictor(TARGET)
+    ((variant, compiled),) = finalists(1)
+    other = "dependent" if variant["overlap"] == "none" else "none"
+    launched_otherwise = replace(variant, config={**variant.config, "overlap": other})
+    assert launched_otherwise.id == variant.id
+    for M, one in ((8, variant), (4096, variant), (4096, launched_otherwise)):
+        problem = Problem(M, 1024, "bf16", "bf16")
+        (result,) = predictor.finals(problem, [(one, compiled)])
+        assert predictor.confirm(problem, one, result).checks
+    assert len(asked) == 3
+
+
 def test_real_variant_passes_the_real_emulator() -> None:
     rng = random.Random(0)
     variant = make_variant(SPACE.sample(PROBLEM, TARGET, rng, {"strategy": "last_cta"}), PROBLEM)

@@ -233,6 +233,7 @@ def test_noisy_trial_says_so_and_why() -> None:
     world.clock.sleep(1)
     result = measuring.evaluate(PROBLEM, *entry(SOUND[1]), None)
     assert result.noisy
+    assert result.gpu == clean.gpu == "GPU-fake", "it would count as a trial of another GPU"
     assert result.outcome == "ok"
     assert result.note.startswith("noisy: ")
     assert result.note.endswith("(other processes)")

@@ -51,7 +51,7 @@ def test_committed_package_has_todays_runtime(package: Path, tmp_path: Path) -> 
         if path.suffix != ".pyc"
     }
     wanted = {name: (RUNTIME / name).read_bytes() for name in runtime_files()}
-    advice = "run python -m generator.package.files, or emit the package again"
+    advice = "run python -m generator.cli.refresh, or emit the package again"
     assert found == wanted, advice
     for name in (TABLE, FORWARD_TABLE):
         if (package / name).exists():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from generator.cli import refresh as refresh_command
 from generator.errors import NormforgeError
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import headers
@@ -372,3 +373,17 @@ def test_refresh_seals_tables_that_were_not_and_leaves_kernels_alone(package: Pa
     (package / TABLE).write_text((package / TABLE).read_text().replace("bf16", "fp16"))
     with pytest.raises(ValueError, match="its digest is not that of what it says"):
         refresh(package)
+
+
+def test_command_brings_packages_up_to_date_and_refuses_other_folders(
+    package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    emit_package([entry("4096x1024:bf16")], fallbacks(), H200, package, Forwards((), ()))
+    copied = package / "runtime" / "api.py"
+    copied.write_text("old")
+    assert refresh_command.main([str(package)]) == 0
+    assert copied.read_bytes() == (RUNTIME / "api.py").read_bytes()
+    assert refresh_command.main([str(tmp_path / "nowhere")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"refresh: {tmp_path / 'nowhere'} cannot be brought up to date: ")
+    assert said.count("\n") == 1

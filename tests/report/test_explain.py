@@ -23,10 +23,11 @@ from generator.result import Result
 from generator.search.budget import Budget
 from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs
-from generator.space.load import SPACE_FILE, load_space
+from generator.space.load import SPACE_FILE, load_space, space_file
 from generator.space.space import Space
 from generator.studies.reader import read_studies
 from generator.studies.storage import JOURNAL_NAME, open_storage
+from generator.target import find_target
 from tests.support.synthetic import (
     PROBLEM,
     TARGET,
@@ -110,6 +111,23 @@ def why(folder: Path) -> Explanation:
 
 def ask(why: Explanation, text: str) -> Verdict:
     return why.why_not(parse_config(text, SPACE))
+
+
+def test_a_value_that_the_space_fixes_is_called_so(tmp_path: Path) -> None:
+    """And not a value that the space does not have, or that lacks what its knob needs."""
+    operation = "rmsnorm_invariant_backward"
+    space, target = load_space(space_file(operation)), find_target("h200")
+    problem = Problem.parse("16384x4096:bf16", operation)
+    storage = open_storage(tmp_path / JOURNAL_NAME)
+    legal = LegalConfigs(space, problem, target)
+    assert search_problem(legal, FakePool(), FakeEvaluator(), storage, Budget(trials=5))
+    [study] = read_studies(tmp_path)
+    why = Explanation(study, space, target)
+    fixed = space.fixed_for(problem)
+    for name, value in (("run_rows", 16), ("cluster", 2)):
+        verdict = why.why_not(parse_config(f"{name}={value}", space))
+        assert verdict.kind == "illegal"
+        assert f"where the space fixes {name}={fixed[name]}" in verdict.sentences[0]
 
 
 def test_runners_up_are_the_fastest_of_each_strategy(why: Explanation) -> None:

@@ -19,6 +19,7 @@ from generator.errors import NormforgeError
 from generator.kernels.knobs import KNOBS
 from generator.kernels.variant import make_variant
 from generator.problem import Problem, load_problems
+from generator.space import load
 from generator.space import space as space_module
 from generator.space.expressions import Names
 from generator.space.load import SPACE_FILE, load_space, space_file
@@ -502,6 +503,30 @@ def test_space_that_extends_what_there_is_not_is_refused(
     write: Callable[[Any], Path], name: Any
 ) -> None:
     assert "'extends' names no other file" in refusal(write(extending(extends=name)))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        ({"rules": ["x"]}, {}, "a rule has exactly"),
+        ({"extends": "second"}, {"extends": "first"}, "'extends' names no other file"),
+    ],
+    ids=["no rule", "circle"],
+)
+def test_space_that_extends_a_damaged_one_is_refused(
+    write: Callable[[Any], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    first: dict[str, Any],
+    second: dict[str, Any],
+    says: str,
+) -> None:
+    folder = write(extending(extends="first")).parent
+    monkeypatch.setattr(load, "SEARCH_SPACES", folder)
+    for name, content in (("first", first), ("second", second)):
+        whole = {"knobs": CONTENT["knobs"], "rules": [], **content}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(whole, sort_keys=False))
+    with pytest.raises(NormforgeError, match=says):
+        load_space(write(extending(extends="first")))
 
 
 def test_rule_whose_id_is_no_text_is_refused(write: Callable[[Any], Path]) -> None:

@@ -220,7 +220,7 @@ class FakeSession:
     def __init__(self, gpu: FakeGpu) -> None:
         self.gpu = gpu
         self.rng = random.Random(os.urandom(8))
-        self.facts = {"name": "fake", "sms": TARGET.sms}
+        self.facts = {"name": "fake", "sms": TARGET.sms, "uuid": "GPU-fake"}
 
     def handle(self, job: Job) -> Answer:
         if job.kind == "probe" and self.gpu.trouble == "no answer":

@@ -236,6 +236,38 @@ def test_request_to_end_is_obeyed_after_the_trials_under_way(tmp_path: Path) -> 
     assert watcher.winners == {}
 
 
+def test_last_words_about_noise_while_another_device_still_searches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is to end loses nothing when one device ends before the other."""
+    plan = make_plan(tmp_path, 200, devices=(0, 1), problems=PROBLEMS[:2])
+
+    class Noisy(LoggingEvaluator):
+        def disturbances(self) -> str:
+            return f"noise after {self.delay} s"
+
+    class Device(FakeDevice):
+        def evaluator(self, target: Any) -> Any:
+            return Noisy(self.folder, self.delay)
+
+    class Impatient(Quiet):
+        said: list[str]
+
+        def progress(self, index: int, event: Any) -> None:
+            stop.signal = signal.SIGTERM
+
+        def say(self, line: str) -> None:
+            said.append(line)
+
+    said: list[str] = []
+    stop = Stop()
+    monkeypatch.setattr(device_process, "MeasuredEvaluator", Noisy)
+    open_device = lambda index: Device(tmp_path, (0.01, 1.0)[index])  # noqa: E731
+    with DevicePool(plan.devices, open_device) as own, pytest.raises(KeyboardInterrupt):
+        own.search(plan, TaskList(plan, Queue()), stop, Impatient())
+    assert said == ["noise after 0.01 s", "noise after 1.0 s"]
+
+
 def test_devices_of_two_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         NormforgeError, match=r"device 1 is a NVIDIA H100 80GB HBM3 .* for one model"

@@ -31,7 +31,7 @@ from generator.space.forward_space import (
 from generator.target import Target
 from generator.tuner import forward as forward_tune
 from generator.tuner import forward_compiler
-from generator.tuner.forward import MOST_VARIANTS, shapes_to_choose, tune_forwards
+from generator.tuner.forward import shapes_to_choose, tune_forwards
 from tests.support.fake_gpu import CrashingCompiler, Log
 from tests.support.fake_run import forks
 from tests.support.forward import H200, of_kind
@@ -220,7 +220,7 @@ def test_crash_of_the_compiler_costs_the_run_one_variant_and_those_that_wait_no_
     monkeypatch: pytest.MonkeyPatch, crashing: CrashingCompiler
 ) -> None:
     shapes = [Problem.parse(f"{M}x1024:bf16") for M in (4096, 8192)]
-    candidates = {v.id for shape in shapes for v in forward_variants(shape, H200)[:MOST_VARIANTS]}
+    candidates = {v.id for shape in shapes for v in forward_variants(shape, H200)}
     seen: list[set[str]] = []
 
     def measure(gpu: Any, problem: Problem, made: list[Any]) -> list[Result]:
@@ -354,6 +354,24 @@ def test_forward_is_one_of_the_choices_that_there_are(
     )
     assert shapes_to_choose([problem], H200, devices, known, choices) == []
     assert shapes_to_choose([problem], H200, devices, known) == [problem]
+
+
+def test_forward_is_executed_once_for_all_m_that_are_reduced_to_the_same_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def emulate(variant: ForwardVariant, problem: Problem) -> str:
+        asked.append(problem.M)
+        return ""
+
+    monkeypatch.setattr(forward_tune, "find_compiler", lambda: "c++")
+    monkeypatch.setattr(forward_compiler, "emulate_forward", emulate)
+    problems = [Problem.parse(f"{M}x4096:bf16") for M in (1, 4096, 8192)]
+    first = forward_variants(problems[1], H200)[0]
+    tune_forwards(problems, H200, generic=[], choices=lambda p, t: [first])
+    assert len(asked) == 2
+    assert asked[0] == 1 < asked[1] < 4096
 
 
 def test_a_full_emulator_cache_ends_the_choice_of_a_forward(

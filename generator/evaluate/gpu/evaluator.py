@@ -81,14 +81,15 @@ class MeasuredEvaluator:
         result = self._result(job)
         self._supervisor.spare()
         self.discarded += result.extra.get("discarded_blocks", 0)
+        if result.floor_us is not None:
+            # Floors of different GPUs are not compared (generator.search.finals.noisy).
+            result = replace(result, extra={**result.extra, "gpu": self.facts.get("uuid", "")})
         if result.noisy:
             self.noisy += 1
             notes = (result.note, self._describe_noise(result.extra.get("noise", "")))
             return replace(result, note="; ".join(note for note in notes if note))
         if result.floor_us is not None:
             self._update_floor(problem, result.floor_us)
-            # Floors of different GPUs are not compared (generator.search.finals.noisy).
-            result = replace(result, extra={**result.extra, "gpu": self.facts.get("uuid", "")})
         return result
 
     def check_accuracy(self, problem: Problem, entries: Sequence[Made]) -> list[Result]:

@@ -15,8 +15,9 @@ from generator.evaluate.gpu.protocol import Answer, Candidate, Job, NoGpuError
 from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.verify.accuracy import Accuracy, check_accuracy
 from generator.evaluate.verify.batch_invariance import check_batch_invariance
-from generator.evaluate.verify.bench import Bench
+from generator.evaluate.verify.bench import LEFT_CHANGED, WROTE_OUTSIDE, Bench
 from generator.evaluate.verify.determinism import (
+    RUNS,
     Disturbance,
     check_call_options,
     check_repeats,
@@ -144,7 +145,7 @@ class Session:
             note = f"{us:.1f} us, the best has {job.best_us:.1f}"
             return Answer(replace(result, outcome="slow", note=note))
         fault = check_repeats(bench, workload.cancelling)
-        return Answer(_determinism_result(result, job.candidates[0], fault, ("20 runs",)))
+        return Answer(_determinism_result(result, job.candidates[0], fault, (f"{RUNS} runs",)))
 
     def _accuracy(self, workload: Workload, job: Job) -> Answer:
         bench = workload.bench(job.candidates[0])
@@ -157,7 +158,7 @@ class Session:
         if result.outcome != "ok":
             return Answer(result)
         result = replace(result, extra={"digest": digest(bench, workload.cancelling)})
-        checks: tuple[str, ...] = ("20 runs",)
+        checks: tuple[str, ...] = (f"{RUNS} runs",)
         fault = check_repeats(bench, workload.inputs)
         if workload.operation.sums_rows:
             checks += ("cancelling magnitudes", "busy GPU and thrashed L2", "call options")
@@ -204,7 +205,7 @@ def _determinism_result(
     result: Result, candidate: Candidate, fault: str, checks: tuple[str, ...]
 ) -> Result:
     """The result after runs were compared bit by bit."""
-    if fault.startswith(("wrote", "left")):
+    if fault in (WROTE_OUTSIDE, LEFT_CHANGED):
         return replace(result, outcome="wrong", note=fault)
     if fault:
         return replace(result, outcome="nondeterministic", determinism="refuted", note=fault)

@@ -112,8 +112,7 @@ class Supervisor:
 
     def renew(self, probe: Job | None) -> None:
         """A reserve, or a new process, becomes the worker. With a probe it has to time the floor
-        first: a GPU that no longer works must not be blamed on candidate after
-        candidate."""
+        first: candidate after candidate must not be blamed for a GPU that no longer works."""
         for pause in (0.0, *RETRY_PAUSES):
             self.sleep(pause)
             self._worker.kill()

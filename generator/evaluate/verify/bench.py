@@ -10,6 +10,9 @@ import torch
 from generator.evaluate.verify.guarded import Guarded
 from generator.operations.operation import Runner
 
+WROTE_OUTSIDE = "wrote outside its outputs or the workspace"
+LEFT_CHANGED = "left a counter or an accumulator of the workspace changed"
+
 
 class Bench:
     """One kernel on one problem: outputs with guards, a workspace, and the way to run it."""
@@ -53,7 +56,7 @@ class Bench:
     def fault(self) -> str:
         """What the last run left behind that it should not have."""
         if not all(guarded.intact() for guarded in (*self.outputs.values(), self.workspace)):
-            return "wrote outside its outputs or the workspace"
+            return WROTE_OUTSIDE
         if bool(self.clean.any()):
-            return "left a counter or an accumulator of the workspace changed"
+            return LEFT_CHANGED
         return ""

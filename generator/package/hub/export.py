@@ -17,7 +17,7 @@ from generator.problem import RMSNORM_BACKWARD
 from generator.runtime.cubins import CUBINS, CUBINS_INDEX
 from generator.runtime.table import FORWARD_TABLE, TABLE, ForwardTable, Table
 
-OPERATIONS = (RMSNORM_BACKWARD,)
+WITH_LAYERS = (RMSNORM_BACKWARD,)
 """Those that have layers to export."""
 VARIANT = "torch-cuda"
 """The build for any PyTorch with CUDA: nothing in it is compiled against PyTorch."""
@@ -33,8 +33,8 @@ def export_package(package: Path, folder: Path, gpu: str | None = None) -> Table
     operation without layers, a package that is missing, damaged or of another GPU, and a folder
     that cannot be written or holds anything but an earlier export."""
     operation = package.name
-    if operation not in OPERATIONS:
-        raise NormforgeError(f"{operation} has no layers to export, only {', '.join(OPERATIONS)}")
+    if operation not in WITH_LAYERS:
+        raise NormforgeError(f"{operation} has no layers to export, only {', '.join(WITH_LAYERS)}")
     table, forward = _read(package)
     if gpu not in (None, table.target["name"]):
         raise NormforgeError(f"{package} is for {table.target['name']}, not for {gpu}")
