@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
 
@@ -185,8 +186,10 @@ def load_problems(shapes: str, operation: str = RMSNORM_BACKWARD) -> list[Proble
         elif entry.endswith((".yaml", ".yml")):
             found = _load_file(Path(entry), operation)
         elif re.fullmatch(r"(?!\d+x\d+$)[\w-]+", entry):
+            near = get_close_matches(entry.lower(), lists, n=1)
+            hint = f"did you mean '{near[0]}'? " if near else ""
             raise NormforgeError(
-                f"unknown shape list '{entry}': known lists are {', '.join(lists)}; "
+                f"unknown shape list '{entry}': {hint}known lists are {', '.join(lists)}; "
                 "a single shape is written MxN:dtype, for example 4096x1024:bf16"
             )
         else:

@@ -9,9 +9,10 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import parent_process
 from threading import Thread
+from typing import Any
 
 MANAGER_SECONDS = 1.0
-"""For the thread of a pool to notice that its processes are gone."""
+"""For a killed process to go, and for the thread of its pool to notice."""
 
 
 def end_with_parent(niceness: int = 0, sigterm: signal.Handlers = signal.SIG_DFL) -> None:
@@ -47,9 +48,15 @@ def end_pool(pool: ProcessPoolExecutor) -> None:
     """End the processes of a pool, whatever they are doing."""
     processes = list((pool._processes or {}).values())
     manager: Thread | None = pool._executor_manager_thread  # type: ignore[assignment]
+    results: Any = pool._result_queue
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
         process.kill()
+    for process in processes:
+        process.join(MANAGER_SECONDS)
     if manager is not None:
+        # Of a result that a process has sent only in part, the thread would wait for the rest, and
+        # Python for the thread, for ever: now that nobody else can send, this is the end of it.
+        results._writer.close()
         # Python wakes this thread when it exits, which fails where the thread ends at that moment.
         manager.join(MANAGER_SECONDS)

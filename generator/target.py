@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -20,6 +21,11 @@ SMEM_RESERVED_PER_CTA = 1024
 """Bytes the driver keeps per CTA on cc 8.0 and later (CUDA programming guide, shared memory)."""
 _REGISTER_UNIT = 256  # registers are allocated per warp in this unit (CUDA occupancy calculator)
 _SMEM_UNIT = 128
+_OTHER_FIELDS = {
+    *("title", "device_names", "arch", "compute_capability", "has_bulk_copy", "sources"),
+    *("smem_per_sm_kib", "smem_per_cta_kib", "l2_mib", "bandwidth_gbs", "clock_mhz"),
+}
+"""Of an entry, beside those that are counts."""
 
 
 @dataclass(frozen=True)
@@ -83,37 +89,54 @@ def _target(name: str, entry: dict[str, Any]) -> Target:
         *("sms", "registers_per_sm", "max_threads_per_sm", "max_ctas_per_sm"),
         *("barriers_per_sm", "max_vector_bytes"),
     )
-    return Target(
+
+    def number(field: str) -> float:
+        value = entry[field]
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ValueError(f"{field} is {value!r}, and not a number above 0")
+        return float(value)
+
+    target = Target(
         name=name,
         title=str(entry["title"]),
         device_names=tuple(entry["device_names"]),
         arch=str(entry["arch"]),
         compute_capability=tuple(entry["compute_capability"]),
-        **{count: int(entry[count]) for count in counts},
-        smem_per_sm=int(entry["smem_per_sm_kib"]) * 1024,
-        smem_per_cta=int(entry["smem_per_cta_kib"]) * 1024,
+        **{count: int(number(count)) for count in counts},
+        smem_per_sm=int(number("smem_per_sm_kib")) * 1024,
+        smem_per_cta=int(number("smem_per_cta_kib")) * 1024,
         has_bulk_copy=bool(entry["has_bulk_copy"]),
-        l2_bytes=int(entry["l2_mib"]) * 1024 * 1024,
-        bandwidth=float(entry["bandwidth_gbs"]) * 1e9,
-        clock_hz=float(entry["clock_mhz"]) * 1e6,
+        l2_bytes=int(number("l2_mib") * 1024 * 1024),
+        bandwidth=number("bandwidth_gbs") * 1e9,
+        clock_hz=number("clock_mhz") * 1e6,
     )
+    if unknown := set(entry) - set(counts) - _OTHER_FIELDS:
+        raise ValueError(f"no field is called {', '.join(sorted(unknown))}")
+    return target
 
 
 @cache
 def load_targets(path: Path = GPUS_FILE) -> dict[str, Target]:
     """Every GPU of the table by its name. Raises NormforgeError for a table that is damaged."""
     content = read_yaml(path, "the GPUs in ")
+    found = {}
+    name = ""
     try:
+        architectures: dict[str, dict[str, Any]] = dict(content["architectures"])
         entries: dict[str, dict[str, Any]] = dict(content["gpus"])
-        return {
-            name: _target(name, {**content["architectures"][entry["arch"]], **entry})
-            for name, entry in entries.items()
-        }
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+        for name, entry in entries.items():
+            if entry["arch"] not in architectures:
+                raise ValueError(f"arch {entry['arch']} is not one of 'architectures'")
+            found[name] = _target(name, {**architectures[entry["arch"]], **entry})
+    except KeyError as error:
+        where = f"the entry '{name}' has" if name else "it has"
         raise NormforgeError(
-            f"{path}: unreadable entry ({type(error).__name__}: {one_line(error)}); "
-            "every GPU needs the fields that the others have"
+            f"{path}: {where} no field {error}; every GPU needs the fields that the others have"
         ) from error
+    except (TypeError, ValueError) as error:
+        where = f"unreadable entry '{name}'" if name else "unreadable"
+        raise NormforgeError(f"{path}: {where} ({one_line(error)})") from error
+    return found
 
 
 def find_target(name: str, *also: str) -> Target:

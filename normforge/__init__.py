@@ -118,9 +118,16 @@ def tuned_packages(operation: str) -> dict[str, Tuned]:
     found: dict[str, Tuned] = {}
     for root in (here, here.parent):
         for table in root.glob(f"generated/*/{operation}/table.json"):
-            target = json.loads(table.read_text())["target"]
             module = ".".join(table.parent.relative_to(here.parent).parts)
-            found.setdefault(target["name"], Tuned(module, target["arch"], target["title"]))
+            try:
+                target = json.loads(table.read_text())["target"]
+                name, tuned = target["name"], Tuned(module, target["arch"], target["title"])
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                warnings.warn(
+                    f"{table} is damaged ({error}): its package is left out", stacklevel=2
+                )
+                continue
+            found.setdefault(name, tuned)
     return dict(sorted(found.items()))
 
 

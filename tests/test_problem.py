@@ -67,6 +67,7 @@ def test_weight_has_the_dtype_of_the_rows_unless_named() -> None:
     [
         ("4096", "unknown shape list '4096'"),
         ("nonsense", "unknown shape list 'nonsense'"),
+        ("defalt", "did you mean 'default'?"),
         ("4096x1024", "has no dtype"),
         ("4096*1024:bf16", "malformed shape"),
         ("4096x1024:", "malformed shape"),

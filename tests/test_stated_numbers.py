@@ -63,7 +63,7 @@ def test_no_other_number_is_stated(name: str) -> None:
 
 MEASUREMENT = re.compile(
     r"(?<![\w.])(?<!\w-)\d+\.\d+(?![\w.]*\d)"
-    r"|\d+ ?(?:%|[mµn]?s|[KMGT]?B|seconds|minutes|times)(?!\w)"
+    r"|(?<![A-Z\d])\d+ ?(?:%|[mµn]?s|[KMGT]?B|seconds|minutes|times)(?!\w)"
     r"|\d+ of (?:the |all )?\d+"
 )
 """Decimal numbers, numbers with a unit, and shares."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -125,6 +126,30 @@ def test_entry_without_a_field_is_refused_by_its_name(tmp_path: Path, field: str
     path.write_text(yaml.safe_dump(content))
     with pytest.raises(NormforgeError, match=field):
         load_targets(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("sms", 0, "sms is 0, and not a number above 0"),
+        ("sms", "many", "sms is 'many', and not a number above 0"),
+        ("clock_mhz", -1, "clock_mhz is -1"),
+        ("bandwidth_gbs", float("inf"), "bandwidth_gbs is inf"),
+        ("l2_mib", True, "l2_mib is True"),
+        ("arch", "sm_100z", "arch sm_100z is not one of 'architectures'"),
+        ("smms", 3, "no field is called smms"),
+    ],
+)
+def test_entry_with_a_value_that_cannot_be_is_refused(
+    tmp_path: Path, field: str, value: object, says: str
+) -> None:
+    content = yaml.safe_load(GPUS_FILE.read_text())
+    content["gpus"]["h200"][field] = value
+    path = tmp_path / "gpus.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(NormforgeError, match=re.escape(says)) as caught:
+        load_targets(path)
+    assert "'h200'" in str(caught.value)
 
 
 # ---- Occupancy -----------------------------------------------------------------------------------

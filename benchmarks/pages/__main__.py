@@ -7,9 +7,12 @@ A test compares the pages with what this would write.
 
 from __future__ import annotations
 
+import argparse
+
 from benchmarks.pages.blocks import pages, updated
 from generator.paths import REPOSITORY
 
+argparse.ArgumentParser(prog="benchmarks.pages", description=__doc__.splitlines()[0]).parse_args()
 for page in pages():
     text = page.read_text()
     if (new := updated(text)) != text:

@@ -88,4 +88,8 @@ def storage_url(text: str) -> str:
             f"'{text.rpartition('@')[2]}' is not the URL of a database: write for example "
             "postgresql+psycopg://user@host/normforge, or choose a folder with --out"
         )
+    if text.startswith("postgres://"):
+        raise argparse.ArgumentTypeError(
+            "SQLAlchemy does not know postgres://: write postgresql+psycopg:// in its place"
+        )
     return text

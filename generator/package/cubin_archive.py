@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import lzma
 from collections.abc import Mapping
+from pathlib import Path
 from tarfile import BLOCKSIZE, TarInfo
+
+from generator.runtime.cubins import CUBINS, CUBINS_INDEX
 
 GROUP_BYTES = 240_000
 """Most that a stream unpacks to, unless it holds a single cubin. The first launch of a kernel waits
@@ -39,3 +43,14 @@ def _header(name: str, cubin: bytes) -> bytes:
     about = TarInfo(f"{name}.cubin")  # of 1970, whenever it is written
     about.size = len(cubin)
     return about.tobuf()
+
+
+def check_cubins(package: Path) -> None:
+    """Raise OSError or ValueError unless the archive of a package can be read to its end, and its
+    index."""
+    for name, read in ((CUBINS, lzma.decompress), (CUBINS_INDEX, json.loads)):
+        content = (package / name).read_bytes()
+        try:
+            read(content)
+        except (lzma.LZMAError, EOFError, ValueError) as error:
+            raise ValueError(f"{name}: {error}") from error

@@ -13,6 +13,7 @@ from generator.kernels.forward import FORWARD_FIELDS
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
 from generator.package.atomic_folder import check_writable, replacing_folder, writer_lock
+from generator.package.cubin_archive import check_cubins
 from generator.package.entries import PROVENANCE_KEYS, Emission, Entry, Forwards, problem_of
 from generator.package.files import KernelFiles, write_package
 from generator.problem import Problem
@@ -23,7 +24,14 @@ from generator.target import Target
 def check_package(package: Path, target: Target) -> None:
     """Raise NormforgeError unless winners for `target` can be added to what is at `package`."""
     check_writable(package)
-    _read_table(package, target)
+    if _read_table(package, target) is not None:
+        try:
+            check_cubins(package)
+        except (OSError, ValueError) as error:
+            raise NormforgeError(
+                f"the kernels of {package} are damaged ({error}): restore them, or move the folder "
+                "away, and the same command writes it again from the trials that it finds"
+            ) from error
     read_forward_table(package)
 
 

@@ -135,7 +135,12 @@ def read_studies(where: str | Path, *, importance: bool = False) -> list[Study]:
         raise NormforgeError(f"no studies in {where}: neither {JOURNAL_NAME} nor {packed.name}")
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(packed, folder)
-        return _read(open_storage(Path(folder) / JOURNAL_NAME), str(packed), importance)
+        unpacked = Path(folder) / JOURNAL_NAME
+        try:
+            return _read(open_storage(unpacked), str(packed), importance)
+        except NormforgeError as error:  # names a file that is gone by then
+            said = str(error).replace(f"{unpacked}.xz", str(packed))
+            raise NormforgeError(said.replace(str(unpacked), str(packed))) from error
 
 
 def describe_location(where: str | Path) -> str:

@@ -69,6 +69,7 @@ ARGUMENTS = [
     (f"{RUN} --seconds nan", "must be above 0 and finite"),
     (f"{RUN} --seconds inf", "must be above 0 and finite"),
     (f"{RUN} --seconds ten", "--seconds: 'ten' is not a number"),
+    (f"{RUN} --storage postgres://me@host/db", "write postgresql+psycopg:// in its place"),
     (f"{RUN} --devices 0,x", "'0,x' is not a list of indices like 0,1,2,3"),
     (f"{RUN} --devices 0,,1", "is not a list of indices"),
     (f"{RUN} --devices -1", "is not a list of indices"),

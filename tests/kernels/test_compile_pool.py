@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
-from multiprocessing import active_children
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
 from generator.paths import REPOSITORY
+from generator.processes import end_pool
 from generator.target import find_target
 from tests.support.patience import patience
 from tests.support.samples import plain_variant
@@ -108,6 +109,25 @@ def answered(compiled: Compiled) -> Future[Compiled]:
     future: Future[Compiled] = Future()
     future.set_result(compiled)
     return future
+
+
+def large_result(number: int) -> bytes:
+    """Larger than a pipe, like a kernel."""
+    return bytes([number]) * 1_000_000
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_ended_pool_leaves_no_thread_that_waits_for_the_rest_of_a_result(method: str) -> None:
+    """Python would wait for such a thread when it exits, for ever."""
+    for _ in range(3):
+        pool = ProcessPoolExecutor(2, get_context(method))
+        jobs = [pool.submit(large_result, number) for number in range(30)]
+        manager = pool._executor_manager_thread
+        assert jobs[0].result() == large_result(0)
+        end_pool(pool)
+        assert manager is not None
+        manager.join(patience(10))
+        assert not manager.is_alive()
 
 
 ORPHAN = """

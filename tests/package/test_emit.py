@@ -17,7 +17,7 @@ from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import headers
 from generator.package import files, sources
 from generator.package.atomic_folder import check_writable
-from generator.package.emit import emit_package
+from generator.package.emit import check_package, emit_package
 from generator.package.entries import Entry, Forwards
 from generator.package.files import RUNTIME, _format_json, refresh, runtime_files
 from generator.package.sources import header_revision, included_revisions, source_of
@@ -244,6 +244,29 @@ def test_damaged_package_is_left_alone(package: Path, name: str) -> None:
     with pytest.raises(NormforgeError, match="to start a new one"):
         put(package, entry("8192x1024:bf16"))
     assert snapshot(package) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *((CUBINS, damage) for damage in ("truncated", "changed", "gone")),
+        *((CUBINS_INDEX, damage) for damage in ("truncated", "gone")),
+    ],
+)
+def test_damaged_archive_is_found_before_a_search(package: Path, name: str, damage: str) -> None:
+    put(package, entry("4096x1024:bf16"), fallback=[])
+    check_package(package, H200)
+    damaged = package / name
+    content = damaged.read_bytes()
+    if damage == "gone":
+        damaged.unlink()
+    elif damage == "changed":
+        middle = len(content) // 2
+        damaged.write_bytes(content[:middle] + b"{" + content[middle + 1 :])
+    else:
+        damaged.write_bytes(content[:-100])
+    with pytest.raises(NormforgeError, match=f"{package} are damaged .*{name}.*: restore them"):
+        check_package(package, H200)
 
 
 def test_folder_that_is_not_a_package_is_left_alone(package: Path) -> None:

@@ -78,6 +78,30 @@ def test_gpu_without_kernels_gets_a_sentence() -> None:
         choose({}, None)
 
 
+def test_a_damaged_package_does_not_take_the_others_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "normforge").mkdir()
+    for gpu, text in (
+        ("h200", '{"target": {"name": "h200"'),
+        ("h100", "{}"),
+        ("gb200", '{"target": {"name": "gb200", "arch": "sm_100a", "title": "GB200"}}'),
+    ):
+        folder = tmp_path / "generated" / gpu / "rmsnorm_backward"
+        folder.mkdir(parents=True)
+        (folder / "table.json").write_text(text)
+    monkeypatch.setattr(normforge, "__file__", str(tmp_path / "normforge" / "__init__.py"))
+    with pytest.warns(
+        UserWarning, match=r"table\.json is damaged .*: its package is left out"
+    ) as w:
+        found = normforge.tuned_packages("rmsnorm_backward")
+    assert [*found] == ["gb200"]
+    assert sorted(gpu for gpu in ("h200", "h100") for said in w if gpu in str(said.message)) == [
+        "h100",
+        "h200",
+    ]
+
+
 def test_machine_without_a_gpu_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(PACKAGES, None) == "normforge.a100"
     monkeypatch.setattr(torch.version, "cuda", None)

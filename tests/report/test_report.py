@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import lzma
 import os
 import re
 import shutil
@@ -351,8 +352,24 @@ def test_a_value_on_the_edge_of_a_shade_belongs_to_it(value: float, index: int) 
     assert shade(value, (1.0, 2.0)) == index
 
 
+@pytest.mark.parametrize("damage", ["packed", "record"])
+def test_damage_of_packed_studies_names_the_packed_file(
+    folder: Path, tmp_path: Path, damage: str
+) -> None:
+    """Not the file that it is unpacked to, which is gone by then."""
+    content = (folder / JOURNAL_NAME).read_bytes()
+    if damage == "record":
+        content = b"}garbage{\n" + content
+    packed = tmp_path / f"{JOURNAL_NAME}.xz"
+    compressed = lzma.compress(content, preset=0)
+    packed.write_bytes(compressed[:-50] if damage == "packed" else compressed)
+    with pytest.raises(NormforgeError) as caught:
+        read_studies(tmp_path)
+    assert f"the study file {packed} is corrupt" in str(caught.value)
+    assert str(caught.value).count(str(packed.parent)) == str(caught.value).count("/studies.")
+
+
 def test_reading_packed_studies_leaves_nothing_behind(folder: Path, tmp_path: Path) -> None:
-    import lzma
 
     packed = tmp_path / f"{JOURNAL_NAME}.xz"
     packed.write_bytes(lzma.compress((folder / JOURNAL_NAME).read_bytes(), preset=0))

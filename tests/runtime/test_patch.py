@@ -144,6 +144,13 @@ def test_norms_are_served_and_given_back(
     assert package.unpatch(model) == []
 
 
+@pytest.mark.parametrize("model", [None, torch.nn.Linear, [torch.nn.Linear(2, 2)]])
+def test_what_is_no_module_is_refused(package: Package, model: Any) -> None:
+    for call in (package.patch, package.unpatch):
+        with pytest.raises(TypeError, match=r"expected one torch\.nn\.Module, got"):
+            call(model)
+
+
 @pytest.mark.parametrize(
     "kind",
     [

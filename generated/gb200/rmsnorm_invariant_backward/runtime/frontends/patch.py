@@ -83,6 +83,7 @@ def replace_forwards(
     """Give modules of a model other forwards; their names. norm: what they are, so that packages of
     two norms patch one model: how the names of their classes end. forward_for: the same function
     for modules that are alike, or why one is left alone."""
+    _check_module(model)
     _free(model, norm)
     served = []
     for name, module in model.named_modules():
@@ -106,6 +107,7 @@ def unpatch(model: torch.nn.Module, norm: str = "RMSNorm") -> list[str]:
     """Give the norms of a model their own forward back; the names of those that were patched. The
     log warns of those whose class was since derived from, as fully_shard and parametrizations do:
     they stay as they are."""
+    _check_module(model)
     freed = _free(model, norm)
     for name, module in model.named_modules():
         if getattr(type(module), _SERVED, None) == norm:
@@ -116,6 +118,12 @@ def unpatch(model: torch.nn.Module, norm: str = "RMSNorm") -> list[str]:
                 type(module).__name__,
             )
     return freed
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"expected one torch.nn.Module, got {got}; call this once for each module")
 
 
 def _free(model: torch.nn.Module, norm: str) -> list[str]:
