@@ -129,9 +129,9 @@ def search_replay() -> str:
 
 def _searches(sweep: dict[str, Any], after: list[int]) -> str:
     rows = [
-        (row["name"], str(row["seeds"]), *(f"{r:.3f}, {percent(c)}" for r, c in pairs))
+        (row["name"], str(row["seeds"]), *(f"{r:.3f} ± {e:.3f}, {percent(c)}" for r, e, c in cells))
         for row in sweep["searches"]
-        for pairs in [zip(row["reached"], row["close"], strict=True)]
+        for cells in [zip(row["reached"], row["errors"], row["close"], strict=True)]
     ]
     return (
         f"{sweep['facts']['gpu']}, {sweep['problem']}: {sweep['legal']:,} legal configs,"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
-from statistics import mean
+from statistics import mean, stdev
 
 import optuna
 import torch
@@ -25,12 +25,13 @@ CHECKPOINTS = (30, 60, 100)
 @dataclass(frozen=True)
 class Comparison:
     """How one kind of search did. reached: the mean of optimum / best found after each of
-    CHECKPOINTS, 0 while nothing is found; close: the share of seeds within CLOSE of the
-    optimum by then."""
+    CHECKPOINTS, 0 while nothing is found; errors: the standard errors of these means; close: the
+    share of seeds within CLOSE of the optimum by then."""
 
     name: str
     seeds: int
     reached: tuple[float, ...]
+    errors: tuple[float, ...]
     close: tuple[float, ...]
 
 
@@ -70,9 +71,15 @@ def compare(
             [recording.optimum / path[min(count, len(path)) - 1] for path in paths]
             for count in checkpoints
         ]
+        means, errors = tuple(map(mean, reached)), tuple(map(_standard_error, reached))
         shares = tuple(mean(share >= 1 / (1 + close) for share in at) for at in reached)
-        compared.append(Comparison(name, len(own), tuple(map(mean, reached)), shares))
+        compared.append(Comparison(name, len(own), means, errors, shares))
     return compared
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Of the mean; 0 where one value says nothing about it."""
+    return stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 _replayed: list[Replayed] = []
@@ -103,13 +110,13 @@ def table(
         f"{recording.problem} on {recording.facts.get('gpu', recording.gpu)}: {counts['legal']} "
         f"legal configs of {counts['recorded']} recorded, {counts['close']} of them within "
         f"{CLOSE:.0%} of the best, which is at {recording.optimum:.4f} x floor.",
-        "Mean share of the optimum's speed, and share of seeds within "
+        "Mean share of the optimum's speed and its standard error, and share of seeds within "
         f"{CLOSE:.0%} of it, after so many evaluations:",
         "",
-        f"{'search':18}{'seeds':>6}" + "".join(f"{count:>16}" for count in checkpoints),
+        f"{'search':18}{'seeds':>6}" + "".join(f"{count:>22}" for count in checkpoints),
     ]
     for row in compared:
-        pairs = zip(row.reached, row.close, strict=True)
-        cells = [f"{reached:.3f}  {close:.0%}" for reached, close in pairs]
-        lines.append(f"{row.name:18}{row.seeds:>6}" + "".join(f"{cell:>16}" for cell in cells))
+        triples = zip(row.reached, row.errors, row.close, strict=True)
+        cells = [f"{reached:.3f} ±{error:.3f}  {close:.0%}" for reached, error, close in triples]
+        lines.append(f"{row.name:18}{row.seeds:>6}" + "".join(f"{cell:>22}" for cell in cells))
     return "\n".join(lines)

@@ -21,7 +21,7 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 
 from benchmarks.search_replay.recording import Recording
-from benchmarks.search_replay.rivals import RepairingSampler, most_improvement_expected
+from benchmarks.search_replay.rivals import RepairingSampler, best_odds, most_improvement
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.session import SLOW
 from generator.kernels.geometry import Config
@@ -204,10 +204,11 @@ def committed_trials(gpu: str) -> list[Timed]:
     return [(s.problem, times_of(s.records)) for s in studies if s.evidence == "measured"]
 
 
-def by_forest(replayed: Replayed, trials: int, seed: int) -> list[float]:
-    """The search of this tuner with a random forest's expected improvement, and the same in all
-    else."""
-    with patch.object(sampler, "most_promising", most_improvement_expected):
+def by_surrogate(
+    replayed: Replayed, trials: int, seed: int, surrogate: Callable[..., int | None]
+) -> list[float]:
+    """The search of this tuner with another surrogate, and the same in all else."""
+    with patch.object(sampler, "most_promising", surrogate):
         return by_tuner(replayed, trials, seed)
 
 
@@ -217,7 +218,8 @@ SEARCHES: Mapping[str, Callable[[Replayed, int, int], list[float]]] = {
     "GP": partial(by_sampler, kind=GPSampler),
     "TPE, liar": partial(by_sampler, kind=TPESampler, multivariate=True, constant_liar=True),
     "TPE": partial(by_sampler, kind=TPESampler, multivariate=True, constant_liar=False),
-    "forest": by_forest,
+    "odds alone": partial(by_surrogate, surrogate=best_odds),
+    "improvement alone": partial(by_surrogate, surrogate=most_improvement),
     "this tuner": by_tuner,
     "this tuner, warm": by_tuner_with_studies,
 }

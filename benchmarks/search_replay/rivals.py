@@ -1,20 +1,24 @@
-"""What the search is compared with: Optuna's samplers, and another use of a random forest."""
+"""What the search is compared with: Optuna's samplers, and parts of its own surrogate."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from generator.kernels.geometry import Config
 from generator.search.sampler import LegalSampler
-from generator.search.surrogate import TREES, WORST, Row
+from generator.search.surrogate import (
+    Row,
+    Vector,
+    bounded_logs,
+    expected_improvement,
+    log_odds,
+)
 from generator.space.legal_configs import LegalConfigs
 
 
@@ -35,35 +39,36 @@ class RepairingSampler(LegalSampler):
         return near or self._draw()
 
 
-def most_improvement_expected(
+def best_odds(
     tried: Sequence[Row],
     times: Sequence[float],
     pending: Sequence[Row],
     candidates: Sequence[Row],
     expected: Sequence[float],
 ) -> int | None:
-    """As `generator.search.surrogate.most_promising`, by the expected improvement that follows from
-    the mean and the spread over the trees of a regression forest, as in SMAC (Hutter, Hoos and
-    Leyton-Brown, 2011). What is pending counts as being as fast as expected."""
-    if not candidates or np.isinf(min(times, default=np.inf)):
+    """As `generator.search.surrogate.most_promising`, by the odds alone."""
+    return _best(log_odds, tried, times, pending, candidates)
+
+
+def most_improvement(
+    tried: Sequence[Row],
+    times: Sequence[float],
+    pending: Sequence[Row],
+    candidates: Sequence[Row],
+    expected: Sequence[float],
+) -> int | None:
+    """As `generator.search.surrogate.most_promising`, by the expected improvement alone."""
+    return _best(expected_improvement, tried, times, pending, candidates)
+
+
+def _best(
+    score: Callable[..., Vector],
+    tried: Sequence[Row],
+    times: Sequence[float],
+    pending: Sequence[Row],
+    candidates: Sequence[Row],
+) -> int | None:
+    logs = bounded_logs(times)
+    if not candidates or len(np.unique(logs)) < 2:
         return None
-    from sklearn.ensemble import RandomForestRegressor
-
-    rows, logs = np.array(tried), np.log(np.minimum(times, WORST * min(times)))
-    forest = RandomForestRegressor(TREES, max_features=5 / 6, random_state=0).fit(rows, logs)
-    if pending:
-        logs = np.append(logs, forest.predict(pending))
-        rows = np.vstack([rows, pending])
-        forest.fit(rows, logs)
-    found = np.array([tree.predict(candidates) for tree in forest.estimators_])
-    spreads = np.maximum(found.std(axis=0), 1e-5)
-    return int(np.argmax(improvement(logs.min() - found.mean(axis=0), spreads)))
-
-
-def improvement(gains: NDArray[np.float64], spreads: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Expected improvement, in log ratio, where `gains` are expected."""
-    z = gains / spreads
-    below = 0.5 * (1 + np.array([math.erf(value) for value in z / math.sqrt(2)]))
-    density = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-    improvement: NDArray[np.float64] = gains * below + spreads * density
-    return improvement
+    return int(np.argmax(score(tried, logs, pending, candidates)))

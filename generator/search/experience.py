@@ -17,6 +17,7 @@ from generator.kernels.knobs import KNOBS
 from generator.kernels.variant import make_variant
 from generator.problem import Problem
 from generator.search.starts import distance
+from generator.search.surrogate import WORST
 from generator.space.expressions import DERIVED
 from generator.space.legal_configs import LegalConfigs
 from generator.studies.records import UNREADABLE, Record, StudyFacts, over_median_floor
@@ -25,10 +26,8 @@ from generator.studies.study_log import StudyLog
 STUDIES = 32
 """The nearest ones, from which it learns: in the replay of three spaces more were no better, and 16
 not as good."""
-FEWEST = 100
+FEWEST_TRIALS = 100
 """With fewer trials than this nothing is learned."""
-WORST = 1.5
-"""Times beyond this many times the best of their study count as that."""
 DECAY = 0.15
 """The weight of a trial falls by a factor of e for every such step that it is behind the best."""
 
@@ -68,7 +67,7 @@ class Experience:
             used += len(rows) > before
             if used == STUDIES:
                 break
-        if len(rows) < FEWEST:
+        if len(rows) < FEWEST_TRIALS:
             raise TooFewTrialsError
         model = HistGradientBoostingRegressor(random_state=0)
         with _one_thread():

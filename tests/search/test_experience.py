@@ -15,7 +15,7 @@ from sklearn.ensemble import HistGradientBoostingRegressor
 from generator.kernels.variant import make_variant
 from generator.problem import Problem
 from generator.search.experience import (
-    FEWEST,
+    FEWEST_TRIALS,
     STUDIES,
     Experience,
     Timed,
@@ -66,8 +66,8 @@ def test_fast_trials_of_a_shape_count_most(monkeypatch: pytest.MonkeyPatch) -> N
         return model
 
     monkeypatch.setattr(HistGradientBoostingRegressor, "fit", fit)
-    Experience(LEGAL, [trials(OTHERS[0], FEWEST)])
-    order = sorted(range(FEWEST), key=given["logs"].__getitem__)
+    Experience(LEGAL, [trials(OTHERS[0], FEWEST_TRIALS)])
+    order = sorted(range(FEWEST_TRIALS), key=given["logs"].__getitem__)
     weights = [given["weights"][place] for place in order]
     assert weights == sorted(weights, reverse=True) and weights[0] > 2 * weights[-1]
 
@@ -83,7 +83,7 @@ def test_what_is_expected_is_relative_to_the_best_of_a_shape(experience: Experie
 
 
 def test_too_few_trials_are_no_experience() -> None:
-    problem, own = trials(OTHERS[0], FEWEST)
+    problem, own = trials(OTHERS[0], FEWEST_TRIALS)
     assert Experience(LEGAL, [(problem, own)])
     with pytest.raises(TooFewTrialsError):
         Experience(LEGAL, [(problem, [*own[1:], (own[0][0], inf)])])
@@ -94,7 +94,7 @@ def test_too_few_trials_are_no_experience() -> None:
 
 @pytest.mark.parametrize("knob", ["spare_sms", "cluster", "arrival"])
 def test_trials_without_a_knob_of_today_are_left_out(knob: str) -> None:
-    problem, own = trials(OTHERS[0], FEWEST)
+    problem, own = trials(OTHERS[0], FEWEST_TRIALS)
     older = [({k: v for k, v in config.items() if k != knob}, time) for config, time in own]
     with pytest.raises(TooFewTrialsError):
         Experience(LEGAL, [(problem, older)])
@@ -104,7 +104,7 @@ def test_trials_without_a_knob_of_today_are_left_out(knob: str) -> None:
 
 
 def test_the_nearest_shapes_with_times_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("generator.search.experience.FEWEST", 2)
+    monkeypatch.setattr("generator.search.experience.FEWEST_TRIALS", 2)
     _, own = trials(OTHERS[0], 1)
     studies: list[Timed] = [
         (Problem.parse(f"{64 * m}x1024:bf16"), own if m % 2 else []) for m in range(1, 90)
@@ -134,7 +134,7 @@ def test_a_sampler_with_experience_begins_with_what_it_expects(experience: Exper
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("generator.search.experience.FEWEST", 10)
+    monkeypatch.setattr("generator.search.experience.FEWEST_TRIALS", 10)
 
 
 def searched(storage: BaseStorage, shape: str, trials: int = 20, **options: Any) -> None:

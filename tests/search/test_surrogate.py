@@ -8,12 +8,21 @@ import subprocess
 import sys
 from math import inf
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from generator.paths import REPOSITORY
-from generator.search.surrogate import WORST, Row, most_promising
+from generator.search.surrogate import (
+    WORST,
+    Row,
+    bounded_logs,
+    expected_improvement,
+    improvement,
+    log_odds,
+    most_promising,
+)
 
 RNG = random.Random(5)
 ROWS = RNG.sample(
@@ -80,7 +89,10 @@ def test_a_trial_without_a_time_counts_against_its_like() -> None:
     timed = [(a, b, 0) for a in range(4) for b in range(4)]
     failed = [(a, b, 1) for a in range(4) for b in range(4)]
     found = [1.0 if a == 2 else 1.4 for a, _, _ in timed] + [inf] * len(failed)
-    assert most_promising([*timed, *failed], found, [], [(2, 9, 1), (2, 9, 0)]) == 1
+    candidates = [(2, 9, 1), (2, 9, 0)]
+    assert most_promising([*timed, *failed], found, [], candidates) == 1
+    odds = log_odds([*timed, *failed], bounded_logs(found), [], candidates)
+    assert odds[0] < 0 < odds[1]
 
 
 def test_what_is_on_its_way_counts_against_its_like() -> None:
@@ -89,13 +101,36 @@ def test_what_is_on_its_way_counts_against_its_like() -> None:
     found = [1.0 if a in (1, 4) else 1.4 for a, _ in tried]
     for near, other in ((1, 4), (4, 1)):
         pending = [(near, b) for b in range(4, 10)]
-        assert most_promising(tried, found, pending, [(near, 10), (other, 10)]) == 1
+        candidates = [(near, 10), (other, 10)]
+        assert most_promising(tried, found, pending, candidates) == 1
+        odds = log_odds(tried, bounded_logs(found), pending, candidates)
+        assert odds[0] < odds[1]
+
+
+def test_what_is_on_its_way_is_expected_to_bring_no_more() -> None:
+    """Once it is on its way, a config promises no more than before, and many of them less."""
+    logs = bounded_logs(TIMES)
+    before = expected_improvement(TRIED, logs, [], CANDIDATES)
+    after = expected_improvement(TRIED, logs, CANDIDATES, CANDIDATES)
+    assert (before > 0).all()
+    assert after.sum() < 0.9 * before.sum()
 
 
 @pytest.mark.parametrize("found", [[], [1.2] * 5, [inf] * 5])
 def test_nothing_is_chosen_where_nothing_tells_candidates_apart(found: list[float]) -> None:
     assert most_promising(TRIED[: len(found)], found, [TRIED[9]], CANDIDATES) is None
     assert most_promising(TRIED, TIMES, [], []) is None
+
+
+@given(gains=st.lists(st.floats(-0.5, 0.5), min_size=2, max_size=9), spread=st.floats(1e-3, 0.5))
+def test_more_improvement_is_expected_of_more_gain_and_of_more_spread(
+    gains: list[float], spread: float
+) -> None:
+    spreads = np.full(len(gains), spread)
+    found = improvement(np.array(gains), spreads)
+    assert (found >= np.maximum(gains, 0) - 1e-9).all()
+    assert (np.diff(found[np.argsort(gains)]) >= -1e-12).all()
+    assert (improvement(np.array(gains), 2 * spreads) >= found - 1e-12).all()
 
 
 def test_scikit_learn_is_loaded_when_the_surrogate_is_first_asked() -> None:
