@@ -21,6 +21,7 @@ def end_with_parent(niceness: int = 0, sigterm: signal.Handlers = signal.SIG_DFL
     that of this process. sigterm: SIG_IGN where the parent decides what ends when, as a batch
     system sends it to every process of a job."""
     os.nice(niceness)
+    signal.set_wakeup_fd(-1)  # a forked process has its parent's pipe, too
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, sigterm)  # a forked process has its parent's handler
     parent = parent_process()

@@ -99,19 +99,13 @@ def exclusive_run(out: Path, shared: bool = False, database: Path | None = None)
 
 @contextmanager
 def _signals(stop: Stop) -> Iterator[None]:
-    since = 0.0
-
     def on_alarm(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal since
-        at = time.monotonic()
         if stop.signal is not None:
-            if at - since >= SAME_SIGNAL_SECONDS:
-                os._exit(128 + number)  # workers end with their parent
             return
-        since, stop.signal = at, number  # the next signal may come between two lines
+        stop.signal = number  # the next signal may come between two lines
         if stop.at_once:
             signal.setitimer(signal.ITIMER_REAL, INTERRUPT_SECONDS)
             return
@@ -126,11 +120,42 @@ def _signals(stop: Stop) -> Iterator[None]:
     }
     before[signal.SIGALRM] = signal.signal(signal.SIGALRM, on_alarm)
     try:
-        yield
+        with _second_signal_ends():
+            yield
     finally:
         stop.cancel_alarm()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _second_signal_ends() -> Iterator[None]:
+    """End the process at a signal that comes at least SAME_SIGNAL_SECONDS after the first. Python
+    runs a handler when the main thread gets to it, which can be a whole trial later, for example
+    where the kernel gave the signal to another thread. So a thread takes the time, of what is
+    written to a pipe the moment a signal arrives."""
+    arrivals, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def watch() -> None:
+        first = None
+        while number := os.read(arrivals, 1):
+            if number[0] in (signal.SIGINT, signal.SIGTERM):
+                at = time.monotonic()
+                first = first or at
+                if at - first >= SAME_SIGNAL_SECONDS:
+                    os._exit(128 + number[0])  # workers end with their parent
+
+    thread = threading.Thread(target=watch, name="second signal", daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        thread.join()
+        os.close(arrivals)
 
 
 @contextmanager

@@ -88,6 +88,10 @@ class Run:
         path = self.folder / "said"
         return path.read_text() if path.exists() else ""
 
+    def answered(self) -> int:
+        """Trials that a worker has finished."""
+        return sum(entry.get("event") == "answer" for entry in self.log.read())
+
     def start(self) -> Any:
         driver = forks().Process(target=drive, args=(self,))
         driver.start()

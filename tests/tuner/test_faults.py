@@ -6,9 +6,8 @@ import errno
 import os
 import random
 import signal
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,7 +38,7 @@ from generator.tuner.plan import Plan
 from generator.tuner.run import Outcome, tune
 from tests.support.fake_gpu import OUTCOME, FakeCompiler, FakeGpu, Landscape, Log, born, key
 from tests.support.fake_run import Killer, Run, forks, little_space
-from tests.support.patience import patience
+from tests.support.patience import await_, patience
 from tests.support.synthetic import PROBLEM, TARGET
 
 CONFIGS: list[Config] = LegalConfigs(little_space(), PROBLEM, TARGET).first(1000)  # type: ignore[assignment]
@@ -278,24 +277,13 @@ def test_finals_that_break_for_no_known_reason_are_given_up_with_a_sentence(tmp_
 # ---- Endings ------------------------------------------------------------------------------------
 
 
-def await_(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + patience(60)
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def answered(run: Run) -> int:
-    return sum(entry.get("event") == "answer" for entry in run.log.read())
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_first_signal_ends_the_run_after_the_trial_under_way(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     run = Run(tmp_path, Landscape(key(SOUND[5])), seconds=0.015)
     driver = run.start()
-    await_(lambda: answered(run) >= 5)
+    await_(lambda: run.answered() >= 5)
     # Terminals and batch systems send it to all processes of a run.
     for entry in run.log.read():
         if entry.get("role") and entry["role"] != "compiler" and born(entry["pid"]):
@@ -303,51 +291,11 @@ def test_first_signal_ends_the_run_after_the_trial_under_way(
     driver.join(patience(60))
     assert run.said == "interrupted"
     known = run.records()
-    assert 5 <= len(known) == answered(run) < 96
+    assert 5 <= len(known) == run.answered() < 96
     run.start().join(patience(60))
     assert run.said == run.landscape.champion
     assert run.records()[: len(known)] == known
     check_log(run, Counter(), run.records())
-
-
-def test_signals_in_quick_succession_are_one(tmp_path: Path) -> None:
-    """`timeout` signals the run and then its process group, which is the run again."""
-    run = Run(tmp_path, Landscape(), seconds=1.0)
-    driver = run.start()
-    await_(lambda: any(entry.get("event") == "begin" for entry in run.log.read()))
-    end = time.monotonic() + 0.3
-    while time.monotonic() < end:  # the handler of one is running when the next one comes
-        os.kill(driver.pid, signal.SIGTERM)
-    driver.join(patience(60))
-    assert run.said == "interrupted"
-    assert len(run.records()) == answered(run) == 1
-
-
-def test_ctrl_c_does_not_wait_for_a_trial_that_takes_long(tmp_path: Path) -> None:
-    run = Run(tmp_path, Landscape(), seconds=30.0)
-    driver = run.start()
-    await_(lambda: any(entry.get("event") == "begin" for entry in run.log.read()))
-    start = time.monotonic()
-    os.kill(driver.pid, signal.SIGINT)
-    driver.join(60)
-    assert time.monotonic() - start < 15, "a trial takes 30 s"
-    assert run.said == "interrupted"
-
-
-def test_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
-    run = Run(tmp_path, Landscape(), seconds=30.0)
-    driver = run.start()
-    await_(lambda: any(entry.get("event") == "begin" for entry in run.log.read()))
-    start = time.monotonic()
-    os.kill(driver.pid, signal.SIGTERM)
-    while driver.is_alive():
-        os.kill(driver.pid, signal.SIGTERM)
-        time.sleep(0.05)
-    assert lifecycle.SAME_SIGNAL_SECONDS <= time.monotonic() - start < 25, "a trial takes 30 s"
-    driver.join(patience(60))
-    assert driver.exitcode == 128 + signal.SIGTERM
-    workers = [entry for entry in run.log.read() if entry.get("role") == "worker"]
-    await_(lambda: not any(born(w["pid"]) == w["born"] for w in workers))
 
 
 @pytest.mark.slow
