@@ -137,11 +137,9 @@ def summary(
     }
 
 
-def run(
-    args: argparse.Namespace, gpu: Supervisor, target: Target, pool: Pool, until: float
-) -> None:
-    """Measure all groups, narrow vectors and large brackets first. Raises NormforgeError when there
-    is no working GPU any more."""
+def run(args: argparse.Namespace, gpu: Supervisor, target: Target, pool: Pool, until: float) -> int:
+    """Measure all groups, narrow vectors and large brackets first; how many were not. Raises
+    NormforgeError when there is no working GPU any more."""
     sizes = [size for size in sorted(set(args.sizes)) if size >= ITEMSIZE[args.dtype]]
     groups = [
         Group(size, columns, args.dtype, args.weight_dtype)
@@ -180,6 +178,7 @@ def run(
             best = [row["layout"] for row in found["best"][:1]]
             winners[size, columns] = {n: m for n, m in made.items() if str(layout_of(m[0])) in best}
         write_json(args.out, document)
+    return len(document["left"])
 
 
 def on_this_gpu(args: argparse.Namespace) -> int:
@@ -189,8 +188,7 @@ def on_this_gpu(args: argparse.Namespace) -> int:
     with closing(Supervisor(0, open_handler=LayoutSession)) as gpu:
         target = target_of(gpu.facts, args.gpu)
         with CompilePool(target.arch, spare_cores()) as pool:
-            run(args, gpu, target, pool, until)
-    return 0
+            return 1 if run(args, gpu, target, pool, until) else 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -198,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = command_line(__doc__, "out", gpu="auto", seconds=540.0, seed=0)
     parser.add_argument("--dtype", choices=tuple(ITEMSIZE), default="bf16", help="of x")
     parser.add_argument("--weight-dtype", choices=("fp32",), default="", help="where not x's")
-    parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES[:3])
+    parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES)
     parser.add_argument(
         "--columns", type=int, nargs="+", choices=FINE, default=FINE, help="brackets"
     )

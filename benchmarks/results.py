@@ -34,7 +34,7 @@ Environment = dict[str, Any]
 OURS = "ours"
 LONGEST = (100, 100, 2500)
 """Characters of an entry on one line: of the document, of its entries, and of all below."""
-SAME = ("gpu", "driver", "torch", "triton", "peers", "module")
+SAME = ("gpu", "driver", "torch", "triton", "peers", "module", "harness")
 """What must not differ between the rows of one file. Of the module, its digest."""
 
 
@@ -78,9 +78,12 @@ class Results:
             return cls(path, environment)
         found = cls.read(path)
         _check_same(path, found.environment, environment, SAME)
-        merged = {**environment, "date": found.environment["date"]}
-        merged["peers"] = {**found.environment["peers"], **environment["peers"]}
-        return cls(path, merged, found.rows)
+        if lost := found.environment["peers"].keys() - environment["peers"].keys():
+            raise NormforgeError(
+                f"{path} has {', '.join(sorted(lost))}, which a row that is measured again would "
+                "lose: let them take part with --peers, or leave out --resume"
+            )
+        return cls(path, {**environment, "date": found.environment["date"]}, found.rows)
 
     @property
     def rows(self) -> list[Row]:
@@ -139,7 +142,7 @@ def _check_same(path: Path, old: Environment, new: Environment, same: Iterable[s
         if key == "module":
             before, now = (value and value["digest"] for value in (before, now))
         if key == "peers" and isinstance(before, dict) and isinstance(now, dict):
-            # A peer may be left out this time.
+            # More peers may take part this time.
             before = {name: before[name] for name in before.keys() & now.keys()}
             now = {name: now[name] for name in before}
         if before != now:

@@ -146,8 +146,8 @@ def run(args: argparse.Namespace) -> int:
             environment = {**measured.facts, "date": today()}
             document = {"environment": environment, "trials": args.trials, "rows": rows}
             write_json(args.out, document)
-    if left := len(cases) - len(found):
-        say(f"untuned.py: {left} shapes are left")
+    if left := len(cases) - len(rows):
+        say(f"untuned.py: {left} shapes are left, or no kernel was found for them")
     return 1 if left else 0
 
 

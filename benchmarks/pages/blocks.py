@@ -11,12 +11,14 @@ from benchmarks.pages.comparison import COMPARISON_BLOCKS
 from benchmarks.pages.method import METHOD_BLOCKS
 from benchmarks.pages.notes import NOTE_BLOCKS
 from benchmarks.pages.performance import PERFORMANCE_BLOCKS
+from benchmarks.pages.training import TRAINING_BLOCKS
 from generator.paths import REPOSITORY
 
 BLOCK = re.compile(r"(<!-- numbers: (\w+) -->\n).*?(<!-- end of numbers -->)", re.S)
 BLOCKS: dict[str, Callable[[], str]] = {
     **ACCURACY_BLOCKS,
     **COMPARISON_BLOCKS,
+    **TRAINING_BLOCKS,
     **METHOD_BLOCKS,
     **NOTE_BLOCKS,
     **PERFORMANCE_BLOCKS,

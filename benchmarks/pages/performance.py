@@ -68,7 +68,7 @@ def tuned_lengths() -> str:
 def goal_table() -> str:
     """The goals that were set for the H200, and what the comparison says about them."""
     found = [
-        (goal.text, goal.limit, goal.reached if goal.met else f"**missed**: {goal.reached}")
+        (goal.text, goal.limit, "**missed**: " * (goal.met is False) + goal.reached)
         for goal in goals(read("h200")["rows"])
     ]
     costs = overheads()

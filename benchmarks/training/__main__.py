@@ -24,12 +24,13 @@ import time
 from typing import Any
 
 from benchmarks.command import command_line, exit_code, say
-from benchmarks.gpu import open_session
+from benchmarks.gpu import open_session, target_of
 from benchmarks.peers.peer import installed_version
-from benchmarks.results import kept, machine, write_json
+from benchmarks.results import kept, machine, module_facts, write_json
 from benchmarks.training.steps import BLOCKS, TOKENS, Case, measure
 from benchmarks.training.summary import plot
 from generator.errors import NormforgeError
+from generator.paths import GENERATED
 
 CASES = (
     "llama3_8b,4096,eager",
@@ -43,9 +44,11 @@ CASES = (
 )
 ENVIRONMENT = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Of the processes: with it cuBLAS repeats its bits, which deterministic algorithms ask for."""
-SAME = ("gpu", "driver", "torch", "tokens", "blocks")
-"""What must not differ between the processes of one file."""
 PACKAGES = ("triton", "liger-kernel", "quack-kernels")
+SAME = ("gpu", "driver", "torch", *PACKAGES, "tokens", "blocks", "rounds", "warmups", "kernels")
+"""What must not differ between the processes of one file."""
+OPERATIONS = ("rmsnorm_backward", "rmsnorm_invariant_backward")
+"""Of the packages whose kernels take part."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--resume", action="store_true", help="keep what --out has")
     found.add_argument("--render", action="store_true", help="only draw the plot of --out")
     found.add_argument("--one", help=argparse.SUPPRESS)  # a case, in this process
-    found.add_argument("--with-bits", action="store_true", help=argparse.SUPPRESS)
+    found.add_argument("--process", type=int, default=0, help=argparse.SUPPRESS)
     return found
 
 
@@ -71,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         asked.error(f"{error} is no case: MODEL,LENGTH,MODE[,checkpoint]")
     if args.one:
-        print(json.dumps(measure(cases[0], args.rounds, args.warmups, args.with_bits)))
+        print(json.dumps(measure(cases[0], args.rounds, args.warmups, args.process)))
         return 0
     if args.out is None:
         asked.error("--out is missing")
@@ -90,7 +93,7 @@ def measure_and_plot(cases: list[Case], args: argparse.Namespace) -> int:
 def run(cases: list[Case], args: argparse.Namespace) -> int:
     """Measure what is missing; returns the exit code. Raises NormforgeError."""
     until = time.monotonic() + args.seconds
-    here = environment()
+    here = environment(args.rounds, args.warmups)
     former = kept(args.out, here, SAME) if args.resume else {}
     document: dict[str, Any] = {"environment": here, "cases": former.get("cases", {})}
     left = 0
@@ -103,7 +106,7 @@ def run(cases: list[Case], args: argparse.Namespace) -> int:
             began = time.monotonic()
             one = [sys.executable, "-m", "benchmarks.training", "--one", str(case)]
             one += ["--rounds", str(args.rounds), "--warmups", str(args.warmups)]
-            one += ["--with-bits"] * (number == 0)
+            one += ["--process", str(number)]
             done = subprocess.run(one, capture_output=True, text=True, check=False, env=ENVIRONMENT)
             if done.returncode:
                 say(f"{case}: {done.stderr[-2000:]}")
@@ -115,11 +118,16 @@ def run(cases: list[Case], args: argparse.Namespace) -> int:
     return 1 if left else 0
 
 
-def environment() -> dict[str, Any]:
-    """The GPU, the software and what all steps have in common."""
+def environment(rounds: int, warmups: int) -> dict[str, Any]:
+    """The GPU, the software, the packages and what all steps have in common."""
     versions = {name: installed_version(name) for name in PACKAGES}
     common = {"tokens": TOKENS, "blocks": BLOCKS, "dtype": "bf16"}
-    return {**machine(open_session().facts), **versions, **common}
+    common |= {"rounds": rounds, "warmups": warmups}
+    session = open_session()
+    gpu = target_of(session.facts).name
+    packages = (GENERATED / gpu / operation for operation in OPERATIONS)
+    kernels = {p.name: module_facts(p)["digest"] for p in packages if p.exists()}
+    return {**machine(session.facts), **versions, **common, "kernels": kernels}
 
 
 if __name__ == "__main__":

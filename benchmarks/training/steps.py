@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,17 +126,15 @@ class Steps:
 
         return model
 
-    def time(self, rounds: int, warmups: int) -> dict[str, list[float]]:
-        """Milliseconds of every step. All ways take turns, in a random order every round: none
-        always follows the same other one. The first step on an idle GPU takes longer than others
-        and is not timed."""
+    def time(self, rounds: int, warmups: int, seed: int) -> dict[str, list[float]]:
+        """Milliseconds of every step. All ways take turns, in `orders` by the seed. The first step
+        on an idle GPU takes longer than others and is not timed."""
         names = list(self.calls)
         found: dict[str, list[float]] = {name: [] for name in names}
-        shuffled = random.Random(0)
-        for number in range(warmups + rounds):
+        for number, order in enumerate(orders(names, warmups + rounds, seed)):
             self.calls[names[0]]()
             events = {}
-            for name in shuffled.sample(names, len(names)):
+            for name in order:
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
                 self.calls[name]()
@@ -172,12 +170,25 @@ class Steps:
         return sum(e.self_device_time_total for e in events if NORMS.search(e.key)) / 1e3
 
 
-def measure(case: Case, rounds: int, warmups: int, with_bits: bool) -> dict[str, Any]:
-    """What one process finds out about a case: milliseconds of every step by way; with_bits:
-    whether bits repeat and, of eager steps, what norms take; and why ways are missing."""
+def orders(names: Sequence[str], rounds: int, seed: int) -> list[list[str]]:
+    """The order of every round, from random Latin squares: in as many rounds as there are names,
+    each takes every place once, and none always follows the same other one."""
+    rng, count = random.Random(seed), len(names)
+    found: list[list[str]] = []
+    while len(found) < rounds:
+        columns, mixed = rng.sample(range(count), count), rng.sample(names, count)
+        square = [[mixed[(row + column) % count] for column in columns] for row in range(count)]
+        found += rng.sample(square, count)
+    return found[:rounds]
+
+
+def measure(case: Case, rounds: int, warmups: int, process: int) -> dict[str, Any]:
+    """What one process finds out about a case: milliseconds of every step by way, and why ways are
+    missing. The first of several processes, number 0, also finds out whether bits repeat and, of
+    eager steps, what norms take."""
     steps = Steps(case, torch.device("cuda"))
-    found: dict[str, Any] = {"ms": steps.time(rounds, warmups), "missing": steps.reasons}
-    if with_bits:
+    found: dict[str, Any] = {"ms": steps.time(rounds, warmups, process), "missing": steps.reasons}
+    if process == 0:
         found["repeats_bits"] = {name: steps.repeats_bits(name) for name in steps.calls}
         if case.mode == "eager":
             found["norm_ms"] = {name: steps.norm_ms(name) for name in steps.calls}

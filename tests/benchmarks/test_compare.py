@@ -232,6 +232,15 @@ def test_rows_of_other_conditions_are_not_resumed(tmp_path: Path, key: str, valu
         Results.resume(path, {**ENVIRONMENT, key: value})
 
 
+def test_a_resumed_run_loses_no_peer(tmp_path: Path) -> None:
+    """A row that lacks a new peer is measured again, with all that take part."""
+    path = tmp_path / "r.json"
+    both = {**ENVIRONMENT, "peers": {"aten": "torch 2.11", "quack": "quack-kernels 0.6"}}
+    Results(path, both, [row(EVERY[0])]).write()
+    with pytest.raises(NormforgeError, match=r"has quack, which a row .* would lose"):
+        Results.resume(path, {**both, "peers": {"aten": "torch 2.11", "cudnn": "cuDNN 9"}})
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"rows": []}', '{"environment": {}, "rows": [1]}'])
 def test_a_damaged_results_file_is_refused_with_a_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "h200.json"

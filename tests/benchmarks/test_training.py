@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from benchmarks.training import __main__ as command
 from benchmarks.training import model, ways
-from benchmarks.training.steps import NORMS, Case, Steps
+from benchmarks.training.steps import NORMS, Case, Steps, orders
 from benchmarks.training.summary import Gain, cases
 from benchmarks.training.ways import BASELINE, Named, Way
 
@@ -96,6 +100,27 @@ def test_other_cases_are_refused(text: str, capsys: pytest.CaptureFixture[str]) 
     assert "MODEL,LENGTH,MODE" in capsys.readouterr().err
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(count=st.integers(1, 8), rounds=st.integers(1, 40), seed=st.integers(0, 5))
+def test_orders_are_balanced(count: int, rounds: int, seed: int) -> None:
+    names = [f"way {number}" for number in range(count)]
+    found = orders(names, rounds, seed)
+    assert len(found) == rounds
+    for first in range(0, rounds - count + 1, count):
+        for places in zip(*found[first : first + count], strict=True):
+            assert sorted(places) == names
+    assert all(sorted(order) == names for order in found)
+    assert found == orders(names, rounds, seed)
+
+
+def test_processes_have_orders_of_their_own() -> None:
+    names = list("abcdefg")
+    assert orders(names, 30, 0) != orders(names, 30, 1)
+    before = Counter(pair for order in orders(names, 70, 0) for pair in pairwise(order))
+    assert len(before) == 42, "one never follows another"
+    assert max(before.values()) < 20, "one nearly always follows the same other"
+
+
 def test_kernels_of_norms_are_known_by_name() -> None:
     names = (
         *("rmsnorm_backward", "sum_partials", "rmsnorm_forward", "_rms_norm_backward_kernel"),
@@ -130,7 +155,7 @@ def test_resume_refuses_a_file_of_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = {"gpu": "NVIDIA H200", "driver": "1", "torch": "2", "tokens": 3, "blocks": 4}
-    monkeypatch.setattr(command, "environment", lambda: here)
+    monkeypatch.setattr(command, "environment", lambda *counts: here)
     out = tmp_path / "out.json"
     text = json.dumps({"environment": here | {"gpu": "NVIDIA L40S"}, "cases": {}})
     out.write_text(text)

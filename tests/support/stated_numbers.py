@@ -75,7 +75,7 @@ def search() -> list[str]:
         f"the {WORD[len(sampler.STEP)]} best trials and {sampler.DRAWN} new random configs",
         f"from the {experience.STUDIES} nearest studies",
         f"for every {percent(surrogate.SCALE)} that a candidate",
-        f"fewer than {experience.FEWEST} trials",
+        f"fewer than {experience.FEWEST_TRIALS} trials",
         f"The last {percent(proposals.OVERHEAD_SHARE)} of the trials"
         f" (at most {percent(proposals._MAX_OVERHEAD_SHARE)} of a small budget)",
         f"Up to {finals.SHORTLIST} of the best trials",
@@ -336,15 +336,19 @@ def performance() -> list[str]:
     training = next(iter(read("training_h200")["cases"].values()))
     host = read("host_time_h200")
     passes = host["ratios of the passes"]
+    only_dw, added = (
+        host["whole calls"][f"rmsnorm_backward, {what}"] for what in ("dw only", "main_grad")
+    )
     return [
         f"`evict_last` and then writes {l2_flush.FLUSH_BYTES >> 20} MB",
         f"driver {measured_by['driver']}, NVRTC {nvrtc},"
         f" PyTorch {measured_by['torch'].rpartition('.')[0]}",
         f"interleaved all implementations at {len(read('h200')['rows'])} shapes",
         f"Plain reads of {flushes.READ_BYTES >> 20} MB inside",
-        f"so they ran at {peers} of the shapes only",
+        f"They ran at {peers} of the shapes only",
         f"then {len(training[0]['ms']['pytorch'])} timed ones in each of {WORD[len(training)]}",
         f"median of {WORD[len(next(iter(passes.values())))]} passes",
+        f"adds to `main_grad` takes {added:.1f} µs, and one that computes only dw {only_dw:.1f} µs",
         f"within {PLAN_SECONDS:.0f} seconds",
         f"forward and backward of {WORD[BLOCKS]} transformer blocks",
         f"on {TOKENS:,} tokens",
