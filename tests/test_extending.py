@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from generator.emulate import find_compiler
+from generator.emulate.build import DEFAULT_CACHE
 from generator.paths import REPOSITORY
 from generator.target import load_targets
 
@@ -41,6 +42,10 @@ def copy(tmp_path: Path) -> Path:
     for name in ("generator", "templates", "search_spaces"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=ignored)
+    built = DEFAULT_CACHE.relative_to(REPOSITORY)  # named by its content, so it stays right
+    (tmp_path / built).mkdir(parents=True)
+    for emulator in DEFAULT_CACHE.glob("emulator-*.o"):
+        shutil.copy2(emulator, tmp_path / built)
     return tmp_path
 
 

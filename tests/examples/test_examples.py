@@ -7,10 +7,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from generator.cli.main import make_parser
 from generator.package.emit import emit_package
 from generator.paths import REPOSITORY
 from generator.target import find_target
@@ -150,6 +152,27 @@ def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_every_example_is_run() -> None:
     assert {line.split()[0] for line in LINES} == {path.name for path in EXAMPLES.glob("*.py")}
+
+
+def test_slurm_script_starts_one_tuner_on_all_gpus_of_a_node(tmp_path: Path) -> None:
+    """With a database that is there already; `srun` says what it was told to run."""
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    storage = "postgresql+psycopg://tuner@host/normforge"
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(REPOSITORY),
+        "SLURM_GPUS_ON_NODE": "8",
+        "PYTHON": sys.executable,
+        "NORMFORGE_STORAGE": storage,
+    }
+    command = ["bash", str(EXAMPLES / "slurm" / "tune.sbatch"), "--gpu", "h200"]
+    told = subprocess.check_output(command, env=environment, text=True).splitlines()
+    program = told.index("tune.py")
+    assert told[program - 1] == sys.executable
+    args = make_parser().parse(told[program + 1 :])
+    assert (args.gpu, args.devices, args.storage) == ("h200", tuple(range(8)), storage)
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -89,7 +89,8 @@ def compile_with(cache: Path, *packages: Path) -> list[dict[str, list[int]]]:
 def test_compiled_code_is_kept_for_its_package_alone(tmp_path: Path) -> None:
     one, other = emit(tmp_path / "one", "one GPU"), emit(tmp_path / "other", "another GPU")
     newer = emit(tmp_path / "newer", "one GPU")  # the tables of `one`, and later code
-    with (newer / "runtime" / "reference.py").open("a") as file:
+    with (newer / "runtime" / "serve" / "reference.py").open("r+") as file:
+        assert file.read()
         file.write("\n# Another formula.\n")
     cache = tmp_path / "cache"
     # Forward and backward are two graphs.
