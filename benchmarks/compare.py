@@ -93,6 +93,7 @@ def compare(args: argparse.Namespace) -> int:
     results = Results(args.out, environment)
     if args.resume:
         results = Results.resume(args.out, environment)
+        plan.check_resumed(results, missing)
     results.write()
     tasks = [
         (peer, problem) for problem in plan.remaining(results) for peer in plan.peers_of(problem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -71,6 +71,18 @@ class Plan:
             if not results.has(problem, [peer.name for peer in self.peers_of(problem)])
         ]
         return sorted(missing, key=lambda problem: problem in self.tuned)
+
+    def check_resumed(self, results: Results, missing: Mapping[str, str]) -> None:
+        """Raise NormforgeError where a row is to be measured again without all of its peers.
+        missing: why peers take no part."""
+        for problem in self.remaining(results):
+            before = (results.row(problem) or {"peers": {}})["peers"]
+            if lost := sorted(before.keys() - {peer.name for peer in self.peers_of(problem)}):
+                why = "".join(f" ({missing[name]})" for name in lost if name in missing)
+                raise NormforgeError(
+                    f"{problem} would be measured again, without {', '.join(lost)}{why}: let them "
+                    "take part with --peers and --tuned, or leave out --resume"
+                )
 
 
 class Comparison:

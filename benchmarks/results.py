@@ -78,12 +78,9 @@ class Results:
             return cls(path, environment)
         found = cls.read(path)
         _check_same(path, found.environment, environment, SAME)
-        if lost := found.environment["peers"].keys() - environment["peers"].keys():
-            raise NormforgeError(
-                f"{path} has {', '.join(sorted(lost))}, which a row that is measured again would "
-                "lose: let them take part with --peers, or leave out --resume"
-            )
-        return cls(path, {**environment, "date": found.environment["date"]}, found.rows)
+        merged = {**environment, "date": found.environment["date"]}
+        merged["peers"] = {**found.environment["peers"], **environment["peers"]}
+        return cls(path, merged, found.rows)
 
     @property
     def rows(self) -> list[Row]:
@@ -142,12 +139,13 @@ def _check_same(path: Path, old: Environment, new: Environment, same: Iterable[s
         if key == "module":
             before, now = (value and value["digest"] for value in (before, now))
         if key == "peers" and isinstance(before, dict) and isinstance(now, dict):
-            # More peers may take part this time.
+            # Others may take part this time.
             before = {name: before[name] for name in before.keys() & now.keys()}
             now = {name: now[name] for name in before}
         if before != now:
+            was = "does not say its" if before is None else "was measured with another"
             raise NormforgeError(
-                f"{path} was measured with another {key} ({before}, now {now}): "
+                f"{path} {was} {key} ({before}, now {now}): "
                 "leave out --resume to measure everything again"
             )
 

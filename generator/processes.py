@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -46,15 +47,17 @@ def shielded() -> Iterator[None]:
 
 
 def end_pool(pool: ProcessPoolExecutor) -> None:
-    """End the processes of a pool, whatever they are doing."""
+    """End the processes of a pool, whatever they are doing. They must not have been forked while
+    other children ran, which would hold on to their pipes."""
     processes = list((pool._processes or {}).values())
     manager: Thread | None = pool._executor_manager_thread  # type: ignore[assignment]
     results: Any = pool._result_queue
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
         process.kill()
+    until = time.monotonic() + MANAGER_SECONDS
     for process in processes:
-        process.join(MANAGER_SECONDS)
+        process.join(max(0.0, until - time.monotonic()))
     if manager is not None:
         # Of a result that a process has sent only in part, the thread would wait for the rest, and
         # Python for the thread, for ever: now that nobody else can send, this is the end of it.

@@ -90,22 +90,37 @@ def _target(name: str, entry: dict[str, Any]) -> Target:
         *("barriers_per_sm", "max_vector_bytes"),
     )
 
+    def check(field: str, right: bool, wanted: str) -> None:
+        if not right:
+            raise ValueError(f"{field} is {entry[field]!r}, and not {wanted}")
+
+    def count(field: str) -> int:
+        value = entry[field]
+        check(field, type(value) is int and value > 0, "a whole number above 0")
+        return int(value)
+
     def number(field: str) -> float:
         value = entry[field]
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise ValueError(f"{field} is {value!r}, and not a number above 0")
+        number = type(value) in (int, float) and 0 < value < math.inf
+        check(field, number, "a number above 0 (YAML wants a sign in 4.8e+3)")
         return float(value)
 
+    names, capability = entry["device_names"], entry["compute_capability"]
+    text = isinstance(names, list) and all(type(part) is str and part for part in names)
+    check("device_names", text and bool(names), "a list of names")
+    integers = isinstance(capability, list) and [type(part) for part in capability] == [int, int]
+    check("compute_capability", integers, "a list like [9, 0]")
+    check("has_bulk_copy", type(entry["has_bulk_copy"]) is bool, "true or false")
     target = Target(
         name=name,
         title=str(entry["title"]),
-        device_names=tuple(entry["device_names"]),
+        device_names=tuple(names),
         arch=str(entry["arch"]),
-        compute_capability=tuple(entry["compute_capability"]),
-        **{count: int(number(count)) for count in counts},
-        smem_per_sm=int(number("smem_per_sm_kib")) * 1024,
-        smem_per_cta=int(number("smem_per_cta_kib")) * 1024,
-        has_bulk_copy=bool(entry["has_bulk_copy"]),
+        compute_capability=(capability[0], capability[1]),
+        **{field: count(field) for field in counts},
+        smem_per_sm=count("smem_per_sm_kib") * 1024,
+        smem_per_cta=count("smem_per_cta_kib") * 1024,
+        has_bulk_copy=entry["has_bulk_copy"],
         l2_bytes=int(number("l2_mib") * 1024 * 1024),
         bandwidth=number("bandwidth_gbs") * 1e9,
         clock_hz=number("clock_mhz") * 1e6,

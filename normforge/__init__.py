@@ -121,13 +121,13 @@ def tuned_packages(operation: str) -> dict[str, Tuned]:
             module = ".".join(table.parent.relative_to(here.parent).parts)
             try:
                 target = json.loads(table.read_text())["target"]
-                name, tuned = target["name"], Tuned(module, target["arch"], target["title"])
+                name, arch, title = (str(target[key]) for key in ("name", "arch", "title"))
             except (OSError, ValueError, LookupError, TypeError) as error:
                 warnings.warn(
                     f"{table} is damaged ({error}): its package is left out", stacklevel=2
                 )
                 continue
-            found.setdefault(name, tuned)
+            found.setdefault(name, Tuned(module, arch, title))
     return dict(sorted(found.items()))
 
 

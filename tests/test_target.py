@@ -131,8 +131,13 @@ def test_entry_without_a_field_is_refused_by_its_name(tmp_path: Path, field: str
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("sms", 0, "sms is 0, and not a number above 0"),
-        ("sms", "many", "sms is 'many', and not a number above 0"),
+        ("sms", 0, "sms is 0, and not a whole number above 0"),
+        ("sms", 131.9, "sms is 131.9, and not a whole number above 0"),
+        ("sms", "many", "sms is 'many', and not a whole number above 0"),
+        ("clock_mhz", "1.9e3", "clock_mhz is '1.9e3', and not a number above 0 (YAML wants a sign"),
+        ("device_names", "NVIDIA H200", "device_names is 'NVIDIA H200', and not a list"),
+        ("compute_capability", "90", "compute_capability is '90', and not a list like [9, 0]"),
+        ("has_bulk_copy", "false", "has_bulk_copy is 'false', and not true or false"),
         ("clock_mhz", -1, "clock_mhz is -1"),
         ("bandwidth_gbs", float("inf"), "bandwidth_gbs is inf"),
         ("l2_mib", True, "l2_mib is True"),

@@ -31,6 +31,7 @@ from benchmarks.training.steps import BLOCKS, TOKENS, Case, measure
 from benchmarks.training.summary import plot
 from generator.errors import NormforgeError
 from generator.paths import GENERATED
+from generator.runtime.table import FORWARD_TABLE, TABLE
 
 CASES = (
     "llama3_8b,4096,eager",
@@ -56,7 +57,9 @@ def parser() -> argparse.ArgumentParser:
     found = command_line(__doc__, out=None, seconds=3600.0)
     found.add_argument("--cases", default=";".join(CASES), help="separated by semicolons")
     found.add_argument("--processes", type=int, default=3, help="of each case")
-    found.add_argument("--rounds", type=int, default=20, help="steps of each way in a process")
+    found.add_argument(
+        "--rounds", type=int, default=20, help="least steps of each way in a process"
+    )
     found.add_argument("--warmups", type=int, default=10, help="steps before, which do not count")
     found.add_argument("--resume", action="store_true", help="keep what --out has")
     found.add_argument("--render", action="store_true", help="only draw the plot of --out")
@@ -126,7 +129,12 @@ def environment(rounds: int, warmups: int) -> dict[str, Any]:
     session = open_session()
     gpu = target_of(session.facts).name
     packages = (GENERATED / gpu / operation for operation in OPERATIONS)
-    kernels = {p.name: module_facts(p)["digest"] for p in packages if p.exists()}
+    kernels = {
+        f"{package.name}/{table}": module_facts(package, table)["digest"]
+        for package in packages
+        for table in (TABLE, FORWARD_TABLE)
+        if (package / table).exists()
+    }
     return {**machine(session.facts), **versions, **common, "kernels": kernels}
 
 

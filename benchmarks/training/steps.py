@@ -127,11 +127,12 @@ class Steps:
         return model
 
     def time(self, rounds: int, warmups: int, seed: int) -> dict[str, list[float]]:
-        """Milliseconds of every step. All ways take turns, in `orders` by the seed. The first step
-        on an idle GPU takes longer than others and is not timed."""
-        names = list(self.calls)
+        """Milliseconds of every step. All ways take turns in `orders`, for at least `rounds`
+        rounds. The first step on an idle GPU takes longer than others and is not timed."""
+        names, rng = list(self.calls), random.Random(seed)
         found: dict[str, list[float]] = {name: [] for name in names}
-        for number, order in enumerate(orders(names, warmups + rounds, seed)):
+        before = orders(names, warmups, rng)[:warmups]
+        for number, order in enumerate([*before, *orders(names, rounds, rng)]):
             self.calls[names[0]]()
             events = {}
             for name in order:
@@ -170,16 +171,16 @@ class Steps:
         return sum(e.self_device_time_total for e in events if NORMS.search(e.key)) / 1e3
 
 
-def orders(names: Sequence[str], rounds: int, seed: int) -> list[list[str]]:
-    """The order of every round, from random Latin squares: in as many rounds as there are names,
-    each takes every place once, and none always follows the same other one."""
-    rng, count = random.Random(seed), len(names)
+def orders(names: Sequence[str], rounds: int, rng: random.Random) -> list[list[str]]:
+    """The order of every round, from whole random Latin squares, and so for a few rounds more: each
+    name takes every place equally often, and none always follows the same other one."""
+    count = len(names)
     found: list[list[str]] = []
     while len(found) < rounds:
         columns, mixed = rng.sample(range(count), count), rng.sample(names, count)
         square = [[mixed[(row + column) % count] for column in columns] for row in range(count)]
         found += rng.sample(square, count)
-    return found[:rounds]
+    return found
 
 
 def measure(case: Case, rounds: int, warmups: int, process: int) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def add_operation(parser: argparse._ActionsContainer) -> None:
 def positive_number(text: str) -> int:
     if not re.fullmatch(r"-?\d+", text):
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number")
-    if len(text) > 9:
+    if len(text.lstrip("-0")) > 9:
         raise argparse.ArgumentTypeError(f"'{text[:80]}' has more than 9 digits")
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' must be above 0")

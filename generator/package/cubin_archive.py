@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import lzma
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
 from tarfile import BLOCKSIZE, TarInfo
+from typing import Any
 
 from generator.runtime.cubins import CUBINS, CUBINS_INDEX
+from generator.runtime.table import KernelOf
 
 GROUP_BYTES = 240_000
 """Most that a stream unpacks to, unless it holds a single cubin. The first launch of a kernel waits
@@ -45,12 +48,23 @@ def _header(name: str, cubin: bytes) -> bytes:
     return about.tobuf()
 
 
-def check_cubins(package: Path) -> None:
-    """Raise OSError or ValueError unless the archive of a package can be read to its end, and its
-    index."""
-    for name, read in ((CUBINS, lzma.decompress), (CUBINS_INDEX, json.loads)):
-        content = (package / name).read_bytes()
+def check_cubins(package: Path, kernels: Iterable[KernelOf[Any]]) -> None:
+    """Raise OSError or ValueError unless the archive has the machine code of these kernels."""
+    archive, content = ((package / name).read_bytes() for name in (CUBINS, CUBINS_INDEX))
+    try:
+        index = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{CUBINS_INDEX}: {error}") from error
+    streams: dict[tuple[int, int], bytes] = {}
+    for kernel in kernels:
         try:
-            read(content)
-        except (lzma.LZMAError, EOFError, ValueError) as error:
-            raise ValueError(f"{name}: {error}") from error
+            offset, size, start, length = index[kernel.file]
+            if (offset, size) not in streams:
+                streams[offset, size] = lzma.decompress(archive[offset : offset + size])
+            cubin = streams[offset, size][start : start + length]
+        except (lzma.LZMAError, EOFError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{kernel.file} is not in {CUBINS} where {CUBINS_INDEX} says ({error!r})"
+            ) from error
+        if sha256(cubin).hexdigest()[:16] != kernel.digest:
+            raise ValueError(f"{kernel.file} in {CUBINS} is not the kernel of the table")

@@ -24,15 +24,18 @@ from generator.target import Target
 def check_package(package: Path, target: Target) -> None:
     """Raise NormforgeError unless winners for `target` can be added to what is at `package`."""
     check_writable(package)
-    if _read_table(package, target) is not None:
+    table, forward = _read_table(package, target), read_forward_table(package)
+    if table is not None:
+        kernels: list[KernelOf[Any]] = [*(tuned.kernel for tuned in table.tuned), *table.fallback]
+        if forward is not None:
+            kernels += [*(tuned.kernel for tuned in forward.tuned), *forward.fallback]
         try:
-            check_cubins(package)
+            check_cubins(package, kernels)
         except (OSError, ValueError) as error:
             raise NormforgeError(
                 f"the kernels of {package} are damaged ({error}): restore them, or move the folder "
                 "away, and the same command writes it again from the trials that it finds"
             ) from error
-    read_forward_table(package)
 
 
 def emit_package(

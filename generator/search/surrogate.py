@@ -6,8 +6,8 @@ improvement (LFBO: Song, Yu, Neiswanger and Ermon, "A General Recipe for Likelih
 Optimization", 2022). They are multiplied by what other shapes say. Without other shapes, their
 square root is multiplied by the expected improvement that a second forest predicts from the times
 (SMAC: Hutter, Hoos and Leyton-Brown, "Sequential Model-Based Optimization for General Algorithm
-Configuration", 2011). In the replay that finds more than the odds or the improvement alone, and a
-little more than their product.
+Configuration", 2011). In the replay that finds slightly more on average than either part alone or
+their product.
 """
 
 from __future__ import annotations
@@ -65,11 +65,13 @@ def most_promising(
 
 
 def bounded_logs(times: Sequence[float]) -> Vector:
-    """Logarithms of times, none of them above WORST times the best; all 0 where none is finite."""
+    """Logarithms of times, to 12 places and none of them above that of WORST times the best; all 0
+    where none is finite."""
     best = min(times, default=np.inf)
     if np.isinf(best):
         return np.zeros(len(times))
-    return np.log(np.minimum(times, WORST * best))
+    logs: Vector = np.log(np.minimum(times, WORST * best))
+    return logs.round(12)
 
 
 def log_odds(

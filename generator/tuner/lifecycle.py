@@ -28,6 +28,8 @@ SAME_SIGNAL_SECONDS = 1.0
 and then its group, to which it belongs."""
 INTERRUPT_SECONDS = 0.7
 """What the trial under way has left after Ctrl-C, which a person waits for."""
+_END = b"\0"
+"""In the place of the number of a signal: no more will be looked at."""
 GRACE_SECONDS = 2.0
 """How long a run waits for the folder: one that was just killed may have it for a moment."""
 _STORAGE_ERRORS = {
@@ -132,14 +134,14 @@ def _signals(stop: Stop) -> Iterator[None]:
 def _second_signal_ends() -> Iterator[None]:
     """End the process at a signal that comes at least SAME_SIGNAL_SECONDS after the first. Python
     runs a handler when the main thread gets to it, which can be a whole trial later, for example
-    where the kernel gave the signal to another thread. So a thread takes the time, of what is
-    written to a pipe the moment a signal arrives."""
+    where the kernel gave the signal to another thread. So a thread that does nothing else takes
+    the time, when Python writes to a pipe that a signal has arrived."""
     arrivals, writer = os.pipe()
     os.set_blocking(writer, False)
 
     def watch() -> None:
         first = None
-        while number := os.read(arrivals, 1):
+        while (number := os.read(arrivals, 1)) not in (b"", _END):
             if number[0] in (signal.SIGINT, signal.SIGTERM):
                 at = time.monotonic()
                 first = first or at
@@ -153,8 +155,9 @@ def _second_signal_ends() -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        os.close(writer)
+        os.write(writer, _END)  # closing it is not enough: a forked process may have it, too
         thread.join()
+        os.close(writer)
         os.close(arrivals)
 
 

@@ -234,11 +234,15 @@ def test_rows_of_other_conditions_are_not_resumed(tmp_path: Path, key: str, valu
 
 def test_a_resumed_run_loses_no_peer(tmp_path: Path) -> None:
     """A row that lacks a new peer is measured again, with all that take part."""
-    path = tmp_path / "r.json"
-    both = {**ENVIRONMENT, "peers": {"aten": "torch 2.11", "quack": "quack-kernels 0.6"}}
-    Results(path, both, [row(EVERY[0])]).write()
-    with pytest.raises(NormforgeError, match=r"has quack, which a row .* would lose"):
-        Results.resume(path, {**both, "peers": {"aten": "torch 2.11", "cudnn": "cuDNN 9"}})
+    results = Results(tmp_path / "r.json", ENVIRONMENT, [row(EVERY[0])])
+    had = ",".join(results.rows[0]["peers"])
+    plan = Plan(tuple(EVERY[:2]), frozenset(), (), until=0.0)
+    replace(plan, peers=tuple(choose_peers(had))).check_resumed(results, {})
+    replace(plan, peers=tuple(choose_peers("aten"))).check_resumed(results, {})
+    replace(plan, peers=tuple(choose_peers(f"{had},cudnn"))).check_resumed(results, {})
+    some = replace(plan, peers=tuple(choose_peers("aten,cudnn")))
+    with pytest.raises(NormforgeError, match=r"without .*quack \(no wheel\).*: let them take part"):
+        some.check_resumed(results, {"quack": "no wheel"})
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"rows": []}', '{"environment": {}, "rows": [1]}'])

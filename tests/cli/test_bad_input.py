@@ -64,6 +64,7 @@ ARGUMENTS = [
     (f"{RUN} --trials -5", "--trials: '-5' must be above 0"),
     (f"{RUN} --trials many", "--trials: 'many' is not a whole number"),
     (f"{RUN} --trials 1.5", "--trials: '1.5' is not a whole number"),
+    (f"{RUN} --trials -123456789", "--trials: '-123456789' must be above 0"),
     (f"{RUN} --trials 12345678901", "--trials: '12345678901' has more than 9 digits"),
     (f"{RUN} --seconds -1", "--seconds: '-1' must be above 0"),
     (f"{RUN} --seconds nan", "must be above 0 and finite"),

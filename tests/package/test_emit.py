@@ -15,7 +15,7 @@ from generator.cli import refresh as refresh_command
 from generator.errors import NormforgeError
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import headers
-from generator.package import files, sources
+from generator.package import cubin_archive, files, sources
 from generator.package.atomic_folder import check_writable
 from generator.package.emit import check_package, emit_package
 from generator.package.entries import Entry, Forwards
@@ -266,6 +266,33 @@ def test_damaged_archive_is_found_before_a_search(package: Path, name: str, dama
     else:
         damaged.write_bytes(content[:-100])
     with pytest.raises(NormforgeError, match=f"{package} are damaged .*{name}.*: restore them"):
+        check_package(package, H200)
+
+
+@pytest.mark.parametrize("damage", ["late stream", "boundary", "no entry", "other kernel"])
+def test_damage_of_any_kernel_is_found(
+    package: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """xz says nothing of what is wrong behind its first stream."""
+    monkeypatch.setattr(cubin_archive, "GROUP_BYTES", 1)
+    both = (entry("4096x1024:bf16"), entry("8192x1024:bf16", strategy="last_cta", text="b"))
+    put(package, *both, fallback=[])
+    check_package(package, H200)
+    archive, index = package / CUBINS, json.loads((package / CUBINS_INDEX).read_bytes())
+    content = archive.read_bytes()
+    offset, size, *_ = index[max(index, key=index.__getitem__)]
+    assert offset > 0
+    if damage == "late stream":
+        middle = offset + size // 2
+        archive.write_bytes(content[:middle] + b"{" + content[middle + 1 :])
+    elif damage == "boundary":
+        archive.write_bytes(content[:offset])
+    elif damage == "no entry":
+        (package / CUBINS_INDEX).write_text("{}")
+    else:
+        first, last = index
+        (package / CUBINS_INDEX).write_text(json.dumps({first: index[last], last: index[first]}))
+    with pytest.raises(NormforgeError, match=f"{package} are damaged .*{CUBINS}.*: restore them"):
         check_package(package, H200)
 
 

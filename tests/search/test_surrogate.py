@@ -3,6 +3,7 @@ where nothing is known nothing is preferred."""
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
@@ -131,6 +132,12 @@ def test_more_improvement_is_expected_of_more_gain_and_of_more_spread(
     assert (found >= np.maximum(gains, 0) - 1e-9).all()
     assert (np.diff(found[np.argsort(gains)]) >= -1e-12).all()
     assert (improvement(np.array(gains), 2 * spreads) >= found - 1e-12).all()
+
+
+def test_times_that_differ_by_rounding_alone_are_equal() -> None:
+    nearly = [20.0, math.nextafter(20.0, 21.0), 20.0]
+    assert most_promising(TRIED[:3], nearly, [], CANDIDATES) is None
+    assert most_promising(TRIED[:3], nearly * 2, [], CANDIDATES[:2], [0.2, 0.1]) == 1
 
 
 def test_scikit_learn_is_loaded_when_the_surrogate_is_first_asked() -> None:

@@ -34,8 +34,10 @@ def test_signals_in_quick_succession_are_one(tmp_path: Path) -> None:
 LATE_HANDLER = """
 import signal, sys, threading, time
 from pathlib import Path
+from generator.tuner import lifecycle
 from generator.tuner.lifecycle import exclusive_run
 
+lifecycle.SAME_SIGNAL_SECONDS = float(sys.argv[2])
 with exclusive_run(Path(sys.argv[1])) as stop:
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
     print("begun", flush=True)
@@ -43,7 +45,7 @@ with exclusive_run(Path(sys.argv[1])) as stop:
         time.sleep(0.01)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # other threads get it now
     print("first", flush=True)
-    time.sleep(float(sys.argv[2]))
+    time.sleep(3)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     try:
         stop.check()
@@ -52,12 +54,14 @@ with exclusive_run(Path(sys.argv[1])) as stop:
 """
 
 
-@pytest.mark.parametrize(("pause", "said"), [(0.0, "interrupted"), (1.5, "")])
+@pytest.mark.parametrize(
+    ("same", "pause", "said"), [(2.5, 0.0, "interrupted"), (0.2, 0.8, "")], ids=["same", "second"]
+)
 def test_when_a_signal_came_counts_and_not_when_python_notices(
-    tmp_path: Path, pause: float, said: str
+    tmp_path: Path, same: float, pause: float, said: str
 ) -> None:
-    """Its handler runs when the trial under way has ended, 3 s later."""
-    command = [sys.executable, "-c", LATE_HANDLER, str(tmp_path), "3"]
+    """Its handler runs when the trial under way has ended, 3 s after the first signal."""
+    command = [sys.executable, "-c", LATE_HANDLER, str(tmp_path), str(same)]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         for expected in ("begun", "first"):
