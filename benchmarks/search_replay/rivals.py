@@ -17,6 +17,7 @@ from generator.search.surrogate import (
     Vector,
     bounded_logs,
     expected_improvement,
+    leads,
     log_odds,
 )
 from generator.space.legal_configs import LegalConfigs
@@ -69,6 +70,6 @@ def _best(
     candidates: Sequence[Row],
 ) -> int | None:
     logs = bounded_logs(times)
-    if not candidates or len(np.unique(logs)) < 2:
+    if not candidates or not (leads(logs) > 0).any():
         return None
     return int(np.argmax(score(tried, logs, pending, candidates)))

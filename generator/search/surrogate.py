@@ -55,7 +55,7 @@ def most_promising(
     if len(expected) and np.isfinite(times).sum() < FEWEST_TIMES:
         return int(np.argmin(expected))
     logs = bounded_logs(times)
-    if len(np.unique(logs)) < 2:  # all are equal
+    if not (leads(logs) > 0).any():
         return int(np.argmin(expected)) if len(expected) else None
     odds = log_odds(tried, logs, pending, candidates)
     if len(expected):
@@ -65,25 +65,33 @@ def most_promising(
 
 
 def bounded_logs(times: Sequence[float]) -> Vector:
-    """Logarithms of times, to 12 places and none of them above that of WORST times the best; all 0
-    where none is finite."""
+    """Logarithms of times, none of them above that of WORST times the best; all 0 where none is
+    finite."""
     best = min(times, default=np.inf)
     if np.isinf(best):
         return np.zeros(len(times))
     logs: Vector = np.log(np.minimum(times, WORST * best))
-    return logs.round(12)
+    return logs
+
+
+def leads(logs: Vector) -> Vector:
+    """By how much each time is better than the limit of good ones; above 0 for none where all are
+    equal, or differ by rounding alone."""
+    if not len(logs):
+        return logs
+    found: Vector = np.quantile(np.unique(logs), GAMMA) - logs
+    return found
 
 
 def log_odds(
     tried: Sequence[Row], logs: Vector, pending: Sequence[Row], candidates: Sequence[Row]
 ) -> Vector:
     """That each candidate is good, by a forest that classifies. What is pending counts as not good,
-    so that its like is not tried over and over. Two of the `logs` must differ."""
+    so that its like is not tried over and over. One of the `leads` has to be above 0."""
     from sklearn.ensemble import RandomForestClassifier  # here, because it loads for a second
 
-    limit = np.quantile(np.unique(logs), GAMMA)
-    good = logs < limit
-    gains = limit - logs[good]
+    good = leads(logs) > 0
+    gains = leads(logs)[good]
     others = [*tried, *pending]
     rows = np.vstack([np.array(tried)[good], others])
     classes = np.repeat([1, 0], [len(gains), len(others)])

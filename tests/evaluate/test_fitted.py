@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.pages.text import RESULTS
+from benchmarks.pages.text import read
 from benchmarks.prediction.fit import examples, fit_all
 from benchmarks.prediction.score import least, score
 from benchmarks.prediction.shapes import MEASURED, Shape, physical, read_shapes
@@ -53,7 +53,7 @@ def test_fitted_file_is_of_the_committed_studies() -> None:
 @pytest.mark.parametrize("name", ["widths", "gpus", "layernorm"])
 def test_committed_scores_are_of_the_studies_that_the_fit_saw(name: str) -> None:
     """So a page does not show how an older model ranks."""
-    scores = json.loads((RESULTS / f"prediction_{name}.json").read_text())
+    scores = read(f"prediction_{name}")
     for gpu, found in scores.items():
         assert found["studies"] == FITTED.studies, f"{gpu}: docs/prediction.md has the commands"
     if name == "layernorm":
