@@ -101,8 +101,8 @@ def _target(name: str, entry: dict[str, Any]) -> Target:
 
     def number(field: str) -> float:
         value = entry[field]
-        number = type(value) in (int, float) and 0 < value < math.inf
-        check(field, number, "a number above 0 (YAML wants a sign in 4.8e+3)")
+        right = type(value) in (int, float) and 0 < value < math.inf
+        check(field, right, "a number above 0 (YAML wants a sign in 4.8e+3)")
         return float(value)
 
     names, capability = entry["device_names"], entry["compute_capability"]

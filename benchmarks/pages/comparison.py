@@ -187,7 +187,7 @@ def flushed(name: str) -> float:
 
 def flushes() -> str:
     """Ours, ours without its load hint and cuDNN, by the way in which the L2 is made cold."""
-    lines = []
+    lines, slower = [], []
     for name, text in FLUSHES.items():
         found = _under(name)
         plain = geometric_mean(cell["over_floor"]["default"] for cell, _ in found)
@@ -195,19 +195,14 @@ def flushes() -> str:
         peer = [cell["over_floor"]["cudnn"] / r for cell, r in found if "cudnn" in cell["us"]]
         beside = f"{geometric_mean(peer):.3f} ({min(peer):.3f})"
         lines.append((text, f"{flushed(name):.3f}", f"{plain:.3f}", f"{small:.3f}", beside))
+        ratios = [cell["over_floor"] for cell, _ in found]
+        slower.append(str(sum(r["evict_last"] > 1.005 * r["default"] for r in ratios)))
     shapes, few = len(found), len(peer)
     header = [f"winners, {shapes} shapes", "without the load hint", f"floor below {SMALL_US} µs"]
     shown = table(
         ["before each operation", *header, f"cuDNN / Normforge, {few} shapes (lowest)"], lines
     )
-    slower = [
-        sum(
-            cell["over_floor"]["evict_last"] > 1.005 * cell["over_floor"]["default"]
-            for cell, _ in _under(name)
-        )
-        for name in FLUSHES
-    ]
-    *most, last = map(str, slower)
+    *most, last = slower
     return (
         f"{shown}\n\nOf the {shapes} winners, {', '.join(most)} and {last} are more than 0.5 %"
         " slower with the hint than without it, in the order\nof the rows."

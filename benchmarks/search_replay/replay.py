@@ -21,7 +21,7 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState
 
 from benchmarks.search_replay.recording import Recording
-from benchmarks.search_replay.rivals import RepairingSampler, best_odds, most_improvement
+from benchmarks.search_replay.rivals import RepairingSampler, best_by
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.session import SLOW
 from generator.kernels.geometry import Config
@@ -39,6 +39,7 @@ from generator.search.budget import Budget
 from generator.search.experience import Experience, Timed, by_distance, times_of
 from generator.search.sampler import distributions
 from generator.search.search import search_problem
+from generator.search.surrogate import expected_improvement, log_odds
 from generator.space.legal_configs import Key, LegalConfigs, Values
 from generator.studies.reader import read_studies
 from generator.studies.records import Record, Winner, study_name
@@ -218,8 +219,8 @@ SEARCHES: Mapping[str, Callable[[Replayed, int, int], list[float]]] = {
     "GP": partial(by_sampler, kind=GPSampler),
     "TPE, liar": partial(by_sampler, kind=TPESampler, multivariate=True, constant_liar=True),
     "TPE": partial(by_sampler, kind=TPESampler, multivariate=True, constant_liar=False),
-    "odds alone": partial(by_surrogate, surrogate=best_odds),
-    "improvement alone": partial(by_surrogate, surrogate=most_improvement),
+    "odds alone": partial(by_surrogate, surrogate=partial(best_by, log_odds)),
+    "improvement alone": partial(by_surrogate, surrogate=partial(best_by, expected_improvement)),
     "this tuner": by_tuner,
     "this tuner, warm": by_tuner_with_studies,
 }

@@ -12,14 +12,7 @@ from optuna.trial import FrozenTrial
 
 from generator.kernels.geometry import Config
 from generator.search.sampler import LegalSampler
-from generator.search.surrogate import (
-    Row,
-    Vector,
-    bounded_logs,
-    expected_improvement,
-    leads,
-    log_odds,
-)
+from generator.search.surrogate import Row, Vector, bounded_logs, leads
 from generator.space.legal_configs import LegalConfigs
 
 
@@ -40,35 +33,16 @@ class RepairingSampler(LegalSampler):
         return near or self._draw()
 
 
-def best_odds(
-    tried: Sequence[Row],
-    times: Sequence[float],
-    pending: Sequence[Row],
-    candidates: Sequence[Row],
-    expected: Sequence[float],
-) -> int | None:
-    """As `generator.search.surrogate.most_promising`, by the odds alone."""
-    return _best(log_odds, tried, times, pending, candidates)
-
-
-def most_improvement(
-    tried: Sequence[Row],
-    times: Sequence[float],
-    pending: Sequence[Row],
-    candidates: Sequence[Row],
-    expected: Sequence[float],
-) -> int | None:
-    """As `generator.search.surrogate.most_promising`, by the expected improvement alone."""
-    return _best(expected_improvement, tried, times, pending, candidates)
-
-
-def _best(
+def best_by(
     score: Callable[..., Vector],
     tried: Sequence[Row],
     times: Sequence[float],
     pending: Sequence[Row],
     candidates: Sequence[Row],
+    expected: Sequence[float],
 ) -> int | None:
+    """As `generator.search.surrogate.most_promising`, by one part of it alone: `log_odds` or
+    `expected_improvement`."""
     logs = bounded_logs(times)
     if not candidates or not (leads(logs) > 0).any():
         return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,9 @@ def check_package(package: Path, target: Target) -> None:
     check_writable(package)
     table, forward = _read_table(package, target), read_forward_table(package)
     if table is not None:
-        kernels: list[KernelOf[Any]] = [*(tuned.kernel for tuned in table.tuned), *table.fallback]
-        if forward is not None:
-            kernels += [*(tuned.kernel for tuned in forward.tuned), *forward.fallback]
+        forwards: Iterator[KernelOf[Any]] = forward.kernels() if forward else iter(())
         try:
-            check_cubins(package, kernels)
+            check_cubins(package, chain(table.kernels(), forwards))
         except (OSError, ValueError) as error:
             raise NormforgeError(
                 f"the kernels of {package} are damaged ({error}): restore them, or move the folder "

@@ -90,8 +90,9 @@ def log_odds(
     so that its like is not tried over and over. One of the `leads` has to be above 0."""
     from sklearn.ensemble import RandomForestClassifier  # here, because it loads for a second
 
-    good = leads(logs) > 0
-    gains = leads(logs)[good]
+    ahead = leads(logs)
+    good = ahead > 0
+    gains = ahead[good]
     others = [*tried, *pending]
     rows = np.vstack([np.array(tried)[good], others])
     classes = np.repeat([1, 0], [len(gains), len(others)])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,11 +19,17 @@ from tests.support.fake_run import Run
 from tests.support.patience import await_, patience
 
 
+def started(run: Run) -> Any:
+    """Its process, once the first trial is under way."""
+    driver = run.start()
+    await_(lambda: any(entry.get("event") == "begin" for entry in run.log.read()))
+    return driver
+
+
 def test_signals_in_quick_succession_are_one(tmp_path: Path) -> None:
     """`timeout` signals the run and then its process group, which is the run again."""
     run = Run(tmp_path, Landscape(), seconds=1.0)
-    driver = run.start()
-    await_(lambda: any(entry.get("event") == "begin" for entry in run.log.read()))
+    driver = started(run)
     end = time.monotonic() + 0.3
     while time.monotonic() < end:  # the handler of one is running when the next one comes
         os.kill(driver.pid, signal.SIGTERM)
@@ -75,8 +82,7 @@ def test_when_a_signal_came_counts_and_not_when_python_notices(
 
 def test_ctrl_c_does_not_wait_for_a_trial_that_takes_long(tmp_path: Path) -> None:
     run = Run(tmp_path, Landscape(), seconds=30.0)
-    driver = run.start()
-    await_(lambda: any(entry.get("event") == "begin" for entry in run.log.read()))
+    driver = started(run)
     start = time.monotonic()
     os.kill(driver.pid, signal.SIGINT)
     driver.join(60)
@@ -86,8 +92,7 @@ def test_ctrl_c_does_not_wait_for_a_trial_that_takes_long(tmp_path: Path) -> Non
 
 def test_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     run = Run(tmp_path, Landscape(), seconds=30.0)
-    driver = run.start()
-    await_(lambda: any(entry.get("event") == "begin" for entry in run.log.read()))
+    driver = started(run)
     start = time.monotonic()
     os.kill(driver.pid, signal.SIGTERM)
     while driver.is_alive():
