@@ -3,13 +3,13 @@ struct Rows {
   const Arguments& arguments;
   long long count, batches;  // every batch has an index below `batches`
   int first_column;  // of this CTA: 0 unless a cluster shares the row
-  int columns;       // of the whole row
+  int columns;       // where the row ends, or this CTA's part of a row of any length
 
   DEVICE int column(int vector) const {
     return first_column + (vector * kThreadsPerRow + static_cast<int>(row_thread())) * kElements;
   }
   // Whether the row extends into the thread's vector that begins at this column. A kernel for many N
-  // (without clusters) checks only vectors past the smallest N, since a check costs as much as an
+  // checks only vectors past the smallest N (in a cluster, all), since a check costs as much as an
   // element.
   DEVICE bool owns(int vector, int column) const {
     if constexpr (!kExact)

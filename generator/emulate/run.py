@@ -243,7 +243,9 @@ def _fields(
         "counters": launch.counters,
         "zeroed": launch.zeroed,
         "scratch": launch.scratch,
-        "partial_columns": spec.columns if spec.exact else sums.column_sums * inputs.x.shape[1],
+        "partial_columns": spec.columns
+        if spec.exact or spec.cluster > 1
+        else sums.column_sums * inputs.x.shape[1],
         "column_sums": sums.column_sums,
         "statistics": sums.statistics,
         "partial_stride": spec.partial_stride,

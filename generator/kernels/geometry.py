@@ -125,6 +125,7 @@ class Geometry(ItemSizes):
     def bounds_checked_vectors(self) -> int:
         """Those that a kernel for many N has to check against the end of the row."""
         known = self.least_columns // (self["threads_per_row"] * self.elements)
+        known *= self["cluster"] == 1  # what a cluster shares may end in any CTA
         return 0 if self.exact else self.vectors - min(self.vectors, known)
 
     @property

@@ -84,6 +84,7 @@ def render(variant: Variant, *, comments: bool = True, include: str = "") -> str
     launch_bounds = ""
     if variant["min_blocks"]:
         launch_bounds = f"__launch_bounds__({variant.threads}, {variant['min_blocks']})"
+    shares_any_row = variant["cluster"] > 1 and not variant.exact
     template = environment(comments, include).get_template(f"{variant.operation}.cu.j2")
     return template.render(
         name=variant.id,
@@ -99,8 +100,9 @@ def render(variant: Variant, *, comments: bool = True, include: str = "") -> str
         weight=ELEMENT_TYPE[variant.weight_dtype],
         residual=ELEMENT_TYPE[variant.residual] if variant.residual else "",
         offset=variant.offset,
+        shares_any_row=shares_any_row,
         in_blocks=bool(variant.block_batches),
-        least_columns=variant.least_columns,
+        certain_columns=0 if shares_any_row else variant.least_columns,
         launch_bounds=launch_bounds,
     )
 

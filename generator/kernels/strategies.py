@@ -53,7 +53,7 @@ class Strategy:
 STRATEGIES = (
     Strategy("column_slices", ("sum_slice", "last_arrived", "dw_column_slices"), tail="slices"),
     Strategy("mailbox", ("sum_slice", "last_arrived", "dw_mailbox"), tail="slices"),
-    Strategy("separate", ("sum_slice", "dw_separate"), tail="second_kernel"),
+    Strategy("separate", ("sum_slice", "dw_separate", "sum_partials"), tail="second_kernel"),
     Strategy("last_cta", ("sum_slice", "dw_last_cta"), tail="last_cta"),
     Strategy("semaphore", ("turns", "dw_semaphore"), adds="in_turns"),
     Strategy("bulk_reduce", ("turns", "dw_bulk_turns"), adds="in_turns"),

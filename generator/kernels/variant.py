@@ -46,7 +46,10 @@ class Variant(Geometry):
         cluster, staged = self["cluster"], self["pipeline"] != "direct"
         per_row = self["threads_per_row"]
         yield cluster > 1 and per_row < WARP, "a cluster with rows of less than a warp"
-        yield cluster > 1 and not self.exact, "a cluster and any N"
+        # Others take the number of columns of a CTA for a constant, or for that of the whole row.
+        any_row = self.teams == 1 and self.elements % 4 == 0 and self["pipeline"] != "bulk"
+        any_row &= self.strategy.tail == "second_kernel"
+        yield cluster > 1 and not self.exact and not any_row, "a cluster and any N"
         yield self.exact and self.N % cluster != 0, "CTAs of a cluster with unequal parts of a row"
         yield self.exact and self.columns % self.elements != 0, "rows that are no whole vectors"
         ahead = self["stages"] - (self["reload"] == "smem")

@@ -51,6 +51,8 @@ class Layout:
     reload: str = "none"
     weight_in: str = "registers"
     load_hint: str = "evict_last"
+    cluster: int = 1
+    spare_sms: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,11 @@ def legal_config(
     *,
     in_blocks: bool = True,
 ) -> Config | None:
-    """The config of a layout, None where the rules of the space forbid it."""
+    """The config of a layout, None where the rules of the space forbid it. One with clusters is
+    judged by its longest row, because a search tries no clusters for rows of unknown length."""
     config = space.normalize(_config(layout, vector_bytes), problem, target)
-    rejected = space.reject(config, problem, target, exact=False, in_blocks=in_blocks)
+    exact = layout.cluster > 1
+    rejected = space.reject(config, problem, target, exact=exact, in_blocks=in_blocks)
     return None if rejected else config
 
 
@@ -135,13 +139,13 @@ def _layouts(itemsize: int, weight_dtype: str) -> dict[int, list[tuple[Layout, b
     group = layouts.groups
     rest = group["modest"] + group["plain"]
     known = {
-        16: group["wide"] + group["plain"],
+        16: group["wide"] + group["plain"] + group["long"],
         8: group["eight"] + rest,
         4: group["four"] + rest,
         2: group["two"] + rest,
     }
     if itemsize == 4:
-        known[16] = group["wide"] + group["roomy"] + group["plain"]
+        known[16] = group["wide"] + group["roomy"] + group["plain"] + group["long"]
         known[4] = group["four"] + group["two"] + rest
         del known[2]
     found = {}
@@ -242,7 +246,6 @@ def _config(layout: Layout, vector_bytes: int) -> Config:
         "overlap": "dependent",
         "slice_columns": 32,
         "sum_threads": 512,
-        "cluster": 1,
         "grid": "full",
         "register_cap": 0,
         "store_hint": "default",

@@ -221,6 +221,11 @@ def test_committed_result_is_what_the_benchmark_writes(
     assert len(json_text(committed)) < 110_000
 
 
+def shown(layout: Layout) -> str:
+    """As the results have it, which are older than layouts with clusters."""
+    return str(layout).replace(", cluster=1, spare_sms=0", "")
+
+
 @pytest.mark.parametrize(
     ("vector_bytes", "table"),
     [
@@ -242,7 +247,7 @@ def test_fallback_layouts_won_their_groups(
         if (vector_bytes, layout.columns) in left:
             continue  # it takes any row up to its own, for want of registers
         best = groups[vector_bytes, layout.columns]["best"]
-        assert str(layout) == best[0]["layout"]
+        assert shown(layout) == best[0]["layout"]
 
 
 @pytest.mark.parametrize(("itemsize", "name"), [(2, "bf16_fp32"), (4, "fp32")])
@@ -250,7 +255,7 @@ def test_layouts_of_an_fp32_weight_won_their_groups(itemsize: int, name: str) ->
     """The two that are left out lost to one without blocks."""
     groups = {(g["vector_bytes"], g["columns"]): g for g in read(f"layouts_{name}_h200")["groups"]}
     known = {
-        (size, layout.columns): str(layout)
+        (size, layout.columns): shown(layout)
         for size, layouts in load_layouts().fp32_weight[itemsize].items()
         for layout in layouts
     }

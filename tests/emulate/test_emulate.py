@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 from dataclasses import replace
@@ -13,7 +14,14 @@ import torch
 
 from generator.emulate import Schedule, check_variant, find_compiler, run_schedules
 from generator.emulate.build import build
-from generator.emulate.check import CPU, PARTICIPANTS, check_source, reduced_problem, small_launch
+from generator.emulate.check import (
+    CPU,
+    PARTICIPANTS,
+    Check,
+    check_source,
+    reduced_problem,
+    small_launch,
+)
 from generator.emulate.run import CallOptions, Layout
 from generator.errors import NormforgeError
 from generator.kernels.render import render
@@ -292,6 +300,55 @@ def test_fallback_variant_serves_rows_of_its_bracket(shape: str, target: Target)
         )
         assert check.problems == (), variant.id
         assert check.distinct_results == 1
+
+
+LONG_ROWS = (
+    *("21x20480:bf16", "21x16392:bf16:fp32", "9x24576:fp16", "9x24580:fp32"),
+    *("9x40008:bf16", "5x57352:fp16:fp32", "5x65536:fp32"),
+)
+
+
+def check_long_rows(variant: Variant, source: str, problem: Problem) -> Check:
+    spec, launch = small_launch(variant, problem.M)
+    unit = 16 // problem.itemsize
+    layout = Layout(unit, 3 * unit, 2 * unit, 16)
+    return check_source(source, spec, launch, problem, schedules=3, seed=SEED, layout=layout)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("shape", LONG_ROWS)
+def test_fallback_variants_share_long_rows_in_clusters(shape: str, target: Target) -> None:
+    problem = Problem.parse(shape)
+    variants = fallback_variants(target, [(problem.dtype, problem.weight_dtype)])
+    found = {v.in_blocks: v for v in reversed(variants) if serves(v, problem)}
+    assert found
+    for variant in found.values():
+        assert variant["cluster"] > 1
+        check = check_long_rows(variant, render(variant), problem)
+        assert check.problems == ()
+        assert check.distinct_results == 1
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "reported"),
+    [
+        ("left < part ? left : part", "part", "reads scratch.*, which nobody has written"),
+        ("end < args.columns ? end : args.columns}", "end}", "out of bounds: reads .* at x"),
+        ("end < args.columns ? end : args.columns}", "args.columns}", "dx|dw"),
+        ("columns + kStep - 1) / kStep", "columns) / kStep", "dx|dw"),
+        ("LEAST_COLUMNS 0", "LEAST_COLUMNS 16385", "out of bounds: reads .* at x"),
+    ],
+)
+def test_wrong_parts_of_long_rows_are_found_out(
+    right: str, wrong: str, reported: str, target: Target
+) -> None:
+    problem = Problem.parse("9x16392:bf16")
+    variants = fallback_variants(target, [("bf16", "bf16")])
+    variant = next(variant for variant in variants if serves(variant, problem))
+    source = render(variant)
+    assert source.count(right) == 1
+    check = check_long_rows(variant, source.replace(right, wrong), problem)
+    assert any(re.search(reported, problem) for problem in check.problems), check.problems
 
 
 def test_rows_below_the_least_are_found_out(target: Target) -> None:

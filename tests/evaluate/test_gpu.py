@@ -505,6 +505,22 @@ def test_unaligned_rows_are_served_by_another_kernel_as_accurately(
         assert float(error_dw) < 2.0**-8
 
 
+@pytest.mark.parametrize("shape", ["37x16392:bf16", "4096x20480:bf16", "501x40008:fp16"])
+def test_rows_of_any_length_are_shared_in_clusters(
+    package: Package, shape: str, device: torch.device
+) -> None:
+    problem = Problem.parse(shape)
+    assert package.explain(problem.M, problem.N, problem.dtype)["how"] == "fallback"
+    inputs = make_inputs(problem, device)
+    reference = make_reference(problem, inputs)
+    results = package.rmsnorm_backward(inputs.dy, inputs.x, inputs.rstd, inputs.weight)
+    for found, exact in zip(results, (reference.dx, reference.dw), strict=True):
+        assert float((found.double() - exact.double()).norm() / exact.double().norm()) < 2.0**-8
+    for _ in range(20):
+        again = package.rmsnorm_backward(inputs.dy, inputs.x, inputs.rstd, inputs.weight)
+        assert same(again, results)
+
+
 def test_one_row_repeated_by_expand_gives_the_bits_of_the_copies(
     package: Package, rows: int, device: torch.device
 ) -> None:

@@ -194,7 +194,9 @@ FRAGMENTS = {
     ("dw_context", "broadcast"): [
         *("store_shared_word", "cta_barrier", "load_shared_word", "cta_barrier")
     ],
-    ("dw_separate", ""): ["allow_dependents", "store_row_of", "wait_for_primary"],
+    ("dw_separate", ""): ["allow_dependents", "store_row_of"],
+    ("sum_partials", ""): ["wait_for_primary"],
+    ("sum_partials_any_row", ""): ["wait_for_primary"],
     ("dw_groups_separate", ""): ["allow_dependents", "wait_for_primary"],
     ("dw_last_cta", "finish"): ["store_row_of", "last_of", "store_workspace_word", "last_of"],
     ("dw_last_cta", "last_of"): ["cta_barrier", "take_ticket", "store_relaxed", "broadcast"],

@@ -63,6 +63,9 @@ def fragments(v: Variant) -> set[str]:
     chosen |= {f"rows_{v['pipeline']}", "row_sum_cta" if v["cluster"] == 1 else "row_sum_cluster"}
     if strategy in ("separate", "last_cta", "column_slices", "mailbox"):
         chosen.add("sum_slice")
+    if strategy == "separate":
+        any_row = {"sum_partials_any_row", "row_part"}
+        chosen |= any_row if v["cluster"] > 1 and not v.exact else {"sum_partials"}
     if strategy in ("column_slices", "mailbox"):
         chosen.add("last_arrived")
     if strategy in ("semaphore", "bulk_turns"):
@@ -83,7 +86,7 @@ def invariant_fragments(v: Variant) -> set[str]:
     chosen = fragments(plain) - {"row_of", "schedule", "row_blocks", f"dw_{v['strategy']}"}
     chosen |= {"row_of_group", "runs", "sum_groups", f"dw_groups_{v['strategy']}"}
     chosen |= {"rows_bulk_group"} if v["pipeline"] == "bulk" else set()
-    return chosen - ({"sum_slice"} if v["strategy"] == "separate" else set())
+    return chosen - ({"sum_slice", "sum_partials"} if v["strategy"] == "separate" else set())
 
 
 @settings(max_examples=60)
@@ -113,7 +116,11 @@ def test_every_fragment_is_used_by_some_variant() -> None:
             used |= fragments(
                 plain_variant(SHAPE, find_target("h200"), **reduction, pipeline=pipeline)
             )
-    used |= fragments(clustered(find_target("h200")))
+    one_row = clustered(find_target("h200"))
+    knobs = {"pipeline": "async", "rows_per_cta": 1}
+    any_row = replace(one_row, exact=False, config={**one_row.config, **knobs})
+    assert present(render(any_row)) == fragments(any_row)
+    used |= fragments(one_row) | fragments(any_row)
     used |= fragments(plain_variant(SHAPE, find_target("h200"), weight_in="smem"))
     for strategy, pipeline in (("column_slices", "bulk"), ("separate", "async")):
         problem = Problem.parse(SHAPE, "rmsnorm_invariant_backward")

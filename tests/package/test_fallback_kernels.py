@@ -90,6 +90,16 @@ def test_rows_of_narrow_vectors_have_a_kernel_for_about_their_length(name: str) 
 
 
 @pytest.mark.parametrize("pair", DTYPES)
+def test_clusters_share_rows_of_whole_vectors_up_to_65536(pair: tuple[str, str]) -> None:
+    for name, most in (("h200", 65536), ("gb200", 65536), ("a100", 16384)):
+        target = find_target(name)
+        table = fallback_table(fallback_variants(target, [pair]), target)
+        for N in (16392, 20480, 24576, 24584, 32776, 40000, 65528, 65536, 65544):
+            assert bool(served(table, N, pair)[0]) == (most >= N)
+        assert served(table, 20481, pair)[0] == 0
+
+
+@pytest.mark.parametrize("pair", DTYPES)
 def test_addresses_that_rule_out_a_vector_leave_it_to_a_narrower_one(pair: tuple[str, str]) -> None:
     table = fallback_table(fallback_variants(H200, [pair]), H200)
     narrowest = ITEMSIZE[pair[0]]
