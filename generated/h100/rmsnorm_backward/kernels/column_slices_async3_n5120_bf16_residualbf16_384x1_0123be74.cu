@@ -52,7 +52,7 @@ constexpr int kBlockSumsOffset = 416;
 #define ROW_STORE ""
 #define LEAST_COLUMNS 5120  // of a row
 
-#include "../include/96a4a15a832c/primitives.cuh"
+#include "../include/84a4770d13db/primitives.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -60,11 +60,11 @@ using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/96a4a15a832c/elements.cuh"
+#include "../include/84a4770d13db/elements.cuh"
 
-#include "../include/96a4a15a832c/teams.cuh"
-#include "../include/96a4a15a832c/row_of.cuh"
-#include "../include/96a4a15a832c/load_rstds.cuh"
+#include "../include/84a4770d13db/teams.cuh"
+#include "../include/84a4770d13db/row_of.cuh"
+#include "../include/84a4770d13db/load_rstds.cuh"
 
 // What one launch works on. Strides and gaps count elements and are 64-bit.
 struct Arguments {
@@ -91,29 +91,29 @@ struct Arguments {
   float weight_offset;
 };
 
-#include "../include/96a4a15a832c/rows.cuh"
+#include "../include/84a4770d13db/rows.cuh"
 
-#include "../include/96a4a15a832c/row_sum.cuh"
-#include "../include/96a4a15a832c/row_sum_cluster.cuh"
+#include "../include/84a4770d13db/row_sum.cuh"
+#include "../include/84a4770d13db/row_sum_cluster.cuh"
 
-#include "../include/96a4a15a832c/schedule.cuh"
+#include "../include/84a4770d13db/schedule.cuh"
 
-#include "../include/96a4a15a832c/rows_async.cuh"
+#include "../include/84a4770d13db/rows_async.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/96a4a15a832c/weight_registers.cuh"
+#include "../include/84a4770d13db/weight_registers.cuh"
 
-#include "../include/96a4a15a832c/row_blocks.cuh"
+#include "../include/84a4770d13db/row_blocks.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
-#include "../include/96a4a15a832c/partial_dw.cuh"
-#include "../include/96a4a15a832c/dw_output.cuh"
-#include "../include/96a4a15a832c/dw_context.cuh"
-#include "../include/96a4a15a832c/sum_slice.cuh"
-#include "../include/96a4a15a832c/last_arrived.cuh"
-#include "../include/96a4a15a832c/dw_column_slices.cuh"
+#include "../include/84a4770d13db/partial_dw.cuh"
+#include "../include/84a4770d13db/dw_output.cuh"
+#include "../include/84a4770d13db/dw_context.cuh"
+#include "../include/84a4770d13db/sum_slice.cuh"
+#include "../include/84a4770d13db/last_arrived.cuh"
+#include "../include/84a4770d13db/dw_column_slices.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 
