@@ -45,7 +45,8 @@ PACKAGE = GENERATED / "h200" / "rmsnorm_backward"
 HINTS = ("default", "evict_last")
 PEER_SHAPES = (
     "4096x256:bf16,4096x1024:bf16,16384x1024:bf16,4096x4096:bf16,16384x3072:bf16,"
-    "16384x4096:bf16,65536x4096:bf16,16384x8192:bf16,4096x16384:bf16"
+    "16384x4096:bf16,65536x4096:bf16,16384x8192:bf16,4096x16384:bf16,"
+    "32768x3072:bf16,65536x3072:bf16,4096x8192:fp32,4096x16384:fp32"
 )
 SETS, SETS_BYTES = 6, 192 << 20
 """Of x, dy and dx under the condition `rotating`: so many, and more until they have these bytes."""

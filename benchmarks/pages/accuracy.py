@@ -46,7 +46,7 @@ def errors_in_emulator() -> str:
     most = max(row["ours over"]["composite"]["dw"] for row in rows)
     return (
         f"In the emulator, dw in fp32 of {len(rows)} other random shapes has at most {most:.2f}"
-        " times the error of\nPyTorch's operations (`errors_dw_fp32_emulator.json`)."
+        " times the error of\nPyTorch's operations (`errors_dw_fp32_emulator.json.xz`)."
     )
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.goals import MEAN_LIMITS, geometric_mean
-from benchmarks.pages.text import RESULTS, read, table
+from benchmarks.pages.text import RESULTS, generated, paragraph, read, table
 from benchmarks.pages.training import gain
-from generator.report.peers import Comparison
+from generator.report.peers import TITLES, Comparison
 
 SMALL_US = 20
 """A floor that takes less is counted among the small ones."""
@@ -51,15 +51,14 @@ def in_short() -> str:
     """The result of the comparison and of the training steps, for the top of the README."""
     found = comparison()
     over = {peer.name: peer.over_floor for peer in found.standings}
-    return (
+    return paragraph(
         f"On one H200, the backward takes {found.ours:.2f} times as long as a `torch.add` that"
-        " moves the same bytes (geometric mean\nof"
-        f" {len(found.rows)} shapes). PyTorch's takes {over['aten']:.2f} times as long as that"
-        f" `torch.add`, Inductor's {over['inductor']:.2f}, and\ncuDNN's, the fastest of the others,"
-        f" {over['cudnn']:.2f}. Transformer blocks of Qwen 3 1.7B run"
-        f" {gain('qwen3_2b,4096,eager')} faster\nin eager code and"
+        f" moves the same bytes (geometric mean of {len(found.rows)} shapes). PyTorch's takes"
+        f" {over['aten']:.2f} times as long as that `torch.add`, Inductor's {over['inductor']:.2f},"
+        f" and cuDNN's, the fastest of the others, {over['cudnn']:.2f}. On an H100, transformer"
+        f" blocks of Qwen 3 1.7B run {gain('qwen3_2b,4096,eager')} faster in eager code and"
         f" {gain('qwen3_2b,4096,blocks')} faster compiled than with PyTorch's norm, forward and"
-        " backward; those\nof Llama 3 8B gain nothing measurable ([details](#how-fast-is-it))."
+        " backward. Those of Llama 3 8B gain little ([details](#how-fast-is-it))."
     )
 
 
@@ -94,26 +93,73 @@ def forward_peers() -> str:
     lines += [(title, *cells(name)) for name, title in titles.items()]
     header = (
         *("time / mul (geometric mean)", "time / Normforge's", "lowest time / Normforge's, at"),
-        "faster at so many shapes",
+        "shapes where it is faster",
     )
     return table([f"{len(rows)} shapes, {document['environment']['gpu']}", *header], lines)
 
 
-def tuned_peers() -> str:
-    """Peers with the best that their own tuners find, at a few shapes, beside their defaults."""
-    found = comparison("tuned_peers_h200")
-    standings = {peer.name: peer for peer in found.standings}
-    lines = [
-        (
-            f"{standings[tuned].title} {standings[tuned].version}",
-            f"{standings[tuned].over_floor:.2f}",
-            f"{standings[tuned].over_ours:.2f}",
-            f"{standings[default].over_ours:.2f}",
+def on_h100() -> str:
+    """All implementations on an H100, with their defaults and tuned by their own tuners."""
+    found = comparison("h100")
+    lines: list[tuple[str, ...]] = [("**Normforge**", f"**{found.ours:.2f}**", *[""] * 3)]
+    for peer in found.standings:
+        over = found.over_ours(peer.name)
+        least = min(over, key=over.__getitem__)
+        lines.append(
+            (
+                *(f"{peer.title} {peer.version}", f"{peer.over_floor:.2f}"),
+                *(f"{peer.over_ours:.2f}", f"{over[least]:.2f}, {least}"),
+                str(sum(ratio < 1 for ratio in over.values())),
+            )
         )
-        for default, tuned in (("quack", "quack_tuned"), ("inductor", "inductor_max"))
-    ]
-    header = ("time / floor", "time / Normforge's", "the same with defaults")
-    return table([f"{len(found.rows)} shapes", *header], lines)
+    header = (
+        *("time / floor (geometric mean)", "time / Normforge's", "lowest time / Normforge's, at"),
+        "shapes where it is faster",
+    )
+    shown = table([f"{len(found.rows)} shapes, {found.environment['gpu']}", *header], lines)
+    tuned = generated("h100", "rmsnorm_backward", "table.json")["tuned"]
+    searches = {entry["provenance"]["study"]: entry["provenance"]["trials"] for entry in tuned}
+    of_shape = {study.split("@")[0]: trials for study, trials in searches.items()}
+    trials = [of_shape[shape] for shape in found.best_peers]
+    said = (
+        f"The fastest peer of each shape {_beside_best_peers(found)}. Normforge's kernels were"
+        f" searched with {min(trials)} trials or more for each shape, fewer than on the H200."
+    )
+    return "\n".join((shown, "", paragraph(said)))
+
+
+def tuned_on_h200() -> str:
+    """What tuners of peers find on an H200."""
+    found = comparison("tuned_peers_h200")
+    said = []
+    for name in ("quack_tuned", "inductor_max"):
+        over = found.over_ours(name).values()
+        said.append(
+            f"{TITLES[name]} takes {geometric_mean(over):.2f} times (at least {min(over):.2f})"
+        )
+    quack, inductor = said
+    return paragraph(
+        f"On an H200, these tuners ran at only {len(found.rows)} of the shapes, beside earlier"
+        f" kernels of Normforge (`tuned_peers_h200.json`). Compared with those, {quack} as long on"
+        f" average, and {inductor}."
+    )
+
+
+def h100_in_short() -> str:
+    """The comparison on an H100 in two sentences."""
+    return paragraph(
+        "On an H100, where the peers' own tuners ran as well, the fastest peer of each shape"
+        f" {_beside_best_peers(comparison('h100'))} ([table](docs/performance.md#on-an-h100))."
+    )
+
+
+def _beside_best_peers(found: Comparison) -> str:
+    best = found.best_peers.values()
+    return (
+        f"takes {geometric_mean(best):.2f} times as long as Normforge on average, but is faster at"
+        f" {sum(ratio < 1 for ratio in best)} of the {len(best)} shapes, by up to"
+        f" {100 * (1 / min(best) - 1):.1f} %"
+    )
 
 
 def layernorm() -> str:
@@ -121,7 +167,7 @@ def layernorm() -> str:
     found = comparison("layernorm_h200")
     lines = [("**Normforge**", f"**{found.ours:.2f}**", "", "")]
     for peer in found.standings:
-        least = min(row["peers"][peer.name]["us"] / row["ours_us"] for row in found.rows)
+        least = min(found.over_ours(peer.name).values())
         lines.append(
             (peer.title, f"{peer.over_floor:.2f}", f"{peer.over_ours:.2f}", f"{least:.3f}")
         )
@@ -210,9 +256,9 @@ def flushes() -> str:
 
 
 def flush_in_short() -> str:
-    return (
-        "Here the L2 is flushed before each operation. If inputs and outputs rotate through memory"
-        f" instead, Normforge takes\n{flushed('rotating'):.2f} times the floor"
+    return paragraph(
+        "In these comparisons, the L2 is flushed before each operation. If inputs and outputs"
+        f" rotate through memory instead, Normforge takes {flushed('rotating'):.2f} times the floor"
         " ([why](docs/performance.md#how-the-cache-is-made-cold))."
     )
 
@@ -223,7 +269,9 @@ COMPARISON_BLOCKS: dict[str, Callable[[], str]] = {
     "flush_in_short": flush_in_short,
     "in_short": in_short,
     "peers": peers,
-    "tuned_peers": tuned_peers,
+    "on_h100": on_h100,
+    "h100_in_short": h100_in_short,
+    "tuned_on_h200": tuned_on_h200,
     "layernorm": layernorm,
     "overhead": overhead,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 from collections.abc import Iterable, Sequence
+from textwrap import fill
 from typing import Any
 
 from generator.paths import GENERATED, REPOSITORY
@@ -22,6 +23,11 @@ def read(name: str) -> Any:
 def generated(*parts: str) -> Any:
     """A committed file below generated/."""
     return json.loads(GENERATED.joinpath(*parts).read_text())
+
+
+def paragraph(said: str) -> str:
+    """In lines as long as those of the pages."""
+    return fill(said, 120, break_long_words=False, break_on_hyphens=False)
 
 
 NO_PLOT = "No plot: matplotlib is not installed."

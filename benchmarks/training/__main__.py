@@ -1,6 +1,6 @@
 """What a faster norm is worth in training: whole steps of transformer blocks, on one GPU.
 
-    python -m benchmarks.training --out benchmarks/results/training_h200.json --seconds 540
+    python -m benchmarks.training --out benchmarks/results/training_h100.json --seconds 540
 
 A case is a model, a length of sequences, `eager`, `blocks` or `whole` (compiled block by block, or
 as one graph) and, if wanted, checkpointing: `llama3_8b,4096,eager`. It runs in --processes

@@ -63,8 +63,8 @@ def _liger() -> Way:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        # Not in place: the gradient of the stream is needed by the residual connection as well.
-        return LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
+        # In place, its default: nothing else of the model uses the gradient of a norm's result.
+        return LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", True)
 
     return Way(norm)
 

@@ -24,6 +24,16 @@ from generator.studies.storage import JOURNAL_NAME
 from generator.tuner.lifecycle import exclusive_run
 
 _DATES = ("datetime_start", "datetime_complete")
+_FILTERS = [
+    {
+        "id": lzma.FILTER_LZMA2,
+        "preset": 9 | lzma.PRESET_EXTREME,
+        "dict_size": 128 << 20,
+        "lc": 4,
+        "pb": 0,
+    }
+]
+"""For text, whose units are bytes, and for the largest journal, of 300 MB."""
 
 
 def pack(folder: Path) -> Path:
@@ -47,7 +57,7 @@ def pack(folder: Path) -> Path:
                         to.write(json.dumps(last, separators=(",", ":")) + "\n")
                     last = _short(record)
             SealedJournal(part).append_logs([last])
-            part.write_bytes(lzma.compress(part.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
+            part.write_bytes(lzma.compress(part.read_bytes(), filters=_FILTERS))
             sync(part)
         sync(folder)
         journal.unlink()

@@ -67,13 +67,22 @@ class Comparison:
         return geometric_mean([row["ours_us"] / row["add_us"] for row in self.rows])
 
     @cached_property
-    def least(self) -> tuple[float, str]:
-        """Time of the fastest peer over ours where it is smallest, and that shape."""
-        return min(
-            (min(times) / row["ours_us"], f"{row['M']}x{row['N']}:{row['dtype']}")
+    def best_peers(self) -> dict[str, float]:
+        """Time of the fastest peer over ours, by shape."""
+        return {
+            _shape(row): min(times) / row["ours_us"]
             for row in self.rows
             if (times := [us for name in row["peers"] if (us := peer_us(row, name))])
-        )
+        }
+
+    @property
+    def least(self) -> tuple[float, str]:
+        """Time of the fastest peer over ours where it is smallest, and that shape."""
+        return min((ratio, shape) for shape, ratio in self.best_peers.items())
+
+    def over_ours(self, name: str) -> dict[str, float]:
+        """Time of a peer over ours, by shape."""
+        return {_shape(row): us / row["ours_us"] for row in self.rows if (us := peer_us(row, name))}
 
     @cached_property
     def standings(self) -> list[PeerStanding]:
@@ -88,6 +97,10 @@ class Comparison:
                 short = version.split(",")[0].split()[-1]
                 found.append(PeerStanding(name, title, short, len(timed), floor, ours))
         return sorted(found, key=lambda standing: (-standing.shapes, standing.over_ours))
+
+
+def _shape(row: Mapping[str, Any]) -> str:
+    return f"{row['M']}x{row['N']}:{row['dtype']}"
 
 
 def peer_us(row: Mapping[str, Any], name: str) -> float | None:

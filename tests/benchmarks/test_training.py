@@ -8,15 +8,18 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.training import __main__ as command
 from benchmarks.training import model, ways
-from benchmarks.training.steps import NORMS, Case, Steps, orders
+from benchmarks.training.ranges import RANGE, in_ranges
+from benchmarks.training.steps import Case, Steps, orders
 from benchmarks.training.summary import Gain, cases
 from benchmarks.training.ways import BASELINE, Named, Way
 
@@ -120,15 +123,48 @@ def test_processes_have_orders_of_their_own() -> None:
     assert max(before.values()) < 20, "one nearly always follows the same other"
 
 
-def test_kernels_of_norms_are_known_by_name() -> None:
-    names = (
-        *("rmsnorm_backward", "sum_partials", "rmsnorm_forward", "_rms_norm_backward_kernel"),
-        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel",
-        "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate",
-        "kernel_cutlass_kernel_quackrmsnormRMSNormBackward_object_at__tensorptr",
-    )
-    assert all(NORMS.search(name) for name in names)
-    assert not NORMS.search("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT")
+class _Marked(torch.autograd.Function):
+    """The identity, as a norm that calls operators of its own: one forward, one backward."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(weight)
+        return x + 0 * torch.cumsum(x, dim=-1)
+
+    @staticmethod
+    def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return dy + 0 * torch.cumprod(dy, dim=-1), torch.zeros_like(context.saved_tensors[0])
+
+
+def _operators_in_ranges(norm: model.Norm) -> tuple[set[str], set[str]]:
+    """The operators of a norm between two matrix products: in ranges, and elsewhere."""
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    matrix = torch.randn(8, 8)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        (in_ranges(norm)(x.sin() @ matrix, weight) @ matrix).sum().backward()
+    names: tuple[set[str], set[str]] = set(), set()
+    for event in profiler.events():
+        above = event
+        while above is not None and above.name != RANGE:
+            above = above.cpu_parent
+        names[above is None].add(event.name)
+    return names
+
+
+def test_ranges_hold_what_norms_call_and_nothing_else() -> None:
+    ours, others = _operators_in_ranges(_Marked.apply)
+    assert {"aten::cumsum", "aten::cumprod"} <= ours - others
+    assert {"aten::mm", "aten::sin", "aten::cos", "aten::sum"} <= others - ours
+
+
+def test_ranges_hold_every_node_of_a_norm_of_many_operators() -> None:
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+    ours, others = _operators_in_ranges(norm)
+    assert {"aten::rsqrt", "aten::mean", "PowBackward0", "RsqrtBackward0", "MeanBackward1"} <= ours
+    assert not {"PowBackward0", "RsqrtBackward0", "MeanBackward1", "MulBackward0"} & others
+    assert {"MmBackward0", "SinBackward0"} <= others - ours
 
 
 @pytest.mark.parametrize(("n", "low", "high"), [(5, 1, 5), (10, 2, 9), (20, 6, 15), (60, 22, 39)])

@@ -68,7 +68,9 @@ def missed() -> str:
 
 
 def search() -> list[str]:
-    common = len(yaml.safe_load(fallback_kernels.LAYOUTS_FILE.read_text())["layouts"]["wide"])
+    layouts = yaml.safe_load(fallback_kernels.LAYOUTS_FILE.read_text())["layouts"]
+    common = len(layouts["wide"])
+    clustered = common + len({layout["columns"] for layout in layouts["long"]})
     kept = percent(choose_winner.INCUMBENT_TIE)
     return [
         f"until {sampler.FIRST} configs have been proposed",
@@ -92,7 +94,7 @@ def search() -> list[str]:
         f"configs within {percent(prior.TIE)} are tied",
         f"the same bits in {determinism.RUNS} runs",
         f"{session.SLOW} times the time of the best",
-        f"| {common} for each pair of dtypes",
+        f"| {clustered} for each pair of dtypes of the run, {common} on a GPU without clusters",
         f"rows of whole {VECTOR}-byte vectors: a multiple of {VECTOR // 2} bf16",
         f"A measured search has {budget.TRIALS['measured']} trials by default",
         f"A predicted one has {budget.TRIALS['predicted']},",
@@ -287,17 +289,18 @@ def readme() -> list[str]:
     widths = [entry["N"] for entry in table["tuned"]]
     specs = [kernel["spec"] for kernel in table["fallback"]]
     generic = {
-        width: max(spec["columns"] for spec in specs if spec["vector_bytes"] == width)
-        for width in (2, 16)
+        width: max(spec["N"] for spec in specs if spec["vector_bytes"] == width)
+        for width in (2, 4, 8, 16)
     }
+    wide = fallback_kernels.load_layouts().groups["wide"]
     return [
         f"{len(load_problems('compare'))} shapes in bf16, fp16 and fp32",
-        f"ran at {len(read('tuned_peers_h200')['rows'])} shapes",
         f"timed with {read('h200')['environment']['driver']}",
         f"Python {oldest('requires-python')} or newer, PyTorch {oldest('torch')} or newer",
         f"tuned lengths from {min(widths)} to {max(widths):,}",
-        f"Fallback kernels serve others up to {generic[16]:,}"
-        f" (odd ones in bf16 and fp16: {generic[2]:,})",
+        f"up to {generic[16]:,} if a row consists of whole 16-byte vectors",
+        f"beyond {max(layout.columns for layout in wide):,} on GPUs with",
+        f"else at least up to {min(generic[2], generic[4], generic[8]):,}",
     ]
 
 
@@ -331,9 +334,10 @@ def determinism_page() -> list[str]:
 
 
 def performance() -> list[str]:
-    measured_by, peers = read("h200")["environment"], len(read("tuned_peers_h200")["rows"])
+    measured_by = read("h200")["environment"]
     nvrtc = layernorm_entries()[0]["kernel"]["nvrtc"]
-    training = next(iter(read("training_h200")["cases"].values()))
+    steps = read("training_h100")["environment"]
+    training = next(iter(read("training_h100")["cases"].values()))
     host = read("host_time_h200")
     passes = host["ratios of the passes"]
     only_dw, added = (
@@ -345,8 +349,8 @@ def performance() -> list[str]:
         f" PyTorch {measured_by['torch'].rpartition('.')[0]}",
         f"interleaved all implementations at {len(read('h200')['rows'])} shapes",
         f"Plain reads of {flushes.READ_BYTES >> 20} MB inside",
-        f"They ran at {peers} of the shapes only",
-        f"then {len(training[0]['ms']['pytorch'])} timed ones in each of {WORD[len(training)]}",
+        f"In each of {WORD[len(training)]} processes, every norm has at least {steps['warmups']}"
+        f" warm-up steps, then at least {steps['rounds']} timed ones",
         f"median of {WORD[len(next(iter(passes.values())))]} passes",
         f"adds to `main_grad` takes {added:.1f} µs, and one that computes only dw {only_dw:.1f} µs",
         f"within {PLAN_SECONDS:.0f} seconds",
@@ -372,7 +376,8 @@ def faq() -> list[str]:
     assert most is not None
     return [
         f"{len(widths)} random shapes",
-        f"by default {budget.TRIALS['measured']} per shape",
+        f"by default {budget.TRIALS['measured']} per shape if they are measured,"
+        f" {budget.TRIALS['predicted']} if predicted",
         f"On one H100, with at most {most[1]} trials per shape",
         f"{searched} of {first_search_shapes()} shapes had a winner after"
         f" [{first_search_seconds()} s",

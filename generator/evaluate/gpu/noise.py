@@ -30,7 +30,7 @@ their median: the median of 15 such ratios is uncertain by about 1 %."""
 BLOCKS, SHORT_BLOCKS = 3, 15
 """In which finalists, and those of the shortlist, take turns. SHORT_BLOCKS are for floors below
 SHORT_US, where the ratio of a block scatters by 2 %. Choices resampled from the blocks in
-repeatability_h200.json agree the more often, the more blocks they have."""
+repeatability_h200.json.xz agree the more often, the more blocks they have."""
 SHORT_US = 12.0
 SEARCH_PAUSES = (0.0, 0.05, 0.25)
 """Seconds after each noisy block of a trial. Short: the finals measure noisy trials once more."""
