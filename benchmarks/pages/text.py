@@ -14,10 +14,11 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 
 
 def read(name: str) -> Any:
-    """A committed results file, without its suffix. Long ones are packed."""
+    """A committed results file, without its suffix. Long ones are packed, until a new run writes
+    them."""
     plain = RESULTS / f"{name}.json"
     packed = plain.with_name(plain.name + ".xz")
-    return json.loads(lzma.open(packed).read() if packed.exists() else plain.read_text())
+    return json.loads(plain.read_text() if plain.exists() else lzma.open(packed).read())
 
 
 def generated(*parts: str) -> Any:

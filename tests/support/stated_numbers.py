@@ -299,7 +299,7 @@ def readme() -> list[str]:
         f"Python {oldest('requires-python')} or newer, PyTorch {oldest('torch')} or newer",
         f"tuned lengths from {min(widths)} to {max(widths):,}",
         f"up to {generic[16]:,} if a row consists of whole 16-byte vectors",
-        f"beyond {max(layout.columns for layout in wide):,} on GPUs with",
+        f"beyond {max(layout.columns for layout in wide):,} only on GPUs with",
         f"else at least up to {min(generic[2], generic[4], generic[8]):,}",
     ]
 
