@@ -84,9 +84,10 @@ def search() -> list[str]:
         f"The best {WORD[budget.FINALISTS]} of the shortlist",
         f"at most {budget.Budget(1).sweep_limit} legal configs",
         f"within {100 * choose_winner.TIE:g} % of the fastest are tied",
-        f"tied with {kept} in the place of {100 * choose_winner.TIE:g} %",
+        f"tied at {kept} instead of {100 * choose_winner.TIE:g} %",
         f"takes less than {choose_winner.HOST_US:.0f} µs, the host is the limit",
-        f"at most {choose_winner.LAUNCH_US} µs slower.",
+        f"at most {choose_winner.LAUNCH_US} µs slower; of several such kernels, only those within"
+        f" {100 * choose_winner.TIE:g} % of the fastest of them.",
         f"{WORD[finals.ONE_LAUNCH_PLACES].capitalize()} places in the finals",
         f"side by side, in {WORD[noise.BLOCKS]} blocks",
         f"({noise.SHORT_BLOCKS} blocks if the floor is below {noise.SHORT_US:.0f} µs",
@@ -111,7 +112,7 @@ def cluster() -> list[str]:
         f"at most {task_runner.MAX_COMPILERS}.",
         f"{WORD[device_pool._MAX_DEATHS].capitalize()} deaths in one shape",
         f"every {work_queue.LEASE_SECONDS / work_queue._BEATS:.0f} s",
-        f"A lease without one for {work_queue.LEASE_SECONDS:.0f} s",
+        f"After {work_queue.LEASE_SECONDS:.0f} s without a heartbeat",
         f"its shapes are free after {work_queue.LEASE_SECONDS:.0f} s",
         f"end within {lifecycle.INTERRUPT_SECONDS} s",
         f"waits up to {postgres.MAX_OUTAGE_SECONDS:.0f} s",
@@ -150,7 +151,7 @@ def faults() -> list[str]:
         f"more than {drift} above its best",
         f"more than {spread} apart",
         f"up to {WORD[len(noise.SEARCH_PAUSES)]} times, within {sum(noise.SEARCH_PAUSES):.1f} s",
-        f"for {WORD[noise.BLOCKS]} clean blocks, and for up to {noise.SHORT_BLOCKS} where the floor"
+        f"need {WORD[noise.BLOCKS]} clean blocks, and try for {noise.SHORT_BLOCKS} where the floor"
         f" is below {noise.SHORT_US:.0f} µs",
     ]
 
