@@ -48,7 +48,8 @@ class Variant(Geometry):
         yield cluster > 1 and per_row < WARP, "a cluster with rows of less than a warp"
         # Others take the number of columns of a CTA for a constant, or for that of the whole row.
         any_row = self.teams == 1 and self.elements % 4 == 0 and self["pipeline"] != "bulk"
-        any_row &= self.strategy.tail == "second_kernel"
+        any_row &= self.strategy.tail == "second_kernel" and not self.run_rows
+        any_row &= self.N % (cluster * self.elements) == 0
         yield cluster > 1 and not self.exact and not any_row, "a cluster and any N"
         yield self.exact and self.N % cluster != 0, "CTAs of a cluster with unequal parts of a row"
         yield self.exact and self.columns % self.elements != 0, "rows that are no whole vectors"

@@ -124,7 +124,10 @@ def legal_config(
     in_blocks: bool = True,
 ) -> Config | None:
     """The config of a layout, None where the rules of the space forbid it. One with clusters is
-    judged by its longest row, because a search tries no clusters for rows of unknown length."""
+    judged by its longest row, because a search tries no clusters for rows of unknown length. On a
+    part of a GPU, its spare SMs may be most of them: then it is left out."""
+    if 4 * layout.spare_sms > target.sms:
+        return None
     config = space.normalize(_config(layout, vector_bytes), problem, target)
     exact = layout.cluster > 1
     rejected = space.reject(config, problem, target, exact=exact, in_blocks=in_blocks)

@@ -304,7 +304,7 @@ def test_fallback_variant_serves_rows_of_its_bracket(shape: str, target: Target)
 
 LONG_ROWS = (
     *("21x20480:bf16", "21x16392:bf16:fp32", "9x24576:fp16", "9x24580:fp32"),
-    *("9x40008:bf16", "5x57352:fp16:fp32", "5x65536:fp32"),
+    *("9x40008:bf16", "5x57352:fp16:fp32", "5x65536:fp32", "1x16392:bf16", "170x16392:bf16"),
 )
 
 

@@ -253,11 +253,23 @@ def test_grid_of_clusters_does_not_count_on_spare_sms(spare: int, clusters: int)
     assert plan_launch(spec, 9).participants == 5, "two rows at once in each"
 
 
+ANY_ROW: dict[str, int | str] = {
+    "strategy": "separate",
+    "rows_per_cta": 1,
+    "threads_per_row": 256,
+    "pipeline": "async",
+    "stages": 3,
+}
+"""With these, a cluster shares rows of any length up to a multiple of its vectors."""
+
+
 @pytest.mark.parametrize(
     ("N", "exact", "knobs", "said"),
     [
         (4096, True, {"cluster": 2, "threads_per_row": 16}, "rows of less than a warp"),
         (4096, False, {"cluster": 2}, "a cluster and any N"),
+        (4100, False, {"cluster": 2, **ANY_ROW}, "a cluster and any N"),
+        (4096, False, {"cluster": 2, **ANY_ROW, "pipeline": "bulk"}, "a cluster and any N"),
         (4096, True, {"cluster": 3}, "unequal parts of a row"),
         (100, True, {"cluster": 1}, "rows that are no whole vectors"),
         (4096, True, {"pipeline": "bulk", "stages": 1, "reload": "smem"}, "stages that are all"),
@@ -272,6 +284,7 @@ def test_what_no_template_can_serve_is_refused(
     v = plain_variant("4096x4096:bf16", find_target("h200"), pipeline="direct", reload="none")
     with pytest.raises(NormforgeError, match=said):
         replace(v, N=N, exact=exact, config={**v.config, **knobs})
+    assert not replace(v, exact=False, config={**v.config, "cluster": 2, **ANY_ROW}).exact
 
 
 @settings(max_examples=50)

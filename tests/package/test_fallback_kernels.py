@@ -97,6 +97,10 @@ def test_clusters_share_rows_of_whole_vectors_up_to_65536(pair: tuple[str, str])
         for N in (16392, 20480, 24576, 24584, 32776, 40000, 65528, 65536, 65544):
             assert bool(served(table, N, pair)[0]) == (most >= N)
         assert served(table, 20481, pair)[0] == 0
+    part = replace(find_target("h200"), sms=32)
+    table = fallback_table(fallback_variants(part, [pair]), part)
+    assert served(table, 16384, pair)[0] == 16
+    assert served(table, 65536, pair)[0] == 0
 
 
 @pytest.mark.parametrize("pair", DTYPES)
