@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.goals import MEAN_LIMITS, geometric_mean
@@ -19,6 +19,15 @@ FLUSHES = {
     "rotating": "nothing, but inputs and outputs rotate through memory",
 }
 """Conditions of benchmarks/flushes.py that make the L2 cold before an operation."""
+BESIDE_OURS = ("time / Normforge's", "lowest time / Normforge's, at", "shapes where it is faster")
+"""Columns of a table of peers."""
+
+
+def beside_ours(over: Mapping[str, float]) -> tuple[str, ...]:
+    """These columns of a peer, whose time over ours is given by shape."""
+    least = min(over, key=over.__getitem__)
+    faster = sum(ratio < 1 for ratio in over.values())
+    return (f"{geometric_mean(over.values()):.2f}", f"{over[least]:.2f}, {least}", str(faster))
 
 
 def comparison(name: str = "h200") -> Comparison:
@@ -77,24 +86,15 @@ def forward_peers() -> str:
 
     def cells(name: str) -> tuple[str, ...]:
         over = {row["shape"]: row["cells"][name]["us"] / ours(row) for row in rows}
-        least = min(over, key=over.__getitem__)
         ratios = [row["cells"][name]["ratio"] for row in rows]
-        mean = geometric_mean(over.values())
-        faster = str(sum(ratio < 1 for ratio in over.values()))
-        return (
-            *(f"{geometric_mean(ratios):.2f}", f"{mean:.2f}"),
-            *(f"{over[least]:.2f}, {least}", faster),
-        )
+        return (f"{geometric_mean(ratios):.2f}", *beside_ours(over))
 
     def ours(row: dict[str, Any]) -> float:
         return float(row["cells"]["ours"]["us"])
 
     lines: list[tuple[str, ...]] = [("**Normforge**", f"**{cells('ours')[0]}**", *[""] * 3)]
     lines += [(title, *cells(name)) for name, title in titles.items()]
-    header = (
-        *("time / mul (geometric mean)", "time / Normforge's", "lowest time / Normforge's, at"),
-        "shapes where it is faster",
-    )
+    header = ("time / mul (geometric mean)", *BESIDE_OURS)
     return table([f"{len(rows)} shapes, {document['environment']['gpu']}", *header], lines)
 
 
@@ -103,19 +103,9 @@ def on_h100() -> str:
     found = comparison("h100")
     lines: list[tuple[str, ...]] = [("**Normforge**", f"**{found.ours:.2f}**", *[""] * 3)]
     for peer in found.standings:
-        over = found.over_ours(peer.name)
-        least = min(over, key=over.__getitem__)
-        lines.append(
-            (
-                *(f"{peer.title} {peer.version}", f"{peer.over_floor:.2f}"),
-                *(f"{peer.over_ours:.2f}", f"{over[least]:.2f}, {least}"),
-                str(sum(ratio < 1 for ratio in over.values())),
-            )
-        )
-    header = (
-        *("time / floor (geometric mean)", "time / Normforge's", "lowest time / Normforge's, at"),
-        "shapes where it is faster",
-    )
+        over = beside_ours(found.over_ours(peer.name))
+        lines.append((f"{peer.title} {peer.version}", f"{peer.over_floor:.2f}", *over))
+    header = ("time / floor (geometric mean)", *BESIDE_OURS)
     shown = table([f"{len(found.rows)} shapes, {found.environment['gpu']}", *header], lines)
     tuned = generated("h100", "rmsnorm_backward", "table.json")["tuned"]
     searches = {entry["provenance"]["study"]: entry["provenance"]["trials"] for entry in tuned}

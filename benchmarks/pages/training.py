@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.pages.text import paragraph, read, table
-from benchmarks.training.summary import cases
+from benchmarks.training.summary import Measured, cases
 from benchmarks.training.ways import BASELINE, WAYS
 
 
@@ -38,16 +38,21 @@ def training_norms() -> str:
     return table(["ms per step", *(WAYS[name].title for name in names)], lines)
 
 
+def measured(case: str) -> Measured:
+    """What was measured of a case."""
+    return next(found for found in cases(read("training_h100")) if str(found.case) == case)
+
+
 def gain(case: str) -> str:
     """How much faster steps with `rms_norm` are, and the interval."""
-    found = next(c.gains["rms_norm"] for c in cases(read("training_h100")) if str(c.case) == case)
+    found = measured(case).gains["rms_norm"]
     half = max(found.high - found.median, found.median - found.low)
     return f"{100 * (found.median - 1):.1f} % (± {100 * half:.1f})"
 
 
 def training_gain() -> str:
     """The gains that a reader of the README wants to know first."""
-    llama = next(c for c in cases(read("training_h100")) if str(c.case) == "llama3_8b,4096,eager")
+    llama = measured("llama3_8b,4096,eager")
     norms = llama.norm_ms(BASELINE)
     assert norms is not None
     return paragraph(

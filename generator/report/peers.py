@@ -92,7 +92,7 @@ class Comparison:
             timed = [row for row in self.rows if peer_us(row, name)]
             if timed:
                 floor = geometric_mean([row["peers"][name]["us"] / row["add_us"] for row in timed])
-                ours = geometric_mean([row["peers"][name]["us"] / row["ours_us"] for row in timed])
+                ours = geometric_mean(self.over_ours(name).values())
                 title = TITLES.get(name, name)
                 short = version.split(",")[0].split()[-1]
                 found.append(PeerStanding(name, title, short, len(timed), floor, ours))

@@ -267,6 +267,16 @@ def test_the_samples_cover_the_space() -> None:
     assert any(v.weight_dtype != v.dtype for v in variants)
 
 
+def check_rows(variant: Variant, source: str, problem: Problem, schedules: int) -> Check:
+    """At addresses and strides that are multiples of the variant's vector and of nothing wider."""
+    spec, launch = small_launch(variant, problem.M)
+    unit = variant["vector_bytes"] // problem.itemsize
+    layout = Layout(unit, 3 * unit, 2 * unit, variant["vector_bytes"])
+    return check_source(
+        source, spec, launch, problem, schedules=schedules, seed=SEED, layout=layout
+    )
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "shape",
@@ -291,13 +301,8 @@ def test_fallback_variant_serves_rows_of_its_bracket(shape: str, target: Target)
     assert (16 in chosen) == (row_bytes % 16 == 0)
     assert (4 in chosen) == (row_bytes % 4 == 0)
     assert (2 in chosen) == (problem.dtype != "fp32")
-    for vector_bytes, variant in chosen.items():
-        spec, launch = small_launch(variant, problem.M)
-        unit = vector_bytes // problem.itemsize
-        layout = Layout(unit, 3 * unit, 2 * unit, vector_bytes)
-        check = check_source(
-            *(render(variant), spec, launch, problem), schedules=4, seed=SEED, layout=layout
-        )
+    for variant in chosen.values():
+        check = check_rows(variant, render(variant), problem, schedules=4)
         assert check.problems == (), variant.id
         assert check.distinct_results == 1
 
@@ -306,13 +311,6 @@ LONG_ROWS = (
     *("21x20480:bf16", "21x16392:bf16:fp32", "9x24576:fp16", "9x24580:fp32"),
     *("9x40008:bf16", "5x57352:fp16:fp32", "5x65536:fp32", "1x16392:bf16", "170x16392:bf16"),
 )
-
-
-def check_long_rows(variant: Variant, source: str, problem: Problem) -> Check:
-    spec, launch = small_launch(variant, problem.M)
-    unit = 16 // problem.itemsize
-    layout = Layout(unit, 3 * unit, 2 * unit, 16)
-    return check_source(source, spec, launch, problem, schedules=3, seed=SEED, layout=layout)
 
 
 @pytest.mark.sampled(4)
@@ -324,7 +322,7 @@ def test_fallback_variants_share_long_rows_in_clusters(shape: str, target: Targe
     assert found
     for variant in found.values():
         assert variant["cluster"] > 1
-        check = check_long_rows(variant, render(variant), problem)
+        check = check_rows(variant, render(variant), problem, schedules=3)
         assert check.problems == ()
         assert check.distinct_results == 1
 
@@ -347,7 +345,7 @@ def test_wrong_parts_of_long_rows_are_found_out(
     variant = next(variant for variant in variants if serves(variant, problem))
     source = render(variant)
     assert source.count(right) == 1
-    check = check_long_rows(variant, source.replace(right, wrong), problem)
+    check = check_rows(variant, source.replace(right, wrong), problem, schedules=3)
     assert any(re.search(reported, problem) for problem in check.problems), check.problems
 
 
@@ -356,12 +354,7 @@ def test_rows_below_the_least_are_found_out(target: Target) -> None:
     problem = Problem.parse("21x512:bf16")
     for variant in fallback_variants(target, [("bf16", "bf16")]):
         if (variant.N, variant.least, variant["vector_bytes"]) == (1536, 1025, 16):
-            spec, launch = small_launch(variant, problem.M)
-            layout = Layout(8, 24, 16, 16)
-            check = check_source(
-                *(render(variant), spec, launch, problem), schedules=1, seed=SEED, layout=layout
-            )
-            assert check.problems
+            assert check_rows(variant, render(variant), problem, schedules=1).problems
             return
     pytest.fail("there is no such variant")
 

@@ -11,8 +11,6 @@ from math import exp
 from statistics import geometric_mean, median
 from typing import Any
 
-import yaml
-
 from benchmarks import flushes, repeatability
 from benchmarks.goals import ratio as over_floor
 from benchmarks.pages import note_facts as notes
@@ -68,9 +66,9 @@ def missed() -> str:
 
 
 def search() -> list[str]:
-    layouts = yaml.safe_load(fallback_kernels.LAYOUTS_FILE.read_text())["layouts"]
+    layouts = fallback_kernels.load_layouts().groups
     common = len(layouts["wide"])
-    clustered = common + len({layout["columns"] for layout in layouts["long"]})
+    clustered = common + len({layout.columns for layout in layouts["long"]})
     kept = percent(choose_winner.INCUMBENT_TIE)
     return [
         f"until {sampler.FIRST} configs have been proposed",
