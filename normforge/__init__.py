@@ -83,7 +83,12 @@ def names_of(operation: str, module: str, names: Sequence[str]) -> Callable[[str
 _operation = "rmsnorm_backward"  # whose package serves
 
 
+_MODULES = ("batch_invariant", "layernorm")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     return names_of(_operation, __name__, __all__)(name)
 
 

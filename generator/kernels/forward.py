@@ -115,7 +115,8 @@ class ForwardVariant:
 _FACTS = [field.name for field in fields(ForwardSpec) if field.name not in ("name", "sms")]
 
 FORWARD_FIELDS = frozenset(("cluster", "threads_per_row", "vector_bytes"))
-"""What the bits of a forward in registers depend on, beside the row."""
+"""What the bits of a forward in registers depend on, beside the row. Those of dx depend on the same
+knobs."""
 
 
 CompiledForward = tuple[ForwardVariant, Compiled]

@@ -1,7 +1,7 @@
 """What a config means for one row length: threads, vectors, shared memory.
 
-Every number that both the kernel and the host need (shared-memory offsets, workspace sizes, grid)
-is computed here and nowhere else; the templates receive it as `constexpr` lines.
+The templates receive these numbers as `constexpr` lines (render.py). What depends on M as well, the
+grid and the workspace, is in runtime/spec.py.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ least for b = sqrt(n); teams on an H200 have 31 to 500 rows."""
 
 @dataclass(frozen=True)
 class Geometry(ItemSizes):
-    """What a config means for one row length; `exact` is False for a kernel that takes any N from
-    `least` to this one at run time, in_blocks for one that adds up rows one after another, for want
-    of room."""
+    """What a config means for one row length. exact: N is a constant; if False, the kernel takes
+    any N from `least` to this one. in_blocks: rows are added in blocks; if False, one after
+    another, because there is no room for the sums of blocks."""
 
     config: Config
     N: int

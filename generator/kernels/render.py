@@ -102,7 +102,7 @@ def render(variant: Variant, *, comments: bool = True, include: str = "") -> str
         offset=variant.offset,
         shares_any_row=shares_any_row,
         in_blocks=bool(variant.block_batches),
-        certain_columns=0 if shares_any_row else variant.least_columns,
+        least_columns=0 if shares_any_row else variant.least_columns,
         launch_bounds=launch_bounds,
     )
 

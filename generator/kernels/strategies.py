@@ -1,6 +1,6 @@
 """The ways to turn the partial dw of all CTAs into dw: the one table of strategies.
 
-A strategy is added by its row here, its fragment `templates/dw_<fragment>.cuh`, its memory in
+A strategy is added by its row here, its code in `templates/` (`dw_<name>.cuh`), its memory in
 `runtime/spec.py`, its cost in `evaluate/predict/dw_reduction.py` and its value in the YAML of the
 search space. docs/extending.md walks through it.
 """

@@ -21,6 +21,9 @@ from generator.problem import Problem
 from generator.runtime.table import ForwardTable, KernelOf, Table, TableOf, TunedOf
 from generator.target import Target
 
+ORDER_OF_DW = ("rows_per_cta", "run_rows", "group_rows")
+"""What the bits of a batch-invariant dw depend on, beside what those of dx do (FORWARD_FIELDS)."""
+
 
 def check_package(package: Path, target: Target) -> None:
     """Raise NormforgeError unless winners for `target` can be added to what is at `package`."""
@@ -133,12 +136,13 @@ def _check_entry(entry: Entry, target: Target) -> None:
 
 
 def _check_arithmetic(table: Table, forward: ForwardTable | None) -> None:
-    """Raise NormforgeError unless all batch-invariant kernels of a width add up in one order."""
+    """Raise NormforgeError unless all batch-invariant kernels of a width add up in one order, which
+    search_spaces/rmsnorm_invariant_backward.yaml fixes."""
     if not any(kernel.spec.run_rows for kernel in table.kernels()):
         return
     found: dict[tuple[str, int, str], tuple[str, list[Any]]] = {}
     tables: list[tuple[str, Table | ForwardTable, tuple[str, ...]]]
-    tables = [("dx and dw", table, (*FORWARD_FIELDS, "run_rows", "group_rows"))]
+    tables = [("dx and dw", table, (*FORWARD_FIELDS, *ORDER_OF_DW))]
     tables += [("y", forward, (*FORWARD_FIELDS, "form"))] if forward else []
     for what, of, names in tables:
         for entry in of.tuned:

@@ -171,7 +171,7 @@ def _tied(
         if ratio <= times[first] * (1 + slack(fastest_result, finals[place][0], fastest, tie))
     ]
     fewest = min(launches(finals[place][0]) for place in near)
-    one_launch = [place for place in near if launches(finals[place][0]) == fewest]
-    leading = min(times[place] for place in one_launch)
+    with_fewest = [place for place in near if launches(finals[place][0]) == fewest]
+    leading = min(times[place] for place in with_fewest)
     equal = [place for place in near if times[place] <= leading * (1 + tie)]
     return tuple(sorted(equal, key=lambda p: (launches(finals[p][0]), rank(finals[p][0]))))

@@ -23,7 +23,7 @@ from generator.space.space import Space
 
 FIRST = 20
 """Configs that a study takes, seeds among them, before the surrogate is asked. A predicted search
-has fewer: it would wait longer for the surrogate than for its trials."""
+ends before that, unless --trials is raised (TRIALS in budget.py)."""
 DRAWN = 50
 """Random legal configs that are candidates at every turn, beside the neighbours."""
 STEP = (8, 2, 2, 2, 2)

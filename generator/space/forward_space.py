@@ -161,7 +161,7 @@ def preference(variant: ForwardVariant, problem: Problem, target: Target) -> tup
     )
 
 
-def generic_forwards(dtypes: tuple[tuple[str, str], ...]) -> list[ForwardVariant]:
+def fallback_forwards(dtypes: tuple[tuple[str, str], ...]) -> list[ForwardVariant]:
     """The variants that take any row: of whole 16-byte vectors at aligned addresses, or any other.
     Each has room for twice the columns of the one before, so at most half of the threads of a row
     idle. dtypes: pairs of x's and the weight's dtype."""

@@ -125,8 +125,9 @@ class Space:
         return None
 
     def hashes(self, problem: Problem) -> tuple[str, ...]:
-        """Twelve hex digits over knobs, values and rules (not over the prose) and what is fixed for
-        a problem; then those of older studies, over all that `fixed` had before its last ones."""
+        """Twelve hex digits over knobs, values, rules (not the prose) and what is fixed for a
+        problem. Then those of older versions, which hashed all of `fixed`: one for each length it
+        may have had since it got the problem's entry. So new entries go at the end."""
         own = self._fixed_entry(problem)
         if own is None:
             return (self._hash(),)
@@ -157,8 +158,9 @@ class Space:
         return tuple(map(tuple, after))
 
     def normalize(self, config: Config, problem: Problem, target: Target) -> dict[str, int | str]:
-        """The config with every knob present and those without meaning at `otherwise`. Raises
-        NormforgeError for an unknown knob or a value that the space does not have."""
+        """The config with every knob present: fixed ones at that value, those without meaning at
+        `otherwise`, missing ones at their first value. Raises NormforgeError for an unknown knob or
+        a value that the space does not have."""
         for name, value in config.items():
             if name not in self._position:
                 raise NormforgeError(f"unknown knob '{name}': {self.path.name} has none such")

@@ -24,7 +24,7 @@ from generator.package.fallback_kernels import (
     fallback_dtypes,
     fallbacks_to_compile,
 )
-from generator.space.forward_space import generic_forwards, tile_forwards
+from generator.space.forward_space import fallback_forwards, tile_forwards
 from generator.studies.records import Winner
 from generator.studies.study_log import StudyLog
 from generator.tuner.display import Status
@@ -34,12 +34,12 @@ from generator.tuner.plan import Plan
 from generator.tuner.task_runner import compiler_processes
 
 
-def generic_forwards_of(plan: Plan) -> list[ForwardVariant]:
+def fallback_forwards_of(plan: Plan) -> list[ForwardVariant]:
     """The forward kernels for any rows that the package of a plan is to have."""
     if plan.operation.tiles:
         return tile_forwards(plan.target)
-    pairs = fallback_dtypes(plan.fallback_kernels, plan.problems)
-    found = generic_forwards(tuple(pairs))
+    pairs = fallback_dtypes(plan.fallbacks_of_operation, plan.problems)
+    found = fallback_forwards(tuple(pairs))
     if plan.fallbacks == "common":
         return [v for v in found if v.vector_bytes == COMMON_VECTOR_BYTES]
     return found
@@ -72,7 +72,7 @@ def emit(
         return _compile(variants, pool, partial(status.phase, next(phases)))
 
     fallbacks = compile_fallbacks(
-        target, compile, fallbacks_to_compile(plan.fallback_kernels, target, plan.problems)
+        target, compile, fallbacks_to_compile(plan.fallbacks_of_operation, target, plan.problems)
     )
     forwards = None
     if plan.operation.forward:
@@ -83,7 +83,7 @@ def emit(
             known=read_forward_table(plan.package),
             processes=compiler_processes(),
             say=status.say,
-            generic=generic_forwards_of(plan),
+            fallbacks=fallback_forwards_of(plan),
             choices=plan.forwards,
             tell=partial(status.phase, "forward kernels"),
             check=stop.check,

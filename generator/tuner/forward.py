@@ -32,7 +32,7 @@ from generator.package.fallback_kernels import DTYPES
 from generator.problem import Problem
 from generator.result import Result
 from generator.runtime.table import ForwardTable
-from generator.space.forward_space import forward_variants, generic_forwards
+from generator.space.forward_space import fallback_forwards, forward_variants
 from generator.studies.records import now
 from generator.target import Target
 from generator.tuner.forward_compiler import ForwardCompiler
@@ -78,12 +78,12 @@ def _shapes(problems: Sequence[Problem]) -> list[Problem]:
 def forwards_to_compile(
     shapes: Sequence[Problem],
     target: Target,
-    generic: Sequence[ForwardVariant],
+    fallbacks: Sequence[ForwardVariant],
     choices: Choices = forward_variants,
 ) -> list[ForwardVariant]:
     """All that `tune_forwards` compiles to measure these shapes, in the order in which it needs
     them: each source once."""
-    found = list(generic)
+    found = list(fallbacks)
     for shape in shapes:
         found += choices(shape, target)
     return list({variant.id: variant for variant in found}.values())
@@ -107,7 +107,7 @@ def tune_forwards(
     known: ForwardTable | None = None,
     processes: int = 1,
     say: Callable[[str], None] = lambda line: None,
-    generic: Sequence[ForwardVariant] | None = None,
+    fallbacks: Sequence[ForwardVariant] | None = None,
     choices: Choices = forward_variants,
     tell: Callable[[int, int], None] = lambda done, total: None,
     check: Callable[[], None] = lambda: None,
@@ -117,13 +117,13 @@ def tune_forwards(
 
     devices: indices of GPUs that share the shapes, none to choose by `preference`. known: a table
     whose choices stay while the sources are the same; predicted ones are measured where possible.
-    processes: compilers at a time. generic: the forwards for any other shape, default all. choices:
-    those for a shape, default all. tell: is told how many kernels and shapes are done, and of how
-    many. check: is called before each shape. After a KeyboardInterrupt, from it or from Ctrl-C, the
-    rest is left out, and `say` is told how many shapes that is.
+    processes: compilers at a time. fallbacks: the forwards for any other shape, default all.
+    choices: those for a shape, default all. tell: is told how many kernels and shapes are done, and
+    of how many. check: is called before each shape. After a KeyboardInterrupt, from it or from
+    Ctrl-C, the rest is left out, and `say` is told how many shapes that is.
     """
     waiting = shapes_to_choose(problems, target, devices, known, choices)
-    generic = generic_forwards(DTYPES) if generic is None else generic
+    fallbacks = fallback_forwards(DTYPES) if fallbacks is None else fallbacks
     with ExitStack() as stack:
         # Their processes take seconds to start, in which the kernels are compiled.
         busy = devices[: len(waiting)]
@@ -134,23 +134,23 @@ def tune_forwards(
         pool = stack.enter_context(CompilePool(target.arch, processes))
         compiler = stack.enter_context(closing(ForwardCompiler(pool, target, say)))
         if gpus:
-            compiler.start(forwards_to_compile(waiting, target, generic, choices))
-        steps = len(generic) + len(waiting)
+            compiler.start(forwards_to_compile(waiting, target, fallbacks, choices))
+        steps = len(fallbacks) + len(waiting)
         tell(0, steps)
-        compiler.start(generic)
-        fallback = []
-        for done, variant in enumerate(generic, 1):
-            fallback += compiler.usable([variant])
+        compiler.start(fallbacks)
+        compiled = []
+        for done, variant in enumerate(fallbacks, 1):
+            compiled += compiler.usable([variant])
             tell(done, steps)
         chooser = _Chooser(
             waiting,
             target,
             choices,
             compiler,
-            fallback,
+            compiled,
             say=say,
             check=check,
-            tell=lambda done: tell(len(generic) + done, steps),
+            tell=lambda done: tell(len(fallbacks) + done, steps),
         )
         try:
             for measured in [threads.submit(chooser.measure, gpu) for gpu in gpus]:
@@ -161,7 +161,7 @@ def tune_forwards(
             threads.shutdown()
     found = chooser.found
     chosen = tuple(found[shape] for shape in _shapes(problems) if shape in found)
-    return Forwards(chosen, tuple(fallback))
+    return Forwards(chosen, tuple(compiled))
 
 
 class _Chooser:
@@ -173,13 +173,13 @@ class _Chooser:
         target: Target,
         choices: Choices,
         compiler: ForwardCompiler,
-        generic: Sequence[CompiledForward],
+        fallbacks: Sequence[CompiledForward],
         *,
         say: Callable[[str], None],
         check: Callable[[], None],
         tell: Callable[[int], None],
     ) -> None:
-        self.choices, self.generic = choices, generic
+        self.choices, self.fallbacks = choices, fallbacks
         self._check, self._tell, self._done = check, tell, 0
         self._lock = Lock()
         self.waiting = deque(waiting)
@@ -232,8 +232,8 @@ class _Chooser:
             raise  # it is nothing that the shape's kernels have done
         except NormforgeError as error:
             # The backward's winner must not be lost for it.
-            found = any(variant.takes(problem) for variant, _ in self.generic)
-            rest = "a generic one serves it" if found else "the package has no generic one for it"
+            found = any(variant.takes(problem) for variant, _ in self.fallbacks)
+            rest = "a fallback kernel serves it" if found else "the package has none for it"
             self._say(f"forward {error}; {rest}")
         else:
             facts = entry.provenance

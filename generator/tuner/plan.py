@@ -56,8 +56,8 @@ class Plan:
         return self.out / self.operation.name
 
     @property
-    def fallback_kernels(self) -> str:
-        """`fallbacks`, or none where the operation has none."""
+    def fallbacks_of_operation(self) -> str:
+        """`fallbacks`, but "none" where the operation has no such kernels."""
         return self.fallbacks if self.operation.fallbacks else "none"
 
     @property

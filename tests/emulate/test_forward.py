@@ -17,7 +17,7 @@ from generator.kernels.forward import (
     render_forward,
 )
 from generator.problem import Problem
-from generator.space.forward_space import generic_forwards
+from generator.space.forward_space import fallback_forwards
 from tests.support.forward import drawn, of_kind, output_fault
 
 SCHEDULES = [Schedule(1, 2), Schedule(2, 5), Schedule(3, 1000)]
@@ -67,13 +67,13 @@ def test_packed_rows_are_read_in_place() -> None:
 @pytest.mark.parametrize(
     ("N", "vector_bytes"), [(40, 16), (9000, 16), (1, 2), (3, 2), (999, 2), (1000, 2)]
 )
-def test_generic_kernels_serve_any_row_length(N: int, vector_bytes: int) -> None:
+def test_fallback_kernels_serve_any_row_length(N: int, vector_bytes: int) -> None:
     M = min(N, 5)
     problem = Problem(M, N, "bf16", "bf16")
     inputs = drawn(problem, M)
     fitting = [
         v
-        for v in generic_forwards((("bf16", "bf16"),))
+        for v in fallback_forwards((("bf16", "bf16"),))
         if v.vector_bytes == vector_bytes and v.N >= N
     ]
     assert fitting[-1].N == ANY_COLUMNS

@@ -15,17 +15,17 @@ from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
 from generator.problem import Problem
 from generator.runtime.spec import FORWARD_KERNELS
-from generator.space.forward_space import forward_variants, generic_forwards
+from generator.space.forward_space import fallback_forwards, forward_variants
 from generator.target import load_targets
 from tests.support.forward import H200, of_kind
 
 
 @pytest.mark.parametrize("arch", sorted({t.arch for t in load_targets().values()}))
-def test_preferred_and_generic_kernels_compile_without_spills_for(arch: str) -> None:
+def test_preferred_and_fallback_kernels_compile_without_spills_for(arch: str) -> None:
     target = next(t for t in load_targets().values() if t.arch == arch)
     shapes = ("4096x128:bf16", "4096x4096:bf16:fp32", "4096x16384:fp32")
     variants = [forward_variants(Problem.parse(shape), target)[0] for shape in shapes]
-    variants += generic_forwards((("fp16", "fp32"),))[:3]
+    variants += fallback_forwards((("fp16", "fp32"),))[:3]
     for variant in variants:
         compiled = compile_variant(variant, arch)
         assert forward_fault(variant, compiled, target) == "", f"{variant} for {arch}"

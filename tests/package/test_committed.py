@@ -15,7 +15,7 @@ from generator.package.sources import config_of, header_revision, included_revis
 from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.runtime.table import FORWARD_TABLE, TABLE, ForwardTable, KernelOf, Table, seal
-from generator.space.forward_space import generic_forwards, tile_forwards
+from generator.space.forward_space import fallback_forwards, tile_forwards
 from generator.space.load import load_space, space_file
 from generator.studies.reader import read_studies
 from generator.studies.records import study_names
@@ -151,7 +151,7 @@ def test_committed_package_has_todays_forwards_for_any_row(gpu: str) -> None:
     table = ForwardTable.load(GENERATED / gpu / "rmsnorm_backward")
     assert table is not None
     named = sorted(kernel.file for kernel in table.fallback)
-    assert named == sorted(variant.id for variant in generic_forwards(DTYPES))
+    assert named == sorted(variant.id for variant in fallback_forwards(DTYPES))
 
 
 # ---- Bits that do not depend on the batch --------------------------------------------------------

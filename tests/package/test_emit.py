@@ -7,6 +7,7 @@ import os
 import random
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,17 @@ from generator.cli import refresh as refresh_command
 from generator.errors import NormforgeError
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import headers
+from generator.kernels.variant import make_variant
 from generator.package import cubin_archive, files, sources
 from generator.package.atomic_folder import check_writable
 from generator.package.emit import check_package, emit_package
 from generator.package.entries import Entry, Forwards
 from generator.package.files import RUNTIME, _format_json, refresh, runtime_files
 from generator.package.sources import header_revision, included_revisions, source_of
+from generator.problem import Problem, load_problems
 from generator.runtime.cubins import CUBINS, CUBINS_INDEX
 from generator.runtime.table import FORMAT, FORWARD_TABLE, TABLE, ForwardTable, Table, seal
+from generator.space.load import load_space, space_file
 from generator.target import find_target
 from tests.support.packages import (
     H200,
@@ -221,6 +225,32 @@ def test_entries_that_must_not_be_emitted(package: Path) -> None:
         with pytest.raises(NormforgeError, match=sentence):
             put(package, good, bad)
     assert not package.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"cluster": 2}, {"threads_per_row": 128}, {"vector_bytes": 8}),
+        *({"rows_per_cta": 4}, {"run_rows": 16}, {"group_rows": 256}),
+    ],
+    ids=str,
+)
+def test_batch_invariant_kernels_of_a_width_add_in_one_order(
+    package: Path, change: dict[str, int]
+) -> None:
+    """A kernel of another order would change bits with the number of rows."""
+    operation = "rmsnorm_invariant_backward"
+    short, long = load_problems("4096x4096:bf16,8192x4096:bf16", operation)
+    config = load_space(space_file(operation)).normalize({"pipeline": "direct"}, short, H200)
+
+    def invariant(problem: Problem, **knobs: int) -> Entry:
+        variant = make_variant(config | knobs, problem)
+        made = compiled(variant)
+        return replace(entry("4096x1024:bf16"), problem=problem, variant=variant, compiled=made)
+
+    put(package, invariant(short), invariant(long), fallback=[])
+    with pytest.raises(NormforgeError, match=r"dx and dw of 8192x4096.* other bits than those of"):
+        put(package, invariant(long, **change), fallback=[])
 
 
 def test_package_of_another_gpu_is_left_alone(package: Path) -> None:

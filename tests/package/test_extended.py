@@ -18,7 +18,7 @@ from generator.package.fallback_kernels import (
 from generator.package.known_winners import known_winners
 from generator.problem import Problem
 from generator.runtime.table import ForwardTable, Table
-from generator.space.forward_space import generic_forwards, tile_forwards
+from generator.space.forward_space import fallback_forwards, tile_forwards
 from tests.support.packages import H200, compiled, entry, put, snapshot
 
 
@@ -44,7 +44,7 @@ def test_a_run_that_makes_fewer_fallback_kernels_keeps_the_others(package: Path)
 
 def test_forward_fallbacks_are_kept_in_the_same_way(package: Path) -> None:
     def made(pair: tuple[str, str]) -> list[CompiledForward]:
-        return [(variant, compiled(variant)) for variant in generic_forwards((pair,))]
+        return [(variant, compiled(variant)) for variant in fallback_forwards((pair,))]
 
     both = Forwards((), (*made(("bf16", "bf16")), *made(("fp32", "fp32"))))
     emit_package([], [], H200, package, both)

@@ -28,7 +28,7 @@ from generator.package.sources import header_revision, included_revisions
 from generator.problem import Problem
 from generator.runtime.serve.forward import Forward
 from generator.runtime.table import ForwardTable
-from generator.space.forward_space import generic_forwards
+from generator.space.forward_space import fallback_forwards
 from tests.support.forward import H200, of_kind
 from tests.support.packages import entry
 
@@ -46,24 +46,24 @@ def tuned(shape: str) -> Entry:
 def emitted() -> tuple[Entry, tuple[tuple[ForwardVariant, Compiled], ...]]:
     """A small set of real kernels."""
     forward = tuned("4096x1024:bf16")
-    generic = tuple((v, compile_variant(v, H200.arch)) for v in generic_forwards(DTYPES[:1]))
-    return forward, generic
+    fallbacks = tuple((v, compile_variant(v, H200.arch)) for v in fallback_forwards(DTYPES[:1]))
+    return forward, fallbacks
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    forward, generic = emitted()
+    forward, fallbacks = emitted()
     folder = tmp_path / "h200" / "rmsnorm_backward"
-    emit_package([], [], H200, folder, Forwards((forward,), generic))
+    emit_package([], [], H200, folder, Forwards((forward,), fallbacks))
     return folder
 
 
 def test_package_holds_forward_kernels_that_its_runtime_finds(package: Path) -> None:
-    forward, generic = emitted()
+    forward, fallbacks = emitted()
     table = ForwardTable.load(package)
     assert table is not None
     kernels = list(table.kernels())
-    assert len(kernels) == 1 + len(generic)
+    assert len(kernels) == 1 + len(fallbacks)
     for kernel in kernels:
         assert kernel.read_cubin(package)
     (source,) = (package / "kernels").iterdir()
@@ -113,10 +113,10 @@ def test_emission_without_forwards_keeps_them_and_a_rule_never_replaces_a_measur
     before = (package / "forward.json").read_text()
     emit_package([], [], H200, package)
     assert (package / "forward.json").read_text() == before
-    forward, generic = emitted()
+    forward, fallbacks = emitted()
     predicted = replace(forward, evidence="predicted", provenance={"reason": "rule"})
     other = replace(predicted, problem=Problem.parse("64x1024:bf16"))
-    emit_package([], [], H200, package, Forwards((predicted, other), generic))
+    emit_package([], [], H200, package, Forwards((predicted, other), fallbacks))
     tuned = json.loads((package / "forward.json").read_text())["tuned"]
     assert [(e["M"], e["evidence"]) for e in tuned] == [(64, "predicted"), (4096, "measured")]
 
@@ -129,15 +129,15 @@ def test_one_source_of_a_form_is_written_and_stays_while_its_kernel_does(package
         ).exists()
         return found.stem
 
-    forward, generic = emitted()
+    forward, fallbacks = emitted()
     first, second = tuned("4096x512:bf16"), tuned("4096x256:bf16")
     assert source() == forward.variant.id
-    emit_package([], [], H200, package, Forwards((second, first), generic))
+    emit_package([], [], H200, package, Forwards((second, first), fallbacks))
     assert source() == forward.variant.id
     table = ForwardTable.load(package)
     assert table is not None and len(table.tuned) == 3
     other = replace(forward, variant=second.variant, compiled=second.compiled)
-    emit_package([], [], H200, package, Forwards((other,), generic))
+    emit_package([], [], H200, package, Forwards((other,), fallbacks))
     assert source() == min(first.variant.id, second.variant.id)
 
 
@@ -147,8 +147,8 @@ def test_a_kept_source_of_older_headers_gives_way_to_one_that_needs_no_others(
     texts = {**headers(), "elements.cuh": "using OfALaterDay = int;\n" + headers()["elements.cuh"]}
     for module in (sources, files):
         monkeypatch.setattr(module, "headers", lambda: texts)
-    _, generic = emitted()
-    forwards = Forwards((tuned("4096x512:bf16"),), generic)
+    _, fallbacks = emitted()
+    forwards = Forwards((tuned("4096x512:bf16"),), fallbacks)
     emit_package([entry("4096x1024:bf16")], [], H200, package, forwards)
     written = [path.stem for path in (package / "kernels").iterdir()]
     assert tuned("4096x512:bf16").variant.id in written

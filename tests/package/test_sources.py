@@ -26,7 +26,7 @@ from generator.package.sources import (
 )
 from generator.problem import Problem
 from generator.runtime.table import ForwardTable, KernelOf, Table
-from generator.space.forward_space import forward_variants, generic_forwards
+from generator.space.forward_space import fallback_forwards, forward_variants
 from tests.support.packages import H200
 from tests.support.samples import REDUCTION, sample_variant
 
@@ -137,7 +137,7 @@ def test_table_names_what_a_kernel_was_rendered_from(emitted: Path, name: str) -
 
 
 def test_fallback_kernels_come_back_from_their_configs() -> None:
-    for variant in [*fallback_variants(H200), *generic_forwards(DTYPES)]:
+    for variant in [*fallback_variants(H200), *fallback_forwards(DTYPES)]:
         kernel = KernelOf(variant.id, "", variant.spec(H200.sms), "", config_of(variant))
         assert variant_of(kernel) == variant
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def ours(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Forward:
-    """The forward of a package with the generic kernels and two measured shapes."""
+    """The forward of a package with the fallback kernels and two measured shapes."""
     folder = tmp_path_factory.mktemp("gpu") / "rmsnorm_backward"
     shapes = [Problem.parse("4096x256:bf16"), Problem.parse("1024x4096:bf16")]
     forwards = tune_forwards(shapes, here, (0,), processes=2)

@@ -102,7 +102,7 @@ def test_gpu_native_launches_give_the_bits_of_python(pair: Pair, shape: str) -> 
 
 @pytest.fixture(scope="module")
 def forwards(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package of forward kernels: one tuned shape, and the generic ones."""
+    """A package of forward kernels: one tuned shape, and the fallback kernels."""
     folder = tmp_path_factory.mktemp("native_forward") / "rmsnorm_backward"
     tuned = tune_forwards([Problem.parse("4096x256:bf16")], here, (0,), processes=2)
     emit_package([], [], here, folder, tuned)

@@ -478,7 +478,7 @@ class ScaledLayerNorm(nn.LayerNorm):
 
 
 class Centred(nn.LayerNorm):
-    """Not called so."""
+    pass
 
 
 def nodes_of(y: torch.Tensor) -> str:
@@ -486,7 +486,7 @@ def nodes_of(y: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("affine", [{}, {"bias": False}, {"elementwise_affine": False}])
-@pytest.mark.parametrize("kind", [nn.LayerNorm, WideLayerNorm])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, WideLayerNorm, Centred])
 def test_norms_are_served_and_given_back(
     package: LayerNormPackage, kind: Any, affine: dict[str, bool]
 ) -> None:
@@ -502,6 +502,7 @@ def test_norms_are_served_and_given_back(
     assert type(model[0]) is type(model[2])
     assert list(model.state_dict()) == names
     assert torch.equal(copy.deepcopy(model)(x), model(x))
+    torch.compiler.reset()  # all of these models share the code of one forward
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert same(grads(compiled(x), x), grads(model(x), x))
     assert package.unpatch(model) == ["0", "2"]
@@ -510,7 +511,7 @@ def test_norms_are_served_and_given_back(
     assert package.unpatch(model) == []
 
 
-@pytest.mark.parametrize("kind", [DoubleLayerNorm, OffsetLayerNorm, ScaledLayerNorm, Centred])
+@pytest.mark.parametrize("kind", [DoubleLayerNorm, OffsetLayerNorm, ScaledLayerNorm])
 def test_what_computes_anything_else_is_left_alone(package: LayerNormPackage, kind: Any) -> None:
     norm = kind(16)
     two = nn.LayerNorm((4, 16))

@@ -23,9 +23,9 @@ from generator.package.fallback_kernels import DTYPES
 from generator.problem import Problem
 from generator.result import Result
 from generator.space.forward_space import (
+    fallback_forwards,
     forward_variants,
     forwards_with,
-    generic_forwards,
     tile_forwards,
 )
 from generator.target import Target
@@ -37,7 +37,7 @@ from tests.support.fake_run import forks
 from tests.support.forward import H200, of_kind
 from tests.support.patience import patience
 
-ONE_GENERIC = generic_forwards(DTYPES)[:1]
+ONE_FALLBACK = fallback_forwards(DTYPES)[:1]
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_longest_shapes_are_measured_first_and_the_order_of_the_result_is_kept(
         return measured(made)
 
     monkeypatch.setattr(forward_tune, "measure_forwards", measure)
-    forwards = tune_forwards(shapes, H200, (0,), generic=(), choices=own_kind)
+    forwards = tune_forwards(shapes, H200, (0,), fallbacks=(), choices=own_kind)
     assert order == [65536, 4096, 512, 64]
     assert [entry.problem for entry in forwards.tuned] == shapes
 
@@ -121,7 +121,7 @@ def test_stop_leaves_the_shapes_out_that_are_not_measured_yet(
     monkeypatch.setattr(forward_tune, "measure_forwards", measure)
     lines: list[str] = []
     forwards = tune_forwards(
-        shapes, H200, (0,), generic=(), say=lines.append, check=check, choices=own_kind
+        shapes, H200, (0,), fallbacks=(), say=lines.append, check=check, choices=own_kind
     )
     assert order == [65536, 4096]
     assert [entry.problem.M for entry in forwards.tuned] == [4096, 65536]
@@ -143,7 +143,7 @@ def test_gpu_processes_start_before_anything_is_compiled_and_none_that_has_nothi
 
     monkeypatch.setattr(forward_compiler, "find_cached", compile_where)
     monkeypatch.setattr(forward_tune, "measure_forwards", lambda gpu, p, made: measured(made))
-    forwards = tune_forwards(shapes, H200, (0, 2, 5), generic=ONE_GENERIC, choices=own_kind)
+    forwards = tune_forwards(shapes, H200, (0, 2, 5), fallbacks=ONE_FALLBACK, choices=own_kind)
     assert before == {(0, 2)}
 
     known: Any = SimpleNamespace(
@@ -154,7 +154,7 @@ def test_gpu_processes_start_before_anything_is_compiled_and_none_that_has_nothi
     )
     gpus.clear()
     again = tune_forwards(
-        shapes, H200, (0, 2, 5), generic=ONE_GENERIC, known=known, choices=own_kind
+        shapes, H200, (0, 2, 5), fallbacks=ONE_FALLBACK, known=known, choices=own_kind
     )
     assert again.tuned == ()
     assert gpus == []
@@ -179,7 +179,7 @@ def test_kernels_of_later_shapes_are_compiled_while_the_first_one_is_measured(
 
     monkeypatch.setattr(forward_compiler, "find_cached", compile_where)
     monkeypatch.setattr(forward_tune, "measure_forwards", measure)
-    tune_forwards(shapes, H200, (0,), generic=ONE_GENERIC, choices=own_kind)
+    tune_forwards(shapes, H200, (0,), fallbacks=ONE_FALLBACK, choices=own_kind)
     assert before[0] == {512, 1024, 2048}
 
 
@@ -189,13 +189,13 @@ def test_no_compiler_starts_for_kernels_that_the_cache_has(monkeypatch: pytest.M
         raise AssertionError("compiled again")
 
     variants = [of_kind("4096x1024:bf16")]
-    for variant in [*variants, *ONE_GENERIC]:
+    for variant in [*variants, *ONE_FALLBACK]:
         compile_variant(variant, H200.arch)
     monkeypatch.setattr(ProcessPoolExecutor, "submit", submit)
     monkeypatch.setattr(forward_tune, "measure_forwards", lambda gpu, p, made: measured(made))
     shapes = [Problem.parse("4096x1024:bf16")]
     (entry,) = tune_forwards(
-        shapes, H200, (0,), generic=ONE_GENERIC, choices=lambda p, t: variants
+        shapes, H200, (0,), fallbacks=ONE_FALLBACK, choices=lambda p, t: variants
     ).tuned
     assert entry.variant == variants[0]
 
@@ -232,7 +232,7 @@ def test_crash_of_the_compiler_costs_the_run_one_variant_and_those_that_wait_no_
     forwards = tune_forwards(shapes, H200, (0,), say=said.append)
     assert [entry.evidence for entry in forwards.tuned] == ["measured", "measured"]
     assert seen == [candidates - {crashing.doomed}] * 2
-    assert [v for v, _ in forwards.fallback] == generic_forwards(DTYPES)
+    assert [v for v, _ in forwards.fallback] == fallback_forwards(DTYPES)
     told = [line for line in said if "crashed" in line]
     assert told == [f"forward {crashing.doomed}: NVRTC crashed on this variant {MAX_CRASHES} times"]
     # With one compiler nothing else is under way at a crash: one process until then, the lives of
@@ -240,15 +240,15 @@ def test_crash_of_the_compiler_costs_the_run_one_variant_and_those_that_wait_no_
     given = crashing.log.read()
     assert len({entry["pid"] for entry in given}) == 1 + MAX_CRASHES + 1
     assert Counter(entry["variant"] for entry in given) == {
-        **dict.fromkeys(candidates | {v.id for v in generic_forwards(DTYPES)}, 1),
+        **dict.fromkeys(candidates | {v.id for v in fallback_forwards(DTYPES)}, 1),
         crashing.doomed: 1 + MAX_CRASHES,
     }
 
 
-@pytest.mark.parametrize("crashing", [generic_forwards(DTYPES)[0]], indirect=True)
-def test_crash_on_a_generic_kernel_leaves_the_others(crashing: CrashingCompiler) -> None:
+@pytest.mark.parametrize("crashing", [fallback_forwards(DTYPES)[0]], indirect=True)
+def test_crash_on_a_fallback_kernel_leaves_the_others(crashing: CrashingCompiler) -> None:
     forwards = tune_forwards([], H200, processes=2)
-    assert [v for v, _ in forwards.fallback] == generic_forwards(DTYPES)[1:]
+    assert [v for v, _ in forwards.fallback] == fallback_forwards(DTYPES)[1:]
 
 
 @pytest.mark.usefixtures("gpus")
@@ -270,7 +270,7 @@ def test_measured_choice_is_the_rules_first_within_one_percent_of_the_best(
         for ratio in times
     ]
     monkeypatch.setattr(forward_tune, "measure_forwards", lambda *_: answer)
-    (entry,) = tune_forwards([problem], H200, (0,), generic=(), choices=lambda *_: variants).tuned
+    (entry,) = tune_forwards([problem], H200, (0,), fallbacks=(), choices=lambda *_: variants).tuned
     assert (entry.evidence, entry.variant) == ("measured", variants[chosen])
     assert entry.provenance["ratio"] == times[chosen]
     assert entry.provenance["faults"] == times.count(None)
@@ -320,16 +320,16 @@ def test_a_kernel_that_the_emulator_refutes_is_not_predicted(
     assert entry.variant == second
     said: list[str] = []
     forwards = tune_forwards([problem], H200, say=said.append, choices=lambda p, t: [first])
-    # The backward's winner is not lost for it: any row is served by the generic ones.
+    # The backward's winner is not lost for it: any row is served by fallback kernels.
     assert forwards.tuned == () and forwards.fallback != ()
     assert "no forward kernel for" in said[0] and "passes (y[0, 0] is 1)" in said[0]
-    assert said[0].endswith("; a generic one serves it")
-    for generic in ([], tile_forwards(H200)):
+    assert said[0].endswith("; a fallback kernel serves it")
+    for fallbacks in ([], tile_forwards(H200)):
         said.clear()
         tune_forwards(
-            [problem], H200, say=said.append, generic=generic, choices=lambda p, t: [first]
+            [problem], H200, say=said.append, fallbacks=fallbacks, choices=lambda p, t: [first]
         )
-        assert said[0].endswith("; the package has no generic one for it")
+        assert said[0].endswith("; the package has none for it")
 
 
 @pytest.mark.parametrize("devices", [(), (0,)])
@@ -344,7 +344,7 @@ def test_forward_is_one_of_the_choices_that_there_are(
         return forwards_with(fields, problem, target)[:2]
 
     monkeypatch.setattr(forward_tune, "measure_forwards", lambda gpu, p, made: measured(made))
-    (entry,) = tune_forwards([problem], H200, devices, generic=[], choices=choices).tuned
+    (entry,) = tune_forwards([problem], H200, devices, fallbacks=[], choices=choices).tuned
     assert entry.evidence == ("measured" if devices else "predicted")
     assert entry.variant in choices(problem, H200)
     assert forward_variants(problem, H200)[0] not in choices(problem, H200)
@@ -369,7 +369,7 @@ def test_forward_is_executed_once_for_all_m_that_are_reduced_to_the_same_rows(
     monkeypatch.setattr(forward_compiler, "emulate_forward", emulate)
     problems = [Problem.parse(f"{M}x4096:bf16") for M in (1, 4096, 8192)]
     first = forward_variants(problems[1], H200)[0]
-    tune_forwards(problems, H200, generic=[], choices=lambda p, t: [first])
+    tune_forwards(problems, H200, fallbacks=[], choices=lambda p, t: [first])
     assert len(asked) == 2
     assert asked[0] == 1 < asked[1] < 4096
 
@@ -382,7 +382,7 @@ def test_a_full_emulator_cache_ends_the_choice_of_a_forward(
 
     monkeypatch.setattr(forward_tune, "find_compiler", lambda: "c++")
     monkeypatch.setattr(forward_compiler, "emulate_forward", full)
-    monkeypatch.setattr(forward_tune, "generic_forwards", lambda dtypes: [])
+    monkeypatch.setattr(forward_tune, "fallback_forwards", lambda dtypes: [])
     with pytest.raises(HostError, match="no space left"):
         tune_forwards([Problem.parse("4096x1024:bf16")], H200, choices=own_kind)
 

@@ -56,6 +56,13 @@ def patient() -> Supervisor:
     return Supervisor(0, 60.0, sleep=lambda seconds: None)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def alone() -> None:
+    """Tests of other workers would be such neighbours, and would find no memory."""
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+        pytest.skip("needs the GPU for itself: run this file without -n")
+
+
 @pytest.fixture(scope="module")
 def evaluator(here: Target) -> Iterator[MeasuredEvaluator]:
     with MeasuredEvaluator(here, patient()) as evaluator:

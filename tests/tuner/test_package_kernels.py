@@ -19,15 +19,15 @@ from generator.package.entries import Forwards
 from generator.package.fallback_kernels import DTYPES, fallback_variants
 from generator.problem import Problem
 from generator.space.forward_space import (
+    fallback_forwards,
     forward_variants,
     forwards_with,
-    generic_forwards,
     tile_forwards,
 )
 from generator.space.load import space_file
 from generator.target import find_target
 from generator.tuner import emission, run
-from generator.tuner.emission import generic_forwards_of
+from generator.tuner.emission import fallback_forwards_of
 from generator.tuner.forward import (
     forwards_to_compile,
     shapes_to_choose,
@@ -42,7 +42,7 @@ from tests.support.synthetic import LEGAL, make_winner
 
 H200 = find_target("h200")
 BACKWARD = fallback_variants(H200)[0]
-FORWARDS = generic_forwards(DTYPES)
+FORWARDS = fallback_forwards(DTYPES)
 SHORT, LONG, WIDE = map(Problem.parse, ("64x1024:bf16", "65536x1024:bf16", "4096x2048:fp16"))
 
 
@@ -131,7 +131,7 @@ def test_forwards_of_a_batch_invariant_run_are_those_that_the_space_fixes(tmp_pa
     plan = make_plan(tmp_path, 1, problems=(problem,), space_file=space_file(operation))
     wanted = forwards_with({"cluster": 1, "threads_per_row": 64, "vector_bytes": 16}, problem, H200)
     assert 1 < len(wanted) < len(forward_variants(problem, H200)) / 2
-    assert generic_forwards_of(plan) == tile_forwards(H200)
+    assert fallback_forwards_of(plan) == tile_forwards(H200)
     assert len(tile_forwards(H200)) == 12
     assert plan.forwards(problem, H200) == wanted
 

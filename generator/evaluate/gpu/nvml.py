@@ -1,7 +1,7 @@
 """What NVML knows about a GPU that explains noise: other processes on it, and clocks held back.
 
 Needs the package nvidia-ml-py and NVIDIA's driver; where one is missing, nothing is asked and
-`reason` says so. NVML needs no CUDA context, so the driver of a run may ask.
+`reason` says so. NVML needs no CUDA context, so the parent process may ask.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the GPU worker does with a job: the only tuning code that runs with CUDA."""
+"""What the GPU worker does with a job. All that uses CUDA in a tuning run is in this process: this
+file, timer.py, l2_flush.py and verify/."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _serve(connection: Connection, device: int, open_handler: Callable[[int], Ha
         try:
             job: Job = connection.recv()
         except (EOFError, OSError):
-            return  # the driver is gone, and this process goes as well
+            return  # the parent is gone, and this process goes as well
         try:
             answer = handler.handle(job)
         except Exception:

@@ -66,7 +66,7 @@ its threads happen to run.
 from kernels import get_kernel
 
 norms = get_kernel("OWNER/{name}", revision="main", trust_remote_code=True)
-y = norms.rms_norm(x, weight, 1e-6)  # differentiable, as torch.nn.functional.rms_norm
+y = norms.rms_norm(x, weight, 1e-6)  # differentiable; takes no normalized_shape
 norm = norms.RMSNorm(4096, eps=1e-6)  # a torch.nn.RMSNorm
 print(norms.explain(4096, 4096, "bf16"))  # which kernel serves a shape, and how it was checked
 ```

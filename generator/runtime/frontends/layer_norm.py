@@ -200,7 +200,7 @@ class LayerNormPackage(NormPackage):
 
     def patch(self, model: torch.nn.Module) -> list[str]:
         """Serve the LayerNorms of a model: torch.nn.LayerNorm over one dimension, and subclasses
-        whose name ends in LayerNorm, if they compute the same on a few rows. Returns their names.
+        if they compute the same on a few rows. Returns their names.
         `unpatch(model)` undoes it."""
         other = "it is not a LayerNorm over one dimension, or computes something else"
         return replace_forwards(

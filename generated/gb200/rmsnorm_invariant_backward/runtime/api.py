@@ -1,4 +1,4 @@
-"""The functions of an emitted package."""
+"""The functions of a package of RMSNorm; frontends/package.py has those of every package."""
 
 from __future__ import annotations
 

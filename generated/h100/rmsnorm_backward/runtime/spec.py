@@ -38,9 +38,10 @@ class KernelSpec:
     N: row length, or with exact False the longest one served, and `least` the shortest. threads,
     sum_threads: CTA sizes of the main and the second kernel. columns: sums over rows of one CTA,
     one or more for every column. partial_stride: floats from one partial row of dw to the next.
-    rows_in_flight: rows of a batch, which the threads of a team work on at once; rows_per_cta:
-    teams of a CTA. sms: multiprocessors the grid counts on; it is a constant of the module, so that
-    the order of every sum is one too. vector_bytes: alignment that pointers and row strides need.
+    rows_in_flight: rows of a batch, which the threads of a team work on at once (the knob of this
+    name counts those of one thread); rows_per_cta: teams of a CTA. sms: multiprocessors the grid
+    counts on; they are stored and not those of the device, so that the order of every sum is fixed,
+    too. vector_bytes: alignment that pointers and row strides need.
     offset: adds a number to the weight; residual: dtype of the residual's gradient that it adds to
     dx, "" for none. operation: also the name of the main kernel. run_rows, group_rows: of a
     batch-invariant kernel, else 0: rows that a CTA adds up at once, and rows whose runs are added

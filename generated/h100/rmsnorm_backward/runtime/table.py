@@ -35,9 +35,9 @@ S = TypeVar("S", KernelSpec, ForwardSpec)
 class KernelOf(Generic[S]):
     """A stored kernel.
 
-    file: its name among the cubins, and of kernels/<file>.cu where it was tuned. digest: the first
-    16 hex digits of the cubin's sha256. nvrtc: version of the compiler. config: what it was
-    rendered from, beside the spec.
+    file: its name among the cubins, and of kernels/<file>.cu, which tuned backward kernels have and
+    one forward kernel of each form. digest: the first 16 hex digits of the cubin's sha256. nvrtc:
+    version of the compiler. config: what it was rendered from, beside the spec.
     """
 
     file: str
@@ -225,7 +225,7 @@ def _read(
 
 
 def seal(text: str) -> str:
-    """The text of a table, as files.py lays it out, with the digest of all the rest of it."""
+    """A table as generator/package/files.py lays it out, with the digest of the rest of it."""
     rest = text.removeprefix("{\n")
     digest = hashlib.sha256(rest.encode()).hexdigest()[:16]
     return f'{{\n "digest": "{digest}",\n{rest}'

@@ -143,7 +143,8 @@ def is_plain(tensor: torch.Tensor | None) -> bool:
 
 def served_dtype(scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
     """A weight or bias in a dtype that goes with x: in x's, unless it is that or fp32. Raises
-    TypeError for what is no tensor, as the shape is that torch.nn.functional's norms take there."""
+    TypeError for what is no tensor, as the shape is that torch.nn.functional's norms take there,
+    and for one of whole or complex numbers."""
     if scale is None:
         return None
     if not hasattr(scale, "dtype"):
@@ -151,6 +152,8 @@ def served_dtype(scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | 
             f"weight and bias must be tensors or None, got {type(scale).__name__}: the norm is "
             "over the last dimension of x, and takes no normalized_shape"
         )
+    if not scale.dtype.is_floating_point:
+        raise TypeError(f"weight and bias must be of a floating dtype, got {scale.dtype}")
     return scale if scale.dtype in (x.dtype, torch.float32) else scale.to(x.dtype)
 
 

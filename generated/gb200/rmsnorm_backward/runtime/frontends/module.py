@@ -22,7 +22,7 @@ class RMSNorm(torch.nn.RMSNorm):
             over the rows. Without elementwise_affine there is none. Raises ValueError in a
             batch-invariant norm.
         weight_offset: a number added to the weight in fp32, for models that store w - 1. The weight
-            is initialised to 1 - weight_offset.
+            is initialised to 1 - weight_offset. Raises ValueError without elementwise_affine.
         main_grad: for trainers that accumulate gradients in a buffer, such as Megatron. The kernel
             adds dw to weight.main_grad (fp32, or the weight's dtype), or stores it there if
             weight.overwrite_main_grad is set. The buffer must exist when the backward runs.
@@ -78,6 +78,8 @@ class RMSNorm(torch.nn.RMSNorm):
         self._norm()  # raises ValueError for what cannot be matched
         if matches is not None and weight_offset:
             raise ValueError(NO_OFFSET)
+        if weight_offset and not elementwise_affine:
+            raise ValueError("weight_offset is added to a weight, and elementwise_affine is False")
         self.weight_offset = float(weight_offset)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.main_grad = main_grad and elementwise_affine

@@ -42,7 +42,8 @@ _OPTIONAL = ("weight", "dresidual", "dw_out", "mean", "dx_out")
 class Server:
     """The backward of one package: the kernels as they get loaded, and what serves which call.
 
-    Reading it compiles nothing and does not touch CUDA. Safe to use from several threads.
+    Making one reads the table, compiles nothing and does not touch CUDA. Safe to use from several
+    threads.
     """
 
     _aten_call = staticmethod(aten_call)
@@ -71,7 +72,7 @@ class Server:
         mean: torch.Tensor | None = None,
     ) -> Results | None:
         """dx and dw of a plain call (a weight, both wanted, no option) like one that came before;
-        None for any other. Every entry point tries this first."""
+        None for any other. Every entry point tries this before `_run`."""
         tensors = (dy, x, rstd, weight) if mean is None else (dy, x, rstd, weight, mean)
         call = self._calls.find_recent(tensors)
         if call is None or (torch.is_grad_enabled() and (dy.requires_grad or x.requires_grad)):
@@ -82,8 +83,9 @@ class Server:
         return results
 
     def _run(self, given: Arguments, options: Options, routed: bool = False) -> Results:
-        """Any call on this process's tensors: known, or prepared now. routed: as `_route` has it;
-        the same call may be one of PyTorch's kernel for `rmsnorm_backward`."""
+        """Any call on this process's tensors: known, or prepared now. routed: it comes from
+        `_route`, which gets None where there is no kernel; `rmsnorm_backward` answers the same call
+        with PyTorch's."""
         calls, tensors = self._calls, tuple(vars(given).values())  # `_calls` may be replaced
         if type(options) is FormulaOptions:
             if self._advice and given.x.is_cuda:

@@ -21,7 +21,8 @@ from .patch import unpatch
 class NormPackage(Server):
     """One emitted package: its table, and its kernels as they get loaded.
 
-    Reading it compiles nothing and does not touch CUDA. Safe to use from several threads.
+    Making one reads the tables, compiles nothing and does not touch CUDA. Safe to use from several
+    threads.
     """
 
     ops: NormOperators

@@ -31,8 +31,9 @@ ModuleForward = Callable[..., Any]
 def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> list[str]:
     """Let a package serve the norms of a model; the names of those that it now serves.
 
-    A norm is a module whose class is called …RMSNorm, with one weight of one dimension (or none, if
-    it is PyTorch's), an eps, and a forward of one argument. Each is tried on a few rows on the CPU,
+    A norm is a module whose class is called …Norm (in any case) or derived from torch.nn.RMSNorm,
+    with one weight of one dimension (or none, if it is PyTorch's), an eps, and a forward of one
+    argument. Each is tried on a few rows on the CPU,
     and left alone if it computes something else; one that cannot be tried there is served only with
     a casting. The log says why (level INFO).
 
@@ -81,14 +82,15 @@ def replace_forwards(
     model: torch.nn.Module, norm: str, forward_for: Callable[[Any], ModuleForward | str]
 ) -> list[str]:
     """Give modules of a model other forwards; their names. norm: what they are, so that packages of
-    two norms patch one model: how the names of their classes end. forward_for: the same function
-    for modules that are alike, or why one is left alone."""
+    two norms patch one model. forward_for: the same function for modules that are alike, or why one
+    is left alone."""
     _check_module(model)
     _free(model, norm)
     served = []
     for name, module in model.named_modules():
         kind: Any = type(module)
-        if not kind.__name__.endswith(norm):
+        named_so = kind.__name__.lower().endswith("norm")
+        if not named_so and not isinstance(module, (torch.nn.RMSNorm, torch.nn.LayerNorm)):
             continue
         found: ModuleForward | str = "it has a forward of its own, as a hook of accelerate gives it"
         if "forward" not in vars(module):

@@ -59,8 +59,8 @@ def _check_weight(
     if weight.shape != x.shape[-1:] and not (heads and weight.shape == x.shape[-2:]):
         other = f" or {tuple(x.shape[-2:])}" if heads and x.dim() > 1 else ""
         raise ValueError(
-            f"{name} must have shape ({x.shape[-1]},){other}, got {tuple(weight.shape)} beside x "
-            f"of shape {tuple(x.shape)}"
+            f"x of shape {tuple(x.shape)} has rows of {x.shape[-1]}: {name} must have shape "
+            f"({x.shape[-1]},){other}, got {tuple(weight.shape)}"
         )
 
 

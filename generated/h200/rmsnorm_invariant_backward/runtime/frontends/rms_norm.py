@@ -105,7 +105,7 @@ class Norm:
             return self._watched(x, weight, eps, float(weight_offset), residual)
         weight_offset = float(weight_offset)
         if weight is not None and weight.dtype != x.dtype and weight.dtype != torch.float32:
-            weight = weight.to(x.dtype)
+            weight = served_dtype(weight, x)
         if not torch.is_grad_enabled() or not (
             x.requires_grad
             or (weight is not None and weight.requires_grad)
