@@ -21,9 +21,12 @@ from generator.target import Target
 
 COARSE = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 FINE = tuple(sorted((*COARSE, 128, 384, 640, 1280, 2560, 5120)))
-BRACKETS = {2: FINE, 4: FINE, 8: COARSE, 16: COARSE}
+LONG = (20480, 24576, 32768, 40960, 49152, 65536)
+"""Of rows that clusters share."""
+BRACKETS = {2: FINE, 4: FINE, 8: COARSE, 16: (*COARSE, *LONG)}
 """The brackets of each vector size. Kernels of narrow vectors are busy with instructions, of which
 there are as many as columns in the bracket."""
+COLUMNS = (*FINE, *LONG)
 CHOICES = (
     (("direct", 1), *product(("async",), (2, 3, 4, 6))),
     (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024),
@@ -35,6 +38,19 @@ CHOICES = (
     ("evict_last",),
 )
 """What is drawn for a layout, in the order of its fields."""
+LONG_CHOICES = (
+    tuple(product(("async",), (2, 3, 4, 5, 6))),
+    (128, 192, 256, 384, 512, 768),
+    (1,),
+    (1, 2),
+    (1,),
+    ("none", "smem"),
+    ("registers", "smem"),
+    ("evict_last",),
+    (2, 4, 8, 16),
+    (0, 12, 20, 28),
+)
+"""The same for LONG brackets."""
 SIZES = tuple(BRACKETS)
 TIMED_ROWS = (4096, 65536)
 TIMED_ELEMENTS = 1 << 28
@@ -103,7 +119,8 @@ def known(group: Group, ours: Iterable[Variant], target: Target) -> list[Variant
 def draw(group: Group, target: Target, count: int, seed: int) -> list[Variant]:
     """At most `count` legal layouts, the same for the same seed; first those of the model."""
     space, problem = load_space(), group.widest
-    choices: list[Any] = list(product(*CHOICES))
+    long = group.columns in LONG
+    choices: list[Any] = list(product(*(LONG_CHOICES if long else CHOICES)))
     random.Random(f"{seed} {group}").shuffle(choices)
     found: dict[str, tuple[float, Variant]] = {}
     for pipeline, *rest in choices:

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.command import command_line, exit_code, say, spare_cores
 from benchmarks.gpu import check_cuda, evaluate, paired_ratio, target_of
-from benchmarks.layout_candidates import BRACKETS, FINE, SIZES, Group, draw, known, layout_of
+from benchmarks.layout_candidates import BRACKETS, COLUMNS, SIZES, Group, draw, known, layout_of
 from benchmarks.peers import choose_peers
 from benchmarks.results import machine, write_json
 from generator.errors import ProblemError
@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--weight-dtype", choices=("fp32",), default="", help="where not x's")
     parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES)
     parser.add_argument(
-        "--columns", type=int, nargs="+", choices=FINE, default=FINE, help="brackets"
+        "--columns", type=int, nargs="+", choices=COLUMNS, default=COLUMNS, help="brackets"
     )
     parser.add_argument("--draws", type=int, default=32, help="layouts of each group")
     args = parser.parse_args(argv)

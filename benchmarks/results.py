@@ -23,7 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from generator.disk import replacing
+from generator.disk import read_json, replacing
 from generator.errors import NormforgeError
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.runtime.table import TABLE
@@ -67,7 +67,7 @@ class Results:
     def read(cls, path: Path) -> Results:
         """Raises NormforgeError when the file cannot be read or is no results file."""
         with _reading(path):
-            data = json.loads(path.read_text())
+            data = read_json(path)
             return cls(path, dict(data["environment"]), list(data["rows"]))
 
     @classmethod

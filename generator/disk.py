@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import json
+import lzma
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +28,15 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.YAMLError(f"line {line} has the key '{key.value}' a second time")
             known.append((key.tag, key.value))
         return super().construct_mapping(node, deep)
+
+
+def read_json(path: Path) -> Any:
+    """What a file holds, or where it is missing, `<name>.xz` beside its place. Raises OSError, and
+    ValueError for what is no JSON."""
+    if path.exists():
+        return json.loads(path.read_text())
+    with lzma.open(path.with_name(f"{path.name}.xz"), "rt") as packed:
+        return json.loads(packed.read())
 
 
 def read_yaml(path: Path, what: str = "") -> Any:

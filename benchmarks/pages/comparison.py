@@ -111,9 +111,12 @@ def on_h100() -> str:
     searches = {entry["provenance"]["study"]: entry["provenance"]["trials"] for entry in tuned}
     of_shape = {study.split("@")[0]: trials for study, trials in searches.items()}
     trials = [of_shape[shape] for shape in found.best_peers]
+    more = comparison("h100_more_trials")
     said = (
         f"The fastest peer of each shape {_beside_best_peers(found)}. Normforge's kernels were"
-        f" searched with {min(trials)} trials or more for each shape, fewer than on the H200."
+        f" searched with {min(trials)} trials or more for each shape, fewer than on the H200. After"
+        f" {max(trials)} trials for each of these {trials.count(max(trials))}, a second run, on"
+        f" another H100, had a peer ahead at {_behind(more)} (`h100_more_trials.json`)."
     )
     return "\n".join((shown, "", paragraph(said)))
 
@@ -139,17 +142,22 @@ def h100_in_short() -> str:
     """The comparison on an H100 in two sentences."""
     return paragraph(
         "On an H100, where the peers' own tuners ran as well, the fastest peer of each shape"
-        f" {_beside_best_peers(comparison('h100'))} ([table](docs/performance.md#on-an-h100))."
+        f" {_beside_best_peers(comparison('h100'))} (after more trials there, at"
+        f" {_behind(comparison('h100_more_trials'))};"
+        " [table](docs/performance.md#on-an-h100))."
     )
 
 
 def _beside_best_peers(found: Comparison) -> str:
+    mean = geometric_mean(found.best_peers.values())
+    shapes = f"{_behind(found, f' of the {len(found.rows)} shapes')}"
+    return f"takes {mean:.2f} times as long as Normforge on average, but is faster at {shapes}"
+
+
+def _behind(found: Comparison, of: str = "") -> str:
+    """At how many shapes the fastest peer is ahead, and how far at most."""
     best = found.best_peers.values()
-    return (
-        f"takes {geometric_mean(best):.2f} times as long as Normforge on average, but is faster at"
-        f" {sum(ratio < 1 for ratio in best)} of the {len(best)} shapes, by up to"
-        f" {100 * (1 / min(best) - 1):.1f} %"
-    )
+    return f"{sum(ratio < 1 for ratio in best)}{of}, by up to {100 * (1 / min(best) - 1):.1f} %"
 
 
 def layernorm() -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import lzma
 from collections.abc import Iterable, Sequence
 from textwrap import fill
 from typing import Any
 
+from generator.disk import read_json
 from generator.paths import GENERATED, REPOSITORY
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -16,9 +16,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 def read(name: str) -> Any:
     """A committed results file, without its suffix. Long ones are packed, until a new run writes
     them."""
-    plain = RESULTS / f"{name}.json"
-    packed = plain.with_name(plain.name + ".xz")
-    return json.loads(plain.read_text() if plain.exists() else lzma.open(packed).read())
+    return read_json(RESULTS / f"{name}.json")
 
 
 def generated(*parts: str) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
+
+from generator.disk import read_json
 
 TITLES = {
     "quack": "QuACK",
@@ -48,9 +49,10 @@ class Comparison:
     @classmethod
     def load(cls, path: Path) -> Comparison | None:
         """None where there was no such run."""
-        if not path.exists():
+        try:
+            said = read_json(path)
+        except FileNotFoundError:
             return None
-        said = json.loads(path.read_text())
         rows = [
             row
             for row in said["rows"]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import tune
+from generator.disk import read_json
 from generator.paths import GENERATED, REPOSITORY
 from generator.report.collect import summaries
 from generator.report.page import render_page
@@ -130,7 +131,7 @@ def test_the_page_of_an_operation_has_its_own_shapes_and_peers(tmp_path: Path) -
     assert all(peers) and peers[0] != peers[1]
     assert layer_norm.comparison is not None
     results = REPOSITORY / "benchmarks" / "results" / "layernorm_h200.json"
-    assert len(layer_norm.comparison.rows) == len(json.loads(results.read_text())["rows"])
+    assert len(layer_norm.comparison.rows) == len(read_json(results)["rows"])
     assert "LayerNorm backward whose bits" in render_page(layer_norm)
     assert "batch invariance" not in render_page(layer_norm) + render_text(layer_norm)
     assert len(invariant.free) == len(invariant.studies) == 47

@@ -30,7 +30,7 @@ from generator.evaluate.verify import determinism
 from generator.kernels import compile_pool
 from generator.package import fallback_kernels
 from generator.paths import REPOSITORY, TEMPLATES
-from generator.problem import load_problems
+from generator.problem import Problem, load_problems
 from generator.runtime.launch import workspace
 from generator.runtime.spec import CHUNK_ROWS
 from generator.search import (
@@ -339,6 +339,8 @@ def performance() -> list[str]:
     training = next(iter(read("training_h100")["cases"].values()))
     host = read("host_time_h200")
     passes = host["ratios of the passes"]
+    long = read("untuned_long_h100")
+    widths = [Problem.parse(row["shape"]).N for row in long["rows"]]
     only_dw, added = (
         host["whole calls"][f"rmsnorm_backward, {what}"] for what in ("dw only", "main_grad")
     )
@@ -357,6 +359,8 @@ def performance() -> list[str]:
         f"on {TOKENS:,} tokens",
         f"its {percent(CONFIDENCE)} confidence interval",
         f"tuned for it with {read('untuned_h200')['trials']} trials",
+        f"rows of {min(widths):,} to {max(widths):,} columns",
+        f"kernels tuned with {long['trials']} trials",
     ]
 
 
