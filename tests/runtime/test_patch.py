@@ -144,7 +144,7 @@ def test_norms_are_served_and_given_back(
     assert package.unpatch(model) == []
 
 
-class RmsNorm(PlainRMSNorm):
+class Rmsnorm(PlainRMSNorm):
     pass
 
 
@@ -156,7 +156,7 @@ class Scaled(nn.RMSNorm):
     pass
 
 
-@pytest.mark.parametrize("kind", [RmsNorm, T5LayerNorm, lambda: Scaled(16)])
+@pytest.mark.parametrize("kind", [Rmsnorm, T5LayerNorm, lambda: Scaled(16)])
 def test_norms_under_other_names_are_served(package: Package, kind: Any) -> None:
     model = filled(nn.Sequential(kind()))
     x = randn(4, 16)
