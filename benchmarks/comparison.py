@@ -32,7 +32,7 @@ from benchmarks.results import (
     write_text,
 )
 from generator.errors import NormforgeError
-from generator.evaluate.gpu.l2_flush import FLUSH_BYTES
+from generator.evaluate.gpu.l2_flush import flush_bytes_of
 from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.verify.determinism import RUNS
 from generator.operations import OPERATIONS
@@ -226,7 +226,7 @@ def describe(
         "missing": missing,
         "module": module_facts(module),
         "harness": {
-            "flush_bytes": FLUSH_BYTES,
+            "flush_bytes": flush_bytes_of(facts["l2_bytes"]),
             "blocks": harness.BLOCKS,
             "rounds": harness.ROUNDS,
             "host_calls": harness.HOST_CALLS,

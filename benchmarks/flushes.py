@@ -51,7 +51,7 @@ PEER_SHAPES = (
 SETS, SETS_BYTES = 6, 192 << 20
 """Of x, dy and dx under the condition `rotating`: so many, and more until they have these bytes."""
 READ_BYTES = 128 << 20
-"""By plain reads: more than twice the L2 of any GPU here."""
+"""By plain reads: more than twice the L2 of an H200."""
 
 
 class Condition(Timer):
@@ -219,6 +219,10 @@ def run(args: argparse.Namespace) -> int:
     peers, missing = load_peers(wanted, session.timer)
     if missing:
         raise NormforgeError(f"not installed: {', '.join(missing)}")
+    if those := [name for name, peer in peers.items() if peer.overwrites_dy]:
+        raise NormforgeError(
+            f"{', '.join(those)} would overwrite dy, which all share: leave it out"
+        )
     timers = {name: kind(session.device) for name, kind in CONDITIONS.items()}
     document: dict[str, Any] = {
         "environment": machine(session.facts),

@@ -45,7 +45,7 @@ def target_of(facts: Mapping[str, Any], gpu: str = "auto") -> Target:
     if target is None:
         raise NormforgeError(f"search_spaces/gpus.yaml has no {facts['name']}: add it there")
     if gpu not in ("auto", target.name):
-        raise NormforgeError(f"no --gpu {gpu}: this machine has a {facts['name']}")
+        raise NormforgeError(f"no --gpu {gpu}: this machine has a {facts['name']}; leave --gpu out")
     return target
 
 

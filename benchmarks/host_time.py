@@ -232,7 +232,7 @@ def run(folder: Path, problem: Problem) -> dict[str, Any]:
         "kernel": said.get("kernel"),
         **this_machine(),
         "python": sys.version.split()[0],
-        **({"native": refused} if refused else {}),
+        **({"native refused": refused} if refused else {}),
         "whole calls": {name: round(median(each), 3) for name, each in times.items()},
         "ratios": {name: median(each) for name, each in of_passes.items()},
         "ratios of the passes": of_passes,

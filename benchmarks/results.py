@@ -128,7 +128,7 @@ def _reading(path: Path) -> Iterator[None]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise NormforgeError(
             f"{path} is no results file ({type(error).__name__}: {error}): "
-            "measure again without --resume"
+            "name another with --out, or measure again without --resume"
         ) from error
 
 

@@ -7,7 +7,8 @@ Draws `--rows` pairs of a tuned N (bf16) and a random M, and `--widths` pairs of
 or takes those of `--shapes`; searches each anew, and then times the module's kernel, the found one,
 ATen and the floor in the same blocks. Nothing is written to the module. The studies lie beside
 `--out`, and the results are written after every shape: a run that was stopped goes on with the same
-command, which times all shapes again. Exit code: 1 when `--seconds` left shapes without a search.
+command, which times all shapes again. Exit code: 1 when shapes are left, or no kernel was found
+for them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from benchmarks.command import command_line, exit_code, say, spare_cores
 from benchmarks.gpu import bench_of, open_session, paired_ratio, take_turns
 from benchmarks.peers.pytorch import aten
 from benchmarks.results import today, write_json
-from generator.errors import NormforgeError
+from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.session import Session
 from generator.kernels.compile_pool import CompilePool
 from generator.problem import Problem, load_problems
@@ -133,7 +134,11 @@ def run(args: argparse.Namespace) -> int:
             if time.monotonic() - started >= args.seconds:
                 break
             legal = LegalConfigs(space, problem, target)
-            winner = search_problem(legal, pool, measured, storage, budget)
+            try:
+                winner = search_problem(legal, pool, measured, storage, budget)
+            except ProblemError as error:
+                say(str(error))
+                winner = None
             found.append((kind, problem, winner))
     measured.close()
     session = open_session()  # CUDA in this process, now that the worker is gone

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from re import IGNORECASE, escape, search
+from re import IGNORECASE, escape, fullmatch, search
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -72,7 +72,9 @@ def names_of(operation: str, module: str, names: Sequence[str]) -> Callable[[str
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         package = chosen_package(operation)
         if not hasattr(package, name):
-            raise AttributeError(f"{module!r} has no {name!r} here: {package.__name__} serves it")
+            raise AttributeError(
+                f"{package.__name__}, which serves {module} here, has no {name!r}: go on without it"
+            )
         value = getattr(package, name)
         setattr(sys.modules[module], name, value)
         return value
@@ -97,7 +99,8 @@ def __dir__() -> list[str]:
 
 
 def use_batch_invariant(enabled: bool = True) -> None:
-    """Switch all names of `normforge` to those of `normforge.batch_invariant`, or back. Anything
+    """Switch all names of `normforge` to those of `normforge.batch_invariant`, or back, except
+    `use_native`, which that has not. Anything
     that was imported, built or installed before stays as it is, so call this first. Raises
     RuntimeError if there is no batch-invariant package for the GPU."""
     global _operation
@@ -204,16 +207,26 @@ def choose(packages: Mapping[str, Tuned], gpu: Gpu | None, wanted: str = "") -> 
     warnings.warn(
         f"{gpu.name} runs the kernels that were tuned for {packages[fit[0]].title}: correct, "
         "perhaps slower than kernels of its own",
-        stacklevel=4,  # where the name was asked for
+        stacklevel=_level_outside(),
     )
     return packages[fit[0]].module
+
+
+def _level_outside() -> int:
+    """The stack level, for the caller of this, of the first frame outside this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and f"{frame.f_globals.get('__name__')}.".startswith(f"{__name__}."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
     """Whether machine code for an architecture loads on a device. With an "a" at the end it does on
     exactly one, else also on later minor versions."""
-    digits = arch.removeprefix("sm_").removesuffix("a")
-    major, minor = int(digits[:-1]), int(digits[-1])
-    if arch.endswith("a"):
+    match = fullmatch(r"sm_(\d+)(\d)(a?)", arch)
+    if match is None:
+        return False
+    major, minor = int(match[1]), int(match[2])
+    if match[3]:
         return capability == (major, minor)
     return capability[0] == major and capability[1] >= minor

@@ -89,6 +89,8 @@ def measure_and_plot(cases: list[Case], args: argparse.Namespace) -> int:
     if args.render and not args.out.exists():
         raise NormforgeError(f"{args.out} is not there: --render draws what a run has written")
     code = 0 if args.render else run(cases, args)
+    if not args.out.exists():  # the first case failed
+        return code
     say(plot(json.loads(args.out.read_text()), args.out.with_suffix(".svg")))
     return code
 

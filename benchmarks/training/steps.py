@@ -42,7 +42,7 @@ class Case:
         if text.count(",") < 2:
             raise ValueError(text)
         model, length, mode, *more = text.split(",")
-        if model not in MODELS or mode not in MODES:
+        if model not in MODELS or mode not in MODES or not length.isdigit():
             raise ValueError(text)
         if more not in ([], ["checkpoint"]):
             raise ValueError(text)

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
     missing = len(plan.problems) - sum(winner is not None for _, winner in outcome.winners)
     if missing and not outcome.interrupted:
         print(f"{missing} shapes have no winner.", file=sys.stderr)
-    return 1 if missing else 0
+    return 1 if missing or outcome.interrupted else 0
 
 
 def _print_noise(measurer: MeasuredEvaluator | DevicePool | None) -> None:

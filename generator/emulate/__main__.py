@@ -79,7 +79,10 @@ def _check(options: argparse.Namespace) -> Check:
     space.normalize(fixed, problem, target)  # which refuses unknown knobs and values
     config = next(space.legal(problem, target, fixed=fixed), None)
     if config is None:
-        raise NormforgeError(f"{problem} on {target} has no legal config with {fixed}")
+        said = ", ".join(f"{name}={value}" for name, value in fixed.items())
+        raise NormforgeError(
+            f"{problem} on {target} has no legal config with {said}: change --set, --shape or --gpu"
+        )
     return check_variant(
         make_variant(config, problem),
         problem,

@@ -87,5 +87,5 @@ class Preferring(Evaluator, Protocol):
         ...
 
     def agreement(self, problem: Problem, config: Config) -> float:
-        """How far a config is like those: among equals the highest wins."""
+        """How far a config is like what won elsewhere: among equals the highest wins."""
         ...

@@ -45,8 +45,8 @@ def writer_lock(folder: Path) -> Iterator[None]:
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """An empty folder beside `folder`, which takes its place when the body ends. Hold
-    `writer_lock(folder)`. Raises NormforgeError, and leaves `folder` as it is, for any OSError,
-    also in the body."""
+    `writer_lock(folder)`. Raises NormforgeError, and leaves `folder` as it is, for any OSError
+    before that, also in the body."""
     fresh = folder.parent / f".{folder.name}.part"
     try:
         shutil.rmtree(fresh, ignore_errors=True)  # of a run that was killed here
@@ -55,13 +55,18 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         for path in [*fresh.rglob("*"), fresh]:
             sync(path)
         _swap(fresh, folder)
-        sync(folder.parent)
     except OSError as error:
         raise NormforgeError(
             f"cannot write {folder} ({error.strerror or error}); what was there is unchanged"
         ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        sync(folder.parent)
+    except OSError as error:
+        raise NormforgeError(
+            f"{folder} is written, but a power cut may lose it ({error.strerror or error})"
+        ) from error
 
 
 def _swap(fresh: Path, folder: Path) -> None:

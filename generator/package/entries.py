@@ -50,8 +50,8 @@ class Forwards:
 
 @dataclass(frozen=True)
 class Emission:
-    """What a call of `emit_package` did. refused: predicted winners that would have replaced
-    measured ones."""
+    """What a call of `emit_package` did. refused: predicted winners of the backward that would have
+    replaced measured ones."""
 
     package: Path
     refused: tuple[Problem, ...]

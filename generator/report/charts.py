@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from markupsafe import Markup, escape
 
+from generator.kernels.strategies import is_deterministic
 from generator.report.summary import Standing
 from generator.studies.reader import Study
 
@@ -42,7 +43,8 @@ def history(study: Study) -> Markup:
         if ratio == math.inf:
             dots["failed"].append(f"M{x(number):.1f} {_HEIGHT - _BOTTOM + 4}v4")
             continue
-        ineligible = record.result.outcome == "nondeterministic"
+        loose = not is_deterministic(record.config)
+        ineligible = record.result.outcome == "nondeterministic" or loose
         dots["ineligible" if ineligible else "may"].append(f"M{x(number):.1f} {y(ratio):.1f}h0")
         if record.feasible and ratio < lowest:
             lowest = ratio

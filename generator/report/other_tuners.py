@@ -10,6 +10,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
+from generator.kernels.strategies import is_deterministic
 from generator.report.summary import kind_of
 from generator.studies.reader import Study
 from generator.studies.records import Record
@@ -118,7 +119,8 @@ def _device(study: Study) -> str:
 def _invalidity(record: Record) -> str:
     """Of a variant that may not win whatever its bits did, `correctness`."""
     found = INVALIDITY[record.result.outcome]
-    return "correctness" if record.result.outcome == "ok" and not record.feasible else found
+    may_win = is_deterministic(record.config)
+    return "correctness" if found == "correct" and not may_win else found
 
 
 def _objective(study: Study, record: Record) -> float | str:

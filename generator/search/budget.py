@@ -20,7 +20,7 @@ FINALISTS = 8
 class Budget:
     """When a search ends: after `trials` finished trials or `seconds` of search, whichever comes
     first; a resumed study counts what it has of both. sweep_limit: a space with at most as many
-    legal configs is tried whole."""
+    legal configs, and no more than `trials`, is tried whole."""
 
     trials: int
     seconds: float | None = None

@@ -26,7 +26,8 @@ a CUDA graph."""
 
 
 LAUNCH_US = 0.25
-"""What a launch less may cost the GPU in each of them: it saves the host 2 to 3 us."""
+"""By how much longer the GPU may take for such a call with one launch fewer, which saves the host 2
+to 3 us."""
 
 
 def slack(best: Result, config: Config, best_config: Config, tie: float) -> float:

@@ -132,7 +132,10 @@ def read_studies(where: str | Path, *, importance: bool = False) -> list[Study]:
     if journal.exists():
         return _read(open_storage(journal), str(journal), importance)
     if not packed.exists():
-        raise NormforgeError(f"no studies in {where}: neither {JOURNAL_NAME} nor {packed.name}")
+        raise NormforgeError(
+            f"no studies in {where}: neither {JOURNAL_NAME} nor {packed.name}; "
+            "tune first, or name another folder with --out"
+        )
     with tempfile.TemporaryDirectory() as folder:
         shutil.copy(packed, folder)
         unpacked = Path(folder) / JOURNAL_NAME

@@ -74,7 +74,7 @@ def unreadable_error(study: str, error: Exception) -> NormforgeError:
     reason = one_line(f"{type(error).__name__}: {error}", 200)
     return NormforgeError(
         f"study {study} cannot be read ({reason}): it is damaged, or of another version of this "
-        "program"
+        "program: use that one, or another folder with --out"
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import untuned
 from benchmarks.untuned import draw, kernels, named
+from generator.errors import ProblemError
 from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.runtime.api import Package
@@ -67,7 +68,11 @@ def test_row_names_the_kernel_of_the_module_and_the_found_one(
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str, fail_at: int = 99
+    monkeypatch: pytest.MonkeyPatch,
+    out: Path,
+    *arguments: str,
+    fail_at: int = 99,
+    noisy: tuple[str, ...] = (),
 ) -> tuple[int, list[str]]:
     """The exit code and the shapes that were searched; the search of number `fail_at` is killed."""
     searched: list[str] = []
@@ -75,6 +80,8 @@ def run(
     def search(legal: LegalConfigs, *_: object, **__: object) -> object:
         if len(searched) == fail_at:
             raise KeyboardInterrupt
+        if str(legal.problem) in noisy:
+            raise ProblemError(f"{legal.problem}: too noisy")
         searched.append(str(legal.problem))
         return SimpleNamespace(variant="v", config={})
 
@@ -118,6 +125,17 @@ def test_used_up_seconds_leave_shapes_and_say_so(
     assert (code, len(searched)) == (1, 3)
     assert len(json.loads(out.read_text())["rows"]) == 3
     assert "2 shapes are left" in capsys.readouterr().err
+
+
+def test_a_noisy_shape_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, noisy = tmp_path / "found.json", "4096x3000:bf16"
+    shapes = ("--shapes", f"{noisy},4096x5000:bf16")
+    code, searched = run(monkeypatch, out, *shapes, noisy=(noisy,))
+    assert (code, searched) == (1, ["4096x5000:bf16"])
+    assert len(json.loads(out.read_text())["rows"]) == 1
+    assert f"{noisy}: too noisy" in capsys.readouterr().err
 
 
 def test_a_killed_search_leaves_the_studies(

@@ -353,7 +353,7 @@ def test_table_of_an_older_format_is_one_clear_sentence(package: Path, name: str
     text = unsealed((package / name).read_text())
     (package / name).write_text(text.replace(f'"format": {FORMAT}', '"format": 3'))
     load = Table.load if name == TABLE else ForwardTable.load
-    sentence = rf"{name} has format 3, and its runtime reads {FORMAT}; emit the package again"
+    sentence = rf"{name} has format 3, and its runtime reads {FORMAT}; install the package again"
     with pytest.raises(ValueError, match=sentence):
         load(package)
     with pytest.raises(NormforgeError, match=sentence):
@@ -365,7 +365,7 @@ def test_damaged_table_says_so(package: Path, text: str) -> None:
     put(package, entry("4096x1024:bf16"), fallback=[])
     for name, load in ((TABLE, Table.load), (FORWARD_TABLE, ForwardTable.load)):
         (package / name).write_text(text)
-        with pytest.raises(ValueError, match=rf"{name} is damaged .*; emit the package again"):
+        with pytest.raises(ValueError, match=rf"{name} is damaged .*; install the package again"):
             load(package)
 
 

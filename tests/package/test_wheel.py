@@ -60,8 +60,16 @@ def test_kernels_that_run_there_are_taken_with_a_word() -> None:
         ("NVIDIA H100 80GB HBM3", (9, 0), "h200"),
         ("NVIDIA L40S", (8, 9), "a100"),
     ):
-        with pytest.warns(UserWarning, match=f"{gpu} runs the kernels that were tuned for NVIDIA"):
+        told = f"{gpu} runs the kernels that were tuned for NVIDIA"
+        with pytest.warns(UserWarning, match=told) as warned:
             assert choose(PACKAGES, Gpu(gpu, capability)) == f"normforge.{module}"
+        assert warned[0].filename == __file__
+
+
+def test_arch_of_another_kind_runs_nowhere() -> None:
+    """It must not keep the other packages from being found."""
+    odd = PACKAGES | {"odd": Tuned("normforge.odd", "sm_100f", "another")}
+    assert choose(odd, Gpu("NVIDIA H200", (9, 0))) == "normforge.h200"
 
 
 def test_gpu_without_kernels_gets_a_sentence() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import tune
+from generator.kernels.strategies import is_deterministic
 from generator.paths import GENERATED
 from generator.report.other_tuners import INVALIDITY, OBJECTIVE, kernel_tuner, t4
 from generator.result import OUTCOMES
@@ -30,6 +32,13 @@ def test_every_outcome_has_a_name_in_t4() -> None:
     assert INVALIDITY.keys() == set(OUTCOMES)
     known = {"timeout", "compile", "runtime", "correctness", "constraints", "correct"}
     assert set(INVALIDITY.values()) == known
+
+
+def test_a_trial_that_was_too_slow_to_be_checked_may_still_not_win(study: Study) -> None:
+    loose = next(r for r in study.records if not is_deterministic(r.config) and r.result.timed)
+    slow = replace(loose, result=replace(loose.result, outcome="slow"))
+    (found,) = t4(replace(study, records=(slow,)), "1")["results"]
+    assert (found["invalidity"], found["correctness"]) == ("correctness", False)
 
 
 def test_t4_has_every_trial_as_version_1_1_of_its_schema_wants_it(study: Study) -> None:

@@ -266,9 +266,33 @@ def test_margin_of_sms_changes_the_grid_of_the_same_kernel(
         assert package.explain(rows, N, "bf16")["launch"]["grid"] == plan.grid
         grids.append(plan.grid)
     assert grids[0] == grids[3] > grids[1] > grids[2] > 0
-    for margin in (-1, 132):
+    for margin in (-1, 132, 1.5):
         with pytest.raises(ValueError, match="must be 0 to 131 SMs"):
             package.set_sm_margin(margin)
+
+
+class WideningNorm(torch.nn.Module):
+    """As Llama's, which is rounded before the product: with a wider weight, so is the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(N)), 1e-5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def test_patch_leaves_no_sum_over_the_rows_to_pytorch(package: BatchInvariantPackage) -> None:
+    model = torch.nn.Sequential(WideningNorm())
+    x = torch.randn(4, N, generator=torch.manual_seed(0)).bfloat16()
+    wanted = model(x)
+    assert package.patch(model) == ["0"]
+    y = model(x)
+    assert y.dtype == torch.float32
+    assert torch.allclose(y, wanted, rtol=2**-8)
+    assert "Mul" not in type(y.grad_fn).__name__
 
 
 def test_margin_that_is_set_during_a_call_holds_for_the_next(

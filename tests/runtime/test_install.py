@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from generator.runtime.api import Package
-from generator.runtime.frontends.install import Installation
+from generator.runtime.frontends.install import RMS_NORM, Installation
 from generator.runtime.serve.warn_once import WarnOnce
 from tests.support.entry_points import (
     UNINSTALLS,
@@ -196,6 +196,20 @@ def test_native_kernel_comes_and_goes_with_the_installation(aten: list[str]) -> 
     for function in functions:  # as a call does that is under way
         assert same(function(x, x, [16], rstd, x[0], [True, True]), (x, x[0]))
     assert aten == []
+
+
+def test_an_error_of_native_code_leaves_pytorchs_kernel_in_place() -> None:
+    def take(function: Any) -> Any:
+        raise RuntimeError("planted")
+
+    entry_point = Installation(lambda *_: None, lambda dy, x, *_: (x, x[0]), "CPU")
+    entry_point.use_native(take)
+    with pytest.raises(RuntimeError, match="planted"):
+        entry_point.install()
+    assert not hasattr(torch.library, RMS_NORM.mark)
+    with pytest.raises(RuntimeError, match="planted"), entry_point.installed():
+        pass
+    assert not hasattr(torch.library, RMS_NORM.mark)
 
 
 def test_what_was_not_tuned_goes_to_the_kernel_that_was_there(

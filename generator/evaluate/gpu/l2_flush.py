@@ -12,7 +12,14 @@ from generator.kernels.nvrtc import compile_source
 from generator.runtime.launch.driver import checked, configure, cuda_driver
 
 FLUSH_BYTES = 256 << 20
-"""Written before every timed operation."""
+"""Written before every timed operation, and more where the L2 needs it."""
+
+
+def flush_bytes_of(l2_bytes: int) -> int:
+    """What displaces an L2: the reads of a flush, half as many bytes as its writes, are twice the
+    L2."""
+    return max(FLUSH_BYTES, 4 * l2_bytes)
+
 
 _THREADS = 256
 _KERNEL = "displace"
@@ -41,8 +48,11 @@ class ColdCache:
     priority, of half as many bytes, come first and displace it, too.
     """
 
-    def __init__(self, device: torch.device, flush_bytes: int = FLUSH_BYTES) -> None:
+    def __init__(self, device: torch.device, flush_bytes: int | None = None) -> None:
+        """flush_bytes: by default those of the device."""
         self.device = device
+        if flush_bytes is None:
+            flush_bytes = flush_bytes_of(torch.cuda.get_device_properties(device).L2_cache_size)
         self._written = torch.empty(flush_bytes // 4, dtype=torch.float32, device=device)
         chunk = 16 * _THREADS
         self._grid = max(1, flush_bytes // 2 // chunk)

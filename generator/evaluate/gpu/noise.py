@@ -20,10 +20,10 @@ Block = Sequence[Sequence[float]]
 
 DRIFT = 0.05
 JITTER_US = 0.8
-"""How far the reference may be above its best median. Of the 16,947 trials of generated/h200 with a
-time of their own, on GPUs that nobody else used, 99 % were within 1.06 us of the best of their
-study and GPU where it takes less than 50 us, and within 3.6 % where it takes more. Six would be
-taken for noise by that best; by the best of its run until then none stayed noisy."""
+"""How far the reference may be above its best median. Chosen on 16,947 early trials of
+generated/h200, on GPUs that nobody else used: 99 % were within 1.06 us of the best of their study
+and GPU where it takes less than 50 us, and within 3.6 % where it takes more; six were further from
+it than this allows. docs/faults.md says how many trials stayed noisy since."""
 SPREAD = 0.05
 """How far apart, beside JITTER_US, the quartiles of the ratios of one block may be, relative to
 their median: the median of 15 such ratios is uncertain by about 1 %."""

@@ -1,5 +1,5 @@
 """What the GPU worker does with a job. All that uses CUDA in a tuning run is in this process: this
-file, timer.py, l2_flush.py and verify/."""
+file, timer.py, l2_flush.py, verify/, and the operations and launches that they call."""
 
 from __future__ import annotations
 

@@ -25,9 +25,12 @@ STARVED = 3
 KEPT = "finished trials are kept, and the same command continues"
 
 
-def _first(start: Callable[[], GpuWorker]) -> tuple[GpuWorker, dict[str, Any]]:
+def _first(
+    start: Callable[[], GpuWorker], sleep: Callable[[float], None]
+) -> tuple[GpuWorker, dict[str, Any]]:
     """A started worker and its facts. A refusal is final; a death is tried again."""
-    for _ in RETRY_PAUSES:
+    for pause in (0.0, *RETRY_PAUSES):
+        sleep(pause)
         worker = start()
         try:
             return worker, worker.ready()
@@ -57,7 +60,7 @@ class Supervisor:
         self._roomy = True
         self._starved = 0
         self._reserves: list[GpuWorker] = []
-        self._worker, self.facts = _first(self._open)
+        self._worker, self.facts = _first(self._open, sleep)
 
     def close(self) -> None:
         for worker in (self._worker, *self._reserves):
@@ -69,7 +72,7 @@ class Supervisor:
         return [worker.pid for worker in (self._worker, *self._reserves)]
 
     def spare(self, count: int = 1) -> None:
-        """Start what `count` reserves lack, which takes seconds, while something else is done."""
+        """Start workers, for which nobody waits, until `count` are in reserve."""
         while len(self._reserves) < count and self._roomy:
             self._reserves.append(self._open())
 

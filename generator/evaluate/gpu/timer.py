@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from generator.evaluate.gpu.l2_flush import FLUSH_BYTES, ColdCache
+from generator.evaluate.gpu.l2_flush import ColdCache
 
 Timed = Callable[[], object]
 """Launches one whole operation on the current stream, without waiting."""
@@ -20,7 +20,7 @@ class Timer:
     event, for every operation in turn and several rounds, in an order that rotates. So no interval
     contains the host or a graph launch, and all operations of a block see the same clocks."""
 
-    def __init__(self, device: torch.device, flush_bytes: int = FLUSH_BYTES) -> None:
+    def __init__(self, device: torch.device, flush_bytes: int | None = None) -> None:
         self.device = device
         self.cold = ColdCache(device, flush_bytes)
         self.stream = torch.cuda.Stream(device)

@@ -23,7 +23,9 @@ def _function(name: str, *arguments: Any) -> Any:
     try:
         found = getattr(_library, name)
     except AttributeError as error:
-        raise RuntimeError(f"the CUDA driver has no {name} ({error}): it is too old") from error
+        raise RuntimeError(
+            f"the CUDA driver has no {name} ({error}): it is too old, update it"
+        ) from error
     found.argtypes, found.restype = arguments, c_int
     return found
 
@@ -31,7 +33,7 @@ def _function(name: str, *arguments: Any) -> Any:
 try:
     _library = ctypes.CDLL(LIBRARY)
 except OSError as error:
-    raise RuntimeError(f"there is no CUDA driver ({error})") from error
+    raise RuntimeError(f"there is no CUDA driver ({error}): install NVIDIA's") from error
 
 
 # ---- Statuses and constants ----------------------------------------------------------------------

@@ -150,7 +150,8 @@ class BatchInvariantPackage(Package):
     """One emitted package of batch-invariant kernels. dx of a row depends on that row, N, the
     dtypes and the options alone; dw on the rows in their order. No kernel of another order ever
     serves a CUDA call: what is not aligned is copied, and for what there is no kernel a call raises
-    RuntimeError. Off the GPU the formula serves, which promises nothing of the kind."""
+    RuntimeError. After `install()`, norms over several dimensions stay PyTorch's. Off the GPU the
+    formula serves, which promises nothing of the kind."""
 
     _forward_class = BatchInvariantForward
     _norm_class = InvariantNorm
@@ -181,7 +182,7 @@ class BatchInvariantPackage(Package):
             ValueError: for any other number.
         """
         most = int(self.table.target["sms"])
-        if not 0 <= sms < most:
+        if not isinstance(sms, int) or not 0 <= sms < most:
             raise ValueError(f"the margin must be 0 to {most - 1} SMs, got {sms}")
         self._sm_margin = sms
         # What is known of calls has launches with the previous margin.

@@ -11,6 +11,8 @@ import hashlib
 import json
 from pathlib import Path
 
+AGAIN = "install the package again, or restore its folder"
+"""What to do about damage."""
 CUBINS = "cubins.tar.xz"
 CUBINS_INDEX = "cubins.json"
 
@@ -32,9 +34,7 @@ def read_cubin(package: Path, file: str, digest: str) -> bytes:
             group = lzma.decompress(archive.read(size))
         cubin = group[start : start + length]
     except Exception as error:  # a damaged index can hold anything
-        raise RuntimeError(f"cannot read {file} in {path} ({error!r}); emit it again") from error
+        raise RuntimeError(f"cannot read {file} in {path} ({error!r}); {AGAIN}") from error
     if hashlib.sha256(cubin).hexdigest()[:16] != digest:
-        raise RuntimeError(
-            f"{file} in {path} is not the kernel of the table; emit the package again"
-        )
+        raise RuntimeError(f"{file} in {path} is not the kernel of the table; {AGAIN}")
     return cubin

@@ -125,7 +125,7 @@ class Package(NormPackage):
     def _serve(self, given: Arguments, options: Options) -> Results:
         if not is_dynamo_compiling():
             register_sharding(*self.ops.all)
-        return self.ops.serve(self._run, given, options)
+        return super()._serve(given, options)
 
     def patch(self, model: torch.nn.Module, casting: str | None = None) -> list[str]:
         """Serve the norms of a model with norm classes of its own, such as Hugging Face's Llama,

@@ -14,7 +14,7 @@ from math import log
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from .cubins import read_cubin
+from .cubins import AGAIN, read_cubin
 from .spec import ForwardSpec, KernelSpec
 
 FORMAT = 4
@@ -217,11 +217,8 @@ def _read(
                 tuple(map(kernel, data["fallback"])),
             )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}); emit the package again") from error
-    raise ValueError(
-        f"{path} has format {data['format']}, and its runtime reads {FORMAT}; "
-        "emit the package again"
-    )
+        raise ValueError(f"{path} is damaged ({error}); {AGAIN}") from error
+    raise ValueError(f"{path} has format {data['format']}, and its runtime reads {FORMAT}; {AGAIN}")
 
 
 def seal(text: str) -> str:

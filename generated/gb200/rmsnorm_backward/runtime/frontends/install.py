@@ -152,7 +152,11 @@ class Installation:
                 self._wanted = False
                 raise
             setattr(torch.library, self._routed.mark, self)
-            self._put_native_first()
+            try:
+                self._put_native_first()
+            except BaseException:
+                self.end()
+                raise
         elif not wanted:
             self.end()
 

@@ -42,7 +42,10 @@ def form_of(matches: str) -> str:
         for name, wanted in _CONTRACTS.items():
             value = os.environ.get(name, "").lower()
             if value and (value in ("1", "true", "yes", "on", "y")) != wanted:
-                raise RuntimeError(f"{name}={value} keeps Triton from the arithmetic of matches")
+                raise RuntimeError(
+                    f"with {name}={value}, Triton rounds in another way than these kernels: unset "
+                    'it, or name a version, such as "vllm-triton3.7"'
+                )
     first, second = map(int, number.split(".")[:2])
     if not _KNOWN[0] <= (first, second) <= _KNOWN[1]:
         raise ValueError(

@@ -59,9 +59,9 @@ class Native:
             store = module.Store(tuple(driver), on_cpu, forward, gradients)
             keep(store)
             plans = Plans(store)
+            store.take_operators(namespace)  # first: it may raise
             self.learn, self.reserve = plans.learn, plans.reserve
             forward.native, forward.learn = store.forward, plans.learn_forward
-            store.take_operators(namespace)
             self.take = store.take_backward
             self.backward, self.norm = store.backward, store.norm
 

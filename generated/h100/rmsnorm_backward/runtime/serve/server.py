@@ -72,7 +72,7 @@ class Server:
         mean: torch.Tensor | None = None,
     ) -> Results | None:
         """dx and dw of a plain call (a weight, both wanted, no option) like one that came before;
-        None for any other. Every entry point tries this before `_run`."""
+        None for any other. Most entry points try this before `_run`."""
         tensors = (dy, x, rstd, weight) if mean is None else (dy, x, rstd, weight, mean)
         call = self._calls.find_recent(tensors)
         if call is None or (torch.is_grad_enabled() and (dy.requires_grad or x.requires_grad)):

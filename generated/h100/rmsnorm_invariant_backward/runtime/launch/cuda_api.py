@@ -1,4 +1,4 @@
-"""All that the runtime uses of the CUDA driver, from cuda-python.
+"""All that the runtime's Python uses of the CUDA driver, from cuda-python.
 
 A package that is exported for Hugging Face's `kernels` has another file of this name, with the same
 names by ctypes."""

@@ -44,7 +44,7 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
       "llama"  w * xhat, after xhat was rounded to x's dtype. With None such a norm is served as
                "torch", one rounding less, unless its weight is wider than x: then its result is as
                wide as the weight, and it is served as "llama". The product and its gradient are
-               PyTorch's, and slower.
+               PyTorch's, and slower. Batch-invariant norms widen x instead.
 
     A torch.nn.RMSNorm is served as it is, whatever the casting.
 
@@ -82,15 +82,15 @@ def replace_forwards(
     model: torch.nn.Module, norm: str, forward_for: Callable[[Any], ModuleForward | str]
 ) -> list[str]:
     """Give modules of a model other forwards; their names. norm: what they are, so that packages of
-    two norms patch one model. forward_for: the same function for modules that are alike, or why one
-    is left alone."""
+    two norms patch one model; also the name of PyTorch's class. forward_for: the same function for
+    modules that are alike, or why one is left alone."""
     _check_module(model)
     _free(model, norm)
     served = []
     for name, module in model.named_modules():
         kind: Any = type(module)
         named_so = kind.__name__.lower().endswith("norm")
-        if not named_so and not isinstance(module, (torch.nn.RMSNorm, torch.nn.LayerNorm)):
+        if not named_so and not isinstance(module, getattr(torch.nn, norm)):
             continue
         found: ModuleForward | str = "it has a forward of its own, as a hook of accelerate gives it"
         if "forward" not in vars(module):
@@ -223,8 +223,12 @@ def _forward_of(norm: Norm, casting: str) -> ModuleForward:
         return self.weight * norm.rms_norm(x, None, _eps_of(self))
 
     def widening(self: Any, x: torch.Tensor) -> Any:
-        same = torch.promote_types(x.dtype, self.weight.dtype) == x.dtype
-        return rounded_once(self, x) if same else rounded_twice(self, x)
+        wide = torch.promote_types(x.dtype, self.weight.dtype)
+        if wide == x.dtype:
+            return rounded_once(self, x)
+        if norm._invariant:  # PyTorch's sum of the weight's gradient depends on the batch
+            return norm.rms_norm(x, self.weight, _eps_of(self), out_dtype=wide)
+        return rounded_twice(self, x)
 
     return {"llama": rounded_twice, "widening": widening}.get(casting, rounded_once)
 

@@ -139,7 +139,7 @@ def _capture_of(stream: int) -> Capture | None:
 
 
 class StreamWorkspace:
-    """What the eager calls on one stream share.
+    """What the eager calls of a package on one stream share.
 
     Hold `lock` from `fit` to the last launch of a call: a second thread on the same stream must
     not launch between the two kernels of one call, nor see a block that is being replaced.
@@ -172,7 +172,7 @@ class StreamWorkspace:
 
 
 class Workspaces:
-    """The workspaces of one process, by device and stream."""
+    """The workspaces of one package, by device and stream; its C++ has others."""
 
     def __init__(self) -> None:
         self._zeros: dict[int, Zeros] = {}
