@@ -116,7 +116,7 @@ def on_h100() -> str:
         f"The fastest peer of each shape {_beside_best_peers(found)}. Normforge's kernels were"
         f" searched with {min(trials)} trials or more for each shape, fewer than on the H200. After"
         f" {max(trials)} trials for each of these {trials.count(max(trials))}, a second run, on"
-        f" another H100, had a peer ahead at {_behind(more)} (`h100_more_trials.json`)."
+        f" another H100, had a peer ahead at {_behind(more)} (`h100_more_trials.json.xz`)."
     )
     return "\n".join((shown, "", paragraph(said)))
 
