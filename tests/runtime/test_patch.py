@@ -166,6 +166,29 @@ def test_norms_under_other_names_are_served(package: Package, kind: Any) -> None
     assert package.unpatch(model) == ["0"]
 
 
+class PreNorm(nn.Module):
+    """A block that is called after its norm."""
+
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.weight, self.norm, self.eps = weight, PlainRMSNorm(), 1e-5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(x)
+
+
+@pytest.mark.parametrize("weight", [None, nn.Linear(4, 4), nn.Parameter(torch.ones(4, 4))])
+def test_a_block_with_a_norm_in_its_name_is_left_alone(package: Package, weight: Any) -> None:
+    """And its state is not asked for."""
+    model = PreNorm(weight)
+
+    def asked(*_: Any) -> None:
+        raise AssertionError
+
+    model.register_state_dict_pre_hook(asked)
+    assert package.patch(model) == ["norm"]
+
+
 @pytest.mark.parametrize("model", [None, torch.nn.Linear, [torch.nn.Linear(2, 2)]])
 def test_what_is_no_module_is_refused(package: Package, model: Any) -> None:
     for call in (package.patch, package.unpatch):

@@ -141,8 +141,11 @@ def _free(model: torch.nn.Module, norm: str) -> list[str]:
 
 def _looks_like_one(module: Any) -> bool:
     weight = getattr(module, "weight", None)
-    alone = list(module.state_dict()) == ["weight"] and weight is not None and weight.dim() == 1
-    if not alone or not any(hasattr(module, name) for name in _EPS_NAMES):
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1:
+        return False  # before its state is asked for, which may gather what is sharded
+    if list(module.state_dict()) != ["weight"]:
+        return False
+    if not any(hasattr(module, name) for name in _EPS_NAMES):
         return False
     return len(inspect.signature(module.forward).parameters) == 1
 
