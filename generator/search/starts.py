@@ -31,7 +31,10 @@ def incumbent_and_starts(
         incumbents = [w for w in incumbents if w.study == study]
     others = [w for w in winners if w not in incumbents]
     known_good = evaluator.starts(legal.problem) if isinstance(evaluator, Preferring) else []
-    starts = [*known_good, *warm_starts(legal.problem, legal.target, others)][:WARM_STARTS]
+    starts: list[Config] = []
+    for config in (*known_good, *warm_starts(legal.problem, legal.target, others)):
+        if len(starts) < WARM_STARTS and config not in starts:
+            starts.append(config)
     if not incumbents:
         return None, starts
     incumbent = dict(incumbents[-1].config)

@@ -15,7 +15,7 @@ from generator.kernels.strategies import is_deterministic
 from generator.kernels.variant import make_variant
 from generator.problem import Problem
 from generator.search.proposals import Proposals
-from generator.search.starts import warm_starts
+from generator.search.starts import incumbent_and_starts, warm_starts
 from generator.space.legal_configs import LegalConfigs
 from generator.studies.records import Record, Winner
 from generator.studies.storage import open_storage
@@ -149,6 +149,22 @@ def test_warm_starts_come_nearest_first() -> None:
     found = warm_starts(PROBLEM, TARGET, winners)
     nearest_first = (other_weight, as_wide, near, other_operation, far, wider, other_gpu)
     assert found == [w.config for w in nearest_first]
+
+
+def test_equal_winners_take_one_place_among_the_starts() -> None:
+    class Preferring(FakeEvaluator):
+        tie = 0.01
+
+        def starts(self, problem: Problem) -> list[Config]:
+            return [dict(config) for config in DETERMINISTIC[:3] for _ in range(4)]
+
+        def agreement(self, problem: Problem, config: Config) -> float:
+            return 0.0
+
+    other = make_winner(DETERMINISTIC[3], problem=Problem.parse("8192x1024:bf16"))
+    legal = LegalConfigs(SPACE, PROBLEM, TARGET)
+    found = incumbent_and_starts(legal, Preferring(), [other], "a study")
+    assert found == (None, DETERMINISTIC[:4])
 
 
 def test_longer_rows_start_with_as_many_columns_in_each_cta() -> None:

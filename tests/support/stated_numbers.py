@@ -127,7 +127,7 @@ def prediction() -> list[str]:
         f"by {percent(exp(correction.BOUND) - 1)} at most",
         f"within {percent(prior.TIE)} count as equal",
         f"the {WORD[prior.NEAREST]} nearest measured winners",
-        f"starts from up to {WORD[starts.WARM_STARTS]} of those winners",
+        f"starts from {WORD[starts.WARM_STARTS]} of those winners",
         f"^(1/{MODEL.smoothness:.0f})",
         f"{percent(MODEL.smooth_max(1, 1) - 1)} more where they are equal",
         f"{WORD[MODEL.loads_in_flight]} at a time in each thread",
