@@ -89,7 +89,8 @@ def compare(args: argparse.Namespace) -> int:
     say(missing_sentence(missing))
     peers = tuple(peer for peer in wanted if peer.name in contenders)
     plan = Plan(tuple(problems), frozenset(tuned), peers, until, operation)
-    environment = describe(session.facts, peers, missing, args.module, operation)
+    flush_bytes = session.timer.cold.flush_bytes
+    environment = describe(session.facts, flush_bytes, peers, missing, args.module, operation)
     results = Results(args.out, environment)
     if args.resume:
         results = Results.resume(args.out, environment)

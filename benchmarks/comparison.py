@@ -32,7 +32,6 @@ from benchmarks.results import (
     write_text,
 )
 from generator.errors import NormforgeError
-from generator.evaluate.gpu.l2_flush import flush_bytes_of
 from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.verify.determinism import RUNS
 from generator.operations import OPERATIONS
@@ -211,6 +210,7 @@ def load_peers(wanted: Sequence[Peer], timer: Timer) -> tuple[dict[str, Contende
 
 def describe(
     facts: dict[str, Any],
+    flush_bytes: int,
     peers: Sequence[Peer],
     missing: dict[str, str],
     module: Path,
@@ -226,7 +226,7 @@ def describe(
         "missing": missing,
         "module": module_facts(module),
         "harness": {
-            "flush_bytes": flush_bytes_of(facts["l2_bytes"]),
+            "flush_bytes": flush_bytes,
             "blocks": harness.BLOCKS,
             "rounds": harness.ROUNDS,
             "host_calls": harness.HOST_CALLS,

@@ -68,6 +68,23 @@ def test_flush_reads_half_of_what_it_writes_with_priority(driver: FakeDriver, si
     assert bool((cache._written == 3.0).all())
 
 
+@pytest.mark.parametrize(("l2_mib", "flush_mib"), [(50, 256), (60, 256), (129, 516)])
+def test_flush_is_as_large_as_the_l2_needs(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, l2_mib: int, flush_mib: int
+) -> None:
+    properties = SimpleNamespace(L2_cache_size=l2_mib << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    device = torch.device("meta")  # which has no such memory
+
+    def place(tensor: Any) -> int:
+        return 0
+
+    monkeypatch.setattr(torch.Tensor, "data_ptr", place)
+    cache = ColdCache(device)
+    assert cache.flush_bytes == cache._written.nbytes == flush_mib << 20
+    assert cache._read.nbytes >= 2 * (l2_mib << 20)
+
+
 def test_refused_kernel_is_an_error(driver: FakeDriver) -> None:
     driver.loading = REFUSED
     with pytest.raises(LaunchError, match="CUDA_ERROR_NO_BINARY_FOR_GPU while loading displace"):

@@ -53,6 +53,7 @@ class ColdCache:
         self.device = device
         if flush_bytes is None:
             flush_bytes = flush_bytes_of(torch.cuda.get_device_properties(device).L2_cache_size)
+        self.flush_bytes = flush_bytes
         self._written = torch.empty(flush_bytes // 4, dtype=torch.float32, device=device)
         chunk = 16 * _THREADS
         self._grid = max(1, flush_bytes // 2 // chunk)
