@@ -7,8 +7,7 @@ layouts (half at random, half the best of eight times as many by the predictor),
 fallback kernels for it and for brackets near it, and one to compare with: the best of the next
 narrower vectors. Those that may run are checked against float64 at 777 rows and timed at two N and
 two M, in one block with the floor, `torch.add(x, dy, out=dx)`, and ATen's kernel. The file is
-written after each group. Exit code: 1 where groups are left, 2 for bad input or
-without a GPU.
+written after each group. Exit code: 1 where groups are left, 2 for bad input or without a GPU.
 """
 
 from __future__ import annotations

@@ -83,8 +83,6 @@ def names_of(operation: str, module: str, names: Sequence[str]) -> Callable[[str
 
 
 _operation = "rmsnorm_backward"  # whose package serves
-
-
 _MODULES = ("batch_invariant", "layernorm")
 
 
@@ -99,10 +97,10 @@ def __dir__() -> list[str]:
 
 
 def use_batch_invariant(enabled: bool = True) -> None:
-    """Switch all names of `normforge` to those of `normforge.batch_invariant`, or back, except
-    `use_native`, which that has not. Anything
-    that was imported, built or installed before stays as it is, so call this first. Raises
-    RuntimeError if there is no batch-invariant package for the GPU."""
+    """Switch the names of `normforge`, except `use_native`, to those of
+    `normforge.batch_invariant`, or back. Anything that was imported, built or installed before
+    stays as it is, so call this first. Raises RuntimeError if there is no batch-invariant package
+    for the GPU."""
     global _operation
     wanted = "rmsnorm_invariant_backward" if enabled else "rmsnorm_backward"
     chosen_package(wanted)

@@ -150,8 +150,8 @@ def h100_in_short() -> str:
 
 def _beside_best_peers(found: Comparison) -> str:
     mean = geometric_mean(found.best_peers.values())
-    shapes = f"{_behind(found, f' of the {len(found.rows)} shapes')}"
-    return f"takes {mean:.2f} times as long as Normforge on average, but is faster at {shapes}"
+    behind = _behind(found, of=f" of the {len(found.rows)} shapes")
+    return f"takes {mean:.2f} times as long as Normforge on average, but is faster at {behind}"
 
 
 def _behind(found: Comparison, of: str = "") -> str:

@@ -119,8 +119,7 @@ def _device(study: Study) -> str:
 def _invalidity(record: Record) -> str:
     """Of a variant that may not win whatever its bits did, `correctness`."""
     found = INVALIDITY[record.result.outcome]
-    may_win = is_deterministic(record.config)
-    return "correctness" if found == "correct" and not may_win else found
+    return "correctness" if found == "correct" and not is_deterministic(record.config) else found
 
 
 def _objective(study: Study, record: Record) -> float | str:

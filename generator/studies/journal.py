@@ -24,7 +24,8 @@ from generator.errors import NormforgeError
 _RECORD_START = b'{"op_code":'
 _DIGITS = 16
 _SEAL = re.compile(rb',"seal":"([0-9a-f]{%d})"\}\n' % _DIGITS)
-_SEAL_BYTES = len(b',"seal":""}\n') + _DIGITS
+_FIELD = b',"seal":"%s"}\n'
+_FIELD_BYTES = len(_FIELD % bytes(_DIGITS))
 
 
 def corrupt_error(path: Path, reason: str) -> NormforgeError:
@@ -78,7 +79,7 @@ class SealedJournal(JournalFileBackend):
         """The record as it is written, after everything that `_digest` has seen."""
         record = json.dumps(log, separators=(",", ":"))[:-1].encode()
         self._digest.update(record)
-        field = b',"seal":"%s"}\n' % self._digest.hexdigest()[:_DIGITS].encode()
+        field = _FIELD % self._digest.hexdigest()[:_DIGITS].encode()
         self._digest.update(field)
         return record + field
 
@@ -106,18 +107,18 @@ class SealedJournal(JournalFileBackend):
     def _check_record(self, line: bytes, number: int) -> None:
         """A record under its seal is what `_seal` wrote, and need not be read here: reading would
         take several times as long as the seal."""
-        sealed = _SEAL.fullmatch(line, max(0, len(line) - _SEAL_BYTES))
+        sealed = _SEAL.fullmatch(line, max(0, len(line) - _FIELD_BYTES))
         if sealed is None:
             self._check_form(line, number)
             self._digest.update(line)
             return
-        self._digest.update(line[:-_SEAL_BYTES])
+        self._digest.update(line[:-_FIELD_BYTES])
         if self._digest.hexdigest()[:_DIGITS].encode() != sealed[1]:
             self._check_form(line, number)
             raise corrupt_error(
                 self._path, f"line {number} or one before it was changed, doubled or lost"
             )
-        self._digest.update(line[-_SEAL_BYTES:])
+        self._digest.update(line[-_FIELD_BYTES:])
 
     def _check_form(self, line: bytes, number: int) -> None:
         try:

@@ -14,13 +14,6 @@ from generator.runtime.launch.driver import checked, configure, cuda_driver
 FLUSH_BYTES = 256 << 20
 """Written before every timed operation, and more where the L2 needs it."""
 
-
-def flush_bytes_of(l2_bytes: int) -> int:
-    """What displaces an L2: the reads of a flush, half as many bytes as its writes, are twice the
-    L2."""
-    return max(FLUSH_BYTES, 4 * l2_bytes)
-
-
 _THREADS = 256
 _KERNEL = "displace"
 _SOURCE = (
@@ -49,10 +42,11 @@ class ColdCache:
     """
 
     def __init__(self, device: torch.device, flush_bytes: int | None = None) -> None:
-        """flush_bytes: by default those of the device."""
+        """flush_bytes: by default FLUSH_BYTES, or what makes the reads at least twice the L2."""
         self.device = device
         if flush_bytes is None:
-            flush_bytes = flush_bytes_of(torch.cuda.get_device_properties(device).L2_cache_size)
+            l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+            flush_bytes = max(FLUSH_BYTES, 4 * l2_bytes)
         self.flush_bytes = flush_bytes
         self._written = torch.empty(flush_bytes // 4, dtype=torch.float32, device=device)
         chunk = 16 * _THREADS

@@ -148,11 +148,7 @@ class Installation:
             try:
                 found = _override(self._routed, self._quick, self._route, self._device)
                 self._library, self._kernel = found
-            except BaseException:
-                self._wanted = False
-                raise
-            setattr(torch.library, self._routed.mark, self)
-            try:
+                setattr(torch.library, self._routed.mark, self)
                 self._put_native_first()
             except BaseException:
                 self.end()

@@ -33,9 +33,8 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
 
     A norm is a module whose class is called …Norm (in any case) or derived from torch.nn.RMSNorm,
     with one weight of one dimension (or none, if it is PyTorch's), an eps, and a forward of one
-    argument. Each is tried on a few rows on the CPU,
-    and left alone if it computes something else; one that cannot be tried there is served only with
-    a casting. The log says why (level INFO).
+    argument. Each is tried on a few rows on the CPU, and left alone if it computes something else;
+    one that cannot be tried there is served only with a casting. The log says why (level INFO).
 
     casting: what the norms compute, with xhat = x * rstd in fp32.
       None     the next or the one after it, whichever a norm turns out to compute
