@@ -12,7 +12,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from io import StringIO
 from pathlib import Path
+from tokenize import COMMENT, generate_tokens
 from typing import Any
 
 from generator.evaluate.predict.correction import Correction
@@ -61,24 +63,37 @@ def load_fitted() -> Fitted:
 def model_revision() -> str:
     """Names the model: predictions of models that differ in it do not compare. A digest of the code
     of this folder, without what only people read, and of what was fitted: other studies or errors
-    behind the same numbers change no prediction."""
+    behind the same numbers change no prediction. Studies of the same model may have been made when
+    it was digested in another way: `known_as` has the name that they have."""
     data = json.loads(FITTED_FILE.read_text())
     digest = hashlib.sha256(json.dumps([data["correction"], data["prior"]]).encode())
     for file in sorted(FITTED_FILE.parent.glob("*.py")):
-        digest.update(without_docstrings(file.read_text()).encode())
-    return digest.hexdigest()[:8]
+        digest.update(code_of(file.read_text(encoding="utf-8")).encode())
+    revision = digest.hexdigest()[:8]
+    return str(data.get("known_as", {}).get(revision, revision))
 
 
-def without_docstrings(code: str) -> str:
-    """Python code without comments and docstrings."""
-    tree = ast.parse(code)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            kept = [s for s in body if not _is_text(s)]
-            body[:] = kept or [ast.Pass()]
-    return ast.unparse(tree)
+def code_of(source: str) -> str:
+    """Python code without comments, docstrings, imports and empty lines: the same text under every
+    version of Python, which `ast.unparse` is not."""
+    lines = source.splitlines()
+    for token in generate_tokens(StringIO(source).readline):
+        if token.type == COMMENT:
+            line, column = token.start
+            lines[line - 1] = lines[line - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.stmt) and (_is_text(node) or _is_import(node)):
+            lines[node.lineno - 1 : _end(node)] = [""] * (_end(node) - node.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
-def _is_text(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+def _is_import(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Import | ast.ImportFrom)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _end(node: ast.stmt) -> int:
+    return node.end_lineno or node.lineno
