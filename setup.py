@@ -1,39 +1,57 @@
-"""The wheel: `normforge`, with every tuned package as `normforge.generated.<gpu>.<operation>`.
+"""The wheel: `normforge`, with every tuned package as `normforge.generated.<gpu>.<operation>`, and
+the headers of their sources in `normforge/generated/include`.
 
 With NORMFORGE_NATIVE=1 it also carries the extension of `use_native()`, compiled for the PyTorch
 that is installed, and so is a wheel for one Python and platform.
 """
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
 from setuptools import Distribution, find_packages, setup
 from setuptools.command.build_py import build_py
 
-packages, folders, data = ["normforge"], {}, {"normforge": ["py.typed"]}
+packages = find_packages(include=["normforge", "normforge.*"])
+folders = {"normforge.generated": "generated", "normforge.generated.include": "templates"}
+data = {
+    "normforge": ["py.typed"],
+    "normforge.native": ["*.cpp", "*.h"],
+    "normforge.generated.include": ["*.cuh"],
+}
 for table in sorted(Path("generated").glob("*/*/table.json")):
-    folder = table.parent
-    package = ".".join(("normforge", *folder.parts))
-    folders[package] = str(folder)
-    packages += [package, *(f"{package}.{name}" for name in find_packages(str(folder)))]
-    data[package] = ["py.typed", "*.json", "*.xz", "include/**/*", "kernels/*"]
-    data[f"{package}.runtime.native"] = ["*.cpp", "*.h"]
+    package = ".".join(("normforge", *table.parent.parts))
+    folders[package] = str(table.parent)
+    data[package] = ["*.json", "*.xz", "kernels/*", "include/**/*"]
+    for name in find_packages(str(table.parent)):  # of one that stands alone
+        packages.append(f"{package}.{name}")
+        data[f"{package}.{name}"] = ["*.cpp", "*.h"]
 
 
-class BuildNative(build_py):
-    """Compiles the extension, once for all packages."""
+class Build(build_py):
+    """Leaves nothing of an earlier build, whose files may be newer and others."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib, "normforge"), ignore_errors=True)
+        super().run()
+
+
+class BuildNative(Build):
+    """Compiles the extension."""
 
     def run(self) -> None:
         super().run()
-        sys.path.insert(0, next(iter(folders.values())))
+        sys.path.insert(0, str(Path(__file__).resolve().parent))
         try:
-            from runtime.native.build import prebuild
             from torch import version
+
+            from normforge.native.build import prebuild
 
             if version.cuda is None and asked != "cpu":  # which the tests ask for
                 raise RuntimeError("this PyTorch is not for CUDA: build with one that is")
-            prebuild(Path(self.build_lib, "normforge", "generated"))
+            prebuild(Path(self.build_lib, "normforge", "native"))
         except ImportError as error:
             raise SystemExit(
                 f"NORMFORGE_NATIVE={asked} compiles for the PyTorch that is installed ({error}): "
@@ -48,12 +66,13 @@ class OfOnePlatform(Distribution):
         return True
 
 
-native = {"cmdclass": {"build_py": BuildNative}, "distclass": OfOnePlatform}
 asked = os.environ.get("NORMFORGE_NATIVE", "0")
+native = asked not in ("", "0")
 setup(
-    packages=packages,
+    packages=[*packages, *folders],
     package_dir=folders,
     package_data=data,
     include_package_data=False,
-    **({} if asked in ("", "0") else native),
+    cmdclass={"build_py": BuildNative if native else Build},
+    distclass=OfOnePlatform if native else Distribution,
 )

@@ -28,7 +28,7 @@ from benchmarks.gpu import open_session
 from benchmarks.results import machine, write_json
 from generator.evaluate.verify.determinism import equal_bits
 from generator.operations.operation import TORCH_DTYPE
-from generator.runtime.spec import CHUNK_ROWS
+from normforge.spec import CHUNK_ROWS
 
 ELEMENTS = 1 << 27
 """Of the whole batch, at most."""

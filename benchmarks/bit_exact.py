@@ -41,10 +41,10 @@ from generator.kernels.nvrtc import nvrtc_version
 from generator.kernels.render import render
 from generator.operations.rmsnorm_backward import Inputs, run_backward
 from generator.problem import RMSNORM_BACKWARD, SUMS
-from generator.runtime.launch.driver import LaunchError
-from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.spec import KernelSpec, Launch
 from generator.target import Target
+from normforge.launch.driver import LaunchError
+from normforge.launch.loaded_kernel import LoadedKernel
+from normforge.spec import KernelSpec, Launch
 
 
 @dataclass

@@ -37,7 +37,7 @@ from generator.evaluate.verify.determinism import RUNS
 from generator.operations import OPERATIONS
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import RMSNORM_BACKWARD, Problem
-from generator.runtime.table import TABLE, Table
+from normforge.table import TABLE, Table
 
 RESERVE_SECONDS = 40.0
 """Kept for the code paths and the report; no shape is begun in them."""

@@ -116,7 +116,7 @@ def run(module: Path, problems: list[Problem]) -> None:
     import torch
 
     from generator.operations.rmsnorm_backward import make_inputs
-    from generator.runtime.api import Package
+    from normforge.api import Package
 
     package = Package(module)
     device = torch.device("cuda")

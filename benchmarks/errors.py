@@ -44,9 +44,9 @@ from generator.operations.rmsnorm_backward import TORCH_DTYPE, Inputs, make_refe
 from generator.package.fallback_kernels import DTYPES
 from generator.package.sources import variant_of
 from generator.problem import Problem, load_problems
-from generator.runtime.launch.kernel_arguments import DW_IN_FP32, DW_IN_WEIGHT_DTYPE
-from generator.runtime.spec import KernelSpec, Launch, plan_launch
-from generator.runtime.table import Table
+from normforge.launch.kernel_arguments import DW_IN_FP32, DW_IN_WEIGHT_DTYPE
+from normforge.spec import KernelSpec, Launch, plan_launch
+from normforge.table import Table
 
 ELEMENTS = 1 << 27
 """Of the largest random shape, by default."""

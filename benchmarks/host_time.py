@@ -26,10 +26,11 @@ from benchmarks.gpu import check_cuda, this_machine
 from benchmarks.results import json_text, write_json
 from generator.operations import operation_of
 from generator.operations.rmsnorm_backward import Inputs
-from generator.paths import GENERATED
 from generator.problem import RMSNORM_BACKWARD, Problem
-from generator.runtime.api import Package
-from generator.runtime.frontends.layer_norm import LayerNormPackage
+from normforge.api import Package
+from normforge.frontends.layer_norm import LayerNormPackage
+from normforge.packages import Chosen
+from normforge.serve.kernels import Source
 
 BATCH = 50
 BATCHES = 25
@@ -114,15 +115,15 @@ def grad(result: torch.Tensor, leaves: tuple[torch.Tensor, ...], dy: torch.Tenso
 def entry_points(package: Package, inputs: Inputs) -> Calls:
     """What a training program and what compiled code calls."""
     dy, x, rstd, weight = inputs.dy, inputs.x, inputs.rstd, inputs.weight
-    ops, leaves = package.ops, leaves_of(inputs)
+    ops, name, leaves = package.ops, package.name, leaves_of(inputs)
     module = package.RMSNorm(x.shape[-1], 1e-6, device=x.device, dtype=weight.dtype)
     return {
         "rmsnorm_backward": lambda: package.rmsnorm_backward(dy, x, rstd, weight),
         "rmsnorm_backward, operator": lambda: ops.rms_norm_backward(
-            dy, x, rstd, weight, None, None, 0.0, True, True
+            dy, x, rstd, weight, None, None, 0.0, True, True, name
         ),
-        "rms_norm, operator": lambda: ops.rms_norm(x, weight, 1e-6, 0.0),
-        "add_rms_norm, operator": lambda: ops.add_rms_norm(x, dy, weight, 1e-6, 0.0),
+        "rms_norm, operator": lambda: ops.rms_norm(x, weight, 1e-6, 0.0, name),
+        "add_rms_norm, operator": lambda: ops.add_rms_norm(x, dy, weight, 1e-6, 0.0, name),
         "rms_norm backward": grad(package.rms_norm(*leaves, 1e-6), leaves, dy),
         "rmsnorm_forward": lambda: package.rmsnorm_forward(x, weight, 1e-6),
         "rms_norm forward": lambda: package.rms_norm(*leaves, 1e-6),
@@ -191,7 +192,7 @@ def layer_norm_calls(package: LayerNormPackage, inputs: Inputs) -> Calls:
         "layer_norm_backward": lambda: eager(dy, x, mean, rstd, weight),
         "layer_norm_backward, dw only": lambda: eager(dy, x, mean, rstd, weight, need_dx=False),
         "layer_norm_backward, operator": lambda: package.ops.layer_norm_backward(
-            dy, x, rstd, weight, None, None, 0.0, True, True, mean
+            dy, x, rstd, weight, None, None, 0.0, True, True, package.name, mean
         ),
         "aten op": lambda: aten(dy, x, [N], mean, rstd, weight, weight, mask),
         "install() op": lambda: aten(dy, x, [N], mean, rstd, weight, weight, mask),
@@ -205,24 +206,24 @@ def layer_norm_calls(package: LayerNormPackage, inputs: Inputs) -> Calls:
     }
 
 
-def run(folder: Path, problem: Problem) -> dict[str, Any]:
-    """The document for one problem on the current device."""
+def run(of: Path | Source, problem: Problem) -> dict[str, Any]:
+    """The document for one problem on the current device. of: as of a package."""
     device = torch.device("cuda", 0)
     inputs, refused = operation_of(problem).make_inputs(problem, device), ""
     package: Package | LayerNormPackage
     native = None
     if problem.operation == RMSNORM_BACKWARD:
-        package = Package(folder)
+        package = Package(of, "python")
         calls = whole_calls(package, inputs)
         try:
-            native = Package(folder)
+            native = Package(of, "native")
             native.use_native()
             of_native = entry_points(native, inputs)
             calls |= {f"{name}, native": call for name, call in of_native.items()}
         except RuntimeError as error:
             refused = str(error)
     else:
-        package = LayerNormPackage(folder)
+        package = LayerNormPackage(of, "python")
         calls = layer_norm_calls(package, inputs)
     said = package.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype)
     times = host_us(calls, package, native)
@@ -242,14 +243,14 @@ def run(folder: Path, problem: Problem) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = command_line(__doc__, op=RMSNORM_BACKWARD, out=None)
-    parser.add_argument("--package", type=Path, help="default: the H200's for the operation")
+    parser.add_argument("--package", type=Path, help="default: that of this GPU")
     parser.add_argument("--shape", default="4096x256:bf16")
     args = parser.parse_args(argv)
 
     def print_document() -> int:
         check_cuda()
-        folder = args.package or GENERATED / "h200" / args.op
-        document = run(folder, Problem.parse(args.shape, args.op))
+        of = args.package or Chosen(args.op)
+        document = run(of, Problem.parse(args.shape, args.op))
         print(json_text(document))
         if args.out:
             write_json(args.out, document)

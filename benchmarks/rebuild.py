@@ -4,7 +4,7 @@
 
 Every kernel goes from its config in the table to a variant, to source and to a cubin, whose digest
 has to be that of the table; so has the launch. With --sources it is the kernels/*.cu that are
-compiled, with the headers of the package. Another version of NVRTC than the one that made a kernel
+compiled, with the headers of templates/. Another version of NVRTC than the one that made a kernel
 may make another, and then a difference proves nothing. Needs no GPU. Exit code 1 for a kernel that
 differs under its own version.
 """
@@ -25,8 +25,8 @@ from generator.errors import CompilerError, NormforgeError
 from generator.kernels.code_digest import compiler_input
 from generator.kernels.nvrtc import compile_source, nvrtc_version
 from generator.package.sources import variant_of
-from generator.paths import GENERATED
-from generator.runtime.table import ForwardKernel, ForwardTable, Kernel, Table
+from generator.paths import GENERATED, TEMPLATES
+from normforge.table import ForwardKernel, ForwardTable, Kernel, Table
 
 Stored = Kernel | ForwardKernel
 
@@ -76,18 +76,16 @@ def open_package(folder: Path) -> Opened:
 def rebuild(kernel: Stored, folder: Path, arch: str, sms: int, sources: bool = False) -> Rebuilt:
     """Compile one kernel of the package in `folder` from its config, or from its .cu."""
     done = partial(Rebuilt, kernel, kernel.nvrtc, nvrtc_version())
-    include = None
     try:
         variant = variant_of(kernel)
         source, register_cap = compiler_input(variant)
         if sources:
-            include = folder / "kernels"
-            source = (include / f"{kernel.file}.cu").read_text()
+            source = (folder / "kernels" / f"{kernel.file}.cu").read_text()
         if variant.spec(sms) != kernel.spec:
             return done("has another launch")
     except (NormforgeError, TypeError, OSError) as error:
         return done(f"has no source ({error})")
-    compiled = compile_source(source, arch, register_cap, include)
+    compiled = compile_source(source, arch, register_cap, TEMPLATES if sources else None)
     if compiled.error:
         return done(f"does not compile ({compiled.error.splitlines()[0]})")
     same = compiled.digest == kernel.digest

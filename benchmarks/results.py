@@ -26,7 +26,7 @@ from typing import Any
 from generator.disk import read_json, replacing
 from generator.errors import NormforgeError
 from generator.problem import RMSNORM_BACKWARD, Problem
-from generator.runtime.table import TABLE
+from normforge.table import TABLE
 
 Row = dict[str, Any]
 Environment = dict[str, Any]

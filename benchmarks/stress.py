@@ -33,7 +33,7 @@ from benchmarks.results import machine, write_json
 from benchmarks.stress_kernels import Kernel, kernels
 from generator.evaluate.gpu.session import Session
 from generator.evaluate.verify.bench import Bench
-from generator.runtime.spec import SUM_KERNEL
+from normforge.spec import SUM_KERNEL
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 SANITIZED_ROWS = 300

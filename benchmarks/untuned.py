@@ -29,8 +29,6 @@ from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.session import Session
 from generator.kernels.compile_pool import CompilePool
 from generator.problem import Problem, load_problems
-from generator.runtime.api import Package
-from generator.runtime.table import TABLE
 from generator.search.budget import Budget
 from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs
@@ -39,6 +37,8 @@ from generator.studies.records import Winner
 from generator.studies.storage import open_storage
 from generator.target import Target
 from generator.tuner.choose_device import choose_target
+from normforge.api import Package
+from normforge.table import TABLE
 
 
 def log_uniform(rng: random.Random, low: int, high: int) -> int:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
+
+import normforge
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEMPLATES = REPOSITORY / "templates"
 SEARCH_SPACES = REPOSITORY / "search_spaces"
 GENERATED = REPOSITORY / "generated"
-"""The default output folder of each GPU is in here, by its name."""
+"""What runs wrote: `results_of` has the folder of each GPU."""
 CACHE = REPOSITORY / ".cache"
-RUNTIME = REPOSITORY / "generator" / "runtime"
+LIBRARY = REPOSITORY / "normforge"
 
 
 def program_version() -> str:
-    """Read, not imported: the import takes seconds, because it needs PyTorch."""
-    source = (REPOSITORY / "normforge" / "__init__.py").read_text()
-    return re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE)[0]
+    """That of the library."""
+    return normforge.__version__
+
+
+def results_of(gpu: str) -> Path:
+    """The default output folder of a GPU, whose name can be that of a Python package. Before there
+    were such names, it was that of the GPU."""
+    old = GENERATED / gpu
+    return old if old.is_dir() else GENERATED / gpu.replace("-", "_")

@@ -11,7 +11,7 @@ from pathlib import Path
 from generator.disk import read_yaml
 from generator.errors import NormforgeError
 from generator.paths import SEARCH_SPACES
-from generator.runtime.table import ITEMSIZE, shape_name
+from normforge.table import ITEMSIZE, shape_name
 
 MAX_COLUMNS = 1 << 20
 SHAPES_FOLDER = SEARCH_SPACES / "shapes"

@@ -12,7 +12,7 @@ from typing import Any
 from generator.disk import read_yaml
 from generator.errors import NormforgeError, one_line
 from generator.paths import SEARCH_SPACES
-from generator.runtime.spec import ceil_div, round_up
+from normforge.spec import ceil_div, round_up
 
 GPUS_FILE = SEARCH_SPACES / "gpus.yaml"
 

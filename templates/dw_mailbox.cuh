@@ -54,7 +54,7 @@ struct DwStrategy : LastArrived {
   Ledger before_arrival = 0;  // thread 0's
 
   // Arrives early. Every team calls this before its last batch, and the first team does the arriving.
-  // It always has a batch (plan_launch in generator/runtime/spec.py launches no CTA without one). A
+  // It always has a batch (plan_launch in normforge/spec.py launches no CTA without one). A
   // CTA that never arrived would keep all others waiting.
   DEVICE void announce(unsigned participant) {
     if (threadIdx.x == 0 && output.base != nullptr)

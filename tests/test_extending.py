@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from generator.emulate.build import DEFAULT_CACHE
 from generator.paths import REPOSITORY
 from generator.target import load_targets
 
+FOLDERS = ("generator", "normforge", "templates", "search_spaces")
 PAGE = (REPOSITORY / "docs" / "extending.md").read_text()
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 
@@ -39,7 +41,7 @@ def files_said(title: str) -> int:
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """What a change may touch."""
-    for name in ("generator", "templates", "search_spaces"):
+    for name in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=ignored)
     built = DEFAULT_CACHE.relative_to(REPOSITORY)  # named by its content, so it stays right
@@ -103,7 +105,6 @@ def test_a_gpu(tmp_path: Path) -> None:
 # ---- An operation --------------------------------------------------------------------------------
 
 OF_LAYERNORM = re.compile(r"layer_?norm", flags=re.I)
-FOLDERS = ("generator", "templates", "search_spaces")
 
 
 def texts(folder: Path) -> dict[str, str]:
@@ -132,18 +133,21 @@ def test_an_operation(copy: Path) -> None:
             text = text.replace("LAYERNORM_BACKWARD", "ANOTHER_BACKWARD")
             text = text.replace("frontends.layer_norm", "frontends.another")
             (copy / path.replace("layernorm_backward", "another_backward")).write_text(text)
-    frontends = copy / "generator" / "runtime" / "frontends"
-    for path in frontends.glob("layer_norm*.py"):
+    library = copy / "normforge"
+    for path in (library / "frontends").glob("layer_norm*.py"):
         text = path.read_text().replace("from .layer_norm_", "from .another_")
-        (frontends / path.name.replace("layer_norm", "another")).write_text(text)
+        text = re.sub(r"LayerNorm(Package|Operators)", r"Another\1", text)
+        if path.stem.endswith("operators"):  # operators have names of their own
+            text = text.replace('"layer_norm', '"another')
+        path.with_name(path.name.replace("layer_norm", "another")).write_text(text)
+    module = (library / "layernorm.py").read_text()
+    (library / "another.py").write_text(module.replace("layernorm_backward", "another_backward"))
     after = texts(copy)
     assert sum(before.get(path) != after[path] for path in after) == files_said("An operation")
 
     out = copy / "out"
     for name in ("tune.py", "LICENSE"):
         shutil.copy(REPOSITORY / name, copy)
-    (copy / "normforge").mkdir()
-    shutil.copy(REPOSITORY / "normforge" / "__init__.py", copy / "normforge")
     line = [sys.executable, "tune.py", "--op", "another_backward", "--gpu", "gb200"]
     line += ["--shapes", "64x1024:bf16", "--trials", "3", "--out", str(out), "--json"]
     done = subprocess.run(line, cwd=copy, capture_output=True, text=True, check=False)
@@ -152,6 +156,12 @@ def test_an_operation(copy: Path) -> None:
     assert shape["shape"] == "another_backward:64x1024:bf16"
     assert any("CPU emulator" in check for check in shape["checks"])
     package = "import another_backward as p; print(p.explain(64, 1024, 'bf16')['kernel'])"
-    line = [sys.executable, "-c", package]
-    done = subprocess.run(line, cwd=out, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", package],
+        cwd=out,
+        env={**os.environ, "PYTHONPATH": str(copy)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout.strip() == shape["variant"], done.stderr

@@ -1,5 +1,5 @@
-"""Packages import in one direction only, modules not each other, and tests no tests; files and
-functions are short."""
+"""Packages import in one direction only, the library nothing of the generator, modules not each
+other, and tests no tests; files and functions are short."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from generator.paths import REPOSITORY
+from generator.package.standalone import library_files
+from generator.paths import LIBRARY, REPOSITORY
 
+GENERATOR = REPOSITORY / "generator"
 LAYERS = (
-    *("errors paths disk processes text_table runtime", "problem target result", "operations"),
+    *("errors paths disk processes text_table", "problem target result", "operations"),
     *("kernels", "space", "evaluate", "studies", "package", "emulate", "search", "tuner"),
     *("report", "cli"),
 )
@@ -23,7 +25,7 @@ MOST_TEST_LINES = 600
 MOST_LINES_OF_A_FUNCTION = 60
 
 
-def modules(folder: Path = REPOSITORY / "generator") -> dict[str, Path]:
+def modules(folder: Path = GENERATOR) -> dict[str, Path]:
     """Every module of the generator by its dotted name."""
     found = {}
     for path in folder.rglob("*.py"):
@@ -66,7 +68,7 @@ def level(module: str) -> int:
     return LEVEL[module.split(".")[1]]
 
 
-def against_the_order(folder: Path = REPOSITORY / "generator") -> list[str]:
+def against_the_order(folder: Path = GENERATOR) -> list[str]:
     """Every import from a package that is not left of the importing one."""
     known = modules(folder)
     return [
@@ -82,8 +84,45 @@ def test_imports_go_one_way() -> None:
     assert against_the_order() == []
 
 
-def test_no_two_modules_import_each_other() -> None:
-    known = modules()
+def test_the_library_imports_nothing_of_the_generator() -> None:
+    known = modules() | modules(LIBRARY)
+    found = [
+        f"{path.relative_to(REPOSITORY)}:{line} imports {target}"
+        for name, path in modules(LIBRARY).items()
+        for target, line, _ in imports(name, path, known)
+        if target.split(".")[0] == "generator"
+    ]
+    assert found == []
+
+
+def test_what_a_package_has_a_copy_of_imports_nothing_that_it_has_not() -> None:
+    """And names no module from its top, which has another name there."""
+    known = modules(LIBRARY)
+    copied = {path.relative_to(LIBRARY) for path in known.values()} & {*library_files()}
+    assert len(copied) > 50
+    for name, path in known.items():
+        if path.relative_to(LIBRARY) not in copied:
+            continue
+        for target, line, _ in imports(name, path, known):
+            there = target == "normforge" or known[target].relative_to(LIBRARY) in copied
+            assert there, f"{path}:{line} imports {target}"
+        assert "normforge." not in absolute_names(path), path
+
+
+def absolute_names(path: Path) -> str:
+    """The modules that a file imports by their whole names."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [f"{alias.name}." for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.append(f"{node.module}.")
+    return " ".join(found)
+
+
+@pytest.mark.parametrize("folder", [GENERATOR, LIBRARY], ids=lambda folder: folder.name)
+def test_no_two_modules_import_each_other(folder: Path) -> None:
+    known = modules(folder)
     graph = {
         name: {target for target, _, top in imports(name, path, known) if top and target != name}
         for name, path in known.items()

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from generator import target as target_module
 from generator.errors import NormforgeError
-from generator.runtime.table import runs_on
 from generator.target import (
     GPUS_FILE,
     SMEM_RESERVED_PER_CTA,
@@ -22,6 +21,7 @@ from generator.target import (
     load_targets,
     match_device,
 )
+from normforge.table import runs_on
 from tests.support.samples import targets
 
 NUMBERS = ("sms", "l2_mib", "bandwidth_gbs", "clock_mhz")

@@ -33,7 +33,6 @@ from generator.package.known_winners import known_winners
 from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.result import Result
-from generator.runtime.spec import MAIN_KERNEL
 from generator.search import sampler, search
 from generator.search.budget import Budget
 from generator.search.experience import Experience, Timed, by_distance, times_of
@@ -45,6 +44,7 @@ from generator.studies.reader import read_studies
 from generator.studies.records import Record, Winner, study_name
 from generator.studies.study_log import StudyLog
 from generator.target import find_target
+from normforge.spec import MAIN_KERNEL
 
 CLOSE = 0.01
 """A search has succeeded when its best is at most this much slower than the optimum: less than that

@@ -31,7 +31,7 @@ from benchmarks.training.steps import BLOCKS, TOKENS, Case, measure
 from benchmarks.training.summary import plot
 from generator.errors import NormforgeError
 from generator.paths import GENERATED
-from generator.runtime.table import FORWARD_TABLE, TABLE
+from normforge.table import FORWARD_TABLE, TABLE
 
 CASES = (
     "llama3_8b,4096,eager",

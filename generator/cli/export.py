@@ -10,7 +10,8 @@ from generator.cli.arguments import CommandLine, folder_name
 from generator.cli.report import add_study_options, find_study
 from generator.errors import NormforgeError
 from generator.package.hub.export import export_package
-from generator.paths import GENERATED, program_version
+from generator.package.standalone import export_standalone
+from generator.paths import program_version, results_of
 from generator.problem import Problem
 from generator.report.other_tuners import kernel_tuner, t4
 from generator.target import find_target
@@ -20,18 +21,20 @@ def export(argv: list[str]) -> int:
     """Raises NormforgeError."""
     parser = CommandLine(
         prog="tune.py export",
-        description="Write a package as a repository for Hugging Face's kernels (get_kernel and "
-        "kernelize) that depends only on PyTorch. Or write the trials of a shape as T4 results, or "
-        "as a cache file of Kernel Tuner.",
+        description="Write a package with a copy of the library, which can be imported under any "
+        "name. Or write it as a repository for Hugging Face's kernels (get_kernel and kernelize) "
+        "that depends only on PyTorch. Or write the trials of a shape as T4 results, or as a cache "
+        "file of Kernel Tuner.",
     )
     form = parser.add_mutually_exclusive_group(required=True)
-    form.add_argument(
-        "--hf",
-        type=folder_name,
-        metavar="FOLDER",
-        help="where to write the package of --gpu (default here: h200): a new or empty folder, or "
-        "an earlier export, which is replaced",
-    )
+    for name, what in (("--standalone", "package"), ("--hf", "repository")):
+        form.add_argument(
+            name,
+            type=folder_name,
+            metavar="FOLDER",
+            help=f"where to write the {what} of --gpu (default here: h200): a new or empty folder, "
+            "or an earlier export, which is replaced",
+        )
     for name in ("--t4", "--kernel-tuner"):
         form.add_argument(
             name, type=folder_name, metavar="FILE", help="write the trials of --shape to a new file"
@@ -39,15 +42,19 @@ def export(argv: list[str]) -> int:
     add_study_options(parser)
     parser.add_argument("--shape", help="MxN:dtype[:weight dtype][+offset][+residual]")
     args = parser.parse(argv)
-    if args.hf is None:
+    folder = args.standalone or args.hf
+    if folder is None:
         return _export_trials(args)
     if args.shape is not None or args.storage is not None:
-        raise NormforgeError("--shape and --storage are for trials, not for --hf")
+        raise NormforgeError("--shape and --storage are for trials, not for packages")
     if args.gpu is not None:
         find_target(args.gpu)
-    output = args.out or GENERATED / (args.gpu or "h200")
-    table = export_package(output / args.op, args.hf, args.gpu)
-    print(f"Repository: {args.hf}, for {table.target['title']}")
+    output = args.out or results_of(args.gpu or "h200")
+    write, what = (
+        (export_standalone, "Package") if args.standalone else (export_package, "Repository")
+    )
+    table = write(output / args.op, folder, args.gpu)
+    print(f"{what}: {folder}, for {table.target['title']}")
     return 0
 
 

@@ -125,6 +125,12 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
         "(postgresql+psycopg://...), runs on any number of machines share the work",
     )
     group.add_argument("--out", type=folder_name, help="output folder (default: generated/<gpu>)")
+    group.add_argument(
+        "--standalone",
+        action="store_true",
+        help="write a package that has a copy of the library and needs no other; one that has it "
+        "keeps it (`tune.py export --standalone` writes one of a package that has not)",
+    )
     group.add_argument("--json", action="store_true", help="print one JSON document at the end")
 
 

@@ -11,7 +11,7 @@ from shlex import quote
 
 from generator.cli.arguments import CommandLine, add_operation, folder_name, storage_url
 from generator.errors import NormforgeError, one_line
-from generator.paths import GENERATED
+from generator.paths import results_of
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.report.answer import document, explain_from_package, render_answer
 from generator.report.collect import summaries
@@ -30,7 +30,7 @@ def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study]
         raise NormforgeError("name the studies: --gpu h200, --out FOLDER or --storage URL")
     if args.gpu is not None:
         find_target(args.gpu)
-    where = args.storage or args.out or GENERATED / args.gpu
+    where = args.storage or args.out or results_of(args.gpu)
     try:
         place = describe_location(where)
         studies = read_studies(where, importance=importance)
@@ -92,7 +92,7 @@ def report(argv: list[str]) -> int:
     if args.out and not args.storage:
         options = f"--out {quote(str(args.out))}"
     for summary in summaries(studies, place, args.op, options=options, context=True):
-        folder = args.html or args.out or (Path() if args.storage else GENERATED / summary.gpu)
+        folder = args.html or args.out or (Path() if args.storage else results_of(summary.gpu))
         kind = "" if args.op == RMSNORM_BACKWARD else f"_{args.op}"
         page = folder / f"report_{summary.gpu}{kind}.html"
         try:
@@ -132,7 +132,7 @@ def explain(argv: list[str]) -> int:
     study = find_study(args, problem)
     why = Explanation(study, space, replace(find_target(study.gpu), sms=study.sms))
     verdict = why.why_not(given) if given is not None else None
-    served = explain_from_package((args.out or GENERATED / study.gpu) / args.op, problem)
+    served = explain_from_package((args.out or results_of(study.gpu)) / args.op, problem)
     if args.json:
         print(json.dumps(document(why, verdict, served), indent=1))
     else:

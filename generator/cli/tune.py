@@ -10,7 +10,9 @@ from contextlib import suppress
 from typing import Any
 
 from generator.evaluate.gpu.evaluator import MeasuredEvaluator
-from generator.paths import GENERATED
+from generator.package.entries import Emission
+from generator.package.standalone import stands_alone
+from generator.paths import results_of
 from generator.problem import Problem
 from generator.search.budget import TRIALS
 from generator.studies.records import Winner
@@ -42,13 +44,14 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
             target=target,
             problems=tuple(problems),
             space_file=args.space,
-            out=args.out or GENERATED / target.name,
+            out=args.out or results_of(target.name),
             trials=int(args.trials or TRIALS[evidence]),
             seconds=args.seconds,
             storage=args.storage,
             seed=args.seed,
             devices=args.devices if measurer else (),
             fallbacks=args.fallbacks,
+            standalone=args.standalone,
         )
         with status:
             outcome = tune(plan, measurer, status)
@@ -68,9 +71,7 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
     else:
         print(table(outcome.winners))
         if outcome.emission is not None:
-            print(f"\nPackage: {outcome.emission.package}")
-            for problem in outcome.emission.refused:
-                print(f"{problem}: the measured winner in the package stays (this run predicted).")
+            _print_package(outcome.emission)
     if outcome.unchanged:
         print(
             f"{outcome.unchanged} of {len(plan.problems)} shapes were not searched again: what "
@@ -87,6 +88,13 @@ def run(args: argparse.Namespace, problems: list[Problem]) -> int:
     return 1 if missing or outcome.interrupted else 0
 
 
+def _print_package(emission: Emission) -> None:
+    needs = "" if stands_alone(emission.package) else "; it imports the library normforge"
+    print(f"\nPackage: {emission.package}{needs}")
+    for problem in emission.refused:
+        print(f"{problem}: the measured winner in the package stays (this run predicted).")
+
+
 def _print_noise(measurer: MeasuredEvaluator | DevicePool | None) -> None:
     """Say what disturbed the times; a device pool says it when it is closed."""
     if isinstance(measurer, MeasuredEvaluator) and (noise := measurer.disturbances()):
@@ -101,6 +109,7 @@ def _document(plan: Plan, outcome: Outcome, evidence: str, seconds: float) -> di
         "seconds": round(seconds, 1),
         "interrupted": outcome.interrupted,
         "package": str(outcome.emission.package) if outcome.emission else None,
+        "standalone": stands_alone(plan.package),
         "kept_measured": [str(p) for p in outcome.emission.refused] if outcome.emission else [],
         "failures": {str(problem): reason for problem, reason in outcome.failures.items()},
         "shapes": [_row(problem, winner) for problem, winner in outcome.winners],

@@ -17,7 +17,7 @@ from generator.kernels.variant import Variant
 from generator.operations import operation_of
 from generator.operations.operation import Bound
 from generator.problem import Problem
-from generator.runtime.spec import CHUNK_ROWS, KernelSpec, Launch, plan_launch
+from normforge.spec import CHUNK_ROWS, KernelSpec, Launch, plan_launch
 
 PARTICIPANTS = 5
 """CTAs (or clusters) that an emulated grid has at most: two levels of groups, the last one ragged,

@@ -19,7 +19,7 @@ from generator.operations import RMSNORM_FORWARD
 from generator.operations.operation import TORCH_DTYPE
 from generator.operations.rmsnorm_forward import EPS, ForwardInputs
 from generator.problem import Problem
-from generator.runtime.launch.kernel_arguments import DW_IN_FP32
+from normforge.launch.kernel_arguments import DW_IN_FP32
 
 _ADAPTER = """
 // ---- In place of the backward's kernel --------------------------------------------------------

@@ -17,8 +17,8 @@ from generator.emulate.build import DEFAULT_CACHE, HostError, build
 from generator.operations.operation import TORCH_DTYPE
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import ITEMSIZE, RMSNORM_BACKWARD, SUMS
-from generator.runtime.launch.kernel_arguments import DW_IN_WEIGHT_DTYPE, gap_factor
-from generator.runtime.spec import ForwardSpec, KernelSpec, Launch
+from normforge.launch.kernel_arguments import DW_IN_WEIGHT_DTYPE, gap_factor
+from normforge.spec import ForwardSpec, KernelSpec, Launch
 
 DEADLINE_SECONDS = 120.0
 _ENDED_FROM_OUTSIDE = (-SIGKILL, -SIGTERM, -SIGHUP)

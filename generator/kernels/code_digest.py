@@ -21,7 +21,7 @@ _digests: dict[tuple[str, str], str] = {}  # by id, which is unique to the sourc
 
 
 def compiler_input(
-    variant: AnyVariant, *, comments: bool = True, include: str = ""
+    variant: AnyVariant, *, comments: bool = True, include: bool = False
 ) -> tuple[str, int]:
     """The source of a variant and its register cap. comments, include: as in `render`."""
     if isinstance(variant, ForwardVariant):

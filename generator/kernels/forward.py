@@ -9,8 +9,8 @@ from functools import cached_property
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import ELEMENT_TYPE, constant_lines, environment
 from generator.problem import ITEMSIZE, Problem
-from generator.runtime.spec import FORWARD_KERNELS, ForwardSpec, ceil_div, round_up
 from generator.target import WARP, Target
+from normforge.spec import FORWARD_KERNELS, ForwardSpec, ceil_div, round_up
 
 VECTORS_READ_TWICE = 4
 """Vectors that a thread has under way where rows are read twice."""
@@ -122,7 +122,7 @@ knobs."""
 CompiledForward = tuple[ForwardVariant, Compiled]
 
 
-def render_forward(variant: ForwardVariant, *, comments: bool = True, include: str = "") -> str:
+def render_forward(variant: ForwardVariant, *, comments: bool = True, include: bool = False) -> str:
     """The CUDA C++ source of a variant. comments, include: as of `generator.kernels.render`."""
     v = variant
     tiles = v.form in TILE_FORMS

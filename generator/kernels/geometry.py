@@ -13,8 +13,8 @@ from typing import Any
 from generator.errors import NormforgeError
 from generator.kernels.strategies import Strategy, strategy_of
 from generator.problem import RMSNORM_BACKWARD, SUMS, ItemSizes, Sums
-from generator.runtime.spec import CHUNK_ROWS, ceil_div, round_up
 from generator.target import WARP
+from normforge.spec import CHUNK_ROWS, ceil_div, round_up
 
 Config = Mapping[str, int | str]
 """Knob name to value, for every knob of the space."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from generator.errors import CompilerError, NormforgeError
 from generator.kernels.ptxas import Resources, overrides_cap, read_resources
-from generator.runtime.spec import SUM_KERNEL
+from normforge.spec import SUM_KERNEL
 
 
 @dataclass(frozen=True)

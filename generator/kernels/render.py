@@ -10,7 +10,7 @@ import jinja2
 
 from generator.kernels.variant import Variant
 from generator.paths import TEMPLATES
-from generator.runtime.spec import CHUNK_ROWS
+from normforge.spec import CHUNK_ROWS
 
 ELEMENT_TYPE = {"bf16": "bf16", "fp16": "fp16", "fp32": "float"}
 _LOAD_HINT = {
@@ -49,7 +49,7 @@ def headers() -> dict[str, str]:
 
 
 @cache
-def environment(comments: bool = True, include: str = "") -> jinja2.Environment:
+def environment(comments: bool = True, include: bool = False) -> jinja2.Environment:
     """Renders the templates, with or without their comments. `source(name)` stands for a static
     fragment, for only the .j2 files are templates: it pastes the text, or with `include` it
     includes the file of that name in this folder."""
@@ -62,7 +62,7 @@ def environment(comments: bool = True, include: str = "") -> jinja2.Environment:
     )
 
     def source(name: str) -> str:
-        return f'#include "{include}/{name}"' if include else _file(name, comments).rstrip("\n")
+        return f'#include "{name}"' if include else _file(name, comments).rstrip("\n")
 
     environment.globals["source"] = source
     return environment
@@ -77,10 +77,10 @@ def constant_lines(rows: Sequence[tuple[str, int, str]], comments: bool) -> list
     ]
 
 
-def render(variant: Variant, *, comments: bool = True, include: str = "") -> str:
+def render(variant: Variant, *, comments: bool = True, include: bool = False) -> str:
     """The CUDA C++ source of a variant: its knobs as constants, then the code they choose.
-    comments: False leaves out what the compiler does not see. include: the folder of the static
-    fragments, which are then included and not pasted."""
+    comments: False leaves out what the compiler does not see. include: whether the static fragments
+    are included by their names and not pasted."""
     launch_bounds = ""
     if variant["min_blocks"]:
         launch_bounds = f"__launch_bounds__({variant.threads}, {variant['min_blocks']})"

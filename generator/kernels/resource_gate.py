@@ -10,8 +10,8 @@ from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
 from generator.problem import Problem
 from generator.result import Result
-from generator.runtime.spec import Launch, plan_launch
 from generator.target import Target
+from normforge.spec import Launch, plan_launch
 
 
 def refuse(variant: Variant, compiled: Compiled, problem: Problem, target: Target) -> Result | None:

@@ -12,8 +12,8 @@ from generator.errors import NormforgeError
 from generator.kernels.geometry import Config, Geometry
 from generator.kernels.knobs import KNOBS
 from generator.problem import RMSNORM_BACKWARD, Problem
-from generator.runtime.spec import KernelSpec
 from generator.target import WARP
+from normforge.spec import KernelSpec
 
 _NAMED_BARRIERS = 15
 """Of a CTA, one for each team of several warps; barrier 0 is the CTA's."""

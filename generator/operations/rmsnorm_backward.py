@@ -20,10 +20,10 @@ from generator.operations.operation import (
     row_slices,
 )
 from generator.problem import Problem
-from generator.runtime.launch.binding import bind
-from generator.runtime.launch.kernel_arguments import DW_IN_WEIGHT_DTYPE, Extent, gap_factor
-from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.spec import KernelSpec, Launch, plan_launch
+from normforge.launch.binding import bind
+from normforge.launch.kernel_arguments import DW_IN_WEIGHT_DTYPE, Extent, gap_factor
+from normforge.launch.loaded_kernel import LoadedKernel
+from normforge.spec import KernelSpec, Launch, plan_launch
 
 
 def arguments(problem: Problem) -> tuple[TensorSpec, ...]:

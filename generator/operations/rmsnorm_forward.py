@@ -23,11 +23,11 @@ from generator.operations.operation import (
     row_slices,
 )
 from generator.problem import Problem
-from generator.runtime.launch.driver import checked, cuda_driver
-from generator.runtime.launch.forward_call import Bindings, ForwardExtent, pack_changing
-from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.serve.forward import reference_forward
-from generator.runtime.spec import ForwardSpec
+from normforge.launch.driver import checked, cuda_driver
+from normforge.launch.forward_call import Bindings, ForwardExtent, pack_changing
+from normforge.launch.loaded_kernel import LoadedKernel
+from normforge.serve.forward import reference_forward
+from normforge.spec import ForwardSpec
 
 EPS = 1e-6
 

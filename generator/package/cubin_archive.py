@@ -1,4 +1,4 @@
-"""The archive of a package's machine code, as `generator.runtime.cubins` reads it."""
+"""The archive of a package's machine code, as `normforge.cubins` reads it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from tarfile import BLOCKSIZE, TarInfo
 from typing import Any
 
-from generator.runtime.cubins import CUBINS, CUBINS_INDEX
-from generator.runtime.table import KernelOf
+from normforge.cubins import CUBINS, CUBINS_INDEX
+from normforge.table import KernelOf
 
 GROUP_BYTES = 240_000
 """Most that a stream unpacks to, unless it holds a single cubin. The first launch of a kernel waits

@@ -17,9 +17,10 @@ from generator.package.atomic_folder import check_writable, replacing_folder, wr
 from generator.package.cubin_archive import check_cubins
 from generator.package.entries import PROVENANCE_KEYS, Emission, Entry, Forwards, problem_of
 from generator.package.files import KernelFiles, write_package
+from generator.package.standalone import add_library, stands_alone
 from generator.problem import Problem
-from generator.runtime.table import ForwardTable, KernelOf, Table, TableOf, TunedOf
 from generator.target import Target
+from normforge.table import ForwardTable, KernelOf, Table, TableOf, TunedOf
 
 ORDER_OF_DW = ("rows_per_cta", "run_rows", "group_rows")
 """What the bits of a batch-invariant dw depend on, beside what those of dx do (FORWARD_FIELDS)."""
@@ -48,13 +49,15 @@ def emit_package(
     forwards: Forwards | None = None,
     *,
     keep_fallbacks: bool = False,
+    standalone: bool = False,
 ) -> Emission:
     """Write or extend the package at `package`.
 
     Problems that only the package has keep their kernels. A predicted entry never replaces a
     measured one; one that says the same as the package leaves the old entry with its date.
     fallback: the fallback kernels; keep_fallbacks: and those of the package for other rows.
-    forwards: the forward kernels, under the same rules; None keeps the package's. Raises
+    forwards: the forward kernels, under the same rules; None keeps the package's. standalone:
+    whether it gets a copy of the library, which a package keeps that has one. Raises
     NormforgeError, leaving the package as it was, for an entry that must not be emitted, a package
     that is damaged or of another GPU, and a folder that cannot be written.
     """
@@ -77,6 +80,8 @@ def emit_package(
         _check_arithmetic(table, forward_table)
         with replacing_folder(package) as fresh:
             write_package(fresh, files, table, forward_table)
+            if standalone or stands_alone(package):
+                add_library(fresh)
     return Emission(package, refused)
 
 

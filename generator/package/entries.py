@@ -10,7 +10,7 @@ from generator.kernels.code_digest import AnyVariant
 from generator.kernels.forward import CompiledForward
 from generator.kernels.nvrtc import Compiled
 from generator.problem import RMSNORM_BACKWARD, Problem
-from generator.runtime.table import TunedOf
+from normforge.table import TunedOf
 
 PROVENANCE_KEYS = frozenset(
     {

@@ -7,8 +7,8 @@ from pathlib import Path
 from generator.errors import NormforgeError
 from generator.package.entries import problem_of
 from generator.result import Result
-from generator.runtime.table import Table, Tuned
 from generator.studies.records import Winner
+from normforge.table import Table, Tuned
 
 
 def known_winners(package: Path) -> list[Winner]:

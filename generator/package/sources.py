@@ -1,55 +1,76 @@
-"""How a stored kernel is written again: its source, and the variant that it was rendered from."""
+"""How a stored kernel is written again: its source, and the variant that it was rendered from.
+
+A source includes its headers by name: those of templates/, which exist once. A copy of a package
+that leaves this repository has them beside its sources.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from generator.kernels.code_digest import AnyVariant, compiler_input
 from generator.kernels.forward import ForwardVariant
 from generator.kernels.render import headers, without_comments
 from generator.kernels.variant import Variant, shape_fields
-from generator.runtime.spec import ForwardSpec
-from generator.runtime.table import ForwardKernel, Kernel
+from normforge.spec import ForwardSpec
+from normforge.table import ForwardKernel, Kernel
 
-INCLUDE = "include"
-"""Folder of the headers in a package: one folder for each revision, since the kernels that a
-package keeps may be older than the others."""
-_INCLUDED = re.compile(rf'^#include "\.\./{INCLUDE}/(\w+)/', re.MULTILINE)
-_HEADER = re.compile(rf'^#include "\.\./{INCLUDE}/(\w+)/([\w.]+)"$', re.MULTILINE)
+_HEADER = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
+_REVISION = re.compile(r"^// Headers: templates/\*\.cuh, revision (\w+)$", re.MULTILINE)
+_OLD_HEADER = re.compile(r'^#include "\.\./include/(\w+)/([\w.]+)"$', re.MULTILINE)
+"""Of sources that had a folder of headers of their own."""
 _FORWARD_KNOBS = (
     *("form", "threads_per_row", "rows_per_cta", "rows_in_flight", "vector_bytes"),
     *("cluster", "ctas_per_sm"),
 )
 
 
-def header_revision(texts: Mapping[str, str]) -> str:
-    """Twelve hex digits over the names and the content of headers."""
-    return hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:12]
-
-
-def included_revisions(source: str) -> list[str]:
-    """The revisions of the headers that an emitted source includes."""
-    return list(dict.fromkeys(_INCLUDED.findall(source)))
+def header_revision(source: str) -> str:
+    """Twelve hex digits over the code of the headers that an emitted source includes, as they are
+    today. Comments take no part. Raises LookupError for a header that there is not."""
+    texts = headers()
+    code = [(name, without_comments(texts[name])) for name in _HEADER.findall(source)]
+    return hashlib.sha256(repr(code).encode()).hexdigest()[:12]
 
 
 def source_of(variant: AnyVariant) -> str:
-    """The source of a variant as it is emitted to kernels/, with today's headers included."""
-    include = f"../{INCLUDE}/{header_revision(headers())}"
-    source, _ = compiler_input(variant, include=include)
-    return source
+    """The source of a variant as it is emitted to kernels/. Its last line names the revision of the
+    headers."""
+    source, _ = compiler_input(variant, include=True)
+    return f"{source}\n// Headers: templates/*.cuh, revision {header_revision(source)}\n"
 
 
-def same_but_for_comments(source: str, other: str, texts: Mapping[str, Mapping[str, str]]) -> bool:
-    """Whether two emitted sources are the same code. texts: the headers of each revision."""
+def is_same_code(source: str, todays: str, folders: dict[str, dict[str, str]]) -> bool:
+    """Whether an emitted source is the code of one of today's. folders: for sources that had a
+    folder of headers of their own, the texts of each."""
+    if found := _REVISION.search(source):
+        same = found[1] == header_revision(todays)
+        return same and without_comments(source) == without_comments(todays)
+    return _pasted(source, folders) == without_comments(
+        _HEADER.sub(lambda match: headers()[match[1]], without_comments(todays))
+    )
 
-    def code(of: str) -> str:
-        pasted = _HEADER.sub(lambda match: texts[match[1]][match[2]], without_comments(of))
-        return without_comments(pasted)
 
-    return source == other or code(source) == code(other)
+def old_headers(package: Path) -> dict[str, dict[str, str]]:
+    """The headers of a package that has folders of them, by the name of the folder."""
+    folders = [path for path in (package / "include").glob("*") if path.is_dir()]
+    return {
+        folder.name: {path.name: path.read_text() for path in folder.iterdir()}
+        for folder in folders
+    }
+
+
+def _pasted(source: str, folders: dict[str, dict[str, str]]) -> str:
+    code = _OLD_HEADER.sub(lambda match: folders[match[1]][match[2]], without_comments(source))
+    return without_comments(code)
+
+
+def with_old_headers(source: str, folders: dict[str, dict[str, str]]) -> str:
+    """A source that had a folder of headers of its own, with their texts in it."""
+    return _OLD_HEADER.sub(lambda match: folders[match[1]][match[2]].rstrip("\n"), source)
 
 
 def config_of(variant: AnyVariant) -> dict[str, Any]:

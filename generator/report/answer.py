@@ -10,9 +10,9 @@ from generator.errors import NormforgeError
 from generator.problem import Problem
 from generator.report.explain import Explanation, KnobCost, Timed, Verdict
 from generator.report.text import number
-from generator.runtime.api import Package
-from generator.runtime.table import TABLE
 from generator.text_table import columns
+from normforge.api import Package
+from normforge.table import TABLE
 
 _SHOWN = 20
 """Knob values that are shown, those that change the time most first."""

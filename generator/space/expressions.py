@@ -13,8 +13,8 @@ from generator.kernels.geometry import Geometry
 from generator.kernels.knobs import KNOBS
 from generator.kernels.variant import shape_fields
 from generator.problem import Problem
-from generator.runtime.spec import ceil_div
 from generator.target import Target
+from normforge.spec import ceil_div
 
 _OF_PROBLEM = (
     *("M", "N", "dtype", "weight_dtype", "itemsize", "weight_itemsize", "residual_itemsize"),

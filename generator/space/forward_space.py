@@ -18,8 +18,8 @@ from generator.kernels.forward import (
     ForwardVariant,
 )
 from generator.problem import ITEMSIZE, Problem
-from generator.runtime.spec import ceil_div
 from generator.target import Target
+from normforge.spec import ceil_div
 
 MOST_VECTORS = 8
 """Vectors of x that a thread holds, in all of its rows; half as many in the largest CTAs, whose

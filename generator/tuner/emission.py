@@ -92,7 +92,11 @@ def emit(
         stop.check()  # the package stays as it was
     status.phase("writing", 0, 1)
     keep = plan.fallbacks != "all"
-    emission = emit_package(entries, fallbacks, target, plan.package, forwards, keep_fallbacks=keep)
+    emission = emit_package(
+        *(entries, fallbacks, target, plan.package, forwards),
+        keep_fallbacks=keep,
+        standalone=plan.standalone,
+    )
     status.phase("writing", 1, 1)
     return emission
 

@@ -31,12 +31,12 @@ from generator.package.entries import Entry, Forwards
 from generator.package.fallback_kernels import DTYPES
 from generator.problem import Problem
 from generator.result import Result
-from generator.runtime.table import ForwardTable
 from generator.space.forward_space import fallback_forwards, forward_variants
 from generator.studies.records import now
 from generator.target import Target
 from generator.tuner.forward_compiler import ForwardCompiler
 from generator.tuner.plan import longest_first
+from normforge.table import ForwardTable
 
 TIE = 0.01
 """Forwards whose ratios are this close, relative to the best, are equal."""

@@ -27,7 +27,8 @@ class Plan:
     """What to do. trials: of each problem; seconds: of search in the whole run, in equal shares for
     the problems, None for no limit; storage: a database URL or None for the journal in `out`;
     devices: indices of the GPUs of this machine that measure, none to predict; fallbacks: one of
-    `generator.package.fallback_kernels.FALLBACKS`."""
+    `generator.package.fallback_kernels.FALLBACKS`; standalone: whether the package gets a copy of
+    the library."""
 
     target: Target
     problems: tuple[Problem, ...]
@@ -39,6 +40,7 @@ class Plan:
     seed: int = 0
     devices: tuple[int, ...] = ()
     fallbacks: str = "common"
+    standalone: bool = False
 
     @property
     def evidence(self) -> str:

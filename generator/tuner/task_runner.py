@@ -15,7 +15,6 @@ from generator.evaluate.evaluator import Evaluator, Pool
 from generator.kernels.nvrtc import nvrtc_version
 from generator.package.known_winners import known_winners
 from generator.paths import GENERATED
-from generator.runtime.table import TABLE
 from generator.search.budget import Progress
 from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs
@@ -27,6 +26,7 @@ from generator.tuner.display import Status
 from generator.tuner.lifecycle import Stop
 from generator.tuner.plan import Plan
 from generator.tuner.task_list import Task, TaskList
+from normforge.table import TABLE
 
 MAX_COMPILERS = 15
 """Compiler processes of one GPU. What it measures in a second costs six cores to compile, and a

@@ -23,7 +23,7 @@ from benchmarks.results import Results, Row, json_text, problem_of, write_json
 from generator.errors import NormforgeError
 from generator.operations.rmsnorm_backward import Inputs, make_inputs
 from generator.problem import Problem, load_problems
-from generator.runtime.serve.reference import reference_backward
+from normforge.serve.reference import reference_backward
 from tests.support.comparison import ENVIRONMENT, CpuTimer, cell, row
 
 EVERY = load_problems("compare")

@@ -23,7 +23,7 @@ from generator.errors import NormforgeError
 from generator.operations import LAYERNORM_BACKWARD, OPERATIONS
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem, load_problems
-from generator.runtime.serve.reference import reference_backward
+from normforge.serve.reference import reference_backward
 from tests.support.comparison import ENVIRONMENT, CpuTimer, row
 
 NAME = LAYERNORM_BACKWARD.name

@@ -27,7 +27,7 @@ from generator.emulate import find_compiler
 from generator.operations.rmsnorm_backward import Inputs
 from generator.paths import GENERATED
 from generator.problem import Problem
-from generator.runtime.serve.reference import reference_backward
+from normforge.serve.reference import reference_backward
 from tests.support.entry_points import aten_on_cpu
 
 CPU = torch.device("cpu")

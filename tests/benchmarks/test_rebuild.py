@@ -14,7 +14,7 @@ from generator.kernels.nvrtc import nvrtc_version
 from generator.package.emit import emit_package
 from generator.package.entries import Forwards
 from generator.paths import GENERATED
-from generator.runtime.table import TABLE
+from normforge.table import TABLE
 from tests.support.packages import H200, unsealed
 from tests.support.samples import planted_entry
 
@@ -87,12 +87,13 @@ def test_a_source_that_is_not_what_was_compiled_differs(
     generated: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = generated / "h200" / "rmsnorm_backward"
-    (header,) = (folder / "include").rglob("elements.cuh")
-    header.write_text("#error planted\n")
     for source in (folder / "kernels").iterdir():
+        kept = source.read_text()
+        source.write_text("#error planted\n" + kept)
         code, said = run(capsys, "--sources")
         assert code == 1
         assert f"{source.stem} does not compile" in said and "planted" in said
+        source.write_text(kept)
     assert run(capsys)[0] == 0  # which renders the templates
 
 

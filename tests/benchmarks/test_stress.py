@@ -17,7 +17,7 @@ from generator.kernels.render import render
 from generator.kernels.strategies import STRATEGIES, strategy_of
 from generator.kernels.variant import Variant
 from generator.paths import TEMPLATES
-from generator.runtime.spec import plan_launch
+from normforge.spec import plan_launch
 from tests.support.packages import H200
 
 ORDERS = re.compile(

@@ -15,10 +15,10 @@ from benchmarks.untuned import draw, kernels, named
 from generator.errors import ProblemError
 from generator.paths import GENERATED
 from generator.problem import Problem
-from generator.runtime.api import Package
-from generator.runtime.table import Table
 from generator.space.legal_configs import LegalConfigs
 from generator.target import find_target
+from normforge.api import Package
+from normforge.table import Table
 from tests.support.fake_supervisor import FakeSupervisor
 
 COMMITTED = GENERATED / "h200" / "rmsnorm_backward"

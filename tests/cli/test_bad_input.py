@@ -117,7 +117,7 @@ ARGUMENTS = [
     # Taking packages elsewhere.
     (
         "export",
-        "one of the arguments --hf --t4 --kernel-tuner is required; see tune.py export --help",
+        "one of the arguments --standalone --hf --t4 --kernel-tuner is required; see tune.py",
     ),
     ("export --hf", "--hf: expected one argument"),
     ("export --hf=", "--hf: an empty name is not a folder"),

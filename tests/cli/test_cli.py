@@ -27,7 +27,6 @@ from generator.package.fallback_kernels import compile_fallbacks, fallbacks_to_c
 from generator.paths import REPOSITORY
 from generator.problem import RMSNORM_BACKWARD as PACKAGE_NAME
 from generator.problem import Problem, load_problems
-from generator.runtime.table import ForwardTable, Table
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import SPACE_FILE, load_space
 from generator.studies.storage import JOURNAL_NAME, open_storage
@@ -36,6 +35,7 @@ from generator.tuner import run
 from generator.tuner.display import Status
 from generator.tuner.plan import Plan
 from generator.tuner.run import Outcome
+from normforge.table import ForwardTable, Table
 from tests.support.packages import archived_cubins, unsealed
 from tests.support.patience import patience
 from tests.support.runs import command, kill_and_resume, trials

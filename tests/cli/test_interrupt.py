@@ -14,7 +14,7 @@ import pytest
 from generator.emulate.build import find_compiler
 from generator.paths import REPOSITORY
 from generator.problem import RMSNORM_BACKWARD as PACKAGE_NAME
-from generator.runtime.table import ForwardTable, Table
+from normforge.table import ForwardTable, Table
 from tests.support.runs import trials
 
 MOST_SECONDS = 2.0

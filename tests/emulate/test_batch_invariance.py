@@ -24,10 +24,10 @@ from generator.kernels.variant import Variant, make_variant
 from generator.operations.rmsnorm_backward import Inputs
 from generator.paths import REPOSITORY
 from generator.problem import Problem
-from generator.runtime.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
-from generator.runtime.spec import CHUNK_ROWS, plan_launch
 from generator.space.load import load_space, space_file
 from generator.target import find_target
+from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
+from normforge.spec import CHUNK_ROWS, plan_launch
 from tests.support.emulator import cancelling_inputs
 
 OPERATION = "rmsnorm_invariant_backward"

@@ -16,9 +16,9 @@ from generator.emulate.run import CallOptions, Schedule, run_schedules
 from generator.kernels.render import render
 from generator.operations.rmsnorm_backward import make_inputs
 from generator.problem import Problem
-from generator.runtime.launch.kernel_arguments import DW_ADDED, DW_IN_FP32, gap_factor
-from generator.runtime.serve.options import SMALLEST_EPS
 from generator.target import Target
+from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32, gap_factor
+from normforge.serve.options import SMALLEST_EPS
 from tests.support.emulator import run_to_one_result, small_variant
 from tests.support.samples import DETERMINISTIC, plain_variant, sample_variant
 

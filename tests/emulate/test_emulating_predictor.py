@@ -22,12 +22,12 @@ from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
-from generator.runtime.spec import MAIN_KERNEL
 from generator.search.choose_winner import Choice, choose, preference_of
 from generator.search.finals import hold_round
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space
 from generator.target import find_target
+from normforge.spec import MAIN_KERNEL
 
 PROBLEM = Problem.parse("4096x1024:bf16")
 TARGET = find_target("gb200")

@@ -14,8 +14,8 @@ from generator.emulate.run import CallOptions
 from generator.kernels.render import render
 from generator.operations import LAYERNORM_BACKWARD
 from generator.problem import Problem
-from generator.runtime.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
 from generator.target import Target
+from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
 from tests.support.emulator import run_to_one_result, small_variant
 from tests.support.samples import DETERMINISTIC, sample_variant
 

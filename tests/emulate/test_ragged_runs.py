@@ -15,8 +15,8 @@ from generator.kernels.render import render
 from generator.kernels.variant import make_variant
 from generator.operations import operation_of
 from generator.problem import Problem
-from generator.runtime.launch.kernel_arguments import DW_IN_FP32
-from generator.runtime.spec import CHUNK_ROWS
+from normforge.launch.kernel_arguments import DW_IN_FP32
+from normforge.spec import CHUNK_ROWS
 from tests.support.forward import H200
 from tests.support.samples import space_of
 

@@ -16,8 +16,8 @@ from generator.evaluate.verify import batch_invariance
 from generator.evaluate.verify.batch_invariance import LEAST_ROWS, check_batch_invariance
 from generator.operations.rmsnorm_backward import Inputs, make_cancelling, make_inputs
 from generator.problem import Problem
-from generator.runtime.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
-from generator.runtime.spec import CHUNK_ROWS, KernelSpec, Launch
+from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
+from normforge.spec import CHUNK_ROWS, KernelSpec, Launch
 from tests.support.fake_driver import SPEC
 
 N = 16

@@ -21,8 +21,8 @@ from generator.operations import RMSNORM_BACKWARD
 from generator.operations.operation import HALF_UNIT, TORCH_DTYPE
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import Problem
-from generator.runtime.launch.kernel_arguments import DW_ADDED, DW_IN_WEIGHT_DTYPE
-from generator.runtime.serve.reference import reference_backward
+from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_WEIGHT_DTYPE
+from normforge.serve.reference import reference_backward
 
 CPU = torch.device("cpu")
 PROBLEM = Problem.parse("24x40:bf16")

@@ -42,9 +42,9 @@ from generator.package.emit import emit_package
 from generator.package.fallback_kernels import fallback_variants
 from generator.problem import SUMS, Problem
 from generator.result import Result
-from generator.runtime.api import Package
-from generator.runtime.spec import plan_launch
 from generator.target import Target
+from normforge.api import Package
+from normforge.spec import plan_launch
 from tests.support.forward import of_kind
 from tests.support.planted import BAD, SHAPE, WRONG, broken
 from tests.support.runs import command, kill_and_resume

@@ -14,8 +14,8 @@ import torch
 
 from generator.evaluate.gpu import l2_flush as cold
 from generator.evaluate.gpu.l2_flush import ColdCache
-from generator.runtime.launch import driver as driver_module
-from generator.runtime.launch.driver import LaunchError
+from normforge.launch import driver as driver_module
+from normforge.launch.driver import LaunchError
 
 OK, REFUSED = 0, SimpleNamespace(name="CUDA_ERROR_NO_BINARY_FOR_GPU")
 

@@ -19,9 +19,9 @@ from generator.kernels.ptxas import Resources
 from generator.kernels.strategies import NAMES, STRATEGIES
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
-from generator.runtime.spec import MAIN_KERNEL
 from generator.space.load import load_space
 from generator.target import find_target, load_targets
+from normforge.spec import MAIN_KERNEL
 
 SPACE = load_space()
 H200 = find_target("h200")

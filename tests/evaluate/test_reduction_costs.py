@@ -13,8 +13,8 @@ from generator.evaluate.predict.model import MODEL, Case, Rates
 from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant
 from generator.problem import Problem
-from generator.runtime.spec import plan_launch
 from generator.target import find_target
+from normforge.spec import plan_launch
 from tests.support.samples import plain_variant
 
 TARGET = find_target("h200")

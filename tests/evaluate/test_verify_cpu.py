@@ -22,7 +22,7 @@ from generator.operations.rmsnorm_backward import (
     make_reference,
 )
 from generator.problem import Problem
-from generator.runtime.serve.reference import reference_backward
+from normforge.serve.reference import reference_backward
 from tests.support.samples import DTYPES
 
 CPU = torch.device("cpu")

@@ -132,9 +132,10 @@ def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     if on_gpu:
         here = request.getfixturevalue("here")
-        emit_package([], compiled_fallbacks(here), here, package, tune_forwards([], here))
+        made = compiled_fallbacks(here), here, package, tune_forwards([], here)
+        emit_package([], *made, standalone=True)
     else:
-        emit_package([], [], find_target("h200"), package)
+        emit_package([], [], find_target("h200"), package, standalone=True)
         environment["CUDA_VISIBLE_DEVICES"] = ""
     process = subprocess.run(
         [sys.executable, "-c", RUNNER, str(int(on_gpu)), str(EXAMPLES), *LINES],

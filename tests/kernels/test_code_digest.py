@@ -20,7 +20,6 @@ from generator.kernels.render import TEMPLATES, without_comments
 from generator.kernels.variant import Variant, make_variant
 from generator.paths import GENERATED
 from generator.problem import Problem
-from generator.runtime.table import ForwardTable
 from generator.search.search import Budget, search_problem
 from generator.space.forward_space import forward_variants
 from generator.space.load import load_space
@@ -28,6 +27,7 @@ from generator.studies.records import Record, study_name, study_names
 from generator.studies.study_log import StudyLog
 from generator.target import find_target
 from generator.tuner.forward import space_code
+from normforge.table import ForwardTable
 from tests.support.samples import space_of
 from tests.support.synthetic import LEGAL, PROBLEM, TARGET, FakeEvaluator, FakePool
 

@@ -14,9 +14,9 @@ from generator.kernels.forward import (
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.ptxas import Resources
 from generator.problem import Problem
-from generator.runtime.spec import FORWARD_KERNELS
 from generator.space.forward_space import fallback_forwards, forward_variants
 from generator.target import load_targets
+from normforge.spec import FORWARD_KERNELS
 from tests.support.forward import H200, of_kind
 
 

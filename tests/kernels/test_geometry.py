@@ -17,8 +17,8 @@ from generator.kernels.resource_gate import identity
 from generator.kernels.variant import Variant
 from generator.paths import TEMPLATES
 from generator.problem import Problem
-from generator.runtime.spec import CHUNK_ROWS, MAIN_KERNEL
 from generator.target import find_target
+from normforge.spec import CHUNK_ROWS, MAIN_KERNEL
 from tests.support.samples import plain_variant, space_of
 
 TARGET = find_target("h200")

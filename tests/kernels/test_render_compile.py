@@ -28,8 +28,8 @@ from generator.kernels.resource_gate import refuse, resource_fault
 from generator.kernels.variant import Variant
 from generator.paths import TEMPLATES
 from generator.problem import SUMS, Problem
-from generator.runtime.spec import MAIN_KERNEL, SUM_KERNEL, plan_launch
 from generator.target import Target, find_target
+from normforge.spec import MAIN_KERNEL, SUM_KERNEL, plan_launch
 from tests.support.planted import BAD, WRONG, broken
 from tests.support.samples import (
     DTYPES,

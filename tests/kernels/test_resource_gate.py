@@ -8,7 +8,7 @@ from generator.kernels.nvrtc import Compiled, compile_options
 from generator.kernels.ptxas import Resources
 from generator.kernels.resource_gate import refuse
 from generator.kernels.variant import make_variant
-from generator.runtime.spec import MAIN_KERNEL, SUM_KERNEL
+from normforge.spec import MAIN_KERNEL, SUM_KERNEL
 from tests.support.searches import DETERMINISTIC
 from tests.support.synthetic import PROBLEM, TARGET
 

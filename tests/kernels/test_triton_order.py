@@ -15,9 +15,9 @@ import torch
 
 from generator.operations.operation import TORCH_DTYPE
 from generator.paths import GENERATED
-from generator.runtime.frontends.batch_invariant import BatchInvariantPackage
-from generator.runtime.frontends.matching import form_of
 from generator.target import Target
+from normforge.frontends.batch_invariant import BatchInvariantPackage
+from normforge.frontends.matching import form_of
 from tests.support.triton_order import OF_THREAD, fused, sum_of_thread
 
 triton = pytest.importorskip("triton", reason="needs Triton (pip install triton)")

@@ -17,9 +17,9 @@ from generator.kernels.render import render
 from generator.kernels.strategies import STRATEGIES, Strategy, strategy_of
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
-from generator.runtime.spec import KernelSpec, Launch, ceil_div, plan_launch
 from generator.space.expressions import DERIVED
 from generator.target import Target, find_target
+from normforge.spec import KernelSpec, Launch, ceil_div, plan_launch
 from tests.support.samples import (
     REDUCTION,
     SPACE,

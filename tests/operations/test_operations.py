@@ -30,9 +30,9 @@ from generator.operations.operation import TORCH_DTYPE, over_bytes
 from generator.operations.rmsnorm_forward import ForwardInputs
 from generator.paths import TEMPLATES
 from generator.problem import ITEMSIZE, SUMS, Problem
-from generator.runtime.launch.forward_call import _ARGUMENTS
-from generator.runtime.serve.forward import reference_forward
-from generator.runtime.serve.reference import reference_backward
+from normforge.launch.forward_call import _ARGUMENTS
+from normforge.serve.forward import reference_forward
+from normforge.serve.reference import reference_backward
 from tests.support.forward import EPS, H200, drawn, of_kind, output_fault
 from tests.support.samples import DTYPES, sample_variant
 

@@ -46,7 +46,7 @@ def wheel_sources(tmp_path: Path) -> Path:
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
-    for name in ("normforge", "generated"):
+    for name in ("normforge", "generated", "templates"):
         skip = shutil.ignore_patterns("__pycache__", "studies.journal*", "native_*.so")
         shutil.copytree(REPOSITORY / name, source / name, ignore=skip)
     return source

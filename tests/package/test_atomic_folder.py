@@ -11,7 +11,7 @@ import pytest
 
 from generator.errors import NormforgeError
 from generator.package import atomic_folder
-from generator.runtime.table import Table
+from normforge.table import Table
 from tests.support.packages import (
     entry,
     put,
@@ -27,7 +27,7 @@ def no_exchange(one: Path, other: Path) -> None:
 def test_failure_at_any_step_leaves_the_old_package(
     package: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
-    put(package, entry("4096x1024:bf16"))
+    put(package, entry("4096x1024:bf16"), standalone=True)
     before = snapshot(package)
     if not exchange:
         monkeypatch.setattr(atomic_folder, "_exchange", no_exchange)

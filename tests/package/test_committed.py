@@ -1,7 +1,8 @@
-"""The packages of generated/ are whole and have today's runtime."""
+"""The packages of generated/ are whole, and hold data alone."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,21 @@ import pytest
 from generator.kernels.machine_code import illegal_copies
 from generator.package.entries import problem_of
 from generator.package.fallback_kernels import DTYPES
-from generator.package.files import RUNTIME, runtime_files, write_code
-from generator.package.sources import config_of, header_revision, included_revisions, variant_of
-from generator.paths import GENERATED
+from generator.package.files import write_stub
+from generator.package.sources import config_of, header_revision, variant_of
+from generator.paths import GENERATED, LIBRARY, REPOSITORY, TEMPLATES
 from generator.problem import Problem
-from generator.runtime.table import FORWARD_TABLE, TABLE, ForwardTable, KernelOf, Table, seal
 from generator.space.forward_space import fallback_forwards, tile_forwards
 from generator.space.load import load_space, space_file
 from generator.studies.reader import read_studies
 from generator.studies.records import study_names
 from generator.studies.storage import JOURNAL_NAME
 from generator.target import find_target
+from normforge.table import FORWARD_TABLE, TABLE, ForwardTable, KernelOf, Table, seal
 from tests.support.packages import archived_cubins, snapshot, unsealed
 
 PACKAGES = sorted(table.parent for table in GENERATED.glob(f"*/*/{TABLE}"))
+CODE = (".py", ".cpp", ".h", ".cuh", ".j2")
 each_package = pytest.mark.parametrize(
     "package", PACKAGES, ids=lambda package: "/".join(package.parts[-2:])
 )
@@ -43,23 +45,36 @@ def test_every_committed_package_is_tested() -> None:
 
 
 @each_package
-def test_committed_package_has_todays_runtime(package: Path, tmp_path: Path) -> None:
-    """It was emitted, or had its runtime copied, after the last change of the runtime."""
-    found = {
-        path.relative_to(package / "runtime"): path.read_bytes()
-        for path in (package / "runtime").rglob("*.*")
-        if path.suffix != ".pyc"
-    }
-    wanted = {name: (RUNTIME / name).read_bytes() for name in runtime_files()}
-    advice = "run python -m generator.cli.refresh, or emit the package again"
-    assert found == wanted, advice
+def test_committed_package_has_todays_stub_and_sealed_tables(package: Path, tmp_path: Path) -> None:
     for name in (TABLE, FORWARD_TABLE):
         if (package / name).exists():
             text = (package / name).read_text()
-            assert text == seal(unsealed(text)), advice
-    init = (package / "__init__.py").read_bytes()
-    write_code(tmp_path, Table.load(package))
-    assert (tmp_path / "__init__.py").read_bytes() == init, advice
+            assert text == seal(unsealed(text))
+    write_stub(tmp_path, Table.load(package))
+    wanted = (tmp_path / "__init__.py").read_text()
+    assert (package / "__init__.py").read_text() == wanted, "emit the package again"
+
+
+def tracked() -> list[Path]:
+    """Every file of the repository. Skips where Git does not know them."""
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True)
+    if listing.returncode != 0:
+        pytest.skip("this is no Git checkout, or git is missing")
+    return [REPOSITORY / name for name in listing.stdout.decode().split("\0") if name]
+
+
+def test_the_library_and_the_headers_stand_once() -> None:
+    """By content, wherever a copy might lie and however it might be called."""
+    ours = [path for folder in (LIBRARY, TEMPLATES) for path in folder.rglob("*.*")]
+    places = {path.read_bytes().strip(): path for path in ours if path.suffix in CODE}
+    copies = [
+        f"{path.relative_to(REPOSITORY)} is {places[content].relative_to(REPOSITORY)}"
+        for path in tracked()
+        if path.exists() and (content := path.read_bytes().strip())
+        if content in places and path != places[content]
+    ]
+    assert copies == []
+    assert len(places) > 90
 
 
 @each_package
@@ -76,12 +91,8 @@ def test_committed_package_has_all_kernels_and_nothing_else(package: Path) -> No
     assert winners <= sources.keys()
     others = [tuned[name].config["form"] for name in sources.keys() - winners]
     assert sorted(others) == sorted({kernel.config["form"] for kernel in tuned.values()})
-    revisions = {path.name: path for path in (package / "include").iterdir()}
-    assert {
-        name for text in sources.values() for name in included_revisions(text)
-    } == revisions.keys()
-    for name, folder in revisions.items():
-        assert header_revision({path.name: path.read_text() for path in folder.iterdir()}) == name
+    for text in sources.values():
+        assert text.endswith(f"templates/*.cuh, revision {header_revision(text)}\n")
 
 
 @each_package
@@ -89,7 +100,7 @@ def test_committed_package_is_small_enough_to_be_read(package: Path) -> None:
     found = snapshot(package)
     kernels = list((package / "kernels").iterdir())  # one source of each tuned backward kernel
     assert len(kernels) <= 220
-    assert len(found) - len(kernels) <= 110
+    assert len(found) - len(kernels) <= 5
     assert sum(map(len, found.values())) <= 8_000_000
     for path in kernels:
         assert path.stat().st_size <= 16_000

@@ -12,22 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from generator.cli import refresh as refresh_command
 from generator.errors import NormforgeError
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import headers
 from generator.kernels.variant import make_variant
-from generator.package import cubin_archive, files, sources
+from generator.package import cubin_archive, sources
 from generator.package.atomic_folder import check_writable
 from generator.package.emit import check_package, emit_package
 from generator.package.entries import Entry, Forwards
-from generator.package.files import RUNTIME, _format_json, refresh, runtime_files
-from generator.package.sources import header_revision, included_revisions, source_of
+from generator.package.files import _format_json
+from generator.package.sources import source_of
+from generator.package.standalone import export_standalone
 from generator.problem import Problem, load_problems
-from generator.runtime.cubins import CUBINS, CUBINS_INDEX
-from generator.runtime.table import FORMAT, FORWARD_TABLE, TABLE, ForwardTable, Table, seal
 from generator.space.load import load_space, space_file
 from generator.target import find_target
+from normforge.cubins import CUBINS, CUBINS_INDEX
+from normforge.table import FORMAT, FORWARD_TABLE, TABLE, ForwardTable, Table, seal
 from tests.support.packages import (
     H200,
     archived_cubins,
@@ -42,35 +42,20 @@ from tests.support.packages import (
 # ---- What is written -----------------------------------------------------------------------------
 
 
-def test_package_holds_source_and_cubin_of_every_winner_and_the_runtime(package: Path) -> None:
+def test_package_holds_source_and_cubin_of_every_winner_and_no_code_but_a_stub(
+    package: Path,
+) -> None:
     winner = entry("4096x1024:bf16")
     put(package, winner)
     found = snapshot(package)
     (stored,) = Table.load(package).tuned
     assert stored.kernel.read_cubin(package) == winner.compiled.cubin
-    assert found[f"kernels/{winner.variant}.cu"] == source_of(winner.variant).encode()
-    for name, text in headers().items():
-        assert found[f"include/{header_revision(headers())}/{name}"] == text.encode()
-    for name in runtime_files():
-        assert found[f"runtime/{name}"] == (RUNTIME / name).read_bytes()
+    source = f"kernels/{winner.variant}.cu"
+    assert found[source] == source_of(winner.variant).encode()
     assert len(archived_cubins(package)) == 1 + len(fallbacks())
     # What was not tuned is there to be run, not to be read.
-    assert [name for name in found if name.startswith("kernels/")] == [
-        f"kernels/{winner.variant}.cu"
-    ]
+    assert found.keys() == {source, "__init__.py", TABLE, CUBINS, CUBINS_INDEX}
     assert [path.name for path in package.parent.iterdir()] == ["rmsnorm_backward"]
-
-
-def test_refreshed_package_has_todays_code_and_its_own_kernels(package: Path) -> None:
-    put(package, entry("4096x1024:bf16"))
-    before = snapshot(package)
-    (package / "__init__.py").write_text("old")
-    (package / "runtime" / "native" / "native.cpp").unlink()
-    (package / "runtime" / "api.py").write_text("old")
-    (package / "runtime" / "gone.py").write_text("of an older runtime")
-    refresh(package)
-    assert snapshot(package) == before
-    assert Path("native/native.cpp") in runtime_files()
 
 
 def test_equal_winners_make_equal_packages(package: Path, tmp_path: Path) -> None:
@@ -108,46 +93,34 @@ def test_kept_winner_keeps_its_own_code_when_the_templates_changed(package: Path
     assert large.kernel.read_cubin(package) == new.compiled.cubin
 
 
-def test_kept_winner_keeps_the_headers_that_it_was_compiled_with(
+def test_kept_winner_of_other_headers_keeps_its_source_which_says_so(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = entry("4096x1024:bf16"), entry("8192x512:bf16")
     put(package, old, fallback=[])
-    before = snapshot(package)
+    source = (package / "kernels" / f"{old.variant}.cu").read_text()
     texts = {**headers(), "elements.cuh": "using OfALaterDay = int;\n" + headers()["elements.cuh"]}
-    for module in (sources, files):
-        monkeypatch.setattr(module, "headers", lambda: texts)
+    monkeypatch.setattr(sources, "headers", lambda: texts)
     put(package, new, fallback=[])
-    after = snapshot(package)
-    kept = [name for name in before if name.startswith(("include/", "kernels/"))]
-    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
-    for winner, revision_of in ((old, header_revision(headers())), (new, header_revision(texts))):
-        assert included_revisions(after[f"kernels/{winner.variant}.cu"].decode()) == [revision_of]
-    for name, text in texts.items():
-        assert after[f"include/{header_revision(texts)}/{name}"] == text.encode()
-    # What is kept has to be what it says it is.
-    header = package / "include" / header_revision(headers()) / "elements.cuh"
-    header.write_text("// other numbers")
-    with pytest.raises(NormforgeError, match="is not what it was compiled from"):
-        put(package, new, fallback=[])
-    header.write_text(headers()["elements.cuh"])
-    # Once nothing includes the older headers, they are gone.
+    assert (package / "kernels" / f"{old.variant}.cu").read_text() == source
+    later = (package / "kernels" / f"{new.variant}.cu").read_text()
+    assert source.splitlines()[-1].startswith("// Headers: templates/*.cuh, revision ")
+    assert later.splitlines()[-1] != source.splitlines()[-1]
     put(package, entry("4096x1024:bf16"), fallback=[])
-    assert {path.name for path in (package / "include").iterdir()} == {header_revision(texts)}
+    again = (package / "kernels" / f"{old.variant}.cu").read_text()
+    assert again != source and again.splitlines()[:-1] == source.splitlines()[:-1]
 
 
-def test_kept_winner_takes_headers_whose_comments_alone_are_new(
+def test_kept_winner_does_not_mind_comments_of_headers(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = entry("4096x1024:bf16")
     put(package, old, fallback=[])
+    before = snapshot(package)
     texts = {**headers(), "elements.cuh": "// of a later day\n" + headers()["elements.cuh"]}
-    for module in (sources, files):
-        monkeypatch.setattr(module, "headers", lambda: texts)
-    put(package, entry("8192x512:bf16"), fallback=[])
-    assert [path.name for path in (package / "include").iterdir()] == [header_revision(texts)]
-    source = (package / "kernels" / f"{old.variant}.cu").read_text()
-    assert included_revisions(source) == [header_revision(texts)]
+    monkeypatch.setattr(sources, "headers", lambda: texts)
+    put(package, old, fallback=[])
+    assert snapshot(package) == before
 
 
 @pytest.mark.parametrize("knob", ["weight_in", "arrival", "strategy"])
@@ -430,40 +403,13 @@ def test_names_in_a_foreign_table_are_no_paths(package: Path, field: str, value:
 
 
 @pytest.mark.parametrize("fact", ["name", "title"])
-def test_names_in_a_foreign_table_do_not_become_code(package: Path, fact: str) -> None:
+def test_names_in_a_foreign_table_do_not_become_code(
+    package: Path, tmp_path: Path, fact: str
+) -> None:
     put(package, entry("4096x1024:bf16"), fallback=[])
     table = json.loads(unsealed((package / TABLE).read_text()))
     table["target"][fact] = 'x"""\nimport evil\n'
     (package / TABLE).write_text(json.dumps(table))
-    with pytest.raises(ValueError, match=r"import evil.* is no name of a GPU"):
-        refresh(package)
-
-
-def test_refresh_seals_tables_that_were_not_and_leaves_kernels_alone(package: Path) -> None:
-    emit_package([entry("4096x1024:bf16")], fallbacks(), H200, package, Forwards((), ()))
-    emitted = snapshot(package)
-    for name in (TABLE, FORWARD_TABLE):
-        text = (package / name).read_text()
-        assert text != unsealed(text)
-        (package / name).write_text(unsealed(text))
-    (package / "runtime" / "spec.py").unlink()
-    for _ in range(2):
-        refresh(package)
-        assert snapshot(package) == emitted
-    (package / TABLE).write_text((package / TABLE).read_text().replace("bf16", "fp16"))
-    with pytest.raises(ValueError, match="its digest is not that of what it says"):
-        refresh(package)
-
-
-def test_command_brings_packages_up_to_date_and_refuses_other_folders(
-    package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    emit_package([entry("4096x1024:bf16")], fallbacks(), H200, package, Forwards((), ()))
-    copied = package / "runtime" / "api.py"
-    copied.write_text("old")
-    assert refresh_command.main([str(package)]) == 0
-    assert copied.read_bytes() == (RUNTIME / "api.py").read_bytes()
-    assert refresh_command.main([str(tmp_path / "nowhere")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"refresh: {tmp_path / 'nowhere'} cannot be brought up to date: ")
-    assert said.count("\n") == 1
+    with pytest.raises(NormforgeError, match=r"import evil.* is no name of a GPU"):
+        export_standalone(package, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()

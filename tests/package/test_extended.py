@@ -17,8 +17,8 @@ from generator.package.fallback_kernels import (
 )
 from generator.package.known_winners import known_winners
 from generator.problem import Problem
-from generator.runtime.table import ForwardTable, Table
 from generator.space.forward_space import fallback_forwards, tile_forwards
+from normforge.table import ForwardTable, Table
 from tests.support.packages import H200, compiled, entry, put, snapshot
 
 

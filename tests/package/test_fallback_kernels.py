@@ -22,9 +22,9 @@ from generator.package.fallback_kernels import (
     rows_key,
 )
 from generator.problem import ITEMSIZE
-from generator.runtime.spec import MAIN_KERNEL
-from generator.runtime.table import Kernel, Table
 from generator.target import Target, find_target, load_targets
+from normforge.spec import MAIN_KERNEL
+from normforge.table import Kernel, Table
 from tests.support.packages import (
     H200,
     compiled,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,18 +18,15 @@ from generator.kernels.forward import (
     ForwardVariant,
 )
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.render import headers
-from generator.package import files, sources
 from generator.package.emit import emit_package
 from generator.package.entries import Entry, Forwards
 from generator.package.fallback_kernels import DTYPES
-from generator.package.sources import header_revision, included_revisions
 from generator.problem import Problem
-from generator.runtime.serve.forward import Forward
-from generator.runtime.table import ForwardTable
 from generator.space.forward_space import fallback_forwards
+from normforge.serve.forward import Forward
+from normforge.serve.kernels import source_of
+from normforge.table import ForwardTable
 from tests.support.forward import H200, of_kind
-from tests.support.packages import entry
 
 
 @cache
@@ -72,16 +68,8 @@ def test_package_holds_forward_kernels_that_its_runtime_finds(package: Path) -> 
     choice = table.choose(9000, 1024, "bf16", "bf16")
     assert choice.how == "nearest" and choice.kernel is not None and choice.tuned is not None
     assert (choice.kernel.file, choice.tuned.evidence) == (forward.variant.id, "measured")
-    sys.path.insert(0, str(package.parent))
-    try:
-        from rmsnorm_backward.runtime.serve.forward import Forward as Emitted  # type: ignore
-
-        y, _ = Emitted(package)(torch.ones(2, 8))
-        assert y.shape == (2, 8)
-    finally:
-        sys.path.remove(str(package.parent))
-        for name in [name for name in sys.modules if name.split(".")[0] == "rmsnorm_backward"]:
-            del sys.modules[name]
+    y, _ = Forward(source_of(package))(torch.ones(2, 8))
+    assert y.shape == (2, 8)
 
 
 def test_choice_follows_width_alignment_and_dtype(package: Path) -> None:
@@ -124,9 +112,6 @@ def test_emission_without_forwards_keeps_them_and_a_rule_never_replaces_a_measur
 def test_one_source_of_a_form_is_written_and_stays_while_its_kernel_does(package: Path) -> None:
     def source() -> str:
         (found,) = (package / "kernels").iterdir()
-        assert (
-            package / "include" / included_revisions(found.read_text())[0] / "elements.cuh"
-        ).exists()
         return found.stem
 
     forward, fallbacks = emitted()
@@ -141,26 +126,11 @@ def test_one_source_of_a_form_is_written_and_stays_while_its_kernel_does(package
     assert source() == min(first.variant.id, second.variant.id)
 
 
-def test_a_kept_source_of_older_headers_gives_way_to_one_that_needs_no_others(
-    package: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = {**headers(), "elements.cuh": "using OfALaterDay = int;\n" + headers()["elements.cuh"]}
-    for module in (sources, files):
-        monkeypatch.setattr(module, "headers", lambda: texts)
-    _, fallbacks = emitted()
-    forwards = Forwards((tuned("4096x512:bf16"),), fallbacks)
-    emit_package([entry("4096x1024:bf16")], [], H200, package, forwards)
-    written = [path.stem for path in (package / "kernels").iterdir()]
-    assert tuned("4096x512:bf16").variant.id in written
-    assert len(written) == 2
-    assert [path.name for path in (package / "include").iterdir()] == [header_revision(texts)]
-
-
 def test_package_without_a_forward_table_loads_and_a_damaged_one_says_so(package: Path) -> None:
     (package / "forward.json").write_text("{}")
     with pytest.raises(ValueError, match=r"forward\.json is damaged"):
-        Forward(package)
+        Forward(source_of(package))
     with pytest.raises(NormforgeError, match="no readable forward table"):
         emit_package([], [], H200, package)
     (package / "forward.json").unlink()
-    assert Forward(package).table is None
+    assert Forward(source_of(package)).table is None

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from generator.paths import GENERATED
-from generator.runtime.api import Package
-from generator.runtime.frontends.batch_invariant import BatchInvariantPackage
-from generator.runtime.serve.options import may_overwrite_dy
-from generator.runtime.table import ITEMSIZE, Table, Tuned, runs_on
+from normforge.api import Package
+from normforge.frontends.batch_invariant import BatchInvariantPackage
+from normforge.serve.options import may_overwrite_dy
+from normforge.table import ITEMSIZE, Table, Tuned, runs_on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("served_by_kernels")]
 

@@ -12,9 +12,9 @@ from generator.kernels.cubin_cache import compile_variant
 from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Entry
 from generator.problem import Problem
-from generator.runtime.api import Package
-from generator.runtime.serve.reference import reference_backward
 from generator.target import match_device
+from normforge.api import Package
+from normforge.serve.reference import reference_backward
 from tests.support.packages import (
     variant_for,
 )

@@ -19,7 +19,7 @@ from tests.support.fake_driver import SEPARATE
 from tests.support.packages import entry, put
 from tests.support.patience import patience
 
-BINDINGS = "generator/package/hub/bindings.py", "generator/runtime/launch/cuda_api.py"
+BINDINGS = "generator/package/hub/bindings.py", "normforge/launch/cuda_api.py"
 SPEC = replace(SEPARATE, cluster=16, sms=128, smem_bytes=50_000)
 """What asks the driver for everything: two kernels, the second with an early start; clusters that
 have to be allowed, and no room for all of them; much shared memory."""
@@ -140,7 +140,7 @@ def test_driver_is_asked_for_the_same_as_by_cuda_python(
     package: Path, tmp_path: Path, libcuda: Path
 ) -> None:
     """The same calls with the same arguments in the same order, and the same errors."""
-    put(package, entry("4096x1024:bf16"))
+    put(package, entry("4096x1024:bf16"), standalone=True)
     export_package(package, tmp_path / "exported")
     wanted = run("rmsnorm_backward", package.parent, libcuda, alone=False)
     found = run("torch-cuda", tmp_path / "exported" / "build", libcuda, alone=True)

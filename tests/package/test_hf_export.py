@@ -19,13 +19,12 @@ import torch
 
 import tune
 from generator.errors import NormforgeError
-from generator.package.files import runtime_files
-from generator.package.hub import export
 from generator.package.hub.export import export_package
-from generator.paths import GENERATED, REPOSITORY, RUNTIME
-from generator.runtime.cubins import CUBINS, CUBINS_INDEX
-from generator.runtime.table import TABLE
+from generator.package.standalone import export_standalone, library_files
+from generator.paths import GENERATED, LIBRARY, REPOSITORY
 from generator.target import Target
+from normforge.cubins import CUBINS, CUBINS_INDEX
+from normforge.table import TABLE
 from tests.support.entry_points import Training, equal_bits, randn
 from tests.support.packages import entry, put, snapshot
 from tests.support.patience import patience
@@ -114,12 +113,15 @@ def test_repository_has_the_package_and_what_kernels_asks_for(
     assert {path.name for path in exported.iterdir()} == {"README.md", "LICENSE", "build"}
     assert [path.name for path in (exported / "build").iterdir()] == ["torch-cuda"]
     build, emitted = snapshot(exported / "build" / "torch-cuda"), snapshot(package)
+    export_standalone(package, package.parent / "alone")
+    alone = snapshot(package.parent / "alone")
     for name in ("pyproject.toml", "LICENSE", "py.typed"):  # for pip, which does not see this one
-        del emitted[name]
-    assert build.keys() == emitted.keys() | {"layers.py", "metadata.json"}
-    changed = {name for name in emitted if build[name] != emitted[name]}
+        del alone[name]
+    assert emitted.keys() < alone.keys()
+    assert build.keys() == alone.keys() | {"layers.py", "metadata.json"}
+    changed = {name for name in alone if build[name] != alone[name]}
     assert changed == {"__init__.py", BINDINGS}
-    assert build["__init__.py"].startswith(emitted["__init__.py"])
+    assert build["__init__.py"].startswith(alone["__init__.py"])
     metadata = json.loads(build["metadata.json"])
     identity = metadata.pop("id")
     assert identity.startswith("_normforge_rmsnorm_h200_") and identity.isidentifier()
@@ -174,10 +176,11 @@ def absolute_imports(path: Path) -> set[str]:
 
 def test_it_imports_pytorch_the_standard_library_and_itself(exported: Path) -> None:
     files = list((exported / "build").rglob("*.py"))
-    assert len(files) == len([path for path in runtime_files() if path.suffix == ".py"]) + 2
+    # The package, its layers and its library, which has an `__init__.py` more than it has here.
+    assert len(files) == len([path for path in library_files() if path.suffix == ".py"]) + 3
     outside = {name for path in files for name in absolute_imports(path)}
     assert outside - sys.stdlib_module_names == {"torch"}
-    assert "cuda" in absolute_imports(RUNTIME / "launch" / "cuda_api.py")  # the check sees it
+    assert "cuda" in absolute_imports(LIBRARY / "launch" / "cuda_api.py")  # the check sees it
 
 
 # ---- Without `kernels` ---------------------------------------------------------------------------
@@ -196,7 +199,7 @@ assert package.explain(4096, 1024, "bf16")["how"] == "tuned"
 assert package._package.table.tuned[0].kernel.read_cubin(package._package.folder)
 assert not torch.cuda.is_initialized()
 try:
-    package._package._kernels.get(package._package.table.tuned[0].kernel).load(0)
+    package._package._source(None).loaded.get(package._package.table.tuned[0].kernel).load(0)
 except RuntimeError as error:
     print(error)
 """
@@ -351,12 +354,12 @@ def test_full_disk_leaves_the_earlier_export(
 ) -> None:
     copy = shutil.copyfile
 
-    def fail(source: Path, target: Path) -> None:
+    def fail(source: Path, target: Path, **options: Any) -> None:
         if str(target).endswith(name):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        copy(source, target)
+        copy(source, target, **options)
 
-    monkeypatch.setattr(export.shutil, "copyfile", fail)
+    monkeypatch.setattr(shutil, "copyfile", fail)
     refused(package, exported, "No space left on device.* what was there is unchanged")
 
 

@@ -14,6 +14,7 @@ import torch
 
 from generator.package.entries import PROVENANCE_KEYS
 from generator.package.sources import source_of
+from generator.paths import REPOSITORY
 from tests.support.packages import (
     entry,
     put,
@@ -37,7 +38,7 @@ def test_import_compiles_nothing_and_leaves_cuda_alone(package: Path) -> None:
     subprocess.run(
         [sys.executable, "-B", "-c", program],
         cwd=package.parent,
-        env={**os.environ, "PYTHONPATH": str(package.parent)},
+        env={**os.environ, "PYTHONPATH": f"{package.parent}{os.pathsep}{REPOSITORY}"},
         check=True,
         timeout=patience(60),
     )

@@ -15,7 +15,7 @@ from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Entry, problem_of
 from generator.package.sources import variant_of
 from generator.problem import Problem
-from generator.runtime.table import Table
+from normforge.table import Table
 from tests.support.packages import H200, compiled
 from tests.support.samples import space_of
 

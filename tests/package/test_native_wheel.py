@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from generator.runtime.native import build
+from normforge.native import build
 
 
 def python(code: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +51,7 @@ packages = [
     for name in ("rmsnorm_backward", "rmsnorm_invariant_backward")
 ]
 for package in packages:
-    entry_points = package._forward, package._norm.gradients, package.ops.namespace
+    entry_points = package._forward, package._norm.gradients, package.ops
     package._native.start(*entry_points, driver=(0, 0, 0, 0))
     norm = package.RMSNorm(64)
     norm(torch.randn(4, 64, requires_grad=True)).sum().backward()
@@ -72,7 +72,7 @@ def test_extension_of_the_wheel_is_loaded_where_it_fits(
     except RuntimeError as error:
         pytest.skip(str(error))
     left = f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
-    stale = wheel_sources / "build" / left / "normforge" / "generated" / "native_0.so"
+    stale = wheel_sources / "build" / left / "normforge" / "native" / "native_0.so"
     stale.parent.mkdir(parents=True)
     stale.touch()  # of a build for another PyTorch
     offline = "--no-index --no-deps --no-cache-dir"

@@ -14,19 +14,20 @@ from generator.kernels.forward import ForwardVariant
 from generator.kernels.nvrtc import Compiled, compile_source
 from generator.kernels.render import headers
 from generator.kernels.variant import Variant
+from generator.package import sources
 from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Entry, Forwards
 from generator.package.fallback_kernels import DTYPES, fallback_variants
 from generator.package.sources import (
     config_of,
     header_revision,
-    included_revisions,
     source_of,
     variant_of,
 )
+from generator.paths import TEMPLATES
 from generator.problem import Problem
-from generator.runtime.table import ForwardTable, KernelOf, Table
 from generator.space.forward_space import fallback_forwards, forward_variants
+from normforge.table import ForwardTable, KernelOf, Table
 from tests.support.packages import H200
 from tests.support.samples import REDUCTION, sample_variant
 
@@ -82,7 +83,7 @@ def test_source_alone_makes_the_same_cubin(emitted: Path, name: str) -> None:
     source = (emitted / "kernels" / f"{variant.id}.cu").read_text()
     assert len(source) < 16_000
     _, register_cap = compiler_input(variant)
-    again = compile_source(source, H200.arch, register_cap, include=emitted / "kernels")
+    again = compile_source(source, H200.arch, register_cap, include=TEMPLATES)
     assert again.error == ""
     assert again.cubin == made(variant).cubin
 
@@ -96,6 +97,7 @@ def test_source_compiles_with_nvcc_wherever_it_is_called(
     """To machine code of its own: nvcc is another compiler than NVRTC, of any version."""
     source = emitted / "kernels" / f"{VARIANTS[name].id}.cu"
     options = ["-cubin", f"-arch={H200.arch}", "-std=c++17", "-fmad=false", "-diag-suppress=177"]
+    options.append(f"-I{TEMPLATES}")
     done = subprocess.run(
         ["nvcc", *options, "-o", str(tmp_path / "kernel.cubin"), str(source)],
         capture_output=True,
@@ -109,21 +111,27 @@ def test_source_compiles_with_nvcc_wherever_it_is_called(
 
 def test_source_names_its_headers_and_pastes_none() -> None:
     source = source_of(VARIANTS["mailbox"])
-    assert included_revisions(source) == [header_revision(headers())]
     for name in ("primitives.cuh", "elements.cuh", "partial_dw.cuh", "dw_mailbox.cuh"):
-        assert f'/{name}"' in source
+        assert f'\n#include "{name}"\n' in source
         assert headers()[name] not in source
+    assert source.endswith(f"\n// Headers: templates/*.cuh, revision {header_revision(source)}\n")
 
 
-def test_revision_is_of_names_and_content() -> None:
-    texts = headers()
-    assert header_revision(texts) == header_revision(dict(reversed(texts.items())))
-    others = [
-        {**texts, "more.cuh": ""},
-        {**texts, "turns.cuh": texts["turns.cuh"] + "\n"},
-        {"renamed.cuh" if name == "turns.cuh" else name: text for name, text in texts.items()},
-    ]
-    assert len({header_revision(other) for other in [texts, *others]}) == 4
+def test_revision_is_of_the_code_of_the_headers_that_a_source_includes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, texts = source_of(VARIANTS["mailbox"]), headers()
+    revision = header_revision(source)
+
+    def changed(**others: str) -> str:
+        changes = {f"{name}.cuh": texts[f"{name}.cuh"] + text for name, text in others.items()}
+        monkeypatch.setattr(sources, "headers", lambda: texts | changes)
+        return header_revision(source)
+
+    assert changed(dw_mailbox="// Said in other words.\n") == revision
+    assert changed(dw_last_cta="int other;\n") == revision  # it is not included
+    assert changed(dw_mailbox="int other;\n") != revision
+    assert header_revision(source.replace("dw_mailbox", "dw_last_cta")) != revision
 
 
 @pytest.mark.parametrize("name", VARIANTS)

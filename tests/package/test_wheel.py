@@ -6,22 +6,25 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from zipfile import ZipFile
 
 import pytest
 import torch
 
 import normforge
-from generator.paths import REPOSITORY
+from generator.paths import REPOSITORY, TEMPLATES
 from generator.target import load_targets
-from normforge import Gpu, Tuned, choose
+from normforge import packages as packages_module
+from normforge.packages import Gpu, Tuned, choose
+from tests.support.packages import BEFORE
+from tests.support.wheels import wheel_of
 
 PACKAGES = {
-    name: Tuned(f"normforge.{name}", arch, f"NVIDIA {name.upper()}")
+    name: Tuned(Path(name), arch, f"NVIDIA {name.upper()}")
     for name, arch in (
         *(("a100", "sm_80"), ("b200", "sm_100a"), ("gb200", "sm_100a"), ("h200", "sm_90a")),
     )
@@ -40,19 +43,19 @@ PACKAGES = {
 def test_package_of_the_gpu_is_taken(gpu: str, capability: Any, module: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert choose(PACKAGES, Gpu(gpu, capability)) == f"normforge.{module}"
+        assert choose(PACKAGES, Gpu(gpu, capability)) == module
 
 
 def test_every_gpu_that_can_be_tuned_finds_its_own_package() -> None:
     targets = load_targets().values()
-    packages = {t.name: Tuned(f"normforge.{t.name}", t.arch, t.title) for t in targets}
+    packages = {t.name: Tuned(Path(t.name), t.arch, t.title) for t in targets}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for target in targets:
             digits = target.arch.removeprefix("sm_").removesuffix("a")
             for name in target.device_names:
                 gpu = Gpu(name, (int(digits[:-1]), int(digits[-1])))
-                assert choose(packages, gpu) == f"normforge.{target.name}"
+                assert choose(packages, gpu) == target.name
 
 
 def test_kernels_that_run_there_are_taken_with_a_word() -> None:
@@ -62,24 +65,24 @@ def test_kernels_that_run_there_are_taken_with_a_word() -> None:
     ):
         told = f"{gpu} runs the kernels that were tuned for NVIDIA"
         with pytest.warns(UserWarning, match=told) as warned:
-            assert choose(PACKAGES, Gpu(gpu, capability)) == f"normforge.{module}"
+            assert choose(PACKAGES, Gpu(gpu, capability)) == module
         assert warned[0].filename == __file__
 
 
 def test_arch_of_another_kind_runs_nowhere() -> None:
     """It must not keep the other packages from being found."""
-    odd = PACKAGES | {"odd": Tuned("normforge.odd", "sm_100f", "another")}
-    assert choose(odd, Gpu("NVIDIA H200", (9, 0))) == "normforge.h200"
+    odd = PACKAGES | {"odd": Tuned(Path("odd"), "sm_100f", "another")}
+    assert choose(odd, Gpu("NVIDIA H200", (9, 0))) == "h200"
 
 
 def test_gpu_without_kernels_gets_a_sentence() -> None:
     told = r"no kernels for NVIDIA T4 \(sm_75\), only for a100 \(sm_80\), .* NORMFORGE_GPU=a100"
     with pytest.raises(RuntimeError, match=told):
         choose(PACKAGES, Gpu("NVIDIA T4", (7, 5)))
-    assert choose(PACKAGES, Gpu("NVIDIA T4", (7, 5)), "h200") == "normforge.h200"
+    assert choose(PACKAGES, Gpu("NVIDIA T4", (7, 5)), "h200") == "h200"
     with pytest.raises(RuntimeError, match="NORMFORGE_GPU is h20, and the packages here are: a100"):
         choose(PACKAGES, None, "h20")
-    assert choose(PACKAGES, Gpu("NVIDIA T4", (7, 5)), "b300, GB200 ,h200") == "normforge.gb200"
+    assert choose(PACKAGES, Gpu("NVIDIA T4", (7, 5)), "b300, GB200 ,h200") == "gb200"
     with pytest.raises(RuntimeError, match="NORMFORGE_GPU is b300,t4, and the packages here are"):
         choose(PACKAGES, None, "b300,t4")
     with pytest.raises(RuntimeError, match="no tuned package"):
@@ -98,11 +101,11 @@ def test_a_damaged_package_does_not_take_the_others_along(
         folder = tmp_path / "generated" / gpu / "rmsnorm_backward"
         folder.mkdir(parents=True)
         (folder / "table.json").write_text(text)
-    monkeypatch.setattr(normforge, "__file__", str(tmp_path / "normforge" / "__init__.py"))
+    monkeypatch.setattr(packages_module, "_HERE", tmp_path / "normforge")
     with pytest.warns(
         UserWarning, match=r"table\.json is damaged .*: its package is left out"
     ) as w:
-        found = normforge.tuned_packages("rmsnorm_backward")
+        found = packages_module.tuned_packages("rmsnorm_backward")
     assert [*found] == ["gb200"]
     assert sorted(gpu for gpu in ("h200", "h100") for said in w if gpu in str(said.message)) == [
         "h100",
@@ -111,9 +114,9 @@ def test_a_damaged_package_does_not_take_the_others_along(
 
 
 def test_machine_without_a_gpu_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose(PACKAGES, None) == "normforge.a100"
+    assert choose(PACKAGES, None) == "a100"
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert normforge.find_gpu() is None
+    assert packages_module.find_gpu() is None
 
 
 class FakeNvml:
@@ -161,7 +164,7 @@ def test_gpu_is_found_without_cuda(
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    gpu = normforge.find_gpu()
+    gpu = packages_module.find_gpu()
     assert (gpu and gpu.name) == found
 
 
@@ -188,43 +191,46 @@ def test_gpu_of_an_index_is_that_of_cuda(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: of_cuda)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    gpu = normforge.find_gpu()
+    gpu = packages_module.find_gpu()
     assert gpu is not None and gpu.name == found
 
 
 USE = """
 import sys
 import normforge
-assert not any(name.startswith(("normforge.", "generated")) for name in sys.modules)
+assert not any(name.startswith("generated") for name in sys.modules)
 from normforge import RMSNorm, explain, installed, rmsnorm_backward
 import torch
-assert RMSNorm.__module__ == "{module}", RMSNorm.__module__
+assert RMSNorm.__module__ == "normforge.rmsnorm", RMSNorm.__module__
 norm = RMSNorm(64)
 norm(torch.randn(4, 64, requires_grad=True)).sum().backward()
 assert norm.weight.grad is not None
 assert explain(4096, 4096, "bf16")["how"] == "tuned"
-package = sys.modules["{module}"]
+import {module} as package
+assert package.RMSNorm.__module__ == "{module}" and package.RMSNorm is not RMSNorm
 kernel = next(k for e in package._package.table.tuned for k in [e.kernel])
 assert kernel.read_cubin(package._package.folder)
+assert package._package.name == "h200/rmsnorm_backward"
+assert normforge.PROVENANCE == package.PROVENANCE
 layernorm = normforge.layernorm  # without an import of its own
-other = "{module}".replace("rmsnorm", "layernorm")
-assert layernorm.LayerNorm.__module__ == other
-assert sorted(layernorm.__all__) == sorted(sys.modules[other].__all__)
+assert layernorm.LayerNorm.__module__ == "normforge.layernorm"
+from {generated}h200 import layernorm_backward, rmsnorm_invariant_backward
+assert sorted(layernorm.__all__) == sorted(layernorm_backward.__all__)
 assert sorted(normforge.__all__) == sorted([*package.__all__, "use_batch_invariant"])
 batch_invariant = normforge.batch_invariant
-third = "{module}".replace("rmsnorm", "rmsnorm_invariant")
-assert batch_invariant.RMSNorm.__module__ == third
+assert batch_invariant.RMSNorm.__module__ == "normforge.batch_invariant"
 assert sorted(batch_invariant.__all__) == sorted(dir(batch_invariant))
-assert sorted(batch_invariant.__all__) == sorted(sys.modules[third].__all__)
+assert sorted(batch_invariant.__all__) == sorted(rmsnorm_invariant_backward.__all__)
 assert batch_invariant.explain(4096, 4096, "bf16")["determinism"] == "batch_invariant"
 normforge.use_batch_invariant()
 assert normforge.RMSNorm is batch_invariant.RMSNorm
 assert normforge.install == batch_invariant.install != package.install
 normforge.use_batch_invariant(False)
-assert normforge.RMSNorm is RMSNorm and normforge.install == package.install
-invariant = RMSNorm(64, 1e-5, batch_invariant=True, weight_offset=1.0)
-assert type(invariant) is batch_invariant.RMSNorm
-assert (invariant.eps, invariant.weight_offset) == (1e-5, 1.0) and not invariant.weight.any()
+assert normforge.RMSNorm is RMSNorm and normforge.install != batch_invariant.install
+for of, wanted in ((RMSNorm, batch_invariant), (package.RMSNorm, rmsnorm_invariant_backward)):
+    invariant = of(64, 1e-5, batch_invariant=True, weight_offset=1.0)
+    assert type(invariant) is wanted.RMSNorm
+    assert (invariant.eps, invariant.weight_offset) == (1e-5, 1.0) and not invariant.weight.any()
 assert type(batch_invariant.RMSNorm(64, batch_invariant=True)) is batch_invariant.RMSNorm
 class Own(RMSNorm):
     pass
@@ -263,76 +269,110 @@ def run(program: str, path: Path, folder: Path) -> None:
 
 
 def test_checkout_serves_its_packages(tmp_path: Path) -> None:
-    run(USE.format(module="generated.h200.rmsnorm_backward"), REPOSITORY, tmp_path)
+    program = USE.format(generated="generated.", module="generated.h200.rmsnorm_backward")
+    run(program, REPOSITORY, tmp_path)
 
 
-def wheel_of(folder: Path, site: Path) -> tuple[str, list[str]]:
-    """The name of the wheel that a folder builds, and its files, which are unpacked into `site`."""
-    build = "from setuptools import build_meta; print(build_meta.build_wheel('.'))"
-    done = subprocess.run(
-        [sys.executable, "-c", build], cwd=folder, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (wheel,) = folder.glob("*.whl")
-    with ZipFile(wheel) as archive:
-        archive.extractall(site)
-        return wheel.name, archive.namelist()
+def top_level(names: list[str]) -> set[str]:
+    return {name.split("/")[0] for name in names if ".dist-info" not in name}
 
 
-ONE_PACKAGE = """
-import torch
-from rmsnorm_backward import RMSNorm, _package, explain
-RMSNorm(64)(torch.randn(4, 64, requires_grad=True)).sum().backward()
-assert explain(4096, 4096, "bf16")["how"] == "tuned"
-assert all(entry.kernel.read_cubin(_package.folder) for entry in _package.table.tuned[:3])
-print("done")
-"""
-
-
-def test_a_copied_package_can_be_installed(tmp_path: Path) -> None:
-    pytest.importorskip("setuptools", "77", reason="building needs setuptools 77")
-    folder = tmp_path / "copied"
-    shutil.copytree(REPOSITORY / "generated" / "h200" / "rmsnorm_backward", folder)
-    name, files = wheel_of(folder, tmp_path / "site")
-    version = normforge.__version__
-    assert name == f"normforge_h200_rmsnorm_backward-{version}-py3-none-any.whl"
-    assert f"normforge_h200_rmsnorm_backward-{version}.dist-info/licenses/LICENSE" in files
-    assert {"rmsnorm_backward/py.typed", "rmsnorm_backward/runtime/native/native.cpp"} <= {*files}
-    assert len([file for file in files if file.endswith(".cu")]) == len(
-        list((folder / "kernels").iterdir())
-    )
-    run(ONE_PACKAGE, tmp_path / "site", tmp_path)
-
-
-@pytest.mark.parametrize(
-    "package",
-    sorted(REPOSITORY.glob("generated/*/*_backward")),
-    ids=lambda path: "/".join(path.parts[-2:]),
-)
-def test_a_package_needs_what_normforge_needs(package: Path) -> None:
-    ours, its = (
-        (folder / "pyproject.toml").read_text().splitlines() for folder in (REPOSITORY, package)
-    )
-    for start in ("requires = ", "requires-python = ", "license = "):
-        assert [s for s in its if s.startswith(start)] == [s for s in ours if s.startswith(start)]
-    (needs,) = (line for line in its if line.startswith("dependencies = ["))
-    assert needs.removesuffix("]") in "\n".join(ours)
-
-
-def test_wheel_carries_the_packages(wheel_sources: Path, tmp_path: Path) -> None:
+def test_wheel_carries_the_packages_and_the_headers(wheel_sources: Path, tmp_path: Path) -> None:
     name, names = wheel_of(wheel_sources, tmp_path / "site")
     assert name == f"normforge-{normforge.__version__}-py3-none-any.whl"
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"normforge"}
+    assert top_level(names) == {"normforge"}
     packages = [table.parent for table in REPOSITORY.glob("generated/*/*/table.json")]
     assert len(packages) >= 4
-    for package in packages:
-        there = {
-            str(path.relative_to(package))
-            for path in package.rglob("*")
-            if path.is_file()
-            and "__pycache__" not in path.parts
-            and path.name not in ("pyproject.toml", "LICENSE")
+    folders = {f"normforge/{folder.relative_to(REPOSITORY)}/": folder for folder in packages}
+    for prefix, folder in folders.items():
+        assert files_of(folder) == {
+            name.removeprefix(prefix) for name in names if name.startswith(prefix)
         }
-        prefix = f"normforge/{package.relative_to(REPOSITORY)}/"
-        assert there == {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-    run(USE.format(module="normforge.generated.h200.rmsnorm_backward"), tmp_path / "site", tmp_path)
+    prefix = "normforge/generated/include/"
+    assert {name.removeprefix(prefix) for name in names if name.startswith(prefix)} == {
+        path.name for path in TEMPLATES.glob("*.cuh")
+    }
+    library = {f"normforge/{name}" for name in files_of(REPOSITORY / "normforge")}
+    rest = {name for name in names if ".dist-info" not in name and "/generated/" not in name}
+    assert rest == library
+    module = "normforge.generated.h200.rmsnorm_backward"
+    run(USE.format(generated="normforge.generated.", module=module), tmp_path / "site", tmp_path)
+
+
+def files_of(folder: Path) -> set[str]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)) for path in found if "__pycache__" not in path.parts}
+
+
+def test_a_wheel_that_is_built_again_has_nothing_of_the_one_before(
+    wheel_sources: Path, tmp_path: Path
+) -> None:
+    """A kernel that is gone, and a table that is older than the one it replaces."""
+    for gpu in ("h100", "gb200"):
+        shutil.rmtree(wheel_sources / "generated" / gpu)
+    folder = wheel_sources / "generated" / "h200" / "layernorm_backward"
+    gone = folder / "kernels" / "gone.cu"
+    gone.write_text("")
+    wheel_of(wheel_sources, tmp_path / "first")
+    for wheel in wheel_sources.glob("*.whl"):
+        wheel.unlink()
+    gone.unlink()
+    table = folder / "table.json"
+    table.write_text(table.read_text() + " ")
+    os.utime(table, (0, 400_000_000))
+    _, names = wheel_of(wheel_sources, tmp_path / "second")
+    assert not any(name.endswith("gone.cu") for name in names)
+    found = tmp_path / "second" / "normforge" / table.relative_to(wheel_sources)
+    assert found.read_text() == table.read_text()
+
+
+def test_a_wheel_carries_packages_with_a_library_of_their_own(
+    wheel_sources: Path, tmp_path: Path
+) -> None:
+    for gpu in ("h100", "h200", "gb200"):
+        shutil.rmtree(wheel_sources / "generated" / gpu)
+    folder = wheel_sources / "generated" / "x100"
+    with tarfile.open(BEFORE) as archive:
+        archive.extractall(folder, filter="data")
+    (folder / "before_library").rename(folder / "rmsnorm_backward")
+    wheel_of(wheel_sources, tmp_path / "site")
+    program = """
+import torch
+from normforge.generated.x100.rmsnorm_backward import RMSNorm, _package
+RMSNorm(64)(torch.randn(4, 64, requires_grad=True)).sum().backward()
+assert (_package.folder / "runtime" / "native" / "native.cpp").exists()
+print("done")
+"""
+    run(program, tmp_path / "site", tmp_path)
+
+
+def test_an_editable_install_works_outside_the_checkout(
+    wheel_sources: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("pip")
+    site = tmp_path / "site"
+    command = "pip install --no-build-isolation --no-index --no-deps --no-cache-dir -q"
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split(), "--target", str(site), "-e", str(wheel_sources)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    program = (
+        f"import site; site.addsitedir({str(site)!r})"
+        + """
+import torch, normforge
+normforge.RMSNorm(64)(torch.randn(4, 64, requires_grad=True)).sum().backward()
+assert normforge.explain(4096, 4096, "bf16")["how"] == "tuned"
+from normforge.generated.h200.rmsnorm_backward import rms_norm
+for name in ("generated", "generator", "templates", "tests"):
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    raise AssertionError(name)
+print("done")
+"""
+    )
+    run(program, site, tmp_path)

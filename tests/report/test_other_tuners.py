@@ -124,7 +124,10 @@ def test_a_file_is_written_once(
         (f"--t4 {{file}} --gpu b200 --shape {SHAPE}", "no studies in "),
         (f"--t4 /proc/no --gpu gb200 --shape {SHAPE}", "cannot write /proc/no ("),
         (f"--t4 {{file}} --kernel-tuner {{file}} --gpu gb200 --shape {SHAPE}", "not allowed with"),
-        (f"--hf {{file}} --shape {SHAPE}", "--shape and --storage are for trials, not for --hf"),
+        (
+            f"--hf {{file}} --shape {SHAPE}",
+            "--shape and --storage are for trials, not",
+        ),
     ],
 )
 def test_what_cannot_be_exported_is_told_in_a_sentence(

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from generator.runtime.api import Package
-from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.native import build
-from generator.runtime.serve.checks import check_arguments
-from generator.runtime.spec import KernelSpec
-from generator.runtime.table import TABLE, Table
+from normforge.api import Package
+from normforge.launch.loaded_kernel import LoadedKernel
+from normforge.native import build
+from normforge.serve.checks import check_arguments
+from normforge.spec import KernelSpec
+from normforge.table import TABLE, Table
 from tests.support.entry_points import aten_on_cpu, write_package
 from tests.support.fake_driver import (
     SPEC,
@@ -115,7 +115,7 @@ def make(machine: Machine, module: Any, tmp_path: Path) -> Callable[..., Package
         (folder / TABLE).write_text(json.dumps(table.to_json()))
         package = Package(folder)
         loaded: dict[Any, LoadedKernel] = {}
-        package._kernels.get = lambda kernel: loaded.setdefault(  # type: ignore[method-assign]
+        package._source(None).loaded.get = lambda kernel: loaded.setdefault(  # type: ignore[method-assign]
             kernel, LoadedKernel(b"cubin", kernel.spec)
         )
         formula = package._find

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from generator.runtime.api import Package
-from generator.runtime.launch.row_layout import RowLayout, dense, row_layout
-from generator.runtime.serve.checks import check_arguments
-from generator.runtime.serve.layout import read_layout
-from generator.runtime.serve.options import (
+from normforge.api import Package
+from normforge.launch.row_layout import RowLayout, dense, row_layout
+from normforge.serve.checks import check_arguments
+from normforge.serve.layout import read_layout
+from normforge.serve.options import (
     PLAIN,
     Arguments,
     Options,

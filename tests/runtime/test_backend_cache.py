@@ -1,54 +1,50 @@
-"""What Inductor's caches keep of `inductor_backend`: served again to the same package, in another
-process, and to no other package."""
+"""What compilers keep on disk of graphs with the operators: served again, in another process, with
+whatever tables are there, and never to a library of another version."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from generator.package.files import write_code
-from generator.paths import REPOSITORY
-from generator.runtime.frontends.operators import code_digest
-from generator.runtime.table import TABLE, Table
+from generator.paths import LIBRARY, REPOSITORY
+from normforge.frontends.library import VERSION
+from normforge.table import TABLE, Table
 from tests.support.entry_points import needs_whole_forward
 from tests.support.patience import patience
 
 CHILD = """
-import importlib.util, json, sys
-sys.path.insert(0, {root!r})
+import json, sys
+sys.path[:0] = [{library!r}, {root!r}]
 import torch
+import normforge
 from torch._dynamo.utils import counters
 from torch.nn.functional import rms_norm
 from tests.support.entry_points import aten_on_cpu
 
-def load(folder):
-    # As somebody may who looks into several packages: nothing stays in sys.modules.
-    spec = importlib.util.spec_from_file_location("looked_at", folder + "/__init__.py")
-    module = sys.modules["looked_at"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for name in [name for name in sys.modules if name.split(".")[0] == "looked_at"]:
-        del sys.modules[name]
-    return module
+assert normforge.__file__.startswith({library!r}), normforge.__file__
 
 def step(x, w):
     return rms_norm(x, (16,), w, 1e-5)
 
+def by_function(x, w):
+    return normforge.rms_norm(x, w, 1e-5)
+
+ops, ran = normforge.packages.chosen("rmsnorm_backward").ops, []
+for name in ("_forward", "_backward"):
+    kept = getattr(ops, name)
+    setattr(ops, name, lambda *a, n=name, k=kept: ran.append(n) or k(*a))
+ways = {{"backend": (step, normforge.inductor_backend()), "function": (by_function, "inductor")}}
 with aten_on_cpu():
-    for folder in sys.argv[1:]:
-        package, ran = load(folder), []
-        ops = package._package.ops
-        for name in ("_forward", "_backward"):
-            kept = getattr(ops, name)
-            setattr(ops, name, lambda *a, n=name, k=kept: ran.append(n) or k(*a))
+    for function, backend in [ways[name] for name in sys.argv[1:]]:
+        ran.clear()
         torch._dynamo.reset()
         counters.clear()
         x, w = torch.randn(4, 16, requires_grad=True), torch.randn(16, requires_grad=True)
-        compiled = torch.compile(step, backend=package.inductor_backend(), fullgraph=True)
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
         found = torch.autograd.grad(compiled(x, w).square().sum(), (x, w))
         assert ran == ["_forward", "_backward"], ran
         wanted = torch.autograd.grad(step(x, w).square().sum(), (x, w))
@@ -59,23 +55,54 @@ with aten_on_cpu():
             "joint": [joint["autograd_cache_" + way] for way in ("hit", "miss", "bypass")],
         }}))
 """
+# Forward and backward are two graphs.
+MISS = {"graphs": [0, 2, 0], "joint": [0, 1, 0]}
+HIT = {"graphs": [2, 0, 0], "joint": [1, 0, 0]}
 
 
-def emit(folder: Path, title: str) -> Path:
-    """A package without kernels that is imported from its own folder."""
-    folder.mkdir()
-    table = Table({"name": "none", "title": title, "arch": "sm_90a", "sms": 1}, (), ())
-    write_code(folder, table)
-    (folder / TABLE).write_text(json.dumps(table.to_json()))
-    return folder
+def install(site: Path, *gpus: str) -> Path:
+    """A copy of the library with packages without kernels for some GPUs."""
+    shutil.copytree(LIBRARY, site / "normforge", ignore=shutil.ignore_patterns("__pycache__"))
+    for gpu in gpus:
+        folder = site / "normforge" / "generated" / gpu / "rmsnorm_backward"
+        folder.mkdir(parents=True)
+        target = {"name": gpu, "title": gpu, "arch": "sm_90a", "sms": 1}
+        (folder / TABLE).write_text(json.dumps(Table(target, (), ()).to_json()))
+    return site
 
 
-def compile_with(cache: Path, *packages: Path) -> list[dict[str, list[int]]]:
-    """Hits, misses and bypasses of every package's compilation, all in one fresh process."""
-    script = CHILD.format(root=str(REPOSITORY))
+@needs_whole_forward
+def test_compiled_code_of_another_graph_pass_is_not_run(tmp_path: Path) -> None:
+    site, cache = install(tmp_path / "site", "h200"), tmp_path / "cache"
+    assert compile_with(cache, site, "backend", "function") == [MISS, MISS]
+    with (site / "normforge" / "frontends" / "additions.py").open("a") as file:
+        file.write("\n# Folds others.\n")
+    assert compile_with(cache, site, "backend", "function") == [MISS, HIT]
+
+
+def of_version(site: Path, version: str, *changes: tuple[str, str, str]) -> Path:
+    """A copy of the library of another version, in which texts of some files were replaced."""
+    install(site, "h200")
+    library = "frontends/library.py"
+    for file, old, new in (
+        (library, f'VERSION = "{VERSION}"', f'VERSION = "{version}"'),
+        *changes,
+    ):
+        path = site / "normforge" / file
+        text = path.read_text()
+        assert old in text, (file, old)
+        path.write_text(text.replace(old, new))
+    return site
+
+
+def compile_with(
+    cache: Path, site: Path, *ways: str, gpu: str = "h200"
+) -> list[dict[str, list[int]]]:
+    """Hits, misses and bypasses of each way's compilation, all in one fresh process."""
+    script = CHILD.format(root=str(REPOSITORY), library=str(site))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, *map(str, packages)],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
+        [sys.executable, "-W", "ignore", "-c", script, *ways],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "NORMFORGE_GPU": gpu},
         capture_output=True,
         text=True,
         timeout=patience(200),
@@ -85,48 +112,34 @@ def compile_with(cache: Path, *packages: Path) -> list[dict[str, list[int]]]:
 
 
 @needs_whole_forward
-@pytest.mark.slow
-def test_compiled_code_is_kept_for_its_package_alone(tmp_path: Path) -> None:
-    one, other = emit(tmp_path / "one", "one GPU"), emit(tmp_path / "other", "another GPU")
-    newer = emit(tmp_path / "newer", "one GPU")  # the tables of `one`, and later code
-    with (newer / "runtime" / "serve" / "reference.py").open("r+") as file:
-        assert file.read()
-        file.write("\n# Another formula.\n")
-    cache = tmp_path / "cache"
-    # Forward and backward are two graphs.
-    miss = {"graphs": [0, 2, 0], "joint": [0, 1, 0]}
-    hit = {"graphs": [2, 0, 0], "joint": [1, 0, 0]}
-    assert compile_with(cache, one, other) == [miss, miss]
-    assert compile_with(cache, newer, other) == [miss, hit]
+def test_compiled_code_is_kept_for_other_tables_too(tmp_path: Path) -> None:
+    site, cache = install(tmp_path / "site", "h100", "h200"), tmp_path / "cache"
+    ways = ("backend", "function")
+    assert compile_with(cache, site, *ways, gpu="h200") == [MISS, MISS]
+    assert compile_with(cache, site, *ways, gpu="h100") == [HIT, HIT]
 
 
-def test_code_that_pytorch_keeps_is_not_taken_for_that_of_a_later_runtime(tmp_path: Path) -> None:
-    """torch.compile itself keeps joint graphs, into which it has traced the backward's Python."""
-    script = "import {0}; print({0}._package.ops.namespace)"
-    names = []
-    for name in ("one", "same", "newer"):
-        emit(tmp_path / name, "one GPU")
-        if name == "newer":
-            with (tmp_path / name / "runtime" / "frontends" / "gradients.py").open("a") as file:
-                file.write("\n# Another backward.\n")
-        command = [sys.executable, "-c", script.format(name)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
-        names.append(done.stdout)
-    assert names[0] == names[1] != names[2]
-
-
-@pytest.mark.parametrize(
-    ("name", "content"), [("a.py", "2"), ("b.py", "1"), ("c.py", ""), ("note.txt", "")]
-)
-def test_code_digest_changes_with_python_files_only(
-    tmp_path: Path, name: str, content: str
-) -> None:
-    old, new = tmp_path / "old", tmp_path / "new"
-    for folder in (old, new):
-        folder.mkdir()
-        (folder / "a.py").write_text("1")
-    (new / name).write_text(content)
-    assert (code_digest(old) == code_digest(new)) == (name == "note.txt")
+@needs_whole_forward
+def test_compiled_code_of_an_older_version_is_not_run(tmp_path: Path) -> None:
+    """A joint graph on disk has the backward's operator and what was traced around it. Here that
+    operator takes its arguments in another order since, and so the old calls would be wrong."""
+    old, cache = install(tmp_path / "old", "h200"), tmp_path / "cache"
+    operators = "frontends/operators.py"
+    swapped = (
+        (operators, "Tensor dy, Tensor x", "Tensor x, Tensor dy"),
+        (operators, "*(given.dy, given.x", "*(given.x, given.dy"),
+        (
+            operators,
+            "        dy: torch.Tensor,\n        x: ",
+            "        x: torch.Tensor,\n        dy: ",
+        ),
+        ("frontends/routes.py", '(given["grad_out"], x', '(x, given["grad_out"]'),
+    )
+    newer = of_version(tmp_path / "newer", "v2", *swapped)
+    ways = ("backend", "function")
+    assert compile_with(cache, old, *ways) == [MISS, MISS]
+    assert compile_with(cache, newer, *ways) == [MISS, MISS]
+    assert compile_with(cache, old, *ways) == [HIT, HIT]
 
 
 SETTINGS = """
@@ -134,8 +147,8 @@ import sys
 sys.path[:0] = [{root!r}]
 import torch
 from torch._inductor import config
-from generator.runtime.frontends.graph_pass import make_backend
-from generator.runtime.frontends.operators import Operators
+from normforge.frontends.graph_pass import make_backend
+from normforge.frontends.operators import Operators
 import torch._inductor.compile_fx as inductor
 
 seen = []
@@ -145,7 +158,7 @@ def compile_fx(module, inputs, *, config_patches, **more):
 
 inductor.compile_fx = compile_fx
 backend = make_backend(type("None", (Operators,), {{"__init__": lambda self: None,
-    "namespace": "none", "rms_norm": None}})(), **{{"max_autotune": True}})
+    "package": "none", "rms_norm": None}})(), **{{"max_autotune": True}})
 for how in ({{}}, {{"mode": "reduce-overhead"}}, {{"options": {{"max_fusion_size": 3}}}}):
     torch._dynamo.reset()
     torch.compile(lambda x: x + 1, backend=backend, **how)(torch.ones(3))

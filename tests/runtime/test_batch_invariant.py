@@ -16,15 +16,15 @@ import torch
 from cuda.bindings import driver as cuda
 
 from generator.paths import GENERATED
-from generator.runtime import torch_internals
-from generator.runtime.frontends import rms_norm as rms_norm_module
-from generator.runtime.frontends.batch_invariant import BatchInvariantPackage
-from generator.runtime.launch import forward_call
-from generator.runtime.launch.kernel_arguments import DW_ADDED
-from generator.runtime.serve import call
-from generator.runtime.serve.reference import reference_backward, reference_forward
-from generator.runtime.spec import plan_launch
-from generator.runtime.table import ForwardTable
+from normforge import torch_internals
+from normforge.frontends import rms_norm as rms_norm_module
+from normforge.frontends.batch_invariant import BatchInvariantPackage
+from normforge.launch import forward_call
+from normforge.launch.kernel_arguments import DW_ADDED
+from normforge.serve import call
+from normforge.serve.reference import reference_backward, reference_forward
+from normforge.spec import plan_launch
+from normforge.table import ForwardTable
 from tests.support.entry_points import routing_on_cpu, same
 from tests.support.fake_driver import FakeDevice, FakeDriver, stand_in, tensors
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 
-from generator.runtime.launch.driver import LaunchError
-from generator.runtime.launch.workspace import (
+from normforge.launch.driver import LaunchError
+from normforge.launch.workspace import (
     LINE,
     PER_THREAD,
     SHARED_FROM,
@@ -24,8 +24,8 @@ from generator.runtime.launch.workspace import (
     Workspaces,
     Zeros,
 )
-from generator.runtime.serve.options import Arguments, Options
-from generator.runtime.spec import plan_launch
+from normforge.serve.options import Arguments, Options
+from normforge.spec import plan_launch
 from tests.support.fake_driver import (
     SEPARATE,
     SPEC,

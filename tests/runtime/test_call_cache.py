@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from generator.runtime.serve.call_cache import _MISSES_TO_FORGET, _MOST_OF_A_KEY, CallCache
-from generator.runtime.serve.call_cache import _MOST_RECENT as _MOST
-from generator.runtime.serve.options import PLAIN, Arguments, Options
+from normforge.serve.call_cache import _MISSES_TO_FORGET, _MOST_OF_A_KEY, CallCache
+from normforge.serve.call_cache import _MOST_RECENT as _MOST
+from normforge.serve.options import PLAIN, Arguments, Options
 
 
 class Call:
@@ -165,7 +165,7 @@ def test_other_devices_are_not_kept() -> None:
 
 
 def test_memory_is_bounded(known: Backward, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("generator.runtime.serve.call_cache._MOST_KEYS", 16)
+    monkeypatch.setattr("normforge.serve.call_cache._MOST_KEYS", 16)
     for M in range(1, 100):
         known.learn(Call(quick=M % 2 == 0), given(M))
         assert len(known._by_key) <= 16
@@ -190,7 +190,7 @@ def test_list_holds_a_call_once_however_it_is_asked_for(known: Backward) -> None
 def test_call_that_only_the_list_kept_is_not_listed_twice(
     known: Backward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("generator.runtime.serve.call_cache._MOST_KEYS", 1)
+    monkeypatch.setattr("normforge.serve.call_cache._MOST_KEYS", 1)
     call = Call()
     for _ in range(3):
         known.learn(call, given(4))

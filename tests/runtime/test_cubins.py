@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from generator.package.cubin_archive import GROUP_BYTES
 from generator.package.files import write_cubins
-from generator.paths import RUNTIME
-from generator.runtime.cubins import CUBINS, CUBINS_INDEX, read_cubin
+from generator.paths import LIBRARY
+from normforge.cubins import CUBINS, CUBINS_INDEX, read_cubin
 from tests.support.packages import archived_cubins, digest_of
 
 KERNELS = {
@@ -135,7 +135,7 @@ def test_python_without_lzma_imports_packages_and_says_what_to_do(tmp_path: Path
         "except RuntimeError as error: print(error)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=RUNTIME, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], cwd=LIBRARY, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.startswith("this Python cannot unpack kernels: it has no module lzma")
     assert "liblzma-dev" in done.stdout and not done.stderr

@@ -33,7 +33,7 @@ assert y.placements == (Shard(1),), y.placements
 assert torch.equal(y.to_local(), package.rms_norm(local, scale))
 dy = torch.randn(2, 3, 4, 16)
 y.backward(DTensor.from_local(dy, mesh, [Shard(1)]))
-rstd = package.ops.rms_norm(local, scale, None, 0.0)[1]
+rstd = package.ops.rms_norm(local, scale, None, 0.0, package.name)[1]
 dx, dw = package.rmsnorm_backward(dy, local, rstd, scale)
 assert x.grad.placements == (Shard(1),) and torch.equal(x.grad.to_local(), dx)
 assert weight.grad.placements == (Partial("sum"),), weight.grad.placements
@@ -57,7 +57,7 @@ again = package.rmsnorm_backward(
     *(t.to_local() for t in (*narrow, *scales)), dresidual=stream.to_local()
 )
 assert torch.equal(third.to_local(), again[2])
-none = package.ops.rms_norm_backward(*narrow, *scales, None, None, 0.0, True, True)[2]
+none = package.ops.rms_norm_backward(*narrow, *scales, None, None, 0.0, True, True, package.name)[2]
 assert none.placements == (Replicate(),), none.placements  # an empty tensor, which is nobody's rows
 
 split = DTensor.from_local(torch.randn(2, 8), mesh, [Shard(1)])  # columns: gathered first
@@ -237,14 +237,14 @@ sys.path.insert(0, "{root}")
 from types import SimpleNamespace
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
-from generator.runtime.frontends.dtensor import _rms_norm_backward
+from normforge.frontends.dtensor import _rms_norm_backward
 
 def given(*shape, dtype=torch.bfloat16):
     return SimpleNamespace(ndim=len(shape), dtype=dtype)
 
 def placements(dresidual, need_dx=True, need_dw=True, weight=given(8)):
     x = given(4, 6, 8)
-    found = _rms_norm_backward(x, x, x, weight, dresidual, None, 0.0, need_dx, need_dw)
+    found = _rms_norm_backward(x, x, x, weight, dresidual, None, 0.0, need_dx, need_dw, "")
     return [results for results, _ in found]
 
 # What is not wanted, and the third result of a residual of x's dtype, is an empty tensor: whole.

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from generator.paths import GENERATED
-from generator.runtime.api import Package
-from generator.runtime.frontends.batch_invariant import BatchInvariantPackage
+from normforge.api import Package
+from normforge.frontends.batch_invariant import BatchInvariantPackage
 from tests.support.entry_points import leaf, randn
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from generator.kernels.knobs import KNOBS
-from generator.runtime.api import Package
-from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.serve.call import KernelCall
-from generator.runtime.serve.options import (
+from normforge.api import Package
+from normforge.launch.loaded_kernel import LoadedKernel
+from normforge.serve.call import KernelCall
+from normforge.serve.options import (
     PLAIN,
     Arguments,
     Options,
@@ -27,8 +27,8 @@ from generator.runtime.serve.options import (
     may_overwrite_dy,
     per_head,
 )
-from generator.runtime.serve.reference import reference_backward
-from generator.runtime.table import Table
+from normforge.serve.reference import reference_backward
+from normforge.table import Table
 from tests.support.entry_points import leaf, randn, write_package
 from tests.support.fake_driver import SPEC, TARGET, Calls, FakeDriver, entry, tensors
 
@@ -206,7 +206,8 @@ def served(
         tuned = replace(tuned, kernel=replace(tuned.kernel, config=config))
         (tmp_path / "table.json").write_text(json.dumps(Table(TARGET, (tuned,), ()).to_json()))
         package = Package(tmp_path)
-        monkeypatch.setattr(package._kernels, "get", lambda k: LoadedKernel(b"cubin", k.spec))
+        loaded = package._source(None).loaded
+        monkeypatch.setattr(loaded, "get", lambda k: LoadedKernel(b"cubin", k.spec))
         names = ("dy", "x", "rstd", "weight")
         given = Arguments(**(dict(zip(names, tensors(4096), strict=True)) | change))
         call: Any = package._with_kernel(given, options, 0)

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from generator.paths import TEMPLATES
-from generator.runtime.launch import forward_call as call_module
-from generator.runtime.launch.forward_call import forward_call
-from generator.runtime.launch.row_layout import row_layout
-from generator.runtime.serve import forward as serve_module
-from generator.runtime.serve.forward import Forward, reference_forward
+from normforge.launch import forward_call as call_module
+from normforge.launch.forward_call import forward_call
+from normforge.launch.row_layout import row_layout
+from normforge.serve import forward as serve_module
+from normforge.serve.forward import Forward, reference_forward
+from normforge.serve.kernels import source_of
+from tests.support.entry_points import write_package
 from tests.support.forward import EPS, of_kind
 
 # ---- Rows in memory ------------------------------------------------------------------------------
@@ -59,7 +61,8 @@ def test_row_layout_finds_every_row_or_asks_for_a_copy(
 @pytest.fixture
 def forward(tmp_path: Path) -> Forward:
     """Of a package without forward kernels."""
-    return Forward(tmp_path)
+    write_package(tmp_path)
+    return Forward(source_of(tmp_path))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -209,10 +212,9 @@ def test_a_residual_with_two_strides_is_copied_also_when_it_is_x(
     forward: Forward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Any] = []
-    forward.table = cast(
-        Any, SimpleNamespace(choose=lambda *_: SimpleNamespace(kernel=1), target={})
-    )
-    monkeypatch.setattr(forward, "_kernels", {1: "loaded"})
+    table = SimpleNamespace(choose=lambda *_: SimpleNamespace(kernel=1), target={})
+    kernels = SimpleNamespace(forward=table, loaded={1: "loaded"})
+    forward._source = cast(Any, lambda device: kernels)
     monkeypatch.setattr(serve_module, "foreign_device", lambda *_: "")
     monkeypatch.setattr(serve_module, "forward_call", lambda *given: found.append(given[-2:]))
     with FakeTensorMode():

@@ -17,9 +17,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from generator.paths import REPOSITORY
-from generator.runtime.api import Package
-from generator.runtime.launch import workspace
 from generator.target import Target
+from normforge.api import Package
+from normforge.launch import workspace
 from tests.support import entry_points as entry_points
 from tests.support.entry_points import (
     BACKWARD,
@@ -245,7 +245,7 @@ import multiprocessing, sys, warnings
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import torch
-from generator.runtime.api import Package
+from normforge.api import Package
 warnings.filterwarnings("error", message=".*using (PyTorch's own|the formula)")
 package = Package(Path({folder!r}))
 package.install()

@@ -11,9 +11,11 @@ import torch
 from generator.operations.rmsnorm_forward import ForwardInputs
 from generator.package.emit import emit_package
 from generator.problem import Problem
-from generator.runtime.serve.forward import Forward, reference_forward
 from generator.target import Target
 from generator.tuner.forward import tune_forwards
+from normforge.serve.forward import Forward, reference_forward
+from normforge.serve.kernels import source_of
+from tests.support.entry_points import write_package
 from tests.support.forward import EPS, drawn, output_fault
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -29,7 +31,7 @@ def ours(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Forward:
     forwards = tune_forwards(shapes, here, (0,), processes=2)
     assert [entry.evidence for entry in forwards.tuned] == ["measured", "measured"]
     emit_package([], [], here, folder, forwards)
-    return Forward(folder)
+    return Forward(source_of(folder))
 
 
 def rows(M: int, N: int, dtype: str) -> torch.Tensor:
@@ -127,7 +129,7 @@ def test_gpu_no_rows_and_more_than_2_to_31_elements(ours: Forward) -> None:
 def test_gpu_what_has_no_kernel_is_served_by_pytorch_with_one_warning(
     tmp_path: Path,
 ) -> None:
-    bare = Forward(tmp_path)
+    bare = Forward(write_package(tmp_path)._source)
     x, weight = rows(8, 64, "bf16"), torch.ones(64, device="cuda").bfloat16()
     with pytest.warns(UserWarning, match="no forward kernels") as caught:
         for _ in range(3):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from generator.runtime.api import Package
-from generator.runtime.frontends.graph_pass import make_backend
 from generator.target import Target
+from normforge.api import Package
+from normforge.frontends.graph_pass import make_backend
 from tests.support.accuracy import MARGIN
 from tests.support.entry_points import equal_bits, randn
 from tests.support.norm_classes import NORM_CLASSES, GemmaRMSNorm, L2Norm

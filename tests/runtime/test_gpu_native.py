@@ -11,9 +11,9 @@ import torch
 from generator.operations.rmsnorm_backward import make_inputs
 from generator.package.emit import emit_package
 from generator.problem import Problem
-from generator.runtime.api import Package
 from generator.target import Target
 from generator.tuner.forward import tune_forwards
+from normforge.api import Package
 from tests.support.entry_points import INSTALL, MODULE, Training, equal_bits, norm_of
 from tests.support.native import in_threads, installed_natively
 from tests.support.samples import compiled_fallbacks, planted_entry
@@ -42,7 +42,7 @@ class Pair:
     C++ went to Python."""
 
     def __init__(self, folder: Path) -> None:
-        self.python, self.native = Package(folder), Package(folder)
+        self.python, self.native = Package(folder, "python"), Package(folder, "native")
         self.fallbacks = 0
         gradients = self.native._norm.gradients
 
@@ -114,7 +114,7 @@ def forwards(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "shape", ["4096x256:bf16", "777x1024:bf16", "300x1000:fp16", "68x1024:bf16:fp32"]
 )
 def test_gpu_native_forwards_give_the_bits_of_python(forwards: Path, shape: str) -> None:
-    python, native = Package(forwards), Package(forwards)
+    python, native = Package(forwards, "python"), Package(forwards, "native")
     native.use_native()
     x, weight, residual = (tensor.detach() for tensor in gpu_inputs(shape))
 
@@ -122,8 +122,8 @@ def test_gpu_native_forwards_give_the_bits_of_python(forwards: Path, shape: str)
         return [
             package.rms_norm(x, weight, 1e-6),
             *package.rmsnorm_forward(x, weight, weight_offset=1.0),
-            *package.ops.rms_norm(x, weight, 1e-6, 0.0),
-            *package.ops.add_rms_norm(x, residual, weight, 1e-6, 0.0),
+            *package.ops.rms_norm(x, weight, 1e-6, 0.0, package.name),
+            *package.ops.add_rms_norm(x, residual, weight, 1e-6, 0.0, package.name),
         ]
 
     for _ in range(3):

@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from generator.runtime.api import Package
-from generator.runtime.frontends.graph_pass import find_norms, make_backend
-from generator.runtime.frontends.operators import Operators
 from generator.target import Target
+from normforge.api import Package
+from normforge.frontends.graph_pass import find_norms, make_backend
+from normforge.frontends.operators import Operators
 from tests.support.accuracy import Case, cases, check
 from tests.support.entry_points import ENTRY_POINTS, INSTALL, Training, equal_bits, norm_of
 from tests.support.samples import training_package
@@ -144,7 +144,7 @@ def test_gradients_of_the_function_are_those_of_the_kernel(package: Package, cas
     x, weight = t["x"].requires_grad_(), t["weight"]
     leaves = [x] if weight is None else [x, weight.requires_grad_()]
     y = package.rms_norm(x, weight, 1e-6, weight_offset=case.offset)
-    rstd = package.ops.rms_norm(x.detach(), weight, 1e-6, case.offset)[1].detach()
+    rstd = package.ops.rms_norm(x.detach(), weight, 1e-6, case.offset, package.name)[1].detach()
     found = torch.autograd.grad(y, leaves, t["dy"])
     wanted = package.rmsnorm_backward(t["dy"], x.detach(), rstd, weight, weight_offset=case.offset)
     assert equal_bits(list(found), [result for result in wanted if result is not None])

@@ -12,12 +12,14 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import rms_norm
 
-from generator.runtime.api import Package
-from generator.runtime.frontends.graph_pass import make_backend, route
+from normforge.api import Package
+from normforge.frontends.additions import fold_additions
+from normforge.frontends.graph_pass import make_backend, route
 from tests.support.entry_points import (
     Training,
     needs_whole_forward,
     randn,
+    write_package,
 )
 
 ATEN = torch.ops.aten
@@ -294,6 +296,20 @@ def test_nothing_is_folded_over_an_effect(package: Package, effect: str) -> None
 
 
 # ---- Numbers -------------------------------------------------------------------------------------
+
+
+def test_norms_of_another_package_are_left_alone(package: Package, tmp_path: Path) -> None:
+    other = write_package(tmp_path / "other")
+
+    def step(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
+        y, rstd = package.rmsnorm_forward(x + residual, weight)
+        dx, _ = package.rmsnorm_backward(y, x, rstd, weight)
+        return dx + residual
+
+    rows = randn(4, 16)
+    graph = make_fx(step, tracing_mode="fake")(rows, rows.clone(), randn(16, seed=1)).graph
+    assert fold_additions(graph, other.ops) == 0
+    assert fold_additions(graph, package.ops) == 2
 
 
 def test_sum_after_a_backward_is_rounded_once(package: Package) -> None:

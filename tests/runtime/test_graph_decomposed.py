@@ -14,8 +14,8 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from generator.runtime.api import Package
-from generator.runtime.frontends.graph_pass import (
+from normforge.api import Package
+from normforge.frontends.graph_pass import (
     graph_modules,
     make_backend,
     route,
@@ -197,8 +197,7 @@ def test_route_recognises_them_before_autograd_only(
     torch.testing.assert_close(y, norm(h, w), rtol=2**-7, atol=2**-7)
     told = [message for message in caplog.messages if message.startswith("gave")]
     assert told == [
-        f"gave 0 RMSNorm nodes and 1 written-out ones to {package.ops.namespace}; "
-        "additions folded: 1",
+        f"gave 0 RMSNorm nodes and 1 written-out ones to {package.name}; additions folded: 1",
     ]
     joint = make_fx(training, tracing_mode="fake")(x, w)
     before = str(joint.graph)
@@ -455,7 +454,7 @@ def test_training_through_the_backend_is_that_of_eager_code(
 
     with caplog.at_level("INFO"):
         found = train(wrap=lambda model: torch.compile(model, backend=backend))
-    told = [message.split(package.ops.namespace) for message in caplog.messages]
+    told = [message.split(package.name) for message in caplog.messages]
     sentence = "gave 0 RMSNorm nodes{} to "
     assert [sentence.format(" and 9 written-out ones"), "; additions folded: 0"] in told
     assert told.count([sentence.format(""), "; additions folded: 4"]) == 2

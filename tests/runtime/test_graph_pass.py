@@ -12,8 +12,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from generator.runtime.api import Package
-from generator.runtime.frontends.graph_pass import (
+from normforge.api import Package
+from normforge.frontends.graph_pass import (
     find_norms,
     getitems,
     make_backend,
@@ -22,7 +22,8 @@ from generator.runtime.frontends.graph_pass import (
     route,
     tag,
 )
-from generator.runtime.frontends.operators import Operators
+from normforge.frontends.library import VERSION, namespace
+from normforge.frontends.operators import Operators
 from tests.support.entry_points import (
     FORWARD_STAYS_WHOLE,
     needs_whole_forward,
@@ -131,7 +132,7 @@ def test_every_norm_is_routed_and_the_numbers_stay(package: Package, step: Step,
     wanted, others = module(*inputs), untouched(module)
     assert route(module, package.ops) is module
     assert find_norms(module.graph, Operators) == []
-    mine = [n for n in module.graph.nodes if package.ops.namespace in str(n.target)]
+    mine = [n for n in module.graph.nodes if namespace in str(n.target)]
     assert len(mine) == STEPS[step]
     takers = {user for node in mine for user in node.users}
     assert all(user.target is operator.getitem for user in takers)
@@ -147,7 +148,7 @@ def test_every_norm_is_routed_and_the_numbers_stay(package: Package, step: Step,
 def test_routed_nodes_keep_what_tracing_knew(package: Package) -> None:
     module = route(trace(several), package.ops)
     for node in module.graph.nodes:
-        if package.ops.namespace in str(node.target):
+        if namespace in str(node.target):
             values = node.meta["val"]
             for user in node.users:
                 # Of what the mask leaves out, tracing knows nothing.
@@ -303,7 +304,7 @@ def test_pass_fits_a_graph_trainer(package: Package, caplog: pytest.LogCaptureFi
     told = [record.getMessage() for record in caplog.records if "RMSNorm" in record.getMessage()]
     assert told == [
         f"marked {STEPS[several]} RMSNorm nodes for Inductor",
-        f"gave {STEPS[several]} RMSNorm nodes to {package.ops.namespace}; "
+        f"gave {STEPS[several]} RMSNorm nodes to {package.name}; "
         f"additions folded: {ADDITIONS[several]}",
     ]
     (norm,) = find_norms(passes[0](trace(backward_only)).graph, Operators)
@@ -392,7 +393,7 @@ def test_routed_nodes_keep_their_meta(package: Package, step: Step) -> None:
     norm.meta |= {"custom": {"region": 3}, "stack_trace": "model.py, line 7"}
     before = dict(norm.meta)
     route(module, package.ops)
-    (routed,) = (n for n in module.graph.nodes if package.ops.namespace in str(n.target))
+    (routed,) = (n for n in module.graph.nodes if namespace in str(n.target))
     assert routed.meta.keys() == before.keys()
     assert all(routed.meta[name] == before[name] for name in before if name != "val")
     for mine, theirs in zip(routed.meta["val"], before["val"], strict=False):
@@ -450,7 +451,7 @@ def test_settings_of_the_backend_are_those_of_inductor(package: Package, own_cac
     torch.compile(norm, backend=backend, fullgraph=True)(x, w).sum().backward()
     assert [fusion for fusion, _ in seen] == [False, False]
     for (_, calls), name in zip(seen, ("rms_norm", "rms_norm_backward"), strict=True):
-        assert f"{package.ops.namespace}.{name}.default" in calls
+        assert f"{namespace}.{name}.{VERSION}" in calls
     assert config.epilogue_fusion
 
 

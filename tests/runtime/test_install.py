@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from generator.runtime.api import Package
-from generator.runtime.frontends.install import RMS_NORM, Installation
-from generator.runtime.serve.warn_once import WarnOnce
+from normforge.api import Package
+from normforge.frontends.install import RMS_NORM, Installation
+from normforge.serve.warn_once import WarnOnce
 from tests.support.entry_points import (
     UNINSTALLS,
     grads,

@@ -13,9 +13,9 @@ import torch
 from cuda.bindings import driver as cuda
 
 from generator.operations.rmsnorm_backward import Inputs, run_backward
-from generator.runtime.launch.driver import LaunchError
-from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.spec import Launch, plan_launch
+from normforge.launch.driver import LaunchError
+from normforge.launch.loaded_kernel import LoadedKernel
+from normforge.spec import Launch, plan_launch
 from tests.support.fake_driver import (
     SEPARATE,
     SPEC,

@@ -16,13 +16,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from generator.package.files import KernelFiles, write_package
-from generator.runtime.frontends.layer_norm import LayerNormPackage
-from generator.runtime.launch.kernel_arguments import DW_ADDED, DW_IN_FP32, DW_IN_WEIGHT_DTYPE
-from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.serve.options import Arguments, Options, composition
-from generator.runtime.serve.reference import reference_backward
-from generator.runtime.spec import KernelSpec, plan_launch
-from generator.runtime.table import Table
+from normforge.frontends.layer_norm import LayerNormPackage
+from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32, DW_IN_WEIGHT_DTYPE
+from normforge.launch.loaded_kernel import LoadedKernel
+from normforge.serve.options import Arguments, Options, composition
+from normforge.serve.reference import reference_backward
+from normforge.spec import KernelSpec, plan_launch
+from normforge.table import Table
 from tests.support.entry_points import leaf, randn, routing_on_cpu
 from tests.support.fake_driver import (
     LAYER_NORM,
@@ -333,7 +333,7 @@ def launching(
         write_package(tmp_path, KernelFiles(tmp_path, 132), Table(TARGET, (entry(6, spec),)), None)
         package = LayerNormPackage(tmp_path)
         kernel = LoadedKernel(b"cubin", spec)
-        package._kernels.get = lambda _: kernel  # type: ignore[method-assign]
+        package._source(None).loaded.get = lambda _: kernel  # type: ignore[method-assign]
         package._find = partial(package._with_kernel, device=0)  # type: ignore[method-assign]
         package._calls._device = ""
         return package

@@ -12,12 +12,13 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from generator.runtime.api import Package
-from generator.runtime.frontends.graph_pass import find_norms, route, tag
-from generator.runtime.frontends.layer_norm import LayerNormPackage
-from generator.runtime.frontends.layer_norm_operators import LayerNormOperators
-from generator.runtime.frontends.operators import Operators
-from generator.runtime.serve.warn_once import WarnOnce
+from normforge.api import Package
+from normforge.frontends.graph_pass import find_norms, route, tag
+from normforge.frontends.layer_norm import LayerNormPackage
+from normforge.frontends.layer_norm_operators import LayerNormOperators
+from normforge.frontends.library import namespace
+from normforge.frontends.operators import Operators
+from normforge.serve.warn_once import WarnOnce
 from tests.support.entry_points import (
     aten_on_cpu,
     grads,
@@ -126,7 +127,12 @@ def test_backend_routes_plain_norms_to_the_operator(package: LayerNormPackage) -
 def test_operators_pass_opcheck(package: LayerNormPackage) -> None:
     x, residual = leaf(4, 6, 16), leaf(4, 6, 16, seed=1)
     weight, bias = leaf(16, seed=2), leaf(16, seed=3)
-    check = torch.library.opcheck
+    name = package.name
+
+    def check(operator: Any, given: tuple[Any, ...]) -> None:
+        place = 9 if operator is package.ops.layer_norm_backward else len(given)
+        torch.library.opcheck(operator, (*given[:place], name, *given[place:]))
+
     check(package.ops.layer_norm, (x, None, weight, bias, 1e-5))
     check(package.ops.layer_norm, (x, residual.bfloat16(), weight, None, 1e-5))
     check(package.ops.layer_norm, (x, None, None, bias, 1e-5))
@@ -149,7 +155,7 @@ def test_operator_tries_the_quick_call_with_the_mean(
     quick = lambda *tensors: seen.append(tensors) or (torch.ones(4, 16), torch.ones(2, 16))  # noqa: E731
     monkeypatch.setattr(package.ops, "_quick", quick)
     dx, sums, none = package.ops.layer_norm_backward(
-        *given[:4], None, None, 0.0, True, True, given[4]
+        *given[:4], None, None, 0.0, True, True, package.name, given[4]
     )
     assert same(list(seen[0]), list(given))
     assert (dx.sum(), sums.sum(), none.shape) == (64, 32, (0,))
@@ -381,7 +387,7 @@ def test_every_backward_is_routed_and_the_numbers_stay(
     assert rewrite.__name__ == "normforge_route_layernorm"
     told = [message for message in caplog.messages if "nodes" in message]
     # x's gradient of `y + x` is added to that of the first norm.
-    assert told == [f"gave 3 LayerNorm nodes to {package.ops.namespace}; additions folded: 1"]
+    assert told == [f"gave 3 LayerNorm nodes to {package.name}; additions folded: 1"]
     assert len(find_norms(module.graph, LayerNormOperators)) == 3  # the forward is PyTorch's
     for one, other in zip(module(*inputs(3)), wanted, strict=True):
         assert torch.allclose(one, other, atol=1e-4)
@@ -445,7 +451,7 @@ def test_nested_modules_marks_and_other_norms(
     route(module, package.ops)
     assert backwards(inner) == 0
     for node in inner.graph.nodes:
-        if package.ops.namespace in str(node.target) or node.target is ATEN.select.int:
+        if namespace in str(node.target) or node.target is ATEN.select.int:
             assert "compile_with_inductor" not in node.meta["custom"]
 
 

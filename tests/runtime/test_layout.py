@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from generator.runtime.launch.row_layout import RowLayout
-from generator.runtime.launch.workspace import StreamWorkspace, Zeros
-from generator.runtime.serve.layout import Layout, read_layout
-from generator.runtime.serve.options import Arguments
-from generator.runtime.spec import Launch
+from normforge.launch.row_layout import RowLayout
+from normforge.launch.workspace import StreamWorkspace, Zeros
+from normforge.serve.layout import Layout, read_layout
+from normforge.serve.options import Arguments
+from normforge.spec import Launch
 from tests.support.fake_driver import FakeDriver
 
 N = 64

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from generator.runtime.api import Package
+from normforge.api import Package
 from tests.support.entry_points import randn
 
 

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import normforge
-from generator.runtime.frontends import matching
-from generator.runtime.frontends.matching import form_of
+from generator.paths import GENERATED
 from normforge import batch_invariant
+from normforge.frontends import matching
+from normforge.frontends.batch_invariant import BatchInvariantPackage
+from normforge.frontends.matching import form_of
+from normforge.frontends.operators import Operators
 from tests.support.entry_points import grads, leaf, same
 
 NAMED = "vllm-triton3.7"
@@ -102,10 +105,17 @@ def test_norms_of_one_order_share_their_operators() -> None:
         for name in ("3.5", "3.7", "3.8")
     }
     assert of["3.5"] is of["3.7"] is not of["3.8"]
-    spaces = {norm.operators.namespace for norm in of.values()}
-    assert (
-        len(spaces) == 2 and batch_invariant.RMSNorm(64)._norm().operators.namespace not in spaces
-    )
+    names = {norm.operators.package for norm in of.values()}
+    assert len(names) == 2 and batch_invariant.RMSNorm(64)._norm().operators.package not in names
+
+
+def test_a_graph_may_ask_for_a_form_before_anybody_else() -> None:
+    invariant = BatchInvariantPackage(GENERATED / "h200" / "rmsnorm_invariant_backward")
+    x = torch.ones(2, 64)
+    name = f"{invariant.name}+tiles_in_pairs"
+    y, _ = invariant.operators.rms_norm.v1(x, None, 1e-6, 0.0, name)
+    norm = invariant._norm.matching("vllm-triton3.8")
+    assert norm.operators is Operators.served(name) and torch.equal(y, norm.rms_norm(x, None, 1e-6))
 
 
 def test_module_refuses_what_vllm_does_not_have() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from generator.runtime.native import build, native
+from normforge.native import build, native
 from tests.support.entry_points import equal_bits, write_package
 from tests.support.native import (
     in_threads,

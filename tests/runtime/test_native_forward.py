@@ -11,15 +11,15 @@ import torch
 from cuda.bindings import driver as cuda
 from torch.testing._internal.two_tensor import TwoTensor
 
-from generator.runtime.api import Package
-from generator.runtime.launch import forward_call as call_module
-from generator.runtime.launch.driver import LaunchError
-from generator.runtime.launch.forward_call import forward_call
-from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.launch.row_layout import row_layout
-from generator.runtime.launch.workspace import PER_THREAD
-from generator.runtime.serve.checks import check_forward
-from generator.runtime.serve.reference import reference_forward
+from normforge.api import Package
+from normforge.launch import forward_call as call_module
+from normforge.launch.driver import LaunchError
+from normforge.launch.forward_call import forward_call
+from normforge.launch.loaded_kernel import LoadedKernel
+from normforge.launch.row_layout import row_layout
+from normforge.launch.workspace import PER_THREAD
+from normforge.serve.checks import check_forward
+from normforge.serve.reference import reference_forward
 from tests.support.entry_points import equal_bits
 from tests.support.forward import of_kind
 from tests.support.native import Machine, Watch, in_threads, rows, shifted, spread, who_served
@@ -78,8 +78,8 @@ def with_rstd(package: Package, x: Any, weight: Any, *norm: Any, residual: Any =
 def operator(package: Package, x: Any, weight: Any, *norm: Any, residual: Any = None) -> Any:
     """As compiled code calls it."""
     if residual is None:
-        return package.ops.rms_norm(x, weight, *(norm or (1e-6, 0.0)))
-    return package.ops.add_rms_norm(x, residual, weight, *(norm or (1e-6, 0.0)))
+        return package.ops.rms_norm(x, weight, *(norm or (1e-6, 0.0)), package.name)
+    return package.ops.add_rms_norm(x, residual, weight, *(norm or (1e-6, 0.0)), package.name)
 
 
 calls = pytest.mark.parametrize("call", [function, node, with_rstd, operator])
@@ -183,7 +183,7 @@ def test_forward_that_differs_in_one_thing_is_left_to_python(
         except (TypeError, ValueError, RuntimeError) as error:
             outcomes.append(str(error))
     if isinstance(outcomes[0], str):
-        assert outcomes[0] == outcomes[1].replace(never.ops.namespace, one.ops.namespace)
+        assert outcomes[0] == outcomes[1].replace(never.name, one.name)
     else:
         assert equal_bits(*outcomes)
     assert who_served(machine, lambda: call(one, **inputs()))[:2] == (1, 0)
@@ -282,7 +282,7 @@ def test_derivatives_of_other_kinds_are_left_to_python(machine: Machine, package
     learned(one)
 
     def norm(x: torch.Tensor) -> torch.Tensor:
-        return one.ops.rms_norm(x, weight, 1e-6, 0.0)[0].float()
+        return one.ops.rms_norm(x, weight, 1e-6, 0.0, one.name)[0].float()
 
     def theirs(x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.nn.functional.rms_norm(x.float(), (1024,), weight.float(), 1e-6)

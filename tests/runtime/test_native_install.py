@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from generator.runtime.api import Package
-from generator.runtime.frontends.install import Installation
-from generator.runtime.native import native
-from generator.runtime.spec import KernelSpec
+from normforge.api import Package
+from normforge.frontends.install import Installation
+from normforge.native import native
+from normforge.spec import KernelSpec
 from tests.support.entry_points import (
     UNINSTALLS,
     Training,

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from generator.runtime.api import Package
-from generator.runtime.launch.workspace import PER_THREAD
-from generator.runtime.spec import KernelSpec
+from normforge.api import Package
+from normforge.frontends.operators import Operators
+from normforge.launch.workspace import PER_THREAD
+from normforge.spec import KernelSpec
 from tests.support.entry_points import equal_bits
 from tests.support.fake_driver import (
     SEPARATE,
@@ -56,6 +57,24 @@ def test_native_launch_is_that_of_python_in_memory_of_its_own(
     assert (main[0], main[1], main[3]) == tuple(given[n].data_ptr() for n in ("x", "dy", "weight"))
 
 
+def test_operators_are_of_the_package_that_has_the_name_now(machine: Machine, make: Any) -> None:
+    """One that is loaded again, after it was tuned again, say."""
+    former = make()
+    for _ in range(3):
+        former.ops.rms_norm_backward(*inputs().values(), None, None, 0.0, True, True, former.name)
+    call = (*inputs().values(), None, None, 0.0, True, True, former.name)
+    assert who_served(machine, lambda: former.ops.rms_norm_backward(*call))[:2] == (1, 0)
+    ran: list[Any] = []
+
+    def backward(given: Any, options: Any) -> Any:
+        ran.append(given)
+        return former._run(given, options)
+
+    Operators(former.name, former._forward, backward, lambda *_: None)
+    assert who_served(machine, lambda: former.ops.rms_norm_backward(*call))[:2] == (0, 1)
+    assert len(ran) == 1
+
+
 def test_planted_scratch_of_somebody_else_is_noticed(machine: Machine, make: Any) -> None:
     """The check of all tests here sees a plan with a wrong address."""
     package, reference = make(SEPARATE), make(SEPARATE, on=False)
@@ -93,7 +112,7 @@ def test_call_that_differs_in_one_thing_is_left_to_python(
         except (TypeError, ValueError, RuntimeError) as error:
             outcomes.append(str(error))
     if isinstance(outcomes[0], str):
-        assert outcomes[0] == outcomes[1].replace(never.ops.namespace, package.ops.namespace)
+        assert outcomes[0] == outcomes[1].replace(never.name, package.name)
     else:
         assert equal_bits(*outcomes)
     assert who_served(machine, lambda: entry_point(package, **inputs()))[:2] == (1, 0)
@@ -134,9 +153,11 @@ def test_operator_leaves_options_to_python(
     learned(package, by_operator)
     plain = (*inputs().values(), None, None, 0.0, True, True)
     given = (*plain[:place], value, *plain[place + 1 :])
-    by_cpp, _, results = who_served(machine, lambda: package.ops.rms_norm_backward(*given))
+    by_cpp, _, results = who_served(
+        machine, lambda: package.ops.rms_norm_backward(*given, package.name)
+    )
     assert by_cpp == 0
-    wanted = never.ops.rms_norm_backward(*given)
+    wanted = never.ops.rms_norm_backward(*given, never.name)
     assert equal_bits([results[0]], [wanted[0]])
     assert [(t.shape, t.dtype) for t in results] == [(t.shape, t.dtype) for t in wanted]
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 
-from generator.runtime import api as api_module
-from generator.runtime.launch.driver import LaunchError
-from generator.runtime.native import plans
-from generator.runtime.serve.call_cache import _MOST_RECENT as _MOST
+from normforge import api as api_module
+from normforge.launch.driver import LaunchError
+from normforge.native import plans
+from normforge.serve.call_cache import _MOST_RECENT as _MOST
 from tests.support.entry_points import equal_bits
 from tests.support.fake_driver import (
     SEPARATE,

@@ -12,7 +12,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
-from generator.runtime.api import Package
+from normforge.api import Package
 from tests.support.entry_points import (
     MODULE,
     Swallowed,

@@ -3,6 +3,7 @@ fake tensors."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from generator.paths import REPOSITORY
-from generator.runtime.api import Package
-from generator.runtime.frontends import gradients, operators
+from normforge.api import Package
+from normforge.frontends import gradients
 from tests.support.entry_points import (
     grads,
     leaf,
@@ -59,23 +60,26 @@ def test_compiled_step_asks_the_dispatcher_once_per_operator(
 
     monkeypatch.setattr(gradients, "below_autograd", fail)
     assert same(step(), wanted)
-    assert package.ops.rms_norm_backward(*plain_call(), None, None, 0.0, True, True)[0] is not None
+    assert (
+        package.ops.rms_norm_backward(*plain_call(), None, None, 0.0, True, True, package.name)[0]
+        is not None
+    )
     with pytest.raises(AssertionError, match="asked again"):
-        package.ops.rms_norm(x, weight, None, 0.0)  # by a node
+        package.ops.rms_norm(x, weight, None, 0.0, package.name)  # by a node
 
 
 def test_wrapper_that_no_mode_announces_is_left_to_the_dispatcher(package: Package) -> None:
     x, weight = randn(4, 16), randn(16, seed=1)
     torch._enable_functionalization(reapply_views=True)
     try:
-        y, _ = package.ops.rms_norm(torch._to_functional_tensor(x), weight, 1e-6, 0.0)
+        y, _ = package.ops.rms_norm(torch._to_functional_tensor(x), weight, 1e-6, 0.0, package.name)
         assert torch._is_functional_tensor(y)
         torch._sync(y)
     finally:
         torch._disable_functionalization()
     plain = torch._from_functional_tensor(y)
     assert torch.equal(plain, package.rms_norm(x, weight, 1e-6))
-    negative = package.ops.rms_norm(torch._neg_view(x), weight, 1e-6, 0.0)[0]
+    negative = package.ops.rms_norm(torch._neg_view(x), weight, 1e-6, 0.0, package.name)[0]
     assert torch.equal(negative, package.rms_norm(-x, weight, 1e-6))
 
 
@@ -86,7 +90,7 @@ def test_operator_tries_the_quick_call_for_plain_arguments_alone(
     found = torch.ones(4, 16), torch.ones(16)
     monkeypatch.setattr(package.ops, "_quick", lambda *_: tuple(t.clone() for t in found))
     backward = package.ops.rms_norm_backward
-    plain = (dy, x, rstd, weight, None, None, 0.0, True, True)
+    plain = (dy, x, rstd, weight, None, None, 0.0, True, True, package.name)
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled):
             dx, dw, third = backward(*plain)
@@ -104,7 +108,10 @@ def test_results_that_nobody_wants_are_tensors_of_their_own(
     package: Package, need_dx: bool
 ) -> None:
     call = (*plain_call(), None, None, 0.0, need_dx, False)
-    results = [*package.ops.rms_norm_backward(*call), *package.ops.rms_norm_backward(*call)]
+    results = [
+        *package.ops.rms_norm_backward(*call, package.name),
+        *package.ops.rms_norm_backward(*call, package.name),
+    ]
     assert [t.shape for t in results[1:3]] == [(0,), (0,)]
     assert len({t.untyped_storage()._cdata for t in results}) == 6
 
@@ -145,7 +152,11 @@ def test_selective_checkpointing_sees_the_operator(package: Package) -> None:
 def test_operators_pass_opcheck(package: Package) -> None:
     x, residual, weight = leaf(4, 6, 16), leaf(4, 6, 16, seed=1), leaf(16, seed=2)
     dy, plain, rstd = randn(4, 6, 16, seed=3), x.detach(), torch.rand(4, 6, 1)
-    check = torch.library.opcheck
+    name = package.name
+
+    def check(operator: Any, given: tuple[Any, ...]) -> None:
+        torch.library.opcheck(operator, (*given, name))
+
     check(package.ops.rms_norm, (x, weight, None, 0.0))
     check(package.ops.rms_norm, (x, None, 1e-5, 1.0))
     check(package.ops.add_rms_norm, (x, residual.bfloat16(), weight, 1e-5, 1.0))
@@ -199,31 +210,35 @@ def test_inference_and_autocast(package: Package) -> None:
         assert not package.rms_norm(x, weight).requires_grad
 
 
-def test_two_packages_have_operators_of_their_own(tmp_path: Path) -> None:
-    packages = [write_package(tmp_path / name) for name in ("one", "two")]
-    names = {package.ops.namespace for package in packages}
-    assert len(names) == 2
-    assert all(name.startswith("normforge_") for name in names)
-
-
-def test_namespace_changes_with_the_tables(tmp_path: Path) -> None:
-    first = write_package(tmp_path / "a")
-    (tmp_path / "b").mkdir()
-    table = (tmp_path / "a" / "table.json").read_text()
-    (tmp_path / "b" / "table.json").write_text(table.replace("no GPU", "another"))
-    other = Package(tmp_path / "b")
-    assert first.ops.namespace.split("_")[1] != other.ops.namespace.split("_")[1]
-
-
-def test_namespace_changes_with_what_the_operators_take(
+def test_packages_share_operators_which_find_the_package_that_a_call_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Code that an earlier runtime compiled lies in Inductor's cache, and would call them."""
-    first = write_package(tmp_path / "a")
-    schema = operators.SCHEMAS["rms_norm"].replace("Tensor x", "Tensor rows")
-    monkeypatch.setitem(operators.SCHEMAS, "rms_norm", schema)
-    other = write_package(tmp_path / "b")
-    assert first.ops.namespace.split("_")[1] != other.ops.namespace.split("_")[1]
+    one, two = (write_package(tmp_path / name) for name in ("one", "two"))
+    assert one.operators is two.operators and one.name != two.name
+    for package in (one, two):
+        wide = torch.full((4, 16), float(len(package.name)))
+        monkeypatch.setattr(package.ops, "_quick", lambda *_, wide=wide: (wide.clone(), wide[0]))
+    for package in (two, one):
+        given = (*plain_call(), None, None, 0.0, True, True, package.name)
+        dx, *_ = package.operators.rms_norm_backward.v1(*given)
+        assert torch.equal(dx, torch.full((4, 16), float(len(package.name))))
+    compiled = torch.compile(lambda x: two.rms_norm(x).sin(), backend="aot_eager", fullgraph=True)
+    x = leaf(4, 16)
+    assert torch.equal(compiled(x), one.rms_norm(x).sin())
+
+
+def test_operator_of_a_package_that_is_not_there_says_what_to_do(package: Package) -> None:
+    operator = package.operators.rms_norm.v1
+    for name in (
+        "models.norms",
+        "models.norms+tiles_in_turn",
+        "h200/",
+        "h300/rmsnorm_backward",
+        "h200/softmax_backward",
+        "+x",
+    ):
+        with pytest.raises(RuntimeError, match=f"no package '{re.escape(name)}'.*: import it"):
+            operator(randn(4, 16), None, None, 0.0, name)
 
 
 FORKED = """

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from generator.runtime.serve.checks import check_arguments, foreign_device
-from generator.runtime.serve.options import (
+from normforge.serve.checks import check_arguments, foreign_device
+from normforge.serve.options import (
     PLAIN,
     Arguments,
     Options,
@@ -20,7 +20,7 @@ from generator.runtime.serve.options import (
     offset_in_weight,
     per_head,
 )
-from generator.runtime.serve.server import Server
+from normforge.serve.server import Server
 from tests.support.fake_driver import SPEC, tensors
 
 N = 1024

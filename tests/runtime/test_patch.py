@@ -14,7 +14,7 @@ import torch.nn.utils.parametrize
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from generator.runtime.api import Package
+from normforge.api import Package
 from tests.support.entry_points import grads, randn
 
 

@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from generator.runtime.api import Package
-from generator.runtime.serve.call import formula
-from generator.runtime.serve.call_cache import _MOST_RECENT as _MOST
-from generator.runtime.serve.call_cache import CallCache
-from generator.runtime.serve.forward import Forward
-from generator.runtime.serve.options import Arguments, Options
-from generator.runtime.table import MAX_ALIGNMENT
+from normforge.api import Package
+from normforge.serve.call import formula
+from normforge.serve.call_cache import _MOST_RECENT as _MOST
+from normforge.serve.call_cache import CallCache
+from normforge.serve.forward import Forward
+from normforge.serve.kernels import source_of
+from normforge.serve.options import Arguments, Options
+from normforge.table import MAX_ALIGNMENT
 from tests.support.entry_points import (
     aten_on_cpu,
     routing_on_cpu,
@@ -211,7 +212,7 @@ BACKWARDS = (Backward, LayerNorm)
 
 def forward_on_cpu(folder: Path) -> Forward:
     """A forward that keeps calls on the CPU too."""
-    forward = Forward(folder)
+    forward = Forward(source_of(folder))
     for calls in forward._calls.values():
         calls._device = ""
     return forward
@@ -364,8 +365,8 @@ def test_every_call_is_served_as_its_own_in_any_order(
     """While lists are renewed and tables cleared all the time. An `Own` refuses other calls."""
     entry_point = make(a_package(tmp_path, make.write))
     with pytest.MonkeyPatch.context() as patch, aten_on_cpu(), entry_point.around():
-        patch.setattr("generator.runtime.serve.call_cache._MOST_KEYS", 5)
-        patch.setattr("generator.runtime.serve.call_cache._MISSES_TO_FORGET", 3)
+        patch.setattr("normforge.serve.call_cache._MOST_KEYS", 5)
+        patch.setattr("normforge.serve.call_cache._MISSES_TO_FORGET", 3)
         kinds: list[tuple[Tensors, Keywords]] = [
             (tensors_of(entry_point, M), {}) for M in range(1, 15)
         ]
@@ -404,8 +405,8 @@ def test_calls_of_the_formula_off_the_gpu_are_not_kept(tmp_path: Path, make: typ
 def test_threads_are_served_each_with_its_own(
     entry_point: EntryPoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("generator.runtime.serve.call_cache._MOST_KEYS", 30)
-    monkeypatch.setattr("generator.runtime.serve.call_cache._MISSES_TO_FORGET", 3)
+    monkeypatch.setattr("normforge.serve.call_cache._MOST_KEYS", 30)
+    monkeypatch.setattr("normforge.serve.call_cache._MISSES_TO_FORGET", 3)
     errors: list[BaseException] = []
 
     def work(first: int) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from generator.runtime.serve.call import aten_call
-from generator.runtime.serve.options import (
+from normforge.serve.call import aten_call
+from normforge.serve.options import (
     PLAIN,
     Options,
 )
-from generator.runtime.serve.reference import reference_backward
+from normforge.serve.reference import reference_backward
 from tests.support.entry_points import randn, write_package
 from tests.support.fake_driver import (
     tensors,

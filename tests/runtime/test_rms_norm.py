@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from generator.runtime.api import Package
-from generator.runtime.frontends import rms_norm
+from normforge.api import Package
+from normforge.frontends import rms_norm
 from tests.support.entry_points import (
     aten_on_cpu,
     grads,
@@ -141,7 +141,7 @@ def test_second_derivatives_are_served(package: Package, how: str) -> None:
         return
 
     def norm(x: Any, weight: Any) -> Any:
-        return package.ops.rms_norm(x, weight, 1e-5, 1.0)[0]
+        return package.ops.rms_norm(x, weight, 1e-5, 1.0, package.name)[0]
 
     assert torch.autograd.gradcheck(norm, (x, weight))
     assert torch.autograd.gradgradcheck(norm, (x, weight))
@@ -149,7 +149,9 @@ def test_second_derivatives_are_served(package: Package, how: str) -> None:
 
 def test_backward_operator_refuses_to_be_differentiated(package: Package) -> None:
     x, weight = leaf(3, 6), leaf(6, seed=1)
-    dx = package.ops.rms_norm_backward(x, x, torch.ones(3), weight, None, None, 0.0, True, True)[0]
+    dx = package.ops.rms_norm_backward(
+        x, x, torch.ones(3), weight, None, None, 0.0, True, True, package.name
+    )[0]
     with pytest.raises(RuntimeError, match="differentiate the norm"):
         dx.sum().backward()
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from generator.runtime.api import Package
-from generator.runtime.launch.row_layout import dense
-from generator.runtime.serve.options import PLAIN, Arguments, Options, add_residual, composition
-from generator.runtime.serve.reference import reference_backward
-from generator.runtime.serve.warn_once import WarnOnce
-from generator.runtime.spec import KernelSpec
+from normforge.api import Package
+from normforge.launch.row_layout import dense
+from normforge.serve.options import PLAIN, Arguments, Options, add_residual, composition
+from normforge.serve.reference import reference_backward
+from normforge.serve.warn_once import WarnOnce
+from normforge.spec import KernelSpec
 from tests.support.entry_points import (
     aten_on_cpu,
     function_norm,

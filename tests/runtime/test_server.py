@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from generator.package.emit import emit_package
-from generator.runtime.api import Package
-from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.serve.options import (
+from generator.target import find_target
+from normforge.api import Package
+from normforge.launch.loaded_kernel import LoadedKernel
+from normforge.serve.options import (
     PLAIN,
     Arguments,
     Options,
@@ -24,9 +25,8 @@ from generator.runtime.serve.options import (
     offset_in_weight,
     per_head,
 )
-from generator.runtime.spec import KernelSpec
-from generator.runtime.table import Table
-from generator.target import find_target
+from normforge.spec import KernelSpec
+from normforge.table import Table
 from tests.support.fake_driver import (
     SPEC,
     TABLE,
@@ -48,7 +48,8 @@ def package(
         table = Table(TABLE.target, tuned, (fallback(4096, 16), fallback(4096, 2)))
         (tmp_path / "table.json").write_text(json.dumps(table.to_json()))
         made = Package(tmp_path)
-        monkeypatch.setattr(made._kernels, "get", lambda k: LoadedKernel(b"cubin", k.spec))
+        loaded = made._source(None).loaded
+        monkeypatch.setattr(loaded, "get", lambda k: LoadedKernel(b"cubin", k.spec))
         return made
 
     here = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H200")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generator.runtime.spec import CHUNK_ROWS, KernelSpec, plan_launch
+from normforge.spec import CHUNK_ROWS, KernelSpec, plan_launch
 from tests.support.fake_driver import SPEC
 
 ROW = 1024  # floats of one row of partial dw

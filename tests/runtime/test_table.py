@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from generator.runtime.table import Table, runs_on
+from normforge.table import Table, runs_on
 from tests.support.fake_driver import (
     TABLE,
     entry,

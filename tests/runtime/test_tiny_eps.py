@@ -14,13 +14,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import layer_norm, rms_norm
 
 from generator.paths import GENERATED
-from generator.runtime.api import Package
-from generator.runtime.frontends.batch_invariant import BatchInvariantPackage
-from generator.runtime.frontends.graph_pass import find_norms, has_tiny_eps, route
-from generator.runtime.frontends.layer_norm import LayerNormPackage
-from generator.runtime.serve.options import PLAIN, SMALLEST_EPS, Arguments, FormulaOptions
-from generator.runtime.serve.server import Server
-from generator.runtime.table import MAX_ALIGNMENT
+from normforge.api import Package
+from normforge.frontends.batch_invariant import BatchInvariantPackage
+from normforge.frontends.graph_pass import find_norms, has_tiny_eps, route
+from normforge.frontends.layer_norm import LayerNormPackage
+from normforge.serve.options import PLAIN, SMALLEST_EPS, Arguments, FormulaOptions
+from normforge.serve.server import Server
+from normforge.table import MAX_ALIGNMENT
 from tests.support.entry_points import (
     leaf,
     needs_whole_forward,

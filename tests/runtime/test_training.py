@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from generator.runtime.api import Package
-from generator.runtime.serve.reference import reference_backward
+from normforge.api import Package
+from normforge.serve.reference import reference_backward
 from tests.support.accuracy import RESULTS, Case, cases, check, exact
 from tests.support.entry_points import (
     ENTRY_POINTS,

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from generator.runtime.api import Package
+from normforge.api import Package
 from tests.support.entry_points import randn, write_layer_norm_package, write_package
 
 Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -30,9 +30,9 @@ def norms(package: Package) -> dict[str, Norm]:
     return {
         "function": lambda x, weight: package.rms_norm(x, weight, 1e-6),
         "residual": with_residual,
-        "operator": lambda x, weight: package.ops.rms_norm(x, weight, 1e-6, 0.0)[0],
+        "operator": lambda x, weight: package.ops.rms_norm(x, weight, 1e-6, 0.0, package.name)[0],
         "operator with residual": lambda x, weight: package.ops.add_rms_norm(
-            x / 2, x / 2, weight, 1e-6, 0.0
+            x / 2, x / 2, weight, 1e-6, 0.0, package.name
         )[0],
     }
 
@@ -143,7 +143,9 @@ def test_backward_alone_has_no_tangent(package: Package) -> None:
         plain = package.rmsnorm_backward(*given)
         for calls in (
             lambda: package.rmsnorm_backward(dual, *given[1:]),
-            lambda: package.ops.rms_norm_backward(X, dual, *given[2:], None, None, 0.0, True, True),
+            lambda: package.ops.rms_norm_backward(
+                X, dual, *given[2:], None, None, 0.0, True, True, package.name
+            ),
         ):
             with pytest.raises(RuntimeError, match="differentiate the norm"):
                 calls()
@@ -192,7 +194,7 @@ def own_norms(folder: Path) -> dict[str, Callable[..., Any]]:
         "rms_norm with residual": lambda x, other, weight, _: rms.rms_norm(
             x, weight, 1e-6, residual=other
         ),
-        "operator": lambda x, _, weight, __: rms.ops.rms_norm(x, weight, 1e-6, 0.0)[0],
+        "operator": lambda x, _, weight, __: rms.ops.rms_norm(x, weight, 1e-6, 0.0, rms.name)[0],
         "layer_norm": lambda x, _, weight, bias: layer.layer_norm(x, weight, bias),
         "layer_norm with residual": lambda x, other, weight, bias: layer.layer_norm(
             x, weight, bias, residual=other

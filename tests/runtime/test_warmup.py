@@ -16,13 +16,13 @@ import torch
 from cuda.bindings import driver as cuda
 
 from generator.package.files import write_cubins
-from generator.runtime import api
-from generator.runtime.api import Package
-from generator.runtime.launch import forward_call
-from generator.runtime.serve import call
-from generator.runtime.serve.options import Arguments, Options
-from generator.runtime.spec import ForwardSpec, KernelSpec
-from generator.runtime.table import (
+from normforge import api
+from normforge.api import Package
+from normforge.launch import forward_call
+from normforge.serve import call
+from normforge.serve.options import Arguments, Options
+from normforge.spec import ForwardSpec, KernelSpec
+from normforge.table import (
     FORWARD_TABLE,
     TABLE,
     ForwardKernel,

@@ -9,8 +9,8 @@ import torch
 import torch.nn.utils.parametrize
 from torch import nn
 
-from generator.runtime.api import Package
-from generator.runtime.frontends.layer_norm import LayerNormPackage
+from normforge.api import Package
+from normforge.frontends.layer_norm import LayerNormPackage
 from tests.support.entry_points import Swallowed, randn, write_layer_norm_package
 
 
@@ -119,7 +119,7 @@ def test_sum_of_tensors_without_gradients_wants_none(
     x, residual = randn(4, 16), randn(4, 16, seed=1)
     weight = torch.ones(16, requires_grad=True)
     if kind == "operator":
-        y, _, stream = package.operators.add_rms_norm(x, residual, weight, None, 0.0)
+        y, _, stream = package.operators.add_rms_norm(x, residual, weight, None, 0.0, package.name)
     elif kind == "LayerNorm":
         y, stream = layer_package.LayerNorm(16)(x, residual)
     else:

@@ -17,7 +17,6 @@ from generator.problem import Problem
 from generator.report.collect import summaries
 from generator.report.text import render_text
 from generator.result import Result
-from generator.runtime.spec import MAIN_KERNEL
 from generator.search.budget import Budget
 from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs
@@ -25,6 +24,7 @@ from generator.studies.reader import read_studies
 from generator.studies.records import FLOOR, PLAIN_FLOOR, Winner, plain_floor
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.tuner.display import describe, table
+from normforge.spec import MAIN_KERNEL
 from tests.support.samples import plain_variant
 from tests.support.synthetic import PROBLEM, SPACE, TARGET, FakeEvaluator, FakePool, timed
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from generator.runtime.api import Package
-from generator.runtime.frontends.install import RMS_NORM, Installation
-from generator.runtime.frontends.layer_norm import LayerNormPackage
-from generator.runtime.frontends.layer_norm_routes import LAYER_NORM
-from generator.runtime.serve.reference import Results, reference_backward, reference_forward
-from generator.runtime.table import TABLE, Table
+from normforge.api import Package
+from normforge.frontends.install import RMS_NORM, Installation
+from normforge.frontends.layer_norm import LayerNormPackage
+from normforge.frontends.layer_norm_routes import LAYER_NORM
+from normforge.serve.reference import Results, reference_backward, reference_forward
+from normforge.table import TABLE, Table
 
 WHOLE_FROM = (2, 10)
 """The first PyTorch in whose graphs, traced or compiled, its RMSNorm is one operator."""

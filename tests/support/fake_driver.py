@@ -16,8 +16,8 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 
-from generator.runtime import api
-from generator.runtime.launch import (
+from normforge import api
+from normforge.launch import (
     binding,
     driver,
     forward_call,
@@ -25,15 +25,15 @@ from generator.runtime.launch import (
     loaded_kernel,
     workspace,
 )
-from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.launch.workspace import Workspaces
-from generator.runtime.native import plans
-from generator.runtime.serve import call
-from generator.runtime.serve.call import KernelCall
-from generator.runtime.serve.layout import read_layout
-from generator.runtime.serve.options import PLAIN, Arguments, Options
-from generator.runtime.spec import KernelSpec, plan_launch
-from generator.runtime.table import Kernel, Table, Tuned
+from normforge.launch.loaded_kernel import LoadedKernel
+from normforge.launch.workspace import Workspaces
+from normforge.native import plans
+from normforge.serve import call
+from normforge.serve.call import KernelCall
+from normforge.serve.layout import read_layout
+from normforge.serve.options import PLAIN, Arguments, Options
+from normforge.spec import KernelSpec, plan_launch
+from normforge.table import Kernel, Table, Tuned
 
 SPEC = KernelSpec(
     name="example",

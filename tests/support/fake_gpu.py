@@ -27,7 +27,7 @@ from generator.kernels.variant import Variant, make_variant
 from generator.operations import RMSNORM_BACKWARD
 from generator.problem import Problem
 from generator.result import Result
-from generator.runtime.spec import FORWARD_KERNELS, MAIN_KERNEL, ForwardSpec
+from normforge.spec import FORWARD_KERNELS, MAIN_KERNEL, ForwardSpec
 from tests.support.synthetic import FLOOR_US, PROBLEM, TARGET, cost, digest
 
 COMPILE_FAULTS = ("compile_error", "compile_crash", "spill")

@@ -14,9 +14,9 @@ from cuda.bindings import driver as cuda
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from generator.runtime.api import Package
-from generator.runtime.serve.reference import reference_backward, reference_forward
-from generator.runtime.spec import FORWARD_KERNELS
+from normforge.api import Package
+from normforge.serve.reference import reference_backward, reference_forward
+from normforge.spec import FORWARD_KERNELS
 from tests.support.entry_points import leaf
 from tests.support.fake_driver import (
     FakeDriver,
@@ -49,7 +49,7 @@ NOBODY = (0, 0, 0, 0)
 
 
 def started(package: Package, module: Any, driver: Any = NOBODY, on_cpu: bool = False) -> Package:
-    entry_points = package._forward, package._norm.gradients, package.ops.namespace
+    entry_points = package._forward, package._norm.gradients, package.ops
     package._native.start(*entry_points, module, driver, on_cpu)
     return package
 
@@ -240,7 +240,7 @@ def by_autograd(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> An
 def by_operator(package: Package, dy: Any, x: Any, rstd: Any, weight: Any) -> Any:
     """As compiled code calls it."""
     call = (dy, x, rstd, weight, None, None, 0.0, True, True)
-    dx, dw, none = package.ops.rms_norm_backward(*call)
+    dx, dw, none = package.ops.rms_norm_backward(*call, package.name)
     assert none.shape == (0,) and none.dtype == x.dtype
     return dx, dw
 

@@ -15,12 +15,15 @@ from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Emission, Entry
 from generator.package.fallback_kernels import fallback_variants, first_choices
 from generator.problem import Problem
-from generator.runtime.cubins import CUBINS
 from generator.space.load import load_space
 from generator.target import Target, find_target
+from normforge.cubins import CUBINS
 
 SPACE = load_space()
 H200 = find_target("h200")
+BEFORE = Path(__file__).parent.parent / "data" / "before_library.tar.xz"
+"""A package that the commit before the library wrote, of two shapes of the H200 with their cubins:
+with a runtime and headers of its own."""
 
 
 def unsealed(text: str) -> str:
@@ -69,9 +72,10 @@ def fallbacks() -> list[tuple[Variant, Compiled]]:
     return [(variant, compiled(variant)) for variant in first_choices(fallback_variants(H200))]
 
 
-def put(package: Path, *entries: Entry, fallback: Any = None) -> Emission:
+def put(package: Path, *entries: Entry, fallback: Any = None, standalone: bool = False) -> Emission:
     """Emit with these entries. fallback: all those of the H200 by default."""
-    return emit_package(entries, fallbacks() if fallback is None else fallback, H200, package)
+    made = fallbacks() if fallback is None else fallback
+    return emit_package(entries, made, H200, package, standalone=standalone)
 
 
 def snapshot(package: Path) -> dict[str, bytes]:

@@ -23,12 +23,12 @@ from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Entry
 from generator.package.fallback_kernels import compile_fallbacks
 from generator.problem import ITEMSIZE, Problem
-from generator.runtime.api import Package
-from generator.runtime.spec import MAIN_KERNEL
 from generator.space.load import load_space, space_file
 from generator.space.space import Space
 from generator.target import Target, find_target, load_targets
 from generator.tuner.forward import tune_forwards
+from normforge.api import Package
+from normforge.spec import MAIN_KERNEL
 
 SPACE = load_space()
 

@@ -31,8 +31,6 @@ from generator.kernels import compile_pool
 from generator.package import fallback_kernels
 from generator.paths import REPOSITORY, TEMPLATES
 from generator.problem import Problem, load_problems
-from generator.runtime.launch import workspace
-from generator.runtime.spec import CHUNK_ROWS
 from generator.search import (
     budget,
     choose_winner,
@@ -47,6 +45,8 @@ from generator.space import forward_space
 from generator.studies import postgres, work_queue
 from generator.tuner import device_pool, lifecycle, task_runner
 from generator.tuner import forward as tuner_forward
+from normforge.launch import workspace
+from normforge.spec import CHUNK_ROWS
 from tests.support.accuracy import MARGIN
 from tests.support.entry_points import WHOLE_FROM
 

@@ -22,7 +22,6 @@ from generator.kernels.ptxas import Resources
 from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.result import Result
-from generator.runtime.spec import MAIN_KERNEL
 from generator.search.search import Budget, search_problem
 from generator.space.legal_configs import LegalConfigs
 from generator.space.load import SPACE_FILE, load_space
@@ -30,6 +29,7 @@ from generator.space.space import Space
 from generator.studies.records import Winner
 from generator.studies.storage import open_storage
 from generator.target import find_target
+from normforge.spec import MAIN_KERNEL
 
 PROBLEM = Problem.parse("4096x1024:bf16")
 TARGET = find_target("h200")

@@ -1,10 +1,14 @@
 """RMSNorm for NVIDIA H100 SXM5 80GB HBM3. Written by Normforge; tune again instead of editing."""
 
-from pathlib import Path
+try:
+    from normforge.packages import open_package
+except ImportError as error:
+    raise ImportError(
+        f"{__name__} needs the library normforge ({error}): install it, or make a package that "
+        "stands alone with `python tune.py export --standalone`"
+    ) from error
 
-from .runtime.frontends.batch_invariant import BatchInvariantPackage
-
-_package = BatchInvariantPackage(Path(__file__).resolve().parent)
+_package = open_package(__file__, __name__, "rmsnorm_invariant_backward")
 
 PROVENANCE = _package.provenance
 explain = _package.explain

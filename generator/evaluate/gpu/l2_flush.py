@@ -9,7 +9,7 @@ import torch
 
 from generator.errors import NormforgeError
 from generator.kernels.nvrtc import compile_source
-from generator.runtime.launch.driver import checked, configure, cuda_driver
+from normforge.launch.driver import checked, configure, cuda_driver
 
 FLUSH_BYTES = 256 << 20
 """Written before every timed operation, and more where the L2 needs it."""

@@ -12,7 +12,7 @@ from generator.errors import NormforgeError
 from generator.evaluate.gpu.noise import Block
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.result import Result
-from generator.runtime.spec import ForwardSpec, KernelSpec
+from normforge.spec import ForwardSpec, KernelSpec
 
 
 @dataclass(frozen=True)

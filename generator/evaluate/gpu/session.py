@@ -29,8 +29,8 @@ from generator.operations import OPERATIONS, Operation, operation_of
 from generator.operations.operation import TORCH_DTYPE
 from generator.problem import Problem
 from generator.result import Result
-from generator.runtime.launch.driver import LaunchError
-from generator.runtime.launch.loaded_kernel import LoadedKernel
+from normforge.launch.driver import LaunchError
+from normforge.launch.loaded_kernel import LoadedKernel
 
 SEARCH_ROUNDS = 15
 FINAL_ROUNDS = 21

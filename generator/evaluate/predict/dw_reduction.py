@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from generator.evaluate.predict.model import Case
-from generator.runtime.spec import ceil_div
+from normforge.spec import ceil_div
 
 
 def _arrival(case: Case, arrivals: int) -> float:

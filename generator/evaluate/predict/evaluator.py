@@ -26,8 +26,8 @@ from generator.kernels.variant import Variant
 from generator.operations import operation_of
 from generator.problem import Problem
 from generator.result import Result
-from generator.runtime.spec import plan_launch
 from generator.target import Target
+from normforge.spec import plan_launch
 
 
 @dataclass(frozen=True)

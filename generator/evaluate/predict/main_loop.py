@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from generator.evaluate.predict.model import Case
 from generator.operations import operation_of
-from generator.runtime.spec import ceil_div
+from normforge.spec import ceil_div
 
 
 def main_loop(case: Case) -> dict[str, float]:

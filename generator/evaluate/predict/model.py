@@ -11,8 +11,8 @@ from functools import cached_property
 from generator.kernels.variant import Variant
 from generator.operations import operation_of
 from generator.problem import Problem
-from generator.runtime.spec import Launch, ceil_div
 from generator.target import Target
+from normforge.spec import Launch, ceil_div
 
 
 @dataclass(frozen=True)

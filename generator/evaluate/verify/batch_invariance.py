@@ -10,9 +10,9 @@ import torch
 
 from generator.evaluate.verify.determinism import equal_bits
 from generator.operations.rmsnorm_backward import Inputs, run_backward
-from generator.runtime.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
-from generator.runtime.launch.loaded_kernel import LoadedKernel
-from generator.runtime.spec import CHUNK_ROWS, KernelSpec, ceil_div, plan_launch
+from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
+from normforge.launch.loaded_kernel import LoadedKernel
+from normforge.spec import CHUNK_ROWS, KernelSpec, ceil_div, plan_launch
 
 CASES = 12
 """Of a finalist; each takes three to five launches."""

@@ -13,8 +13,8 @@ from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.guarded import Guarded
 from generator.operations.operation import CHUNK_ELEMENTS
 from generator.operations.rmsnorm_backward import Inputs
-from generator.runtime.launch.kernel_arguments import DW_ADDED, DW_IN_FP32, gap_factor
-from generator.runtime.spec import CHUNK_ROWS
+from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32, gap_factor
+from normforge.spec import CHUNK_ROWS
 
 RUNS = 20
 

@@ -8,21 +8,24 @@ import shutil
 from pathlib import Path
 
 from generator.errors import NormforgeError
-from generator.package.atomic_folder import check_writable, replacing_folder, writer_lock
-from generator.package.files import write_code
 from generator.package.hub.texts import CARD, INIT, LAYERS
-from generator.package.sources import INCLUDE
+from generator.package.standalone import (
+    RUNTIME,
+    add_library,
+    copy_kernels,
+    read_package,
+    write_export,
+)
 from generator.paths import REPOSITORY
 from generator.problem import RMSNORM_BACKWARD
-from generator.runtime.cubins import CUBINS, CUBINS_INDEX
-from generator.runtime.table import FORWARD_TABLE, TABLE, ForwardTable, Table
+from normforge.table import ForwardTable, Table
 
 WITH_LAYERS = (RMSNORM_BACKWARD,)
 """Those that have layers to export."""
 VARIANT = "torch-cuda"
 """The build for any PyTorch with CUDA: nothing in it is compiled against PyTorch."""
 METADATA = "metadata.json"
-_BINDINGS = Path("runtime", "launch", "cuda_api.py")
+_BINDINGS = Path(RUNTIME, "launch", "cuda_api.py")
 _ID = "_normforge_"
 _TOP = {"build", "README.md", "LICENSE"}
 
@@ -35,73 +38,42 @@ def export_package(package: Path, folder: Path, gpu: str | None = None) -> Table
     operation = package.name
     if operation not in WITH_LAYERS:
         raise NormforgeError(f"{operation} has no layers to export, only {', '.join(WITH_LAYERS)}")
-    table, forward = _read(package)
-    if gpu not in (None, table.target["name"]):
-        raise NormforgeError(f"{package} is for {table.target['name']}, not for {gpu}")
-    folder = folder.resolve()
-    check_writable(folder, "--hf")
-    with writer_lock(folder):
-        _check_replaceable(folder)
-        with replacing_folder(folder) as fresh:
-            build = fresh / "build" / VARIANT
-            build.mkdir(parents=True)
-            try:
-                _write_build(build, package, table)
-            except ValueError as error:
-                raise NormforgeError(f"{package} cannot be exported ({error})") from error
-            metadata = _metadata(build, table)
-            (build / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
-            (fresh / "README.md").write_text(_card(table, forward, str(metadata["name"])))
-            shutil.copyfile(REPOSITORY / "LICENSE", fresh / "LICENSE")
+    table, forward = read_package(package, gpu)
+
+    def write(fresh: Path) -> None:
+        build = fresh / "build" / VARIANT
+        build.mkdir(parents=True)
+        _write_build(build, package)
+        metadata = _metadata(build, table)
+        (build / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
+        (fresh / "README.md").write_text(_card(table, forward, str(metadata["name"])))
+        shutil.copyfile(REPOSITORY / "LICENSE", fresh / "LICENSE")
+
+    write_export(folder.resolve(), "--hf", _is_export, write)
     return table
 
 
-def _read(package: Path) -> tuple[Table, ForwardTable | None]:
-    """The tables of a package whose kernels are all there. Raises NormforgeError."""
-    try:
-        table, forward = Table.load(package), ForwardTable.load(package)
-        for kernel in (*table.kernels(), *(forward.kernels() if forward else ())):
-            kernel.read_cubin(package)
-    except (FileNotFoundError, NotADirectoryError):
-        raise NormforgeError(
-            f"there is no package at {package}: choose one with --gpu or --out, or tune it first"
-        ) from None
-    except (OSError, ValueError, RuntimeError) as error:
-        raise NormforgeError(f"{package} cannot be exported ({error})") from error
-    return table, forward
+def _is_export(folder: Path) -> bool:
+    """Whether all of a folder is a repository that was exported."""
+    build = folder / "build"
+    if {path.name for path in folder.iterdir()} - _TOP:
+        return False
+    if [path.name for path in build.iterdir()] != [VARIANT]:
+        return False
+    identity = json.loads((build / VARIANT / METADATA).read_text())["id"]
+    return str(identity).startswith(_ID)
 
 
-def _check_replaceable(folder: Path) -> None:
-    """Raise NormforgeError unless a folder is missing, empty or all of it an earlier export."""
-    try:
-        names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-        if not names:
-            return
-        build = folder / "build"
-        if names <= _TOP and [path.name for path in build.iterdir()] == [VARIANT]:
-            identity = json.loads((build / VARIANT / METADATA).read_text())["id"]
-            if str(identity).startswith(_ID):
-                return
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise NormforgeError(
-        f"{folder} is not empty and no earlier export: choose another folder with --hf"
-    )
-
-
-def _write_build(build: Path, package: Path, table: Table) -> None:
-    """The importable part, without its metadata. Raises OSError."""
-    write_code(build, table)
+def _write_build(build: Path, package: Path) -> None:
+    """The importable part, without its metadata. Raises OSError, ValueError."""
+    copy_kernels(package, build)
+    add_library(build)
+    for name in ("pyproject.toml", "LICENSE", "py.typed"):  # for pip, which does not see this one
+        (build / name).unlink()
     shutil.copyfile(Path(__file__).with_name("bindings.py"), build / _BINDINGS)
     with (build / "__init__.py").open("a") as init:
         init.write(INIT)
     (build / "layers.py").write_text(LAYERS)
-    for name in (TABLE, FORWARD_TABLE, CUBINS, CUBINS_INDEX):
-        if (package / name).exists():
-            shutil.copyfile(package / name, build / name)
-    for name in ("kernels", INCLUDE):
-        if (package / name).exists():
-            shutil.copytree(package / name, build / name)
 
 
 def _metadata(build: Path, table: Table) -> dict[str, object]:

@@ -33,8 +33,8 @@ constexpr int kSumsOffset = 0;  // bytes into shared memory
 #define ROW_OPERAND ""
 #define ROW_STORE ""
 
-#include "../include/84a4770d13db/primitives.cuh"
-#include "../include/84a4770d13db/forward_primitives.cuh"
+#include "primitives.cuh"
+#include "forward_primitives.cuh"
 
 using Element = bf16;  // x, y
 using WeightElement = bf16;
@@ -42,7 +42,7 @@ using ResidualElement = Element;
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/84a4770d13db/elements.cuh"
+#include "elements.cuh"
 
 // ---- Teams ----------------------------------------------------------------------------------
 
@@ -119,13 +119,13 @@ DEVICE RowPacket scaled(const RowPacket& x, float rstd, const Packet<kWeightByte
   return packet;
 }
 
-#include "../include/84a4770d13db/row_sum.cuh"
-#include "../include/84a4770d13db/forward_row_sum.cuh"
+#include "row_sum.cuh"
+#include "forward_row_sum.cuh"
 // No CTA may send to another one of the cluster before that one runs and has set up its barriers.
 DEVICE void await_cluster() {
 }
 
-#include "../include/84a4770d13db/forward_registers.cuh"
+#include "forward_registers.cuh"
 
 // ---- The kernels ----------------------------------------------------------------------------
 
@@ -148,3 +148,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     rmsnorm_forward_residual(ARGUMENTS(Arguments, arguments)) {
   run<true>(arguments);
 }
+
+// Headers: templates/*.cuh, revision e6071e5d51f1

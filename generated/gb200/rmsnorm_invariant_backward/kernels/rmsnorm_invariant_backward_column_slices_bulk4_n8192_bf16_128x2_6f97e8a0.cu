@@ -55,7 +55,7 @@ constexpr int kRunsWrittenOffset = 82160;
 #define ROW_STORE ""
 #define LEAST_COLUMNS 8192  // of a row
 
-#include "../include/84a4770d13db/primitives.cuh"
+#include "primitives.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -63,11 +63,11 @@ using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/84a4770d13db/elements.cuh"
+#include "elements.cuh"
 
-#include "../include/84a4770d13db/teams.cuh"
-#include "../include/84a4770d13db/row_of_group.cuh"
-#include "../include/84a4770d13db/load_rstds.cuh"
+#include "teams.cuh"
+#include "row_of_group.cuh"
+#include "load_rstds.cuh"
 
 // What one launch works on. Strides and gaps count elements and are 64-bit.
 struct Arguments {
@@ -94,30 +94,30 @@ struct Arguments {
   float weight_offset;
 };
 
-#include "../include/84a4770d13db/rows.cuh"
+#include "rows.cuh"
 
-#include "../include/84a4770d13db/row_sum.cuh"
-#include "../include/84a4770d13db/row_sum_cluster.cuh"
+#include "row_sum.cuh"
+#include "row_sum_cluster.cuh"
 
-#include "../include/84a4770d13db/runs.cuh"
+#include "runs.cuh"
 
-#include "../include/84a4770d13db/rows_bulk.cuh"
+#include "rows_bulk.cuh"
 
-#include "../include/84a4770d13db/rows_bulk_group.cuh"
+#include "rows_bulk_group.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/84a4770d13db/weight_registers.cuh"
+#include "weight_registers.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
-#include "../include/84a4770d13db/partial_dw.cuh"
-#include "../include/84a4770d13db/dw_output.cuh"
-#include "../include/84a4770d13db/dw_context.cuh"
-#include "../include/84a4770d13db/sum_groups.cuh"
-#include "../include/84a4770d13db/sum_slice.cuh"
-#include "../include/84a4770d13db/last_arrived.cuh"
-#include "../include/84a4770d13db/dw_groups_column_slices.cuh"
+#include "partial_dw.cuh"
+#include "dw_output.cuh"
+#include "dw_context.cuh"
+#include "sum_groups.cuh"
+#include "sum_slice.cuh"
+#include "last_arrived.cuh"
+#include "dw_groups_column_slices.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 
@@ -226,3 +226,5 @@ extern "C" __global__ void  rmsnorm_invariant_backward(ARGUMENTS(Arguments, args
     strategy.finish(rows, partial, participant);
   }
 }
+
+// Headers: templates/*.cuh, revision 9d590e149c02

@@ -53,7 +53,7 @@ constexpr int kArrivesEarly = 1;  // a CTA, when it begins its last rows
 #define ROW_STORE ".cs"
 #define LEAST_COLUMNS 256  // of a row
 
-#include "../include/96a4a15a832c/primitives.cuh"
+#include "primitives.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -61,11 +61,11 @@ using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/96a4a15a832c/elements.cuh"
+#include "elements.cuh"
 
-#include "../include/96a4a15a832c/teams.cuh"
-#include "../include/96a4a15a832c/row_of.cuh"
-#include "../include/96a4a15a832c/load_rstds.cuh"
+#include "teams.cuh"
+#include "row_of.cuh"
+#include "load_rstds.cuh"
 
 // What one launch works on. Strides and gaps count elements and are 64-bit. Except for the mean, the
 // layout is that of RMSNorm's backward.
@@ -90,24 +90,24 @@ struct Arguments {
   const float* mean;
 };
 
-#include "../include/96a4a15a832c/rows.cuh"
+#include "rows.cuh"
 
-#include "../include/96a4a15a832c/row_sum.cuh"
+#include "row_sum.cuh"
 
 // Two sums over every row are reduced together. To the reduction they look like twice as many rows in
 // flight. Its argument for memory ordering holds for any number of sums per batch.
 namespace row_sums {
 constexpr int kRowsInFlight = 2 * ::kRowsInFlight;
-#include "../include/96a4a15a832c/row_sum_cta.cuh"
+#include "row_sum_cta.cuh"
 }  // namespace row_sums
 
-#include "../include/96a4a15a832c/schedule.cuh"
+#include "schedule.cuh"
 
-#include "../include/96a4a15a832c/rows_async.cuh"
+#include "rows_async.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/96a4a15a832c/weight_registers.cuh"
+#include "weight_registers.cuh"
 
 // ---- From the partial sums of every CTA to dw -------------------------------------------------
 
@@ -135,11 +135,11 @@ struct Rows {
   }
 };
 
-#include "../include/96a4a15a832c/row_blocks.cuh"
+#include "row_blocks.cuh"
 
-#include "../include/96a4a15a832c/partial_dw.cuh"
+#include "partial_dw.cuh"
 namespace one_tensor {
-#include "../include/96a4a15a832c/dw_output.cuh"
+#include "dw_output.cuh"
 }  // namespace one_tensor
 
 // dgamma and then dbeta. Each CTA of a cluster has a part of both. The two parts are adjacent in its
@@ -164,10 +164,10 @@ struct DwOutput : one_tensor::DwOutput {
   DEVICE DwOutput from(int start) const { return {base, mode, start / 2}; }
 };
 
-#include "../include/96a4a15a832c/dw_context.cuh"
-#include "../include/96a4a15a832c/sum_slice.cuh"
-#include "../include/96a4a15a832c/last_arrived.cuh"
-#include "../include/96a4a15a832c/dw_mailbox.cuh"
+#include "dw_context.cuh"
+#include "sum_slice.cuh"
+#include "last_arrived.cuh"
+#include "dw_mailbox.cuh"
 }  // namespace column_sums
 
 // ---- The kernel -----------------------------------------------------------------------------
@@ -286,3 +286,5 @@ extern "C" __global__ void __launch_bounds__(256, 1) layernorm_backward(ARGUMENT
     strategy.finish(column_sums::Rows{rows, 0, columns}, partial, participant);
   }
 }
+
+// Headers: templates/*.cuh, revision fdd8cccb6427

@@ -52,7 +52,7 @@ constexpr int kBlockSumsOffset = 112;
 #define ROW_STORE ""
 #define LEAST_COLUMNS 3072  // of a row
 
-#include "../include/84a4770d13db/primitives.cuh"
+#include "primitives.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -60,11 +60,11 @@ using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/84a4770d13db/elements.cuh"
+#include "elements.cuh"
 
-#include "../include/84a4770d13db/teams.cuh"
-#include "../include/84a4770d13db/row_of.cuh"
-#include "../include/84a4770d13db/load_rstds.cuh"
+#include "teams.cuh"
+#include "row_of.cuh"
+#include "load_rstds.cuh"
 
 // What one launch works on. Strides and gaps count elements and are 64-bit.
 struct Arguments {
@@ -91,29 +91,29 @@ struct Arguments {
   float weight_offset;
 };
 
-#include "../include/84a4770d13db/rows.cuh"
+#include "rows.cuh"
 
-#include "../include/84a4770d13db/row_sum.cuh"
-#include "../include/84a4770d13db/row_sum_cta.cuh"
+#include "row_sum.cuh"
+#include "row_sum_cta.cuh"
 
-#include "../include/84a4770d13db/schedule.cuh"
+#include "schedule.cuh"
 
-#include "../include/84a4770d13db/rows_async.cuh"
+#include "rows_async.cuh"
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/84a4770d13db/weight_registers.cuh"
+#include "weight_registers.cuh"
 
-#include "../include/84a4770d13db/row_blocks.cuh"
+#include "row_blocks.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
-#include "../include/84a4770d13db/partial_dw.cuh"
-#include "../include/84a4770d13db/dw_output.cuh"
-#include "../include/84a4770d13db/dw_context.cuh"
-#include "../include/84a4770d13db/sum_slice.cuh"
-#include "../include/84a4770d13db/dw_separate.cuh"
-#include "../include/84a4770d13db/sum_partials.cuh"
+#include "partial_dw.cuh"
+#include "dw_output.cuh"
+#include "dw_context.cuh"
+#include "sum_slice.cuh"
+#include "dw_separate.cuh"
+#include "sum_partials.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 
@@ -213,3 +213,5 @@ extern "C" __global__ void  rmsnorm_backward(ARGUMENTS(Arguments, args)) {
     strategy.finish(rows, partial, participant);
   }
 }
+
+// Headers: templates/*.cuh, revision 5f16c256b031

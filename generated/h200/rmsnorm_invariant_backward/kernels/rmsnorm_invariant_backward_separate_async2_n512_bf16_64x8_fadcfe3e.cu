@@ -55,7 +55,7 @@ constexpr int kRunsWrittenOffset = 35088;
 #define ROW_STORE ".cs"
 #define LEAST_COLUMNS 512  // of a row
 
-#include "../include/96a4a15a832c/primitives.cuh"
+#include "primitives.cuh"
 
 using Element = bf16;        // x, dy, dx
 using WeightElement = bf16;  // weight, dw
@@ -63,11 +63,11 @@ using ResidualElement = bf16;  // dresidual, where the kernel has one
 using RowPacket = Packet<kVectorBytes>;
 using ResidualPacket = Packet<kResidualBytes>;
 
-#include "../include/96a4a15a832c/elements.cuh"
+#include "elements.cuh"
 
-#include "../include/96a4a15a832c/teams.cuh"
-#include "../include/96a4a15a832c/row_of_group.cuh"
-#include "../include/96a4a15a832c/load_rstds.cuh"
+#include "teams.cuh"
+#include "row_of_group.cuh"
+#include "load_rstds.cuh"
 
 // What one launch works on. Strides and gaps count elements and are 64-bit.
 struct Arguments {
@@ -94,27 +94,27 @@ struct Arguments {
   float weight_offset;
 };
 
-#include "../include/96a4a15a832c/rows.cuh"
+#include "rows.cuh"
 
-#include "../include/96a4a15a832c/row_sum.cuh"
-#include "../include/96a4a15a832c/row_sum_cta.cuh"
+#include "row_sum.cuh"
+#include "row_sum_cta.cuh"
 
-#include "../include/96a4a15a832c/runs.cuh"
+#include "runs.cuh"
 
-#include "../include/96a4a15a832c/rows_async.cuh"
+#include "rows_async.cuh"
 
 
 // ---- The weight -----------------------------------------------------------------------------
 
-#include "../include/96a4a15a832c/weight_registers.cuh"
+#include "weight_registers.cuh"
 
 // ---- From the partial dw of every CTA to dw ---------------------------------------------------
 
-#include "../include/96a4a15a832c/partial_dw.cuh"
-#include "../include/96a4a15a832c/dw_output.cuh"
-#include "../include/96a4a15a832c/dw_context.cuh"
-#include "../include/96a4a15a832c/sum_groups.cuh"
-#include "../include/96a4a15a832c/dw_groups_separate.cuh"
+#include "partial_dw.cuh"
+#include "dw_output.cuh"
+#include "dw_context.cuh"
+#include "sum_groups.cuh"
+#include "dw_groups_separate.cuh"
 
 // ---- The kernel -----------------------------------------------------------------------------
 
@@ -220,3 +220,5 @@ extern "C" __global__ void  rmsnorm_invariant_backward(ARGUMENTS(Arguments, args
     strategy.finish(rows, partial, participant);
   }
 }
+
+// Headers: templates/*.cuh, revision dd7deb0b0480

@@ -1,0 +1,2 @@
+"""The packages of kernels that runs of the tuner wrote, as `generated.<gpu>.<operation>`; installed
+they are `normforge.generated.<gpu>.<operation>`."""

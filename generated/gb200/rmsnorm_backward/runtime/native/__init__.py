@@ -1,1 +1,0 @@
-"""The launch path in C++, built on request."""

@@ -1,1 +1,0 @@
-"""How PyTorch programs reach the kernels: functions, modules, operators, graphs."""

@@ -1,1 +1,0 @@
-"""From a cubin to a launch: driver, arguments, workspace."""

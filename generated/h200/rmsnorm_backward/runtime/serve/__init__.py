@@ -1,1 +1,0 @@
-"""From the arguments of a call to what serves it."""

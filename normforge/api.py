@@ -1,0 +1,257 @@
+"""The functions of a package of RMSNorm; frontends/package.py has those of every package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from .frontends.dtensor import register_sharding
+from .frontends.module import RMSNorm
+from .frontends.operators import Operators
+from .frontends.package import NormPackage
+from .frontends.patch import patch
+from .frontends.rms_norm import Norm
+from .serve.checks import dtype_name
+from .serve.forward import Forward
+from .serve.kernels import Source
+from .serve.options import Arguments, Options
+from .serve.reference import Results
+from .table import Kernel
+from .torch_internals import raw_stream, watched
+
+
+class Package(NormPackage):
+    """The functions of a package of RMSNorm, or of those of several GPUs."""
+
+    ops: Operators
+    beside: str = ""
+    """The module of the batch-invariant package for the same GPU; "" for the one beside this."""
+    _forward_class: ClassVar[type[Forward]] = Forward
+    _norm_class: ClassVar[type[Norm]] = Norm
+
+    def __init__(self, of: Path | Source, name: str = "") -> None:
+        super().__init__(of, name)
+        self._forward = self._forward_class(self._source)
+        self.ops = Operators(self.name, self._forward, self._run, self._quick)
+        self._norm = self._norm_class(self, self._forward, self.ops)
+        self.rms_norm = self._norm.rms_norm
+        self.rmsnorm_forward = self._norm.rmsnorm_forward
+        # A class per package, under a name by which pickle finds it.
+        members = {
+            "_package_norm": self._norm,
+            "_package_invariant": self._invariant,
+            "_invariant_class": staticmethod(self._invariant_class),
+            "__doc__": RMSNorm.__doc__,
+        }
+        self.RMSNorm: type[RMSNorm] = type("RMSNorm", (RMSNorm,), members)
+
+    def _invariant_class(self) -> type[RMSNorm]:
+        """The RMSNorm of the batch-invariant package for the same GPU. Raises RuntimeError."""
+        folder, _, module = self.RMSNorm.__module__.rpartition(".")
+        prefix = module.removesuffix("rmsnorm_backward")  # an installed export has one
+        beside = f"{prefix if prefix != module else ''}rmsnorm_invariant_backward"
+        name = self.beside or ".".join(filter(None, (folder, beside)))
+        try:
+            found: type[RMSNorm] = import_module(name).RMSNorm
+        except ImportError as error:
+            raise RuntimeError(
+                "RMSNorm(batch_invariant=True) needs the package rmsnorm_invariant_backward beside "
+                "this one; docs/determinism.md says how to tune it"
+            ) from error
+        return found
+
+    def rmsnorm_backward(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        rstd: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        *,
+        weight_offset: float = 0.0,
+        dresidual: torch.Tensor | None = None,
+        need_dx: bool = True,
+        need_dw: bool = True,
+        dx_out: torch.Tensor | None = None,
+        dw_out: torch.Tensor | None = None,
+        accumulate: bool = False,
+        dw_dtype: torch.dtype | None = None,
+    ) -> Results:
+        """The gradients of y = x * rstd * (weight + weight_offset), where rstd = 1 / sqrt(mean(x^2)
+        + eps) of each row.
+
+        The results are not differentiable: asking for a gradient through them raises RuntimeError.
+        The call runs on the current stream, can be captured into a CUDA graph, and never
+        synchronises with the host. Under torch.compile and other tracers it is one operator. CPU
+        and meta tensors use the formula in PyTorch. If the package has no kernel for a call, ATen
+        serves it where it can, else the formula, with one warning per reason.
+
+        Args:
+            dy: (..., N), bf16, fp16 or fp32, in any layout. Contiguous rows with one stride or two
+                (the heads of a packed tensor) are read in place, and so is one row repeated by
+                `expand`. Other layouts are copied first.
+            x: shape and dtype of dy, in any layout.
+            rstd: fp32, one value per row, as the forward saved it. rstd of 2^64 or more (possible
+                only with eps below 2^-128) makes dx non-finite. `rms_norm` avoids this: below eps =
+                2^-96, its backward uses PyTorch's operations.
+            weight: (N,) in x's dtype or fp32; (H, N) with x (..., H, N) for one weight per head;
+                None for ones.
+            weight_offset: a number added to the weight in fp32 (1.0 for models that store w - 1).
+            dresidual: a gradient of x from elsewhere (the residual connection), in x's shape and
+                any floating dtype. It is added to dx in fp32.
+            need_dx: False to skip dx.
+            need_dw: False to skip dw.
+            dx_out: a contiguous tensor for dx, in x's shape and dtype. It is returned as dx. It may
+                be dy itself, which then holds dx instead; it may overlap no other argument. Where
+                no kernel may write it, and in compiled code, dx is copied to it.
+            dw_out: a tensor for dw, in the weight's dtype or fp32. It is returned as dw.
+            accumulate: add dw to dw_out instead of overwriting it, in fp32 and in a fixed order.
+            dw_dtype: torch.float32 to get dw without rounding it to the weight's dtype.
+
+        Returns:
+            (dx, dw), or (dx, dw, dresidual_out) with dresidual. dx is contiguous, in x's shape and
+                dtype, or None. dw has the weight's shape, and its dtype unless dw_dtype or dw_out
+                says otherwise; or it is None. dresidual_out is dx in dresidual's dtype; it is dx
+                itself if x has the same dtype.
+
+        Raises:
+            TypeError, ValueError: if the arguments do not fit together.
+            LaunchError: if the driver refuses a launch.
+        """
+        if (
+            weight is not None
+            and dresidual is None
+            and dx_out is None
+            and dw_out is None
+            and dw_dtype is None
+            and need_dx
+            and need_dw
+            and not (weight_offset or accumulate)
+            and not watched()
+        ):
+            native = self._native
+            if native.backward is not None:
+                found = native.backward(dy, x, rstd, weight)
+                if found is not None:
+                    return found
+            results = self._quick(dy, x, rstd, weight)
+            if results is not None:
+                return results
+        given = Arguments(dy, x, rstd, weight, dresidual, dw_out, dx_out=dx_out)
+        options = Options(float(weight_offset), need_dx, need_dw, accumulate, dw_dtype)
+        return self._serve(given, options)
+
+    def _serve(self, given: Arguments, options: Options) -> Results:
+        if not is_dynamo_compiling():
+            register_sharding(*self.ops.all)
+        return super()._serve(given, options)
+
+    def patch(self, model: torch.nn.Module, casting: str | None = None) -> list[str]:
+        """Serve the norms of a model with norm classes of its own, such as Hugging Face's Llama,
+        Qwen and Gemma. `unpatch(model)` undoes it.
+
+        Args:
+            model: any module, on any device, including the meta device.
+            casting: what the norms compute: "torch", "gemma" or "llama" (docs/adopting.md); None to
+                detect it.
+
+        Returns:
+            The names of the norms that this package now serves.
+        """
+        return patch(self._norm, model, casting)
+
+    def use_native(self) -> None:
+        """Launch plain training steps from C++ from now on. Kernels and bits stay the same, and
+        host time falls: in the forward and backward of `rms_norm` and `RMSNorm`, in the operators
+        that compiled code calls, and in PyTorch's backward after `install()`. None of these then
+        needs Python, not even in autograd's thread.
+
+        Loads the extension of the wheel where that has one for this PyTorch and Python. Otherwise
+        compiles three small files into TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions),
+        once per machine and version of both, for which it needs a C++ compiler ($CXX, c++, g++ or
+        clang++) and Python's headers. Either way it needs PyTorch with CUDA. A call is
+        plain if it has a weight and dense, aligned tensors, and is not captured into a CUDA graph;
+        a plain backward computes both gradients without options. All other calls work as before,
+        and so do the first two calls of every shape, and the first on another stream. Uses one more
+        block of scratch per stream, which a later `warmup` reserves. Call it before or after models
+        are built, from any thread and any number of times; it stays on. Several processes may call
+        it at once.
+
+        Raises RuntimeError if something is missing, and says what. Everything then works as before.
+        """
+        self._native.start(self._forward, self._norm.gradients, self.ops)
+        assert self._native.take is not None
+        self._installation.use_native(self._native.take)
+
+    def warmup(
+        self,
+        shapes: Iterable[tuple[Any, ...]],
+        device: torch.device | int | None = None,
+        *,
+        offset: bool = False,
+        residual: str | torch.dtype | None = None,
+    ) -> None:
+        """Load the forward and backward kernels of some shapes, and reserve the workspace of the
+        current stream, so that no later call has to.
+
+        Args:
+            shapes: each (M, N, dtype) or (M, N, dtype, weight dtype), with dtypes as in `explain`.
+                Shapes without rows (M = 0) or without a kernel are skipped.
+            device: the CUDA device; by default the current one.
+            offset: for calls with a weight_offset. If no kernel has this option itself, the kernels
+                that such a call is composed of are loaded.
+            residual: for calls with a residual stream (a dresidual) of that dtype, as in `explain`.
+
+        Raises:
+            ValueError: for an impossible shape or dtype.
+            RuntimeError: without a CUDA device.
+            LaunchError: if the driver refuses.
+        """
+        named = [_named(shape) for shape in shapes]
+        option = "" if residual is None else dtype_name(residual)
+        if not torch.cuda.is_available():
+            raise RuntimeError("warmup needs a CUDA device, and PyTorch finds none")
+        named = [shape for shape in named if shape[0] > 0]
+        with torch.cuda.device(device):
+            for forward in self._norm.forwards():
+                forward.warmup(named, option)
+            index = torch.cuda.current_device()
+            stream = raw_stream(index)
+            workspace = self._workspaces.of_stream(index, stream)
+            for shape in named:
+                kernel = self._kernel_for(index, shape, offset, option)
+                if kernel is None:
+                    continue
+                self._source(index).loaded.get(kernel).load(index)
+                plan = self._launch(kernel.spec, shape[0])
+                with workspace.lock:
+                    workspace.fit(plan)
+                if self._native.reserve is not None and not (offset or residual):
+                    self._native.reserve(index, stream, plan)
+
+    def _kernel_for(
+        self, device: int, shape: tuple[int, int, str, str], offset: bool, residual: str
+    ) -> Kernel | None:
+        """The kernel that serves a call with these options, directly or in a composition."""
+        kernel = self._best(device, shape, offset, residual).kernel
+        if offset and not (kernel and kernel.spec.offset):
+            # An fp32 weight takes the offset; a residual that this kernel lacks is added before.
+            left = kernel.spec.residual if kernel else ""
+            return self._kernel_for(device, (*shape[:3], "fp32"), False, left)
+        return kernel
+
+
+def _named(shape: tuple[Any, ...]) -> tuple[int, int, str, str]:
+    """A shape of `warmup` with the names of both dtypes. Raises ValueError."""
+    sized = isinstance(shape, (tuple, list)) and len(shape) in (3, 4)
+    if not sized or not all(isinstance(size, int) for size in shape[:2]):
+        raise ValueError(f"a shape is a tuple like (4096, 8192, 'bf16'), got {shape!r}")
+    M, N, dtype, weight_dtype = (*shape, None)[:4]
+    name = dtype_name(dtype)
+    if M < 0 or N < 1:
+        raise ValueError(f"M must be at least 0 and N at least 1, got M={M} and N={N}")
+    return M, N, name, name if weight_dtype is None else dtype_name(weight_dtype)

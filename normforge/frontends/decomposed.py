@@ -1,0 +1,234 @@
+"""RMSNorm that a model writes out, as Hugging Face's classes do, becomes one operator of a package.
+
+This works on graphs before autograd, such as Dynamo's: in a joint graph the backward takes what is
+in between. One reader of all spellings is less than a pattern of torch.fx.subgraph_rewriter for
+each: `x.float()` and `x.to(torch.float32)`, `w * y` and `y * w`, with and without a cast.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+
+from .graph_values import are_alike, fake_value, in_one_place, is_contiguous, same_size, value_of
+from .routes import MARK
+
+_aten = torch.ops.aten
+_SPELLINGS: dict[str, tuple[Any, ...]] = {
+    "cast": (
+        *("to", "float", "half", "bfloat16", "type", "type_as"),
+        *(_aten._to_copy.default, _aten.to.dtype),
+    ),
+    "square": ("square", torch.square, _aten.square.default),
+    "power": ("pow", torch.pow, operator.pow, _aten.pow.Tensor_Scalar),
+    "mean": ("mean", torch.mean, _aten.mean.dim),
+    "sum": ("add", torch.add, operator.add, _aten.add.Tensor, _aten.add.Scalar),
+    "rsqrt": ("rsqrt", torch.rsqrt, _aten.rsqrt.default),
+    "product": ("mul", torch.mul, operator.mul, _aten.mul.Tensor),
+}
+_KINDS = {spelling: kind for kind, spellings in _SPELLINGS.items() for spelling in spellings}
+
+
+class _Norm(NamedTuple):
+    """A norm as the arguments of the operator, and the nodes that write it out, the last of which
+    has its result."""
+
+    x: Node
+    weight: Node | None
+    eps: Any
+    weight_offset: float
+    nodes: list[Node]
+
+
+def replace_decomposed(graph: torch.fx.Graph, operators: Any) -> int:
+    """Replace norms over the last dimension that a graph writes out by the operator; how many.
+
+    x is in bf16, fp16 or fp32, everything up to xhat in fp32, and the result in x's dtype. The
+    weight may be missing, and may have a number added to it in fp32. A cast of xhat to x's dtype
+    before the product is left out. Nothing else takes what is in between, and no other node stands
+    there.
+    """
+    replaced = 0
+    for node in list(graph.nodes):
+        found = _read(node) if _kind(node) == "rsqrt" else None
+        if found is not None:
+            _replace(graph, found, operators)
+            replaced += 1
+    if replaced:
+        graph.lint()
+    return replaced
+
+
+def _replace(graph: torch.fx.Graph, norm: _Norm, operators: Any) -> None:
+    rms_norm, last = operators.rms_norm, norm.nodes[-1]
+    arguments = (*norm[:4], operators.package)
+    with graph.inserting_before(last):
+        call = graph.call_function(rms_norm, arguments)
+        item = graph.call_function(operator.getitem, (call, 0))
+    item.meta = dict(last.meta)
+    values = ("val", "example_value", "tensor_meta")
+    call.meta = {key: known for key, known in last.meta.items() if key not in values}
+    value = fake_value(rms_norm, arguments)
+    if value is not None:
+        call.meta["val"] = value
+    last.replace_all_uses_with(item)
+    for node in reversed(norm.nodes):
+        graph.erase_node(node)
+
+
+def _read(rsqrt: Node) -> _Norm | None:
+    """The norm that has this node, if all of it is as it must be."""
+    (shifted,) = rsqrt.args or (None,)
+    eps, mean = _number_added(shifted)
+    square = _mean_over_rows(mean)
+    wide = _squared(square)
+    xhat = _only_user(rsqrt)
+    if wide is None or xhat is None:
+        return None
+    nodes = {square, mean, shifted, rsqrt, xhat}
+    if any(getattr(value_of(n), "dtype", None) != torch.float32 for n in (wide, *nodes)):
+        return None
+    x = wide
+    if _cast(wide) is not None and nodes.issuperset(wide.users):
+        x, nodes = _cast(wide), nodes | {wide}
+    if _factor(xhat, rsqrt) not in (x, wide):
+        return None
+    for result, weight, offset, later in _results(x, xhat):
+        run = _in_one_run(nodes | later, result)
+        if run is not None and _may_be_replaced(x, run):
+            return _Norm(x, weight, eps, offset, run)
+    return None
+
+
+def _results(x: Node, xhat: Node) -> Iterator[tuple[Node, Node | None, float, set[Node]]]:
+    """What may be the result of a norm, last first, with the weight, its offset, and the nodes
+    after xhat."""
+    found: list[tuple[Node, Node | None, float, set[Node]]] = [(xhat, None, 0.0, set())]
+    while (node := _only_user(found[-1][0])) is not None:
+        last, weight, offset, later = found[-1]
+        factor = _factor(node, last)
+        scale = _scale(x, factor) if weight is None and factor is not None else None
+        if scale is not None:
+            weight, offset, later = scale[0], scale[1], later | scale[2]
+        elif _cast(node) is not last or value_of(node).dtype != value_of(x).dtype:
+            break
+        found.append((node, weight, offset, later | {node}))
+    return reversed(found)
+
+
+def _scale(x: Node, factor: Node) -> tuple[Node, float, set[Node]] | None:
+    """The weight in a factor of xhat, what is added to it, and the nodes that do so in fp32."""
+    offset, weight = _number_added(factor)
+    nodes = {factor}
+    if weight is None:
+        offset, weight, nodes = 0.0, factor, set()
+    if _cast(weight) is not None:
+        nodes |= {weight}
+        weight = _cast(weight)
+    rows, value = value_of(x), value_of(weight)
+    if type(value) is not FakeTensor or value.dim() != 1 or value.device != rows.device:
+        return None
+    narrow = any(value_of(node).dtype != torch.float32 for node in nodes)
+    if narrow or value.dtype not in (rows.dtype, torch.float32) or isinstance(offset, Node):
+        return None
+    return (weight, float(offset), nodes) if same_size(value.shape[0], rows.shape[-1]) else None
+
+
+def _in_one_run(nodes: set[Node], result: Node) -> list[Node] | None:
+    """Nodes in their order, the result last, if no other stands between them but for what reads a
+    number or a weight."""
+    run, node = [result], result
+    while len(run) < len(nodes):
+        node = node.prev
+        if node in nodes:
+            run.append(node)
+        elif node.op not in ("placeholder", "get_attr") and node.target != "item":
+            return None
+    return run[::-1]
+
+
+def _may_be_replaced(x: Node, run: list[Node]) -> bool:
+    """Whether the result is laid out as the operator's, and nobody sees the nodes before it."""
+    rows, result = value_of(x), value_of(run[-1])
+    if type(rows) is not FakeTensor:  # but a DTensor
+        return False
+    if not are_alike(rows, result) or not is_contiguous(result):
+        return False
+    if rows.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False
+    if any(not set(run).issuperset(node.users) for node in run[:-1]):
+        return False
+    return MARK not in (run[0].meta.get("custom") or {}) and in_one_place(run)
+
+
+# ---- One node ------------------------------------------------------------------------------------
+
+
+def _kind(node: Any) -> str | None:
+    """What a call computes, if it has no options that say otherwise."""
+    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
+        return None
+    kind = _KINDS.get(node.target)
+    return kind if kind in ("cast", "mean") or not node.kwargs else None
+
+
+def _only_user(node: Node) -> Node | None:
+    users = list(node.users)
+    return users[0] if len(users) == 1 else None
+
+
+def _cast(node: Any) -> Any:
+    """What a node casts, on the same device; None for another node."""
+    if _kind(node) != "cast" or not node.args or not isinstance(node.args[0], Node):
+        return None
+    one, two = value_of(node.args[0]), value_of(node)
+    if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
+        return None
+    return node.args[0] if one.device == two.device else None
+
+
+def _factor(node: Any, other: Node) -> Any:
+    """What a product multiplies a node with; None for another node, and for a square."""
+    if _kind(node) != "product" or len(node.args) != 2 or other not in node.args:
+        return None
+    one, two = node.args
+    factor = two if one is other else one
+    return factor if isinstance(factor, Node) and factor is not other else None
+
+
+def _number_added(node: Any) -> tuple[Any, Any]:
+    """The number and the node that a sum has, None for both of another node. The number may be a
+    node for one that Dynamo keeps open."""
+    if _kind(node) != "sum" or len(node.args) != 2:
+        return None, None
+    for number, term in (node.args, node.args[::-1]):
+        known = isinstance(number, float | int) or isinstance(value_of(number), torch.SymFloat)
+        if known and isinstance(value_of(term), torch.Tensor):
+            return (number if isinstance(number, Node) else float(number)), term
+    return None, None
+
+
+def _mean_over_rows(node: Any) -> Any:
+    """What a node takes the mean of, over the last dimension, which it keeps."""
+    if _kind(node) != "mean":
+        return None
+    given = dict(zip(("x", "dim", "keepdim"), node.args, strict=False)) | node.kwargs
+    x, dim = given.pop("x", None), given.pop("dim", None)
+    rows = value_of(x)
+    if given != {"keepdim": True} or not isinstance(rows, torch.Tensor):
+        return None
+    dims = tuple(dim) if isinstance(dim, list | tuple) else (dim,)
+    return x if rows.dim() and dims in ((-1,), (rows.dim() - 1,)) else None
+
+
+def _squared(node: Any) -> Any:
+    if _kind(node) == "power":
+        return node.args[0] if node.args[1:] == (2,) else None
+    if _kind(node) == "product":
+        return node.args[0] if len({*node.args}) == 1 and len(node.args) == 2 else None
+    return node.args[0] if _kind(node) == "square" and len(node.args) == 1 else None

@@ -1,0 +1,86 @@
+"""How DTensor may split the operators of a package."""
+
+from __future__ import annotations
+
+import sys
+from threading import Lock
+from typing import Any
+
+_known: set[Any] = set()
+_lock = Lock()
+
+
+def register_sharding(*operators: Any) -> None:
+    """Tell DTensor how to run operators of RMSNorm on shards; nothing before DTensor has been
+    imported, and nothing for others, of which it is not told.
+
+    Rows may be split over any dimension but the last: every rank computes its own, the weight is
+    on all of them, and dw is a partial sum that DTensor reduces. A weight per head may be split
+    with the heads. Anything else is gathered first.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    for operator in operators:
+        if operator in _known:
+            continue
+        from torch.distributed.tensor.experimental import register_sharding as register
+
+        with _lock:
+            rule = _RULES.get(operator._schema.name.rpartition("::")[2])
+            if rule is not None and operator not in _known:
+                register(operator)(rule)
+            _known.add(operator)
+
+
+def _row_splits(x: Any, weight: Any) -> list[tuple[Any, Any, Any]]:
+    """Placements of a tensor of rows, of the weight, and of dw."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    splits: list[tuple[Any, Any, Any]] = [(Replicate(), Replicate(), Replicate())]
+    heads = x.ndim - 2
+    per_head = weight is not None and weight.ndim == 2
+    for dim in range(x.ndim - 1):
+        if per_head and dim == heads:
+            splits.append((Shard(dim), Shard(0), Shard(0)))
+        else:
+            splits.append((Shard(dim), Replicate(), Partial("sum")))
+    return splits
+
+
+def _dtype(given: Any) -> Any:
+    """Of a tensor, or of what DTensor knows about one."""
+    return getattr(given, "tensor_meta", given).dtype
+
+
+def _norm(x: Any, *others: Any) -> list[Any]:
+    *residual, weight, _, _, _ = others
+    return [
+        (
+            [rows] * (2 + len(residual)),
+            [*[rows] * (1 + len(residual)), None if weight is None else scale, *[None] * 3],
+        )
+        for rows, scale, _ in _row_splits(x, weight)
+    ]
+
+
+def _rms_norm_backward(*given: Any) -> list[Any]:
+    _, x, _, weight, dresidual, _, _, need_dx, need_dw, _ = given
+    whole = _row_splits(x, weight)[0][0]
+    return [
+        (
+            # What is not wanted is an empty tensor.
+            [
+                rows if need_dx else whole,
+                summed if need_dw and weight is not None else whole,
+                rows if dresidual is not None and _dtype(dresidual) != _dtype(x) else whole,
+            ],
+            [
+                *(rows, rows, rows, None if weight is None else scale),
+                *(None if dresidual is None else rows, *[None] * 5),
+            ],
+        )
+        for rows, scale, summed in _row_splits(x, weight)
+    ]
+
+
+_RULES = {"rms_norm": _norm, "add_rms_norm": _norm, "rms_norm_backward": _rms_norm_backward}

@@ -1,0 +1,253 @@
+"""LayerNorm: the functions of a package for its backward. The forward is PyTorch's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from ..serve.kernels import Source
+from ..serve.options import Arguments, Options
+from ..serve.reference import Results
+from ..torch_internals import (
+    PLAIN_TYPES,
+    is_plain,
+    served_dtype,
+    tracing,
+    transforms_active,
+    watched,
+)
+from .differentiable import is_foreign
+from .layer_norm_operators import (
+    LayerNormOperators,
+    eager_layer_norm,
+    layer_norm_forward,
+    layer_norm_node,
+)
+from .layer_norm_routes import LAYER_NORM, dw_and_db, layer_norm_aten_call
+from .module import flat, like
+from .package import NormPackage
+from .patch import evenly, is_close, replace_forwards, rows_to_try, try_forward
+
+
+class LayerNormPackage(NormPackage):
+    """The functions of a package of LayerNorm's backward, or of those of several GPUs. Safe to use
+    from several threads."""
+
+    ops: LayerNormOperators
+    _aten_call = staticmethod(layer_norm_aten_call)
+    _has_aten = True
+    _layer, _routed = "LayerNorm", LAYER_NORM
+
+    def __init__(self, of: Path | Source, name: str = "") -> None:
+        super().__init__(of, name)
+        self.ops = LayerNormOperators(self.name, self._run, self._quick)
+        self._node = layer_norm_node(layer_norm_forward, lambda _: self._serve, self._quick)
+        self._eager = eager_layer_norm(self._serve, self._quick)
+        # A class per package, under a name by which pickle finds it.
+        members = {"_package": self, "__doc__": LayerNorm.__doc__}
+        self.LayerNorm: type[LayerNorm] = type("LayerNorm", (LayerNorm,), members)
+        # One object, so that all modules that it is patched into share one class.
+        self._patched_forward = lambda module, input: self.layer_norm(
+            input, module.weight, module.bias, module.eps
+        )
+
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+        *,
+        residual: torch.Tensor | None = None,
+    ) -> Any:
+        """torch.nn.functional.layer_norm over the last dimension, with `layer_norm_backward` as its
+        backward.
+
+        Under torch.compile it is one operator. Second derivatives (create_graph=True) and batched
+        gradients (is_grads_batched=True) use PyTorch's own operators. DTensor, nested tensors,
+        torch.func, forward-mode differentiation and torch.jit.trace use PyTorch's own LayerNorm
+        and its backward.
+
+        Args:
+            x: (..., N), bf16, fp16 or fp32.
+            weight: (N,) in x's dtype or fp32, or None for ones.
+            bias: like the weight, or None for zeros.
+            eps: added to the variance. Below 2^-96 the backward is PyTorch's operations.
+            residual: in x's shape and any floating dtype. The norm is then that of
+                h = x + residual, which has the residual's dtype. The backward kernel adds the
+                gradient of h to that of the norm.
+
+        Returns:
+            y in x's dtype, computed in fp32, or (y, h) with a residual.
+
+        Raises:
+            TypeError, ValueError: if the arguments do not fit together.
+        """
+        if (
+            residual is None
+            and type(x) in PLAIN_TYPES
+            and (weight is None or type(weight) in PLAIN_TYPES)
+            and (bias is None or type(bias) in PLAIN_TYPES)
+            and not watched()
+        ):
+            y = self._eager(x, weight, bias, eps)
+            if y is not None:
+                return y
+        if is_foreign(x):
+            rows = x if residual is None else x + residual
+            shape = (x.size(-1) if weight is None else weight.shape[-1],)
+            y = torch.nn.functional.layer_norm(rows, shape, weight, bias, eps)
+            return y if residual is None else (y, rows)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+        weight, bias = served_dtype(weight, x), served_dtype(bias, x)
+        given = (x, residual, weight, bias, eps, self.name)
+        y, _, _, stream = self._forward_for(given)(*given)
+        return y if residual is None else (y, stream)
+
+    def _forward_for(self, given: tuple[Any, ...]) -> Callable[..., Any]:
+        """What computes y, mean, rstd and the sum of these arguments."""
+        plain = all(map(is_plain, given))
+        if not plain and any(map(_is_sharded, given)):
+            return layer_norm_forward
+        if is_dynamo_compiling():
+            return self.ops.layer_norm
+        if transforms_active() or tracing() is not None:
+            return layer_norm_forward
+        if watched() or not plain:
+            return self.ops.layer_norm
+        return self._node.apply if torch.is_grad_enabled() else layer_norm_forward
+
+    def layer_norm_backward(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        mean: torch.Tensor,
+        rstd: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        *,
+        dresidual: torch.Tensor | None = None,
+        need_dx: bool = True,
+        need_dw: bool = True,
+        dw_out: torch.Tensor | None = None,
+        accumulate: bool = False,
+        dw_dtype: torch.dtype | None = None,
+    ) -> Results:
+        """The gradients of y = (x - mean) * rstd * weight + bias, with the mean of each row and
+        rstd = 1 / sqrt(var(x) + eps).
+
+        The results are not differentiable: asking for a gradient through them raises RuntimeError.
+        The call runs on the current stream, can be captured into a CUDA graph, and never
+        synchronises with the host. Under torch.compile and other tracers it is one operator. CPU
+        and meta tensors use the formula in PyTorch. If the package has no kernel for a call,
+        PyTorch's kernel serves it where it can, else the formula, with one warning per reason.
+
+        Args:
+            dy: (..., N), bf16, fp16 or fp32, in any layout. Layouts that kernels cannot read in
+                place are copied first.
+            x: shape and dtype of dy, in any layout.
+            mean: fp32, one value per row, as the forward saved it.
+            rstd: like mean. From 2^64 on, a kernel's dx is not finite.
+            weight: (N,) in x's dtype or fp32, or None for ones. Without a weight there is no dw and
+                no db.
+            dresidual: a gradient of x from elsewhere (the residual connection), in x's shape and
+                any floating dtype. It is added to dx in fp32.
+            need_dx: False to skip dx.
+            need_dw: False to skip dw and db.
+            dw_out: a tensor (2, N) for dw and db, in the weight's dtype or fp32. Its rows are
+                returned as dw and db.
+            accumulate: add dw and db to dw_out instead of overwriting it, in fp32 and in a fixed
+                order.
+            dw_dtype: torch.float32 to get dw and db without rounding them to the weight's dtype.
+
+        Returns:
+            (dx, dw, db), or (dx, dw, db, dresidual_out) with dresidual. dx is contiguous, in x's
+                shape and dtype, or None. dw and db are (N,) in the weight's dtype, the rows of one
+                tensor, or None. dresidual_out is dx in dresidual's dtype; it is dx itself if x has
+                the same dtype.
+
+        Raises:
+            TypeError, ValueError: if the arguments do not fit together.
+            LaunchError: if the driver refuses a launch.
+        """
+        if (
+            mean is not None
+            and weight is not None
+            and dresidual is None
+            and dw_out is None
+            and dw_dtype is None
+            and need_dx
+            and need_dw
+            and not accumulate
+            and not watched()
+        ):
+            results = self._quick(dy, x, rstd, weight, mean)
+            if results is not None:
+                dx, sums = results
+                return dx, *dw_and_db(sums)
+        if not isinstance(mean, torch.Tensor):
+            raise TypeError(f"mean must be a torch.Tensor, got {type(mean).__name__}")
+        given = Arguments(dy, x, rstd, weight, dresidual, dw_out, mean)
+        options = Options(0.0, need_dx, need_dw, accumulate, dw_dtype)
+        dx, sums, *third = self._serve(given, options)
+        return (dx, *dw_and_db(sums), *third)
+
+    def patch(self, model: torch.nn.Module) -> list[str]:
+        """Serve the LayerNorms of a model: torch.nn.LayerNorm over one dimension, and subclasses
+        if they compute the same on a few rows. Returns their names.
+        `unpatch(model)` undoes it."""
+        other = "it is not a LayerNorm over one dimension, or computes something else"
+        return replace_forwards(
+            model, self._layer, lambda m: self._patched_forward if _may_be_served(m) else other
+        )
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """torch.nn.LayerNorm, with its arguments and its state dict, whose backward is this package's.
+    The result has x's dtype. Takes a residual, as `layer_norm` does."""
+
+    _package: ClassVar[LayerNormPackage]
+    """Every package has a subclass of this class."""
+
+    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        shape = self.normalized_shape
+        rows, other, weight, bias = flat(shape, input, residual, self.weight, self.bias)
+        y = self._package.layer_norm(rows, weight, bias, self.eps, residual=other)
+        return like(input, y, shape)
+
+
+def _is_sharded(given: Any) -> bool:
+    """Whether it is a DTensor, for which the operators have no rule. By name, because whoever has
+    none need not wait for its import."""
+    kind = type(given)
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
+
+
+def _may_be_served(module: Any) -> bool:
+    kind = type(module)
+    if not isinstance(module, torch.nn.LayerNorm) or hasattr(kind, "_package"):
+        return False
+    if len(module.normalized_shape) != 1:
+        return False
+    if kind is torch.nn.LayerNorm:
+        return True
+    alone = {*module.state_dict()} <= {"weight", "bias"}
+    if not alone or len(inspect.signature(module.forward).parameters) != 1:
+        return False
+    (width,) = module.normalized_shape
+    values = {"weight": evenly(-1, 2, width), "bias": evenly(2, -3, width)}
+    scales = {name: None if getattr(module, name) is None else values[name] for name in values}
+    rows = rows_to_try(width)
+    # Some take four dimensions for channels before rows, and some compute narrow rows in fp32.
+    for x in (rows, rows.view(1, 3, 1, width)):
+        wanted = torch.nn.functional.layer_norm(x, (width,), **scales, eps=module.eps)
+        if not is_close(try_forward(module, {**scales}, x), wanted):
+            return False
+    narrow = {name: None if t is None else t.bfloat16() for name, t in scales.items()}
+    tried = [try_forward(module, {**given}, rows.bfloat16()) for given in (scales, narrow)]
+    return {y.dtype for y in tried if isinstance(y, torch.Tensor)} == {torch.bfloat16}

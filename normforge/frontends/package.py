@@ -1,0 +1,176 @@
+"""What the packages of all norms have: `install()`, graphs, and what they know about themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from ..serve.checks import dtype_name
+from ..serve.kernels import Source, source_of
+from ..serve.options import Arguments, Options
+from ..serve.reference import Results
+from ..serve.server import Server
+from .graph_pass import AUTOTUNED, Pass, make_backend, make_pass
+from .install import RMS_NORM, Installation, Routed
+from .library import namespace
+from .operators import NormOperators
+from .patch import unpatch
+
+
+class NormPackage(Server):
+    """The functions of a package, or of those of several GPUs, of which each serves its own.
+
+    Making one compiles nothing and does not touch CUDA. Safe to use from several threads.
+    """
+
+    ops: NormOperators
+    _layer: ClassVar[str] = "RMSNorm"
+    _routed: ClassVar[Routed] = RMS_NORM
+    """PyTorch's operator that `install` routes."""
+
+    def __init__(self, of: Path | Source, name: str = "") -> None:
+        """of: the folder of the package, or where the kernels of several are. name: by which the
+        operators know it; by default the folder's. Raises ValueError for a damaged table, OSError
+        for none."""
+        super().__init__(of if callable(of) else source_of(of))
+        self.name = name if callable(of) else name or str(of)
+        whose = (type(self).__name__, self.name if callable(of) else str(of))
+        installation = Installation(self._quick, self._route, "CUDA", whose, self._routed)
+        self._installation = installation
+        self.install = installation.install
+        self.uninstall = installation.uninstall
+        self.installed = installation.installed
+
+    @property
+    def folder(self) -> Path:
+        """Of the package for the GPU that this process uses."""
+        return self._source(None).folder
+
+    def _serve(self, given: Arguments, options: Options) -> Results:
+        """Any call: through an operator if a mode or a tracer is active, else directly."""
+        return self.ops.serve(self._run, given, options)
+
+    def graph_pass(
+        self, how: str = "route", inductor_configs: Mapping[str, Any] | None = AUTOTUNED
+    ) -> Pass:
+        """A pass over traced training graphs, for graph trainers.
+
+        Args:
+            how: `route` replaces every norm by this package's (only its backward, if the package
+                has no forward), and folds additions of a residual stream into it; `tag` marks it
+                for torch.fx.passes.regional_inductor.
+            inductor_configs: settings of torch._inductor.config for `tag`. By default Inductor
+                autotunes; None keeps the current settings.
+
+        Returns:
+            A function that takes a torch.fx.GraphModule, and optionally example inputs, and returns
+                the graph module.
+        """
+        return make_pass(self.ops, how, inductor_configs)
+
+    def inductor_backend(self, **inductor_configs: Any) -> Callable[..., Any]:
+        """A backend for torch.compile: Inductor, with PyTorch's norms of this package's kind (only
+        their backward, if the package has no forward), and RMSNorms that a model writes out, served
+        by this package. inductor_configs: settings of torch._inductor.config, which override those
+        that torch.compile's `mode` and `options` name."""
+        return make_backend(self.ops, **inductor_configs)
+
+    def unpatch(self, model: torch.nn.Module) -> list[str]:
+        """Restore the forwards that `patch` replaced. Returns the names of these norms."""
+        return unpatch(model, self._layer)
+
+    @property
+    def operators(self) -> Any:
+        """The operators, as torch.compile and policies of selective checkpointing see them:
+        `operators.rms_norm.v1` and so on. All packages share them; their last argument says which
+        one serves a call."""
+        return getattr(torch.ops, namespace)
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """The target, and how the kernel of every tuned shape was found and checked."""
+        table = self.table
+        shapes = {
+            entry.shape: {
+                **entry.provenance,
+                "kernel": entry.kernel.file,
+                "determinism": entry.kernel.spec.determinism,
+                "evidence": entry.evidence,
+            }
+            for entry in table.tuned
+        }
+        return {"target": table.target, "shapes": shapes}
+
+    def explain(
+        self,
+        M: int,
+        N: int,
+        dtype: str | torch.dtype,
+        weight_dtype: str | torch.dtype | None = None,
+        *,
+        offset: bool = False,
+        residual: str | torch.dtype | None = None,
+    ) -> dict[str, Any]:
+        """Which kernel serves M contiguous, aligned rows of N columns on this package's GPU, and
+        why. Needs no GPU.
+
+        Args:
+            M: rows, at least 1.
+            N: columns, at least 1.
+            dtype: a torch dtype, or "bf16", "fp16" or "fp32".
+            weight_dtype: likewise; by default that of x.
+            offset: ask for a kernel that itself adds a weight_offset.
+            residual: ask for a kernel that itself adds a dresidual of this dtype. If there is none
+                (`how` is "none"), a call adds the option around a plain kernel.
+
+        Returns:
+            A dict with shape, gpu, how ("tuned", "nearest", "fallback" or "none") and reason. If
+                there is a kernel, also kernel, source (None for a fallback), strategy, determinism
+                (its class), evidence and launch. If it was tuned, also tuned_shape and provenance
+                (time, tied configs, checks passed, study, date and so on).
+
+        Raises:
+            ValueError: for an impossible shape or dtype.
+        """
+        name = dtype_name(dtype)
+        weight_name = name if weight_dtype is None else dtype_name(weight_dtype)
+        if M < 1 or N < 1:
+            raise ValueError(f"M and N must be at least 1, got M={M} and N={N}")
+        option = "" if residual is None else dtype_name(residual)
+        kernels = self._source(None)
+        choice = kernels.backward.choose(M, N, name, weight_name, offset=offset, residual=option)
+        facts: dict[str, Any] = {
+            "shape": {"M": M, "N": N, "dtype": name, "weight_dtype": weight_name},
+            "gpu": kernels.backward.target["title"],
+            "how": choice.how,
+            "reason": choice.reason,
+        }
+        if choice.kernel is None:
+            return facts
+        spec = choice.kernel.spec
+        launch = self._launch(spec, M)
+        facts |= {
+            "kernel": choice.kernel.file,
+            "source": str(kernels.folder / "kernels" / f"{choice.kernel.file}.cu")
+            if choice.tuned
+            else None,
+            "strategy": spec.strategy,
+            "determinism": spec.determinism,
+            "evidence": choice.tuned.evidence if choice.tuned else "none: a safe, untuned config",
+            "launch": {
+                "kernels": 2 if launch.sum_grid else 1,
+                "grid": launch.grid,
+                "threads": spec.threads,
+                "cluster": spec.cluster,
+                "smem_bytes": spec.smem_bytes,
+                "vector_bytes": spec.vector_bytes,
+                "workspace_bytes": launch.workspace_bytes,
+            },
+        }
+        if choice.tuned:
+            facts["tuned_shape"] = choice.tuned.shape
+            facts["provenance"] = choice.tuned.provenance
+        return facts

@@ -1,0 +1,260 @@
+"""The packages that come with this library: which there are, and which one serves a GPU.
+
+A wheel has them in this folder, a checkout in `generated/` beside it. Those of one operation make
+one set of functions (`chosen`), which takes the kernels of a call from the package of the GPU that
+its tensors are on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from re import IGNORECASE, escape, search
+from typing import Any, NamedTuple
+
+import torch
+
+from .api import Package
+from .frontends.batch_invariant import BatchInvariantPackage
+from .frontends.layer_norm import LayerNormPackage
+from .frontends.layer_norm_operators import LayerNormOperators
+from .frontends.operators import Operators
+from .frontends.package import NormPackage
+from .serve.kernels import Kernels
+from .serve.warn_once import WarnOnce
+from .table import TABLE, runs_on
+
+_CHOICE = "NORMFORGE_GPU"
+_HERE = Path(__file__).resolve().parent
+_LIBRARY = {
+    "rmsnorm_backward": (Package, "normforge.rmsnorm"),
+    "rmsnorm_invariant_backward": (BatchInvariantPackage, "normforge.batch_invariant"),
+    "layernorm_backward": (LayerNormPackage, "normforge.layernorm"),
+}
+"""By operation: the functions of its packages, and the module that has those of all of them."""
+
+
+class Tuned(NamedTuple):
+    """A package: its folder, and the GPU that it was tuned for."""
+
+    folder: Path
+    arch: str
+    title: str
+
+
+class Gpu(NamedTuple):
+    """A GPU of this process."""
+
+    name: str
+    capability: tuple[int, int]
+
+
+def _roots() -> tuple[Path, ...]:
+    """Where packages may be: the folder of an installed library, and that of a checkout."""
+    return tuple((folder / "generated").resolve() for folder in (_HERE, _HERE.parent))
+
+
+def tuned_packages(operation: str) -> dict[str, Tuned]:
+    """The packages of an operation, by the name of their GPU."""
+    found: dict[str, Tuned] = {}
+    for root in _roots():
+        for table in sorted(root.glob(f"*/{operation}/{TABLE}")):
+            try:
+                target = json.loads(table.read_text())["target"]
+                name, arch, title = (str(target[key]) for key in ("name", "arch", "title"))
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                warnings.warn(
+                    f"{table} is damaged ({error}): its package is left out", stacklevel=2
+                )
+                continue
+            found.setdefault(name, Tuned(table.parent, arch, title))
+    return dict(sorted(found.items()))
+
+
+def find_gpu() -> Gpu | None:
+    """PyTorch's current GPU, or the one that it will use once CUDA is initialised. None without a
+    GPU."""
+    if torch.version.cuda is None:
+        return None
+    if not torch.cuda.is_initialized():
+        try:
+            return _first_visible(os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip())
+        except Exception:  # no NVML, or it cannot tell which device that is: ask CUDA itself
+            pass
+    return gpu_of(torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def gpu_of(device: int) -> Gpu:
+    """The GPU of an index, once CUDA is initialised."""
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.name, (properties.major, properties.minor))
+
+
+def _first_visible(device: str) -> Gpu | None:
+    """A device by its index or UUID, asked of NVML, which initialises nothing of CUDA."""
+    if device in ("", "-1"):
+        return None
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        by_index = pynvml.nvmlDeviceGetHandleByIndex
+        by_uuid = pynvml.nvmlDeviceGetHandleByUUID
+        if device.isdigit() and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+            all_of_them = map(by_index, range(pynvml.nvmlDeviceGetCount()))
+            if len(set(map(pynvml.nvmlDeviceGetName, all_of_them))) > 1:
+                raise LookupError("CUDA has the fastest GPU first, and NVML counts along the bus")
+        handle = by_index(int(device)) if device.isdigit() else by_uuid(device)
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        return Gpu(str(pynvml.nvmlDeviceGetName(handle)), (major, minor))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def choose(
+    packages: Mapping[str, Tuned],
+    gpu: Gpu | None,
+    wanted: str = "",
+    warn: Callable[[str], None] | None = None,
+) -> str:
+    """The name of the package for a GPU, or of the one that is wanted. warn: is told where it was
+    tuned for another GPU. Raises RuntimeError, with what to do, where there is none."""
+    there = ", ".join(f"{name} ({tuned.arch})" for name, tuned in packages.items())
+    # Several where no GPU has packages of all operations.
+    names = [name.strip().lower() for name in wanted.split(",")]
+    wanted = next((name for name in names if name in packages), wanted)
+    if wanted not in ("", *packages):
+        raise RuntimeError(f"{_CHOICE} is {wanted}, and the packages here are: {there or 'none'}")
+    if not packages:
+        raise RuntimeError(
+            "this copy of Normforge has no tuned package: run `pip install .` in a checkout that "
+            "has generated/"
+        )
+    if wanted or gpu is None:
+        return wanted or next(iter(packages))
+    fit = [name for name in packages if runs_on(packages[name].arch, gpu.capability)]
+    if not fit:
+        major, minor = gpu.capability
+        raise RuntimeError(
+            f"Normforge has no kernels for {gpu.name} (sm_{major}{minor}), only for {there}. Tune "
+            "some in a checkout (python tune.py --gpu auto), or set "
+            f"{_CHOICE}={next(iter(packages))}: PyTorch's kernels then serve"
+        )
+    for name in fit:
+        words = escape(name).replace(r"\-", "[- ]")  # rtx-5090: "NVIDIA GeForce RTX 5090"
+        if search(rf"\b{words}\b", gpu.name, IGNORECASE):
+            return name
+    (warn or WarnOnce())(
+        f"{gpu.name} runs the kernels that were tuned for {packages[fit[0]].title}: correct, "
+        "perhaps slower than kernels of its own"
+    )
+    return fit[0]
+
+
+class Chosen:
+    """Where the kernels of an operation are: in the package of each GPU. Thread-safe.
+
+    Making one chooses for the GPU that this process uses, without initialising CUDA. Raises
+    RuntimeError, with what to do, where there is no package for it. Another GPU without a package
+    gets that of the first, whose kernels do not run there: then PyTorch serves, with a warning.
+    """
+
+    def __init__(self, operation: str) -> None:
+        self._packages = tuned_packages(operation)
+        self._wanted = os.environ.get(_CHOICE, "")
+        self._warn = WarnOnce()
+        self._by_name: dict[str, Kernels] = {}
+        self._by_device: dict[int, Kernels] = {}
+        self._current = self._kernels_for(None if self._wanted else find_gpu())
+
+    def __call__(self, device: int | None) -> Kernels:
+        """The kernels for the GPU of an index, or with None for the one that this process uses:
+        once CUDA is initialised PyTorch's current one."""
+        if device is None:
+            if self._wanted or not torch.cuda.is_initialized():
+                return self._current
+            device = torch.cuda.current_device()
+        found = self._by_device.get(device)
+        if found is None:
+            found = self._by_device.setdefault(device, self._kernels_of(device))
+        return found
+
+    def _kernels_of(self, device: int) -> Kernels:
+        if self._wanted or torch.version.cuda is None:
+            return self._current
+        try:
+            return self._kernels_for(gpu_of(device))
+        except RuntimeError:  # there is none for it
+            return self._current
+
+    def _kernels_for(self, gpu: Gpu | None) -> Kernels:
+        name = choose(self._packages, gpu, self._wanted, self._warn)
+        known = self._by_name.get(name)
+        if known is None:  # without a lock, which a forked child might find taken
+            known = self._by_name.setdefault(name, Kernels(self._packages[name].folder))
+        return known
+
+
+_chosen: dict[str, NormPackage] = {}
+_choosing = threading.RLock()
+
+
+def chosen(operation: str) -> NormPackage:
+    """The functions of an operation, by the kernels of each GPU: one object in a process. Raises
+    RuntimeError where there is no package for the GPU, ValueError for a damaged one."""
+    with _choosing:
+        if operation not in _chosen:
+            _chosen[operation] = _choose(operation)
+        return _chosen[operation]
+
+
+def _choose(operation: str) -> NormPackage:
+    functions, module = _LIBRARY[operation]
+    name = f"*/{operation}" if operation == "rmsnorm_invariant_backward" else ""
+    made: Any = functions(Chosen(operation), name)
+    if isinstance(made, Package):
+        made.beside = "normforge.batch_invariant"
+    for layer in ("RMSNorm", "LayerNorm"):
+        if hasattr(made, layer):
+            getattr(made, layer).__module__ = module  # where pickle finds it
+    return made
+
+
+_opened: dict[tuple[str, str], Path] = {}
+
+
+def open_package(file: str, module: str, operation: str) -> Any:
+    """The functions of the package whose `__init__.py` is `file`, for whatever GPU. module: its
+    name. One that came with this library has the name `<gpu>/<operation>` for operators, so that a
+    graph finds it in another process. Any other has that of its module, and of two modules of one
+    name the second has that of its folder."""
+    folder = Path(file).resolve().parent
+    ours = folder.parent.parent in _roots()
+    name = "/".join(folder.parts[-2:]) if ours else module
+    if _opened.setdefault((operation, name), folder) != folder:
+        name = str(folder)
+    return _LIBRARY[operation][0](folder, name)
+
+
+# ---- Packages that a graph asks for --------------------------------------------------------------
+
+
+def _operators_of(name: str) -> Any:
+    """Those of a package here, by the name that an operator was called with: "" or
+    `<gpu>/<operation>`, where a GPU of * is that of the tensors. Raises LookupError."""
+    gpu, slash, operation = (name or "*/rmsnorm_backward").rpartition("/")
+    if not slash or operation not in _LIBRARY:
+        raise LookupError(name)
+    if gpu == "*":
+        return chosen(operation).ops
+    here = tuned_packages(operation).values()
+    folder = {tuned.folder.parent.name: tuned.folder for tuned in here}[gpu]
+    return open_package(str(folder / "__init__.py"), name, operation).ops
+
+
+Operators.served.find = _operators_of
+LayerNormOperators.served.find = lambda name: _operators_of(name or "*/layernorm_backward")

@@ -1,0 +1,253 @@
+"""`import normforge`: every call by the package of the GPU that its tensors are on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from generator.paths import REPOSITORY
+from normforge import packages
+from normforge.api import Package
+from normforge.frontends.operators import Operators
+from normforge.packages import Chosen, Gpu, chosen
+from normforge.serve import checks
+from normforge.serve.options import PLAIN, Arguments
+from normforge.table import TABLE, ForwardTable, Table
+from tests.support.fake_driver import SPEC, entry, tensors
+from tests.support.patience import patience
+
+GPUS = (
+    Gpu("NVIDIA H200", (9, 0)),
+    Gpu("NVIDIA H100 80GB HBM3", (9, 0)),
+    Gpu("NVIDIA H200", (9, 0)),
+    Gpu("NVIDIA T4", (7, 5)),
+)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One with these GPUs, the first of which it uses, and packages for two of them."""
+    for gpu in ("h100", "h200"):
+        target = {"name": gpu, "title": gpu.upper(), "arch": "sm_90a", "sms": 132}
+        kernel = entry(4096, replace(SPEC, name=f"of_the_{gpu}"))
+        folder = tmp_path / "generated" / gpu / "rmsnorm_backward"
+        folder.mkdir(parents=True)
+        (folder / TABLE).write_text(json.dumps(Table(target, (kernel,)).to_json()))
+        (folder / "forward.json").write_text(json.dumps(ForwardTable(target).to_json()))
+    monkeypatch.setattr(packages, "_HERE", tmp_path)
+    monkeypatch.delenv("NORMFORGE_GPU", raising=False)
+    monkeypatch.setattr(packages, "find_gpu", lambda: GPUS[0])
+    monkeypatch.setattr(packages, "gpu_of", GPUS.__getitem__)
+
+    def properties(device: int) -> Any:
+        major, minor = GPUS[device].capability
+        facts = {"name": GPUS[device].name, "major": major, "minor": minor}
+        return type("Properties", (), {**facts, "multi_processor_count": 132})
+
+    monkeypatch.setattr(checks.torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    return monkeypatch
+
+
+def test_kernels_are_those_of_the_gpu_of_the_tensors(machine: Any) -> None:
+    package, given = Package(Chosen("rmsnorm_backward")), Arguments(*tensors(4096))
+    read: list[Path] = []
+    for device in (0, 1, 2):
+        loaded = package._source(device).loaded
+        machine.setattr(loaded, "get", lambda k: k)
+        call = package._with_kernel(given, PLAIN, device)
+        assert call.kernel.spec.name == f"of_the_{('h200', 'h100', 'h200')[device]}"
+        read.append(package._source(device).folder)
+    assert package._source(0) is package._source(2) and read[0] == read[2] != read[1]
+
+
+def test_a_gpu_without_kernels_is_served_by_pytorch_beside_one_that_has_some(machine: Any) -> None:
+    package = Package(Chosen("rmsnorm_backward"))
+    choice = package._best(3, (4096, 1024, "bf16", "bf16"), False, "")
+    assert choice.kernel is None and "sm_90a" in choice.reason
+    assert package._source(1).backward.target["name"] == "h100"
+    given = Arguments(*tensors(4096))
+    machine.setattr(package, "_find", lambda g, o: package._with_kernel(g, o, 3))
+    with pytest.warns(UserWarning, match="using PyTorch's own kernel"):
+        assert package._prepare_routed(given, PLAIN)(*tensors(4096)) is None
+    machine.setattr(torch.version, "cuda", None)  # a GPU of another maker
+    assert package._source(2) is package._source(0)
+
+
+def test_a_process_whose_gpu_has_no_kernels_is_told_at_once(machine: Any) -> None:
+    machine.setattr(packages, "find_gpu", lambda: GPUS[3])
+    with pytest.raises(RuntimeError, match=r"no kernels for NVIDIA T4 .*NORMFORGE_GPU=h100"):
+        Chosen("rmsnorm_backward")
+
+
+def test_kernels_of_a_similar_gpu_are_said_once(machine: Any) -> None:
+    machine.setattr(packages, "gpu_of", lambda device: Gpu("NVIDIA GH200 480GB", (9, 0)))
+    source = Chosen("rmsnorm_backward")
+    with pytest.warns(UserWarning, match="runs the kernels that were tuned for H100") as told:
+        assert source(0) is source(1)
+    assert len(told) == 1 and told[0].filename == __file__
+
+
+def test_threads_get_one_set_of_functions(machine: Any) -> None:
+    class Slow(Package):
+        def __init__(self, *given: Any) -> None:
+            time.sleep(0.05)
+            super().__init__(*given)
+
+    machine.setattr(packages, "_chosen", {})
+    machine.setitem(packages._LIBRARY, "rmsnorm_backward", (Slow, "normforge.rmsnorm"))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(chosen, ["rmsnorm_backward"] * 4))
+    assert {id(package) for package in found} == {id(found[0])}
+    assert Operators.served("") is found[0].ops  # type: ignore[comparison-overlap]
+
+
+def test_two_modules_of_one_name_are_two_packages(machine: Any, tmp_path: Path) -> None:
+    folders = [
+        shutil.copytree(tmp_path / "generated" / gpu / "rmsnorm_backward", tmp_path / "own" / gpu)
+        for gpu in ("h100", "h200")
+    ]
+    one, two, again = (
+        packages.open_package(str(folder / "__init__.py"), "norms", "rmsnorm_backward")
+        for folder in (*folders, folders[0])
+    )
+    assert one.name == again.name == "norms" and two.name == str(folders[1])
+    one.install()
+    try:
+        with pytest.raises(RuntimeError, match="another package of Normforge is installed"):
+            two.install()
+        again.install()  # the same, loaded again
+    finally:
+        again.uninstall()
+
+
+def test_the_variable_chooses_for_all_gpus(machine: Any) -> None:
+    """A GPU that those kernels do not run on is then served by PyTorch."""
+    machine.setenv("NORMFORGE_GPU", "h100")
+    source = Chosen("rmsnorm_backward")
+    kernels = [source(device) for device in (None, 0, 1, 3)]
+    assert {id(each) for each in kernels} == {id(kernels[0])}
+    assert kernels[0].backward.target["name"] == "h100"
+    assert Package(source)._best(3, (4096, 1024, "bf16", "bf16"), False, "").kernel is None
+
+
+def test_what_is_asked_without_a_tensor_is_of_the_current_gpu(machine: Any) -> None:
+    package = Package(Chosen("rmsnorm_backward"))
+    assert package.explain(4096, 1024, "bf16")["gpu"] == "H200"
+    machine.setattr(torch.cuda, "is_initialized", lambda: True)
+    machine.setattr(torch.cuda, "current_device", lambda: 1)
+    assert package.explain(4096, 1024, "bf16")["gpu"] == "H100"
+    assert package.provenance["target"]["name"] == "h100"
+    assert package.folder.parent.name == "h100"
+
+
+def test_a_graph_finds_the_packages_of_this_library_alone(machine: Any) -> None:
+    ops = packages._operators_of("h100/rmsnorm_backward")
+    assert ops.package == "h100/rmsnorm_backward"
+    for name in ("h300/rmsnorm_backward", "../h100/rmsnorm_backward", "h100/softmax", "softmax"):
+        with pytest.raises(LookupError):
+            packages._operators_of(name)
+
+
+@pytest.mark.parametrize("operation", packages._LIBRARY)
+def test_every_operation_is_chosen_once_and_its_layers_are_found_by_pickle(operation: str) -> None:
+    package: Any = chosen(operation)
+    assert chosen(operation) is package
+    (layer,) = (getattr(package, n) for n in ("RMSNorm", "LayerNorm") if hasattr(package, n))
+    assert getattr(import_module(layer.__module__), layer.__name__) is layer
+
+
+SWITCH = """
+import pickle, normforge
+plain = normforge.RMSNorm(16)
+stored = pickle.dumps(plain)
+normforge.use_batch_invariant()
+invariant = normforge.RMSNorm(16)
+assert type(pickle.loads(stored)) is type(plain) is not type(invariant)
+for norm in (plain, invariant):
+    assert type(pickle.loads(pickle.dumps(norm))) is type(norm)
+print(type(plain).__module__, type(invariant).__module__)
+"""
+
+
+def test_pickles_do_not_follow_the_switch_to_batch_invariant_norms(tmp_path: Path) -> None:
+    assert run(SWITCH, tmp_path, "h200") == "normforge.rmsnorm normforge.batch_invariant"
+
+
+FOREIGN = """
+import sys
+sys.path.insert(0, "{folder}")
+import generator, normforge, torch
+assert generator.__file__.startswith("{folder}")
+print(torch.ops.normforge.rms_norm.v1.name())
+"""
+
+
+def test_a_module_of_the_tuners_name_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "generator").mkdir()
+    (tmp_path / "generator" / "__init__.py").write_text("")
+    assert run(FOREIGN, tmp_path, "h200") == "normforge::rms_norm.v1"
+
+
+SAVE = """
+import pickle, torch, normforge, normforge.layernorm, normforge.batch_invariant
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    normforge.RMSNorm(16), normforge.layernorm.LayerNorm(16), normforge.batch_invariant.RMSNorm(16)
+)
+x = torch.randn(4, 16)
+pickle.dump((model, x, model(x)), open("{folder}/model.pkl", "wb"))
+torch.export.save(torch.export.export(model, (x,)), "{folder}/model.pt2")
+print(normforge.explain(4096, 4096, "bf16")["gpu"])
+"""
+LOAD = """
+import pickle, torch
+{imports}
+model, x, wanted = pickle.load(open("{folder}/model.pkl", "rb"))
+assert torch.equal(model(x), wanted)
+model(x).sum().backward()
+print(normforge.explain(4096, 4096, "bf16")["gpu"])
+"""
+LOAD_GRAPH = """
+import pickle, torch
+import normforge  # no name of it is used before the graph is loaded
+program = torch.export.load("{folder}/model.pt2")
+_, x, wanted = pickle.load(open("{folder}/model.pkl", "rb"))
+assert torch.equal(program.module()(x), wanted)
+names = [str(node.target) for node in program.graph.nodes]
+assert names.count("normforge.rms_norm.v1") == 2, names
+print(normforge.explain(4096, 4096, "bf16")["gpu"])
+"""
+
+
+def run(script: str, folder: Path, gpu: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script.replace("{folder}", str(folder))],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "NORMFORGE_GPU": gpu},
+        timeout=patience(200),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+def test_pickled_and_exported_models_run_with_the_tables_of_another_gpu(tmp_path: Path) -> None:
+    saved = run(SAVE, tmp_path, "h200")
+    for script in (LOAD.replace("{imports}", "import normforge"), LOAD_GRAPH):
+        loaded = run(script, tmp_path, "h100,h200")  # there is no LayerNorm for the H100
+        assert loaded.startswith("NVIDIA H100") and saved.startswith("NVIDIA H200")
