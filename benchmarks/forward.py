@@ -38,7 +38,7 @@ from generator.evaluate.gpu.session import Session
 from generator.evaluate.gpu.timer import Timer
 from generator.operations.rmsnorm_forward import EPS, ForwardInputs, make_inputs
 from generator.package.emit import emit_package, read_forward_table
-from generator.problem import Problem, load_problems
+from generator.problem import RMSNORM_BACKWARD, Problem, load_problems
 from generator.tuner.forward import tune_forwards
 from normforge.serve.forward import Forward, reference_forward
 from normforge.serve.kernels import source_of
@@ -91,7 +91,7 @@ def compare(
     until: float,
 ) -> int:
     """Measure what the results file lacks; returns the exit code."""
-    forward = Forward(source_of(module))
+    forward = Forward(source_of(module, RMSNORM_BACKWARD))
     harness = {"blocks": BLOCKS, "rounds": ROUNDS, "floor": "torch.mul(x, 1.5, out=y)"}
     table = module_facts(module, FORWARD_TABLE)
     versions = {name: installed_version(name) for name in LIBRARIES}

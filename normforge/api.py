@@ -29,6 +29,7 @@ class Package(NormPackage):
     """The functions of a package of RMSNorm, or of those of several GPUs."""
 
     ops: Operators
+    operation = "rmsnorm_backward"
     beside: str = ""
     """The module of the batch-invariant package for the same GPU; "" for the one beside this."""
     _forward_class: ClassVar[type[Forward]] = Forward

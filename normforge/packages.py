@@ -30,7 +30,7 @@ from .table import TABLE, runs_on
 
 _CHOICE = "NORMFORGE_GPU"
 _HERE = Path(__file__).resolve().parent
-_LIBRARY = {
+_LIBRARY: dict[str, tuple[type[NormPackage], str]] = {
     "rmsnorm_backward": (Package, "normforge.rmsnorm"),
     "rmsnorm_invariant_backward": (BatchInvariantPackage, "normforge.batch_invariant"),
     "layernorm_backward": (LayerNormPackage, "normforge.layernorm"),
@@ -164,6 +164,7 @@ class Chosen:
     """
 
     def __init__(self, operation: str) -> None:
+        self._operation = operation
         self._packages = tuned_packages(operation)
         self._wanted = os.environ.get(_CHOICE, "")
         self._warn = WarnOnce()
@@ -195,7 +196,9 @@ class Chosen:
         name = choose(self._packages, gpu, self._wanted, self._warn)
         known = self._by_name.get(name)
         if known is None:  # without a lock, which a forked child might find taken
-            known = self._by_name.setdefault(name, Kernels(self._packages[name].folder))
+            known = self._by_name.setdefault(
+                name, Kernels(self._packages[name].folder, self._operation)
+            )
         return known
 
 
@@ -229,9 +232,15 @@ _opened: dict[tuple[str, str], Path] = {}
 
 def open_package(file: str, module: str, operation: str) -> Any:
     """The functions of the package whose `__init__.py` is `file`, for whatever GPU. module: its
-    name. One that came with this library has the name `<gpu>/<operation>` for operators, so that a
-    graph finds it in another process. Any other has that of its module, and of two modules of one
-    name the second has that of its folder."""
+    name; operation: what it computes. Operators know one that came with this library as
+    `<gpu>/<operation>`, so that a graph finds it in another process, and any other by its module;
+    of two modules of one name the second by its folder. Raises ImportError for an operation that
+    the library does not know, ValueError and OSError for a damaged package."""
+    if operation not in _LIBRARY:
+        raise ImportError(
+            f"{module} is a package of {operation}, which this version of Normforge does not know: "
+            f"install one that does. It knows {', '.join(_LIBRARY)}"
+        )
     folder = Path(file).resolve().parent
     ours = folder.parent.parent in _roots()
     name = "/".join(folder.parts[-2:]) if ours else module

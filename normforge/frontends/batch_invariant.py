@@ -163,6 +163,7 @@ class BatchInvariantPackage(Package):
     call raises RuntimeError. After `install()`, norms over several dimensions stay PyTorch's. Off
     the GPU the formula serves, which promises nothing of the kind."""
 
+    operation = "rmsnorm_invariant_backward"
     _forward_class = BatchInvariantForward
     _norm_class = InvariantNorm
     _invariant, _advice = True, _ADVICE

@@ -39,6 +39,7 @@ class LayerNormPackage(NormPackage):
     from several threads."""
 
     ops: LayerNormOperators
+    operation = "layernorm_backward"
     _aten_call = staticmethod(layer_norm_aten_call)
     _has_aten = True
     _layer, _routed = "LayerNorm", LAYER_NORM

@@ -27,15 +27,17 @@ class NormPackage(Server):
     """
 
     ops: NormOperators
+    operation: ClassVar[str]
+    """What its tables have kernels of."""
     _layer: ClassVar[str] = "RMSNorm"
     _routed: ClassVar[Routed] = RMS_NORM
     """PyTorch's operator that `install` routes."""
 
     def __init__(self, of: Path | Source, name: str = "") -> None:
         """of: the folder of the package, or where the kernels of several are. name: by which the
-        operators know it; by default the folder's. Raises ValueError for a damaged table, OSError
-        for none."""
-        super().__init__(of if callable(of) else source_of(of))
+        operators know it; by default the folder's. Raises ValueError for a damaged table and one
+        of another operation, OSError for none."""
+        super().__init__(of if callable(of) else source_of(of, self.operation))
         self.name = name if callable(of) else name or str(of)
         whose = (type(self).__name__, self.name if callable(of) else str(of))
         installation = Installation(self._quick, self._route, "CUDA", whose, self._routed)

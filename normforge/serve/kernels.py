@@ -14,12 +14,18 @@ class Kernels:
     """What the folder of a package holds: both tables, and the kernels as they get loaded.
 
     Making one reads the tables, compiles nothing and does not touch CUDA. Raises ValueError for a
-    damaged table, OSError for none.
+    damaged table and one of another operation, OSError for none.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, operation: str) -> None:
         self.folder = folder
         self.backward = Table.load(folder)
+        for kernel in self.backward.kernels():
+            if kernel.spec.operation != operation:
+                raise ValueError(
+                    f"{folder} has kernels of {kernel.spec.operation}, and here {operation} is "
+                    "computed: take the functions of that operation"
+                )
         self.forward = ForwardTable.load(folder)
         self.loaded = LoadedKernels(folder, WarnOnce())
 
@@ -28,7 +34,7 @@ Source = Callable[["int | None"], Kernels]
 """The kernels for the GPU of an index, or with None for the one that this process uses."""
 
 
-def source_of(folder: Path) -> Source:
-    """The same kernels on every GPU."""
-    kernels = Kernels(folder)
+def source_of(folder: Path, operation: str) -> Source:
+    """The kernels of one package on every GPU. Raises as Kernels."""
+    kernels = Kernels(folder, operation)
     return lambda device: kernels

@@ -68,7 +68,7 @@ def test_package_holds_forward_kernels_that_its_runtime_finds(package: Path) -> 
     choice = table.choose(9000, 1024, "bf16", "bf16")
     assert choice.how == "nearest" and choice.kernel is not None and choice.tuned is not None
     assert (choice.kernel.file, choice.tuned.evidence) == (forward.variant.id, "measured")
-    y, _ = Forward(source_of(package))(torch.ones(2, 8))
+    y, _ = Forward(source_of(package, "rmsnorm_backward"))(torch.ones(2, 8))
     assert y.shape == (2, 8)
 
 
@@ -129,8 +129,8 @@ def test_one_source_of_a_form_is_written_and_stays_while_its_kernel_does(package
 def test_package_without_a_forward_table_loads_and_a_damaged_one_says_so(package: Path) -> None:
     (package / "forward.json").write_text("{}")
     with pytest.raises(ValueError, match=r"forward\.json is damaged"):
-        Forward(source_of(package))
+        Forward(source_of(package, "rmsnorm_backward"))
     with pytest.raises(NormforgeError, match="no readable forward table"):
         emit_package([], [], H200, package)
     (package / "forward.json").unlink()
-    assert Forward(source_of(package)).table is None
+    assert Forward(source_of(package, "rmsnorm_backward")).table is None

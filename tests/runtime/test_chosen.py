@@ -162,6 +162,20 @@ def test_a_graph_finds_the_packages_of_this_library_alone(machine: Any) -> None:
             packages._operators_of(name)
 
 
+def test_kernels_of_another_operation_are_refused(machine: Any, tmp_path: Path) -> None:
+    """Their formula would serve the CPU, and wrong gradients would come without a word."""
+    folder = tmp_path / "generated" / "h200" / "rmsnorm_backward"
+    file = str(folder / "__init__.py")
+    with pytest.raises(ImportError, match="norms is a package of softmax_backward, which this ver"):
+        packages.open_package(file, "norms", "softmax_backward")
+    with pytest.raises(ValueError, match="has kernels of rmsnorm_backward, and here layernorm_b"):
+        packages.open_package(file, "norms", "layernorm_backward")
+    other = tmp_path / "generated" / "h200" / "layernorm_backward"
+    shutil.copytree(folder, other)
+    with pytest.raises(ValueError, match="has kernels of rmsnorm_backward, and here layernorm_b"):
+        chosen("layernorm_backward")
+
+
 @pytest.mark.parametrize("operation", packages._LIBRARY)
 def test_every_operation_is_chosen_once_and_its_layers_are_found_by_pickle(operation: str) -> None:
     package: Any = chosen(operation)

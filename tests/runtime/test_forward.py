@@ -62,7 +62,7 @@ def test_row_layout_finds_every_row_or_asks_for_a_copy(
 def forward(tmp_path: Path) -> Forward:
     """Of a package without forward kernels."""
     write_package(tmp_path)
-    return Forward(source_of(tmp_path))
+    return Forward(source_of(tmp_path, "rmsnorm_backward"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

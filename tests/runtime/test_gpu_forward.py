@@ -31,7 +31,7 @@ def ours(here: Target, tmp_path_factory: pytest.TempPathFactory) -> Forward:
     forwards = tune_forwards(shapes, here, (0,), processes=2)
     assert [entry.evidence for entry in forwards.tuned] == ["measured", "measured"]
     emit_package([], [], here, folder, forwards)
-    return Forward(source_of(folder))
+    return Forward(source_of(folder, "rmsnorm_backward"))
 
 
 def rows(M: int, N: int, dtype: str) -> torch.Tensor:
