@@ -89,6 +89,7 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
     return template.render(
         name=variant.id,
         operation=variant.operation,
+        sums=variant.sums,
         knobs=variant.config,
         strategy=variant.strategy,
         determinism=variant.determinism,

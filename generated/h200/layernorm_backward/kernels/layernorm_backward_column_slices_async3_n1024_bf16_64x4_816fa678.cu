@@ -66,24 +66,27 @@ using ResidualPacket = Packet<kResidualBytes>;
 #include "row_of.cuh"
 #include "load_rstds.cuh"
 
-// What one launch works on. Strides and gaps count elements and are 64-bit. Except for the mean, the
-// layout is that of RMSNorm's backward.
+// What one launch works on. Strides and gaps count elements and are 64-bit.
 struct Arguments {
   const Element* x;
   const Element* dy;
   const float* rstd;
   const WeightElement* weight;  // null: ones
-  Element* dx;                  // null: not wanted
-  void* dw;                     // dgamma, then dbeta; null: not wanted
-  const ResidualElement* dresidual;
+  Element* dx;                  // null: not wanted. May be dy where rows are staged (rows_*.cuh)
+  void* dw;                     // null: not wanted
+  const ResidualElement* dresidual;  // added to dx
   ResidualElement* dresidual_out;  // dx in the residual's dtype, if that differs from dx's
   unsigned* counters;
   float* zeroed;   // workspace that is 0 before and after each launch
   float* scratch;  // workspace with any contents
   long long rows;
   long long x_stride, dy_stride, dresidual_stride, dx_stride;
-  long long x_gap, dy_gap;  // as in RMSNorm's backward
+  // The heads of a packed tensor: a number of rows at their stride, then a gap before the next ones.
+  // (gaps * row) >> 32 of these gaps lie before a row; gaps is 0 if there are none. The host allows gaps
+  // only where the rows fit into 32 bits (gap_factor in kernel_arguments.py).
+  long long x_gap, dy_gap;
   unsigned gaps;
+  // group: participants of a group with two levels; the number of whole groups in batch-invariant kernels.
   int columns, group, dw_mode;
   float weight_offset;
   const float* mean;
@@ -93,8 +96,8 @@ struct Arguments {
 
 #include "row_sum.cuh"
 
-// Two sums over every row are reduced together. To the reduction they look like twice as many rows in
-// flight. Its argument for memory ordering holds for any number of sums per batch.
+// All sums over a row are reduced together. To the reduction they look like more rows in flight. Its
+// argument for memory ordering holds for any number of sums per batch.
 namespace row_sums {
 constexpr int kRowsInFlight = 2 * ::kRowsInFlight;
 #include "row_sum_cta.cuh"
@@ -110,20 +113,20 @@ constexpr int kRowsInFlight = 2 * ::kRowsInFlight;
 
 // ---- From the partial sums of every CTA to dw -------------------------------------------------
 
-// Two sums over the rows are reduced together. To the strategies it looks as if a CTA had twice as many
-// columns, first those of dgamma and then those of dbeta. In this namespace the constants and Rows
-// describe these columns, so that the fragments for one sum can be used. Their arguments for progress
-// and memory ordering cover all stores of a CTA to its row of partial sums, and slices of any length,
-// so they hold unchanged.
+// All sums over the rows are reduced together. To the strategies it looks as if a CTA had more columns,
+// those of the first sum and then those of the next. In this namespace the constants and Rows describe
+// these columns, so that the fragments for one sum can be used. Their arguments for progress and memory
+// ordering cover all stores of a CTA to its row of partial sums, and slices of any length, so they hold
+// unchanged.
 namespace column_sums {
 constexpr int kVectors = 2 * ::kVectors;
 constexpr int kColumns = 2 * ::kColumns;
 
-// Where a thread's partial sums lie in a row of them: vector j of dgamma, or of dbeta after it.
+// Where a thread's partial sums lie in a row of them: vector j of the first sum, or of the one after it.
 struct Rows {
   const ::Rows& rows;
   int first_column;  // of the row of partial sums: 0
-  int columns;       // of both sums
+  int columns;       // of all sums
 
   DEVICE int column(int vector) const {
     const int place = rows.column(vector % ::kVectors) - rows.first_column;
@@ -141,8 +144,8 @@ namespace one_tensor {
 #include "dw_output.cuh"
 }  // namespace one_tensor
 
-// dgamma and then dbeta. Each CTA of a cluster has a part of both. The two parts are adjacent in its
-// partial sums, but not here.
+// The columns of the first sum and then those of the next. Each CTA of a cluster has a part of both. The
+// parts are adjacent in its partial sums, but not here.
 struct DwOutput : one_tensor::DwOutput {
   int first;  // of this CTA's columns
 
@@ -159,10 +162,9 @@ struct DwOutput : one_tensor::DwOutput {
     if (column + 2 < columns) store(column + 2, value.z);
     if (column + 3 < columns) store(column + 3, value.w);
   }
-  // For the columns from `start` on, in a count of both sums.
+  // For the columns from `start` on, in a count of all sums.
   DEVICE DwOutput from(int start) const { return {base, mode, start / 2}; }
 };
-
 #include "dw_context.cuh"
 #include "sum_slice.cuh"
 #include "last_arrived.cuh"
@@ -175,9 +177,9 @@ extern "C" __global__ void  layernorm_backward(ARGUMENTS(Arguments, args)) {
   DYNAMIC_SHARED(smem);
   constexpr int rank = 0;
   const unsigned participants = gridDim.x;
-  const int columns = 2 * (kExact ? kColumns : args.columns);  // of both sums
+  const int columns = 2 * (kExact ? kColumns : args.columns);  // of all sums
   // The 0 is DwOutput::first. Kernels of any length (kExact false) do not exist: the second kernel of
-  // `separate` would sum half of the columns.
+  // `separate` would sum some of the columns.
   column_sums::DwStrategy strategy{args.dw,      args.dw_mode, 0,
                                    args.counters, args.zeroed, args.scratch,
                                    participants, static_cast<unsigned>(args.group), columns,
@@ -198,7 +200,7 @@ extern "C" __global__ void  layernorm_backward(ARGUMENTS(Arguments, args)) {
   // 1 / N, rounded once.
   float inverse_columns = 1.0f / kRowColumns;
   if constexpr (!kExact) inverse_columns = __fdiv_rn(1.0f, static_cast<float>(args.columns));
-  float partial[2 * kVectors][kElements] = {};  // of dgamma, then of dbeta
+  float partial[2 * kVectors][kElements] = {};
   column_sums::RowBlocks blocks(smem);
   float next_mean[kRowsInFlight], next_rstd[kRowsInFlight];
   load_rstds(next_mean, args.mean, schedule.batch, args.rows);
@@ -212,15 +214,15 @@ extern "C" __global__ void  layernorm_backward(ARGUMENTS(Arguments, args)) {
       mean[u] = next_mean[u];
       scale[u] = next_rstd[u];
     }
-    load_rstds(next_mean, args.mean, schedule.ahead(1), args.rows);  // a batch ahead of their use
-    load_rstds(next_rstd, args.rstd, schedule.ahead(1), args.rows);
+    load_rstds(next_mean, args.mean, schedule.ahead(1), args.rows);  // a batch ahead of its use
+    load_rstds(next_rstd, args.rstd, schedule.ahead(1), args.rows);  // a batch ahead of its use
     RowPacket xs[kRowsInFlight][kVectors], dys[kRowsInFlight][kVectors];
     ResidualPacket residuals[kRowsInFlight][kVectors];
     pipeline.await();
     pipeline.read(xs, dys, batch);
     if constexpr (kResidual && !kReload) pipeline.read_residual(residuals, batch);
-    // Of every row the sum of w * dy, and behind those of all rows that of w * dy * (x - mean).
-    // Where there is no element, dy is 0 and adds nothing to either.
+    // Of every row the first sum, and behind those of all rows the next. Where there is no element, dy is
+    // 0 and adds nothing to any of them.
     float sum[2 * kRowsInFlight] = {};
 #pragma unroll
     for (int u = 0; u < kRowsInFlight; ++u)
@@ -231,6 +233,7 @@ extern "C" __global__ void  layernorm_backward(ARGUMENTS(Arguments, args)) {
         for (int i = 0; i < kElements; ++i) {
           const float weighted = __fmul_rn(weight_of(w, i, args.weight_offset),
                                            element<Element>(dys[u][j].words, i));
+          // Of w * dy, and of w * dy * (x - mean).
           const float centred = __fadd_rn(element<Element>(xs[u][j].words, i), -mean[u]);
           sum[u] = __fadd_rn(weighted, sum[u]);
           sum[kRowsInFlight + u] = __fmaf_rn(centred, weighted, sum[kRowsInFlight + u]);
