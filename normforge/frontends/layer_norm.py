@@ -15,6 +15,7 @@ from ..serve.options import Arguments, Options
 from ..serve.reference import Results
 from ..torch_internals import (
     PLAIN_TYPES,
+    float_of,
     is_plain,
     served_dtype,
     tracing,
@@ -31,7 +32,8 @@ from .layer_norm_operators import (
 from .layer_norm_routes import LAYER_NORM, dw_and_db, layer_norm_aten_call
 from .module import flat, like
 from .package import NormPackage
-from .patch import evenly, is_close, replace_forwards, rows_to_try, try_forward
+from .patch import ALREADY, ModuleForward, replace_forwards
+from .tried import are_close, dtypes_of_results, evenly, results_of, rows_to_try, try_training
 
 
 class LayerNormPackage(NormPackage):
@@ -89,6 +91,8 @@ class LayerNormPackage(NormPackage):
         Raises:
             TypeError, ValueError: if the arguments do not fit together.
         """
+        if type(eps) is not float:
+            eps = float_of(eps)
         if (
             residual is None
             and type(x) in PLAIN_TYPES
@@ -203,9 +207,13 @@ class LayerNormPackage(NormPackage):
         if they compute the same on a few rows. Returns their names.
         `unpatch(model)` undoes it."""
         other = "it is not a LayerNorm over one dimension, or computes something else"
-        return replace_forwards(
-            model, self._layer, lambda m: self._patched_forward if _may_be_served(m) else other
-        )
+
+        def forward_for(module: Any) -> ModuleForward | str:
+            if hasattr(type(module), "_package"):
+                return ALREADY
+            return self._patched_forward if _may_be_served(module) else other
+
+        return replace_forwards(model, self._layer, forward_for)
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -231,7 +239,7 @@ def _is_sharded(given: Any) -> bool:
 
 def _may_be_served(module: Any) -> bool:
     kind = type(module)
-    if not isinstance(module, torch.nn.LayerNorm) or hasattr(kind, "_package"):
+    if not isinstance(module, torch.nn.LayerNorm):
         return False
     if len(module.normalized_shape) != 1:
         return False
@@ -243,12 +251,15 @@ def _may_be_served(module: Any) -> bool:
     (width,) = module.normalized_shape
     values = {"weight": evenly(-1, 2, width), "bias": evenly(2, -3, width)}
     scales = {name: None if getattr(module, name) is None else values[name] for name in values}
-    rows = rows_to_try(width)
+    given = [value for value in scales.values() if value is not None]
+
+    def norm(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        leaves = iter(given)
+        weight, bias = (None if value is None else next(leaves) for value in scales.values())
+        return torch.nn.functional.layer_norm(x, (width,), weight, bias, module.eps)
+
     # Some take four dimensions for channels before rows, and some compute narrow rows in fp32.
-    for x in (rows, rows.view(1, 3, 1, width)):
-        wanted = torch.nn.functional.layer_norm(x, (width,), **scales, eps=module.eps)
-        if not is_close(try_forward(module, {**scales}, x), wanted):
+    for x in rows_to_try(width):
+        if not are_close(try_training(module, scales, x), results_of(norm, x, *given), x):
             return False
-    narrow = {name: None if t is None else t.bfloat16() for name, t in scales.items()}
-    tried = [try_forward(module, {**given}, rows.bfloat16()) for given in (scales, narrow)]
-    return {y.dtype for y in tried if isinstance(y, torch.Tensor)} == {torch.bfloat16}
+    return all(dtype == x for (x, _), dtype in dtypes_of_results(module, scales, width).items())

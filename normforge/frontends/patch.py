@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -17,11 +18,13 @@ import torch
 
 from ..torch_internals import disable_modes
 from .rms_norm import Norm
+from .tried import are_close, dtypes_of_results, evenly, results_of, rows_to_try, try_training
 
 CASTINGS = ("llama", "gemma", "torch")
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _ORIGINAL, _SERVED = "_normforge_original", "_normforge_served"
 _UNTRIED = "untried"
+ALREADY = "a package serves it already"
 _log = logging.getLogger(__name__)
 
 ModuleForward = Callable[..., Any]
@@ -34,7 +37,8 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
     A norm is a module whose class is called …Norm (in any case) or derived from torch.nn.RMSNorm,
     with one weight of one dimension (or none, if it is PyTorch's), an eps, and a forward of one
     argument. Each is tried on a few rows on the CPU, and left alone if it computes something else;
-    one that cannot be tried there is served only with a casting. The log says why (level INFO).
+    one that cannot be tried there is served only with a casting. The log says why (level INFO), and
+    warns if no norm is served. `print(model)` shows which ones are.
 
     casting: what the norms compute, with xhat = x * rstd in fp32.
       None     the next or the one after it, whichever a norm turns out to compute
@@ -58,7 +62,7 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
             one = len(module.normalized_shape) == 1
             return _forward_of(norm, "torch") if one else "it normalises several dimensions"
         if hasattr(type(module), "_package_norm"):
-            return "a package serves it already"
+            return ALREADY
         if not _looks_like_one(module):
             return "it is not one weight, an eps and a forward of one argument"
         formula = _formula_of(module)
@@ -85,7 +89,7 @@ def replace_forwards(
     modules that are alike, or why one is left alone."""
     _check_module(model)
     _free(model, norm)
-    served = []
+    served, left = [], Counter[tuple[str, str]]()
     for name, module in model.named_modules():
         kind: Any = type(module)
         named_so = kind.__name__.lower().endswith("norm")
@@ -98,10 +102,25 @@ def replace_forwards(
                 found = forward_for(module)
         if isinstance(found, str):
             _log.info("patch leaves %s (%s) alone: %s", name, kind.__name__, found)
+            left[kind.__name__, found] += 1
         else:
             module.__class__ = _patched(kind, norm, found)
             served.append(name)
+    _summarise(norm, len(served), left)
     return served
+
+
+def _summarise(norm: str, served: int, left: Counter[tuple[str, str]]) -> None:
+    """Say in one line what was served, as a warning if that is nothing at all."""
+    count = sum(left.values())
+    words = f"patch serves {served} {norm}{'s' * (served != 1)} and leaves {count} norms alone"
+    if left:
+        words += ": " + ", ".join(f"{n} {kind} ({why})" for (kind, why), n in left.items())
+    other = "LayerNorm" if norm == "RMSNorm" else "RMSNorm"
+    if any(kind == other for kind, _ in left):
+        words += f"; normforge.{other.lower()}.patch serves {other}s"
+    nothing = not served and all(why != ALREADY for _, why in left)
+    _log.log(logging.WARNING if nothing else logging.INFO, "%s", words)
 
 
 def unpatch(model: torch.nn.Module, norm: str = "RMSNorm") -> list[str]:
@@ -155,62 +174,47 @@ def _eps_of(module: Any) -> float | None:
 
 
 def _formula_of(module: Any) -> str | None:
-    """Whether a norm adds 1 to its weight ("gemma") or not ("torch"), on rows whose mean is not 0
-    and the smallest of which show the eps; None when it computes anything else."""
+    """Whether a norm adds 1 to its weight ("gemma") or not ("torch"), by its results and its
+    gradients; None when it computes anything else."""
     width, eps = len(module.weight), _eps_of(module)
-    weight, x = evenly(-1, 2, width), rows_to_try(width)
-    y = try_forward(module, {"weight": weight}, x)
-    if y is None:
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    scales = {"weight": evenly(-1, 2, width)}
+    fitting, untried = ["torch", "gemma"], False
+    for x in rows_to_try(width):
+        found = try_training(module, scales, x)
+        untried |= found is None
+        for formula in list(fitting if found is not None else ()):
+            offset = float(formula == "gemma")
+
+            def norm(x: torch.Tensor, weight: torch.Tensor, offset: float = offset) -> torch.Tensor:
+                rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+                return x * rstd * (weight + offset)
+
+            if not are_close(found, results_of(norm, x, *scales.values()), x):
+                fitting.remove(formula)
+    if untried and fitting:
         return _UNTRIED
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    xhat = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    for formula, scale in (("torch", weight), ("gemma", 1 + weight)):
-        if is_close(y, xhat * scale):
-            return formula
-    return None
+    return fitting[0] if fitting else None
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _with_its_dtype(module: Any, formula: str) -> str | None:
     """How a norm with this formula is served so that its results keep their dtype: as it is where
-    that is x's; as "widening" where "torch" gives what x and the weight promote to; else None."""
-    x = rows_to_try(len(module.weight)).bfloat16()
-    weights = [evenly(-1, 2, x.shape[-1]).to(dtype) for dtype in (torch.float32, x.dtype)]
-    tried = [try_forward(module, {"weight": weight}, x) for weight in weights]
-    found = [y.dtype for y in tried if isinstance(y, torch.Tensor)]
-    if all(dtype == x.dtype for dtype in found):
-        return formula
-    widens = formula == "torch" and found == [weight.dtype for weight in weights]
-    return "widening" if widens else None
-
-
-def evenly(first: float, last: float, width: int) -> torch.Tensor:
-    return torch.linspace(first, last, width, dtype=torch.float32)
-
-
-def rows_to_try(width: int) -> torch.Tensor:
-    """Rows whose mean is not 0, of different sizes."""
-    return torch.stack([size * evenly(-1, 3, width) for size in (1, 1e-2, 1e-3)])
-
-
-def try_forward(module: Any, parameters: dict[str, torch.Tensor | None], x: torch.Tensor) -> Any:
-    """What a module with these parameters makes of x; None when it cannot."""
-    # Without hooks and parameters, and without a call of __new__: that of FSDP makes a new module.
-    alike = object.__new__(type(module))
-    alike.__dict__ |= vars(module)
-    alike.__dict__["_parameters"] = {
-        name: None if value is None else torch.nn.Parameter(value)
-        for name, value in parameters.items()
+    that is x's; as "widening" where "torch" gives what x and the weight promote to, as "weight's"
+    where it gives the weight's; else None."""
+    width = len(module.weight)
+    given = dtypes_of_results(module, {"weight": evenly(-1, 2, width)}, width)
+    rules: dict[str, Callable[[torch.dtype, torch.dtype], torch.dtype]] = {
+        formula: lambda x, weight: x
     }
-    try:
-        return type(module).forward(alike, x)
-    except Exception:  # it is no such norm
-        return None
-
-
-def is_close(y: Any, wanted: torch.Tensor) -> bool:
-    """Whether what `try_forward` gave is what was wanted, up to rounding."""
-    same = isinstance(y, torch.Tensor) and y.shape == wanted.shape
-    return same and torch.allclose(y.float(), wanted, rtol=1e-4, atol=1e-5)
+    if formula == "torch":
+        rules |= {"widening": torch.promote_types, "weight's": lambda x, weight: weight}
+    for served, rule in rules.items():
+        if all(dtype == rule(*pair) for pair, dtype in given.items()):
+            return served
+    return None
 
 
 @cache
@@ -232,7 +236,13 @@ def _forward_of(norm: Norm, casting: str) -> ModuleForward:
             return norm.rms_norm(x, self.weight, _eps_of(self), out_dtype=wide)
         return rounded_twice(self, x)
 
-    return {"llama": rounded_twice, "widening": widening}.get(casting, rounded_once)
+    def as_its_weight(self: Any, x: torch.Tensor) -> Any:
+        if x.dtype == self.weight.dtype:
+            return rounded_once(self, x)
+        return rounded_once(self, x.float()).to(self.weight.dtype)
+
+    others = {"llama": rounded_twice, "widening": widening, "weight's": as_its_weight}
+    return others.get(casting, rounded_once)
 
 
 @cache
@@ -242,11 +252,18 @@ def _patched(kind: type, norm: str, forward: ModuleForward) -> type:
     _, name = inspect.signature(original.forward).parameters
     scope: dict[str, Any] = {"served": forward}
     exec(f"def forward(self, {name}):\n    return served(self, {name})", scope)
+
+    def extra_repr(self: Any) -> str:
+        return ", ".join(filter(None, (original.extra_repr(self), "by Normforge")))
+
     members = {
         "forward": scope["forward"],
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
+        "extra_repr": lambda self: ", ".join(
+            filter(None, (original.extra_repr(self), "by Normforge"))
+        ),
         _ORIGINAL: kind,
         _SERVED: norm,
     }

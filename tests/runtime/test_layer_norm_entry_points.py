@@ -1,8 +1,7 @@
-"""LayerNorm's package under what watches operators, `install`, `graph_pass` and `patch`."""
+"""LayerNorm's package under what watches operators, `install` and `graph_pass`."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -455,121 +454,12 @@ def test_nested_modules_marks_and_other_norms(
             assert "compile_with_inductor" not in node.meta["custom"]
 
 
-# ---- patch ---------------------------------------------------------------------------------------
-
-
-class WideLayerNorm(nn.LayerNorm):
-    """As models have it that keep their norms in fp32."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.float()).type_as(x)
-
-
-class DoubleLayerNorm(nn.LayerNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
-
-
-class OffsetLayerNorm(nn.LayerNorm):
-    """The weight is stored minus one."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
-
-
-class ScaledLayerNorm(nn.LayerNorm):
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.scale = nn.Parameter(torch.ones(()))
-
-
-class Centred(nn.LayerNorm):
-    pass
-
-
-def nodes_of(y: torch.Tensor) -> str:
-    return type(y.grad_fn).__name__
-
-
-@pytest.mark.parametrize("affine", [{}, {"bias": False}, {"elementwise_affine": False}])
-@pytest.mark.parametrize("kind", [nn.LayerNorm, WideLayerNorm, Centred])
-def test_norms_are_served_and_given_back(
-    package: LayerNormPackage, kind: Any, affine: dict[str, bool]
-) -> None:
-    model = filled(nn.Sequential(kind(16, **affine), nn.Linear(16, 16), kind(16, 1e-3, **affine)))
-    before, names = copy.deepcopy(model), list(model.state_dict())
-    x = leaf(4, 16)
-    wanted = [model(x), *grads(model(x), x, *model.parameters())]
-    assert package.patch(model) == ["0", "2"] == package.patch(model)
-    assert nodes_of(model(x)) == "EagerLayerNormBackward"
-    found = [model(x), *grads(model(x), x, *model.parameters())]
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
-    assert all(isinstance(model[i], kind) for i in (0, 2))
-    assert type(model[0]) is type(model[2])
-    assert list(model.state_dict()) == names
-    assert torch.equal(copy.deepcopy(model)(x), model(x))
-    torch.compiler.reset()  # all of these models share the code of one forward
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert same(grads(compiled(x), x), grads(model(x), x))
-    assert package.unpatch(model) == ["0", "2"]
-    assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
-    assert torch.equal(model(x), wanted[0])
-    assert package.unpatch(model) == []
-
-
-@pytest.mark.parametrize("kind", [DoubleLayerNorm, OffsetLayerNorm, ScaledLayerNorm])
-def test_what_computes_anything_else_is_left_alone(package: LayerNormPackage, kind: Any) -> None:
-    norm = kind(16)
-    two = nn.LayerNorm((4, 16))
-    assert package.patch(nn.Sequential(norm, two, nn.RMSNorm(16), package.LayerNorm(16))) == []
-    assert (type(norm), type(two)) == (kind, nn.LayerNorm)
-
-
-def test_packages_of_both_norms_patch_one_model(
-    package: LayerNormPackage, rms_package: Package
-) -> None:
-    model = nn.Sequential(nn.LayerNorm(16), nn.RMSNorm(16))
-    assert package.patch(model) == ["0"]
-    assert rms_package.patch(model) == ["1"]
-    assert package.patch(model) == ["0"]
-    assert nodes_of(model(leaf(4, 16))) == "EagerNormBackward"
-    assert nodes_of(model[0](leaf(4, 16))) == "EagerLayerNormBackward"
-    assert rms_package.unpatch(model) == ["1"]
-    assert type(model[0]) is not nn.LayerNorm
-    assert package.unpatch(model) == ["0"]
-    with torch.device("meta"):
-        empty = nn.Sequential(nn.LayerNorm(16), WideLayerNorm(16))
-    assert package.patch(empty) == ["0", "1"]
-
-
-class FloatLayerNorm(nn.LayerNorm):
-    """Gives fp32, as some do to keep precision."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        scales = self.weight.float(), self.bias.float()
-        return nn.functional.layer_norm(input.float(), self.normalized_shape, *scales, self.eps)
-
-
-class ImageLayerNorm(nn.LayerNorm):
-    """Takes four dimensions for channels before rows and columns."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if input.dim() != 4:
-            return super().forward(input)
-        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-
-def test_norms_that_compute_something_else_are_left_alone(package: LayerNormPackage) -> None:
-    model = nn.Sequential(FloatLayerNorm(16), ImageLayerNorm(16), WideLayerNorm(16))
-    assert package.patch(model) == ["2"]
-
-
 def test_a_tensor_that_is_on_its_way_is_served(package: LayerNormPackage) -> None:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     x = AsyncCollectiveTensor(torch.randn(4, 16))
     y = package.layer_norm(x, leaf(16), leaf(16))
-    assert "Native" not in nodes_of(y)
+    assert "Native" not in type(y.grad_fn).__name__
     wanted = package.layer_norm(x.elem, torch.ones(16), torch.zeros(16))
     assert y.shape == wanted.shape
 

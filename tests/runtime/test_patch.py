@@ -63,6 +63,67 @@ class HiddenEpsRMSNorm(PlainRMSNorm):
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 3e-4)
 
 
+class ColumnRMSNorm(PlainRMSNorm):
+    """Over the second dimension, which is the last one of a matrix."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rstd = torch.rsqrt(x.square().mean(1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (x * rstd)
+
+
+class MatrixRMSNorm(PlainRMSNorm):
+    """Over all dimensions but the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        over = tuple(range(1, x.dim()))
+        rstd = torch.rsqrt(x.square().mean(over, keepdim=True) + self.variance_epsilon)
+        return self.weight * (x * rstd)
+
+
+class ChannelRMSNorm(PlainRMSNorm):
+    """Takes four dimensions for channels in the second."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() < 4:
+            return super().forward(x)
+        return x * torch.rsqrt(x.square().mean(1, keepdim=True) + self.variance_epsilon)
+
+
+class DetachedStatisticRMSNorm(PlainRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * (x * rstd.detach())
+
+
+class DetachedWeightRMSNorm(PlainRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight.detach() * (x * rstd)
+
+
+class ClampedRMSNorm(PlainRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clamp(-100, 100))
+
+
+class ClampedStatisticRMSNorm(PlainRMSNorm):
+    """A floor for the mean square, instead of the eps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.square().mean(-1, keepdim=True).clamp(self.variance_epsilon)
+        return self.weight * (x * torch.rsqrt(mean))
+
+
+class TwiceRMSNorm(PlainRMSNorm):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), x
+
+
+class NarrowRMSNorm(PlainRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).bfloat16()
+
+
 class PickyRMSNorm(PlainRMSNorm):
     """Refuses what is not three-dimensional."""
 
@@ -199,7 +260,9 @@ def test_what_is_no_module_is_refused(package: Package, model: Any) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *(ForgetfulRMSNorm, CentredRMSNorm, HiddenEpsRMSNorm),
+        *(ForgetfulRMSNorm, CentredRMSNorm, HiddenEpsRMSNorm, TwiceRMSNorm, NarrowRMSNorm),
+        *(ColumnRMSNorm, MatrixRMSNorm, ChannelRMSNorm, ClampedRMSNorm, ClampedStatisticRMSNorm),
+        *(DetachedStatisticRMSNorm, DetachedWeightRMSNorm),
         *(GatedRMSNorm, BiasedRMSNorm, nn.LayerNorm),
     ],
 )
@@ -211,8 +274,31 @@ def test_what_computes_anything_else_is_left_alone(
     norm = kind(16) if kind is nn.LayerNorm else kind()
     assert package.patch(nn.Sequential(norm), casting) == []
     assert type(norm) is kind
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert f"leaves 0 ({kind.__name__})" in said
+    said, summary = caplog.records
+    assert f"leaves 0 ({kind.__name__})" in said.getMessage()
+    assert summary.levelname == "WARNING"
+    words = summary.getMessage()
+    assert words.startswith("patch serves 0 RMSNorms and leaves 1 norms alone: 1 ")
+    assert f"1 {kind.__name__} (it " in words
+    assert words.endswith("; normforge.layernorm.patch serves LayerNorms") is (kind is nn.LayerNorm)
+
+
+def test_a_patch_is_summed_up(package: Package, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model = nn.Sequential(PlainRMSNorm(), OffsetRMSNorm(), CentredRMSNorm(), CentredRMSNorm())
+    package.patch(model)
+    last = caplog.records[-1]
+    assert last.levelname == "INFO"
+    assert last.getMessage() == (
+        "patch serves 2 RMSNorms and leaves 2 norms alone: 2 CentredRMSNorm (it computes something "
+        "else than xhat * w and xhat * (1 + w))"
+    )
+    assert str(model).count("by Normforge") == 2
+    assert "(0): PlainRMSNorm(by Normforge)" in str(model)
+    package.unpatch(model)
+    assert "Normforge" not in str(model)
+    package.patch(package.RMSNorm(16))  # which needs no patch
+    assert caplog.records[-1].levelname == "INFO"
 
 
 @pytest.mark.parametrize(("casting", "names"), [("llama", ["0"]), ("gemma", ["1"])])
@@ -223,15 +309,24 @@ def test_a_casting_holds_for_the_norms_that_have_it(
     assert package.patch(model, casting) == names
 
 
-@pytest.mark.parametrize("kind", [PlainRMSNorm, OffsetRMSNorm])
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+class NarrowedRMSNorm(PlainRMSNorm):
+    """The result has the weight's dtype, as T5's has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.variance_epsilon)
+        narrow = self.weight.dtype in (torch.float16, torch.bfloat16)
+        return self.weight * (wide.to(self.weight.dtype) if narrow else wide)
+
+
+@pytest.mark.parametrize("kind", [PlainRMSNorm, OffsetRMSNorm, NarrowedRMSNorm])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_results_keep_their_dtype(
     package: Package, kind: Any, weight_dtype: torch.dtype, x_dtype: torch.dtype
 ) -> None:
     norm, x = filled(kind(), weight_dtype), randn(64, 16).to(x_dtype)
     wanted = norm(x)
-    package.patch(norm)
+    assert package.patch(norm) == [""]
     assert norm(x).dtype == wanted.dtype
     torch.testing.assert_close(norm(x).float(), wanted.float(), rtol=2**-7, atol=2**-7)
 
@@ -268,6 +363,22 @@ def test_a_norm_that_cannot_be_tried_is_served_as_told(
     assert package.patch(norm) == []
     assert "raises an error" in caplog.text
     assert package.patch(norm, "torch") == [""]
+
+
+def test_a_norm_that_differs_before_it_raises_an_error_is_never_served(package: Package) -> None:
+    class Both(ColumnRMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.dim() == 4:
+                raise ValueError("x must have two or three dimensions")
+            return super().forward(x)
+
+    assert package.patch(Both(), "torch") == []
+
+
+def test_norms_are_judged_in_inference_mode(package: Package) -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(PlainRMSNorm(), DetachedStatisticRMSNorm())
+        assert package.patch(model) == ["0"]
 
 
 def test_an_eps_of_zero_is_none_at_all(package: Package) -> None:

@@ -1,0 +1,88 @@
+"""What a module computes, tried on a few rows on the CPU: results, gradients and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import product
+from typing import Any
+
+import torch
+
+Parameters = Mapping[str, torch.Tensor | None]
+Results = list[torch.Tensor | None]
+
+
+def evenly(first: float, last: float, width: int) -> torch.Tensor:
+    return torch.linspace(first, last, width, dtype=torch.float32)
+
+
+def rows_to_try(width: int) -> list[torch.Tensor]:
+    """Rows in fp32 whose mean is not 0, of sizes that show an eps and a clamp, in two, three and
+    four dimensions, none of which is like another."""
+    rows = torch.stack([size * evenly(-1, 3, width) for size in (1, 1e-2, 1e-3, 30, 1e4, 7)])
+    return [rows[:3], rows.view(2, 3, width), rows.view(1, 3, 2, width)]
+
+
+def _with_parameters(module: Any, parameters: Parameters) -> Callable[[torch.Tensor], Any]:
+    """The forward of a module that had these parameters."""
+    # Without hooks and parameters, and without a call of __new__: that of FSDP makes a new module.
+    alike = object.__new__(type(module))
+    alike.__dict__ |= vars(module)
+    alike.__dict__["_parameters"] = dict(parameters)
+    return lambda x: type(module).forward(alike, x)
+
+
+def dtypes_of_results(
+    module: Any, parameters: Parameters, width: int
+) -> dict[tuple[torch.dtype, torch.dtype], torch.dtype]:
+    """The dtypes of what a module computes, by those of x and of its parameters; without the pairs
+    that it refuses."""
+    rows, given = rows_to_try(width)[0], {}
+    for dtype, other in product((torch.float32, torch.bfloat16, torch.float16), repeat=2):
+        scales = {k: None if v is None else v.to(other) for k, v in parameters.items()}
+        try:
+            given[dtype, other] = _with_parameters(module, scales)(rows.to(dtype)).dtype
+        except Exception:  # it refuses the pair
+            continue
+    return given
+
+
+def try_training(module: Any, parameters: Parameters, x: torch.Tensor) -> Results | None:
+    """`results_of` a module with these parameters; None when it cannot."""
+    scales = {name: value for name, value in parameters.items() if value is not None}
+
+    def forward(x: torch.Tensor, *values: torch.Tensor) -> Any:
+        return _with_parameters(module, {**parameters, **dict(zip(scales, values, strict=True))})(x)
+
+    try:
+        return results_of(forward, x, *scales.values())
+    except Exception:  # it is no such norm
+        return None
+
+
+def results_of(norm: Callable[..., Any], x: torch.Tensor, *scales: torch.Tensor) -> Results:
+    """y, and the gradients of x and the scales for a dy that is not the same everywhere; None for
+    each that does not take part. Nothing of a norm whose result is no tensor."""
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [given.clone().requires_grad_() for given in (x, *scales)]
+        y = norm(*leaves)
+        if not isinstance(y, torch.Tensor):
+            return []
+        dy = evenly(-1, 1, y.numel()).view_as(y)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype), allow_unused=True)]
+
+
+def are_close(found: Results | None, wanted: Results, x: torch.Tensor) -> bool:
+    """Whether y and the gradients are what was wanted, up to rounding, for these rows."""
+    if found is None or len(found) != len(wanted):
+        return False
+    for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        if one is None or other is None or one.shape != other.shape:
+            return False
+        if one.dtype != other.dtype:
+            return False
+        # The gradient of a large row is small.
+        size = x.abs().amax(-1, keepdim=True) if index == 1 else 1.0
+        if not torch.allclose(one * size, other * size, rtol=1e-4, atol=1e-5):
+            return False
+    return True

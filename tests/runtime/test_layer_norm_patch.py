@@ -1,0 +1,181 @@
+"""`patch` of LayerNorm's package."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from normforge.api import Package
+from normforge.frontends.layer_norm import LayerNormPackage
+from tests.support.entry_points import (
+    grads,
+    leaf,
+    same,
+    write_layer_norm_package,
+    write_package,
+)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> LayerNormPackage:
+    return write_layer_norm_package(tmp_path_factory.mktemp("package"))
+
+
+@pytest.fixture(scope="module")
+def rms_package(tmp_path_factory: pytest.TempPathFactory) -> Package:
+    return write_package(tmp_path_factory.mktemp("rms"))
+
+
+def filled(model: Any) -> Any:
+    for i, parameter in enumerate(model.parameters()):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(i))
+    return model
+
+
+class WideLayerNorm(nn.LayerNorm):
+    """As models have it that keep their norms in fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float()).type_as(x)
+
+
+class DoubleLayerNorm(nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class OffsetLayerNorm(nn.LayerNorm):
+    """The weight is stored minus one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, self.normalized_shape, 1 + self.weight, self.bias, self.eps)
+
+
+class ScaledLayerNorm(nn.LayerNorm):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Centred(nn.LayerNorm):
+    pass
+
+
+def nodes_of(y: torch.Tensor) -> str:
+    return type(y.grad_fn).__name__
+
+
+@pytest.mark.parametrize("affine", [{}, {"bias": False}, {"elementwise_affine": False}])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, WideLayerNorm, Centred])
+def test_norms_are_served_and_given_back(
+    package: LayerNormPackage, kind: Any, affine: dict[str, bool]
+) -> None:
+    model = filled(nn.Sequential(kind(16, **affine), nn.Linear(16, 16), kind(16, 1e-3, **affine)))
+    before, names = copy.deepcopy(model), list(model.state_dict())
+    x = leaf(4, 16)
+    wanted = [model(x), *grads(model(x), x, *model.parameters())]
+    assert package.patch(model) == ["0", "2"] == package.patch(model)
+    assert nodes_of(model(x)) == "EagerLayerNormBackward"
+    found = [model(x), *grads(model(x), x, *model.parameters())]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
+    assert all(isinstance(model[i], kind) for i in (0, 2))
+    assert type(model[0]) is type(model[2])
+    assert list(model.state_dict()) == names
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    torch.compiler.reset()  # all of these models share the code of one forward
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert same(grads(compiled(x), x), grads(model(x), x))
+    assert package.unpatch(model) == ["0", "2"]
+    assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
+    assert torch.equal(model(x), wanted[0])
+    assert package.unpatch(model) == []
+
+
+@pytest.mark.parametrize("kind", [DoubleLayerNorm, OffsetLayerNorm, ScaledLayerNorm])
+def test_what_computes_anything_else_is_left_alone(package: LayerNormPackage, kind: Any) -> None:
+    norm = kind(16)
+    two = nn.LayerNorm((4, 16))
+    assert package.patch(nn.Sequential(norm, two, nn.RMSNorm(16), package.LayerNorm(16))) == []
+    assert (type(norm), type(two)) == (kind, nn.LayerNorm)
+
+
+def test_packages_of_both_norms_patch_one_model(
+    package: LayerNormPackage, rms_package: Package
+) -> None:
+    model = nn.Sequential(nn.LayerNorm(16), nn.RMSNorm(16))
+    assert package.patch(model) == ["0"]
+    assert rms_package.patch(model) == ["1"]
+    assert package.patch(model) == ["0"]
+    assert nodes_of(model(leaf(4, 16))) == "EagerNormBackward"
+    assert nodes_of(model[0](leaf(4, 16))) == "EagerLayerNormBackward"
+    assert rms_package.unpatch(model) == ["1"]
+    assert type(model[0]) is not nn.LayerNorm
+    assert package.unpatch(model) == ["0"]
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.LayerNorm(16), WideLayerNorm(16))
+    assert package.patch(empty) == ["0", "1"]
+
+
+class FloatLayerNorm(nn.LayerNorm):
+    """Gives fp32, as some do to keep precision."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        scales = self.weight.float(), self.bias.float()
+        return nn.functional.layer_norm(input.float(), self.normalized_shape, *scales, self.eps)
+
+
+class ImageLayerNorm(nn.LayerNorm):
+    """Takes four dimensions for channels before rows and columns."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if input.dim() != 4:
+            return super().forward(input)
+        return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class DetachedLayerNorm(nn.LayerNorm):
+    """No gradient flows through the statistics."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        variance, mean = torch.var_mean(x.detach(), -1, correction=0, keepdim=True)
+        return (x - mean) * torch.rsqrt(variance + self.eps) * self.weight + self.bias
+
+
+class FrozenLayerNorm(nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scales = self.weight, self.bias.detach()
+        return nn.functional.layer_norm(x, self.normalized_shape, *scales, self.eps)
+
+
+class ClampedLayerNorm(nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clamp(-100, 100))
+
+
+class NarrowedLayerNorm(nn.LayerNorm):
+    """The result has the weight's dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(FloatLayerNorm, ImageLayerNorm, DetachedLayerNorm, FrozenLayerNorm, ClampedLayerNorm),
+        NarrowedLayerNorm,
+    ],
+)
+def test_norms_that_compute_something_else_are_left_alone(
+    package: LayerNormPackage, kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert package.patch(nn.Sequential(kind(16), WideLayerNorm(16))) == ["1"]
+    assert not caplog.records
+    assert package.patch(nn.Sequential(kind(16), nn.RMSNorm(16))) == []
+    assert caplog.records[-1].levelname == "WARNING"
+    assert "; normforge.rmsnorm.patch serves RMSNorms" in caplog.text
