@@ -142,7 +142,7 @@ def is_plain(tensor: torch.Tensor | None) -> bool:
 
 
 def served_dtype(scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    """A weight or bias in a dtype that goes with x: in x's, unless it is that or fp32. Raises
+    """A weight or bias in a dtype that goes with x: fp32, unless it has x's. Raises
     TypeError for what is no tensor, as the shape is that torch.nn.functional's norms take there,
     and for one of whole or complex numbers."""
     if scale is None:
@@ -154,7 +154,17 @@ def served_dtype(scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | 
         )
     if not scale.dtype.is_floating_point:
         raise TypeError(f"weight and bias must be of a floating dtype, got {scale.dtype}")
-    return scale if scale.dtype in (x.dtype, torch.float32) else scale.to(x.dtype)
+    return scale if scale.dtype in (x.dtype, torch.float32) else scale.float()
+
+
+def float_of(eps: Any) -> Any:
+    """An eps as operators take it: a number of NumPy or a tensor without dimensions as a float.
+    Raises TypeError for what is no number."""
+    if eps is None or isinstance(eps, (float, int, torch.SymFloat)):
+        return eps
+    if isinstance(eps, torch.Tensor) or hasattr(eps, "__float__"):
+        return float(eps)
+    raise TypeError(f"eps must be a number or None, got {type(eps).__name__}: {eps!r}")
 
 
 def resolved(tensor: Any) -> Any:

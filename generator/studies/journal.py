@@ -107,6 +107,8 @@ class SealedJournal(JournalFileBackend):
     def _check_record(self, line: bytes, number: int) -> None:
         """A record under its seal is what `_seal` wrote, and need not be read here: reading would
         take several times as long as the seal."""
+        if line.endswith(b"\r\n"):  # which would hide a seal
+            raise corrupt_error(self._path, f"line {number} ends in CRLF instead of LF")
         sealed = _SEAL.fullmatch(line, max(0, len(line) - _FIELD_BYTES))
         if sealed is None:
             self._check_form(line, number)

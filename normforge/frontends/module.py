@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..torch_internals import float_of
 from .main_grad import main_grad_norm
 from .matching import NO_OFFSET
 from .rms_norm import NO_INVARIANT_BIAS, Norm
@@ -82,7 +83,7 @@ class RMSNorm(torch.nn.RMSNorm):
         if weight_offset and not elementwise_affine:
             raise ValueError("weight_offset is added to a weight, and elementwise_affine is False")
         self.weight_offset = float(weight_offset)
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        super().__init__(normalized_shape, float_of(eps), elementwise_affine, device, dtype)
         self.main_grad = main_grad and elementwise_affine
         self._simple = len(self.normalized_shape) == 1 and elementwise_affine
         self.register_parameter("bias", None)

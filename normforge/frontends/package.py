@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any, ClassVar
 
 import torch
@@ -45,6 +47,14 @@ class NormPackage(Server):
         self.install = installation.install
         self.uninstall = installation.uninstall
         self.installed = installation.installed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By reference, so that functions, and what keeps one, can be copied and pickled. Raises
+        PicklingError where no module has them."""
+        module = getattr(self, self._layer).__module__
+        if _package_of(module) is not self:
+            raise PicklingError(f"no module has the functions of {self.name or self.folder}")
+        return _package_of, (module,)
 
     @property
     def folder(self) -> Path:
@@ -176,3 +186,8 @@ class NormPackage(Server):
             facts["tuned_shape"] = choice.tuned.shape
             facts["provenance"] = choice.tuned.provenance
         return facts
+
+
+def _package_of(module: str) -> Any:
+    """Whose functions a module has; None for a module without."""
+    return getattr(getattr(import_module(module), "explain", None), "__self__", None)

@@ -14,6 +14,7 @@ from ..serve.reference import norm_formula
 from ..serve.server import Server
 from ..torch_internals import (
     PLAIN_TYPES,
+    float_of,
     is_plain,
     served_dtype,
     tracing,
@@ -43,7 +44,11 @@ class Norm:
     def __init__(self, server: Server, forward: Forward, operators: Operators) -> None:
         self.forward, self.operators = forward, operators
         self._quick, self.run, self._native = server._quick, server._run, server._native
-        self._invariant = server._invariant
+        self._invariant, self._server = server._invariant, server
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By reference, as a package."""
+        return getattr, (self._server, "_norm")
 
     def rms_norm(
         self,
@@ -104,6 +109,8 @@ class Norm:
         ):
             return self._watched(x, weight, eps, float(weight_offset), residual)
         weight_offset = float(weight_offset)
+        if eps is not None and type(eps) is not float:
+            eps = float_of(eps)
         if weight is not None and weight.dtype != x.dtype and weight.dtype != torch.float32:
             weight = served_dtype(weight, x)
         if not torch.is_grad_enabled() or not (
@@ -141,6 +148,7 @@ class Norm:
     def _watched(self, x: Any, weight: Any, eps: Any, offset: float, residual: Any) -> Any:
         """`rms_norm` when a tracer, a mode, a transform or a tensor subclass is active."""
         run: Any = self._operator
+        eps = float_of(eps)
         if is_foreign(x):
             return foreign_norm(x, weight, eps, offset, residual)
         if not is_dynamo_compiling() and (transforms_active() or tracing() is not None):
@@ -185,9 +193,9 @@ class Norm:
                 torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
             )
         ):
-            return self._operator(x, weight, eps, float(weight_offset), residual)
+            return self._operator(x, weight, float_of(eps), float(weight_offset), residual)
         weight = served_dtype(weight, x)
-        return self.forward(x, weight, eps, float(weight_offset), residual)
+        return self.forward(x, weight, float_of(eps), float(weight_offset), residual)
 
     def gradients(
         self,

@@ -158,6 +158,14 @@ def test_a_line_that_is_doubled_lost_or_elsewhere_is_reported(
             pytest.fail(f"{damage}: {open_storage(journal)}")
 
 
+def test_changed_ends_of_lines_are_reported(storage: BaseStorage, tmp_path: Path) -> None:
+    journal = tmp_path / "studies.journal"
+    search(storage, trials=2)
+    journal.write_bytes(journal.read_bytes().replace(b"\n", b"\r\n"))
+    with pytest.raises(NormforgeError, match="line 1 ends in CRLF instead of LF"):
+        open_storage(journal)
+
+
 def test_a_flipped_bit_is_reported_wherever_it_is(storage: BaseStorage, tmp_path: Path) -> None:
     journal = tmp_path / "studies.journal"
     search(storage, trials=2)

@@ -1,0 +1,73 @@
+"""Functions, and what keeps one, are copied and pickled by reference."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+import generated.h200.layernorm_backward as h200_layernorm
+import generated.h200.rmsnorm_backward as h200_rmsnorm
+import normforge
+import normforge.batch_invariant as invariant
+import normforge.layernorm as layernorm
+from normforge.api import Package
+
+FUNCTIONS = [
+    *(normforge.rms_norm, normforge.rmsnorm_backward, normforge.rmsnorm_forward),
+    *(normforge.patch, normforge.explain, invariant.rms_norm, invariant.rmsnorm_backward),
+    *(layernorm.layer_norm, layernorm.layer_norm_backward),
+    *(h200_rmsnorm.rms_norm, h200_rmsnorm.rmsnorm_backward, h200_layernorm.layer_norm),
+]
+
+
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
+def test_a_copy_of_a_function_is_the_function(function: Any, copied: Any) -> None:
+    assert copied(function) == function
+    bound = functools.partial(function, eps=1e-5)
+    assert (copied(bound).func, copied(bound).keywords) == (function, {"eps": 1e-5})
+
+
+class Keeping(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(8))
+        self.norm = normforge.rms_norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.norm(x, self.scale)
+        return y
+
+
+def test_a_module_that_keeps_a_function_can_be_copied() -> None:
+    module, x = Keeping(), torch.randn(3, 8)
+    for other in (copy.deepcopy(module), AveragedModel(module), pickled(module)):
+        assert torch.equal(other(x), module(x))
+
+
+def test_another_process_gets_its_own_functions(tmp_path: Path) -> None:
+    file = tmp_path / "functions"
+    file.write_bytes(pickle.dumps(FUNCTIONS))
+    code = (
+        f"import pickle, normforge; found = pickle.load(open({str(file)!r}, 'rb')); "
+        "assert found[0] == normforge.rms_norm"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_functions_that_no_module_has_are_not_pickled(package: Package) -> None:
+    with pytest.raises(pickle.PicklingError, match="no module has the functions of"):
+        pickle.dumps(package.rms_norm)
