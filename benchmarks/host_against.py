@@ -53,9 +53,9 @@ def load(folder: Path) -> Any:
         raise NormforgeError(f"{folder} is no package that stands alone ({error})") from error
 
 
-class Before:
-    """The package beside ours, whose operators take the name of a package as ours do, whether or
-    not those of its version did."""
+class Side:
+    """One of the two packages, whose operators take the name of a package, whether or not those of
+    its version did: at the same cost."""
 
     def __init__(self, package: Any) -> None:
         self._package, self.name = package, getattr(package, "name", "")
@@ -68,10 +68,11 @@ class Before:
 
 def _named(operator: Any) -> Any:
     names = [argument.name for argument in operator._schema.arguments]
-    if "package" in names:
-        return operator
-    place = names.index("mean") if "mean" in names else len(names)
-    return lambda *given: operator(*given[:place], *given[place + 1 :])
+    there = "package" in names
+    known = names.index("package") if there else len(names)
+    place = known if there or "mean" not in names else names.index("mean")
+    rest = place if there else place + 1
+    return lambda *given: operator(*given[:place], *given[rest:])
 
 
 def compare(
@@ -107,13 +108,13 @@ def compare(
 
 def run(folder: Path, by: str, problem: Problem, seconds: float) -> dict[str, Any]:
     """The document. by: `name` or `gpu`, as on the command line."""
-    before = Before(load(folder))
+    before = Side(load(folder))
     of: Any = Chosen(problem.operation)
     if by == "name":
         of = results_of(before.table.target["name"]) / problem.operation
     inputs = operation_of(problem).make_inputs(problem, torch.device("cuda", 0))
     rms = problem.operation == RMSNORM_BACKWARD
-    ours: Any = (Package if rms else LayerNormPackage)(of, "ours")
+    ours = Side((Package if rms else LayerNormPackage)(of, "ours"))
     lines: Any = entry_points if rms else layer_norm_calls
 
     def installed(which: int, name: str) -> Any:

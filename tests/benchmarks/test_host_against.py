@@ -31,11 +31,12 @@ def test_every_line_of_both_packages_runs(tmp_path: Path, version: str) -> None:
             archive.extractall(tmp_path, filter="data")
     else:
         export_standalone(GENERATED / "gb200" / "rmsnorm_backward", folder)
-    before = host_against.Before(host_against.load(folder))
+    before = host_against.Side(host_against.load(folder))
     inputs = RMSNORM_BACKWARD.make_inputs(Problem.parse("6x16:fp32"), torch.device("cpu"))
     with aten_on_cpu():
         one: Any = entry_points(before, inputs)  # type: ignore[arg-type]
-        two = entry_points(Package(GENERATED / "h200" / "rmsnorm_backward", "ours"), inputs)
+        ours = host_against.Side(Package(GENERATED / "h200" / "rmsnorm_backward", "ours"))
+        two: Any = entry_points(ours, inputs)  # type: ignore[arg-type]
         assert one.keys() == two.keys()
         for name in one:
             first, second = (calls[name]() for calls in (one, two))
