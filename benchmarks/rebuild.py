@@ -80,7 +80,7 @@ def rebuild(kernel: Stored, folder: Path, arch: str, sms: int, sources: bool = F
         variant = variant_of(kernel)
         source, register_cap = compiler_input(variant)
         if sources:
-            source = (folder / "kernels" / f"{kernel.file}.cu").read_text()
+            source = (folder / "kernels" / f"{kernel.file}.cu").read_text(encoding="utf-8")
         if variant.spec(sms) != kernel.spec:
             return done("has another launch")
     except (NormforgeError, TypeError, OSError) as error:

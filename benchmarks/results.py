@@ -115,7 +115,7 @@ def kept(path: Path, environment: Environment, same: Iterable[str]) -> dict[str,
     if not path.exists():
         return {}
     with _reading(path):
-        document = dict(json.loads(path.read_text()))
+        document = dict(json.loads(path.read_text(encoding="utf-8")))
         _check_same(path, document["environment"], environment, same)
         return document
 
@@ -206,9 +206,9 @@ def write_text(path: Path, text: str) -> None:
     path = path.resolve()  # a link keeps pointing to what is written
     try:
         if path.exists() and not path.is_file():  # /dev/null, a pipe
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
             return
         with replacing(path) as part:
-            part.write_text(text)
+            part.write_text(text, encoding="utf-8")
     except OSError as error:
         raise NormforgeError(f"cannot write {path}: {error.strerror or error}") from error

@@ -34,15 +34,15 @@ def read_json(path: Path) -> Any:
     """What a file holds, or where it is missing, `<name>.xz` beside its place. Raises OSError, and
     ValueError for what is no JSON."""
     if path.exists():
-        return json.loads(path.read_text())
-    with lzma.open(path.with_name(f"{path.name}.xz"), "rt") as packed:
+        return json.loads(path.read_text(encoding="utf-8"))
+    with lzma.open(path.with_name(f"{path.name}.xz"), "rt", encoding="utf-8") as packed:
         return json.loads(packed.read())
 
 
 def read_yaml(path: Path, what: str = "") -> Any:
     """The content of a file. Raises NormforgeError, which calls the file `what`."""
     try:
-        return yaml.load(path.read_text(), _Loader)
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise NormforgeError(f"cannot read {what}{path}: {one_line(error)}") from error
 

@@ -64,7 +64,7 @@ def tuned_packages(operation: str) -> dict[str, Tuned]:
     for root in _roots():
         for table in sorted(root.glob(f"*/{operation}/{TABLE}")):
             try:
-                target = json.loads(table.read_text())["target"]
+                target = json.loads(table.read_text(encoding="utf-8"))["target"]
                 name, arch, title = (str(target[key]) for key in ("name", "arch", "title"))
             except (OSError, ValueError, LookupError, TypeError) as error:
                 warnings.warn(

@@ -223,6 +223,32 @@ def too_long(files: dict[str, Path], most: int) -> dict[str, int]:
     return {name: count for name, count in lines.items() if count > most}
 
 
+def unnamed_encodings(tree: ast.AST) -> list[str]:
+    """Calls that open a file for text in whatever encoding the locale has."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        name, call = node.func.attr, ast.unparse(node)
+        words = {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
+        binary = call.startswith("os.open(") or any("b" in str(word) for word in words)
+        if name == "open" and (binary or (call.startswith("lzma.open(") and not words)):
+            continue
+        if name not in ("open", "read_text", "write_text"):
+            continue
+        if all(keyword.arg != "encoding" for keyword in node.keywords):
+            found.append(call)
+    return found
+
+
+def test_text_has_an_encoding_whatever_the_locale() -> None:
+    trees = {name: ast.parse(path.read_text()) for name, path in sources().items()}
+    assert {name: calls for name, tree in trees.items() if (calls := unnamed_encodings(tree))} == {}
+    planted = "p.open(); p.read_text(); p.write_text(t); p.open('rb'); os.open(p, 0); lzma.open(p)"
+    planted += "; lzma.open(p, 'rt'); p.open('w'); p.read_text(encoding='utf-8')"
+    assert len(unnamed_encodings(ast.parse(planted))) == 5
+
+
 def test_a_file_is_read_in_one_sitting() -> None:
     assert too_long(sources(), MOST_LINES) == {}
     assert too_long(files_of(REPOSITORY / "tests"), MOST_TEST_LINES) == {}

@@ -14,7 +14,7 @@ from generator.paths import REPOSITORY
 
 argparse.ArgumentParser(prog="benchmarks.pages", description=__doc__.splitlines()[0]).parse_args()
 for page in pages():
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     if (new := updated(text)) != text:
-        page.write_text(new)
+        page.write_text(new, encoding="utf-8")
         print(page.relative_to(REPOSITORY))

@@ -154,7 +154,7 @@ def bit_exact(name: str = "bit_exact_h200") -> str:
 def noisy_trials() -> str:
     """How many trials stayed noisy."""
     trials = noisy = 0
-    with lzma.open(GENERATED / "h200" / "studies.journal.xz", "rt") as journal:
+    with lzma.open(GENERATED / "h200" / "studies.journal.xz", "rt", encoding="utf-8") as journal:
         for line in journal:
             trials += '"op_code":4' in line
             noisy += '"noisy":true' in line

@@ -136,7 +136,7 @@ def _journal() -> Iterator[tuple[str, str]]:
     """Shape and line, of all lines about a study of the H200. By line, because opening the file as
     studies takes many times as long."""
     names = []
-    with lzma.open(GENERATED / "h200" / "studies.journal.xz", "rt") as journal:
+    with lzma.open(GENERATED / "h200" / "studies.journal.xz", "rt", encoding="utf-8") as journal:
         for line in journal:
             if line.startswith('{"op_code":0'):
                 names.append(json.loads(line)["study_name"].split("@")[0])

@@ -36,10 +36,14 @@ def gpus() -> str:
     for gpu in sorted({path.parent.parent for path in GENERATED.glob("*/*/table.json")}):
         told = []
         for path in (gpu / name for name in kinds):
-            content = json.loads(path.read_text()) if path.exists() else {"tuned": []}
+            content = (
+                json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"tuned": []}
+            )
             found = Counter(entry["evidence"] for entry in content["tuned"])
             told.append(", ".join(f"{n} {evidence}" for evidence, n in sorted(found.items())))
-        title = json.loads((gpu / "rmsnorm_backward" / "table.json").read_text())["target"]["title"]
+        title = json.loads((gpu / "rmsnorm_backward" / "table.json").read_text(encoding="utf-8"))[
+            "target"
+        ]["title"]
         rows.append((title, *told))
     return table(["package for", *kinds.values()], rows)
 
@@ -49,7 +53,7 @@ def tuned_lengths() -> str:
     packages = defaultdict(list)
     for path in sorted(GENERATED.glob("*/rmsnorm_backward/table.json")):
         found = defaultdict(set)
-        for entry in json.loads(path.read_text())["tuned"]:
+        for entry in json.loads(path.read_text(encoding="utf-8"))["tuned"]:
             spec, dtype, weight = entry["kernel"]["spec"], entry["dtype"], entry["weight_dtype"]
             if not spec["offset"] and not spec["residual"]:
                 name = dtype if weight == dtype else f"{dtype}, weight {weight}"

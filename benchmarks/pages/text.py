@@ -21,7 +21,7 @@ def read(name: str) -> Any:
 
 def generated(*parts: str) -> Any:
     """A committed file below generated/."""
-    return json.loads(GENERATED.joinpath(*parts).read_text())
+    return json.loads(GENERATED.joinpath(*parts).read_text(encoding="utf-8"))
 
 
 def paragraph(said: str) -> str:

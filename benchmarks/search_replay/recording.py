@@ -127,14 +127,14 @@ class Recording:
             "cubins": [cubin for _, cubin in self.entries.values()],
             "side_by_side": [self.side_by_side.get(key) for key in self.entries],
         }
-        with replacing(path) as part, lzma.open(part, "wt", preset=9) as file:
+        with replacing(path) as part, lzma.open(part, "wt", preset=9, encoding="utf-8") as file:
             json.dump(content, file, separators=(",", ":"))
 
     @classmethod
     def load(cls, path: Path) -> Recording:
         """Read a file that `save` wrote. Raises NormforgeError when it is none."""
         try:
-            with lzma.open(path, "rt") as file:
+            with lzma.open(path, "rt", encoding="utf-8") as file:
                 content = json.load(file)
         except (OSError, lzma.LZMAError, EOFError, ValueError) as error:
             raise NormforgeError(f"cannot read the recording {path}: {error}") from error

@@ -91,7 +91,7 @@ def measure_and_plot(cases: list[Case], args: argparse.Namespace) -> int:
     code = 0 if args.render else run(cases, args)
     if not args.out.exists():  # the first case failed
         return code
-    say(plot(json.loads(args.out.read_text()), args.out.with_suffix(".svg")))
+    say(plot(json.loads(args.out.read_text(encoding="utf-8")), args.out.with_suffix(".svg")))
     return code
 
 

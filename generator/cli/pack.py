@@ -51,7 +51,7 @@ def pack(folder: Path) -> Path:
             raise NormforgeError(f"{journal} is empty: nothing to pack")
         with replacing(packed) as part:
             last: dict[str, Any] = {}
-            with journal.open() as records, part.open("w") as to:
+            with journal.open(encoding="utf-8") as records, part.open("w", encoding="utf-8") as to:
                 for record in records:
                     if last:
                         to.write(json.dumps(last, separators=(",", ":")) + "\n")

@@ -65,7 +65,7 @@ def _has_x86_fma() -> bool:
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
     try:
-        words = Path("/proc/cpuinfo").read_text().split()
+        words = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
     except OSError:
         return False
     return "fma" in words
@@ -86,7 +86,7 @@ def build(
     if not _is_whole(program):
         with tempfile.TemporaryDirectory() as folder:
             text = Path(folder) / f"{kernel}.cpp"
-            text.write_text(source)
+            text.write_text(source, encoding="utf-8")
             options = [
                 "-DNORMFORGE_HOST",
                 f"-D{kernel}=main_kernel",
@@ -102,7 +102,7 @@ def build(
 def _emulator(compiler: str, cache_folder: Path) -> Path:
     """The emulator as one object file."""
     sources = sorted(HOST.glob("*.cpp"))
-    contents = [path.read_text() for path in sorted(HOST.iterdir())]
+    contents = [path.read_text(encoding="utf-8") for path in sorted(HOST.iterdir())]
     program = cache_folder / f"emulator-{_key(compiler, *contents)}.o"
     if not _is_whole(program):
         compile_to(compiler, ["-r", "-nostdlib", *map(str, sources)], program)

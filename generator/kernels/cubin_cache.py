@@ -62,7 +62,7 @@ def entry_path(folder: Path, source: str, arch: str, register_cap: int = 0) -> P
 def _read(path: Path, source: str) -> Compiled | None:
     """The entry of a source; None where there is none that is sound."""
     try:
-        checksum, _, body = path.read_text().partition("\n")
+        checksum, _, body = path.read_text(encoding="utf-8").partition("\n")
         if hashlib.sha256(body.encode()).hexdigest() != checksum:
             return None
         data = json.loads(body)
@@ -78,7 +78,9 @@ def _write(path: Path, compiled: Compiled) -> None:
     body = json.dumps(asdict(compiled) | {"cubin": compiled.cubin.hex()})
     try:
         with replacing(path) as part:
-            part.write_text(hashlib.sha256(body.encode()).hexdigest() + "\n" + body)
+            part.write_text(
+                hashlib.sha256(body.encode()).hexdigest() + "\n" + body, encoding="utf-8"
+            )
         _sweep(path.parent)
     except OSError:
         pass  # the cache saves time only: a full disk costs a compile, not the run

@@ -39,7 +39,7 @@ def without_comments(source: str) -> str:
 
 @cache
 def _file(name: str, comments: bool) -> str:
-    source = (TEMPLATES / name).read_text()
+    source = (TEMPLATES / name).read_text(encoding="utf-8")
     return source if comments else without_comments(source) + "\n"
 
 

@@ -112,7 +112,9 @@ class KernelFiles:
             )
             path = self._source_file(_checked_name(old.file))
             if tuned and ("form" not in old.config or path.exists()):
-                self._store_source(file, old.config, self._todays(path.read_text(), old))
+                self._store_source(
+                    file, old.config, self._todays(path.read_text(encoding="utf-8"), old)
+                )
         except (OSError, LookupError, ValueError, RuntimeError) as error:
             raise NormforgeError(
                 f"{self.package}: the {what} cannot be kept ({error}): tune that shape again, or "
@@ -152,19 +154,21 @@ def write_package(
     operation that cannot be written into it."""
     (folder / "kernels").mkdir()
     for file, source in kernels.sources.items():
-        (folder / "kernels" / f"{file}.cu").write_text(source)
+        (folder / "kernels" / f"{file}.cu").write_text(source, encoding="utf-8")
     write_cubins(folder, kernels.cubins)
     write_stub(folder, table)
-    (folder / TABLE).write_text(seal(_format_json(table.to_json()) + "\n"))
+    (folder / TABLE).write_text(seal(_format_json(table.to_json()) + "\n"), encoding="utf-8")
     if forward is not None:
-        (folder / FORWARD_TABLE).write_text(seal(_format_json(forward.to_json()) + "\n"))
+        (folder / FORWARD_TABLE).write_text(
+            seal(_format_json(forward.to_json()) + "\n"), encoding="utf-8"
+        )
 
 
 def write_cubins(folder: Path, cubins: Mapping[str, bytes]) -> None:
     """Write a package's cubins, which are given by name. Raises OSError."""
     archive, index = pack_cubins(cubins)
     (folder / CUBINS).write_bytes(archive)
-    (folder / CUBINS_INDEX).write_text(_format_json(index) + "\n")
+    (folder / CUBINS_INDEX).write_text(_format_json(index) + "\n", encoding="utf-8")
 
 
 def write_stub(folder: Path, table: Table, opening: str = _BY_LIBRARY) -> None:
@@ -180,7 +184,7 @@ def write_stub(folder: Path, table: Table, opening: str = _BY_LIBRARY) -> None:
         functions="\n".join(f"{name} = _package.{name}" for name in front_end.functions),
         names="\n".join(f'    "{name}",' for name in names),
     )
-    (folder / "__init__.py").write_text(text)
+    (folder / "__init__.py").write_text(text, encoding="utf-8")
 
 
 def gpu_of_table(table: Table) -> tuple[str, str]:

@@ -58,7 +58,7 @@ def old_headers(package: Path) -> dict[str, dict[str, str]]:
     """The headers of a package that has folders of them, by the name of the folder."""
     folders = [path for path in (package / "include").glob("*") if path.is_dir()]
     return {
-        folder.name: {path.name: path.read_text() for path in folder.iterdir()}
+        folder.name: {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
         for folder in folders
     }
 

@@ -106,7 +106,7 @@ def add_library(folder: Path, *, exported: bool = False) -> None:
         title=title,
         packages="\n".join(f'    "{name}",' for name in sorted(packages)),
     )
-    (folder / "pyproject.toml").write_text(project)
+    (folder / "pyproject.toml").write_text(project, encoding="utf-8")
     (folder / "py.typed").touch()
     shutil.copyfile(REPOSITORY / "LICENSE", folder / "LICENSE")
 
@@ -118,11 +118,11 @@ def write_runtime(folder: Path, namespace: str) -> None:
     for path in library_files():
         (runtime / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(LIBRARY / path, runtime / path)
-    (runtime / "identity.py").write_text(_IDENTITY.format(namespace=namespace))
-    (runtime / "__init__.py").write_text(_INIT.format(version=program_version()))
+    (runtime / "identity.py").write_text(_IDENTITY.format(namespace=namespace), encoding="utf-8")
+    (runtime / "__init__.py").write_text(_INIT.format(version=program_version()), encoding="utf-8")
     include.mkdir()
     for name, text in headers().items():
-        (include / name).write_text(text)
+        (include / name).write_text(text, encoding="utf-8")
 
 
 def _digest(folder: Path) -> str:
@@ -165,8 +165,8 @@ def copy_kernels(package: Path, folder: Path) -> None:
     (folder / "kernels").mkdir()
     headers_of = old_headers(package)
     for path in (package / "kernels").glob("*.cu"):
-        source = with_old_headers(path.read_text(), headers_of)
-        (folder / "kernels" / path.name).write_text(source)
+        source = with_old_headers(path.read_text(encoding="utf-8"), headers_of)
+        (folder / "kernels" / path.name).write_text(source, encoding="utf-8")
 
 
 def write_export(
@@ -208,7 +208,7 @@ def export_standalone(package: Path, folder: Path, gpu: str | None = None) -> Ta
 
 def _is_standalone(folder: Path) -> bool:
     """Whether all of a folder is an export, with what `pip install` leaves."""
-    if not (folder / "pyproject.toml").read_text().startswith(f"# {_EXPORTED}"):
+    if not (folder / "pyproject.toml").read_text(encoding="utf-8").startswith(f"# {_EXPORTED}"):
         return False
     known = {TABLE, FORWARD_TABLE, CUBINS, CUBINS_INDEX, "kernels", INCLUDE, RUNTIME, "LICENSE"}
     known |= {"__init__.py", "pyproject.toml", "py.typed", "__pycache__", "build"}

@@ -11,7 +11,7 @@ from generator.problem import Problem
 from generator.report.explain import Explanation, KnobCost, Timed, Verdict
 from generator.report.text import number
 from generator.text_table import columns
-from normforge.api import Package
+from normforge.packages import open_package
 from normforge.table import TABLE
 
 _SHOWN = 20
@@ -26,10 +26,13 @@ def explain_from_package(folder: Path, problem: Problem) -> dict[str, Any] | Non
     if "+" in str(problem) or not (folder / TABLE).exists():
         return None
     try:
-        package = Package(folder)
-    except (OSError, ValueError) as error:
+        package = open_package(str(folder / "__init__.py"), str(folder), problem.operation)
+    except (OSError, ValueError, ImportError) as error:
         raise NormforgeError(str(error)) from error
-    return package.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype)
+    served: dict[str, Any] = package.explain(
+        problem.M, problem.N, problem.dtype, problem.weight_dtype
+    )
+    return served
 
 
 def render_answer(why: Explanation, verdict: Verdict | None, served: dict[str, Any] | None) -> str:

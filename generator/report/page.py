@@ -51,7 +51,7 @@ def render_page(summary: Summary) -> str:
         plain=PLAIN_FLOOR,
         shade=shade,
         style=Markup(style),
-        script=Markup((FOLDER / "page.js").read_text()),
+        script=Markup((FOLDER / "page.js").read_text(encoding="utf-8")),
         ratio_steps=RATIO_STEPS,
         overhead_steps=OVERHEAD_STEPS,
         bandwidth_steps=BANDWIDTH_STEPS,

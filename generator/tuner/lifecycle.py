@@ -216,7 +216,7 @@ def _acquire(path: Path, shared: bool) -> int:
 
 def _holder(path: Path) -> str:
     try:
-        entry = json.loads(path.read_text())
+        entry = json.loads(path.read_text(encoding="utf-8"))
         return f"process {entry['pid']} on {entry['host']} since {entry['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "unknown process"

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .tried import are_close, dtypes_of_results, evenly, results_of, rows_to_try
 CASTINGS = ("llama", "gemma", "torch")
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _ORIGINAL, _SERVED = "_normforge_original", "_normforge_served"
+_LIBRARY = Path(__file__).parent.parent
 _UNTRIED = "untried"
 ALREADY = "a package serves it already"
 _log = logging.getLogger(__name__)
@@ -116,9 +118,9 @@ def _summarise(norm: str, served: int, left: Counter[tuple[str, str]]) -> None:
     words = f"patch serves {served} {norm}{'s' * (served != 1)} and leaves {count} norms alone"
     if left:
         words += ": " + ", ".join(f"{n} {kind} ({why})" for (kind, why), n in left.items())
-    other = "LayerNorm" if norm == "RMSNorm" else "RMSNorm"
-    if any(kind == other for kind, _ in left):
-        words += f"; normforge.{other.lower()}.patch serves {other}s"
+    for kind in dict.fromkeys(kind for kind, _ in left):
+        if hasattr(torch.nn, kind) and (_LIBRARY / f"{kind.lower()}.py").is_file():
+            words += f"; normforge.{kind.lower()}.patch serves {kind}s"
     nothing = not served and all(why != ALREADY for _, why in left)
     _log.log(logging.WARNING if nothing else logging.INFO, "%s", words)
 

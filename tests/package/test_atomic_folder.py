@@ -38,12 +38,12 @@ def test_failure_at_any_step_leaves_the_old_package(
     )
 
     def counted(original: Any) -> Any:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **more: Any) -> Any:
             nonlocal step
             step += 1
             if step == fail_at:
                 raise OSError(28, "No space left on device")
-            return original(*arguments)
+            return original(*arguments, **more)
 
         return call
 

@@ -164,6 +164,7 @@ def test_a_graph_finds_the_packages_of_this_library_alone(machine: Any) -> None:
 
 def test_kernels_of_another_operation_are_refused(machine: Any, tmp_path: Path) -> None:
     """Their formula would serve the CPU, and wrong gradients would come without a word."""
+    machine.setattr(packages, "_chosen", {})
     folder = tmp_path / "generated" / "h200" / "rmsnorm_backward"
     file = str(folder / "__init__.py")
     with pytest.raises(ImportError, match="norms is a package of softmax_backward, which this ver"):

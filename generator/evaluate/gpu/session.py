@@ -251,7 +251,7 @@ def device_facts(device: int) -> dict[str, Any]:
 def _driver_version() -> str:
     """The kernel driver's version, from the file that the driver offers."""
     try:
-        with Path("/proc/driver/nvidia/version").open() as file:
+        with Path("/proc/driver/nvidia/version").open(encoding="utf-8") as file:
             words = file.readline().split()
         return next(word for word in words if word[0].isdigit() and "." in word)
     except (OSError, StopIteration):

@@ -56,7 +56,7 @@ class Fitted:
 @cache
 def load_fitted() -> Fitted:
     """The one of this project."""
-    return Fitted.from_json(json.loads(FITTED_FILE.read_text()))
+    return Fitted.from_json(json.loads(FITTED_FILE.read_text(encoding="utf-8")))
 
 
 @cache
@@ -65,7 +65,7 @@ def model_revision() -> str:
     of this folder, without what only people read, and of what was fitted: other studies or errors
     behind the same numbers change no prediction. Studies of the same model may have been made when
     it was digested in another way: `known_as` has the name that they have."""
-    data = json.loads(FITTED_FILE.read_text())
+    data = json.loads(FITTED_FILE.read_text(encoding="utf-8"))
     digest = hashlib.sha256(json.dumps([data["correction"], data["prior"]]).encode())
     for file in sorted(FITTED_FILE.parent.glob("*.py")):
         digest.update(code_of(file.read_text(encoding="utf-8")).encode())

@@ -45,8 +45,10 @@ def export_package(package: Path, folder: Path, gpu: str | None = None) -> Table
         build.mkdir(parents=True)
         _write_build(build, package)
         metadata = _metadata(build, table)
-        (build / METADATA).write_text(json.dumps(metadata, indent=2) + "\n")
-        (fresh / "README.md").write_text(_card(table, forward, str(metadata["name"])))
+        (build / METADATA).write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+        (fresh / "README.md").write_text(
+            _card(table, forward, str(metadata["name"])), encoding="utf-8"
+        )
         shutil.copyfile(REPOSITORY / "LICENSE", fresh / "LICENSE")
 
     write_export(folder.resolve(), "--hf", _is_export, write)
@@ -60,7 +62,7 @@ def _is_export(folder: Path) -> bool:
         return False
     if [path.name for path in build.iterdir()] != [VARIANT]:
         return False
-    identity = json.loads((build / VARIANT / METADATA).read_text())["id"]
+    identity = json.loads((build / VARIANT / METADATA).read_text(encoding="utf-8"))["id"]
     return str(identity).startswith(_ID)
 
 
@@ -71,9 +73,9 @@ def _write_build(build: Path, package: Path) -> None:
     for name in ("pyproject.toml", "LICENSE", "py.typed"):  # for pip, which does not see this one
         (build / name).unlink()
     shutil.copyfile(Path(__file__).with_name("bindings.py"), build / _BINDINGS)
-    with (build / "__init__.py").open("a") as init:
+    with (build / "__init__.py").open("a", encoding="utf-8") as init:
         init.write(INIT)
-    (build / "layers.py").write_text(LAYERS)
+    (build / "layers.py").write_text(LAYERS, encoding="utf-8")
 
 
 def _metadata(build: Path, table: Table) -> dict[str, object]:
