@@ -159,9 +159,11 @@ def served_dtype(scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | 
 
 def float_of(eps: Any) -> Any:
     """An eps as operators take it: a number of NumPy or a tensor without dimensions as a float.
-    Raises TypeError for what is no number."""
+    Raises TypeError for what is no number, and for a tensor that wants a gradient."""
     if eps is None or isinstance(eps, (float, int, torch.SymFloat)):
         return eps
+    if isinstance(eps, torch.Tensor) and (eps.requires_grad or eps.dim() > 0):
+        raise TypeError("eps must be a number, got a tensor with a dimension or a gradient")
     if isinstance(eps, torch.Tensor) or hasattr(eps, "__float__"):
         return float(eps)
     raise TypeError(f"eps must be a number or None, got {type(eps).__name__}: {eps!r}")

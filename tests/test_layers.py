@@ -227,14 +227,17 @@ def unnamed_encodings(tree: ast.AST) -> list[str]:
     """Calls that open a file for text in whatever encoding the locale has."""
     found = []
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        if not isinstance(node, ast.Call):
             continue
-        name, call = node.func.attr, ast.unparse(node)
-        words = {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
-        binary = call.startswith("os.open(") or any("b" in str(word) for word in words)
-        if name == "open" and (binary or (call.startswith("lzma.open(") and not words)):
+        (_, dot, name), call = ast.unparse(node.func).rpartition("."), ast.unparse(node)
+        text = name == "open" or (dot and name in ("read_text", "write_text"))
+        if not text or call.startswith("os.open("):
             continue
-        if name not in ("open", "read_text", "write_text"):
+        given = (*node.args, *(word.value for word in node.keywords))
+        modes = {argument.value for argument in given if isinstance(argument, ast.Constant)}
+        modes = {mode for mode in modes if re.fullmatch(r"[rwxa+bt]+", str(mode))}
+        in_bytes = any("b" in mode for mode in modes) or (call.startswith("lzma.") and not modes)
+        if name == "open" and in_bytes:
             continue
         if all(keyword.arg != "encoding" for keyword in node.keywords):
             found.append(call)
@@ -242,11 +245,12 @@ def unnamed_encodings(tree: ast.AST) -> list[str]:
 
 
 def test_text_has_an_encoding_whatever_the_locale() -> None:
-    trees = {name: ast.parse(path.read_text()) for name, path in sources().items()}
+    trees = {name: ast.parse(path.read_text("utf-8")) for name, path in sources().items()}
     assert {name: calls for name, tree in trees.items() if (calls := unnamed_encodings(tree))} == {}
     planted = "p.open(); p.read_text(); p.write_text(t); p.open('rb'); os.open(p, 0); lzma.open(p)"
-    planted += "; lzma.open(p, 'rt'); p.open('w'); p.read_text(encoding='utf-8')"
-    assert len(unnamed_encodings(ast.parse(planted))) == 5
+    planted += "; lzma.open(p, 'rt'); p.open('w'); p.read_text(encoding='utf-8'); open(p)"
+    planted += "; archive.open('table.json'); open(p, mode='xb')"
+    assert len(unnamed_encodings(ast.parse(planted))) == 7
 
 
 def test_a_file_is_read_in_one_sitting() -> None:

@@ -83,7 +83,6 @@ class InvariantNorm(Norm):
 
     def __init__(self, server: Server, forward: Forward, operators: Operators) -> None:
         super().__init__(server, forward, operators)
-        self._server = server
         self._by_name: dict[str, MatchingNorm] = {}
         self._by_form: dict[str, MatchingNorm] = {}
         self._lock = Lock()

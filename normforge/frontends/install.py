@@ -75,6 +75,9 @@ class Installation:
     that is loaded again takes the place of its former self. routed: the operator.
     """
 
+    of: Any = None
+    """The package that has this, for whoever pickles its functions."""
+
     def __init__(
         self,
         quick: Serve,
@@ -92,6 +95,12 @@ class Installation:
         self._native: Any = None
         self._wanted = False
         self._blocks = 0
+
+    def __deepcopy__(self, _: Any) -> Installation:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.of, "_installation")
 
     def install(self) -> None:
         """Route PyTorch's backward to this package from now on. A second call does nothing.

@@ -241,7 +241,7 @@ def _may_be_served(module: Any) -> bool:
     kind = type(module)
     if not isinstance(module, torch.nn.LayerNorm):
         return False
-    if len(module.normalized_shape) != 1:
+    if len(module.normalized_shape) != 1 or isinstance(module.eps, torch.Tensor):
         return False
     if kind is torch.nn.LayerNorm:
         return True

@@ -75,6 +75,10 @@ class TileTable(ForwardTable):
 class MatchingNorm(Norm):
     """The norm of a package with another forward. Its gradients are the package's."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        norm: Any = self._server._norm
+        return norm.of_form, (self.operators.package.rpartition("+")[2],)
+
     def rms_norm(
         self,
         x: torch.Tensor,

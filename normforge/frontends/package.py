@@ -44,13 +44,17 @@ class NormPackage(Server):
         whose = (type(self).__name__, self.name if callable(of) else str(of))
         installation = Installation(self._quick, self._route, "CUDA", whose, self._routed)
         self._installation = installation
+        installation.of = self
         self.install = installation.install
         self.uninstall = installation.uninstall
         self.installed = installation.installed
 
+    def __deepcopy__(self, _: Any) -> NormPackage:
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """By reference, so that functions, and what keeps one, can be copied and pickled. Raises
-        PicklingError where no module has them."""
+        """By reference, so that functions, and what keeps one, can be pickled. Raises PicklingError
+        where no module has them."""
         module = getattr(self, self._layer).__module__
         if _package_of(module) is not self:
             raise PicklingError(f"no module has the functions of {self.name or self.folder}")

@@ -19,7 +19,15 @@ import torch
 
 from ..torch_internals import disable_modes
 from .rms_norm import Norm
-from .tried import are_close, dtypes_of_results, evenly, results_of, rows_to_try, try_training
+from .tried import (
+    are_close,
+    dtypes_of_results,
+    evenly,
+    results_of,
+    rows_to_try,
+    try_training,
+    what_tells,
+)
 
 CASTINGS = ("llama", "gemma", "torch")
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
@@ -74,7 +82,7 @@ def patch(norm: Norm, model: torch.nn.Module, casting: str | None = None) -> lis
                 return f"it computes something else than {casting}"
             return _forward_of(norm, casting)
         if formula == _UNTRIED:
-            return "it raises an error on rows in fp32 on the CPU"
+            return "it raises an error on rows in fp32 on the CPU, in two to four dimensions"
         if formula is None:
             return "it computes something else than xhat * w and xhat * (1 + w)"
         found = _with_its_dtype(module, formula)
@@ -91,7 +99,8 @@ def replace_forwards(
     modules that are alike, or why one is left alone."""
     _check_module(model)
     _free(model, norm)
-    served, left = [], Counter[tuple[str, str]]()
+    served, left = [], Counter[tuple[type, str]]()
+    known: dict[Any, ModuleForward | str] = {}
     for name, module in model.named_modules():
         kind: Any = type(module)
         named_so = kind.__name__.lower().endswith("norm")
@@ -99,12 +108,15 @@ def replace_forwards(
             continue
         found: ModuleForward | str = "it has a forward of its own, as a hook of accelerate gives it"
         if "forward" not in vars(module):
-            # With real tensors, whatever the model is built under.
-            with torch.no_grad(), disable_modes(), torch.device("cpu"):
-                found = forward_for(module)
+            key = what_tells(module)
+            if key not in known:
+                # With real tensors, whatever the model is built under.
+                with torch.no_grad(), disable_modes(), torch.device("cpu"):
+                    known[key] = forward_for(module)
+            found = known[key]
         if isinstance(found, str):
             _log.info("patch leaves %s (%s) alone: %s", name, kind.__name__, found)
-            left[kind.__name__, found] += 1
+            left[kind, found] += 1
         else:
             module.__class__ = _patched(kind, norm, found)
             served.append(name)
@@ -112,15 +124,17 @@ def replace_forwards(
     return served
 
 
-def _summarise(norm: str, served: int, left: Counter[tuple[str, str]]) -> None:
+def _summarise(norm: str, served: int, left: Counter[tuple[type, str]]) -> None:
     """Say in one line what was served, as a warning if that is nothing at all."""
     count = sum(left.values())
-    words = f"patch serves {served} {norm}{'s' * (served != 1)} and leaves {count} norms alone"
+    words = f"patch serves {served} {norm}{'s' * (served != 1)} and leaves {count} alone"
     if left:
-        words += ": " + ", ".join(f"{n} {kind} ({why})" for (kind, why), n in left.items())
+        words += ": " + ", ".join(f"{n} {kind.__name__} ({why})" for (kind, why), n in left.items())
     for kind in dict.fromkeys(kind for kind, _ in left):
-        if hasattr(torch.nn, kind) and (_LIBRARY / f"{kind.lower()}.py").is_file():
-            words += f"; normforge.{kind.lower()}.patch serves {kind}s"
+        other = kind.__name__
+        pytorchs = other != norm and kind is getattr(torch.nn, other, None)
+        if pytorchs and (_LIBRARY / f"{other.lower()}.py").is_file():
+            words += f"; normforge.{other.lower()}.patch serves {other}s over one dimension"
     nothing = not served and all(why != ALREADY for _, why in left)
     _log.log(logging.WARNING if nothing else logging.INFO, "%s", words)
 
@@ -167,6 +181,8 @@ def _looks_like_one(module: Any) -> bool:
         return False
     if not any(hasattr(module, name) for name in _EPS_NAMES):
         return False
+    if isinstance(_eps_of(module), torch.Tensor):  # which may change, and has a number on the CPU
+        return False
     return len(inspect.signature(module.forward).parameters) == 1
 
 
@@ -184,7 +200,7 @@ def _formula_of(module: Any) -> str | None:
     fitting, untried = ["torch", "gemma"], False
     for x in rows_to_try(width):
         found = try_training(module, scales, x)
-        untried |= found is None
+        untried |= found is None  # which may be because it takes four dimensions for an image's
         for formula in list(fitting if found is not None else ()):
             offset = float(formula == "gemma")
 
@@ -197,9 +213,6 @@ def _formula_of(module: Any) -> str | None:
     if untried and fitting:
         return _UNTRIED
     return fitting[0] if fitting else None
-
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _with_its_dtype(module: Any, formula: str) -> str | None:
@@ -263,9 +276,7 @@ def _patched(kind: type, norm: str, forward: ModuleForward) -> type:
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
-        "extra_repr": lambda self: ", ".join(
-            filter(None, (original.extra_repr(self), "by Normforge"))
-        ),
+        "extra_repr": extra_repr,
         _ORIGINAL: kind,
         _SERVED: norm,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -44,7 +44,10 @@ class Norm:
     def __init__(self, server: Server, forward: Forward, operators: Operators) -> None:
         self.forward, self.operators = forward, operators
         self._quick, self.run, self._native = server._quick, server._run, server._native
-        self._invariant, self._server = server._invariant, server
+        self._invariant, self._server = server._invariant, cast(Any, server)
+
+    def __deepcopy__(self, _: Any) -> Norm:
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """By reference, as a package."""

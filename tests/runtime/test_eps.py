@@ -43,6 +43,12 @@ def test_an_eps_that_is_no_number_is_refused(package: Package, name: str) -> Non
         norms(package, "1e-6")[name](leaf(4, 16))
 
 
+@pytest.mark.parametrize("eps", [torch.tensor(1e-6, requires_grad=True), torch.tensor([1e-6])])
+def test_an_eps_that_is_no_single_number_is_refused(package: Package, eps: Any) -> None:
+    with pytest.raises(TypeError, match="eps must be a number"):
+        package.rms_norm(leaf(4, 16), None, eps)
+
+
 @pytest.mark.parametrize(
     ("dtype", "other", "size"),
     [(torch.float16, torch.bfloat16, 1e6), (torch.bfloat16, torch.float16, 1e-7)],

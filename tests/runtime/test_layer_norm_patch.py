@@ -164,6 +164,12 @@ class NarrowedLayerNorm(nn.LayerNorm):
         return super().forward(x.to(self.weight.dtype))
 
 
+def test_an_eps_that_is_a_tensor_may_change_and_is_left_alone(package: LayerNormPackage) -> None:
+    changing: Any = WideLayerNorm(16)
+    changing.eps = torch.tensor(1e-5)
+    assert package.patch(changing) == []
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -179,3 +185,5 @@ def test_norms_that_compute_something_else_are_left_alone(
     assert package.patch(nn.Sequential(kind(16), nn.RMSNorm(16))) == []
     assert caplog.records[-1].levelname == "WARNING"
     assert "; normforge.rmsnorm.patch serves RMSNorms" in caplog.text
+    assert package.patch(nn.LayerNorm((4, 4))) == []
+    assert "; normforge.layernorm" not in caplog.text

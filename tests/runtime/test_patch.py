@@ -16,126 +16,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from normforge.api import Package
 from tests.support.entry_points import grads, randn
-
-
-class PlainRMSNorm(nn.Module):
-    """The norm is rounded before the product, as in the files of Llama and Qwen."""
-
-    def __init__(self, width: int = 16, eps: float = 1e-4) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.variance_epsilon = eps
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        wide = hidden_states.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * wide.to(hidden_states.dtype)
-
-
-class OffsetRMSNorm(nn.Module):
-    """The weight is stored minus one, as in the files of Gemma."""
-
-    def __init__(self, width: int = 16, eps: float = 1e-4) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * (1.0 + self.weight.float())).type_as(x)
-
-
-class ForgetfulRMSNorm(PlainRMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True)))
-
-
-class CentredRMSNorm(PlainRMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x - x.mean(-1, keepdim=True))
-
-
-class HiddenEpsRMSNorm(PlainRMSNorm):
-    """Another eps than the one under the usual name."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 3e-4)
-
-
-class ColumnRMSNorm(PlainRMSNorm):
-    """Over the second dimension, which is the last one of a matrix."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rstd = torch.rsqrt(x.square().mean(1, keepdim=True) + self.variance_epsilon)
-        return self.weight * (x * rstd)
-
-
-class MatrixRMSNorm(PlainRMSNorm):
-    """Over all dimensions but the first."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        over = tuple(range(1, x.dim()))
-        rstd = torch.rsqrt(x.square().mean(over, keepdim=True) + self.variance_epsilon)
-        return self.weight * (x * rstd)
-
-
-class ChannelRMSNorm(PlainRMSNorm):
-    """Takes four dimensions for channels in the second."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dim() < 4:
-            return super().forward(x)
-        return x * torch.rsqrt(x.square().mean(1, keepdim=True) + self.variance_epsilon)
-
-
-class DetachedStatisticRMSNorm(PlainRMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * (x * rstd.detach())
-
-
-class DetachedWeightRMSNorm(PlainRMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight.detach() * (x * rstd)
-
-
-class ClampedRMSNorm(PlainRMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.clamp(-100, 100))
-
-
-class ClampedStatisticRMSNorm(PlainRMSNorm):
-    """A floor for the mean square, instead of the eps."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mean = x.square().mean(-1, keepdim=True).clamp(self.variance_epsilon)
-        return self.weight * (x * torch.rsqrt(mean))
-
-
-class TwiceRMSNorm(PlainRMSNorm):
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x), x
-
-
-class NarrowRMSNorm(PlainRMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).bfloat16()
-
-
-class PickyRMSNorm(PlainRMSNorm):
-    """Refuses what is not three-dimensional."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dim() != 3:
-            raise ValueError("x must have three dimensions")
-        return super().forward(x)
-
-
-class GatedRMSNorm(PlainRMSNorm):
-    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        return super().forward(x) if gate is None else super().forward(x) * gate
+from tests.support.foreign_norms import (
+    BiasedRMSNorm,
+    CentredRMSNorm,
+    ChannelRMSNorm,
+    ClampedRMSNorm,
+    ClampedStatisticRMSNorm,
+    ColumnRMSNorm,
+    DetachedStatisticRMSNorm,
+    DetachedWeightRMSNorm,
+    ForgetfulRMSNorm,
+    GatedRMSNorm,
+    HiddenEpsRMSNorm,
+    MatrixRMSNorm,
+    NarrowRMSNorm,
+    OffsetRMSNorm,
+    PickyRMSNorm,
+    PlainRMSNorm,
+    TwiceRMSNorm,
+)
 
 
 @contextmanager
@@ -151,12 +50,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 class Doubled(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * x
-
-
-class BiasedRMSNorm(PlainRMSNorm):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.ones(16))
 
 
 def filled(module: nn.Module, dtype: torch.dtype = torch.float32) -> Any:
@@ -278,9 +171,10 @@ def test_what_computes_anything_else_is_left_alone(
     assert f"leaves 0 ({kind.__name__})" in said.getMessage()
     assert summary.levelname == "WARNING"
     words = summary.getMessage()
-    assert words.startswith("patch serves 0 RMSNorms and leaves 1 norms alone: 1 ")
+    assert words.startswith("patch serves 0 RMSNorms and leaves 1 alone: 1 ")
     assert f"1 {kind.__name__} (it " in words
-    assert words.endswith("; normforge.layernorm.patch serves LayerNorms") is (kind is nn.LayerNorm)
+    pointer = "; normforge.layernorm.patch serves LayerNorms over one dimension"
+    assert words.endswith(pointer) is (kind is nn.LayerNorm)
 
 
 def test_a_patch_is_summed_up(package: Package, caplog: pytest.LogCaptureFixture) -> None:
@@ -290,7 +184,7 @@ def test_a_patch_is_summed_up(package: Package, caplog: pytest.LogCaptureFixture
     last = caplog.records[-1]
     assert last.levelname == "INFO"
     assert last.getMessage() == (
-        "patch serves 2 RMSNorms and leaves 2 norms alone: 2 CentredRMSNorm (it computes something "
+        "patch serves 2 RMSNorms and leaves 2 alone: 2 CentredRMSNorm (it computes something "
         "else than xhat * w and xhat * (1 + w))"
     )
     assert str(model).count("by Normforge") == 2
@@ -354,12 +248,55 @@ def test_a_norm_whose_dtype_no_kernel_gives_is_left_alone(package: Package, kind
     assert package.patch(norm, "gemma" if kind is WideOffsetRMSNorm else "torch") == [""]
 
 
+class PlacelessRMSNorm(PlainRMSNorm):
+    """Only runs on a GPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_cuda:
+            raise RuntimeError("x must be on a GPU")
+        return super().forward(x)
+
+
+class InPlaceRMSNorm(PlainRMSNorm):
+    """For inference: nothing flows back through a tensor that is written to."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.square().mean(-1, keepdim=True)
+        return self.weight * x.mul_(torch.rsqrt(mean + self.variance_epsilon))
+
+
+class InferenceRMSNorm(PlainRMSNorm):
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class WrongInferenceRMSNorm(InferenceRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [InPlaceRMSNorm, InferenceRMSNorm])
+def test_norms_for_inference_are_judged_by_their_results(package: Package, kind: Any) -> None:
+    norm, x = filled(kind()), randn(2, 3, 16)
+    wanted = norm(x.clone())
+    assert package.patch(norm) == [""]
+    torch.testing.assert_close(norm(x), wanted)
+    assert package.patch(WrongInferenceRMSNorm()) == []
+
+
+def test_an_eps_that_is_a_tensor_may_change_and_is_left_alone(package: Package) -> None:
+    norm: Any = PlainRMSNorm()
+    norm.variance_epsilon = torch.tensor(1e-4)
+    assert package.patch(norm) == []
+
+
+@pytest.mark.parametrize("kind", [PickyRMSNorm, PlacelessRMSNorm])
 def test_a_norm_that_cannot_be_tried_is_served_as_told(
-    package: Package, caplog: pytest.LogCaptureFixture
+    package: Package, kind: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As those that only run on a GPU."""
     caplog.set_level(logging.INFO)
-    norm = PickyRMSNorm()
+    norm = kind()
     assert package.patch(norm) == []
     assert "raises an error" in caplog.text
     assert package.patch(norm, "torch") == [""]
@@ -373,6 +310,44 @@ def test_a_norm_that_differs_before_it_raises_an_error_is_never_served(package: 
             return super().forward(x)
 
     assert package.patch(Both(), "torch") == []
+
+
+class CountedRMSNorm(PlainRMSNorm):
+    """Counts how often it is tried, and may be another norm by an attribute."""
+
+    tries = 0
+
+    def __init__(self, width: int = 16, eps: float = 1e-4, **attributes: Any) -> None:
+        super().__init__(width, eps)
+        self.factor: Any = 1.0
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CountedRMSNorm.tries += 1
+        factor = self.factor["is"] if isinstance(self.factor, dict) else self.factor
+        return super().forward(x) * factor
+
+
+def test_norms_that_are_alike_are_tried_once(package: Package) -> None:
+    tries = []
+    for copies in (1, 5):
+        CountedRMSNorm.tries = 0
+        package.patch(nn.Sequential(*[CountedRMSNorm() for _ in range(copies)]))
+        tries.append(CountedRMSNorm.tries)
+    assert tries[0] == tries[1] > 0
+
+
+def test_norms_of_one_class_that_differ_are_each_tried(package: Package) -> None:
+    buffered: Any = CountedRMSNorm()
+    del buffered.factor
+    buffered.register_buffer("factor", torch.tensor(2.0), persistent=False)
+    model = nn.Sequential(
+        *(CountedRMSNorm(), CountedRMSNorm(factor=2.0), CountedRMSNorm(32, factor=1.0)),
+        *(CountedRMSNorm(factor={"is": 1.0}), CountedRMSNorm(factor={"is": 2.0})),
+        *(CountedRMSNorm(), buffered, CountedRMSNorm(16, 1.0)),
+    )
+    assert package.patch(model) == ["0", "2", "3", "5", "7"]
 
 
 def test_norms_are_judged_in_inference_mode(package: Package) -> None:
