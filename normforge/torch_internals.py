@@ -160,7 +160,8 @@ def served_dtype(scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | 
 def float_of(eps: Any) -> Any:
     """An eps as operators take it: a number of NumPy or a tensor without dimensions as a float.
     Raises TypeError for what is no number, and for a tensor that wants a gradient."""
-    if eps is None or isinstance(eps, (float, int, torch.SymFloat)):
+    # Not isinstance: to Dynamo a numpy.float64 is a float, but its graph has a tensor for it.
+    if eps is None or type(eps) in (float, int, bool, torch.SymFloat):
         return eps
     if isinstance(eps, torch.Tensor) and (eps.requires_grad or eps.dim() > 0):
         raise TypeError("eps must be a number, got a tensor with a dimension or a gradient")

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import normforge.layernorm as layernorm
 from normforge.api import Package
+from normforge.torch_internals import float_of
 from tests.support.entry_points import grads, leaf, randn
 
 NUMBERS = [np.float32(1e-2), np.float64(1e-2), torch.tensor(1e-2), np.array(1e-2), 1]
@@ -35,6 +36,13 @@ def test_an_eps_is_any_number(package: Package, name: str, eps: Any) -> None:
     wanted = [plain(x), *grads(plain(x), x)]
     for run in (norm, torch.compile(norm, backend="aot_eager")):
         assert all(map(torch.equal, [run(x), *grads(run(x), x)], wanted))
+
+
+@pytest.mark.parametrize("eps", NUMBERS, ids=lambda eps: type(eps).__name__)
+def test_an_eps_becomes_a_number_of_python(eps: Any) -> None:
+    """Also one of NumPy that is derived from float: some versions of Dynamo make a tensor of it."""
+    assert type(float_of(eps)) in (float, int)
+    assert float_of(eps) == eps
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "RMSNorm", "rmsnorm_forward", "layer_norm"])
