@@ -27,7 +27,7 @@ import torch
 from benchmarks.command import command_line, exit_code, say
 from benchmarks.gpu import check_cuda, this_machine
 from benchmarks.host_time import Calls, entry_points, layer_norm_calls
-from benchmarks.results import json_text, module_facts, write_json
+from benchmarks.results import module_facts, show_json
 from generator.errors import NormforgeError
 from generator.operations import operation_of
 from generator.paths import results_of
@@ -142,9 +142,7 @@ def main(argv: list[str] | None = None) -> int:
         check_cuda()
         problem = Problem.parse(args.shape, args.op)
         document = run(args.package.resolve(), args.by, problem, args.seconds)
-        print(json_text(document))
-        if args.out:
-            write_json(args.out, document)
+        show_json(document, args.out)
         return 0
 
     return exit_code(__file__, print_document)

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.command import command_line, exit_code
 from benchmarks.gpu import check_cuda, this_machine
-from benchmarks.results import json_text, write_json
+from benchmarks.results import show_json
 from generator.operations import operation_of
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import RMSNORM_BACKWARD, Problem
@@ -251,9 +251,7 @@ def main(argv: list[str] | None = None) -> int:
         check_cuda()
         of = args.package or Chosen(args.op)
         document = run(of, Problem.parse(args.shape, args.op))
-        print(json_text(document))
-        if args.out:
-            write_json(args.out, document)
+        show_json(document, args.out)
         return 0
 
     return exit_code(__file__, print_document)

@@ -181,6 +181,13 @@ def write_json(path: Path, document: object) -> None:
     write_text(path, text + "\n")
 
 
+def show_json(document: object, out: Path | None) -> None:
+    """Print a document, and write it where it shall be kept. Raises as `write_json` does."""
+    print(json_text(document))
+    if out:
+        write_json(out, document)
+
+
 def json_text(document: object) -> str:
     """JSON with a line for each row. An entry that is longer than LONGEST has a line for each of
     its own entries. Raises ValueError for NaN and infinity."""

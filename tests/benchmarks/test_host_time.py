@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import host_time
+from benchmarks import host_against, host_time
 from generator.operations import LAYERNORM_BACKWARD, RMSNORM_BACKWARD
 from generator.problem import Problem
 from tests.support.entry_points import aten_on_cpu, write_layer_norm_package, write_package
@@ -120,3 +121,19 @@ def test_lines_of_layer_norm_run(tmp_path: Path) -> None:
         "install() op",
         "install() autograd backward",
     ]
+
+
+@pytest.mark.parametrize("line", [host_time.main, lambda out: host_against.main(["folder", *out])])
+def test_a_document_is_printed_and_kept(
+    line: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "times.json"
+    for module in (host_time, host_against):
+        monkeypatch.setattr(module, "check_cuda", lambda: None)
+        monkeypatch.setattr(module, "run", lambda *_: {"us": 1.5})
+    monkeypatch.setattr(host_time, "Chosen", lambda operation: operation)
+    assert line([]) == 0
+    assert not out.exists()
+    assert line(["--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == {"us": 1.5}
+    assert capsys.readouterr().out.count('{"us": 1.5}') == 2

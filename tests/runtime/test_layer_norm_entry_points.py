@@ -20,6 +20,7 @@ from normforge.frontends.operators import Operators
 from normforge.serve.warn_once import WarnOnce
 from tests.support.entry_points import (
     aten_on_cpu,
+    filled,
     grads,
     leaf,
     randn,
@@ -40,12 +41,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> LayerNormPackage:
 @pytest.fixture(scope="module")
 def rms_package(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return write_package(tmp_path_factory.mktemp("rms"))
-
-
-def filled(model: Any) -> Any:
-    for i, parameter in enumerate(model.parameters()):
-        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(i))
-    return model
 
 
 # ---- Operators -----------------------------------------------------------------------------------

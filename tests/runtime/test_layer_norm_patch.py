@@ -13,6 +13,7 @@ from torch.nn import functional
 from normforge.api import Package
 from normforge.frontends.layer_norm import LayerNormPackage
 from tests.support.entry_points import (
+    filled,
     grads,
     leaf,
     same,
@@ -29,12 +30,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> LayerNormPackage:
 @pytest.fixture(scope="module")
 def rms_package(tmp_path_factory: pytest.TempPathFactory) -> Package:
     return write_package(tmp_path_factory.mktemp("rms"))
-
-
-def filled(model: Any) -> Any:
-    for i, parameter in enumerate(model.parameters()):
-        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(i))
-    return model
 
 
 class WideLayerNorm(nn.LayerNorm):

@@ -103,6 +103,13 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
     return randn(*shape, dtype=dtype, seed=seed).requires_grad_()
 
 
+def filled(model: Any) -> Any:
+    """A model whose parameters are normal numbers, the same each time."""
+    for i, parameter in enumerate(model.parameters()):
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(i))
+    return model
+
+
 class Block(torch.nn.Module):
     """A layer of a small Llama: attention with QK-norm on slices of a packed QKV, and an MLP; with
     `fused` the residual stream goes through the norms."""
