@@ -1,4 +1,4 @@
-"""Compare dx and dw of sampled variants, GPU against CPU emulator, bit for bit.
+"""Compare the outputs of sampled variants, GPU against CPU emulator, bit for bit.
 
     python -m benchmarks.bit_exact --out benchmarks/results/bit_exact_h200.json
 
@@ -20,8 +20,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -39,21 +40,22 @@ from generator.evaluate.gpu.session import Session
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.nvrtc import nvrtc_version
 from generator.kernels.render import render
-from generator.operations.rmsnorm_backward import Inputs, run_backward
-from generator.problem import RMSNORM_BACKWARD, SUMS
+from generator.operations.rows import run_rows
+from generator.problem import RMSNORM_BACKWARD
 from generator.target import Target
 from normforge.launch.driver import LaunchError
 from normforge.launch.loaded_kernel import LoadedKernel
-from normforge.spec import KernelSpec, Launch
+from normforge.operations import signature_of
+from normforge.spec import Launch
 
 
 @dataclass
 class Emulated:
-    """What the emulator and NVRTC made of one case: (dx, dw) for each set of inputs, or the reason
-    why nothing can be compared."""
+    """What the emulator and NVRTC made of one case: the outputs by name for each set of inputs, or
+    the reason why nothing can be compared."""
 
     case: Case
-    results: list[tuple[torch.Tensor, torch.Tensor]]
+    results: list[dict[str, torch.Tensor]]
     cubin: bytes
     failure: str
 
@@ -73,7 +75,7 @@ def emulate_case(index: int, seed: int, target: Target, operation: str) -> Emula
         runs = run_schedules(source, spec, launch, inputs, [schedule], layout=case.layout)
         if runs.faults:
             return Emulated(case, [], b"", runs.faults[0])
-        results.append((runs.dx[0], runs.dw[0]))
+        results.append({name: result for name, (result,) in runs.results.items()})
     return Emulated(case, results, compiled.cubin, "")
 
 
@@ -89,23 +91,33 @@ def place(rows: torch.Tensor, pad: int, misaligned_bytes: int) -> torch.Tensor:
 
 
 def run_on_gpu(
-    kernel: LoadedKernel, launch: Launch, spec: KernelSpec, inputs: Inputs, layout: Layout
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx and dw from the GPU, on the CPU; outputs and scratch are poisoned before."""
-    base = layout.misaligned_bytes
-    x, dy = place(inputs.x, layout.pad_x, base), place(inputs.dy, layout.pad_dy, base)
-    mean = None if inputs.mean is None else inputs.mean.cuda()
-    given = Inputs(x, dy, inputs.rstd.cuda(), inputs.weight.cuda(), mean=mean)
-    poison = torch.full_like(inputs.x, float("nan"))
-    dx = place(poison, layout.pad_dx, base)
-    dw = torch.full_like(given.weight.repeat(SUMS[spec.operation].column_sums), torch.nan)
+    kernel: LoadedKernel,
+    launch: Launch,
+    inputs: Any,
+    layout: Layout,
+    like: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """The outputs from the GPU, by name, on the CPU; they and scratch are poisoned before. like:
+    has their shapes and dtypes."""
+    signature = signature_of(kernel.spec.operation)
+    pads = layout.pads_of(signature)
+
+    def put(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name in pads:
+            return place(tensor, pads[name], layout.misaligned_bytes)
+        return tensor.cuda()
+
+    named = {tensor.name: getattr(inputs, tensor.name) for tensor in signature.inputs}
+    given = {name: put(name, tensor) for name, tensor in named.items() if tensor is not None}
+    outputs = {name: put(name, torch.full_like(out, torch.nan)) for name, out in like.items()}
     workspace = torch.full((launch.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
     workspace[: launch.scratch_offset] = 0
-    run_backward(kernel, launch, given, {"dx": dx, "dw": dw}, workspace)
+    run_rows(kernel, launch, replace(inputs, **given), outputs, workspace)
     torch.cuda.synchronize()
     if bool(workspace[: launch.scratch_offset].any()):
-        raise NormforgeError(f"{spec.name} left a counter or an accumulator changed on the GPU")
-    return dx.cpu(), dw.cpu()
+        name = kernel.spec.name
+        raise NormforgeError(f"{name} left a counter or an accumulator changed on the GPU")
+    return {name: out.cpu() for name, out in outputs.items()}
 
 
 def first_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str:
@@ -134,17 +146,17 @@ def compare_case(emulated: Emulated) -> dict[str, Any]:
     if emulated.failure:
         return row | {"outcome": "failed", "why": emulated.failure}
     kernel = LoadedKernel(emulated.cubin, spec)
-    for kind, inputs, (dx, dw) in zip(
+    for kind, inputs, expected in zip(
         ("ordinary", "cancelling"), case.inputs(), emulated.results, strict=True
     ):
         try:
-            gpu_dx, gpu_dw = run_on_gpu(kernel, launch, spec, inputs, case.layout)
+            found = run_on_gpu(kernel, launch, inputs, case.layout, expected)
         except LaunchError as error:
             return row | {"outcome": "skipped", "why": str(error)}
         except NormforgeError as error:
             return row | {"outcome": "failed", "why": str(error)}
-        for name, ours, theirs in (("dx", dx, gpu_dx), ("dw", dw, gpu_dw)):
-            difference = first_difference(ours, theirs)
+        for name, ours in expected.items():
+            difference = first_difference(ours, found[name])
             if difference:
                 return row | {"outcome": "different", "why": f"{kind} {name}{difference}"}
     return row | {"outcome": "equal"}
@@ -185,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
                 print(f"{row['outcome']}: {row['variant']} {row['problem']}: {row['why']}")
     outcomes = Counter(row["outcome"] for row in rows.values())
     report = {
-        "what": "dx and dw of the GPU and of the CPU emulator, compared bit for bit",
+        "what": "the outputs of the GPU and of the CPU emulator, compared bit for bit",
         "operation": args.op,
         "environment": environment(session, target, args.processes),
         "seed": args.seed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from generator.emulate import Layout
 from generator.emulate.check import CPU
@@ -13,7 +14,6 @@ from generator.kernels.geometry import Config
 from generator.kernels.strategies import STRATEGIES, is_deterministic
 from generator.kernels.variant import Variant, make_variant
 from generator.operations import OPERATIONS, operation_of
-from generator.operations.rmsnorm_backward import Inputs
 from generator.package.fallback_kernels import fallback_variants, first_choices, serves
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.space.load import load_space, space_file
@@ -42,7 +42,7 @@ class Case:
     participants: int
     layout: Layout
 
-    def inputs(self) -> list[Inputs]:
+    def inputs(self) -> list[Any]:
         operation = operation_of(self.problem)
         plain = operation.make_inputs(self.problem, CPU, seed=self.index)
         return [plain, operation.make_cancelling(self.problem, plain, seed=self.index + 1)]
@@ -112,4 +112,4 @@ def draw_layout(variant: Variant, rng: random.Random) -> Layout:
         return Layout()
     aligned = 16 if variant["pipeline"] == "bulk" else variant["vector_bytes"]
     unit = aligned // variant.itemsize
-    return Layout(unit, 3 * unit, 2 * unit, aligned)
+    return Layout((unit, 3 * unit, 2 * unit), aligned)

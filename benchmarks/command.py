@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from generator.errors import NormforgeError
-from generator.problem import SUMS
+from normforge.operations import OPERATIONS
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "module": {"type": Path, "help": "folder of the emitted package"},
@@ -20,7 +20,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpu": {"help": "must be the GPU of this machine"},
     "device": {"type": int, "help": "index of the GPU"},
     "seed": {"type": int, "help": "of everything random"},
-    "op": {"choices": list(SUMS), "help": "the operation"},
+    "op": {"choices": list(OPERATIONS), "help": "the operation"},
 }
 """Options that mean the same in every command that has them."""
 

@@ -40,7 +40,8 @@ from generator.emulate import Schedule, find_compiler, run_schedules
 from generator.emulate.run import CallOptions
 from generator.errors import NormforgeError
 from generator.kernels.code_digest import compiler_input
-from generator.operations.rmsnorm_backward import TORCH_DTYPE, Inputs, make_reference
+from generator.operations.operation import TORCH_DTYPE
+from generator.operations.rmsnorm_backward import Inputs, make_reference
 from generator.package.fallback_kernels import DTYPES
 from generator.package.sources import variant_of
 from generator.problem import Problem, load_problems
@@ -131,7 +132,7 @@ def executed(source: str, spec: KernelSpec, launch: Launch, dw_in_fp32: bool = F
         runs = run_schedules(source, spec, launch, inputs, schedules, call_options=call_options)
         if runs.faults:
             raise NormforgeError(f"{spec.name} at {len(inputs.x)} rows: {runs.faults[0]}")
-        return runs.dx[0], runs.dw[0]
+        return runs.results["dx"][0], runs.results["dw"][0]
 
     return lambda inputs: partial(run, inputs)
 
@@ -143,7 +144,7 @@ def errors(problem: Problem, calls: Mapping[str, Bind], device: torch.device) ->
     for seed in range(max(2, min(MOST, ceil(ENOUGH / problem.N)))):
         inputs = normal_inputs(problem, device, seed)
         reference = make_reference(problem, inputs)
-        exact = [reference.dx, reference.dw]
+        exact = [reference.outputs[name] for name in ("dx", "dw")]
         whole = [sum_ + _squares(truth) for sum_, truth in zip(whole, exact, strict=True)]
         for name in list(wrong):
             try:

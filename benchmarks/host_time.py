@@ -179,7 +179,8 @@ def whole_calls(package: Package, inputs: Inputs) -> Calls:
 
 def layer_norm_calls(package: LayerNormPackage, inputs: Inputs) -> Calls:
     """The same of LayerNorm, with a bias."""
-    dy, x, weight, mean, rstd = inputs.dy, inputs.x, inputs.weight, inputs.mean, inputs.rstd
+    dy, x, weight, rstd = inputs.dy, inputs.x, inputs.weight, inputs.rstd
+    mean = getattr(inputs, "mean", None)
     assert mean is not None
     N, mask, aten = x.shape[-1], [True, True, True], torch.ops.aten.native_layer_norm_backward
     mean, rstd = mean.reshape(-1, 1), rstd.reshape(-1, 1)

@@ -22,9 +22,10 @@ from benchmarks.peers.peer import Bind, Peer
 from generator.evaluate.gpu.timer import Timer
 from generator.operations import operation_of
 from generator.operations.operation import TORCH_DTYPE
-from generator.operations.rmsnorm_backward import Inputs
+from generator.operations.rows import inputs_class
 from generator.problem import Problem
 from generator.processes import end_with_parent
+from normforge.operations import signature_of
 
 FEW_ROWS = 64
 
@@ -106,10 +107,10 @@ def _loaded(peer: Peer, device: torch.device) -> Bind:
     return peer.load(Timer(device, flush_bytes=4))
 
 
-def any_inputs(problem: Problem, device: torch.device) -> Inputs:
+def any_inputs(problem: Problem, device: torch.device) -> Any:
     """Inputs of the right shapes and dtypes, quickly."""
     tensors: dict[str, Any] = {
         spec.name: torch.ones(spec.shape, dtype=TORCH_DTYPE[spec.dtype], device=device)
         for spec in operation_of(problem).arguments(problem)
     }
-    return Inputs(**tensors)
+    return inputs_class(signature_of(problem.operation))(**tensors)

@@ -5,24 +5,29 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from itertools import product
 from pathlib import Path
 
 from generator.disk import read_yaml
 from generator.errors import NormforgeError
 from generator.paths import SEARCH_SPACES
+from normforge.operations import OPERATIONS, Signature, signature_of
 from normforge.table import ITEMSIZE, shape_name
 
 MAX_COLUMNS = 1 << 20
 SHAPES_FOLDER = SEARCH_SPACES / "shapes"
 
 
+RMSNORM_BACKWARD = "rmsnorm_backward"
+
+
 @dataclass(frozen=True)
 class Sums:
-    """What the kernels of an operation that sums over rows add up. Threads, registers, shared
-    memory, workspace and predictions follow from it.
+    """What the kernels of an operation add up. Threads, registers, shared memory, workspace and
+    predictions follow from it.
 
-    row_sums: sums over a row, which all of its dx need; column_sums: sums over the rows of one
+    row_sums: sums over a row, which all of its outputs need; column_sums: sums over the rows of one
     column, whose partial sums lie behind each other: N of the first, N of the second; statistics:
     fp32 numbers of each row that the forward saved.
     """
@@ -32,13 +37,12 @@ class Sums:
     statistics: int = 1
 
 
-RMSNORM_BACKWARD = "rmsnorm_backward"
-SUMS: dict[str, Sums] = {
-    RMSNORM_BACKWARD: Sums(),
-    "layernorm_backward": Sums(row_sums=2, column_sums=2, statistics=2),
-    "rmsnorm_invariant_backward": Sums(),
-}
-"""The operations that sum over rows, by the name that all of their files have."""
+@cache
+def sums_of(operation: str) -> Sums:
+    """By its signature. Raises KeyError for an unknown operation."""
+    signature = signature_of(operation)
+    return Sums(signature.row_sums, signature.column_sums, len(signature.statistics))
+
 
 _PROBLEM = re.compile(
     r"(?:(?P<operation>[a-z]\w*):)?(?P<M>-?\d+)x(?P<N>-?\d+):(?P<dtype>\w+?)(?::(?P<weight>\w+?))?"
@@ -51,11 +55,22 @@ _FORM = "MxN:dtype[:weight dtype][+offset][+residual[_dtype]]"
 
 
 class ItemSizes:
-    """What follows from the dtypes of a problem alone."""
+    """What follows from the operation and the dtypes of a problem alone."""
 
+    operation: str
     dtype: str
     weight_dtype: str
     residual: str
+
+    @property
+    def signature(self) -> Signature:
+        """The tensors of the operation."""
+        return signature_of(self.operation)
+
+    @property
+    def sums(self) -> Sums:
+        """What its kernels add up."""
+        return sums_of(self.operation)
 
     @property
     def itemsize(self) -> int:
@@ -95,14 +110,15 @@ class Problem(ItemSizes):
     operation: str = RMSNORM_BACKWARD
 
     def __post_init__(self) -> None:
-        if self.operation not in SUMS:
-            known = ", ".join(SUMS)
+        if self.operation not in OPERATIONS:
+            known = ", ".join(OPERATIONS)
             raise NormforgeError(f"unknown operation '{self.operation}': known are {known}")
         for name, dtype in (("dtype", self.dtype), ("weight dtype", self.weight_dtype)):
             if dtype not in ITEMSIZE:
                 meant = _LONG_NAMES.get(dtype)
                 hint = f"write {meant}" if meant else f"use one of {', '.join(ITEMSIZE)}"
                 raise NormforgeError(f"unknown {name} '{dtype}' in shape {self}: {hint}")
+        self._check_options()
         if self.weight_dtype not in (self.dtype, "fp32"):
             raise NormforgeError(
                 f"shape {self}: the weight is either of x's dtype ({self.dtype}) or fp32"
@@ -116,15 +132,23 @@ class Problem(ItemSizes):
         if self.N > MAX_COLUMNS:
             raise NormforgeError(f"shape {self}: N may be at most {MAX_COLUMNS}")
 
+    def _check_options(self) -> None:
+        """Raises NormforgeError for what the operation's signature does not have."""
+        signature = signature_of(self.operation)
+        weighted = signature.columns or signature.sums
+        options = {tensor.option for tensor in signature.late}
+        for has, given, what in (
+            (weighted, self.weight_dtype != self.dtype, "weight dtype"),
+            (signature.columns, self.offset, "option +offset"),
+            ("residual" in options, self.residual, "option +residual"),
+        ):
+            if given and not has:
+                raise NormforgeError(f"shape {self}: {self.operation} has no {what}; leave it out")
+
     def __str__(self) -> str:
         shape = (self.M, self.N, self.dtype, self.weight_dtype, self.offset, self.residual)
         prefix = "" if self.operation == RMSNORM_BACKWARD else f"{self.operation}:"
         return prefix + shape_name(*shape)
-
-    @property
-    def sums(self) -> Sums:
-        """What its kernels add up."""
-        return SUMS[self.operation]
 
     @classmethod
     def parse(cls, text: str, operation: str = RMSNORM_BACKWARD) -> Problem:

@@ -24,6 +24,9 @@ PREDICTED_OUTCOMES = OUTCOMES | {
 """The same where it is predicted."""
 
 
+_ERROR = "error_"
+
+
 @dataclass(frozen=True)
 class Result:
     """The outcome of one variant on one problem.
@@ -33,6 +36,7 @@ class Result:
     extra["floor_bytes"]; see `generator.studies.records.plain_floor` for results without.
     ratio: us / floor_us, the median of paired ratios when measured. determinism: `verified`,
     `refuted` or `unverified`.
+    errors: ||out - ref|| / ||ref|| of every output, by name.
     checks: names of the checks passed. note: one sentence about what went wrong, else "".
     noisy: the times are from a GPU that was disturbed, and serve as a hint only.
     """
@@ -42,8 +46,7 @@ class Result:
     floor_us: float | None = None
     ratio: float | None = None
     determinism: str = "unverified"
-    error_dx: float | None = None
-    error_dw: float | None = None
+    errors: dict[str, float] = field(default_factory=dict)
     checks: tuple[str, ...] = ()
     note: str = ""
     noisy: bool = False
@@ -66,15 +69,22 @@ class Result:
     def rounded(self) -> Result:
         """Without digits that are noise, of which most of a packed study would be."""
         ratio = None if self.ratio is None else round(self.ratio, 6)
-        dx, dw = (
-            None if error is None else float(f"{error:.4g}")
-            for error in (self.error_dx, self.error_dw)
-        )
-        return replace(self, ratio=ratio, error_dx=dx, error_dw=dw)
+        errors = {name: float(f"{error:.4g}") for name, error in self.errors.items()}
+        return replace(self, ratio=ratio, errors=errors)
+
+    @property
+    def named_errors(self) -> dict[str, float]:
+        """The errors as records have them: `error_<output>`."""
+        return {f"{_ERROR}{name}": error for name, error in self.errors.items()}
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        data = asdict(self)
+        del data["errors"]
+        return data | self.named_errors
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Result:
-        return cls(**{**data, "checks": tuple(data.get("checks", ()))})
+        known = {name: value for name, value in data.items() if not name.startswith(_ERROR)}
+        found = {name.removeprefix(_ERROR): data[name] for name in data.keys() - known.keys()}
+        errors = {name: error for name, error in sorted(found.items()) if error is not None}
+        return cls(**{**known, "checks": tuple(data.get("checks", ())), "errors": errors})

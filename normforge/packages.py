@@ -24,6 +24,7 @@ from .frontends.layer_norm import LayerNormPackage
 from .frontends.layer_norm_operators import LayerNormOperators
 from .frontends.operators import Operators
 from .frontends.package import NormPackage
+from .own import NAME, OwnPackage
 from .serve.kernels import Kernels
 from .serve.warn_once import WarnOnce
 from .table import TABLE, runs_on
@@ -236,6 +237,8 @@ def open_package(file: str, module: str, operation: str) -> Any:
     `<gpu>/<operation>`, so that a graph finds it in another process, and any other by its module;
     of two modules of one name the second by its folder. Raises ImportError for an operation that
     the library does not know, ValueError and OSError for a damaged package."""
+    if operation not in _LIBRARY and (Path(file).resolve().parent / NAME).exists():
+        return OwnPackage(Path(file).resolve().parent, module)
     if operation not in _LIBRARY:
         raise ImportError(
             f"{module} is a package of {operation}, which this version of Normforge does not know: "

@@ -18,6 +18,9 @@ CHUNK_ROWS = 4096
 """Rows of a chunk of a batch-invariant kernel, whose chunks are added one after another: a batch
 may be divided at multiples of it into calls that add to one dw without a change of its bits."""
 
+UNBOUNDED = 1 << 30
+"""Multiprocessors that a grid of as many CTAs as the rows need counts on."""
+_MOST_CTAS = (1 << 31) - 1
 _MOST_ROWS_IN_RUNS = 1 << 31
 """Batch-invariant kernels number rows in 32 bits."""
 _MOST_ROUNDS_OF_RUNS = 4
@@ -40,14 +43,16 @@ class KernelSpec:
     one or more for every column. partial_stride: floats from one partial row of dw to the next.
     rows_in_flight: rows of a batch, which the threads of a team work on at once (the knob of this
     name counts those of one thread); rows_per_cta: teams of a CTA. sms: multiprocessors the grid
-    counts on; they are stored and not those of the device, so that the order of every sum is fixed,
-    too. vector_bytes: alignment that pointers and row strides need.
+    counts on, UNBOUNDED for as many CTAs as rows need; they are stored and not those of the device,
+    so that the order of every sum is fixed, too. vector_bytes: alignment that pointers and row
+    strides need.
     offset: adds a number to the weight; residual: dtype of the residual's gradient that it adds to
     dx, "" for none. operation: also the name of the main kernel. run_rows, group_rows: of a
     batch-invariant kernel, else 0: rows that a CTA adds up at once, and rows whose runs are added
     one after another. leaves: the sums that its CTAs leave in the workspace: of `groups`, with runs
     for the chunk that is not full; of `runs`, unless they are very many; or of `both`, groups while
-    they fill rounds of all CTAs and runs behind them.
+    they fill rounds of all CTAs and runs behind them. producer: whether the last of the CTA's warps
+    only asks for the rows of the others.
     """
 
     name: str
@@ -82,10 +87,14 @@ class KernelSpec:
     run_rows: int = field(default=0, repr=False)
     group_rows: int = field(default=0, repr=False)
     leaves: str = field(default="", repr=False)
+    producer: bool = field(default=False, repr=False)
 
     @cached_property
     def participants(self) -> int:
-        """Clusters of the largest grid (CTAs, without clusters), which are to run at once."""
+        """Clusters of the largest grid (CTAs, without clusters), which are to run at once unless
+        `sms` is UNBOUNDED."""
+        if self.sms == UNBOUNDED:
+            return _MOST_CTAS // self.cluster
         return max(1, self.sms * self.ctas_per_sm // self.cluster)
 
     @cached_property
@@ -96,6 +105,8 @@ class KernelSpec:
 
     def idle(self, M: int) -> float:
         """Rows that the largest grid would work on in the time that it takes for M, by M."""
+        if self.sms == UNBOUNDED:
+            return 1.0
         at_once = self.participants * self.rows_per_cta * self.rows_in_flight
         return ceil_div(M, at_once) * at_once / M
 

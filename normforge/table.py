@@ -193,7 +193,13 @@ def _read(
     """Target, tuned and fallback kernels of a table. Raises ValueError, OSError."""
 
     names = {known.name for known in fields(spec_of)}
-    newer = names & {"operation", "run_rows", "group_rows", "leaves"}  # than some tables
+    newer = names & {
+        "operation",
+        "run_rows",
+        "group_rows",
+        "leaves",
+        "producer",
+    }  # than some tables
 
     def kernel(data: dict[str, Any]) -> KernelOf[S]:
         # As by the constructor, which takes 2 ms of an import for a few hundred frozen objects.

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -20,6 +22,12 @@ LAYERS = (
     *("report", "cli"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
+LIBRARY_LAYERS = (
+    *("identity cubins spec torch_internals operations", "table", "launch"),
+    *("serve native frontends api", "own", "packages"),
+    "rmsnorm layernorm batch_invariant torchtitan",
+)
+LIBRARY_LEVEL = {name: at for at, names in enumerate(LIBRARY_LAYERS) for name in names.split()}
 MOST_LINES = 300
 MOST_TEST_LINES = 600
 MOST_LINES_OF_A_FUNCTION = 60
@@ -64,24 +72,36 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> list[tuple[str, in
     return found
 
 
-def level(module: str) -> int:
-    return LEVEL[module.split(".")[1]]
+def level(module: str, levels: dict[str, int] = LEVEL) -> int:
+    return levels[module.split(".")[1]]
 
 
-def against_the_order(folder: Path = GENERATOR) -> list[str]:
+def against_the_order(folder: Path = GENERATOR, levels: dict[str, int] = LEVEL) -> list[str]:
     """Every import from a package that is not left of the importing one."""
     known = modules(folder)
     return [
         f"{path.relative_to(folder.parent)}:{line} imports {target}, which is to its right"
         for name, path in known.items()
         for target, line, _ in imports(name, path, known)
-        if name != "generator" and target != "generator"
-        if level(target) > level(name)
+        if folder.name not in (name, target)
+        if level(target, levels) > level(name, levels)
     ]
 
 
 def test_imports_go_one_way() -> None:
     assert against_the_order() == []
+    assert against_the_order(LIBRARY, LIBRARY_LEVEL) == []
+
+
+def test_what_an_operation_is_needs_nothing_else_of_the_library() -> None:
+    """A user's own file imports it, and the generator, which says much without PyTorch."""
+    known = modules(LIBRARY)
+    for name, path in known.items():
+        if name.startswith("normforge.operations"):
+            targets = {target for target, _, _ in imports(name, path, known)}
+            assert all(target.startswith("normforge.operations") for target in targets), name
+    code = "import sys, generator, normforge.operations; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
 
 
 def test_the_library_imports_nothing_of_the_generator() -> None:

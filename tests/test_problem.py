@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from generator.errors import NormforgeError
-from generator.problem import ITEMSIZE, MAX_COLUMNS, SHAPES_FOLDER, SUMS, Problem, load_problems
+from generator.problem import ITEMSIZE, MAX_COLUMNS, SHAPES_FOLDER, Problem, load_problems
+from normforge.operations import OPERATIONS
 
 any_problem = st.builds(
     lambda M, N, dtype, wide, operation: Problem(
@@ -20,7 +21,7 @@ any_problem = st.builds(
     st.integers(1, MAX_COLUMNS),
     st.sampled_from(sorted(ITEMSIZE)),
     st.booleans(),
-    st.sampled_from(sorted(SUMS)),
+    st.sampled_from(sorted(OPERATIONS)),
 )
 
 

@@ -106,7 +106,7 @@ class BackwardGraph(CudnnGraph):
             "scale": self._tensor(inputs.weight, 1, N),
             "inv_variance": self._tensor(inputs.rstd, M, 1),
         }
-        if inputs.mean is None:
+        if not hasattr(inputs, "mean"):
             outputs = self.graph.rmsnorm_backward(**given, has_dbias=False)[:2]
         else:
             given["mean"] = self._tensor(inputs.mean, M, 1)
@@ -114,11 +114,11 @@ class BackwardGraph(CudnnGraph):
         return list(given.values()), list(outputs)
 
     def buffers(self, inputs: Inputs) -> list[torch.Tensor]:
-        mean = [] if inputs.mean is None else [inputs.mean]
+        mean = [] if not hasattr(inputs, "mean") else [inputs.mean]
         return [inputs.dy, inputs.x, inputs.weight, inputs.rstd, *mean]
 
     def like(self, inputs: Inputs) -> list[torch.Tensor]:
-        dbeta = [] if inputs.mean is None else [inputs.weight]
+        dbeta = [] if not hasattr(inputs, "mean") else [inputs.weight]
         return [inputs.x, inputs.weight, *dbeta]
 
 

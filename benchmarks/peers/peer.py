@@ -64,5 +64,5 @@ def installed_version(distribution: str) -> str | None:
 
 def arguments(inputs: Inputs) -> tuple[torch.Tensor, ...]:
     """dy, x, the mean where the operation has one, rstd and weight: in the order of a call."""
-    mean = () if inputs.mean is None else (inputs.mean,)
+    mean = () if not hasattr(inputs, "mean") else (inputs.mean,)
     return (inputs.dy, inputs.x, *mean, inputs.rstd, inputs.weight)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from generator.errors import NormforgeError
-from generator.problem import RMSNORM_BACKWARD, SUMS
+from generator.problem import RMSNORM_BACKWARD
+from normforge.operations import OPERATIONS
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -44,10 +45,21 @@ def add_operation(parser: argparse._ActionsContainer) -> None:
     """The option that names an operation."""
     parser.add_argument(
         "--op",
-        choices=list(SUMS),
+        type=operation_name,
         default=RMSNORM_BACKWARD,
-        help="the operation (default: %(default)s)",
+        metavar="NAME|FILE.py",
+        help=f"the operation: {', '.join(OPERATIONS)}, or the file of one of your own "
+        "(docs/extending.md; default: %(default)s)",
     )
+
+
+def operation_name(text: str) -> str:
+    """See generator.operations, which takes a while to import."""
+    if text in OPERATIONS:
+        return text
+    from generator.operations import operation_name as named
+
+    return named(text)
 
 
 def positive_number(text: str) -> int:

@@ -12,7 +12,8 @@ from generator.emulate.build import NO_COMPILER, find_compiler
 from generator.emulate.check import PARTICIPANTS, Check, check_variant
 from generator.errors import NormforgeError
 from generator.kernels.variant import make_variant
-from generator.problem import RMSNORM_BACKWARD, SUMS, Problem
+from generator.operations import operation_name
+from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.space.load import load_space, space_file
 from generator.target import find_target
 
@@ -39,9 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--strategy", required=True, help="a reduction strategy, such as semaphore")
     parser.add_argument(
         "--op",
-        choices=list(SUMS),
         default=RMSNORM_BACKWARD,
-        help="the operation (default: %(default)s)",
+        help="the operation, or the file of one of your own (default: %(default)s)",
     )
     parser.add_argument("--shape", required=True, help="MxN:dtype[:weight dtype]; keep M small")
     parser.add_argument(
@@ -72,7 +72,7 @@ def _check(options: argparse.Namespace) -> Check:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise NormforgeError(f"--{name} {value}: at least 1 is needed")
-    problem = Problem.parse(options.shape, options.op)
+    problem = Problem.parse(options.shape, operation_name(options.op))
     space = load_space(space_file(problem.operation))
     target = find_target(options.gpu)
     fixed = {"strategy": options.strategy, **_settings(options.set)}
@@ -107,9 +107,9 @@ def _settings(texts: Sequence[str]) -> dict[str, int | str]:
 def _print(check: Check) -> None:
     results = f"{check.distinct_results} different results"
     print(f"{check.variant}: {check.schedules} schedules, {results}")
-    if check.max_error_dx is not None and check.max_error_dw is not None:
-        print(f"relative error against float64: dx {check.max_error_dx:.2e}, ", end="")
-        print(f"dw {check.max_error_dw:.2e}")
+    if check.errors:
+        errors = ", ".join(f"{name} {error:.2e}" for name, error in check.errors.items())
+        print(f"relative error against float64: {errors}")
     for problem in check.problems:
         print(f"  {problem}")
     if not check.problems:

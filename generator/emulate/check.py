@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ PARTICIPANTS = 5
 """CTAs (or clusters) that an emulated grid has at most: two levels of groups, the last one ragged,
 and several batches for every CTA at a small M."""
 MOST_ELEMENTS = 1 << 21
-"""Of x, where a reduced problem takes more rows than its stages and blocks need."""
+"""Of a matrix, where a reduced problem takes more rows than its stages and blocks need."""
 CPU = torch.device("cpu")
 
 
@@ -31,17 +31,16 @@ CPU = torch.device("cpu")
 class Check:
     """What many schedules of one variant showed.
 
-    schedules: how many ran; 0 when `note` says why none could. distinct_results: different (dx,
-    dw), bit by bit, of schedules without a fault, on inputs whose dw cancels. max_error_dx,
-    max_error_dw: largest ||out - ref|| / ||ref|| against float64 on ordinary inputs. problems:
+    schedules: how many ran; 0 when `note` says why none could. distinct_results: different outputs,
+    bit by bit, of schedules without a fault, on inputs whose sums over rows cancel. errors: by
+    output, the largest ||out - ref|| / ||ref|| against float64 on ordinary inputs. problems:
     different faults, each with a schedule that shows it.
     """
 
     variant: str
     schedules: int
     distinct_results: int = 0
-    max_error_dx: float | None = None
-    max_error_dw: float | None = None
+    errors: Mapping[str, float] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     note: str = ""
 
@@ -141,8 +140,7 @@ def check_source(
         variant=spec.name,
         schedules=len(runs.outcomes),
         distinct_results=runs.distinct_results,
-        max_error_dx=errors.get("dx"),
-        max_error_dw=errors.get("dw"),
+        errors=errors,
         problems=tuple(f"{spec.name}: {shown or text}" for text, shown in problems.items()),
     )
 
@@ -151,7 +149,7 @@ def _accuracy(runs: Runs, expected: Mapping[str, Bound]) -> tuple[dict[str, floa
     """The largest error of each output, and what is outside the error bounds."""
     errors: dict[str, float] = {}
     wrong: list[str] = []
-    for name, results in (("dx", runs.dx), ("dw", runs.dw), ("dresidual_out", runs.residual)):
+    for name, results in runs.results.items():
         for out in results:
             accuracy = compare_all({name: out}, {name: expected[name]})
             errors[name] = max(errors.get(name, 0.0), accuracy.errors[name])

@@ -56,6 +56,5 @@ class EmulatingPredictor(Predictor):
         return replace(
             result,
             checks=(*result.checks, f"CPU emulator, {check.schedules} schedules"),
-            error_dx=check.max_error_dx,
-            error_dw=check.max_error_dw,
+            errors=dict(check.errors),
         )

@@ -1,45 +1,26 @@
-"""The forward kernels in the emulator, which knows the backward's buffers.
-
-An adapter in place of the backward's kernel hands the forward buffers of the same kind: x is x, y
-is dx, residual and residual_out are dresidual and its second output, and rstd is dw in fp32, which
-therefore needs at least as many columns as there are rows. `group` says that there is no weight.
-"""
+"""The forward kernels on the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from generator.emulate.run import Layout, Outputs, Schedule, execute, float_bits, row_fields
+from generator.emulate.request import Buffer, Request, fields_of
+from generator.emulate.run import Layout, Schedule, execute
 from generator.evaluate.verify.accuracy import compare_all
 from generator.kernels.forward import ForwardVariant, render_forward
 from generator.operations import RMSNORM_FORWARD
-from generator.operations.operation import TORCH_DTYPE
 from generator.operations.rmsnorm_forward import EPS, ForwardInputs
 from generator.problem import Problem
-from normforge.launch.kernel_arguments import DW_IN_FP32
-
-_ADAPTER = """
-// ---- In place of the backward's kernel --------------------------------------------------------
-
-#include "machine.h"
-
-extern "C" void main_kernel(const normforge::Arguments& b) {{
-  const ::Arguments forward{{
-      static_cast<const Element*>(b.x), static_cast<const Element*>(b.dresidual),
-      b.group ? nullptr : static_cast<const WeightElement*>(b.weight), static_cast<Element*>(b.dx),
-      static_cast<float*>(b.dw), static_cast<Element*>(b.dresidual_out), {eps}f, b.weight_offset,
-      b.rows, b.x_stride, {inner} * b.x_stride + b.x_gap, b.dresidual_stride, b.columns, {inner}}};
-  if (forward.residual != nullptr) run<true>(forward);
-  else run<false>(forward);
-  if (blockIdx.x == 0 && threadIdx.x == 0)
-    for (long long i = b.rows; i < b.columns; ++i) store_rstd(forward.rstd + i, 0.0f);
-}}
-"""
+from normforge.launch.forward_call import ForwardExtent, pack_arguments, pack_changing
+from normforge.launch.row_layout import RowLayout
+from normforge.spec import FORWARD_KERNELS
 
 FORWARD_SCHEDULES = (Schedule(1, 1), Schedule(2, 1000), Schedule(3, 1000))
+_TENSORS = ("x", "residual", "weight", "y", "rstd", "residual_out")
+"""In the order in which `pack_changing` has their addresses."""
 
 
 @dataclass
@@ -60,46 +41,49 @@ def run_forward(
     layout: Layout | None = None,
     sms: int = 2,
 ) -> ForwardRuns:
-    """Run a forward once for every schedule. inputs: of M <= N rows, on the CPU; inner: x lies as
-    `inner` rows and then a gap; sms: multiprocessors, for CTAs that walk over the rows. Raises
-    NormforgeError without a C++ compiler."""
-    x, residual = inputs.x, inputs.residual
-    M, N = x.shape
-    spec = variant.spec(sms)
-    fields = row_fields(spec, x, layout or Layout(), inner) | {
-        "grid": spec.grid(M),
-        "ordered_adds": 1,
-        "partial_columns": variant.columns if spec.exact else N,
-        "group": int(inputs.weight is None),
-        "dw_mode": DW_IN_FP32,
-        "dw_item": 4,
-        "weight_offset": float_bits(inputs.offset),
-        "residual_item": 0 if residual is None else residual.element_size(),
-        "residual_out": int(residual is not None),
-    }
-    weight = inputs.weight
-    if weight is None:
-        weight = torch.ones(N, dtype=TORCH_DTYPE[variant.weight_dtype])
-    tensors = [x, x, torch.ones(M), weight] + ([] if residual is None else [residual])
-    rows = (x.dtype, (M, N))
-    outputs = Outputs(dx=rows, dw=(torch.float32, (N,)), dresidual_out=rows)
-    adapter = _ADAPTER.format(eps=f"{EPS:.9e}", inner=inner)
-    source = render_forward(variant) + adapter
-    runs = execute(source, fields, tensors, outputs, schedules)
-    distinct = dict.fromkeys((o.dx, o.dw, o.residual) for o in runs.outcomes if not o.fault)
-    results: list[Mapping[str, torch.Tensor]] = []
-    for dx, dw, out in distinct:
-        found = {"y": runs.dx[dx or 0], "rstd": runs.dw[dw or 0][:M]}
-        if residual is not None:
-            found["residual_out"] = runs.residual[out or 0]
-        results.append(found)
-    return ForwardRuns(results, runs.faults)
+    """Run a forward once for every schedule. inputs: on the CPU; inner: x lies as `inner` rows and
+    then a gap; layout: of x and the residual, while outputs have no space between rows; sms:
+    multiprocessors, for CTAs that walk over the rows. Raises NormforgeError without a C++
+    compiler."""
+    M, N = inputs.x.shape
+    spec, layout = variant.spec(sms), layout or Layout()
+    stride, residual_stride = (N + layout.pads[i % len(layout.pads)] for i in range(2))
+    rows_at = RowLayout(stride, inner, (inner + 1) * stride if inner else 0)
+    buffers = _buffers(inputs, rows_at, RowLayout(residual_stride), layout.misaligned_bytes)
+    extent = ForwardExtent(M, stride, rows_at.outer, residual_stride, N, inner)
+    arguments = bytearray(pack_arguments(extent))
+    pack_changing(arguments, 0, *[0] * len(_TENSORS), EPS, inputs.offset)
+    request = Request(
+        fields_of(spec) | {"grid": spec.grid(M)},
+        tuple(buffers),
+        bytes(arguments),
+        [(8 * i, name) for i, name in enumerate(_TENSORS)],
+    )
+    kernel = FORWARD_KERNELS[inputs.residual is not None]
+    runs = execute(render_forward(variant), request, schedules, kernel=kernel)
+    distinct = dict.fromkeys(tuple(o.results.items()) for o in runs.outcomes if not o.fault)
+    found = [{name: runs.results[name][i] for name, i in results} for results in distinct]
+    return ForwardRuns([*found], runs.faults)
+
+
+def _buffers(
+    inputs: ForwardInputs, x_at: RowLayout, residual_at: RowLayout, misaligned: int
+) -> Iterator[Buffer]:
+    x, residual, weight = inputs.x, inputs.residual, inputs.weight
+    yield Buffer("x", "rows", x.dtype, x.shape, x, x_at, misaligned)
+    if residual is not None:
+        yield Buffer("residual", "rows", x.dtype, x.shape, residual, residual_at, misaligned)
+    if weight is not None:
+        yield Buffer("weight", "columns", weight.dtype, weight.shape, weight)
+    yield Buffer("y", "rows_out", x.dtype, x.shape, misaligned_bytes=misaligned)
+    yield Buffer("rstd", "row_out", torch.float32, x.shape[:1])
+    if residual is not None:
+        yield Buffer("residual_out", "rows_out", x.dtype, x.shape, misaligned_bytes=misaligned)
 
 
 def few_rows(variant: ForwardVariant, problem: Problem) -> Problem:
     """The problem with as few rows as show what a variant does."""
-    rows = 2 * variant.rows_per_cta * variant.rows_in_flight + 1
-    return replace(problem, M=min(problem.M, problem.N, rows))
+    return replace(problem, M=min(problem.M, 2 * variant.rows_per_cta * variant.rows_in_flight + 1))
 
 
 def emulate_forward(variant: ForwardVariant, problem: Problem) -> str:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import struct
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from math import ceil
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from generator.emulate.build import DEFAULT_CACHE, HostError, build
+from generator.emulate.request import Buffer, Request, fields_of
 from generator.operations.operation import TORCH_DTYPE
-from generator.operations.rmsnorm_backward import Inputs
-from generator.problem import ITEMSIZE, RMSNORM_BACKWARD, SUMS
-from normforge.launch.kernel_arguments import DW_IN_WEIGHT_DTYPE, gap_factor
-from normforge.spec import ForwardSpec, KernelSpec, Launch
+from normforge.launch.kernel_arguments import (
+    DW_IN_WEIGHT_DTYPE,
+    argument_layout,
+    extent_of,
+)
+from normforge.launch.row_layout import RowLayout
+from normforge.operations import signature_of
+from normforge.operations.signature import Signature, Tensor
+from normforge.spec import KernelSpec, Launch
 
 DEADLINE_SECONDS = 120.0
 _ENDED_FROM_OUTSIDE = (-SIGKILL, -SIGTERM, -SIGHUP)
@@ -39,55 +45,57 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the matrices lie in memory: elements of padding behind every row of x, dy and dx, and
-    bytes between a 4096-byte boundary and their first element."""
+    """How matrices lie in memory. pads: elements behind every row of those that are read before the
+    row sums, and then of the outputs, over again where there are more of them; misaligned_bytes:
+    from a 4096-byte boundary to their first element."""
 
-    pad_x: int = 0
-    pad_dy: int = 0
-    pad_dx: int = 0
+    pads: tuple[int, ...] = (0,)
     misaligned_bytes: int = 0
+
+    def pads_of(self, signature: Signature) -> dict[str, int]:
+        """The elements behind every row by the names of tensors."""
+        matrices = (*signature.early, *signature.outputs)
+        return {t.name: pad for t, pad in zip(matrices, cycle(self.pads), strict=False)}
 
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What a call may ask of any kernel: no weight (ones), no dx, no dw, dw as fp32 (DW_IN_FP32)
-    or added to `added_to`, as fp32 (DW_ADDED); inner > 0: x and dy lie as `inner` rows and then a
-    gap; dx_over_dy: dx is written over dy, which needs equal strides and no gaps."""
+    """What a call may ask of any kernel.
 
-    weight: bool = True
-    dx: bool = True
-    dw: bool = True
+    columns: whether it is given those that rows share; else they are ones. without: outputs that
+    are not wanted. dw_mode: sums as fp32 (DW_IN_FP32), or added to `added_to`, as fp32 (DW_ADDED).
+    inner > 0: matrices that are read before the row sums lie as `inner` rows and then a gap. over:
+    by output, the matrix over which it is written, which needs equal strides and no gaps.
+    """
+
+    columns: bool = True
+    without: frozenset[str] = frozenset()
     dw_mode: int = DW_IN_WEIGHT_DTYPE
     added_to: torch.Tensor | None = None
     inner: int = 0
-    dx_over_dy: bool = False
+    over: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one schedule gave: indices into Runs.dx, Runs.dw and Runs.residual, or the fault that
-    ended it."""
+    """What one schedule gave: by output, an index into Runs.results, or the fault that ended it."""
 
     schedule: Schedule
-    dx: int | None = None
-    dw: int | None = None
-    residual: int | None = None
+    results: Mapping[str, int] = field(default_factory=dict)
     fault: str = ""
 
 
 @dataclass
 class Runs:
-    """The outcomes in the order of the schedules, and every different dx (M, N), dw (N,) and second
-    output of dx in the residual's dtype (where that is another one)."""
+    """The outcomes in the order of the schedules, and by output every different result: matrices
+    (M, N), sums (N,) or as many times N as there are sums."""
 
     outcomes: list[Outcome] = field(default_factory=list)
-    dx: list[torch.Tensor] = field(default_factory=list)
-    dw: list[torch.Tensor] = field(default_factory=list)
-    residual: list[torch.Tensor] = field(default_factory=list)
+    results: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     @property
     def distinct_results(self) -> int:
-        return len({(o.dx, o.dw, o.residual) for o in self.outcomes if not o.fault})
+        return len({tuple(o.results.values()) for o in self.outcomes if not o.fault})
 
     @property
     def faults(self) -> list[str]:
@@ -95,19 +103,11 @@ class Runs:
         return [f"{o.fault} [{o.schedule}]" for o in self.outcomes if o.fault]
 
 
-class Outputs(NamedTuple):
-    """dtype and shape of the three outputs."""
-
-    dx: tuple[torch.dtype, tuple[int, ...]]
-    dw: tuple[torch.dtype, tuple[int, ...]]
-    dresidual_out: tuple[torch.dtype, tuple[int, ...]]
-
-
 def run_schedules(
     source: str,
     spec: KernelSpec,
     launch: Launch,
-    inputs: Inputs,
+    inputs: Any,
     schedules: Sequence[Schedule],
     *,
     layout: Layout | None = None,
@@ -115,50 +115,29 @@ def run_schedules(
     **options: Any,
 ) -> Runs:
     """Run `launch` of the kernels in `source` once for every schedule, up to its first fault.
-    inputs: on the CPU; options: of `execute`. Raises NormforgeError when the C++ compiler refuses
-    the source, and HostError when this machine cannot compile or run it."""
-    call_options = call_options or CallOptions()
-    statistics = [inputs.rstd] + ([] if inputs.mean is None else [inputs.mean])
-    tensors = [inputs.x, inputs.dy, *statistics, inputs.weight]
-    tensors += [] if inputs.residual is None else [inputs.residual]
-    tensors += [] if call_options.added_to is None else [call_options.added_to]
-    rows = tuple(inputs.x.shape)
-    dw_dtype = spec.weight_dtype if call_options.dw_mode == DW_IN_WEIGHT_DTYPE else "fp32"
-    return execute(
-        source,
-        _fields(spec, launch, inputs, layout or Layout(), call_options),
-        tensors,
-        Outputs(
-            dx=(TORCH_DTYPE[spec.dtype], rows),
-            dw=(TORCH_DTYPE[dw_dtype], (inputs.weight.numel() * SUMS[spec.operation].column_sums,)),
-            dresidual_out=(TORCH_DTYPE[spec.residual or spec.dtype], rows),
-        ),
-        schedules,
-        kernel=spec.operation,
-        **options,
-    )
+    inputs: on the CPU, an object that has the inputs of the operation by their names, and `offset`,
+    which is added to the columns; options: of `execute`. Raises NormforgeError when the C++
+    compiler refuses the source, and HostError when this machine cannot compile or run it."""
+    request = _request(spec, launch, inputs, layout or Layout(), call_options or CallOptions())
+    return execute(source, request, schedules, kernel=spec.operation, **options)
 
 
 def execute(
     source: str,
-    fields: Mapping[str, int],
-    tensors: Sequence[torch.Tensor],
-    outputs: Outputs,
+    request: Request,
     schedules: Sequence[Schedule],
     *,
-    kernel: str = RMSNORM_BACKWARD,
+    kernel: str,
     deadline: float = DEADLINE_SECONDS,
     cache_folder: Path = DEFAULT_CACHE,
 ) -> Runs:
-    """`run_schedules` for a request that is made up already. fields, tensors: as main.cpp reads
-    them, x first and contiguous on the CPU. deadline: seconds for all schedules; the one under way
-    then gets a fault, later ones have no outcome."""
+    """`run_schedules` for a request that is made up already. kernel: name of the main one.
+    deadline: seconds for all schedules; the one under way then gets a fault, later ones have no
+    outcome."""
     program = build(source, cache_folder, kernel=kernel)
-    lines = [f"{name} {value}" for name, value in fields.items()]
-    lines += [f"run {schedule.seed} {schedule.residency}" for schedule in schedules]
-    request = ("\n".join(lines) + "\ndata\n").encode() + b"".join(map(_bytes, tensors))
-    output, end = _run_program(program, request, deadline)
-    runs = _read(output, outputs, schedules)
+    asked = request.encode((schedule.seed, schedule.residency) for schedule in schedules)
+    output, end = _run_program(program, asked, deadline)
+    runs = _read(output, request, schedules)
     if len(runs.outcomes) < len(schedules):
         runs.outcomes.append(Outcome(schedules[len(runs.outcomes)], fault=end))
     return runs
@@ -197,83 +176,102 @@ def _run_program(program: Path, request: bytes, deadline: float) -> tuple[bytes,
     return output, f"the emulator ended with code {process.returncode}: {said}"
 
 
-def row_fields(
-    spec: KernelSpec | ForwardSpec, x: torch.Tensor, layout: Layout, inner: int
-) -> dict[str, int]:
-    """The fields that any kernel over rows needs; main.cpp has the format."""
-    M, N = x.shape
-    item, weight_item = ITEMSIZE[spec.dtype], ITEMSIZE[spec.weight_dtype]
-    weight_bytes = max(1, spec.vector_bytes // item) * weight_item
-    return {
-        "threads": spec.threads,
-        "cluster": spec.cluster,
-        "shared_bytes": spec.smem_bytes,
-        "team_threads": spec.threads // spec.rows_per_cta,
-        # Neighbouring threads may own neighbouring halves of a word of shared memory.
-        "granule": min(4, spec.vector_bytes, weight_bytes),
-        "rows": M,
-        "columns": N,
-        "item": item,
-        "weight_item": weight_item,
-        "x_stride": N + layout.pad_x,
-        "dy_stride": N + layout.pad_dy,
-        "dx_stride": N + layout.pad_dx,
-        "misaligned_bytes": layout.misaligned_bytes,
-        "inner": inner,
-        "gaps": gap_factor(M, inner),
-    }
-
-
-def float_bits(number: float) -> int:
-    """How a field holds an fp32 number."""
-    return int(struct.unpack("I", struct.pack("f", number))[0])
-
-
-def _fields(
-    spec: KernelSpec, launch: Launch, inputs: Inputs, layout: Layout, call_options: CallOptions
-) -> dict[str, int]:
-    sums = SUMS[spec.operation]
-    fp32_dw = call_options.dw_mode != DW_IN_WEIGHT_DTYPE
-    return row_fields(spec, inputs.x, layout, call_options.inner) | {
+def _request(
+    spec: KernelSpec, launch: Launch, inputs: Any, layout: Layout, options: CallOptions
+) -> Request:
+    signature = signature_of(spec.operation)
+    M, N = getattr(inputs, signature.early[0].name).shape
+    rows_at = _rows_at(signature, N, layout, options.inner)
+    arguments = argument_layout(signature)
+    extent = extent_of(signature, M, N, rows_at, launch.group)
+    extent = extent._replace(dw_mode=options.dw_mode, weight_offset=inputs.offset)
+    addresses = [(at, name) for name, at in arguments.places.items()]
+    addresses += zip(arguments.workspace_at, ("counters", "zeroed", "scratch"), strict=True)
+    addresses += [(at, "scratch") for at in arguments.scratch_at]
+    wants_sums = signature.sums is not None and signature.sums.name not in options.without
+    numbers = spec.columns if spec.exact or spec.cluster > 1 else signature.column_sums * N
+    fields = {
         "grid": launch.grid,
-        "sum_grid": launch.sum_grid if call_options.dw else 0,
+        "sum_grid": launch.sum_grid if wants_sums else 0,
         "sum_threads": spec.sum_threads,
         "dependent": int(spec.dependent),
         "ordered_adds": int(spec.determinism != "none"),
         "counters": launch.counters,
         "zeroed": launch.zeroed,
         "scratch": launch.scratch,
-        "partial_columns": spec.columns
-        if spec.exact or spec.cluster > 1
-        else sums.column_sums * inputs.x.shape[1],
-        "column_sums": sums.column_sums,
-        "statistics": sums.statistics,
+        "partial_columns": numbers,
         "partial_stride": spec.partial_stride,
-        "group": launch.group,
-        "partials": launch.partials,
-        "no_weight": int(not call_options.weight),
-        "no_dx": int(not call_options.dx),
-        "dx_over_dy": int(call_options.dx_over_dy),
-        "no_dw": int(not call_options.dw),
-        "dw_mode": call_options.dw_mode,
-        "dw_item": 4 if fp32_dw else ITEMSIZE[spec.weight_dtype],
-        "weight_offset": float_bits(inputs.offset),
-        "residual_item": ITEMSIZE[spec.residual] if spec.residual else 0,
-        "residual_out": int(spec.residual not in ("", spec.dtype)),
     }
+    return Request(
+        fields_of(spec) | fields,
+        tuple(_buffers(signature, spec, inputs, (M, N), rows_at, layout, options)),
+        arguments.block(launch, extent, zeros=0, scratch=0).raw,
+        addresses,
+        arguments.parameters[1],
+    )
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+def _rows_at(signature: Signature, N: int, layout: Layout, inner: int) -> dict[str, RowLayout]:
+    """Where the rows of the matrices lie, by name; of others, one behind the other. With `inner`,
+    behind as many rows comes a gap of one row, but of two in every matrix after the first."""
+    found = {name: RowLayout(N + pad) for name, pad in layout.pads_of(signature).items()}
+    if inner:
+        for i, tensor in enumerate(signature.early):
+            stride = found[tensor.name].stride
+            found[tensor.name] = RowLayout(stride, inner, (inner + min(i + 1, 2)) * stride)
+    return found | {copy.name: found[copy.copy_of] for copy in signature.copies}
 
 
-def _read(output: bytes, outputs: Outputs, schedules: Sequence[Schedule]) -> Runs:
-    runs = Runs()
-    results = {
-        "dx": (runs.dx, *outputs.dx),
-        "dw": (runs.dw, *outputs.dw),
-        "dresidual_out": (runs.residual, *outputs.dresidual_out),
-    }
+def _buffers(
+    signature: Signature,
+    spec: KernelSpec,
+    inputs: Any,
+    shape: tuple[int, int],
+    rows_at: Mapping[str, RowLayout],
+    layout: Layout,
+    options: CallOptions,
+) -> Iterator[Buffer]:
+    """Of the tensors that the call has, in the order of the signature."""
+    M, N = shape
+    shapes = {"rows": shape, "row": (M,), "columns": (N,)}
+    for tensor in signature.tensors:
+        content = None if tensor.output else getattr(inputs, tensor.name)
+        dtype = _dtype(tensor, spec, options.dw_mode)
+        if tensor.output:
+            copied = tensor.copy_of and dtype == spec.dtype  # then the output is its own copy
+            if copied or options.without & {tensor.name, tensor.copy_of}:
+                continue
+            if tensor.role == "sums":
+                content = options.added_to
+        elif content is None or (tensor.role == "columns" and not options.columns):
+            continue
+        if not dtype:
+            continue  # an option that the kernel does not have
+        own = tensor.late or tensor.copy_of  # a dtype, and so an alignment
+        yield Buffer(
+            tensor.name,
+            "rows_out" if tensor.role == "rows" and tensor.output else tensor.role,
+            TORCH_DTYPE[dtype],
+            shapes.get(tensor.role, (N * tensor.count,)),
+            content,
+            rows_at.get(tensor.name),
+            0 if own or tensor.role != "rows" else layout.misaligned_bytes,
+            options.over.get(tensor.name, ""),
+        )
+
+
+def _dtype(tensor: Tensor, spec: KernelSpec, dw_mode: int) -> str:
+    """ "" for a tensor of an option that the kernel does not have."""
+    if tensor.option:
+        return str(getattr(spec, tensor.option))
+    if tensor.role == "rows":
+        return spec.dtype
+    in_fp32 = tensor.role == "row" or (tensor.role == "sums" and dw_mode != DW_IN_WEIGHT_DTYPE)
+    return "fp32" if in_fp32 else spec.weight_dtype
+
+
+def _read(output: bytes, request: Request, schedules: Sequence[Schedule]) -> Runs:
+    runs = Runs(results={name: [] for name in request.outputs})
     at = 0
     while (end := output.find(b"\n", at)) >= 0 and len(runs.outcomes) < len(schedules):
         kind, _, rest = output[at:end].decode().partition(" ")
@@ -282,15 +280,16 @@ def _read(output: bytes, outputs: Outputs, schedules: Sequence[Schedule]) -> Run
         if kind == "fault":
             runs.outcomes.append(Outcome(schedule, fault=rest))
         elif kind == "run":
-            dx, dw, residual = map(int, rest.split())
-            runs.outcomes.append(Outcome(schedule, dx, dw, residual))
+            indices = map(int, rest.split())
+            found = dict(zip(request.outputs, indices, strict=True))
+            runs.outcomes.append(Outcome(schedule, found))
         else:
-            found, dtype, shape = results[kind]
-            content = bytearray(output[at : at + int(rest)])
-            if not content:
-                continue  # an output that there is not
-            at += int(rest)
-            if len(content) < int(rest):
+            name, size = rest.split()
+            content = bytearray(output[at : at + int(size)])
+            at += int(size)
+            if len(content) < int(size):
                 break  # killed while it wrote
-            found.append(torch.frombuffer(content, dtype=dtype).view(shape))
+            buffer = request.outputs[name]
+            made = torch.frombuffer(content, dtype=buffer.dtype).view(buffer.shape)
+            runs.results[name].append(made)
     return runs

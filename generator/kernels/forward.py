@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 
 from generator.kernels.nvrtc import Compiled
-from generator.kernels.render import ELEMENT_TYPE, constant_lines, environment
+from generator.kernels.render import ELEMENT_TYPE, constant_lines, environment, source_of
 from generator.problem import ITEMSIZE, Problem
 from generator.target import WARP, Target
 from normforge.spec import FORWARD_KERNELS, ForwardSpec, ceil_div, round_up
@@ -146,8 +146,9 @@ def render_forward(variant: ForwardVariant, *, comments: bool = True, include: b
         ("kStageBarriers", 0, ""),
         ("kSumsOffset", v.sums_offset, "bytes into shared memory"),
     ]
-    template = environment(comments, include).get_template("rmsnorm_forward.cu.j2")
+    template = environment(comments).get_template("rmsnorm_forward.cu.j2")
     return template.render(
+        source=source_of(comments, include),
         name=v.id,
         constants=constant_lines(rows, comments),
         element=ELEMENT_TYPE[v.dtype],

@@ -55,7 +55,7 @@ KNOBS: dict[str, KnobFacts] = {
         launch_only=True,
         optional=True,
     ),
-    "pipeline": KnobFacts("how rows reach the threads", ("bulk", "direct", "async")),
+    "pipeline": KnobFacts("how rows reach the threads", ("bulk", "direct", "async", "producer")),
     "stages": KnobFacts("batches of rows under way in shared memory", range(1, 17)),
     "threads_per_row": KnobFacts("threads that share a row", (8, 16, *range(32, 1025, 32))),
     "rows_per_cta": KnobFacts("teams of a CTA, each with rows of its own", range(1, 33)),
@@ -65,11 +65,21 @@ KNOBS: dict[str, KnobFacts] = {
     "weight_in": KnobFacts("where the weight is kept", ("registers", "smem")),
     "ctas_per_sm": KnobFacts("CTAs that run on one SM at once", range(1, 33), True),
     "spare_sms": KnobFacts("SMs that the grid leaves free", range(1024), True),
-    "grid": KnobFacts("as many CTAs as fit, or as divide the rows evenly", ("full", "even"), True),
+    "grid": KnobFacts(
+        "as many CTAs as fit, or as divide the rows evenly, or as the rows need",
+        ("full", "even", "rows"),
+        launch_only=True,
+    ),
     "min_blocks": KnobFacts("CTAs per SM promised to the compiler", range(33), neutral=0),
     "register_cap": KnobFacts("registers of a thread, 0 for no cap", range(256)),
     "load_hint": KnobFacts(
         "cache hint of the loads of x and dy", ("default", "no_allocate", "streaming", "evict_last")
+    ),
+    "column_sums": KnobFacts(
+        "whether sums over the rows are added to before the row sum or behind it",
+        ("late", "early"),
+        neutral="late",
+        optional=True,
     ),
     "store_hint": KnobFacts("cache hint of the stores of dx", ("default", "streaming")),
 }

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import jinja2
 
 from generator.kernels.variant import Variant
+from generator.operations.own import template_of
 from generator.paths import TEMPLATES
+from generator.problem import RMSNORM_BACKWARD
+from normforge.operations import Signature, signature_of
 from normforge.spec import CHUNK_ROWS
 
 ELEMENT_TYPE = {"bf16": "bf16", "fp16": "fp16", "fp32": "float"}
@@ -39,33 +43,57 @@ def without_comments(source: str) -> str:
 
 @cache
 def _file(name: str, comments: bool) -> str:
-    source = (TEMPLATES / name).read_text(encoding="utf-8")
+    path = template_of(name.removesuffix(".cu.j2")) if name.endswith(".cu.j2") else TEMPLATES / name
+    source = path.read_text(encoding="utf-8")
     return source if comments else without_comments(source) + "\n"
 
 
 def headers() -> dict[str, str]:
-    """The static fragments by name, comments included."""
-    return {path.name: _file(path.name, True) for path in sorted(TEMPLATES.glob("*.cuh"))}
+    """The fragments that kernels include, by name, comments included: those that are no templates,
+    and the others as the kernels of RMSNorm have them."""
+    names = sorted(path.name.removesuffix(".j2") for path in TEMPLATES.glob("*.cuh*"))
+    return {name: _fragment(name, True, signature_of(RMSNORM_BACKWARD)) for name in names}
 
 
 @cache
-def environment(comments: bool = True, include: bool = False) -> jinja2.Environment:
-    """Renders the templates, with or without their comments. `source(name)` stands for a static
-    fragment, for only the .j2 files are templates: it pastes the text, or with `include` it
-    includes the file of that name in this folder."""
-    environment = jinja2.Environment(
+def _fragment(name: str, comments: bool, signature: Signature, producer: bool = False) -> str:
+    """A fragment by name: the file, or what its template is for a signature, and with a producer
+    warp."""
+    if not (TEMPLATES / f"{name}.j2").exists():
+        return _file(name, comments)
+    template = environment(comments).get_template(f"{name}.j2")
+    return template.render(signature=signature, producer=producer)
+
+
+@cache
+def environment(comments: bool = True) -> jinja2.Environment:
+    """Renders the templates, with or without their comments. In them `line(n)` begins a line that
+    is indented by n spaces."""
+    made = jinja2.Environment(
         loader=jinja2.FunctionLoader(lambda name: _file(name, comments)),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    made.globals["comments"] = comments
+    made.globals["line"] = lambda indent: "\n" + " " * (indent if comments else 0)
+    return made
+
+
+def source_of(
+    comments: bool, include: bool, signature: Signature | None = None, producer: bool = False
+) -> Callable[[str], str]:
+    """What templates call `source`: it stands for a fragment by its name, and pastes the text. With
+    `include` it includes the file of that name in its place, where that has the same text."""
+    of_kernel = signature or signature_of(RMSNORM_BACKWARD)
 
     def source(name: str) -> str:
-        return f'#include "{name}"' if include else _file(name, comments).rstrip("\n")
+        if include and _fragment(name, True, of_kernel, producer) == headers()[name]:
+            return f'#include "{name}"'
+        return _fragment(name, comments, of_kernel, producer).rstrip("\n")
 
-    environment.globals["source"] = source
-    return environment
+    return source
 
 
 def constant_lines(rows: Sequence[tuple[str, int, str]], comments: bool) -> list[str]:
@@ -83,13 +111,18 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
     are included by their names and not pasted."""
     launch_bounds = ""
     if variant["min_blocks"]:
-        launch_bounds = f"__launch_bounds__({variant.threads}, {variant['min_blocks']})"
+        launch_bounds = f"__launch_bounds__({variant.cta_threads}, {variant['min_blocks']})"
     shares_any_row = variant["cluster"] > 1 and not variant.exact
-    template = environment(comments, include).get_template(f"{variant.operation}.cu.j2")
+    signature = variant.signature
+    template = environment(comments).get_template(f"{variant.operation}.cu.j2")
     return template.render(
+        **expressions(signature),
+        source=source_of(comments, include, signature, variant.producer),
+        producer=variant.producer,
+        early_sums=variant.early_sums,
+        signature=signature,
         name=variant.id,
         operation=variant.operation,
-        sums=variant.sums,
         knobs=variant.config,
         strategy=variant.strategy,
         determinism=variant.determinism,
@@ -98,8 +131,9 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
         row_priority=variant["load_hint"] if variant["load_hint"] in _PRIORITIES else "",
         row_store=_STORE_HINT[variant["store_hint"]],
         element=ELEMENT_TYPE[variant.dtype],
-        weight=ELEMENT_TYPE[variant.weight_dtype],
-        residual=ELEMENT_TYPE[variant.residual] if variant.residual else "",
+        weight_element=ELEMENT_TYPE[variant.weight_dtype],
+        residual_element=ELEMENT_TYPE[variant.residual or variant.dtype],
+        residual=bool(variant.residual),
         offset=variant.offset,
         shares_any_row=shares_any_row,
         in_blocks=bool(variant.block_batches),
@@ -108,9 +142,36 @@ def render(variant: Variant, *, comments: bool = True, include: bool = False) ->
     )
 
 
+def expressions(signature: Signature) -> dict[str, Any]:
+    """What the name of every tensor stands for in a kernel: element i of its row u, or the number
+    of that row. `row_sums` are the row sums, `results` the arrays of the outputs."""
+    results = {
+        output.name: f"out_{output.name}" if i else "out"
+        for i, output in enumerate(signature.outputs)
+    }
+    places = ["u", "kRowsInFlight + u", *(f"{i} * kRowsInFlight + u" for i in range(2, 4))]
+    found: dict[str, Any] = {
+        "results": results,
+        "row_sums": [f"sum[{place}]" for place in places[: signature.row_sums]],
+    }
+    for tensor in signature.early:
+        found[tensor.name] = f"element<Element>({tensor.value}[u][j].words, i)"
+    for tensor in signature.statistics:
+        found[tensor.name] = f"{tensor.value}[u]"
+    if signature.columns:
+        found[signature.columns.name] = "weight_of(w, i, args.weight_offset)"
+    for name, array in results.items():
+        found[name] = f"{array}[i]"
+    if signature.sums:
+        vectors = ["j", "kVectors + j", *(f"{i} * kVectors + j" for i in range(2, 8))]
+        count = signature.sums.count
+        found[signature.sums.name] = [f"partial[{vector}][i]" for vector in vectors[:count]]
+    return found
+
+
 def _constants(v: Variant, comments: bool) -> list[str]:
     """The knobs and the geometry as `constexpr` lines with their meaning."""
-    stage_barriers = v["stages"] if v["pipeline"] == "bulk" else 0
+    stage_barriers = v.stage_barriers
     rows: list[tuple[str, int, str]] = [
         ("kExact", v.exact, "N is a constant"),
         ("kRowColumns", v.N, "N" if v.exact else "largest N served"),

@@ -38,14 +38,16 @@ def resource_fault(variant: Variant, compiled: Compiled, launch: Launch, target:
     cap = variant["register_cap"]
     if cap and main.registers > cap:
         return f"uses {main.registers} registers, the cap is {cap}"
-    if main.registers * variant.threads > target.registers_per_sm:
-        return f"{variant.threads} threads with {main.registers} registers do not fit one SM"
+    threads = variant.cta_threads
+    if main.registers * threads > target.registers_per_sm:
+        return f"{threads} threads with {main.registers} registers do not fit one SM"
     smem_bytes = variant.smem_bytes + main.smem_bytes
-    fit = target.occupancy(variant.threads, main.registers, smem_bytes, main.barriers)
+    fit = target.occupancy(threads, main.registers, smem_bytes, main.barriers)
     if fit == 0:
         return f"no CTA fits an SM of {target} ({main.registers} registers)"
     wanted = variant["ctas_per_sm"]
-    if launch.grid > fit * target.sms:
+    # A grid of as many CTAs as the rows need does not have to fit at once.
+    if launch.grid > fit * target.sms and variant["grid"] != "rows":
         used = f"{main.registers} registers, {main.barriers} barriers"
         return f"{wanted} CTAs per SM wanted, {fit} fit ({used})"
     return ""

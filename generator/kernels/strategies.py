@@ -20,7 +20,8 @@ class Strategy:
     """One way to sum dw.
 
     name, order: values of REDUCTION_KNOBS. adds: when a CTA adds its partial dw to the others':
-    `by_index`, `in_turns`, or `on_arrival`, where the order differs from run to run. tail: with
+    `by_index`, `in_turns`, or `on_arrival`, where the order differs from run to run; "" where there
+    is nothing to add. tail: with
     `by_index`, who sums the rows of partial dw, one per CTA: `slices` (every CTA some columns),
     `last_cta` or `second_kernel`; else "". fragments: files of templates/ without suffix, in order.
     """
@@ -62,8 +63,10 @@ STRATEGIES = (
 )
 """In the order of the search space's file, which also breaks ties."""
 
-NAMES = tuple(dict.fromkeys(strategy.name for strategy in STRATEGIES))
-_BY_KNOBS = {(strategy.name, strategy.order): strategy for strategy in STRATEGIES}
+NO_SUMS = Strategy("none", (), adds="")
+"""Of an operation without sums over the rows."""
+NAMES = tuple(dict.fromkeys(strategy.name for strategy in (*STRATEGIES, NO_SUMS)))
+_BY_KNOBS = {(strategy.name, strategy.order): strategy for strategy in (*STRATEGIES, NO_SUMS)}
 
 
 def strategy_of(config: Mapping[str, Any]) -> Strategy:

@@ -11,9 +11,10 @@ from typing import Any
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Config, Geometry
 from generator.kernels.knobs import KNOBS
+from generator.kernels.strategies import NO_SUMS
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.target import WARP
-from normforge.spec import KernelSpec
+from normforge.spec import UNBOUNDED, KernelSpec
 
 _NAMED_BARRIERS = 15
 """Of a CTA, one for each team of several warps; barrier 0 is the CTA's."""
@@ -44,8 +45,19 @@ class Variant(Geometry):
     def _faults(self) -> Iterator[tuple[bool, str]]:
         """What no kernel can have, and whether this one has it."""
         cluster, staged = self["cluster"], self["pipeline"] != "direct"
+        waits = self.strategy is not NO_SUMS
+        yield waits and not self.sums.column_sums, f"'{self.strategy}' without sums over the rows"
+        yield not waits and self.sums.column_sums > 0, "sums over the rows and no strategy"
+        # CTAs that wait for others wait for ever where those never start.
+        yield waits and self["grid"] == "rows", f"'{self.strategy}' and more CTAs than fit at once"
         per_row = self["threads_per_row"]
         yield cluster > 1 and per_row < WARP, "a cluster with rows of less than a warp"
+        again = self["reload"] == "smem" or self.run_rows > 0
+        yield self.early_sums and again, "early sums, and rows that are read again or in runs"
+        alone = per_row < WARP or self.run_rows > 0 or not self.exact
+        yield self.producer and alone, "a producer and parts of warps, runs of rows or any N"
+        crowded = self.producer and self.teams >= _NAMED_BARRIERS
+        yield crowded, f"a producer and {self.teams} teams, which need a barrier each and one more"
         # Others take the number of columns of a CTA for a constant, or for that of the whole row.
         any_row = self.teams == 1 and self.elements % 4 == 0 and self["pipeline"] != "bulk"
         any_row &= self.strategy.tail == "second_kernel" and not self.run_rows
@@ -101,7 +113,7 @@ class Variant(Geometry):
             exact=self.exact,
             strategy=self["strategy"],
             determinism=self.determinism,
-            threads=self.threads,
+            threads=self.cta_threads,
             sum_threads=self["sum_threads"],
             smem_bytes=self.smem_bytes,
             vector_bytes=self["vector_bytes"],
@@ -117,11 +129,12 @@ class Variant(Geometry):
             levels=self["levels"],
             ctas_per_sm=self["ctas_per_sm"],
             even_grid=self["grid"] == "even",
-            sms=sms - self["spare_sms"],
+            sms=UNBOUNDED if self["grid"] == "rows" else sms - self["spare_sms"],
             least=self.least_columns,
             run_rows=self.run_rows,
             group_rows=self.group_rows,
             leaves=self["leaves"] if self.run_rows else "",
+            producer=self.producer,
             **shape_fields(self),
         )
 

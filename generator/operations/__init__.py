@@ -1,12 +1,20 @@
 """What is computed, one object for each operation: arguments, inputs, float64 references, error
 bounds, bytes moved, template and front end."""
 
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from generator.errors import NormforgeError
 from generator.operations.layernorm_backward import LAYERNORM_BACKWARD
 from generator.operations.operation import Operation
+from generator.operations.own import add_operation, add_operations_of_run
 from generator.operations.rmsnorm_backward import RMSNORM_BACKWARD
 from generator.operations.rmsnorm_forward import RMSNORM_FORWARD
 from generator.operations.rmsnorm_invariant_backward import RMSNORM_INVARIANT_BACKWARD
 from generator.problem import Problem
+from normforge import operations as library
 
 OPERATIONS = {
     operation.name: operation
@@ -17,6 +25,22 @@ OPERATIONS = {
         RMSNORM_INVARIANT_BACKWARD,
     )
 }
+add_operations_of_run(OPERATIONS)
+
+
+def operation_name(text: str) -> str:
+    """The name of an operation: one of the library's, or that of a user's file, which is read and
+    checked. Raises NormforgeError."""
+    if text.endswith(".py"):
+        return add_operation(Path(text), OPERATIONS)
+    if text not in library.OPERATIONS:
+        near = get_close_matches(text, library.OPERATIONS, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise NormforgeError(
+            f"there is no operation '{text}': {hint}known are {', '.join(library.OPERATIONS)}; one "
+            "of your own is named by its file, which ends in .py"
+        )
+    return text
 
 
 def operation_of(problem: Problem) -> Operation:
@@ -31,5 +55,7 @@ __all__ = [
     "RMSNORM_FORWARD",
     "RMSNORM_INVARIANT_BACKWARD",
     "Operation",
+    "add_operation",
+    "operation_name",
     "operation_of",
 ]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from generator.problem import ITEMSIZE, Problem
+from normforge.operations import Signature
 
 TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HALF_UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24}
@@ -75,8 +76,8 @@ class Runner(Protocol):
 @dataclass(frozen=True)
 class FrontEnd:
     """What the package of an operation gives its users. norm: the layer, a class of the package
-    object; module, package: where in the runtime the class of that object is; functions: its
-    others."""
+    object, or "" without one; module, package: where in the runtime the class of that object is;
+    functions: its others."""
 
     norm: str
     module: str
@@ -88,7 +89,8 @@ class FrontEnd:
 class Operation:
     """One operation. Every function takes the problem first; `Any` are the operation's own inputs.
 
-    name: also of its template; front_end: None for a part of another's package. sums_rows: whether
+    name: also of its template; front_end: None for a part of another's package, and for one that a
+    user brought. signature: None for a forward. sums_rows: whether
     an output is a sum over rows, whose bits depend on the order of additions. arguments, outputs:
     tensors of a call. make_inputs: random, on a device, from a `seed`; make_cancelling: made from
     those and a `seed`, so that any other order of additions shows. bounds: what the outputs have to
@@ -109,6 +111,7 @@ class Operation:
     bounds: Callable[[Problem, Any], dict[str, Bound]]
     floor: Callable[[Problem, Any, Mapping[str, torch.Tensor]], Callable[[], object]]
     load: Callable[[bytes, Any, Problem], Runner]
+    signature: Signature | None = None
     forward: str = ""
     fallbacks: bool = False
     tiles: bool = False

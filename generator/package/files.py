@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from generator.kernels.code_digest import AnyVariant
 from generator.kernels.nvrtc import Compiled
 from generator.operations import OPERATIONS
 from generator.operations.operation import FrontEnd
+from generator.operations.own import FILES
 from generator.package.cubin_archive import pack_cubins
 from generator.package.sources import (
     config_of,
@@ -27,6 +29,7 @@ from generator.package.sources import (
 )
 from generator.problem import RMSNORM_BACKWARD
 from normforge.cubins import CUBINS, CUBINS_INDEX
+from normforge.own import NAME as OPERATION_FILE
 from normforge.table import (
     FORWARD_TABLE,
     TABLE,
@@ -38,20 +41,21 @@ from normforge.table import (
 )
 
 _INIT = '''\
-"""{norm} for {title}. Written by Normforge; tune again instead of editing."""
+"""{what} for {title}. Written by Normforge; tune again instead of editing."""
 
 {opening}
 
 PROVENANCE = _package.provenance
 {functions}
-
-{norm} = _package.{norm}
-{norm}.__module__ = __name__  # where pickle finds it
-
+{layer}
 __all__ = [
 {names}
 ]
 '''
+_LAYER = """
+{norm} = _package.{norm}
+{norm}.__module__ = __name__  # where pickle finds it
+"""
 _BY_LIBRARY = """\
 try:
     from normforge.packages import open_package
@@ -157,6 +161,8 @@ def write_package(
         (folder / "kernels" / f"{file}.cu").write_text(source, encoding="utf-8")
     write_cubins(folder, kernels.cubins)
     write_stub(folder, table)
+    if table_operation := FILES.get(operation_of_table(table)[0]):
+        shutil.copyfile(table_operation, folder / OPERATION_FILE)
     (folder / TABLE).write_text(seal(_format_json(table.to_json()) + "\n"), encoding="utf-8")
     if forward is not None:
         (folder / FORWARD_TABLE).write_text(
@@ -176,10 +182,12 @@ def write_stub(folder: Path, table: Table, opening: str = _BY_LIBRARY) -> None:
     for the operation and its front end. Raises OSError, ValueError."""
     operation, front_end = operation_of_table(table)
     _, title = gpu_of_table(table)
-    names = sorted(("PROVENANCE", front_end.norm, *front_end.functions))
+    layers = [front_end.norm] if front_end.norm else []
+    names = sorted(["PROVENANCE", *layers, *front_end.functions])
     text = _INIT.format(
+        what=front_end.norm or operation,
         title=title,
-        norm=front_end.norm,
+        layer="".join(_LAYER.format(norm=layer) for layer in layers),
         opening=opening.format(operation=operation, **vars(front_end)),
         functions="\n".join(f"{name} = _package.{name}" for name in front_end.functions),
         names="\n".join(f'    "{name}",' for name in names),

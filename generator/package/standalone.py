@@ -102,7 +102,7 @@ def add_library(folder: Path, *, exported: bool = False) -> None:
         module=module,
         name=module.replace("_", "-"),
         version=program_version(),
-        norm=front_end.norm,
+        norm=front_end.norm or operation,
         title=title,
         packages="\n".join(f'    "{name}",' for name in sorted(packages)),
     )

@@ -144,7 +144,7 @@ class Summary:
     def norm(self) -> str:
         """What the kernels are the backward of."""
         front_end = operation_of(self.studies[0].problem).front_end
-        return front_end.norm if front_end else "RMSNorm"
+        return (front_end and front_end.norm) or self.studies[0].problem.operation
 
     @cached_property
     def ratio_set(self) -> str:

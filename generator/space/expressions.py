@@ -37,14 +37,14 @@ class Derived(NamedTuple):
 
 _ROW = ("cluster", "threads_per_row", "vector_bytes")
 _BATCH = ("threads_per_row", "rows_in_flight")
-_CTA = ("threads_per_row", "rows_per_cta")
+_CTA = ("threads_per_row", "rows_per_cta", "pipeline")
 _SM = (*_CTA, "ctas_per_sm")
 _SMEM = (
     *("strategy", "slice_columns", "cluster", "pipeline", "stages", "threads_per_row"),
     *("rows_per_cta", "rows_in_flight", "vector_bytes", "weight_in", "run_rows", "group_rows"),
 )
 DERIVED: dict[str, Derived] = {
-    "threads": Derived(_CTA, lambda v, p, t: v.threads),
+    "threads": Derived(_CTA, lambda v, p, t: v.cta_threads),
     "columns": Derived(("cluster",), lambda v, p, t: v.columns),
     "row_bytes": Derived(("cluster",), lambda v, p, t: v.row_bytes),
     "widest_vector": Derived(("cluster",), lambda v, p, t: v.widest_vector),
@@ -54,10 +54,10 @@ DERIVED: dict[str, Derived] = {
     "idle_columns": Derived(_ROW, lambda v, p, t: v.idle_columns),
     "batch_rows": Derived(_BATCH, lambda v, p, t: v.batch_rows),
     "teams": Derived(("rows_per_cta",), lambda v, p, t: v.teams),
-    "resident_threads": Derived(_SM, lambda v, p, t: v.threads * v["ctas_per_sm"]),
+    "resident_threads": Derived(_SM, lambda v, p, t: v.cta_threads * v["ctas_per_sm"]),
     "resident_registers": Derived(
         (*_SM, "register_cap"),
-        lambda v, p, t: v.threads * v["ctas_per_sm"] * v["register_cap"],
+        lambda v, p, t: v.cta_threads * v["ctas_per_sm"] * v["register_cap"],
     ),
     "register_estimate": Derived(
         (*_ROW, "pipeline", "rows_in_flight", "reload", "weight_in"),
@@ -68,7 +68,7 @@ DERIVED: dict[str, Derived] = {
         lambda v, p, t: min(
             255,
             v["register_cap"] or 255,
-            t.registers_per_sm // (v.threads * v["ctas_per_sm"]) // 8 * 8,
+            t.registers_per_sm // (v.cta_threads * v["ctas_per_sm"]) // 8 * 8,
         ),
     ),
     "batches": Derived(_BATCH, lambda v, p, t: ceil_div(p.M, v.batch_rows)),

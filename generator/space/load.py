@@ -11,6 +11,7 @@ from generator.disk import read_yaml
 from generator.errors import NormforgeError
 from generator.kernels.forward import FORWARD_FIELDS
 from generator.kernels.knobs import KNOBS
+from generator.operations.own import space_of
 from generator.paths import SEARCH_SPACES
 from generator.problem import ITEMSIZE, RMSNORM_BACKWARD
 from generator.space.expressions import DERIVED, GIVEN_NAMES, Expression
@@ -18,8 +19,8 @@ from generator.space.space import Fixed, Knob, Rule, Space
 
 
 def space_file(operation: str = RMSNORM_BACKWARD) -> Path:
-    """Where the search space of an operation is."""
-    return SEARCH_SPACES / f"{operation}.yaml"
+    """Where the search space of an operation is: its own, or that of operations like it."""
+    return space_of(operation)
 
 
 SPACE_FILE = space_file()
@@ -59,7 +60,7 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise NormforgeError(f"{path}: 'knobs' is a mapping and 'rules' a list")
     if "extends" not in content:
         return content
-    whole = space_file(str(content["extends"]))
+    whole = SEARCH_SPACES / f"{content['extends']}.yaml"
     chain = (*extending, path.resolve())
     if whole.resolve() in chain or whole not in SEARCH_SPACES.glob("*.yaml"):
         raise NormforgeError(f"{path}: 'extends' names no other file of {SEARCH_SPACES}")

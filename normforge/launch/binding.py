@@ -8,19 +8,13 @@ belongs to the signature and the stream, and which the stream's lock guards.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..operations import signature_of
 from ..spec import SUM_KERNEL, KernelSpec, Launch
 from .driver import LaunchError, cuda_driver
-from .kernel_arguments import (
-    MAIN_AT,
-    MEAN,
-    SUM_AT,
-    Extent,
-    argument_block,
-    pack_addresses,
-    pack_mean,
-)
+from .kernel_arguments import ArgumentLayout, Extent, argument_layout
 from .loaded_kernel import LoadedKernel
 from .workspace import StreamWorkspace
 
@@ -46,13 +40,13 @@ class Binding(NamedTuple):
     second: Any
     sum_arguments: int
     spec: KernelSpec
+    layout: ArgumentLayout
     arrays: tuple[Any, Any]
 
-    def run(self, addresses: tuple[int, ...], mean: int) -> None:
-        """Launch with the given addresses, in the order of `pack_addresses`. Hold the lock. Raises
+    def run(self, leading: Sequence[int], behind: Sequence[int] = ()) -> None:
+        """Launch with the given addresses, as `layout` packs them. Hold the lock. Raises
         LaunchError."""
-        pack_addresses(self.values, 0, *addresses)
-        pack_mean(self.values, MEAN, mean)
+        self.layout.pack(self.values, leading, behind)
         (status,) = self.launch(self.main_config, self.main, self.main_arguments, 0)
         kernel = self.spec.operation
         if status == 0 and self.second is not None:
@@ -70,17 +64,18 @@ def bind(
     stream: int,
     zeros: int,
     scratch: int,
-    wants_dw: bool,
+    wants_sums: bool,
     workspace: StreamWorkspace | None = None,
 ) -> Binding:
     """The binding of a launch to a raw stream of the current device, whose index is `device`.
     zeros: address of launch.scratch_offset zero bytes; scratch: of 4 * launch.scratch bytes of any
-    content; workspace: whose these are, if it is shared: hold its lock. Without dw there is no
-    second kernel. Raises LaunchError."""
+    content; workspace: whose these are, if it is shared: hold its lock. Without sums over rows
+    there is no second kernel. Raises LaunchError."""
     main, second = kernel.load(device)
-    second = second if wants_dw else None
-    values = argument_block(launch, extent, zeros, scratch)
-    main_array, sum_array = (_addresses(values, offsets) for offsets in (MAIN_AT, SUM_AT))
+    second = second if wants_sums else None
+    layout = argument_layout(signature_of(kernel.spec.operation))
+    values = layout.block(launch, extent, zeros, scratch)
+    main_array, sum_array = (_addresses(values, offsets) for offsets in layout.parameters)
     return Binding(
         workspace=workspace,
         lock=None if workspace is None else workspace.lock,
@@ -94,6 +89,7 @@ def bind(
         second=second,
         sum_arguments=ctypes.addressof(sum_array),
         spec=kernel.spec,
+        layout=layout,
         arrays=(main_array, sum_array),
     )
 

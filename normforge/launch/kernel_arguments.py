@@ -1,4 +1,4 @@
-"""The arguments of a backward's kernels, as they lie in memory. binding.py launches with them.
+"""The arguments of a kernel over rows, as they lie in memory. binding.py launches with them.
 
 Both kernels of a call have one block of arguments: the main kernel's, then the second one's. Only
 the addresses of tensors differ from call to call.
@@ -8,74 +8,121 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
+from ..operations.signature import Signature, Tensor
 from ..spec import Launch
+from .row_layout import RowLayout, gap_factor
 
-# The arguments as the compiler lays them out, every one naturally aligned. The main kernel's are
-# one structure: x, dy, rstd, weight, dx, dw, dresidual, dresidual_out; counters, zeroed, scratch;
-# Extent; mean, where a kernel that takes none does not look.
-MAIN_ARGUMENTS = struct.Struct("@8Q3Q7qI3ifQ")
-# scratch, dw; rows of partial dw, columns, dw mode, and how many rows are sums of whole groups,
-# which only a batch-invariant kernel takes.
+# scratch, the sums; rows of partial sums, columns, mode, and how many of the rows are sums of whole
+# groups, which only a batch-invariant kernel takes.
 SUM_ARGUMENTS = struct.Struct("@2Q4i")
 
-pack_addresses = struct.Struct("@8Q").pack_into
-"""Writes x, dy, rstd, weight, dx, dw, dresidual and dresidual_out (0 for None), which the main
-kernel's arguments begin with."""
-pack_mean = struct.Struct("@Q").pack_into
-"""Writes mean at MEAN."""
-MEAN = MAIN_ARGUMENTS.size - 8
-_SUM = MAIN_ARGUMENTS.size
-_DW = 5 * 8  # which both kernels read from one place
-MAIN_AT, SUM_AT = (0,), (_SUM, _DW, *range(_SUM + 16, _SUM + 32, 4))
-"""Where the parameters of either kernel begin in a block. In bytes, as all of these."""
-SCRATCH_AT = (10 * 8, _SUM)
-"""Where the address of the scratch stands."""
-
 DW_IN_WEIGHT_DTYPE, DW_IN_FP32, DW_ADDED = 0, 1, 2
-"""What a kernel does with dw: rounds it to the weight's dtype, stores it as fp32, or adds it to the
-fp32 numbers that are there."""
+"""What a kernel does with sums over rows: rounds them to the weight's dtype, stores them as fp32,
+or adds them to the fp32 numbers that are there."""
 
 
 class Extent(NamedTuple):
-    """The numbers of a call in the order in which the kernel takes them.
+    """The numbers of a call.
 
-    Strides are elements between rows. x_gap, dy_gap: elements of a gap behind some rows, as between
-    the heads of one token and the next in a packed tensor; gaps: see `gap_factor`, 0 where all rows
-    lie at one stride. group: the launch's.
+    strides: elements between rows, of every strided tensor of the signature. gaps: elements of a
+    gap behind some rows, as between the heads of one token and the next in a packed tensor, of
+    every early tensor; gap_factor: see there, 0 where all rows lie at one stride. group: the
+    launch's.
     """
 
     rows: int
-    x_stride: int
-    dy_stride: int
-    dresidual_stride: int
-    dx_stride: int
-    x_gap: int
-    dy_gap: int
-    gaps: int
+    strides: tuple[int, ...]
+    gaps: tuple[int, ...]
+    gap_factor: int
     columns: int
     group: int
-    dw_mode: int
-    weight_offset: float
+    dw_mode: int = DW_IN_WEIGHT_DTYPE
+    weight_offset: float = 0.0
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """In the order in which the kernel takes them."""
+        return (self.rows, *self.strides, *self.gaps, *self[3:])
 
 
-def gap_factor(rows: int, heads: int) -> int:
-    """f for which f * row >> 32 is row // heads, for every row below `rows`; 0 where there is none,
-    or no heads. (f * heads exceeds 2^32 by at most `heads`, so the product is off by less than
-    rows * heads, which must stay below 2^32.)"""
-    return (1 << 32) // heads + 1 if heads > 1 and rows * heads < 1 << 32 else 0
+def extent_of(
+    signature: Signature, rows: int, columns: int, layouts: Mapping[str, RowLayout], group: int
+) -> Extent:
+    """The numbers of a call whose tensors have these layouts, by name. All early ones have the same
+    `inner`; the rows of others without a layout lie one behind the other."""
+    dense = RowLayout(columns)
+    strides = (layouts.get(tensor.name, dense).stride for tensor in signature.strided)
+    early = [layouts.get(tensor.name, dense) for tensor in signature.early]
+    heads = early[0].inner
+    gaps = tuple(at.outer - heads * at.stride for at in early)
+    return Extent(rows, tuple(strides), gaps, gap_factor(rows, heads), columns, group)
 
 
-def argument_block(launch: Launch, extent: Extent, zeros: int, scratch: int) -> Any:
-    """A block with 0 for the addresses of all tensors. zeros, scratch: as in binding.bind."""
-    values = ctypes.create_string_buffer(_SUM + SUM_ARGUMENTS.size)
-    MAIN_ARGUMENTS.pack_into(
-        values, 0, *([0] * 8), zeros, zeros + launch.zeroed_offset, scratch, *extent, 0
-    )
-    SUM_ARGUMENTS.pack_into(
-        values,
-        _SUM,
-        *(scratch, 0, launch.partials, extent.columns, extent.dw_mode, extent.group),
-    )
-    return values
+class ArgumentLayout:
+    """The arguments of a signature as the compiler lays them out, every one naturally aligned.
+
+    The main kernel's are one structure (templates/row_kernel.cu.j2): the addresses of the leading
+    tensors; counters, zeroed words and scratch; rows, strides and gaps; columns, group, mode and
+    offset; the addresses of the tensors behind. pack_addresses: writes the addresses of all leading
+    tensors, in the order of the signature, 0 for None. behind_at: where the others stand. Offsets
+    are in bytes.
+    """
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+        leading, behind = signature.leading, signature.behind
+        strides, gaps = len(signature.strided), len(signature.early)
+        form = f"@{len(leading)}Q3Q{1 + strides + gaps}qI3if{len(behind)}Q"
+        self.main = struct.Struct(form)
+        self.pack_addresses = struct.Struct(f"@{len(leading)}Q").pack_into
+        size = self.main.size
+        self.behind_at = tuple(size - 8 * (len(behind) - i) for i in range(len(behind)))
+        self.second_at = size
+        self.size = size + SUM_ARGUMENTS.size
+        names = [tensor.name for tensor in leading]
+        places = {name: 8 * i for i, name in enumerate(names)}
+        self.places = places | {t.name: at for t, at in zip(behind, self.behind_at, strict=True)}
+        self.workspace_at = tuple(8 * (len(leading) + i) for i in range(3))
+        """Of counters, zeroed words and scratch."""
+        self.scratch_at = (self.workspace_at[2], size)
+        # Both kernels read the address of the sums from one place.
+        self.parameters = ((0,), ())
+        if signature.sums:
+            second = (size, places[signature.sums.name], *range(size + 16, size + 32, 4))
+            self.parameters = ((0,), second)
+
+    def pack(self, block: Any, leading: Sequence[int], behind: Sequence[int] = ()) -> None:
+        """Write the addresses of all tensors into a block, in the order of the signature."""
+        self.pack_addresses(block, 0, *leading)
+        for at, address in zip(self.behind_at, behind, strict=True):
+            pack_address(block, at, address)
+
+    def addresses(self, tensors: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        """What `pack` takes of tensors by their names; 0 for one that is None or left out."""
+
+        def of(tensors_of: tuple[Tensor, ...]) -> list[int]:
+            found = (tensors.get(tensor.name) for tensor in tensors_of)
+            return [0 if one is None else one.data_ptr() for one in found]
+
+        return of(self.signature.leading), of(self.signature.behind)
+
+    def block(self, launch: Launch, extent: Extent, zeros: int, scratch: int) -> Any:
+        """A block with 0 for the addresses of all tensors. zeros, scratch: as in binding.bind."""
+        signature = self.signature
+        values = ctypes.create_string_buffer(self.size)
+        workspace = (zeros, zeros + launch.zeroed_offset, scratch)
+        leading, behind = [0] * len(signature.leading), [0] * len(signature.behind)
+        self.main.pack_into(values, 0, *leading, *workspace, *extent.values, *behind)
+        second = (scratch, 0, launch.partials, extent.columns, extent.dw_mode, extent.group)
+        SUM_ARGUMENTS.pack_into(values, self.second_at, *second)
+        return values
+
+
+argument_layout = cache(ArgumentLayout)
+"""The layout of a signature, made once."""
+pack_address = struct.Struct("@Q").pack_into
+"""Writes one address at an offset."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ..spec import FORWARD_KERNELS, SUM_KERNEL, ForwardSpec, KernelSpec
+from ..spec import FORWARD_KERNELS, SUM_KERNEL, UNBOUNDED, ForwardSpec, KernelSpec
 from ..table import ForwardKernel, Kernel
 from .driver import checked, cluster_attribute, configure, cuda_driver, during_capture
 
@@ -56,7 +56,8 @@ class LoadedKernel:
                 with during_capture(self.spec.name):
                     self._functions[device] = self._load()
             functions = self._functions[device]
-        if fresh and self._warn and self.spec.cluster > 1 and isinstance(self.spec, KernelSpec):
+        waits = isinstance(self.spec, KernelSpec) and self.spec.sms != UNBOUNDED
+        if fresh and self._warn and self.spec.cluster > 1 and waits:
             self._warn_of_waves(functions[0], self._warn)
         return functions
 

@@ -33,13 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..launch.forward_call import pack_arguments
-from ..launch.kernel_arguments import (
-    DW_IN_WEIGHT_DTYPE,
-    MAIN_AT,
-    SCRATCH_AT,
-    SUM_AT,
-    argument_block,
-)
+from ..launch.kernel_arguments import DW_IN_WEIGHT_DTYPE
 from ..launch.workspace import PER_THREAD, StreamWorkspace, Workspaces
 from ..serve.call import KernelCall
 from ..spec import Launch
@@ -130,13 +124,15 @@ class Plans:
         kernel, launch = call.kernel, call.launch
         with self._paused(key.device, key.stream, launch) as workspace:
             main, second = kernel.load(key.device)
-            block = argument_block(launch, call.extent, workspace.zeros, workspace.scratch)
+            layout = call.arguments
+            main_at, second_at = layout.parameters
+            block = layout.block(launch, call.extent, workspace.zeros, workspace.scratch)
             config = kernel.main_config(launch.grid, key.stream)
-            kernels = [_described(config, main, MAIN_AT), _NO_KERNEL]
+            kernels = [_described(config, main, main_at), _NO_KERNEL]
             if second is not None:
                 config = kernel.sum_config(launch.sum_grid, key.stream)
-                kernels[1] = _described(config, second, SUM_AT)
-            self._store.add(*key, block.raw, _words(SCRATCH_AT), *kernels)
+                kernels[1] = _described(config, second, second_at)
+            self._store.add(*key, block.raw, _words(layout.scratch_at), *kernels)
 
     @contextmanager
     def _paused(self, device: int, stream: int, launch: Launch) -> Iterator[StreamWorkspace]:
@@ -166,10 +162,9 @@ def _described(config: Any, function: Any, offsets: Sequence[int]) -> tuple[int,
 
 def _is_dense(call: KernelCall) -> bool:
     extent = call.extent
-    strides = {extent.x_stride, extent.dy_stride, extent.dx_stride}
     return (
-        strides == {extent.columns}
-        and extent.gaps == 0
+        set(extent.strides) == {extent.columns}
+        and extent.gap_factor == 0
         and extent.dw_mode == DW_IN_WEIGHT_DTYPE
         and extent.weight_offset == 0
         and call.dw_size is not None

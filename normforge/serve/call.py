@@ -10,7 +10,7 @@ A kernel call allocates what it returns, and launches in one of two ways:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,15 +20,14 @@ from ..launch.kernel_arguments import (
     DW_ADDED,
     DW_IN_FP32,
     DW_IN_WEIGHT_DTYPE,
-    MEAN,
-    Extent,
-    gap_factor,
-    pack_addresses,
-    pack_mean,
+    argument_layout,
+    extent_of,
+    pack_address,
 )
 from ..launch.loaded_kernel import LoadedKernel
 from ..launch.row_layout import dense
 from ..launch.workspace import MOST_STREAMS, PER_THREAD, Workspaces
+from ..operations import signature_of
 from ..spec import Launch
 from ..table import MAX_ALIGNMENT
 from ..torch_internals import (
@@ -123,21 +122,11 @@ class KernelCall:
             elif dw_dtype != weight.dtype:
                 dw_mode = DW_IN_FP32
             self.dw_size = contiguous(dw_shape(given), dw_dtype) if dw_out is None else None
-        heads = layout.x.inner
-        self.extent = Extent(
-            rows=layout.rows,
-            x_stride=layout.x.stride,
-            dy_stride=layout.dy.stride,
-            dresidual_stride=layout.dresidual_stride,
-            dx_stride=layout.columns,
-            x_gap=layout.x.outer - heads * layout.x.stride,
-            dy_gap=layout.dy.outer - heads * layout.dy.stride,
-            gaps=gap_factor(layout.rows, heads),
-            columns=layout.columns,
-            group=launch.group,
-            dw_mode=dw_mode,
-            weight_offset=options.weight_offset,
+        self.arguments = argument_layout(signature_of(kernel.spec.operation))
+        plain_extent = extent_of(
+            self.arguments.signature, layout.rows, layout.columns, layout.strided, launch.group
         )
+        self.extent = plain_extent._replace(dw_mode=dw_mode, weight_offset=options.weight_offset)
         plain = self.dx_size and self.dw_size and not self.with_third and self.copy is None
         self.quick = _quick_call(self) if plain else None
 
@@ -182,7 +171,7 @@ class KernelCall:
             0 if dresidual is None else dresidual.data_ptr(),
             0 if third is None else third.data_ptr(),
         )
-        run(stream, addresses, 0 if mean is None else mean.data_ptr())
+        run(stream, addresses, () if mean is None else (mean.data_ptr(),))
         for out in (dx_out, dw_out):
             if out is not None and not out.is_inference():
                 torch.autograd.graph.increment_version(out)  # as every write in place does
@@ -205,21 +194,21 @@ class KernelCall:
         at = (self.device, stream, zeros, scratch)
         return bind(self.kernel, self.launch, self.extent, *at, self.wants_dw, workspace)
 
-    def enqueue(self, stream: int, addresses: tuple[int, ...], mean: int) -> None:
-        """Launch with the given addresses, in the order of `pack_addresses`. Raises LaunchError."""
+    def enqueue(self, stream: int, leading: Sequence[int], behind: Sequence[int]) -> None:
+        """Launch with the given addresses, in the order of the signature. Raises LaunchError."""
         binding = self.bindings.get(stream) or self.bind(stream)
         while True:
             with binding.lock:
                 # A call with more scratch may have replaced the workspace.
                 if binding.workspace.scratch == binding.scratch:
-                    return binding.run(addresses, mean)
+                    return binding.run(leading, behind)
             binding = self.bind(stream)
 
-    def capture(self, stream: int, addresses: tuple[int, ...], mean: int) -> None:
+    def capture(self, stream: int, leading: Sequence[int], behind: Sequence[int]) -> None:
         """The same into a graph: with zeroed words of this capture and scratch from its pool."""
         zeros = self.workspaces.of_capture(self.device, stream, self.launch.scratch_offset)
         scratch = empty_strided((self.launch.scratch,), (1,), torch.float32)
-        self._bind(stream, zeros, scratch.data_ptr()).run(addresses, mean)
+        self._bind(stream, zeros, scratch.data_ptr()).run(leading, behind)
 
 
 def _quick_call(slow: KernelCall) -> QuickCall:
@@ -230,6 +219,7 @@ def _quick_call(slow: KernelCall) -> QuickCall:
     dx_shape, dx_strides, dx_dtype = slow.dx_size
     dw_shape, dw_strides, dw_dtype = slow.dw_size
     unaligned = MAX_ALIGNMENT - 1
+    pack_addresses, behind_at = slow.arguments.pack_addresses, slow.arguments.behind_at
 
     def call(
         dy: torch.Tensor,
@@ -252,7 +242,7 @@ def _quick_call(slow: KernelCall) -> QuickCall:
         # fmt: off
         (
             workspace, lock, scratch, values, launch, main_config, main, main_arguments,
-            sum_config, second, sum_arguments, _, _,
+            sum_config, second, sum_arguments, _, _, _,
         ) = bindings.get(stream) or bind_to(stream)
         with lock:
             if workspace.scratch == scratch:
@@ -261,7 +251,7 @@ def _quick_call(slow: KernelCall) -> QuickCall:
                     dx.data_ptr(), dw.data_ptr(), 0, 0,
                 )
                 if mean is not None:
-                    pack_mean(values, MEAN, mean.data_ptr())
+                    pack_address(values, behind_at[0], mean.data_ptr())
                 if launch(main_config, main, main_arguments, 0) == _DONE and (
                     second is None or launch(sum_config, second, sum_arguments, 0) == _DONE
                 ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -23,13 +24,12 @@ class Copies(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What `KernelCall` needs to know about the arguments of a signature."""
+    """What `KernelCall` needs to know about the arguments of a signature. strided: by the names of
+    tensors."""
 
     rows: int
     columns: int
-    x: RowLayout
-    dy: RowLayout
-    dresidual_stride: int
+    strided: Mapping[str, RowLayout]
     copy: Copies
 
 
@@ -70,7 +70,8 @@ def read_layout(given: Arguments) -> tuple[Layout, int]:
         dresidual=copy_dresidual,
         mean=_has_gaps(given.mean),
     )
-    layout = Layout(x.numel() // N, N, x_rows, dy_rows, stride, copies)
+    strided = {"x": x_rows, "dy": dy_rows, "dresidual": RowLayout(stride)}
+    layout = Layout(x.numel() // N, N, strided, copies)
     return layout, alignment_of(places)
 
 

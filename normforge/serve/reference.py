@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..operations import LAYERNORM_BACKWARD, RMSNORM_BACKWARD
+from ..operations.formula import evaluate, wide_dtype
+
 Results = tuple[torch.Tensor | None, ...]
 
 
@@ -71,28 +74,14 @@ def backward_formula(
     mean: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dx and dw of `reference_backward` before they are rounded. Differentiable."""
-    compute = wide_dtype(x)
-    grad = dy.to(compute)
-    scale = rstd.to(compute).reshape(*x.shape[:-1], 1)
-    centred = x.to(compute)
+    tensors = {"dy": dy, "x": x, "rstd": rstd, "weight": weight, "dresidual": dresidual}
+    operation = RMSNORM_BACKWARD
     if mean is not None:
-        centred = centred - mean.to(compute).reshape(scale.shape)
-    normalized = centred * scale
-    dx = dw = None
-    if need_dx:
-        weighted = grad * _effective(weight, weight_offset, compute)
-        along = (weighted * normalized).mean(-1, keepdim=True)
-        if mean is not None:
-            weighted = weighted - weighted.mean(-1, keepdim=True)
-        dx = scale * (weighted - normalized * along)
-        if dresidual is not None:
-            dx = dx + dresidual.to(compute)
-    if need_dw and weight is not None:
-        rows = x.numel() // max(1, weight.numel())
-        dw = (grad * normalized).reshape(rows, *weight.shape).sum(0)
-        if mean is not None:
-            dw = torch.stack((dw, grad.reshape(rows, *weight.shape).sum(0)))
-    return dx, dw
+        operation, tensors["mean"] = LAYERNORM_BACKWARD, mean
+    need_dw = need_dw and weight is not None
+    wanted = [name for name, needed in (("dx", need_dx), ("dw", need_dw)) if needed]
+    found = evaluate(operation, tensors, offset=weight_offset, wanted=wanted)
+    return found.get("dx"), found.get("dw")
 
 
 def reference_forward(
@@ -133,11 +122,6 @@ def rstd_of(rows: torch.Tensor, eps: float | None) -> torch.Tensor:
     """Of rows in the dtype that is computed in."""
     mean = rows.square().mean(-1, keepdim=True)
     return torch.rsqrt(mean + (torch.finfo(rows.dtype).eps if eps is None else eps))
-
-
-def wide_dtype(x: torch.Tensor) -> torch.dtype:
-    """What is computed in, and what a forward saves of every row."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _effective(

@@ -35,5 +35,5 @@ def test_the_emulator_gives_both_sums_for_both_sets_of_inputs(target: Target) ->
     assert made.failure == ""
     assert made.cubin
     N = made.case.problem.N
-    assert [dw.shape for _, dw in made.results] == [(2 * N,)] * 2
+    assert [found["dw"].shape for found in made.results] == [(2 * N,)] * 2
     assert all(inputs.mean is not None for inputs in made.case.inputs())

@@ -127,7 +127,7 @@ ARGUMENTS = [
     ("export --hf {folder}/new --gpu h20", "unknown GPU 'h20': did you mean 'h200'?"),
     ("export --hf {folder}/new --gpu l40s", "l40s/rmsnorm_backward: choose one with --gpu or"),
     ("export --hf {folder}/new --out {folder}/no", "there is no package at {folder}/no/rmsnorm"),
-    ("export --hf {folder}/new --op rmsnorm", "--op: invalid choice: 'rmsnorm'"),
+    ("export --hf {folder}/new --op rmsnorm", "no operation 'rmsnorm': did you mean 'rmsnorm_"),
     ("export --hf {folder}/new --op layernorm_backward", "layernorm_backward has no layers to"),
     (f"export --hf {{folder}}/new --gpu gb200 {H200}", "is for h200, not for gb200"),
     (f"export --hf {GENERATED}", "is not empty and no earlier export: choose another folder"),

@@ -78,11 +78,11 @@ def run(
         launch,
         inputs,
         [Schedule(seed, launch.grid)],
-        layout=Layout(pad, 2 * pad, pad),
+        layout=Layout((pad, 2 * pad, pad)),
         call_options=CallOptions(dw_mode=mode, added_to=added_to),
     )
     assert runs.faults == []
-    return runs.dx[0], runs.dw[0]
+    return runs.results["dx"][0], runs.results["dw"][0]
 
 
 def order_of(variant: Variant) -> dict[str, int]:

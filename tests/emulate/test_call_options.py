@@ -19,7 +19,7 @@ from generator.problem import Problem
 from generator.target import Target
 from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32, gap_factor
 from normforge.serve.options import SMALLEST_EPS
-from tests.support.emulator import run_to_one_result, small_variant
+from tests.support.emulator import WITHOUT_DW, WITHOUT_DX, run_to_one_result, small_variant
 from tests.support.samples import DETERMINISTIC, plain_variant, sample_variant
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
@@ -32,21 +32,21 @@ def test_what_a_call_asks_for_has_the_bits_of_a_plain_call(reduction: str, targe
     variant = small_variant(SHAPE, reduction, target)
     inputs = make_inputs(Problem.parse(SHAPE), CPU)
     plain = run_to_one_result(variant, inputs)
-    assert torch.equal(run_to_one_result(variant, inputs, CallOptions(dw=False)).dx[0], plain.dx[0])
-    assert torch.equal(run_to_one_result(variant, inputs, CallOptions(dx=False)).dw[0], plain.dw[0])
+    assert torch.equal(run_to_one_result(variant, inputs, WITHOUT_DW)["dx"], plain["dx"])
+    assert torch.equal(run_to_one_result(variant, inputs, WITHOUT_DX)["dw"], plain["dw"])
 
-    wide = run_to_one_result(variant, inputs, CallOptions(dw_mode=DW_IN_FP32)).dw[0]
+    wide = run_to_one_result(variant, inputs, CallOptions(dw_mode=DW_IN_FP32))["dw"]
     assert wide.dtype == torch.float32
-    assert torch.equal(wide.to(torch.bfloat16), plain.dw[0])
+    assert torch.equal(wide.to(torch.bfloat16), plain["dw"])
     start = torch.linspace(-3, 5, 1024)
-    added = run_to_one_result(variant, inputs, CallOptions(dw_mode=DW_ADDED, added_to=start)).dw[0]
+    added = run_to_one_result(variant, inputs, CallOptions(dw_mode=DW_ADDED, added_to=start))["dw"]
     assert torch.equal(added, start + wide)
     assert not torch.equal(added, start)
 
     for inner in (3, 7, 42):
         packed = run_to_one_result(variant, inputs, CallOptions(inner=inner))
-        assert torch.equal(packed.dx[0], plain.dx[0])
-        assert torch.equal(packed.dw[0], plain.dw[0])
+        assert torch.equal(packed["dx"], plain["dx"])
+        assert torch.equal(packed["dw"], plain["dw"])
 
 
 @pytest.mark.parametrize("weight", ["bf16", "fp16", "fp32"])
@@ -59,10 +59,10 @@ def test_no_weight_means_ones(weight: str, weight_in: str, target: Target) -> No
     ones = replace(inputs, weight=torch.ones_like(inputs.weight))
     expected, found = (
         run_to_one_result(variant, ones),
-        run_to_one_result(variant, inputs, CallOptions(weight=False)),
+        run_to_one_result(variant, inputs, CallOptions(columns=False)),
     )
-    assert torch.equal(found.dx[0], expected.dx[0])
-    assert not torch.equal(found.dx[0], run_to_one_result(variant, inputs).dx[0])
+    assert torch.equal(found["dx"], expected["dx"])
+    assert not torch.equal(found["dx"], run_to_one_result(variant, inputs)["dx"])
 
 
 @given(heads=st.integers(2, 4096), tokens=st.integers(1, 1 << 20), data=st.data())
@@ -139,7 +139,7 @@ def test_weight_that_is_not_there_is_not_read(target: Target) -> None:
         launch,
         inputs,
         [Schedule(0, launch.grid)],
-        call_options=CallOptions(weight=False),
+        call_options=CallOptions(columns=False),
     )
     assert runs.faults and "out of bounds" in runs.faults[0]
 
@@ -157,7 +157,7 @@ def test_dx_is_finite_as_far_as_smallest_eps_says(dtype: str, target: Target) ->
         rstd = torch.rsqrt(x.float().square().mean(-1))
         dy = (x.float() * rstd[:, None] * gradient).to(x.dtype)
         inputs = replace(plain, x=x, dy=dy, rstd=rstd, weight=torch.ones_like(plain.weight))
-        return bool(run_to_one_result(variant, inputs).dx[0].isfinite().all())
+        return bool(run_to_one_result(variant, inputs)["dx"].isfinite().all())
 
     assert finite(SMALLEST_EPS**0.5 * 1.2, 2.0**31)  # mean(dy * xhat) is the gradient
     assert finite(2.0**-63, 1.0) and not finite(2.0**-65, 1.0)

@@ -37,8 +37,8 @@ def run(variant: Variant, inputs: Inputs, source: str, over_dy: bool, pad: int =
         launch,
         inputs,
         schedules if over_dy else schedules[:1],
-        layout=Layout(2 * pad, pad, pad),
-        call_options=CallOptions(dx_over_dy=over_dy),
+        layout=Layout((2 * pad, pad, pad)),
+        call_options=CallOptions(over={"dx": "dy"} if over_dy else {}),
     )
 
 
@@ -47,11 +47,13 @@ def check(variant: Variant, problem: Problem, pad: int = 0) -> None:
     source = render(variant)
     apart, over = (run(variant, inputs, source, over_dy, pad) for over_dy in (False, True))
     assert apart.faults == [] and over.faults == []
-    assert len(over.outcomes) == SCHEDULES and len(over.dx) == 1
-    assert torch.equal(over.dx[0], apart.dx[0])
-    assert not torch.equal(over.dx[0], inputs.dy)
+    assert len(over.outcomes) == SCHEDULES
+    (dx,) = over.results["dx"]
+    assert torch.equal(dx, apart.results["dx"][0])
+    assert not torch.equal(dx, inputs.dy)
     if variant.determinism != "none":
-        assert len(over.dw) == 1 and torch.equal(over.dw[0], apart.dw[0])
+        (dw,) = over.results["dw"]
+        assert torch.equal(dw, apart.results["dw"][0])
 
 
 @pytest.mark.sampled(8)

@@ -31,6 +31,7 @@ from generator.package.fallback_kernels import fallback_variants, serves
 from generator.paths import REPOSITORY
 from generator.problem import Problem
 from generator.target import Target, find_target
+from tests.support.emulator import WITHOUT_DW, WITHOUT_DX
 from tests.support.patience import patience
 from tests.support.samples import DETERMINISTIC, REDUCTION, plain_variant, sample_variant
 
@@ -94,7 +95,7 @@ def test_same_seed_gives_the_same_schedule(target: Target) -> None:
         schedule = Schedule(seed, launch.grid)
         runs = run_schedules(render(variant), spec, launch, inputs, [schedule])
         assert not any(runs.faults)
-        return runs.dw[0]
+        return runs.results["dw"][0]
 
     first, again, *others = map(dw_of, (7, 7, *range(20)))
     assert torch.equal(first, again)
@@ -143,7 +144,8 @@ def test_mailbox_has_the_bits_of_column_slices(shape: str, teams: int, target: T
             assert runs.faults == [], (reduction, name)
             assert (len(runs.outcomes), runs.distinct_results) == (20, 1)
             # Which NaN an addition gives depends here on how the compiler orders its operands.
-            dw = torch.where(runs.dw[0].isnan(), torch.nan, runs.dw[0])
+            dw = runs.results["dw"][0]
+            dw = torch.where(dw.isnan(), torch.nan, dw)
             found[reduction] = dw.view(torch.int32 if dw.dtype == torch.float32 else torch.int16)
             assert dw.isnan().any() == (name == "wild")
             if "zeros" in name:  # a sum that starts at +0 does not become -0
@@ -191,13 +193,12 @@ def test_early_arrival_changes_no_bits(
             Schedule(SEED + seed, resident[seed % len(resident)])
             for seed in range(40 if arrival == "early" else 1)
         ]
-        for call_options in (CallOptions(), CallOptions(dx=False), CallOptions(dw=False)):
-            some = schedules if call_options.dx and call_options.dw else schedules[-2:]
+        for call_options in (CallOptions(), WITHOUT_DX, WITHOUT_DW):
+            some = schedules[-2:] if call_options.without else schedules
             runs = run_schedules(source, spec, launch, inputs, some, call_options=call_options)
             assert runs.faults == [], call_options
             assert (len(runs.outcomes), runs.distinct_results) == (len(some), 1)
-            if call_options.dw:
-                found.append(runs.dw[0])
+            found += runs.results.get("dw", [])
     assert all(torch.equal(dw, found[0]) for dw in found)
 
 
@@ -241,7 +242,7 @@ def sampled(index: int) -> tuple[Problem, Variant, Layout]:
     if rng.random() < 0.5:  # strides and bases are multiples of the vector, and no more
         unit = max(1, variant["vector_bytes"] // problem.itemsize)
         unit = unit * 8 if variant["pipeline"] == "bulk" and problem.itemsize < 4 else unit * 4
-        layout = Layout(unit, 3 * unit, 2 * unit, max(16, variant["vector_bytes"]))
+        layout = Layout((unit, 3 * unit, 2 * unit), max(16, variant["vector_bytes"]))
     return problem, variant, layout
 
 
@@ -271,7 +272,7 @@ def check_rows(variant: Variant, source: str, problem: Problem, schedules: int) 
     """At addresses and strides that are multiples of the variant's vector and of nothing wider."""
     spec, launch = small_launch(variant, problem.M)
     unit = variant["vector_bytes"] // problem.itemsize
-    layout = Layout(unit, 3 * unit, 2 * unit, variant["vector_bytes"])
+    layout = Layout((unit, 3 * unit, 2 * unit), variant["vector_bytes"])
     return check_source(
         source, spec, launch, problem, schedules=schedules, seed=SEED, layout=layout
     )

@@ -81,25 +81,25 @@ def held(
 
 
 def test_the_winner_was_executed_and_nobody_else(emulator) -> None:  # type: ignore[no-untyped-def]
-    asked = emulator(lambda name: Check(name, 12, 1, 1e-3, 2e-3))
+    asked = emulator(lambda name: Check(name, 12, 1, {"dx": 1e-3, "dw": 2e-3}))
     entries = finalists(8)
     results, choice = held(entries)
     assert choice is not None and len(choice.tied) == 8
     winner = results[choice.winner]
     assert asked == [entries[choice.winner][0].id]
     assert winner.checks == ("CPU emulator, 12 schedules",)
-    assert (winner.error_dx, winner.error_dw) == (1e-3, 2e-3)
+    assert winner.errors == {"dx": 1e-3, "dw": 2e-3}
     assert winner.determinism == "unverified"
     assert all(not r.checks for i, r in enumerate(results) if i != choice.winner)
 
 
 def test_an_incumbent_that_is_to_stay_is_executed(emulator) -> None:  # type: ignore[no-untyped-def]
     entries = finalists(8)
-    emulator(lambda name: Check(name, 12, 1, 1e-3, 1e-3))
+    emulator(lambda name: Check(name, 12, 1, {"dx": 1e-3, "dw": 1e-3}))
     _, first = held(entries)
     assert first is not None
     other = entries[first.tied[-1]][0]
-    asked = emulator(lambda name: Check(name, 12, 1, 1e-3, 1e-3))
+    asked = emulator(lambda name: Check(name, 12, 1, {"dx": 1e-3, "dw": 1e-3}))
     _, choice = held(entries, other.config)
     assert choice is not None and entries[choice.winner][0] is other
     assert asked == [other.id]
@@ -111,7 +111,7 @@ def test_failing_variants_are_out_and_the_next_winner_is_executed(emulator, fail
 
     def answer(name: str) -> Check:
         problems = ("planted: dw[3] was never written",) if len(asked) <= failing else ()
-        return Check(name, 12, 1, 1e-3, 1e-3, problems)
+        return Check(name, 12, 1, {"dx": 1e-3, "dw": 1e-3}, problems)
 
     asked = emulator(answer)
     results, choice = held(entries)
@@ -154,7 +154,7 @@ def test_without_a_compiler_the_check_is_reported_as_not_run(emulator) -> None: 
 
 
 def test_a_variant_is_executed_once_for_all_numbers_of_rows(emulator) -> None:  # type: ignore[no-untyped-def]
-    asked = emulator(lambda name: Check(name, 12, 1, 1e-3, 1e-3))
+    asked = emulator(lambda name: Check(name, 12, 1, {"dx": 1e-3, "dw": 1e-3}))
     predictor = EmulatingPredictor(TARGET)
     ((variant, compiled),) = finalists(1)
     for M in (4096, 8192, 16384):
@@ -166,7 +166,7 @@ def test_a_variant_is_executed_once_for_all_numbers_of_rows(emulator) -> None:  
 
 def test_what_a_few_rows_have_shown_does_not_count_for_many(emulator) -> None:  # type: ignore[no-untyped-def]
     """Too few rows refill no stage; and a dependent launch runs other code paths."""
-    asked = emulator(lambda name: Check(name, 12, 1, 1e-3, 1e-3))
+    asked = emulator(lambda name: Check(name, 12, 1, {"dx": 1e-3, "dw": 1e-3}))
     predictor = EmulatingPredictor(TARGET)
     ((variant, compiled),) = finalists(1)
     other = "dependent" if variant["overlap"] == "none" else "none"

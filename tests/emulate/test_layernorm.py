@@ -16,7 +16,7 @@ from generator.operations import LAYERNORM_BACKWARD
 from generator.problem import Problem
 from generator.target import Target
 from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
-from tests.support.emulator import run_to_one_result, small_variant
+from tests.support.emulator import WITHOUT_DW, WITHOUT_DX, run_to_one_result, small_variant
 from tests.support.samples import DETERMINISTIC, sample_variant
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
@@ -84,17 +84,17 @@ def test_what_a_call_asks_for_has_the_bits_of_a_plain_call(reduction: str, targe
     variant = small_variant(SHAPE, reduction, target)
     inputs = LAYERNORM_BACKWARD.make_inputs(Problem.parse(SHAPE), CPU)
     plain = run_to_one_result(variant, inputs)
-    assert plain.dw[0].shape == (2048,)
-    assert torch.equal(run_to_one_result(variant, inputs, CallOptions(dw=False)).dx[0], plain.dx[0])
-    assert torch.equal(run_to_one_result(variant, inputs, CallOptions(dx=False)).dw[0], plain.dw[0])
-    wide = run_to_one_result(variant, inputs, CallOptions(dw_mode=DW_IN_FP32)).dw[0]
-    assert torch.equal(wide.to(torch.bfloat16), plain.dw[0])
+    assert plain["dw"].shape == (2048,)
+    assert torch.equal(run_to_one_result(variant, inputs, WITHOUT_DW)["dx"], plain["dx"])
+    assert torch.equal(run_to_one_result(variant, inputs, WITHOUT_DX)["dw"], plain["dw"])
+    wide = run_to_one_result(variant, inputs, CallOptions(dw_mode=DW_IN_FP32))["dw"]
+    assert torch.equal(wide.to(torch.bfloat16), plain["dw"])
     start = torch.linspace(-3, 5, 2048)
-    added = run_to_one_result(variant, inputs, CallOptions(dw_mode=DW_ADDED, added_to=start)).dw[0]
+    added = run_to_one_result(variant, inputs, CallOptions(dw_mode=DW_ADDED, added_to=start))["dw"]
     assert torch.equal(added, start + wide)
     packed = run_to_one_result(variant, inputs, CallOptions(inner=7))
-    assert torch.equal(packed.dx[0], plain.dx[0])
-    assert torch.equal(packed.dw[0], plain.dw[0])
+    assert torch.equal(packed["dx"], plain["dx"])
+    assert torch.equal(packed["dw"], plain["dw"])
 
 
 @pytest.mark.sampled(6)

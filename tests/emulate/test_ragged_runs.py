@@ -50,4 +50,4 @@ def test_rows_behind_the_last_whole_run_are_a_run(
         call_options=CallOptions(dw_mode=DW_IN_FP32),
     )
     assert runs.faults == []
-    assert torch.equal(runs.dw[0], (x * dy).sum(0).float())
+    assert torch.equal(runs.results["dw"][0], (x * dy).sum(0).float())

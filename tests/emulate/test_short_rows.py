@@ -18,6 +18,7 @@ from generator.operations.rmsnorm_backward import make_inputs
 from generator.paths import REPOSITORY
 from generator.problem import Problem
 from generator.target import Target, find_target
+from tests.support.emulator import WITHOUT_DW, WITHOUT_DX
 from tests.support.samples import DETERMINISTIC, REDUCTION, plain_variant, sample_variant
 
 SEED = int(os.environ.get("NORMFORGE_EMULATE_SEED", "2026"))
@@ -89,22 +90,22 @@ def test_rows_of_less_than_a_warp_of_packed_heads(target: Target) -> None:
     spec, launch = small_launch(variant, problem.M)
     inputs = make_inputs(problem, CPU)
 
-    def call(call_options: CallOptions) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def call(call_options: CallOptions) -> dict[str, torch.Tensor]:
         schedules = [Schedule(seed, launch.grid) for seed in range(3)]
         runs = run_schedules(
             render(variant), spec, launch, inputs, schedules, call_options=call_options
         )
         assert runs.faults == []
         assert runs.distinct_results == 1
-        return runs.dx, runs.dw
+        return {name: result for name, (result,) in runs.results.items()}
 
-    dx, dw = call(CallOptions())
+    plain = call(CallOptions())
     for inner in (3, 7, 21):
         packed = call(CallOptions(inner=inner))
-        assert torch.equal(packed[0][0], dx[0])
-        assert torch.equal(packed[1][0], dw[0])
-    assert torch.equal(call(CallOptions(dw=False))[0][0], dx[0])
-    assert torch.equal(call(CallOptions(dx=False))[1][0], dw[0])
+        assert torch.equal(packed["dx"], plain["dx"])
+        assert torch.equal(packed["dw"], plain["dw"])
+    assert torch.equal(call(WITHOUT_DW)["dx"], plain["dx"])
+    assert torch.equal(call(WITHOUT_DX)["dw"], plain["dw"])
 
 
 def test_short_samples_cover_their_knobs() -> None:

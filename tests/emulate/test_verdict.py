@@ -28,10 +28,9 @@ def test_different_results_refute_a_claim(
     def two_results(*arguments: Any, **options: Any) -> Runs:
         inputs, schedules = arguments[3:5]
         reference = make_reference(PROBLEM, inputs)
-        dx = reference.dx.float()
-        runs = Runs(dx=[dx, dx], dw=[reference.dw.float()])
-        runs.outcomes = [Outcome(s, place % 2, 0, 0) for place, s in enumerate(schedules)]
-        return runs
+        dx = reference.outputs["dx"].float()
+        outcomes = [Outcome(s, {"dx": i % 2, "dw": 0}) for i, s in enumerate(schedules)]
+        return Runs(outcomes, {"dx": [dx, dx], "dw": [reference.outputs["dw"].float()]})
 
     monkeypatch.setattr(check_module, "run_schedules", two_results)
     check = check_source("", spec, launch, PROBLEM, schedules=6)

@@ -107,7 +107,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """The check of a stand-in."""
 
     def run(stand_in: Honest, M: int = 18000, **options: Any) -> str:
-        monkeypatch.setattr(batch_invariance, "run_backward", stand_in)
+        monkeypatch.setattr(batch_invariance, "run_rows", stand_in)
         return check_batch_invariance(KERNEL, rows_of(M), **options)
 
     return run

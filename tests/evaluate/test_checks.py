@@ -20,13 +20,18 @@ from generator.evaluate.verify.guarded import Guarded
 from generator.operations import RMSNORM_BACKWARD
 from generator.operations.operation import HALF_UNIT, TORCH_DTYPE
 from generator.operations.rmsnorm_backward import Inputs
+from generator.operations.rows import inputs_class
 from generator.problem import Problem
 from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_WEIGHT_DTYPE
+from normforge.operations import RowOperation, Signature, signature_of
+from normforge.operations.formula import evaluate
+from normforge.operations.signature import row, rows, rows_out
 from normforge.serve.reference import reference_backward
 
 CPU = torch.device("cpu")
 PROBLEM = Problem.parse("24x40:bf16")
 INPUTS = RMSNORM_BACKWARD.make_inputs(PROBLEM, CPU)
+SIGNATURE = signature_of(PROBLEM.operation)
 Mistake = Callable[[dict[str, Any]], None]
 
 
@@ -78,19 +83,19 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "without dx": (lambda c: c["dx"] is None and bump(c["dw"]), "dw of a call without dx"),
     "fp32": (lambda c: c["mode"] == 1 and bump(c["dw"]), "dw as fp32 does not round to dw"),
     "added": (lambda c: c["mode"] == 2 and bump(c["dw"]), "dw added to a buffer is not"),
-    "no weight": (lambda c: c["in"].weight is None and bump(c["dw"]), "without a weight"),
+    "no weight": (lambda c: c["in"].weight is None and bump(c["dw"]), "a call without weight"),
     "packed": (lambda c: c["packed"] and bump(c["dx"]), "packed heads"),
 }
 
 
 def test_call_options_of_a_right_kernel_pass() -> None:
-    assert check_call_options(bench(), INPUTS) == ""
+    assert check_call_options(bench(), INPUTS, SIGNATURE) == ""
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_one_call_option_is_found_and_named(name: str) -> None:
     mistake, said = MISTAKES[name]
-    assert said in check_call_options(bench(mistake), INPUTS)
+    assert said in check_call_options(bench(mistake), INPUTS, SIGNATURE)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -108,6 +113,45 @@ def test_a_mistake_in_one_call_option_is_wrong_and_not_nondeterministic(name: st
     assert result is not None
     assert (result.outcome, result.determinism) == ("wrong", "unverified")
     assert MISTAKES[name][1] in result.note
+
+
+# Two outputs, three matrices, and nothing that is summed over the rows or shared by them.
+BLEND = RowOperation(
+    "blend",
+    Signature(rows("a"), rows_out("p"), rows("b"), row("s"), rows("c"), rows_out("q")),
+    lambda a, b, s, c: {"p": (a * s, b), "q": (c * a,)},
+)
+
+
+def blend_bench(mistake: Mistake) -> tuple[Bench, Any]:
+    M, N = 24, 8
+    tensors = {name: torch.randn(M, N) for name in "abc"} | {"s": torch.randn(M)}
+
+    def run(inputs: Any, outputs: dict[str, torch.Tensor | None], workspace: Any) -> None:
+        given = {name: getattr(inputs, name).reshape(tensors[name].shape) for name in tensors}
+        for name, found in evaluate(BLEND, given).items():
+            if (out := outputs[name]) is not None:
+                out.copy_(found)
+        mistake({**outputs, "packed": [getattr(inputs, name).dim() == 3 for name in "abc"]})
+
+    runner: Any = SimpleNamespace(run=run, workspace_bytes=256, clean_bytes=128)
+    outputs = {name: Guarded((M, N), torch.float32, CPU) for name in "pq"}
+    return Bench(runner, outputs, CPU), inputs_class(BLEND.signature)(**tensors)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (lambda c: None, ""),
+        (lambda c: c["p"] is None and bump(c["q"]), "q of a call without p is not that of"),
+        (lambda c: c["q"] is None and bump(c["p"]), "p of a call without q is not that of"),
+        (lambda c: all(c["packed"]) and bump(c["q"]), "q of a call with 8 packed heads is not"),
+    ],
+)
+def test_call_options_are_those_of_the_signature(mistake: Mistake, said: str) -> None:
+    made, inputs = blend_bench(mistake)
+    found = check_call_options(made, inputs, BLEND.signature)
+    assert found.startswith(said) if said else found == ""
 
 
 def test_what_an_output_held_before_must_not_show() -> None:

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from generator.evaluate.verify.accuracy import compare
 from generator.evaluate.verify.guarded import GUARD_BYTES, Guarded
+from generator.operations.operation import FP32_SLACK, HALF_UNIT, TORCH_DTYPE
 from generator.operations.rmsnorm_backward import (
-    FP32_SLACK,
-    HALF_UNIT,
-    TORCH_DTYPE,
     Inputs,
     make_cancelling,
     make_inputs,
@@ -40,16 +38,16 @@ small_problems = st.builds(
 def rounded(problem: Problem, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """dx and dw as a perfect kernel leaves them: the float64 result, rounded once."""
     reference = make_reference(problem, inputs)
-    dx = reference.dx.to(TORCH_DTYPE[problem.dtype])
-    return dx, reference.dw.to(TORCH_DTYPE[problem.weight_dtype])
+    dx = reference.outputs["dx"].to(TORCH_DTYPE[problem.dtype])
+    return dx, reference.outputs["dw"].to(TORCH_DTYPE[problem.weight_dtype])
 
 
 def faults(problem: Problem, inputs: Inputs, dx: torch.Tensor, dw: torch.Tensor) -> str:
     """What the accuracy check says about outputs."""
     reference = make_reference(problem, inputs)
-    dx_slack, dw_slack = reference.row_scale * FP32_SLACK, reference.dw_scale * FP32_SLACK
-    _, in_dx = compare("dx", dx, reference.dx, HALF_UNIT[problem.dtype], dx_slack)
-    _, in_dw = compare("dw", dw, reference.dw, HALF_UNIT[problem.weight_dtype], dw_slack)
+    dx_slack, dw_slack = reference.scales["dx"] * FP32_SLACK, reference.scales["dw"] * FP32_SLACK
+    _, in_dx = compare("dx", dx, reference.outputs["dx"], HALF_UNIT[problem.dtype], dx_slack)
+    _, in_dw = compare("dw", dw, reference.outputs["dw"], HALF_UNIT[problem.weight_dtype], dw_slack)
     return in_dx or in_dw
 
 
@@ -70,11 +68,11 @@ def test_reference_is_the_gradient_of_the_formula(problem: Problem, seed: int) -
     y.backward(inputs.dy.double())
     assert x.grad is not None
     assert weight.grad is not None
-    torch.testing.assert_close(reference.dw, weight.grad, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(reference.outputs["dw"], weight.grad, rtol=1e-10, atol=1e-10)
     tight = (
         {"rtol": 1e-9, "atol": 1e-9} if problem.dtype == "fp32" else {"rtol": 1e-6, "atol": 1e-6}
     )
-    torch.testing.assert_close(reference.dx.double(), x.grad, **tight)
+    torch.testing.assert_close(reference.outputs["dx"].double(), x.grad, **tight)
 
 
 @given(small_problems, st.integers(0, 1000))
@@ -111,7 +109,8 @@ def test_inputs_have_a_large_mean_in_every_row_and_a_small_dw(dtype: str) -> Non
     means = (xhat * inputs.weight.double() * inputs.dy.double()).mean(1)
     assert float(means.abs().min()) > 0.3
     reference = make_reference(problem, inputs)
-    assert float(reference.dw.abs().max()) < 8 * problem.M**0.5 < float(reference.dw_scale.min())
+    largest, least_scale = reference.outputs["dw"].abs().max(), reference.scales["dw"].min()
+    assert float(largest) < 8 * problem.M**0.5 < float(least_scale)
 
 
 def test_large_problems_are_worked_through_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,9 +120,9 @@ def test_large_problems_are_worked_through_in_chunks(monkeypatch: pytest.MonkeyP
     whole = make_reference(problem, inputs)
     monkeypatch.setattr("generator.operations.operation.CHUNK_ELEMENTS", 5 * 64)
     chunked = make_reference(problem, inputs)
-    assert torch.equal(whole.dx, chunked.dx)
-    assert torch.equal(whole.row_scale, chunked.row_scale)
-    torch.testing.assert_close(whole.dw, chunked.dw, rtol=1e-12, atol=1e-12)
+    assert torch.equal(whole.outputs["dx"], chunked.outputs["dx"])
+    assert torch.equal(whole.scales["dx"], chunked.scales["dx"])
+    torch.testing.assert_close(whole.outputs["dw"], chunked.outputs["dw"], rtol=1e-12, atol=1e-12)
     cancelling = make_cancelling(problem, inputs)
     assert torch.equal(cancelling.x[:18], cancelling.x[18:36])
 
@@ -158,9 +157,9 @@ def test_cancelling_inputs_show_any_other_order_in_the_rounded_dw(problem: Probl
 def test_cancelling_inputs_leave_a_small_rest_of_large_terms(problem: Problem) -> None:
     inputs = make_cancelling(problem, make_inputs(problem, CPU))
     reference = make_reference(problem, inputs)
-    assert float((reference.dw.abs() / reference.dw_scale).median()) < 1e-2
+    assert float((reference.outputs["dw"].abs() / reference.scales["dw"]).median()) < 1e-2
     assert torch.isfinite(inputs.dy.float()).all()
-    assert torch.isfinite(reference.dx).all()
+    assert torch.isfinite(reference.outputs["dx"]).all()
 
 
 def test_cancelling_inputs_of_one_row_are_the_inputs() -> None:

@@ -18,6 +18,7 @@ from generator.kernels.code_digest import code_digest
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.render import TEMPLATES, without_comments
 from generator.kernels.variant import Variant, make_variant
+from generator.operations import own
 from generator.paths import GENERATED
 from generator.problem import Problem
 from generator.search.search import Budget, search_problem
@@ -59,6 +60,7 @@ def variants() -> list[Variant]:
 def digests() -> list[str]:
     """Of all variants, from the templates that are there now."""
     render._file.cache_clear()
+    render._fragment.cache_clear()
     render.environment.cache_clear()
     module._digests.clear()
     return [code_digest(variant, TARGET.arch) for variant in [*variants(), *FORWARDS[:5]]]
@@ -69,7 +71,8 @@ def templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """A copy of the templates, from which everything is rendered."""
     folder = tmp_path / "templates"
     shutil.copytree(TEMPLATES, folder)
-    monkeypatch.setattr(render, "TEMPLATES", folder)
+    for reader in (render, own):
+        monkeypatch.setattr(reader, "TEMPLATES", folder)
     yield folder
     monkeypatch.undo()
     digests()  # of the real ones, for the next test
@@ -86,10 +89,11 @@ def test_comments_and_empty_lines_are_no_code(templates: Path) -> None:
 def test_a_fragment_may_move_and_be_split(templates: Path) -> None:
     before = digests()
     (templates / "elements.cuh").rename(templates / "numbers.cuh")
-    head, found, rest = (templates / "rows_bulk.cuh").read_text().partition("struct ")
+    macro, found, rest = (templates / "rows_bulk.cuh.j2").read_text().partition("struct ")
     assert found
-    (templates / "rows_bulk.cuh").write_text(head)
-    (templates / "more_rows.cuh").write_text(found + rest)
+    (templates / "rows_bulk.cuh.j2").write_text(macro)
+    found = macro[: macro.index("// ----")] + found
+    (templates / "more_rows.cuh.j2").write_text(found + rest)
     for path in templates.glob("*.j2"):
         text = path.read_text().replace('source("elements.cuh")', 'source("numbers.cuh")')
         pasted = '{{ source("rows_" ~ knobs.pipeline ~ ".cuh") }}'

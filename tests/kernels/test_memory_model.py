@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pages.blocks import pages
+from generator.kernels.render import _fragment
 from generator.kernels.strategies import STRATEGIES, Strategy
 from generator.paths import TEMPLATES
+from normforge.operations import Signature
+from normforge.operations.signature import rows, rows_out
 from tests.support.litmus import Event
 from tests.support.primitives import bodies, calls, event, instructions
 from tests.support.protocols import PROTOCOLS, protocol
@@ -250,6 +253,17 @@ FRAGMENTS = {
     ("row_sum_cluster", "receive"): ["mbarrier_wait_cluster"],
 }
 """By fragment and function ("": all of it), the primitives and helpers that it calls."""
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_stage_whose_values_may_arrive_late_is_read_with_a_fence(summed: bool) -> None:
+    """The barrier of the row sum waits for what goes into it, and not for other reads."""
+    tensors = (rows("a"), rows("b"), rows("c"), rows_out("o"))
+    text = _fragment("rows_bulk.cuh", True, Signature(*tensors, summed=summed))
+    assert calls("rows_bulk", "read", text) == ["fence_async_shared"] * (not summed)
+    last_read, refill = text.rindex("load_shared_packet"), text.index("DEVICE void refill")
+    assert summed or last_read < text.index("fence_async_shared()") < refill
+    assert calls("rows_bulk", "fetch", text) == ["mbarrier_expect", *["bulk_load"] * 3]
 
 
 def unlisted(strategies: Sequence[Strategy]) -> set[str]:

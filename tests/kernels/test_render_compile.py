@@ -23,12 +23,13 @@ from generator.kernels.cubin_cache import (
 )
 from generator.kernels.nvrtc import Compiled, compile_source
 from generator.kernels.ptxas import Resources, read_resources
-from generator.kernels.render import render
+from generator.kernels.render import headers, render
 from generator.kernels.resource_gate import refuse, resource_fault
 from generator.kernels.variant import Variant
-from generator.paths import TEMPLATES
-from generator.problem import SUMS, Problem
+from generator.paths import REPOSITORY, TEMPLATES
+from generator.problem import Problem
 from generator.target import Target, find_target
+from normforge.operations import OPERATIONS
 from normforge.spec import MAIN_KERNEL, SUM_KERNEL, plan_launch
 from tests.support.planted import BAD, WRONG, broken
 from tests.support.samples import (
@@ -75,9 +76,8 @@ def fragments(v: Variant) -> set[str]:
 
 def present(source: str) -> set[str]:
     """The fragments that were pasted into a source."""
-    return {
-        path.stem for path in TEMPLATES.glob("*.cuh") if path.read_text().rstrip("\n") in source
-    }
+    pasted = (name for name, text in headers().items() if text.rstrip("\n") in source)
+    return {name.removesuffix(".cuh") for name in pasted}
 
 
 def invariant_fragments(v: Variant) -> set[str]:
@@ -127,7 +127,9 @@ def test_every_fragment_is_used_by_some_variant() -> None:
         v = plain_variant(problem, find_target("h200"), strategy=strategy, pipeline=pipeline)
         assert present(render(v)) == fragments(v)
         used |= fragments(v)
-    found = {path.stem for path in TEMPLATES.glob("*.cuh")}
+    for example in (REPOSITORY / "examples" / "own_operation").glob("*.cu.j2"):
+        used |= {*re.findall(r'source\("(\w+)\.cuh"\)', example.read_text())}
+    found = {path.name.partition(".")[0] for path in TEMPLATES.glob("*.cuh*")}
     assert used == {name for name in found if not name.startswith("forward_")}
 
 
@@ -149,7 +151,7 @@ def check_compiled(v: Variant, compiled: Compiled, target: Target) -> None:
 
 STRATEGIES = [
     (operation, name)
-    for operation in sorted(SUMS)
+    for operation in sorted(OPERATIONS)
     for name, reduction in REDUCTION.items()
     if any(reduction["strategy"] in knob.values for knob in space_of(operation).knobs)
 ]

@@ -19,7 +19,9 @@ from generator.kernels.variant import Variant, make_variant
 from generator.problem import Problem
 from generator.space.expressions import DERIVED
 from generator.target import Target, find_target
-from normforge.spec import KernelSpec, Launch, ceil_div, plan_launch
+from normforge.operations import OPERATIONS, RowOperation, Signature
+from normforge.operations.signature import rows, rows_out
+from normforge.spec import UNBOUNDED, KernelSpec, Launch, ceil_div, plan_launch
 from tests.support.samples import (
     REDUCTION,
     SPACE,
@@ -285,6 +287,29 @@ def test_what_no_template_can_serve_is_refused(
     with pytest.raises(NormforgeError, match=said):
         replace(v, N=N, exact=exact, config={**v.config, **knobs})
     assert not replace(v, exact=False, config={**v.config, "cluster": 2, **ANY_ROW}).exact
+
+
+def test_only_what_waits_for_nobody_has_more_ctas_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation has sums over its rows and a strategy for them, or neither."""
+    alone = Signature(rows("y"), rows("dy"), rows_out("dx"), row_sums=1)
+    monkeypatch.setitem(
+        OPERATIONS, "alone", RowOperation("alone", alone, lambda y, dy: {"dx": (y, dy)})
+    )
+    v = plain_variant("4096x4096:bf16", find_target("h200"), pipeline="direct", reload="none")
+    free, grid = {"strategy": "none"}, {"grid": "rows"}
+    for knobs, operation, said in (
+        (grid, v.operation, "'column_slices' and more CTAs than fit at once"),
+        (free, v.operation, "sums over the rows and no strategy"),
+        ({}, "alone", "'column_slices' without sums over the rows"),
+    ):
+        with pytest.raises(NormforgeError, match=said):
+            replace(v, operation=operation, config={**v.config, **knobs})
+    other = replace(v, operation="alone", config={**v.config, **free})
+    assert other.spec(132).sms == 132
+    assert (other.determinism, other.block_batches) == ("gpu_to_gpu", 0)
+    unbounded = replace(other, config={**other.config, **grid})
+    assert unbounded.spec(132) == replace(other.spec(132), sms=UNBOUNDED)
+    assert unbounded.id == other.id, "it acts through the launch alone"
 
 
 @settings(max_examples=50)

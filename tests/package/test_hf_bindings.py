@@ -45,7 +45,7 @@ workspace.is_capturing = lambda: False
 spec = specs.KernelSpec(**json.loads(sys.argv[2]))
 plan = specs.plan_launch(spec, 600)
 N = spec.N
-extent = launch.Extent(600, N, N, 0, N, 0, 0, 0, N, plan.group, launch.DW_IN_WEIGHT_DTYPE, 0.0)
+extent = launch.Extent(600, (N, N, N, N), (0, 0), 0, N, plan.group)
 library = ctypes.CDLL("libcuda.so.1")
 library.fake_log.restype = ctypes.c_char_p
 spaces = workspace.Workspaces()
@@ -56,8 +56,8 @@ warned = []
 def run(stream=7):
     kernel = kernels.LoadedKernel(b"machine code", spec, warned.append)
     addresses = tuple(range(0x7F0000000000, 0x7F0000000080, 16))
-    bound = binding.bind(kernel, plan, extent, 0, stream, 4096, 8192, wants_dw=True)
-    bound.run(addresses, 0)
+    bound = binding.bind(kernel, plan, extent, 0, stream, 4096, 8192, wants_sums=True)
+    bound.run(addresses)
 
 
 def fit(words):

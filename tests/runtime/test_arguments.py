@@ -114,16 +114,18 @@ def test_layout_finds_every_row_of_every_pair_of_tensors(x_kind: str, dy_kind: s
     x, dy = kinds[x_kind], kinds[dy_kind]
     layout, alignment = read_layout(Arguments(dy, x, torch.empty(24), None, dresidual=dy.float()))
     assert (layout.rows, layout.columns) == (24, 16)
-    dresidual = RowLayout(layout.dresidual_stride)
+    strided = layout.strided
+    assert strided.keys() == {"x", "dy", "dresidual"} and strided["dresidual"].inner == 0
     for tensor, rows, copied in (
-        (dy, layout.dy, layout.copy[0]),
-        (x, layout.x, layout.copy[1]),
-        (dy.float(), dresidual, layout.copy[4]),
+        (dy, strided["dy"], layout.copy.dy),
+        (x, strided["x"], layout.copy.x),
+        (dy.float(), strided["dresidual"], layout.copy.dresidual),
     ):
         read = dense(tensor) if copied else tensor
         index = torch.arange(4).reshape(4, 1) * read.stride(0) + torch.arange(6) * read.stride(1)
         assert rows_at(rows, 24) == index.flatten().tolist()
-    for rows in (layout.dy, layout.x):
+    assert strided["x"].inner == strided["dy"].inner
+    for rows in (strided["dy"], strided["x"]):
         assert all(step * 2 % alignment == 0 for step in (rows.stride, rows.outer))
 
 

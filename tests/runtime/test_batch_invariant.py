@@ -21,6 +21,7 @@ from normforge.frontends import rms_norm as rms_norm_module
 from normforge.frontends.batch_invariant import BatchInvariantPackage
 from normforge.launch import forward_call
 from normforge.launch.kernel_arguments import DW_ADDED
+from normforge.operations import RMSNORM_BACKWARD
 from normforge.serve import call
 from normforge.serve.reference import reference_backward, reference_forward
 from normforge.spec import plan_launch
@@ -145,11 +146,13 @@ def test_misplaced_tensors_of_a_backward_are_copied_for_the_same_kernel(
         (seen,) = of(driver, MAIN)
         assert seen.function.cubin == aligned.function.cubin
         assert (seen.grid, seen.block) == (aligned.grid, aligned.block)
-        assert not any(address % 32 for address in seen.arguments[:6])
-        assert seen.arguments[4:6] == (dx.data_ptr(), dw.data_ptr())
-        assert seen.arguments[11:] == aligned.arguments[11:]  # the rows lie as they did there
-        for address, tensor in zip(seen.arguments, ("x", "dy", "rstd", "weight"), strict=False):
-            assert (address == moved[tensor].data_ptr()) == (tensor != name)
+        got = seen.arguments
+        assert not any(getattr(got, t.name) % 32 for t in RMSNORM_BACKWARD.signature.leading[:6])
+        assert (got.dx, got.dw) == (dx.data_ptr(), dw.data_ptr())
+        numbers = got._fields.index("rows")
+        assert got[numbers:] == aligned.arguments[numbers:]  # the rows lie as they did there
+        for tensor in ("x", "dy", "rstd", "weight"):
+            assert (getattr(got, tensor) == moved[tensor].data_ptr()) == (tensor != name)
 
 
 @pytest.mark.parametrize(("name", "move"), misplaced("x", "residual"))
@@ -169,12 +172,14 @@ def test_misplaced_tensors_of_a_forward_are_copied_for_the_same_kernel(
         (seen,) = of(driver, kernel)
         assert seen.function.cubin == aligned.function.cubin
         assert (seen.grid, seen.block) == (aligned.grid, aligned.block)
-        assert not any(address % 32 for address in seen.arguments[:6])
-        assert seen.arguments[3:5] == (y.data_ptr(), rstd.data_ptr())
-        assert seen.arguments[6:] == aligned.arguments[6:]
-        for address, tensor in zip(seen.arguments, ("x", "residual", "weight"), strict=False):
+        got = seen.arguments
+        assert not any(address % 32 for address in got[: got._fields.index("eps")])
+        assert (got.y, got.rstd) == (y.data_ptr(), rstd.data_ptr())
+        numbers = got._fields.index("eps")
+        assert got[numbers:] == aligned.arguments[numbers:]
+        for tensor in ("x", "residual", "weight"):
             if tensor in moved:
-                assert (address == moved[tensor].data_ptr()) == (tensor != name)
+                assert (getattr(got, tensor) == moved[tensor].data_ptr()) == (tensor != name)
 
 
 def test_rows_at_an_aligned_stride_are_read_in_place(
@@ -185,8 +190,9 @@ def test_rows_at_an_aligned_stride_are_read_in_place(
     change = given(x=packed[:, 1], dy=packed[:, 2])
     package.rmsnorm_backward(**change)
     (seen,) = of(driver, MAIN)
-    assert seen.arguments[:2] == (change["x"].data_ptr(), change["dy"].data_ptr())
-    assert seen.arguments[12:14] == (3 * N, 3 * N)
+    got = seen.arguments
+    assert (got.x, got.dy) == (change["x"].data_ptr(), change["dy"].data_ptr())
+    assert (got.x_stride, got.dy_stride) == (3 * N, 3 * N)
 
 
 @pytest.mark.parametrize("move", [odd, lambda dw: dw.new_zeros(2 * N)[::2]])
@@ -198,13 +204,13 @@ def test_sum_is_added_to_a_misplaced_dw_by_the_kernel(
     total.fill_(3.0)
     _, dw = package.rmsnorm_backward(**given(), dw_out=total, accumulate=True)
     (seen,) = of(driver, MAIN)
-    assert seen.arguments[21] == DW_ADDED
-    assert seen.arguments[5] not in (0, total.data_ptr()) and seen.arguments[5] % 32 == 0
+    assert seen.arguments.dw_mode == DW_ADDED
+    assert seen.arguments.dw not in (0, total.data_ptr()) and seen.arguments.dw % 32 == 0
     assert dw is total and torch.equal(total.as_subclass(torch.Tensor), torch.full((N,), 3.0))
     place = on_gpu(torch.zeros(N))
     package.rmsnorm_backward(**given(), dw_out=place, accumulate=True)
     (seen,) = of(driver, MAIN)
-    assert (seen.arguments[5], seen.arguments[21]) == (place.data_ptr(), DW_ADDED)
+    assert (seen.arguments.dw, seen.arguments.dw_mode) == (place.data_ptr(), DW_ADDED)
 
 
 # ---- Which kernel serves -------------------------------------------------------------------------
@@ -240,9 +246,9 @@ def test_second_kernel_gets_the_sums_in_the_workspace_and_the_whole_groups_among
         for _ in range(3):  # prepared, known, quick
             package.rmsnorm_backward(**repeated(rows, 256))
             (main,), (second,) = of(driver, MAIN), of(driver, SECOND)
-            assert main.arguments[20] == second.arguments[5] == plan.group
-            assert second.arguments[2:5] == (plan.partials, 256, 0)
-            assert second.arguments[:2] == (main.arguments[10], main.arguments[5])
+            assert main.arguments.group == plan.group
+            places = (main.arguments.scratch, main.arguments.dw)
+            assert second.arguments == (*places, plan.partials, 256, 0, plan.group)
             assert second.grid == plan.sum_grid
         seen_groups.add(plan.group)
     assert 0 in seen_groups and max(seen_groups) > 0
@@ -262,7 +268,7 @@ def test_margin_of_sms_changes_the_grid_of_the_same_kernel(
             package.rmsnorm_backward(**repeated(rows, N))
             (seen,) = of(driver, MAIN)
             assert seen.function.cubin == kernel.read_cubin(FOLDER)
-            assert (seen.grid, seen.arguments[20]) == (plan.grid, plan.group)
+            assert (seen.grid, seen.arguments.group) == (plan.grid, plan.group)
         assert package.explain(rows, N, "bf16")["launch"]["grid"] == plan.grid
         grids.append(plan.grid)
     assert grids[0] == grids[3] > grids[1] > grids[2] > 0
@@ -462,7 +468,7 @@ def test_gradients_of_a_matching_forward_are_the_packages_from_its_rstd(
     (forward,), (backward,) = of(driver, "rmsnorm_forward"), of(driver, MAIN)
     kernel = package.table.choose(M, N, "bf16", "bf16").kernel
     assert kernel is not None and backward.function.cubin == kernel.read_cubin(FOLDER)
-    assert backward.arguments[2] == forward.arguments[4] != 0
+    assert backward.arguments.rstd == forward.arguments.rstd != 0
 
 
 def test_what_vllm_does_not_have_is_refused(package: BatchInvariantPackage) -> None:

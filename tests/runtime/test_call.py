@@ -154,8 +154,8 @@ def test_layouts_that_kernels_cannot_read_are_copied(calls: Calls) -> None:
     x = tensors()[1]
     sideways = x.t().contiguous().t()
     call = calls(x=sideways)
-    assert call.tensors[0] != sideways.data_ptr()
-    assert call.tensors[1] == call.given.dy.data_ptr()
+    assert call.arguments.x != sideways.data_ptr()
+    assert call.arguments.dy == call.given.dy.data_ptr()
 
 
 @never_quick
@@ -164,10 +164,10 @@ def test_repeated_statistics_and_weight_are_copied_whole(calls: Calls) -> None:
     launched, seen = calls.driver.cuLaunchKernelEx, []
 
     def read(config: Any, function: str, parameters: int, extra: int) -> Any:
-        _, _, rstd, weight, *_, last = read_arguments(function, parameters)
-        saved = (rstd, last) if calls.centred else (rstd,)
+        given = read_arguments(function, parameters)
+        saved = (given.rstd, given.mean) if calls.centred else (given.rstd,)
         seen.extend(struct.unpack("6f", ctypes.string_at(at, 24)) for at in saved)
-        seen.append(struct.unpack("1024H", ctypes.string_at(weight, 2048)))
+        seen.append(struct.unpack("1024H", ctypes.string_at(given.weight, 2048)))
         return launched(config, function, parameters, extra)
 
     calls.driver.cuLaunchKernelEx = read  # type: ignore[method-assign]
@@ -213,8 +213,9 @@ def test_kernel_gets_what_the_options_ask_for(
         change = {"dw_out": calls.dw(change["dw_out"])}
     call = calls(options=options, **change)
     given, (dx, dw) = call.given, call.results
-    inputs = (given.x, given.dy, given.rstd, given.weight)
-    assert call.tensors == (*map(address, inputs), address(dx), address(dw), 0, 0)
+    places = {name: address(getattr(given, name)) for name in ("x", "dy", "rstd", "weight")}
+    places |= {"dx": address(dx), "dw": address(dw), "dresidual": 0, "dresidual_out": 0}
+    assert call.tensors == places
     assert call.dw_mode == dw_mode
     assert call.mean == (given.mean.data_ptr() if calls.centred else None)
     assert (dx is None) is not options.need_dx
@@ -232,8 +233,8 @@ def test_residual_of_another_dtype_has_an_output_of_its_own(calls: Calls) -> Non
         call = calls(dresidual=dresidual)
         dx, _, third = call.results
         assert (dx.dtype, third.dtype) == (torch.bfloat16, dtype)
-        assert call.tensors[6] == dresidual.data_ptr()
-        assert call.tensors[7] == (0 if third is dx else third.data_ptr())
+        assert call.arguments.dresidual == dresidual.data_ptr()
+        assert call.arguments.dresidual_out == (0 if third is dx else third.data_ptr())
         assert (third is dx) is (dtype is torch.bfloat16)
 
 
@@ -247,7 +248,7 @@ def test_without_dw_there_is_no_second_kernel(
     calls.device.capturing = capturing
     assert calls(**change).sum is None
     call = calls()
-    assert call.sum.arguments[1] == address(call.results[1])
+    assert call.sum.arguments.sums == address(call.results[1])
 
 
 def in_another_thread(work: Callable[[], Any]) -> Any:
@@ -288,9 +289,10 @@ def test_call_for_another_device_than_the_current_one(
     assert calls.serve(call, Arguments(**given)) is not None
     assert entered == [0] and calls.device.device == 1
     seen = calls.driver.launches[-1].arguments
-    assert seen[8:11] == mine.seen.arguments[8:11]
-    assert seen[:4] == tuple(given[name].data_ptr() for name in ("x", "dy", "rstd", "weight"))
-    assert not calls.centred or seen[23] == given["mean"].data_ptr()
+    for name in ("counters", "zeroed", "scratch"):
+        assert getattr(seen, name) == getattr(mine.arguments, name)
+    assert all(getattr(seen, name) == tensor.data_ptr() for name, tensor in given.items())
+    assert ("mean" in given) is calls.centred
 
 
 @of_any_norm

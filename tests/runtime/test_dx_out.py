@@ -185,10 +185,10 @@ def test_kernel_writes_to_the_address_of_dx_out(
     dx_out = tensors()[0]
     versions = dx_out._version
     call = calls(**({"dy": dx_out} if over_dy else {}), dx_out=dx_out)
-    assert call.results[0] is dx_out and call.tensors[4] == dx_out.data_ptr()
-    assert (call.tensors[1] == dx_out.data_ptr()) is over_dy
+    assert call.results[0] is dx_out and call.arguments.dx == dx_out.data_ptr()
+    assert (call.arguments.dy == dx_out.data_ptr()) is over_dy
     assert dx_out._version == versions + 1
-    assert calls().tensors[4] != dx_out.data_ptr()
+    assert calls().arguments.dx != dx_out.data_ptr()
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 
-from generator.operations.rmsnorm_backward import Inputs, run_backward
+from generator.operations.rmsnorm_backward import Inputs
+from generator.operations.rows import run_rows
 from normforge.launch.driver import LaunchError
 from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.spec import Launch, plan_launch
@@ -35,7 +36,7 @@ def run(
     place: Any = SimpleNamespace(data_ptr=lambda: workspace)
     current = SimpleNamespace(cuda_stream=stream)
     with patch.object(torch.cuda, "current_stream", lambda: current):
-        run_backward(kernel, plan, inputs, outputs, place)
+        run_rows(kernel, plan, inputs, outputs, place)
 
 
 def launch(kernel: LoadedKernel, stream: int = 7, workspace: int = 4096) -> tuple[Any, ...]:
@@ -53,7 +54,7 @@ def test_launch_hands_over_arguments_in_the_order_of_the_kernel(driver: FakeDriv
     assert seen.arguments == (
         *(*(tensor.data_ptr() for tensor in given), 0, 0),
         *(4096, 4096 + plan.zeroed_offset, 4096 + plan.scratch_offset),
-        *(6, 2048, 1024, 0, 1024, 0, 0, 0),
+        *(6, 2048, 1024, 1024, 1024, 0, 0, 0),
         *(1024, plan.group, 0, 0.0),
     )
     assert (seen.function, seen.grid, seen.block) == ("rmsnorm_backward", plan.grid, 256)
@@ -84,6 +85,23 @@ def test_without_dw_the_second_kernel_is_not_launched(driver: FakeDriver) -> Non
     plan = plan_launch(SEPARATE, len(x))
     run(kernel, plan, Inputs(x, dy, rstd, weight), {"dx": torch.empty_like(x), "dw": None})
     assert [seen.function for seen in driver.launches] == ["rmsnorm_backward"]
+
+
+def test_what_is_not_wanted_has_no_address_and_no_copy(driver: FakeDriver) -> None:
+    """dx in the residual's dtype is one of dx."""
+    kernel = LoadedKernel(b"cubin", replace(SPEC, residual="fp32"))
+    dy, x, rstd, weight = tensors()
+    inputs = Inputs(x, dy, rstd, weight, dresidual=torch.zeros(6, 1024))
+    dx, dw, third = torch.empty_like(x), torch.empty_like(weight), torch.empty(6, 1024)
+    for outputs in (
+        {"dx": dx, "dw": dw, "dresidual_out": third},
+        {"dx": None, "dw": dw, "dresidual_out": third},
+    ):
+        run(kernel, plan_launch(kernel.spec, len(x)), inputs, outputs)
+    both, without = (seen.arguments for seen in driver.launches)
+    assert (both.dx, both.dresidual_out) == (dx.data_ptr(), third.data_ptr())
+    assert (both.dw, both.dresidual) == (dw.data_ptr(), inputs.dresidual.data_ptr())
+    assert without == both._replace(dx=0, dresidual_out=0)
 
 
 def test_no_attribute_is_set_that_a_kernel_does_not_ask_for(driver: FakeDriver) -> None:

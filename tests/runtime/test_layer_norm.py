@@ -354,21 +354,25 @@ def test_the_kernel_gets_every_tensor_and_its_mean(
     seen, *second = driver.launches
     launch = plan_launch(spec, 6)
     assert (seen.function, seen.grid, seen.stream) == ("layernorm_backward", launch.grid, 7)
-    given = (x, dy, rstd, weight, dx, dw)
-    assert seen.arguments[:8] == (*(tensor.data_ptr() for tensor in given), 0, 0)
-    assert seen.arguments[-1] not in (0, mean.data_ptr())
-    assert seen.arguments[11:16] == (6, *[1024] * 4)  # rows; strides of x, dy, dresidual, dx
-    assert seen.arguments[19] == 1024  # columns: N, though dw has 2 N
-    assert seen.arguments[21:23] == (DW_IN_WEIGHT_DTYPE, 0.0)
+    got = seen.arguments
+    given = {"x": x, "dy": dy, "rstd": rstd, "weight": weight, "dx": dx, "dw": dw}
+    assert all(getattr(got, name) == tensor.data_ptr() for name, tensor in given.items())
+    assert (got.dresidual, got.dresidual_out) == (0, 0)
+    assert got.mean not in (0, mean.data_ptr())
+    assert (got.x_stride, got.dy_stride, got.dresidual_stride, got.dx_stride) == (1024,) * 4
+    assert (got.rows, got.columns) == (6, 1024)  # N, though dw has 2 N
+    assert (got.dw_mode, got.weight_offset) == (DW_IN_WEIGHT_DTYPE, 0.0)
     assert db.data_ptr() == dw.data_ptr() + 1024 * 2  # the kernel writes dbeta behind dgamma
-    assert [sums.arguments[1:4] for sums in second] == [
+    theirs = [one.arguments for one in second]
+    assert [(one.sums, one.partials, one.columns) for one in theirs] == [
         (dw.data_ptr(), launch.participants, 1024)
     ] * (strategy == "separate")
     mean = mean.contiguous()
     package.layer_norm_backward(dy, x, mean, rstd, weight)
-    again = driver.launches[len(driver.launches) // 2]
-    assert again.arguments[-1] == mean.data_ptr()
-    assert capturing or again.arguments[8:11] == seen.arguments[8:11]  # one workspace
+    again = driver.launches[len(driver.launches) // 2].arguments
+    assert again.mean == mean.data_ptr()
+    for name in ("counters", "zeroed", "scratch"):
+        assert capturing or getattr(again, name) == getattr(got, name)
 
 
 def test_the_kernel_gets_options_and_strides(launching: Any, driver: FakeDriver) -> None:
@@ -379,11 +383,12 @@ def test_the_kernel_gets_options_and_strides(launching: Any, driver: FakeDriver)
     options = {"dresidual": dresidual, "dw_out": buffer, "accumulate": True}
     dx, dw, _, third = package.layer_norm_backward(dy, x, mean, rstd, weight, **options)
     (seen,) = driver.launches
-    given = (x, dy, rstd, weight, dx, buffer, dresidual, third)
-    assert seen.arguments[:8] == tuple(tensor.data_ptr() for tensor in given)
-    assert seen.arguments[11:16] == (6, 2048, 2048, 1024, 1024)
-    assert seen.arguments[21] == DW_ADDED
-    assert seen.arguments[-1] == mean.data_ptr()
+    given = {"x": x, "dy": dy, "rstd": rstd, "weight": weight, "dx": dx, "dw": buffer}
+    given |= {"dresidual": dresidual, "dresidual_out": third, "mean": mean}
+    got = seen.arguments
+    assert all(getattr(got, name) == tensor.data_ptr() for name, tensor in given.items())
+    assert (got.rows, got.x_stride, got.dy_stride) == (6, 2048, 2048)
+    assert (got.dresidual_stride, got.dx_stride, got.dw_mode) == (1024, 1024, DW_ADDED)
     assert dw.data_ptr() == buffer.data_ptr()
 
 
@@ -397,8 +402,9 @@ def test_what_is_not_wanted_has_no_address(
     dx, dw, db = package.layer_norm_backward(dy, x, rstd, rstd, weight, **wanted)
     (seen,) = driver.launches
     assert [result is not None for result in (dx, dw, db)] == [need_dx, need_dw, need_dw]
-    assert [address != 0 for address in seen.arguments[4:6]] == [need_dx, need_dw]
-    assert seen.arguments[21] == (DW_IN_FP32 if need_dw else DW_IN_WEIGHT_DTYPE)
+    got = seen.arguments
+    assert (got.dx != 0, got.dw != 0) == (need_dx, need_dw)
+    assert got.dw_mode == (DW_IN_FP32 if need_dw else DW_IN_WEIGHT_DTYPE)
     assert dw is None or dw.dtype == torch.float32
 
 
@@ -408,10 +414,10 @@ def test_a_module_launches_its_backward(launching: Any, driver: FakeDriver) -> N
     _, x, _, _ = tensors()
     norm(x.requires_grad_()).sum().backward()
     (seen,) = driver.launches
-    assert (seen.function, seen.arguments[3]) == ("layernorm_backward", norm.weight.data_ptr())
+    assert (seen.function, seen.arguments.weight) == ("layernorm_backward", address(norm.weight))
     assert x.grad is not None
-    assert seen.arguments[4] == x.grad.data_ptr()
-    assert norm.bias.grad.data_ptr() == seen.arguments[5] + 2048
+    assert seen.arguments.dx == x.grad.data_ptr()
+    assert norm.bias.grad.data_ptr() == seen.arguments.dw + 2048
 
 
 # ---- Calls like an earlier one -------------------------------------------------------------------
@@ -427,9 +433,9 @@ def test_a_call_that_came_before_goes_the_quick_way(
     monkeypatch.setattr(package, "_run", None)
     dx, dw, db = package.layer_norm_backward(dy, x, mean, rstd, weight)
     first, second, third = (seen.arguments for seen in driver.launches)
-    assert second[8:23] == third[8:23] == first[8:23]
-    assert third[:4] == (address(x), address(dy), address(rstd), address(weight))
-    assert (*third[4:6], third[-1]) == (address(dx), address(dw), address(mean))
+    given = {"x": x, "dy": dy, "rstd": rstd, "weight": weight, "dx": dx, "dw": dw, "mean": mean}
+    places = {name: address(tensor) for name, tensor in given.items()}
+    assert third == first._replace(**places) == second._replace(**places)
     assert address(db) == address(dw) + 2048
     assert dw is not None
     assert db is not None
@@ -475,7 +481,7 @@ class Node:
         with around or nullcontext():
             torch.autograd.backward(results, [torch.ones_like(one) for one in results])
         got = self.driver.launches[-1].arguments
-        places = (got[4], got[5], got[5] + 2048)
+        places = (got.dx, got.dw, got.dw + 2048)
         for tensor, place in zip(self.leaves, places, strict=True):
             assert address(tensor.grad) == (place if tensor.requires_grad else 0)
         return got
@@ -560,11 +566,11 @@ def test_routed_calls_go_the_quick_way_by_their_mask(
         monkeypatch.setattr(package, "_run", lambda *a, **k: asked.append(a[0]) or run(*a, **k))
         found = backward(*given, mask)
     got = driver.launches[-1].arguments
-    places = (got[4], got[5], got[5] + 2048)
+    places = (got.dx, got.dw, got.dw + 2048)
     assert [address(one) for one in found] == [
         place if wants else 0 for place, wants in zip(places, mask, strict=True)
     ]
-    assert (got[4] != 0, got[-1]) == (mask[0], address(mean))
+    assert (got.dx != 0, got.mean) == (mask[0], address(mean))
     assert bool(asked) is not mask[0]
 
 

@@ -56,8 +56,8 @@ def test_rows_that_are_stepped_through_in_two_ways_are_copied_once() -> None:
     dy = strided((2, 3, 4, N), (13 * N, 4 * N, N, 1))  # behind every 12
     layout, _ = layout_of(x, dy)
     assert layout.copy[:2] == (True, False)
-    assert layout.x == RowLayout(N, 4, 5 * N)
-    assert layout.dy == RowLayout(N, 4, 4 * N)
+    assert layout.strided["x"] == RowLayout(N, 4, 5 * N)
+    assert layout.strided["dy"] == RowLayout(N, 4, 4 * N)
     dense = strided((2, 3, 4, N), (12 * N, 4 * N, N, 1))
     assert layout_of(x, dense)[0].copy[:2] == (False, False), "it goes along with any"
 

@@ -117,9 +117,10 @@ def test_native_forward_is_that_of_python(
     for name in ("function", "grid", "block", "smem", "stream"):
         assert getattr(found, name) == getattr(python, name), name
     assert found.attributes == {int(kind) for kind in python.attributes}
-    assert found.arguments[:3] == python.arguments[:3]
-    assert found.arguments[3] == results[0].data_ptr()
-    assert found.arguments[6:] == python.arguments[6:]
+    made = ("y", "rstd", "residual_out")  # memory of each call's own
+    own = {name: getattr(found.arguments, name) for name in made}
+    assert found.arguments == python.arguments._replace(**own)
+    assert own["y"] == results[0].data_ptr()
 
 
 @calls

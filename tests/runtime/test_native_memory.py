@@ -55,17 +55,17 @@ def warming(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scratch_that_grew_is_that_of_every_plan(machine: Machine, make: Any) -> None:
     package = make(SEPARATE)
     learned(package)
-    small = machine.native[-2].arguments[10]
+    small = machine.native[-2].arguments.scratch
     learned(package, M=4096)
     by_cpp, _, _ = who_served(machine, lambda: by_autograd(package, **inputs(4096)))
     assert by_cpp == 2
-    large = machine.native[-2].arguments[10]
+    large = machine.native[-2].arguments.scratch
     assert (small, 7) in machine.freed and large != small
     by_cpp, _, _ = who_served(machine, lambda: by_autograd(package, **inputs()))
     assert by_cpp == 2
-    assert machine.native[-2].arguments[10] == machine.native[-1].arguments[0] == large
+    assert machine.native[-2].arguments.scratch == machine.native[-1].arguments.scratch == large
     needed = machine.allocated[large][0]
-    assert needed >= 4 * 1024 * machine.native[-3].arguments[2], "room for all partial rows"
+    assert needed >= 4 * 1024 * machine.native[-3].arguments.partials, "room for all partial rows"
 
 
 def test_scratch_that_was_lost_leaves_calls_to_python_until_there_is_new(
@@ -101,7 +101,7 @@ def test_scratch_that_comes_back_has_room_for_the_largest_plan(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     learn = package._native.learn
     learned(package, M=16)
-    needed = machine.allocated[machine.native[-2].arguments[10]][0]
+    needed = machine.allocated[machine.native[-2].arguments.scratch][0]
 
     def learn_without_memory(call: Any) -> None:
         machine.full = True
@@ -115,7 +115,7 @@ def test_scratch_that_comes_back_has_room_for_the_largest_plan(
     package._native.learn = learn
     learned(package, M=2)
     assert who_served(machine, lambda: by_autograd(package, **inputs(16)))[:2] == (2, 0)
-    assert machine.allocated[machine.native[-2].arguments[10]][0] >= needed
+    assert machine.allocated[machine.native[-2].arguments.scratch][0] >= needed
 
 
 @pytest.mark.usefixtures("warming")
@@ -253,7 +253,7 @@ def test_threads_on_one_stream_do_not_mix(
     assert len(pairs) == 60
     for main, second in zip(pairs[::2], pairs[1::2], strict=True):
         assert (main.function, second.function) == NAMES
-        assert main.thread == second.thread and main.arguments[5] == second.arguments[1]
+        assert main.thread == second.thread and main.arguments.dw == second.arguments.sums
 
 
 @entry_points
@@ -273,8 +273,8 @@ def test_threads_on_streams_of_their_own_share_nothing(
     assert {one.stream for one in mains} == {11, 12, 13}
     for one, other in itertools.combinations(mains, 2):
         if one.stream != other.stream:
-            assert one.arguments[8] != other.arguments[8]
-            assert one.arguments[10] != other.arguments[10]
+            assert one.arguments.counters != other.arguments.counters
+            assert one.arguments.scratch != other.arguments.scratch
 
 
 def test_tangent_of_a_gradient_is_not_dropped(machine: Machine, make: Any) -> None:
@@ -314,10 +314,7 @@ def test_growing_while_other_threads_launch(machine: Machine, make: Any) -> None
 
     seen: list[tuple[int, list[int]]] = []
     machine.between = lambda: seen.append(
-        (
-            machine.native[-1].arguments[10 if machine.native[-1].function == NAMES[0] else 0],
-            [at for at, _ in machine.freed],
-        )
+        (machine.native[-1].arguments.scratch, [at for at, _ in machine.freed])
     )
     in_threads([launch, launch, grow])
     assert len({scratch for scratch, _ in seen}) > 2

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from normforge.spec import CHUNK_ROWS, KernelSpec, plan_launch
+from normforge.spec import CHUNK_ROWS, UNBOUNDED, KernelSpec, plan_launch
 from tests.support.fake_driver import SPEC
 
 ROW = 1024  # floats of one row of partial dw
@@ -31,6 +31,22 @@ def test_a_grid_is_what_the_rows_need_and_no_more_than_is_resident(
     M: int, even: bool, grid: int
 ) -> None:
     assert plan_launch(replace(TEN, even_grid=even), M).grid == grid
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize(
+    ("M", "needed"), [(1, 1), (8, 1), (9, 2), (8000, 1000), (1 << 30, 1 << 27)]
+)
+def test_a_grid_that_waits_for_nobody_is_what_the_rows_need(
+    M: int, needed: int, cluster: int
+) -> None:
+    """And it has no memory between its CTAs."""
+    spec = replace(TEN, strategy="none", sms=UNBOUNDED, cluster=cluster)
+    launch = plan_launch(spec, M)
+    assert (launch.grid, launch.participants) == (needed * cluster, needed)
+    assert (launch.sum_grid, launch.workspace_bytes, launch.scratch_offset) == (0, 0, 0)
+    assert spec.idle(M) == 1
+    assert spec.participants * cluster < 1 << 31  # of a grid, CUDA's largest
 
 
 def memory(spec: KernelSpec, M: int = 8000) -> tuple[int, int, int, int]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,14 +27,16 @@ from normforge.launch import (
     loaded_kernel,
     workspace,
 )
+from normforge.launch.kernel_arguments import argument_layout
 from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.launch.workspace import Workspaces
 from normforge.native import plans
+from normforge.operations import Signature, signature_of
 from normforge.serve import call
 from normforge.serve.call import KernelCall
 from normforge.serve.layout import read_layout
 from normforge.serve.options import PLAIN, Arguments, Options
-from normforge.spec import KernelSpec, plan_launch
+from normforge.spec import FORWARD_KERNELS, SUM_KERNEL, KernelSpec, plan_launch
 from normforge.table import Kernel, Table, Tuned
 
 SPEC = KernelSpec(
@@ -67,14 +71,57 @@ LAYER_NORM = {"operation": "layernorm_backward", "columns": 2048, "partial_strid
 """What differs in a kernel of LayerNorm of the same row length."""
 
 
-_MAIN = {
-    "rmsnorm_backward": "@8Q3Q7qI3if",
-    "rmsnorm_invariant_backward": "@8Q3Q7qI3if",
-    "layernorm_backward": "@8Q3Q7qI3ifQ",
-    "rmsnorm_forward": "@6Q2f4qiI",
-    "rmsnorm_forward_residual": "@6Q2f4qiI",
-}
-"""The structure that a main kernel takes."""
+class SumArguments(NamedTuple):
+    """Those of a second kernel."""
+
+    scratch: int
+    sums: int
+    partials: int
+    columns: int
+    dw_mode: int
+    group: int
+
+
+class ForwardArguments(NamedTuple):
+    """Those of a forward."""
+
+    x: int
+    residual: int
+    weight: int
+    y: int
+    rstd: int
+    residual_out: int
+    eps: float
+    weight_offset: float
+    rows: int
+    x_stride: int
+    x_outer: int
+    residual_stride: int
+    columns: int
+    x_inner: int
+
+
+_FORWARD = struct.Struct("@6Q2f4qiI")
+
+
+def argument_names(signature: Signature) -> tuple[str, ...]:
+    """The arguments of a main kernel in their order; test_argument_layout.py compares them with the
+    structure in the kernel's source."""
+    return (
+        *(tensor.name for tensor in signature.leading),
+        *("counters", "zeroed", "scratch", "rows"),
+        *(f"{tensor.name}_stride" for tensor in signature.strided),
+        *(f"{tensor.name}_gap" for tensor in signature.early),
+        *("gaps", "columns", "group", "dw_mode", "weight_offset"),
+        *(tensor.name for tensor in signature.behind),
+    )
+
+
+@cache
+def _main_arguments(operation: str) -> tuple[struct.Struct, Any]:
+    """The structure that the main kernel of a backward takes, and a tuple that has its names."""
+    signature = signature_of(operation)
+    return argument_layout(signature).main, namedtuple("Arguments", argument_names(signature))
 
 
 class FakeDriver:
@@ -203,17 +250,22 @@ class FakeDriver:
         return (cuda.CUresult.CUDA_SUCCESS,)
 
 
-def read_arguments(function: str, parameters: int) -> tuple[int, ...]:
-    """What the driver would copy, given the kernels' parameters: one structure of the main kernel
-    (tensors, workspace, extent), six of the second one."""
-    if form := _MAIN.get(function):
+def read_arguments(function: str, parameters: int) -> Any:
+    """What the driver would copy, given the kernels' parameters, as a tuple with names: one
+    structure of the main kernel (tensors, workspace, extent), six of the second one."""
+    if function != SUM_KERNEL:
+        form, made = _FORWARD, ForwardArguments
+        if function not in FORWARD_KERNELS:
+            form, made = _main_arguments(function)
         (address,) = struct.unpack("Q", ctypes.string_at(parameters, 8))
-        return struct.unpack(form, ctypes.string_at(address, struct.calcsize(form)))
+        return made(*form.unpack(ctypes.string_at(address, form.size)))
     formats = "QQiiii"
     addresses = struct.unpack(f"{len(formats)}Q", ctypes.string_at(parameters, 8 * len(formats)))
-    return tuple(
-        struct.unpack(code, ctypes.string_at(address, struct.calcsize(code)))[0]
-        for code, address in zip(formats, addresses, strict=True)
+    return SumArguments(
+        *(
+            struct.unpack(code, ctypes.string_at(address, struct.calcsize(code)))[0]
+            for code, address in zip(formats, addresses, strict=True)
+        )
     )
 
 
@@ -331,7 +383,7 @@ class Calls:
             (name, tensor is not None and tensor.dtype) for name, tensor in change.items()
         )
         index = self.device.device
-        key = (index, spec, options, layout, kinds)
+        key = (index, spec, options, str(layout), kinds)
         if key not in self._made:
             self._made[key] = KernelCall(
                 kernel=self.kernel,
@@ -344,14 +396,15 @@ class Calls:
             )
         results = self.serve(self._made[key], given)
         launched = {seen.function: seen for seen in self.driver.launches}
-        seen = launched[spec.operation]
+        seen, signature = launched[spec.operation], signature_of(spec.operation)
         return SimpleNamespace(
-            zeros=seen.arguments[8],
-            scratch=seen.arguments[10],
+            zeros=seen.arguments.counters,
+            scratch=seen.arguments.scratch,
             seen=seen,
-            tensors=seen.arguments[:8],
-            dw_mode=seen.arguments[21],
-            mean=seen.arguments[23] if self.centred else None,
+            arguments=seen.arguments,
+            tensors={t.name: getattr(seen.arguments, t.name) for t in signature.leading},
+            dw_mode=seen.arguments.dw_mode,
+            mean=seen.arguments.mean if self.centred else None,
             sum=launched.get("sum_partials"),
             results=results,
             given=given,

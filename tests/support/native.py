@@ -20,6 +20,7 @@ from normforge.spec import FORWARD_KERNELS
 from tests.support.entry_points import leaf
 from tests.support.fake_driver import (
     FakeDriver,
+    ForwardArguments,
     read_arguments,
 )
 from tests.support.patience import patience
@@ -110,10 +111,9 @@ class Machine(FakeDriver):
     def _compute(self, name: str, parameters: int) -> None:
         compute(name, parameters)
         if self.square_rstd and name == NAMES[0]:
-            _, _, rstd, _, dx, *_ = arguments = read_arguments(name, parameters)
-            count, columns = arguments[11], arguments[-4]
-            squares = at_address(rstd, count, dtype=torch.float32).square()
-            at_address(dx, count, columns)[squares.isinf()] = torch.inf
+            given = read_arguments(name, parameters)
+            squares = at_address(given.rstd, given.rows, dtype=torch.float32).square()
+            at_address(given.dx, given.rows, given.columns)[squares.isinf()] = torch.inf
 
     def _stream(self, device: int, at: Any) -> int:
         at[0] = self.here()
@@ -172,36 +172,36 @@ _started = threading.local()
 def compute(name: str, parameters: int) -> None:
     """What a kernel does, in bf16. The main one of a backward computes both, and the second one,
     which has to follow it, puts dw in place again."""
-    arguments = read_arguments(name, parameters)
+    given = read_arguments(name, parameters)
     if name in FORWARD_KERNELS:
-        compute_forward(*arguments)
+        compute_forward(given)
         return
     if name == "sum_partials":
-        scratch, dw, _, columns, *_ = arguments
-        assert _started.last[:2] == (scratch, dw), "the main kernel of the same call comes first"
-        at_address(dw, columns)[:] = _started.last[2]
+        of_call = (given.scratch, given.sums)
+        assert _started.last[:2] == of_call, "the main kernel of the same call comes first"
+        at_address(given.sums, given.columns)[:] = _started.last[2]
         return
-    x, dy, rstd, weight, dx, dw, _, _, _, _, scratch, rows, x_stride, dy_stride, *_ = arguments
-    *_, columns, _, mode, _ = arguments
-    given = [at_address(at, rows, columns, step) for at, step in ((dy, dy_stride), (x, x_stride))]
-    scales = at_address(rstd, rows, dtype=torch.float32), at_address(weight, columns)
-    found_dx, found_dw = reference_backward(*given, *scales)
-    if dx:
-        at_address(dx, rows, columns)[:] = found_dx
-    if dw and mode == 0:
-        at_address(dw, columns)[:] = found_dw
-    _started.last = (scratch, dw, found_dw)
+    size = given.rows, given.columns
+    dy, x = at_address(given.dy, *size, given.dy_stride), at_address(given.x, *size, given.x_stride)
+    rstd = at_address(given.rstd, given.rows, dtype=torch.float32)
+    dx, dw = reference_backward(dy, x, rstd, at_address(given.weight, given.columns))
+    if given.dx:
+        at_address(given.dx, *size)[:] = dx
+    if given.dw and given.dw_mode == 0:
+        at_address(given.dw, given.columns)[:] = dw
+    _started.last = (given.scratch, given.dw, dw)
 
 
-def compute_forward(*arguments: Any) -> None:
-    x, residual, weight, y, rstd, out, eps, offset, rows, x_stride, _, step, columns, _ = arguments
-    other = at_address(residual, rows, columns, step) if residual else None
-    scale = at_address(weight, columns) if weight else None
-    found = reference_forward(at_address(x, rows, columns, x_stride), scale, eps, offset, other)
-    at_address(y, rows, columns)[:] = found[0]
-    at_address(rstd, rows, dtype=torch.float32)[:] = found[1].view(-1)
-    if out:
-        at_address(out, rows, columns)[:] = found[2]
+def compute_forward(given: ForwardArguments) -> None:
+    size = given.rows, given.columns
+    x, step = at_address(given.x, *size, given.x_stride), given.residual_stride
+    other = at_address(given.residual, *size, step) if given.residual else None
+    scale = at_address(given.weight, given.columns) if given.weight else None
+    found = reference_forward(x, scale, given.eps, given.weight_offset, other)
+    at_address(given.y, *size)[:] = found[0]
+    at_address(given.rstd, given.rows, dtype=torch.float32)[:] = found[1].view(-1)
+    if given.residual_out:
+        at_address(given.residual_out, *size)[:] = found[2]
 
 
 def at_address(
@@ -272,20 +272,22 @@ def check_launches(
             assert getattr(one, name) == getattr(two, name), name
         assert one.attributes == {int(kind) for kind in two.attributes}
     main, python = found[0].arguments, wanted[0].arguments
-    assert main[11:] == python[11:]
-    counters, zeroed, scratch = main[8:11]
-    assert zeroed - counters == python[9] - python[8]
+    numbers = main._fields.index("rows")
+    assert main[numbers:] == python[numbers:]
+    counters, zeroed, scratch = main.counters, main.zeroed, main.scratch
+    assert zeroed - counters == python.zeroed - python.counters
     if zeroed:
         assert any(at <= counters < zeroed <= at + size for at, size in machine.zeroed)
     assert scratch in machine.allocated, "scratch that nobody allocated"
     assert all(scratch != freed for freed, _ in machine.freed), "scratch that was freed"
     for other in machine.launches:
         if other.function == NAMES[0]:
-            shared = scratch == other.arguments[10] or 0 != counters == other.arguments[8]
+            theirs = other.arguments
+            shared = scratch == theirs.scratch or 0 != counters == theirs.counters
             assert not shared, "memory of a call through Python"
     for second in found[1:]:
-        assert second.arguments[:2] == (scratch, main[5])
-        assert second.arguments[2:] == wanted[1].arguments[2:]
+        theirs = wanted[1].arguments._replace(scratch=scratch, sums=main.dw)
+        assert second.arguments == theirs
 
 
 def installed_natively() -> bool:

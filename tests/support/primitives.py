@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from generator.kernels.render import headers
 from generator.paths import TEMPLATES
 from tests.support.litmus import Event
 
@@ -143,9 +144,10 @@ def _completion(barrier: str) -> tuple[Event, Event]:
     )
 
 
-def calls(fragment: str, function: str = "") -> list[str]:
-    """Primitives and helpers that a function of a fragment calls, in the order of its text."""
-    source = without_comments((TEMPLATES / f"{fragment}.cuh").read_text())
+def calls(fragment: str, function: str = "", text: str = "") -> list[str]:
+    """Primitives and helpers that a function of a fragment calls, in the order of its text. text:
+    of the fragment, by default as RMSNorm's kernels have it."""
+    source = without_comments(text or headers()[f"{fragment}.cuh"])
     if function:
         found = list(re.finditer(rf"DEVICE [^;{{}}]*\b{function}\(", source))
         assert found, f"{fragment}.cuh has no function {function}"

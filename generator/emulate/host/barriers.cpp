@@ -79,6 +79,11 @@ void meet(Wait::Kind kind, int line, unsigned object) {
     const unsigned time = self.team_time + 1;
     for (unsigned lane = 0; lane < kWarp; ++lane) pass_team_barrier(warp.threads[lane], time);
   }
+  if (kind == Wait::kWarpBarrier) {
+    warp.unfenced = nullptr;
+    for (unsigned lane = 0; lane < kWarp; ++lane)
+      if (warp.threads[lane].reads_copied) warp.unfenced = &warp.threads[lane];
+  }
   const unsigned others = kFullWarp & ~(1u << self.lane);
   warp.ready |= others;  // the warp that runs is on the list of ready ones
   // In one turn the warp goes from meeting to meeting, unless the seed lets others in between.
@@ -86,13 +91,15 @@ void meet(Wait::Kind kind, int line, unsigned object) {
 }
 
 // Whether the thread is the last one to come to a barrier. The others return when it has come.
-bool last_at(Barrier& barrier, std::size_t threads, Wait::Kind kind, unsigned id, int line) {
+// alive: those of the threads that have not ended.
+bool last_at(Barrier& barrier, std::size_t threads, std::size_t alive, Wait::Kind kind, unsigned id,
+             int line) {
   if (barrier.arrived == 0)
     barrier = {0, static_cast<unsigned>(threads), m.current->index, line};
   else if (barrier.line != line || barrier.threads != threads)
     fault(line, "divergent barrier: thread %u waits %s for %u threads", barrier.first,
           describe_wait({kind, barrier.line, id}).c_str(), barrier.threads);
-  if (++barrier.arrived < threads) {
+  if (++barrier.arrived < alive) {
     wait_for(kind, line, id);
     return false;
   }
@@ -124,14 +131,20 @@ void warp_barrier(int line) { meet(Wait::kWarpBarrier, line, 0); }
 void cta_barrier(int line) {
   Thread& self = *m.current;
   Cta& cta = *self.cta;
-  if (cta.alive < cta.threads.size())
-    fault(line, "divergent barrier: it waits at a CTA barrier and %zu threads have ended",
-          cta.threads.size() - cta.alive);
-  if (!last_at(cta.barrier, cta.threads.size(), Wait::kCtaBarrier, 0, line)) return;
+  // A producer may have ended, and the barrier counts those that have not.
+  const auto ended = cta.threads.size() - cta.alive;
+  if (ended > cta.producers() || (ended && self.index >= cta.threads.size() - cta.producers()))
+    fault(line, "divergent barrier: it waits at a CTA barrier and %zu threads have ended", ended);
+  if (!last_at(cta.barrier, cta.threads.size(), cta.alive, Wait::kCtaBarrier, 0, line)) return;
+  open_cta_barrier(cta);
+  maybe_yield();
+}
+
+void open_cta_barrier(Cta& cta) {
+  cta.barrier.arrived = 0;
   pass_cta_barrier(cta);
   for (Thread& thread : cta.threads)
-    if (&thread != &self) make_ready(thread);
-  maybe_yield();
+    if (&thread != m.current && !thread.done) make_ready(thread);
 }
 
 void named_barrier(unsigned id, unsigned threads, int line) {
@@ -139,22 +152,27 @@ void named_barrier(unsigned id, unsigned threads, int line) {
   Cta& cta = *self.cta;
   if (id == 0 || id > 15) fault(line, "uses barrier %u: 1 to 15 are free", id);
   if (threads % kWarp) fault(line, "barrier %u is for %u threads, not whole warps", id, threads);
-  if (!last_at(cta.named[id], threads, Wait::kNamedBarrier, id, line)) return;
+  if (!last_at(cta.named[id], threads, threads, Wait::kNamedBarrier, id, line)) return;
   std::vector<Thread*> there{&self};
   for (Thread& thread : cta.threads)
     if (thread.wait.kind == Wait::kNamedBarrier && thread.wait.object == id)
       there.push_back(&thread);
   Clock learned;
-  unsigned time = 0;
-  bool one_team = there.size() == cta.grid->team_threads;
+  std::vector<unsigned> counts(cta.threads.back().team + 1);  // of each team
+  TeamTimes times;
   for (const Thread* thread : there) {
     learned.join(thread->learned);
-    time = std::max(time, thread->team_time + 1);
-    one_team = one_team && thread->team == self.team;
+    ++counts[thread->team];
+    times.raise(thread->team, thread->team_time + 1);
+    times.join(thread->others);
   }
+  // It orders what whole teams did.
+  for (unsigned team = 0; team < counts.size(); ++team)
+    if (counts[team] != cta.grid->team_threads && counts[team]) times.below[team] = 0;
   for (Thread* thread : there) {
     thread->learned = learned;
-    if (one_team) pass_team_barrier(*thread, time);
+    if (times[thread->team]) pass_team_barrier(*thread, times[thread->team]);
+    thread->others.join(times);
     if (thread != &self) make_ready(*thread);
   }
   maybe_yield();
@@ -168,7 +186,7 @@ void cluster_barrier(int line) {
   Thread& self = *m.current;
   Cluster& cluster = *self.cta->cluster;
   const auto threads = cluster.ctas.size() * self.cta->threads.size();
-  if (!last_at(cluster.barrier, threads, Wait::kClusterBarrier, 0, line)) return;
+  if (!last_at(cluster.barrier, threads, threads, Wait::kClusterBarrier, 0, line)) return;
   Clock known;
   known.cta_time.resize(m.launch.grid + m.launch.sum_grid);
   for (Cta* cta : cluster.ctas) {

@@ -15,57 +15,62 @@ namespace {
 // Unmapped distance between buffers: a wild address is nearest to the buffer it was meant for.
 constexpr std::size_t kGap = std::size_t{1} << 22;
 
+Buffer words(const char* name, Role role, std::size_t rows, std::size_t columns) {
+  Buffer buffer;
+  buffer.name = name;
+  buffer.role = role;
+  buffer.item = 4;
+  buffer.rows = rows;
+  buffer.columns = columns;
+  buffer.pitch = columns ? columns * 4 : 1;
+  return buffer;
+}
+
+unsigned char* reserve(std::size_t bytes) {
+  void* arena = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (arena == MAP_FAILED) {
+    std::fprintf(stderr, "no memory for buffers of %zu bytes\n", bytes);
+    std::exit(3);
+  }
+  return static_cast<unsigned char*>(arena);
+}
+
 }  // namespace
+
+Buffer& buffer_of(const std::string& name) {
+  for (Buffer& buffer : m.buffers)
+    if (buffer.name == name) return buffer;
+  std::fprintf(stderr, "no buffer is called %s\n", name.c_str());
+  std::exit(2);
+}
 
 void lay_out_memory() {
   const Launch& l = m.launch;
-  const std::size_t row = std::size_t{l.columns} * l.item;
-  const std::size_t partials = l.partial_stride ? std::size_t{l.partial_stride} * 4 : 4;
-  const auto flat = [](const char* name, std::size_t bytes, unsigned item) {
-    return Buffer{name, nullptr, 1, bytes ? bytes : 1, bytes, item};
-  };
-  const std::size_t last = l.rows ? l.rows - 1 : 0;
-  m.buffers[kX] = {"x", nullptr, stored_row(kX, last) + 1, std::size_t{l.x_stride} * l.item, row,
-                   l.item};
-  m.buffers[kDy] = {"dy", nullptr, stored_row(kDy, last) + 1, std::size_t{l.dy_stride} * l.item,
-                    row, l.item};
-  m.buffers[kRstd] = flat("rstd", std::size_t{l.rows} * 4, 4);
-  m.buffers[kMean] = flat("mean", l.statistics > 1 ? std::size_t{l.rows} * 4 : 0, 4);
-  m.buffers[kWeight] = flat("weight", std::size_t{l.columns} * l.weight_item, l.weight_item);
-  m.buffers[kDx] = {"dx", nullptr, l.rows, std::size_t{l.dx_stride} * l.item, row, l.item};
-  const std::size_t sums = std::size_t{l.columns} * l.column_sums;
-  m.buffers[kDw] = flat("dw", sums * l.dw_item, l.dw_item);
-  const std::size_t residual = std::size_t{l.columns} * l.residual_item;
-  const unsigned residual_item = l.residual_item ? l.residual_item : 1;
-  m.buffers[kDresidual] = {"dresidual", nullptr, l.residual_item ? l.rows : 0, residual + !residual,
-                           residual, residual_item};
-  m.buffers[kDresidualOut] = {"dresidual_out", nullptr, l.residual_out ? l.rows : 0,
-                              (residual + !residual) / l.columns * l.dx_stride, residual,
-                              residual_item};
-  if (!l.residual_out) m.buffers[kDresidualOut].pitch = 1;
-  m.buffers[kCounters] = flat("counters", std::size_t{l.counters} * 4, 4);
-  m.buffers[kZeroed] = {"zeroed", nullptr, l.zeroed * 4 / partials, partials, partials, 4};
-  m.buffers[kScratch] = {"scratch", nullptr, l.scratch * 4 / partials, partials, partials, 4};
+  const std::size_t partials = l.partial_stride ? l.partial_stride : 1;
+  const Buffer workspace[] = {words("counters", kCounters, 1, l.counters),
+                              words("zeroed", kZeroed, l.zeroed / partials, partials),
+                              words("scratch", kScratch, l.scratch / partials, partials)};
+  m.buffers.insert(m.buffers.begin(), std::begin(workspace), std::end(workspace));
   std::size_t total = kGap;
-  for (const Buffer& buffer : m.buffers) total += (buffer.extent() + 4095) / 4096 * 4096 + kGap;
-  void* arena = mmap(nullptr, total, PROT_READ | PROT_WRITE,
-                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (arena == MAP_FAILED) {
-    std::fprintf(stderr, "no memory for buffers of %zu bytes\n", total);
-    std::exit(3);
+  for (Buffer& b : m.buffers) {
+    b.row_bytes = b.columns * b.item;
+    b.extent = b.rows ? b.place(b.rows - 1) * b.pitch + b.row_bytes : 0;
+    if (b.output()) b.written.resize(b.rows * b.columns);
+    total += (b.extent + b.misaligned + 4095) / 4096 * 4096 + kGap;
   }
-  auto* at = static_cast<unsigned char*>(arena) + kGap;
-  for (Buffer& buffer : m.buffers) {
-    const bool row_matrix = &buffer == &m.buffers[kX] || &buffer == &m.buffers[kDy] ||
-                            &buffer == &m.buffers[kDx];
-    buffer.base = at + (row_matrix ? l.misaligned_bytes : 0);
-    at += (buffer.extent() + l.misaligned_bytes + 4095) / 4096 * 4096 + kGap;
+  unsigned char* at = reserve(total) + kGap;
+  for (Buffer& b : m.buffers) {
+    b.base = at + b.misaligned;
+    at += (b.extent + b.misaligned + 4095) / 4096 * 4096 + kGap;
   }
-  if (l.dx_over_dy) m.buffers[kDx].base = m.buffers[kDy].base;
-  const std::size_t elements = std::size_t{l.rows} * l.columns;
-  m.written[0].resize(l.no_dx ? 0 : elements);
-  m.written[1].resize(l.no_dw ? 0 : sums);
-  m.written[2].resize(l.residual_out && !l.no_dx ? elements : 0);
+  for (Buffer& b : m.buffers)
+    if (!b.over.empty()) {
+      b.base = buffer_of(b.over).base;
+      m.overlays.push_back(&b);
+    }
+  for (const Address& address : m.addresses)
+    std::memcpy(&m.arguments[address.at], &buffer_of(address.buffer).base, sizeof(void*));
   m.words[0].resize(l.zeroed);
   m.words[1].resize(l.scratch);
   m.adds.resize(l.zeroed / 4);
@@ -73,21 +78,14 @@ void lay_out_memory() {
   m.counters.resize(l.counters);
 }
 
-std::size_t stored_row(BufferId id, std::size_t row) {
-  const unsigned inner = id == kX || id == kDy ? m.launch.inner : 0;
-  return inner ? row + row / inner * (id == kX ? 1 : 2) : row;
-}
-
 void reset_memory() {
-  for (const BufferId id : {kDx, kDw, kDresidualOut, kScratch})
-    std::memset(m.buffers[id].base, 0xff, m.buffers[id].extent());
-  if (m.launch.dx_over_dy)
-    std::memcpy(m.buffers[kDy].base, m.initial_dy.data(), m.initial_dy.size());
-  if (!m.initial_dw.empty())
-    std::memcpy(m.buffers[kDw].base, m.initial_dw.data(), m.initial_dw.size());
-  for (const BufferId id : {kCounters, kZeroed})
-    std::memset(m.buffers[id].base, 0, m.buffers[id].extent());
-  for (auto& written : m.written) std::fill(written.begin(), written.end(), 0);
+  for (Buffer& b : m.buffers) {
+    if (b.output() || b.role == kScratch) std::memset(b.base, 0xff, b.extent);
+    if (b.role == kCounters || b.role == kZeroed) std::memset(b.base, 0, b.extent);
+    std::fill(b.written.begin(), b.written.end(), 0);
+  }
+  for (const Buffer& b : m.buffers)
+    if (!b.initial.empty()) std::memcpy(b.base, b.initial.data(), b.extent);
   Word zero;
   zero.event.who = Event::kInitial;
   std::fill(m.words[0].begin(), m.words[0].end(), zero);
@@ -97,13 +95,43 @@ void reset_memory() {
   for (Counter& counter : m.counters) counter = Counter{};
 }
 
+namespace {
+
+std::string place_in(const Buffer& b, const unsigned char* at) {
+  if (at < b.base) return std::to_string(b.base - at) + " bytes before " + b.name;
+  const auto offset = static_cast<std::size_t>(at - b.base);
+  std::string place = b.name + "[";
+  if (b.rows > 1 || b.role == kRows || b.role == kRowsOut)
+    place += std::to_string(offset / b.pitch) + ", " + std::to_string(offset % b.pitch / b.item);
+  else
+    place += std::to_string(offset / b.item);
+  place += "]";
+  if (offset >= b.extent)
+    place += ", " + std::to_string(offset - b.extent) + " bytes past its end";
+  else if (b.in_gap(offset))
+    place += ", between its rows";
+  return place;
+}
+
+std::string place_in(const Buffer& b, const void* from, std::size_t element) {
+  return place_in(b, static_cast<const unsigned char*>(from) + element * b.item);
+}
+
+// The marks of what has been written of an output, from an address in it on.
+unsigned char* marks_of(Buffer& b, const void* at) {
+  const auto offset = static_cast<std::size_t>(static_cast<const unsigned char*>(at) - b.base);
+  return b.written.data() + offset / b.pitch * b.columns + offset % b.pitch / b.item;
+}
+
+}  // namespace
+
 std::string place_of(const void* address) {
   const auto* at = static_cast<const unsigned char*>(address);
   const Buffer* nearest = nullptr;
   std::size_t distance = 0;
   for (const Buffer& b : m.buffers) {
-    if (b.extent() == 0) continue;
-    const unsigned char* end = b.base + b.extent();
+    if (b.extent == 0) continue;
+    const unsigned char* end = b.base + b.extent;
     const auto away =
         static_cast<std::size_t>(at < b.base ? b.base - at : at >= end ? at - end : 0);
     if (nearest == nullptr || away < distance) {
@@ -111,31 +139,18 @@ std::string place_of(const void* address) {
       distance = away;
     }
   }
-  if (nearest == nullptr) return "an unknown address";
-  const Buffer& b = *nearest;
-  if (at < b.base) return std::to_string(b.base - at) + " bytes before " + b.name;
-  const auto offset = static_cast<std::size_t>(at - b.base);
-  const std::string column = std::to_string(offset % b.pitch / b.item);
-  std::string place = b.name;
-  if (b.rows > 1 || &b == &m.buffers[kX] || &b == &m.buffers[kDy] || &b == &m.buffers[kDx])
-    place += "[" + std::to_string(offset / b.pitch) + ", " + column + "]";
-  else
-    place += "[" + column + "]";
-  if (offset >= b.extent())
-    place += ", " + std::to_string(offset - b.extent()) + " bytes past its end";
-  return place;
+  return nearest ? place_in(*nearest, at) : "an unknown address";
 }
 
-Buffer& checked_buffer(unsigned mask, const void* at, std::size_t bytes, const char* verb,
+Buffer& checked_buffer(unsigned roles, const void* at, std::size_t bytes, const char* verb,
                        int line) {
-  for (unsigned id = 0; id < kBuffers; ++id)
-    if (mask >> id & 1 && m.buffers[id].holds(at, bytes)) return m.buffers[id];
+  for (Buffer& b : m.buffers)
+    if (roles >> b.role & 1 && b.holds(at, bytes)) return b;
   std::string allowed;
-  for (unsigned id = 0; id < kBuffers; ++id)
-    if (mask >> id & 1)
-      allowed += (allowed.empty() ? "" : " or ") + std::string(m.buffers[id].name);
+  for (const Buffer& b : m.buffers)
+    if (roles >> b.role & 1) allowed += (allowed.empty() ? "" : " or ") + b.name;
   fault(line, "out of bounds: %s %zu bytes at %s, outside %s", verb, bytes, place_of(at).c_str(),
-        allowed.c_str());
+        allowed.empty() ? "all that it was given" : allowed.c_str());
   __builtin_unreachable();
 }
 
@@ -144,51 +159,36 @@ void check_aligned(const void* at, std::size_t bytes, const char* verb, int line
     fault(line, "misaligned: %s %zu bytes at %s", verb, bytes, place_of(at).c_str());
 }
 
+void check_still_there(const void* from, unsigned bytes, int line) {
+  for (Buffer* b : m.overlays) {
+    if (!b->holds(from, bytes)) continue;
+    const unsigned char* written = marks_of(*b, from);
+    for (unsigned i = 0; i < bytes / b->item; ++i)
+      if (written[i])
+        fault(line, "reads %s, over which %s has been written",
+              place_in(buffer_of(b->over), from, i).c_str(), b->name.c_str());
+  }
+}
+
 void input_read(Input input, const void* from, unsigned bytes, int line) {
-  static const unsigned kMasks[] = {1u << kX | 1u << kDy | 1u << kDresidual,
-                                    1u << kRstd | 1u << kMean,
-                                    1u << kWeight};
-  checked_buffer(kMasks[input], from, bytes, "reads", line);
+  checked_buffer(1u << (kRows + input), from, bytes, "reads", line);
   check_aligned(from, bytes, "reads", line);
-  check_still_dy(from, bytes, line);
-}
-
-namespace {
-
-// The marks of what has been written of an output, from an address in it on.
-unsigned char* marks_of(unsigned which, const Buffer& b, const void* at) {
-  const auto offset = static_cast<std::size_t>(static_cast<const unsigned char*>(at) - b.base);
-  return m.written[which].data() + offset / b.pitch * m.launch.columns + offset % b.pitch / b.item;
-}
-
-}  // namespace
-
-void check_still_dy(const void* from, unsigned bytes, int line) {
-  const Buffer& b = m.buffers[kDx];
-  if (!m.launch.dx_over_dy || !b.holds(from, bytes)) return;
-  const unsigned char* written = marks_of(0, b, from);
-  for (unsigned i = 0; i < bytes / b.item; ++i)
-    if (written[i])
-      fault(line, "reads %s, over which dx has been written",
-            place_of(static_cast<const unsigned char*>(from) + i * b.item).c_str());
+  check_still_there(from, bytes, line);
 }
 
 void output_write(Output output, const void* to, unsigned bytes, int line) {
-  unsigned mask = 0;
-  if (output == kOutputDw) mask = m.launch.no_dw ? 0 : 1u << kDw;
-  else if (!m.launch.no_dx) mask = 1u << kDx | (m.launch.residual_out ? 1u << kDresidualOut : 0);
-  const Buffer& b = checked_buffer(mask, to, bytes, "writes", line);
+  const unsigned roles = output == kOutputRows ? 1u << kRowsOut : 1u << kRowOut | 1u << kSums;
+  Buffer& b = checked_buffer(roles, to, bytes, "writes", line);
   check_aligned(to, bytes, "writes", line);
-  const unsigned which = &b == &m.buffers[kDx] ? 0 : &b == &m.buffers[kDw] ? 1 : 2;
-  unsigned char* written = marks_of(which, b, to);
+  unsigned char* written = marks_of(b, to);
   for (unsigned i = 0; i < bytes / b.item; ++i)
-    if (written[i]++)
-      fault(line, "writes %s a second time",
-            place_of(static_cast<const unsigned char*>(to) + i * b.item).c_str());
+    if (written[i]++) fault(line, "writes %s a second time", place_in(b, to, i).c_str());
 }
 
 void output_read(const void* from, unsigned bytes, int line) {
-  checked_buffer(m.launch.dw_mode == 2 ? 1u << kDw : 0, from, bytes, "reads", line);
+  const Buffer& b = checked_buffer(1u << kSums, from, bytes, "reads", line);
+  if (b.initial.empty())
+    fault(line, "reads %s, which it is not to add to", place_of(from).c_str());
   check_aligned(from, bytes, "reads", line);
 }
 
@@ -205,18 +205,14 @@ void check_end_state() {
       return fault(0, "%s is %g after the call and not 0 again", place_of(word).c_str(),
                    static_cast<double>(*word));
   }
-  static const char* const kNames[] = {"dx", "dw", "dresidual_out"};
-  for (unsigned which = 0; which < 3; ++which) {
-    const auto& written = m.written[which];
-    const auto missing = std::count(written.begin(), written.end(), 0);
+  for (const Buffer& b : m.buffers) {
+    const auto missing = std::count(b.written.begin(), b.written.end(), 0);
     if (missing == 0) continue;
     const auto first = static_cast<std::size_t>(
-        std::find(written.begin(), written.end(), 0) - written.begin());
-    const std::size_t row = first / m.launch.columns, column = first % m.launch.columns;
-    if (which != 1)
-      return fault(0, "%s[%zu, %zu] was never written, nor %td more elements", kNames[which], row,
-                   column, missing - 1);
-    return fault(0, "dw[%zu] was never written, nor %td more elements", first, missing - 1);
+        std::find(b.written.begin(), b.written.end(), 0) - b.written.begin());
+    const unsigned char* row = b.base + first / b.columns * b.pitch;
+    return fault(0, "%s was never written, nor %td more elements",
+                 place_in(b, row, first % b.columns).c_str(), missing - 1);
   }
 }
 

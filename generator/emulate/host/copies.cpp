@@ -93,7 +93,7 @@ void land_one() {
   }
   unsigned piece = copy.bytes - copy.landed;
   if (m.rng.chance(50)) piece = std::min(piece, kPiece * (1 + m.rng.below(piece / kPiece + 1)));
-  if (copy.kind == Copy::kLoad) check_still_dy(copy.from + copy.landed, piece, copy.line);
+  if (copy.kind == Copy::kLoad) check_still_there(copy.from + copy.landed, piece, copy.line);
   if (copy.kind == Copy::kAdd)
     add_staged(copy, copy.landed, piece);
   else
@@ -137,7 +137,7 @@ void copy_async_wait(unsigned pending, int line) {
   const std::size_t done = self.groups.size() - 1 - pending;
   for (std::size_t i = 0; i < done; ++i)
     for (const PendingCopy& copy : self.groups[i].copies) {
-      check_still_dy(copy.from, copy.bytes, line);
+      check_still_there(copy.from, copy.bytes, line);
       std::memcpy(copy.to, copy.from, copy.bytes);
       note_copied(self, copy.to, copy.bytes);
     }
@@ -150,6 +150,7 @@ void mbarrier_init(unsigned long long* barrier, unsigned arrivals, int line) {
   Thread& self = *m.current;
   Cta& cta = *self.cta;
   shared_write(barrier, 8, line);
+  mark_mbarrier(barrier);
   *barrier = static_cast<unsigned long long>(kMagic) << 32 | cta.mbarriers.size();
   Mbarrier state;
   state.arrivals = state.missing = arrivals;
@@ -169,6 +170,24 @@ void mbarrier_expect(unsigned long long* barrier, unsigned bytes, int line) {
   // What barriers order before the arrival. Of its own doings since then, too few are counted.
   state.arriving.join(self.others);
   state.arriving.raise(self.team, self.team_time);
+  complete_if_done(state);
+}
+
+// One lane hands back what its warp has read of a stage. Loads that are still under way do not wait
+// for the arrival, so that every lane has to have fenced between its last one and the warp's barrier.
+// That all lanes have read is not checked here: a stage that is refilled too early has other contents.
+void mbarrier_arrive(unsigned long long* barrier, int line) {
+  maybe_yield();
+  const Thread& self = *m.current;
+  Cta& cta = *self.cta;
+  if (const Thread* reader = self.warp->unfenced)
+    fault(line, "no proxy fence: hands a stage back while reads of thread %u may be under way",
+          reader->index);
+  Mbarrier& state = cta.mbarriers[find_mbarrier(cta, barrier, line)];
+  if (state.missing == 0) fault(line, "one arrival too many at an mbarrier");
+  --state.missing;
+  state.arriving.join(self.others);
+  state.arriving.raise(self.team, self.team_time + 1);
   complete_if_done(state);
 }
 
@@ -196,7 +215,7 @@ void mbarrier_wait(unsigned long long* barrier, unsigned phase, bool cluster, in
 void bulk_load(void* to, const void* from, unsigned bytes, unsigned long long* barrier, int line) {
   maybe_yield();
   Cta& cta = *m.current->cta;
-  checked_buffer(1u << kX | 1u << kDy | 1u << kDresidual, from, bytes, "reads", line);
+  checked_buffer(1u << kRows, from, bytes, "reads", line);
   check_bulk_size(from, to, bytes, line);
   const unsigned index = find_mbarrier(cta, barrier, line);
   const unsigned copy = start(Copy::kLoad, to, from, bytes, line);

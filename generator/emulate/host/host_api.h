@@ -14,13 +14,15 @@ extern Dim threadIdx, blockIdx, gridDim;
 
 namespace normforge {
 
-enum Input { kInputRows, kInputRstd, kInputWeight };  // kInputRows: x, dy or dresidual
-enum Output { kOutputRows, kOutputDw };               // kOutputRows: dx or dresidual_out
+// What is read: matrices, a number of a row, what all rows share.
+enum Input { kInputRows, kInputRow, kInputColumns };
+// What is written: matrices, or number by number: sums over rows, and what a forward saves of each.
+enum Output { kOutputRows, kOutputDw };
 
 // Global memory: each checks the access, which the caller then makes.
 void input_read(Input input, const void* from, unsigned bytes, int line);
 void output_write(Output output, const void* to, unsigned bytes, int line);
-void output_read(const void* from, unsigned bytes, int line);  // dw that is added to
+void output_read(const void* from, unsigned bytes, int line);  // sums that are added to
 void workspace_read(const float* from, unsigned count, int line);
 void workspace_write(const float* to, unsigned count, int line);
 void workspace_add(float* to, const float* values, unsigned count, int line);  // adds, too
@@ -60,6 +62,7 @@ void copy_async_wait(unsigned pending, int line);
 
 void mbarrier_init(unsigned long long* barrier, unsigned arrivals, AT_LINE);
 void mbarrier_expect(unsigned long long* barrier, unsigned bytes, AT_LINE);
+void mbarrier_arrive(unsigned long long* barrier, AT_LINE);
 void mbarrier_wait(unsigned long long* barrier, unsigned phase, bool cluster = false, AT_LINE);
 void bulk_load(void* to, const void* from, unsigned bytes, unsigned long long* barrier, AT_LINE);
 void bulk_to_global(float* to, const float* from, unsigned bytes, bool add, int line);

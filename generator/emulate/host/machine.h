@@ -77,6 +77,7 @@ struct TeamTimes {
 struct Cell {
   Event writer;  // who == kCopy: an asynchronous copy, whose index the times hold
   Event reader;
+  bool mbarrier = false;  // of one: nothing else may write there
 };
 
 // The last write of a word of the workspace.
@@ -137,6 +138,7 @@ struct Thread {
   unsigned releases = 0;
   bool done = false;
   bool wrote_shared = false;    // since its last fence_async_shared
+  bool reads_copied = false;    // since then: of what a bulk copy brought, perhaps still under way
   bool acquired = false;        // since its last fence_async_global
   bool knows_primary = false;   // everything that the first kernel did
   Wait wait;
@@ -160,6 +162,7 @@ struct Warp {
   Wait meeting;               // the shuffle or warp barrier that `arrived` lanes have reached
   unsigned arrived = 0;
   unsigned parity = 0;
+  Thread* unfenced = nullptr;  // with reads of copied bytes perhaps under way at the last barrier
   float values[2][kWarp];
 };
 
@@ -207,6 +210,7 @@ struct Cta {
   Barrier barrier;
   Barrier named[16];
   std::vector<Mbarrier> mbarriers;
+  unsigned producers() const;  // threads of the last warp, if it only asks for rows
   std::vector<unsigned> waited;  // [mbarrier * threads + thread]: phases that the thread has seen
   Clock known;
 };
@@ -226,28 +230,47 @@ inline bool ordered(const Event& before, const Thread& now) {
 struct Grid {
   const char* kernel = "";
   unsigned ctas = 0, threads = 0, shared_bytes = 0, cluster = 1, team_threads = 0;
+  bool producer = false;
   unsigned first_id = 0, started = 0, finished = 0;
   std::vector<unsigned> order;  // of clusters
 };
 
+inline unsigned Cta::producers() const { return grid->producer ? kWarp : 0; }
+
 // ---- Memory ------------------------------------------------------------------------------------
 
-struct Buffer {
-  const char* name = "";
-  unsigned char* base = nullptr;
-  std::size_t rows = 0, pitch = 0, row_bytes = 0;  // bytes between rows, and those that count
-  unsigned item = 1;                               // bytes of an element
-
-  std::size_t extent() const { return rows ? (rows - 1) * pitch + row_bytes : 0; }
-  bool holds(const void* at, std::size_t bytes) const {
-    const auto offset = static_cast<std::size_t>(static_cast<const unsigned char*>(at) - base);
-    return offset < extent() && offset % pitch + bytes <= row_bytes;
-  }
+// What a buffer of a launch is for, and what may be done there.
+enum Role {
+  kCounters, kZeroed, kScratch,  // the workspace, which Machine::buffers begins with
+  kRows, kRow, kColumns,         // read: matrices, a number of each row, of each column
+  kRowsOut, kRowOut, kSums,      // written once: the same, and sums over the rows
+  kRoles
 };
 
-enum BufferId {
-  kX, kDy, kRstd, kMean, kWeight, kDx, kDw, kDresidual, kDresidualOut, kCounters, kZeroed, kScratch,
-  kBuffers
+struct Buffer {
+  std::string name;
+  Role role = kRows;
+  unsigned item = 1;                           // bytes of an element
+  std::size_t rows = 0, columns = 0;
+  std::size_t pitch = 1, row_bytes = 0;        // bytes between rows, and those that count
+  std::size_t inner = 0, gap = 0;              // behind every `inner` rows is a gap of `gap` rows
+  std::size_t misaligned = 0;                  // bytes from an aligned address to the first element
+  std::string over;                            // of an output: the input whose memory it has, or ""
+  bool given = false;                          // whether the request has its elements
+  unsigned char* base = nullptr;
+  std::size_t extent = 0;                      // bytes from the first element to the last one's end
+  std::vector<unsigned char> written;          // of an output: one byte per element
+  std::vector<unsigned char> initial;          // what a launch finds there, where it changes that
+
+  bool output() const { return role >= kRowsOut; }
+  std::size_t place(std::size_t row) const { return inner ? row + row / inner * gap : row; }
+  bool in_gap(std::size_t offset) const {
+    return inner && offset / pitch % (inner + gap) >= inner;
+  }
+  bool holds(const void* at, std::size_t bytes) const {
+    const auto offset = static_cast<std::size_t>(static_cast<const unsigned char*>(at) - base);
+    return offset < extent && offset % pitch + bytes <= row_bytes && !in_gap(offset);
+  }
 };
 
 // An asynchronous copy, on its way until it has landed whole.
@@ -286,37 +309,22 @@ struct Mail {
   std::vector<Thread*> waiting;
 };
 
-// The numbers of one launch, as runtime/spec.py computes them.
-//   column_sums, statistics: sums over rows of a column; 2: a mean beside rstd
-//   no_weight, no_dx, no_dw: null pointers; weight_offset: the bits of a float
-//   inner, gaps: x and dy: a gap of one row (of two in dy) behind every `inner` rows
-//   dx_over_dy: dx is dy's memory, row on row
-#define LAUNCH_FIELDS(F)                                                                         \
-  F(grid, 0) F(threads, 0) F(cluster, 1) F(shared_bytes, 0) F(team_threads, 0) F(sum_grid, 0)      \
-  F(sum_threads, 0) F(dependent, 0) F(ordered_adds, 0) F(granule, 4) F(rows, 0) F(columns, 0)      \
-  F(item, 0) F(weight_item, 0) F(x_stride, 0) F(dy_stride, 0) F(dx_stride, 0)                      \
-  F(misaligned_bytes, 0) F(counters, 0) F(zeroed, 0) F(scratch, 0) F(partial_columns, 0)           \
-  F(partial_stride, 0) F(group, 0) F(partials, 0) F(column_sums, 1) F(statistics, 1)               \
-  F(no_weight, 0) F(no_dx, 0) F(no_dw, 0) F(dw_mode, 0) F(dw_item, 0) F(weight_offset, 0)          \
-  F(residual_item, 0) F(residual_out, 0) F(inner, 0) F(gaps, 0) F(dx_over_dy, 0)
+// The numbers of one launch, as normforge/spec.py computes them. producer: whether the last warp of a
+// CTA only asks for rows, and may end before the others come to a barrier.
+#define LAUNCH_FIELDS(F)                                                                          \
+  F(grid, 0) F(threads, 0) F(cluster, 1) F(shared_bytes, 0) F(team_threads, 0) F(sum_grid, 0)     \
+  F(sum_threads, 0) F(dependent, 0) F(ordered_adds, 0) F(granule, 4) F(counters, 0) F(zeroed, 0)  \
+  F(scratch, 0) F(partial_columns, 0) F(partial_stride, 0) F(producer, 0)
 struct Launch {
 #define FIELD(name, value) unsigned name = value;
   LAUNCH_FIELDS(FIELD)
 #undef FIELD
 };
 
-// The parameter of the main kernel, as its template declares it; not all of them take a mean.
-struct Arguments {
-  const void *x, *dy, *rstd, *weight;
-  void *dx, *dw;
-  const void* dresidual;
-  void* dresidual_out;
-  void *counters, *zeroed, *scratch;
-  long long rows, x_stride, dy_stride, dresidual_stride, dx_stride, x_gap, dy_gap;
-  unsigned gaps;
-  int columns, group, dw_mode;
-  float weight_offset;
-  const void* mean;
+// An address in the block of arguments: the base of the buffer of that name.
+struct Address {
+  std::size_t at;
+  std::string buffer;
 };
 
 // What every schedule begins anew.
@@ -338,10 +346,11 @@ struct State {
 
 struct Machine : State {
   Launch launch;
-  Buffer buffers[kBuffers];
-  std::vector<unsigned char> written[3];  // dx, dw, dresidual_out: one byte per element
-  std::vector<unsigned char> initial_dw;  // what dw holds before a launch that adds to it
-  std::vector<unsigned char> initial_dy;  // what dy holds before a launch that writes dx over it
+  std::vector<Buffer> buffers;
+  std::vector<Buffer*> overlays;          // outputs that lie over inputs
+  std::vector<unsigned char> arguments;   // of both kernels, as they lie in memory
+  std::vector<Address> addresses;
+  std::vector<std::size_t> second;        // where the parameters of the second kernel lie
   std::vector<Word> words[2];             // zeroed, scratch
   std::vector<std::vector<Word>> adds;    // unordered adds to the quads of `zeroed` since a store
   std::vector<Mail> mail;                 // by quad of `zeroed`
@@ -360,14 +369,15 @@ std::string place_of(const void* address);  // "x[3, 17]" or where it is beside 
 
 // buffers.cpp
 void lay_out_memory();   // once
-std::size_t stored_row(BufferId id, std::size_t row);  // where a row of x or dy lies
 void reset_memory();     // before every schedule
 void check_end_state();  // after it
-Buffer& checked_buffer(unsigned mask, const void* at, std::size_t bytes, const char* verb,
+Buffer& buffer_of(const std::string& name);
+// roles: bits of Role, or'ed.
+Buffer& checked_buffer(unsigned roles, const void* at, std::size_t bytes, const char* verb,
                        int line);
 void check_aligned(const void* at, std::size_t bytes, const char* verb, int line);
-// Reads of dy, at the time when a copy makes them: of what dx has not been written over.
-void check_still_dy(const void* from, unsigned bytes, int line);
+// Reads of an input, at the time when a copy makes them: of what no output has been written over.
+void check_still_there(const void* from, unsigned bytes, int line);
 
 // workspace.cpp
 void note_workspace_copy(unsigned copy, bool add, int line);
@@ -377,6 +387,7 @@ void add_staged(Copy& copy, unsigned from, unsigned bytes);
 void clear_shared(Cta& cta);
 void note_shared_copy(Cta& cta, const void* to, unsigned bytes, unsigned copy, int line);
 void note_copied(Thread& thread, const void* to, unsigned bytes);
+void mark_mbarrier(const void* at);
 void check_bulk_source(const void* from, unsigned bytes, int line);
 std::string event_name(const Event& event);
 
@@ -395,6 +406,7 @@ void run_schedule(std::uint64_t seed, unsigned residency);
 
 // barriers.cpp
 void pass_team_barrier(Thread& thread, unsigned time);
+void open_cta_barrier(Cta& cta);  // all that have not ended have come
 
 // copies.cpp
 void land_one();  // a piece of a copy on its way

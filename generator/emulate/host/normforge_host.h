@@ -90,11 +90,11 @@ template <int kBytes> DEVICE Packet<kBytes> load_row(const void* from, AT_LINE) 
   return read_packet<kBytes>(from);
 }
 template <int kBytes> DEVICE Packet<kBytes> load_weight(const void* from, AT_LINE) {
-  input_read(kInputWeight, from, kBytes, line);
+  input_read(kInputColumns, from, kBytes, line);
   return read_packet<kBytes>(from);
 }
 DEVICE float load_rstd(const float* from, AT_LINE) {
-  input_read(kInputRstd, from, 4, line);
+  input_read(kInputRow, from, 4, line);
   return *from;
 }
 template <int kBytes> DEVICE void store_row(void* to, const Packet<kBytes>& packet, AT_LINE) {

@@ -147,8 +147,10 @@ void run_schedule(std::uint64_t seed, unsigned residency) {
   m.starved = m.rng.below(4);
   m.residency = residency;
   end_all_ctas();
-  m.main = {"the main kernel", l.grid, l.threads, l.shared_bytes, l.cluster, l.team_threads, 0};
-  m.sum = {"sum_partials", l.sum_grid, l.sum_threads, kStaticShared, 1, l.sum_threads, l.grid};
+  m.main = {"the main kernel", l.grid, l.threads, l.shared_bytes, l.cluster, l.team_threads,
+            l.producer != 0, 0};
+  m.sum = {"sum_partials", l.sum_grid, l.sum_threads, kStaticShared, 1, l.sum_threads, false,
+           l.grid};
   draw_order(m.main);
   draw_order(m.sum);
   reset_memory();

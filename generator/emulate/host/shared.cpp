@@ -110,8 +110,14 @@ void check_writer(const Cta& cta, const Cell& cell, const char* verb, int line) 
   }
 }
 
+void check_no_mbarrier(const Cta& cta, const Cell& cell, const char* what, int line) {
+  if (cell.mbarrier)
+    fault(line, "%s byte %zu of shared memory, where an mbarrier is", what, offset_of(cta, &cell));
+}
+
 void check_overwrite(const Cta& cta, const Cell& cell, const char* what, int line) {
   const Thread& self = *m.current;
+  check_no_mbarrier(cta, cell, what, line);
   check_writer(cta, cell, what, line);
   if (cell.reader.who != Event::kNone && !ordered(cell.reader, self))
     fault(line, "race: %s byte %zu of shared memory, which %s may still have to read: no barrier "
@@ -127,6 +133,7 @@ Cells read_cells(const void* from, unsigned bytes, unsigned alignment, int line)
       fault(line, "reads byte %zu of shared memory, which nobody has written",
             offset_of(*self.cta, &cell));
     check_writer(*self.cta, cell, "reads", line);
+    if (cell.writer.who == Event::kCopy) self.reads_copied = true;
     add_reader(cell.reader, self);
   }
   return cells;
@@ -161,6 +168,12 @@ void shared_write(const void* to, unsigned bytes, int line) {
   }
 }
 
+void mark_mbarrier(const void* at) {
+  Cta& cta = *m.current->cta;
+  const Cells cells = checked_cells(cta, at, 8, 8, "initializes", 0);
+  for (unsigned i = 0; i < cells.count; ++i) cells.first[i].mbarrier = true;
+}
+
 // The destination of a copy of the current thread, poisoned from when it is issued on.
 void note_shared_copy(Cta& cta, const void* to, unsigned bytes, unsigned copy, int line) {
   const Cells cells = checked_cells(cta, to, bytes, std::min(bytes, 16u), "copies", line);
@@ -169,6 +182,7 @@ void note_shared_copy(Cta& cta, const void* to, unsigned bytes, unsigned copy, i
     Cell& cell = cells.first[i];
     // What threads of another CTA have read or waited for, this one cannot know of.
     if (local) check_overwrite(cta, cell, "refills", line);
+    else check_no_mbarrier(cta, cell, "sends to", line);
     cell.writer = by_copy(copy);
     cell.reader = Event{};
   }
@@ -193,6 +207,6 @@ void check_bulk_source(const void* from, unsigned bytes, int line) {
   }
 }
 
-void fence_async_shared() { m.current->wrote_shared = false; }
+void fence_async_shared() { m.current->wrote_shared = m.current->reads_copied = false; }
 
 }  // namespace normforge

@@ -11,7 +11,7 @@
 #include "machine.h"
 
 extern "C" {
-void main_kernel(const normforge::Arguments&);  // build.py gives the name
+void main_kernel(const void* arguments);  // build.py gives the name; it takes a reference
 void sum_partials(const void*, void*, int, int, int, int) __attribute__((weak));
 }
 
@@ -101,38 +101,28 @@ void finish_cta(Cta& cta) {
         if (thread.wait.kind == Wait::kPrimary) make_ready(thread);
 }
 
+// A parameter of the second kernel.
+template <typename T> T parameter(unsigned index) {
+  T value;
+  std::memcpy(&value, &m.arguments[m.second[index]], sizeof value);
+  return value;
+}
+
 void thread_main() {
   Thread& self = *m.current;
-  const Launch& l = m.launch;
-  const Buffer* b = m.buffers;
-  const auto wanted = [](const Buffer& buffer, unsigned none) {
-    return none ? nullptr : buffer.base;
-  };
-  if (self.cta->grid == &m.main) {
-    float offset;
-    std::memcpy(&offset, &l.weight_offset, 4);
-    const Arguments arguments{
-        b[kX].base, b[kDy].base, b[kRstd].base, wanted(b[kWeight], l.no_weight),
-        wanted(b[kDx], l.no_dx), wanted(b[kDw], l.no_dw),
-        wanted(b[kDresidual], l.residual_item == 0),
-        wanted(b[kDresidualOut], l.residual_out == 0),
-        b[kCounters].base, b[kZeroed].base, b[kScratch].base,
-        l.rows, l.x_stride, l.dy_stride, l.columns, l.dx_stride,
-        l.x_stride, 2LL * l.dy_stride, l.gaps, static_cast<int>(l.columns), static_cast<int>(l.group),
-        static_cast<int>(l.dw_mode), offset,
-        wanted(b[kMean], l.statistics == 1)};
-    main_kernel(arguments);
-  } else {
-    sum_partials(b[kScratch].base, b[kDw].base, static_cast<int>(l.partials),
-                 static_cast<int>(l.columns), static_cast<int>(l.dw_mode),
-                 static_cast<int>(l.group));
-  }
+  if (self.cta->grid == &m.main)
+    main_kernel(m.arguments.data());
+  else
+    sum_partials(parameter<const void*>(0), parameter<void*>(1), parameter<int>(2),
+                 parameter<int>(3), parameter<int>(4), parameter<int>(5));
   Cta& cta = *self.cta;
-  if (cta.barrier.arrived)
+  const bool producer = self.index >= cta.threads.size() - cta.producers();
+  if (cta.barrier.arrived && !producer)
     fault(0, "divergent barrier: it ends while thread %u waits at the CTA barrier of line %d",
           cta.barrier.first, cta.barrier.line);
   self.done = true;
   --cta.alive;
+  if (cta.barrier.arrived && cta.barrier.arrived == cta.alive) open_cta_barrier(cta);
   suspend();
   __builtin_unreachable();
 }

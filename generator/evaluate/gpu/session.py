@@ -161,12 +161,18 @@ class Session:
         result = replace(result, extra={"digest": digest(bench, workload.cancelling)})
         checks: tuple[str, ...] = (f"{RUNS} runs",)
         fault = check_repeats(bench, workload.inputs)
+        signature = workload.operation.signature
         if workload.operation.sums_rows:
-            checks += ("cancelling magnitudes", "busy GPU and thrashed L2", "call options")
+            checks += ("cancelling magnitudes", "busy GPU and thrashed L2")
             fault = fault or check_repeats(bench, workload.cancelling)
             fault = fault or check_repeats(bench, workload.cancelling, around=self.disturbance)
+        if signature is not None:
+            checks += ("call options",)
             if not fault and not candidate.nondeterministic:
-                wrong = check_call_options(bench, workload.inputs, candidate.batch_invariant)
+                wrong = check_call_options(
+                    *(bench, workload.inputs, signature),
+                    candidate.batch_invariant,
+                )
                 if wrong:
                     return Answer(replace(result, outcome="wrong", note=wrong))
             if candidate.batch_invariant:
@@ -195,8 +201,7 @@ def _accuracy_result(accuracy: Accuracy) -> Result:
     """The result so far; it is the last one where the outcome is not ok."""
     return Result(
         "wrong" if accuracy.fault else "ok",
-        error_dx=accuracy.errors.get("dx"),
-        error_dw=accuracy.errors.get("dw"),
+        errors=dict(accuracy.errors),
         checks=() if accuracy.fault else ("accuracy",),
         note=accuracy.fault,
     )

@@ -94,5 +94,6 @@ DW_REDUCTIONS: dict[str, Callable[[Case], dict[str, float]]] = {
     "bulk_reduce": _turns,
     "bulk_reduce (free)": _bulk_free,
     "atomic": _atomic,
+    "none": lambda case: {},
 }
 """By the rows of `generator.kernels.strategies.STRATEGIES`."""

@@ -48,7 +48,7 @@ def _work(case: Case) -> dict[str, float]:
         "waves": case.ctas_per_sm / case.resident,
         "threads of an SM": resident * v.threads / target.max_threads_per_sm,
         "traffic over L2": log2(moved / target.l2_bytes),
-        "workspace over L2": log2(workspace / target.l2_bytes),
+        "workspace over L2": log2(max(1, workspace) / target.l2_bytes),
     }
 
 

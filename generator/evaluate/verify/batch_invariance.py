@@ -9,7 +9,8 @@ from random import Random
 import torch
 
 from generator.evaluate.verify.determinism import equal_bits
-from generator.operations.rmsnorm_backward import Inputs, run_backward
+from generator.operations.rmsnorm_backward import Inputs
+from generator.operations.rows import run_rows
 from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
 from normforge.launch.loaded_kernel import LoadedKernel
 from normforge.spec import CHUNK_ROWS, KernelSpec, ceil_div, plan_launch
@@ -70,7 +71,7 @@ class _Batch:
             x=_padded(inputs.x[part], padding),
             dy=_padded(inputs.dy[part], padding // 2),
             rstd=inputs.rstd[part],
-            residual=None if inputs.residual is None else inputs.residual[part],
+            dresidual=None if inputs.dresidual is None else inputs.dresidual[part],
         )
 
     def run(self, sms: int, total: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,7 +80,7 @@ class _Batch:
         given, spec = self.inputs, self.kernel.spec
         M, N = given.x.shape
         launch = plan_launch(replace(spec, sms=sms), M)
-        other = given.residual if spec.residual not in ("", spec.dtype) else None
+        other = given.dresidual if spec.residual not in ("", spec.dtype) else None
         dx = torch.empty((M, N), dtype=given.x.dtype, device=given.x.device)
         dw = torch.empty(N, device=dx.device) if total is None else total
         workspace = torch.full((launch.workspace_bytes,), 0xFF, dtype=torch.uint8, device=dx.device)
@@ -88,7 +89,7 @@ class _Batch:
         if other is not None:
             outputs["dresidual_out"] = torch.empty_like(other)
         dw_mode = DW_IN_FP32 if total is None else DW_ADDED
-        run_backward(self.kernel, launch, given, outputs, workspace, dw_mode)
+        run_rows(self.kernel, launch, given, outputs, workspace, dw_mode)
         return dx, dw
 
 
@@ -98,7 +99,7 @@ def _repeated(inputs: Inputs, times: int) -> Inputs:
         x=inputs.x.repeat(times, 1),
         dy=inputs.dy.repeat(times, 1),
         rstd=inputs.rstd.repeat(times),
-        residual=None if inputs.residual is None else inputs.residual.repeat(times, 1),
+        dresidual=None if inputs.dresidual is None else inputs.dresidual.repeat(times, 1),
     )
 
 

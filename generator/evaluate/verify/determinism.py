@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.guarded import Guarded
 from generator.operations.operation import CHUNK_ELEMENTS
-from generator.operations.rmsnorm_backward import Inputs
-from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32, gap_factor
+from normforge.launch.kernel_arguments import DW_ADDED, DW_IN_FP32
+from normforge.launch.row_layout import gap_factor
+from normforge.operations import Signature
 from normforge.spec import CHUNK_ROWS
 
 RUNS = 20
@@ -46,11 +47,13 @@ def check_repeats(
     return bench.fault()
 
 
-def check_call_options(bench: Bench, inputs: Inputs, batch_invariant: bool = False) -> str:
-    """What a call may ask of any backward kernel at run time, each compared bit by bit with plain
-    calls: no dx, no dw, no weight, dw as fp32, dw added to an fp32 buffer, x and dy as the heads of
-    packed tensors. batch_invariant: dw is added to a buffer chunk by chunk (CHUNK_ROWS). Returns ""
-    or what differed."""
+def check_call_options(
+    bench: Bench, inputs: Any, signature: Signature, batch_invariant: bool = False
+) -> str:
+    """What a call may ask of any kernel at run time, each compared bit by bit with plain calls: any
+    output left out, no columns, sums as fp32 and added to an fp32 buffer, rows as the heads of
+    packed tensors. batch_invariant: sums are added to a buffer chunk by chunk (CHUNK_ROWS). Returns
+    "" or what differed."""
     bench.arm()
     bench.poison()
     bench.run(inputs)
@@ -62,42 +65,59 @@ def check_call_options(bench: Bench, inputs: Inputs, batch_invariant: bool = Fal
                 return f"{name} of a call {option} is not that of a plain call"
         return bench.fault()
 
-    rows = tuple(name for name in plain if name != "dw")
-    bench.poison()
-    bench.run(inputs, instead={"dw": None})
-    fault = differs("without dw", *rows)
-    bench.poison()
-    bench.run(inputs, instead={"dx": None})
-    fault = fault or differs("without dx", "dw")
-
-    dw, M = bench.outputs["dw"].tensor, len(inputs.x)
-    wide = Guarded((dw.numel(),), torch.float32, dw.device)
-    wide.poison()
-    bench.run(inputs, instead={"dw": wide.tensor}, dw_mode=DW_IN_FP32)
-    narrowed = wide.tensor.to(dw.dtype)
-    if not torch.equal(narrowed.view(torch.uint8), plain["dw"].view(torch.uint8)):
-        fault = fault or "dw as fp32 does not round to dw"
-    start = torch.linspace(-3, 5, dw.numel(), device=dw.device)
-    if batch_invariant and M > CHUNK_ROWS:
-        start.zero_()
-    expected = start + wide.tensor
-    wide.tensor.copy_(start)
-    bench.run(inputs, instead={"dw": wide.tensor}, dw_mode=DW_ADDED)
-    if not (torch.equal(wide.tensor, expected) and wide.intact()):
-        fault = fault or "dw added to a buffer is not the buffer and dw"
-
-    bench.run(replace(inputs, weight=torch.ones_like(inputs.weight)))
-    plain = bench.bits()
-    bench.poison()
-    without = replace(inputs, weight=None)  # type: ignore[arg-type]
-    bench.run(without)
-    fault = fault or differs("without a weight", *plain)
+    early = {tensor.name: getattr(inputs, tensor.name) for tensor in signature.early}
+    M, fault = len(next(iter(early.values()))), ""
+    copies = {copy.name: copy.copy_of for copy in signature.copies}
+    for left_out in plain:
+        if left_out in copies:
+            continue
+        bench.poison()
+        bench.run(inputs, instead={left_out: None})
+        others = (n for n in plain if left_out not in (n, copies.get(n)))
+        fault = fault or differs(f"without {left_out}", *others)
+    if signature.sums:
+        in_chunks = batch_invariant and M > CHUNK_ROWS
+        fault = fault or _check_sums(bench, inputs, signature.sums.name, plain, in_chunks)
+    if signature.columns:
+        name = signature.columns.name
+        bench.run(replace(inputs, **{name: torch.ones_like(getattr(inputs, name))}))
+        plain = bench.bits()
+        bench.poison()
+        inputs = replace(inputs, **{name: None})
+        bench.run(inputs)
+        fault = fault or differs(f"without {name}", *plain)
     for heads in (32, 8, 3, 2):
         if M % heads == 0 and gap_factor(M, heads):
             bench.poison()
-            x, dy = pack(inputs.x, heads, 1), pack(inputs.dy, heads, 2)
-            bench.run(replace(without, x=x, dy=dy))
+            packed = {
+                name: pack(t, heads, 1 + (i > 0)) for i, (name, t) in enumerate(early.items())
+            }
+            bench.run(replace(inputs, **packed))
             return fault or differs(f"with {heads} packed heads", *plain)
+    return fault
+
+
+def _check_sums(
+    bench: Bench, inputs: Any, name: str, plain: Mapping[str, torch.Tensor], in_chunks: bool
+) -> str:
+    """Sums over the rows as fp32, and added to an fp32 buffer. in_chunks: they are added to a
+    buffer chunk by chunk, which other bits than those of zeros would show."""
+    sums = bench.outputs[name].tensor
+    wide = Guarded((sums.numel(),), torch.float32, sums.device)
+    wide.poison()
+    bench.run(inputs, instead={name: wide.tensor}, dw_mode=DW_IN_FP32)
+    narrowed = wide.tensor.to(sums.dtype)
+    fault = ""
+    if not torch.equal(narrowed.view(torch.uint8), plain[name].view(torch.uint8)):
+        fault = f"{name} as fp32 does not round to {name}"
+    start = torch.linspace(-3, 5, sums.numel(), device=sums.device)
+    if in_chunks:
+        start.zero_()
+    expected = start + wide.tensor
+    wide.tensor.copy_(start)
+    bench.run(inputs, instead={name: wide.tensor}, dw_mode=DW_ADDED)
+    if not (torch.equal(wide.tensor, expected) and wide.intact()):
+        fault = fault or f"{name} added to a buffer is not the buffer and {name}"
     return fault
 
 

@@ -1,0 +1,181 @@
+"""What a config means for one row length: threads, vectors, registers.
+
+The templates receive these numbers as `constexpr` lines (render.py). What depends on M as well, the
+grid and the workspace, is in normforge/spec.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from generator.errors import NormforgeError
+from generator.kernels.strategies import Strategy, strategy_of
+from generator.problem import RMSNORM_BACKWARD, ItemSizes
+from generator.target import WARP
+from normforge.spec import ceil_div
+
+Config = Mapping[str, int | str]
+"""Knob name to value, for every knob of the space."""
+
+
+@dataclass(frozen=True)
+class RowGeometry(ItemSizes):
+    """What a config means for one row length. exact: N is a constant; if False, the kernel takes
+    any N from `least` to this one. in_blocks: rows are added in blocks; if False, one after
+    another, because there is no room for the sums of blocks."""
+
+    config: Config
+    N: int
+    dtype: str
+    weight_dtype: str
+    exact: bool = True
+    offset: bool = False
+    residual: str = ""
+    least: int = 1
+    in_blocks: bool = True
+    operation: str = RMSNORM_BACKWARD
+
+    @property
+    def batch_row_bytes(self) -> int:
+        """Bytes that one CTA reads for one row: of the rows read early, and of those added."""
+        return len(self.signature.early) * self.row_bytes + self.residual_row_bytes
+
+    def __getitem__(self, knob: str) -> Any:
+        """Raises NormforgeError where the config has no such knob."""
+        try:
+            return self.config[knob]
+        except KeyError:
+            why = f"a config for N = {self.N} has no '{knob}': it was made for other templates"
+            raise NormforgeError(f"{why}; tune its shape again") from None
+
+    @property
+    def run_rows(self) -> int:
+        """Rows whose sum the teams of a CTA form together, where the order of all sums follows from
+        the rows alone (templates/runs.cuh); 0 where it follows from the grid as well."""
+        return int(self.config.get("run_rows", 0))
+
+    @property
+    def group_rows(self) -> int:
+        """Rows whose runs are added one after another; 0 as in `run_rows`."""
+        return int(self.config.get("group_rows", 0))
+
+    @property
+    def strategy(self) -> Strategy:
+        """How the partial dw of all CTAs becomes dw."""
+        return strategy_of(self.config)
+
+    @property
+    def team_threads(self) -> int:
+        """Threads that go through batches of rows together: those of a row, but at least a warp."""
+        return max(WARP, self["threads_per_row"])
+
+    @property
+    def rows_abreast(self) -> int:
+        """Rows that a team works on side by side, each with a part of a warp of its own."""
+        return int(self.team_threads // self["threads_per_row"])
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows that a team works on at once."""
+        return int(self["rows_in_flight"] * self.rows_abreast)
+
+    @property
+    def threads(self) -> int:
+        """Threads of one CTA that compute: those of its teams."""
+        return self.team_threads * self["rows_per_cta"]
+
+    @property
+    def producer(self) -> bool:
+        """Whether a warp of its own asks for the rows of all teams."""
+        return bool(self["pipeline"] == "producer")
+
+    @property
+    def early_sums(self) -> bool:
+        """Whether a thread adds to its sums over the rows before it knows the row sum."""
+        return self.config.get("column_sums", "late") == "early"
+
+    @property
+    def cta_threads(self) -> int:
+        """Threads of one CTA."""
+        return int(self.threads + WARP * self.producer)
+
+    @property
+    def least_columns(self) -> int:
+        """The least N that the kernel takes."""
+        return self.N if self.exact else self.least
+
+    @property
+    def columns(self) -> int:
+        """Columns that one CTA owns."""
+        return self.N // self["cluster"]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one CTA's part of a row of x."""
+        return self.columns * self.itemsize
+
+    @property
+    def residual_row_bytes(self) -> int:
+        """Bytes of one CTA's part of a row of the residual's gradient."""
+        return self.columns * self.residual_itemsize
+
+    @property
+    def widest_vector(self) -> int:
+        """Widest power-of-two vector up to 16 bytes that divides the row."""
+        return next(size for size in (16, 8, 4, 2, 1) if self.row_bytes % size == 0)
+
+    @property
+    def elements(self) -> int:
+        """Elements of x in one vector."""
+        return max(1, self["vector_bytes"] // self.itemsize)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a row that one thread owns."""
+        return ceil_div(self.columns, self["threads_per_row"] * self.elements)
+
+    @property
+    def bounds_checked_vectors(self) -> int:
+        """Those that a kernel for many N has to check against the end of the row."""
+        known = self.least_columns // (self["threads_per_row"] * self.elements)
+        known *= self["cluster"] == 1  # what a cluster shares may end in any CTA
+        return 0 if self.exact else self.vectors - min(self.vectors, known)
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of a row that one thread owns."""
+        return self.vectors * self.elements
+
+    @property
+    def accumulators(self) -> int:
+        """fp32 partial sums over rows that one thread keeps."""
+        return self.row_elements * self.sums.column_sums
+
+    @property
+    def idle_columns(self) -> int:
+        return self.row_elements * self["threads_per_row"] - self.columns
+
+    @property
+    def register_estimate(self) -> int:
+        """Registers that a thread cannot do without: partial dw, the row's vectors (one row at a
+        time when they are reloaded), the weight where it is kept, and addresses and counters."""
+        rows = 1 if self["reload"] == "smem" else self["rows_in_flight"]
+        streams = len(self.signature.early) * self.itemsize + self.residual_itemsize
+        row = ceil_div(rows * self.row_elements * streams, 4)
+        if self["reload"] == "smem":
+            row = min(row, 8)
+        if self.early_sums:  # a number for each element, and x
+            row = rows * self.row_elements + row // 2
+        kept = self["weight_in"] == "registers"
+        weight = ceil_div(self.row_elements * self.weight_itemsize, 4) if kept else 0
+        return int(self.accumulators + row + weight + 24)
+
+    @property
+    def teams(self) -> int:
+        return int(self["rows_per_cta"])
+
+    @property
+    def warps_per_row(self) -> int:
+        return self.team_threads // WARP

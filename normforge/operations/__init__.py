@@ -1,0 +1,60 @@
+"""The operations that the library has kernels and a formula of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .layernorm_backward import LAYERNORM_BACKWARD
+from .rmsnorm_backward import RMSNORM_BACKWARD
+from .row_operation import RowOperation
+from .signature import (
+    Signature,
+    added_rows,
+    columns,
+    copied_rows,
+    row,
+    rows,
+    rows_out,
+    sums,
+)
+
+RMSNORM_INVARIANT_BACKWARD = replace(RMSNORM_BACKWARD, name="rmsnorm_invariant_backward")
+"""RMSNorm's backward whose bits do not depend on the batch."""
+
+OPERATIONS: dict[str, RowOperation] = {
+    operation.name: operation
+    for operation in (RMSNORM_BACKWARD, LAYERNORM_BACKWARD, RMSNORM_INVARIANT_BACKWARD)
+}
+"""By name; `register` adds a user's own."""
+
+
+def register(operation: RowOperation) -> None:
+    """Make an operation from outside of the library known. Raises ValueError where another one has
+    its name."""
+    known = OPERATIONS.setdefault(operation.name, operation)
+    if known is not operation and known.signature != operation.signature:
+        raise ValueError(f"there is an operation called {operation.name}: choose another name")
+
+
+def signature_of(operation: str) -> Signature:
+    """Raises KeyError for an unknown operation."""
+    return OPERATIONS[operation].signature
+
+
+__all__ = [
+    "LAYERNORM_BACKWARD",
+    "OPERATIONS",
+    "RMSNORM_BACKWARD",
+    "RMSNORM_INVARIANT_BACKWARD",
+    "RowOperation",
+    "Signature",
+    "added_rows",
+    "columns",
+    "copied_rows",
+    "register",
+    "row",
+    "rows",
+    "rows_out",
+    "signature_of",
+    "sums",
+]

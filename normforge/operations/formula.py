@@ -1,0 +1,76 @@
+"""An operation's mathematics in plain PyTorch: what serves CPU tensors, and says what kernels
+compute."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import reduce
+from operator import add
+from typing import Any
+
+import torch
+
+from .row_operation import RowOperation, Terms
+from .signature import Signature
+
+
+def wide_dtype(x: torch.Tensor) -> torch.dtype:
+    """What is computed in, and what a forward saves of every row."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def terms_of(
+    operation: RowOperation, tensors: Mapping[str, Any], compute: torch.dtype, offset: float = 0.0
+) -> Terms:
+    """The terms of an operation's outputs, in the dtype `compute`. tensors: by name; rows as
+    (..., N), numbers of each row in any shape, columns without one for ones. offset: is added to
+    the columns."""
+    signature = operation.signature
+    shape = tensors[signature.early[0].name].shape
+    given: dict[str, Any] = {}
+    for tensor in signature.inputs:
+        found: Any = tensors.get(tensor.name)
+        if tensor.role == "columns":
+            given[tensor.name] = 1.0 + offset if found is None else found.to(compute) + offset
+        elif tensor.role == "row":
+            given[tensor.name] = found.to(compute).reshape(*shape[:-1], 1)
+        elif not tensor.late:
+            given[tensor.name] = found.to(compute)
+    return operation.terms(**given)
+
+
+def added_to(signature: Signature, tensors: Mapping[str, Any]) -> Any:
+    """The rows that a call adds to its first output, None without."""
+    return next((tensors[t.name] for t in signature.late if tensors.get(t.name) is not None), None)
+
+
+def evaluate(
+    operation: RowOperation,
+    tensors: Mapping[str, Any],
+    *,
+    offset: float = 0.0,
+    wanted: Collection[str] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The outputs of an operation by name, before they are rounded: in fp32, or in float64 for
+    float64 rows. Differentiable. tensors, offset: as in `terms_of`. Sums over the rows have the
+    shape of the columns, or (N,) without, and one dimension more where there are several. wanted:
+    some outputs, by default all but copies."""
+    signature = operation.signature
+    like = tensors[signature.early[0].name]
+    compute = wide_dtype(like)
+    terms = terms_of(operation, tensors, compute, offset)
+    results = {}
+    for output in signature.outputs:
+        if wanted is None or output.name in wanted:
+            results[output.name] = reduce(add, terms[output.name])
+    first, added = signature.outputs[0].name, added_to(signature, tensors)
+    if added is not None and first in results:
+        results[first] = results[first] + added.to(compute)
+    sums = signature.sums
+    if sums is not None and (wanted is None or sums.name in wanted):
+        columns = None if signature.columns is None else tensors.get(signature.columns.name)
+        shape = like.shape[-1:] if columns is None else columns.shape
+        rows = like.numel() // max(1, shape.numel())
+        parts = [term.reshape(rows, *shape).sum(0) for term in terms[sums.name]]
+        results[sums.name] = torch.stack(parts) if sums.count > 1 else parts[0]
+    return results

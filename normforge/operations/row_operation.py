@@ -1,0 +1,66 @@
+"""What a row kernel computes: its signature and its mathematics in PyTorch."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .signature import Signature
+
+Terms = Mapping[str, tuple[Any, ...]]
+"""By output: of rows, the terms whose sum it is; of sums, what is added up over the rows, one
+tensor for every sum of a column."""
+
+
+@dataclass(frozen=True)
+class RowOperation:
+    """One operation over rows. Raises ValueError, in one sentence, for parts that do not fit
+    together.
+
+    name: also of its template and its kernel. terms: takes the inputs by name, but for rows that
+    are added, in fp32 or float64: rows as (..., N), numbers of a row as (..., 1), columns as (N,);
+    it returns Terms, is differentiable, and is the operation's formula and its reference.
+    forward: the operation whose backward this is, in PyTorch: takes the tensors that `gradients`
+    names and returns the result and, by name, the inputs that it saves for the backward. gradients:
+    by argument of `forward`, the output that is its gradient.
+    """
+
+    name: str
+    signature: Signature
+    terms: Callable[..., Terms]
+    forward: Callable[..., tuple[Any, Mapping[str, Any]]] | None = None
+    gradients: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        fault = next(self._faults(), None)
+        if fault is not None:
+            raise ValueError(f"operation {self.name}: {fault}")
+
+    def _faults(self) -> Iterator[str]:
+        if not re.fullmatch("[a-z][a-z0-9_]*", self.name):
+            yield "a name has small letters, digits and underscores"
+        signature = self.signature
+        takes = list(inspect.signature(self.terms).parameters)
+        needed = [tensor.name for tensor in signature.inputs if not tensor.late]
+        if sorted(takes) != sorted(needed):
+            yield f"terms() takes {', '.join(takes)}, and the signature has {', '.join(needed)}"
+        outputs = {tensor.name for tensor in (*signature.outputs, *_some(signature.sums))}
+        if unknown := sorted(set(self.gradients.values()) - outputs):
+            yield f"gradients names '{unknown[0]}', which is no output of the signature"
+        if self.forward is not None:
+            given = list(inspect.signature(self.forward).parameters)
+            if given != list(self.gradients):
+                has = ", ".join(self.gradients) or "nothing"
+                yield f"forward() takes {', '.join(given)}, and gradients names {has}"
+
+    @property
+    def function(self) -> str:
+        """What users call: the name without `_backward`."""
+        return self.name.removesuffix("_backward")
+
+
+def _some(given: Any) -> tuple[Any, ...]:
+    return () if given is None else (given,)

@@ -1,0 +1,225 @@
+"""What a kernel over rows reads and writes: every tensor of an operation, named once.
+
+A signature lists tensors in the order in which the kernels take their addresses. The kernels'
+arguments, what packs them on the host, allocation, the emulator's buffers and the checks of
+accuracy and determinism follow from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+ROLES = ("rows", "row", "columns", "sums")
+"""Of a tensor: M rows of N elements, one fp32 number for each row, N elements that all rows share,
+or sums over the rows of every column."""
+_RESERVED = re.compile(
+    "alignas|asm|auto|bool|break|case|char|class|const|continue|default|delete|do|double|"
+    "else|enum|extern|false|float|for|goto|if|inline|int|long|namespace|new|operator|private|"
+    "public|register|return|self|short|signed|sizeof|static|struct|switch|template|this|"
+    "throw|true|try|typedef|typename|union|unsigned|using|virtual|void|volatile|while|"
+    "advance|args|arguments|at|await|batch|batches|blocks|columns?|config|constants|count|"
+    "counters|determinism|dw_mode|elements?|empty|exists|fetch|first|from|full|gaps|group|"
+    "[ijuw]|into|kept|knobs|last|launch|left|name|offset|operation|out|owns|packet|partial|"
+    "participants?|phase|pipeline|place|produce|rank|read|refill|release|residuals?|results|"
+    "rows?|row_sums?|schedule|scratch|signature|slot|smem|source|stage|start|strategy|sums?|"
+    "tiles?|turn|valid|weights|weight_offset|zeroed"
+)
+"""Words of C++, and names that the row kernel gives to other things."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of an operation; `rows`, `row`, `columns` and `sums` make them.
+
+    name: by which calls, kernels, checks and reports know it. role: one of ROLES. output: whether
+    the kernel writes it. late: of rows, whether they are added to the first output only, behind the
+    row sums; they then have a dtype of their own. option: of the problem, without which there is no
+    such tensor. copy_of: the output of which this one has the same numbers in the option's dtype.
+    count: of sums, how many there are for every column. value: what the kernel calls the numbers
+    that it holds. behind: whether the address stands behind all other arguments. note: a comment
+    for the kernel's argument.
+    """
+
+    name: str
+    role: str
+    output: bool = False
+    late: bool = False
+    option: str = ""
+    copy_of: str = ""
+    count: int = 1
+    value: str = ""
+    behind: bool = False
+    note: str = ""
+
+    @property
+    def cpp(self) -> str:
+        """The declaration of the kernel's argument."""
+        if self.role == "sums":
+            return f"void* {self.name};"
+        kind = {"rows": "Element", "row": "float", "columns": "WeightElement"}[self.role]
+        kind = "ResidualElement" if self.late or self.copy_of else kind
+        return f"{'' if self.output else 'const '}{kind}* {self.name};"
+
+
+def rows(name: str, note: str = "") -> Tensor:
+    """M rows of N elements of the problem's dtype, read before the row sums. Their rows may lie at
+    any stride, also as the heads of a packed tensor."""
+    return Tensor(name, "rows", value=f"{name}s", note=note)
+
+
+def added_rows(name: str, option: str, note: str = "") -> Tensor:
+    """M rows of N elements of the option's dtype, which the kernel adds to its first output."""
+    return Tensor(name, "rows", late=True, option=option, note=note)
+
+
+def row(name: str, value: str = "", behind: bool = False) -> Tensor:
+    """One fp32 number for each row, which the forward saved."""
+    return Tensor(name, "row", value=value or f"{name}s", behind=behind)
+
+
+def columns(name: str, note: str = "null: ones") -> Tensor:
+    """N numbers that all rows share, of the problem's weight dtype. Ones without them."""
+    return Tensor(name, "columns", note=note)
+
+
+def rows_out(name: str, note: str = "null: not wanted") -> Tensor:
+    """M rows of N elements of the problem's dtype, rounded once."""
+    return Tensor(name, "rows", output=True, note=note)
+
+
+def copied_rows(name: str, of: str, option: str, note: str = "") -> Tensor:
+    """The numbers of the output `of` in the option's dtype, where that is another one."""
+    return Tensor(name, "rows", output=True, option=option, copy_of=of, note=note)
+
+
+def sums(name: str, count: int = 1, note: str = "null: not wanted") -> Tensor:
+    """Sums over the rows: of every column `count`, the N first ones in front, of the weight's dtype
+    or fp32."""
+    return Tensor(name, "sums", output=True, count=count, note=note)
+
+
+@dataclass(frozen=True, init=False)
+class Signature:
+    """The tensors of an operation. row_sums: sums over a row that all of its outputs need. summed:
+    whether each tensor of rows goes into a row sum, so that its values have arrived before the sum
+    is known. Raises ValueError, in one sentence, for tensors that no row kernel can have."""
+
+    tensors: tuple[Tensor, ...]
+    row_sums: int = 1
+    summed: bool = False
+
+    def __init__(self, *tensors: Tensor, row_sums: int = 1, summed: bool = False) -> None:
+        object.__setattr__(self, "tensors", tensors)
+        object.__setattr__(self, "row_sums", row_sums)
+        object.__setattr__(self, "summed", summed)
+        fault = next(self._faults(), None)
+        if fault is not None:
+            raise ValueError(fault)
+
+    def _faults(self) -> Iterator[str]:
+        for tensor in self.tensors:
+            if not isinstance(tensor, Tensor) or tensor.role not in ROLES:
+                said = getattr(tensor, "role", tensor)
+                yield f"{said!r} is no tensor of a signature: its role is one of {', '.join(ROLES)}"
+                return
+            if not re.fullmatch("[a-z][a-z0-9_]*", tensor.name) or _RESERVED.fullmatch(tensor.name):
+                yield f"a tensor cannot be called '{tensor.name}': kernels use that name themselves"
+        names = self.names
+        if twice := [name for name in names if names.count(name) > 1]:
+            yield f"two tensors are called '{twice[0]}'"
+        if not self.early:
+            yield "a row kernel reads at least one tensor of rows: declare it with rows()"
+        if not self.outputs:
+            yield "a row kernel writes at least one tensor of rows: declare it with rows_out()"
+        if self.row_sums not in (1, 2, 3, 4):
+            yield f"a row kernel has 1 to 4 row sums, got {self.row_sums!r}"
+        if self.sums and self.sums.count not in (1, 2):
+            yield f"{self.sums.name} counts one or two sums of a column, got {self.sums.count!r}"
+        for role in ("columns", "sums"):
+            if len(found := [t.name for t in self.tensors if t.role == role]) > 1:
+                yield f"a row kernel has one tensor of {role} at most, got {' and '.join(found)}"
+        if len(self.late) > 1 or len(self.copies) > 1:
+            yield "a row kernel adds one tensor of rows at most, and copies one output at most"
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(tensor.name for tensor in self.tensors)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Raises KeyError."""
+        for tensor in self.tensors:
+            if tensor.name == name:
+                return tensor
+        raise KeyError(name)
+
+    def with_tensor(self, tensor: Tensor, row_sums: int) -> Signature:
+        """The same with one more tensor, and with so many row sums."""
+        return Signature(*self.tensors, tensor, row_sums=row_sums, summed=self.summed)
+
+    def counting(self, **counts: int) -> Signature:
+        """The same, with other counts of sums for every column."""
+        changed = (
+            replace(tensor, count=counts.get(tensor.name, tensor.count)) for tensor in self.tensors
+        )
+        return Signature(*changed, row_sums=self.row_sums, summed=self.summed)
+
+    @cached_property
+    def leading(self) -> tuple[Tensor, ...]:
+        """The tensors whose addresses the arguments begin with."""
+        return tuple(tensor for tensor in self.tensors if not tensor.behind)
+
+    @cached_property
+    def behind(self) -> tuple[Tensor, ...]:
+        """The tensors whose addresses the arguments end with."""
+        return tuple(tensor for tensor in self.tensors if tensor.behind)
+
+    @cached_property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for tensor in self.tensors if not tensor.output)
+
+    @cached_property
+    def early(self) -> tuple[Tensor, ...]:
+        """Rows that are read before the row sums."""
+        return tuple(t for t in self.tensors if t.role == "rows" and not t.output and not t.late)
+
+    @cached_property
+    def late(self) -> tuple[Tensor, ...]:
+        """Rows that are added to the first output."""
+        return tuple(tensor for tensor in self.tensors if tensor.late)
+
+    @cached_property
+    def statistics(self) -> tuple[Tensor, ...]:
+        """The numbers of each row, those behind all other arguments first."""
+        found = [tensor for tensor in self.tensors if tensor.role == "row"]
+        return tuple(sorted(found, key=lambda tensor: not tensor.behind))
+
+    @cached_property
+    def columns(self) -> Tensor | None:
+        return next((tensor for tensor in self.tensors if tensor.role == "columns"), None)
+
+    @cached_property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """Rows that are written, but for copies."""
+        return tuple(t for t in self.tensors if t.role == "rows" and t.output and not t.copy_of)
+
+    @cached_property
+    def copies(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for tensor in self.tensors if tensor.copy_of)
+
+    @cached_property
+    def sums(self) -> Tensor | None:
+        return next((tensor for tensor in self.tensors if tensor.role == "sums"), None)
+
+    @property
+    def column_sums(self) -> int:
+        """Sums over the rows, of every column."""
+        return self.sums.count if self.sums else 0
+
+    @cached_property
+    def strided(self) -> tuple[Tensor, ...]:
+        """The tensors whose row stride is an argument: rows read early, those added, and outputs
+        but for copies, which lie as what they are copies of."""
+        return (*self.early, *self.late, *self.outputs)

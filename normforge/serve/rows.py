@@ -1,0 +1,207 @@
+"""What serves an operation that has no functions of its own in this library: a kernel of its
+package, or its formula."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..launch.binding import Binding, bind
+from ..launch.kernel_arguments import Extent, argument_layout, extent_of
+from ..launch.loaded_kernel import LoadedKernel
+from ..launch.row_layout import RowLayout, alignment_of, dense, row_layout
+from ..launch.workspace import Workspaces
+from ..operations import RowOperation
+from ..operations.formula import added_to, evaluate, wide_dtype
+from ..operations.signature import Tensor
+from ..spec import Launch, plan_launch
+from ..table import MAX_ALIGNMENT, Choice
+from ..torch_internals import current_device, empty_strided, is_capturing, raw_stream
+from .checks import FLOATS, foreign_device
+from .kernels import Source
+from .options import DTYPES
+from .warn_once import WarnOnce
+
+Tensors = Mapping[str, "torch.Tensor | None"]
+
+
+class RowServer:
+    """Serves the calls of one operation by the kernels of a package. Thread-safe.
+
+    A call enqueues on the current stream and may be captured into a CUDA graph. Where there is no
+    kernel, the formula serves, on a GPU with a warning.
+    """
+
+    def __init__(self, operation: RowOperation, source: Source) -> None:
+        self.operation, self._source = operation, source
+        self._workspaces, self._warn = Workspaces(), WarnOnce()
+
+    def __call__(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """All outputs by name, but for copies that are not asked for: those with rows in the dtype
+        and shape of the first input, sums in that of the columns. tensors: the inputs by name, rows
+        of shape (..., N). Raises TypeError or ValueError, in one sentence, for what does not fit
+        together."""
+        x = self._check(tensors)
+        if x.device.type == "cuda" and x.numel() and x.dtype in DTYPES:
+            with torch.cuda.device(x.device), torch.no_grad():
+                served = self._by_kernel(x, tensors)
+            if not isinstance(served, str):
+                return served
+            self._warn(f"{served}; using the formula of {self.operation.name} in PyTorch")
+        return self._by_formula(x, tensors)
+
+    def outputs(self, x: torch.Tensor, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """Empty outputs for rows like x."""
+        signature = self.operation.signature
+        made = {t.name: x.new_empty(x.shape) for t in signature.outputs}
+        if signature.sums:
+            columns = tensors.get(signature.columns.name) if signature.columns else None
+            like = x if columns is None else columns
+            shape = [signature.column_sums] * (signature.column_sums > 1) + [x.shape[-1]]
+            made[signature.sums.name] = like.new_empty(shape)
+        added = added_to(signature, tensors)
+        for copy in signature.copies:
+            if added is not None and added.dtype != x.dtype:
+                made[copy.name] = added.new_empty(x.shape)
+        return made
+
+    def _check(self, tensors: Tensors) -> torch.Tensor:
+        signature = self.operation.signature
+        if unknown := sorted(tensors.keys() - {tensor.name for tensor in signature.inputs}):
+            raise TypeError(f"{self.operation.name} takes no '{unknown[0]}'")
+        for tensor in signature.inputs:
+            given = tensors.get(tensor.name)
+            if given is None and not (tensor.late or tensor.role == "columns"):
+                raise TypeError(f"{self.operation.name} needs {tensor.name}")
+            if given is not None and not isinstance(given, torch.Tensor):
+                raise TypeError(f"{tensor.name} must be a tensor, got {type(given).__name__}")
+        x = tensors[signature.early[0].name]
+        assert x is not None
+        for tensor in signature.inputs:
+            given = tensors.get(tensor.name)
+            if given is not None:
+                self._check_one(tensor, given, x)
+        return x
+
+    def _check_one(self, tensor: Tensor, given: torch.Tensor, x: torch.Tensor) -> None:
+        first = self.operation.signature.early[0].name
+        if given.device != x.device:
+            raise ValueError(f"{tensor.name} is on {given.device} and {first} on {x.device}")
+        if x.dim() == 0 or x.shape[-1] == 0 or x.dtype not in FLOATS:
+            raise ValueError(
+                f"{first} must be floating rows of at least one element, got {x.dtype} of shape "
+                f"{tuple(x.shape)}"
+            )
+        N, wide = x.shape[-1], wide_dtype(x)
+        dtypes = {"rows": (x.dtype,), "row": (torch.float32, wide)}.get(tensor.role, FLOATS)
+        dtypes = FLOATS if tensor.late else dtypes
+        if given.dtype not in dtypes:
+            raise TypeError(f"{tensor.name} must be of {dtypes[0]}, got {given.dtype}")
+        fits = given.shape == x.shape
+        if tensor.role == "row":
+            fits = given.numel() * N == x.numel()
+        elif tensor.role == "columns":
+            fits = given.shape == (N,)
+        if not fits:
+            wanted = {"row": "one number for each row", "columns": f"shape ({N},)"}
+            what = wanted.get(tensor.role, f"the shape {tuple(x.shape)} of {first}")
+            raise ValueError(f"{tensor.name} must have {what}, got {tuple(given.shape)}")
+
+    def _by_formula(self, x: torch.Tensor, tensors: Tensors) -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            found = evaluate(self.operation, tensors)
+            made = self.outputs(x, tensors)
+            copies = {copy.name: copy.copy_of for copy in self.operation.signature.copies}
+            for name, out in made.items():
+                out.copy_(found[copies.get(name, name)])
+        return made
+
+    def _by_kernel(self, x: torch.Tensor, tensors: Tensors) -> dict[str, torch.Tensor] | str:
+        """The outputs, or why no kernel serves the call. x's device is the current one."""
+        signature, N = self.operation.signature, x.shape[-1]
+        given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        present = [t for t in (*signature.early, *signature.late) if t.name in given]
+        found = {tensor.name: row_layout(given[tensor.name].detach()) for tensor in present}
+        # All early tensors step through their rows alike; a dense one goes along with any.
+        inner = next((at.inner for t in signature.early if (at := found[t.name]) and at.inner), 0)
+        layouts = {}
+        for tensor in present:
+            rows, at = given[tensor.name].detach(), found[tensor.name]
+            if tensor.late:
+                fits = at is not None and not at.inner and not self._unaligned(rows, at)
+            else:
+                at = at and at.in_steps_of(inner)
+                fits = at is not None
+            if not fits:
+                rows = dense(rows)
+                at = row_layout(rows)
+                at = at if tensor.late or at is None else at.in_steps_of(inner)
+            given[tensor.name], layouts[tensor.name] = rows, at or RowLayout(N)
+        for tensor in signature.inputs:
+            if tensor.role in ("row", "columns") and tensor.name in given:
+                given[tensor.name] = given[tensor.name].detach().contiguous()
+        choice = self._choose(x, given, layouts)
+        if choice.kernel is None:
+            return choice.reason
+        loaded = self._source(x.device.index).loaded.get(choice.kernel)
+        launch = plan_launch(choice.kernel.spec, x.numel() // N)
+        made = self.outputs(x, given)
+        extent = extent_of(signature, x.numel() // N, N, layouts, launch.group)
+        self._launch(loaded, launch, extent, {**given, **made})
+        return made
+
+    @staticmethod
+    def _unaligned(rows: torch.Tensor, at: RowLayout) -> bool:
+        return bool((rows.data_ptr() | at.stride * rows.element_size()) % MAX_ALIGNMENT)
+
+    def _choose(
+        self, x: torch.Tensor, given: Mapping[str, torch.Tensor], layouts: Mapping[str, RowLayout]
+    ) -> Choice:
+        signature, N = self.operation.signature, x.shape[-1]
+        table = self._source(x.device.index).backward
+        if foreign := foreign_device(table.target, x.device.index):
+            return Choice("none", foreign)
+        places = N * x.element_size()
+        for name in (tensor.name for tensor in signature.early):
+            at = layouts[name]
+            places |= given[name].data_ptr() | (at.stride | at.outer) * given[name].element_size()
+        columns = given.get(signature.columns.name) if signature.columns else None
+        added = added_to(signature, given)
+        names = [DTYPES.get(t.dtype, "") for t in (x, x if columns is None else columns)]
+        return table.choose(
+            *(x.numel() // N, N, names[0], names[1]),
+            offset=False,
+            residual="" if added is None else DTYPES.get(added.dtype, "none"),
+            alignment=alignment_of(places),
+            weight_alignment=MAX_ALIGNMENT if columns is None else alignment_of(columns.data_ptr()),
+        )
+
+    def _launch(
+        self,
+        kernel: LoadedKernel,
+        launch: Launch,
+        extent: Extent,
+        tensors: Mapping[str, Any],
+    ) -> None:
+        """Enqueue one call on the current stream. Raises LaunchError."""
+        signature = self.operation.signature
+        device = current_device()
+        stream = raw_stream(device)
+        addresses = argument_layout(signature).addresses(tensors)
+        wants_sums = signature.sums is not None
+
+        def binding(zeros: int, scratch: int, workspace: Any = None) -> Binding:
+            at = (device, stream, zeros, scratch)
+            return bind(kernel, launch, extent, *at, wants_sums, workspace)
+
+        if is_capturing():
+            zeros = self._workspaces.of_capture(device, stream, launch.scratch_offset)
+            scratch = empty_strided((launch.scratch,), (1,), torch.float32)
+            binding(zeros, scratch.data_ptr()).run(*addresses)
+            return
+        workspace = self._workspaces.of_stream(device, stream)
+        with workspace.lock:
+            workspace.fit(launch)
+            binding(workspace.zeros, workspace.scratch, workspace).run(*addresses)

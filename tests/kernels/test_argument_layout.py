@@ -1,0 +1,257 @@
+"""The arguments that the host packs are the structure that kernels take."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from generator.emulate import find_compiler
+from generator.kernels.render import environment, render, without_comments
+from generator.paths import TEMPLATES
+from generator.problem import Problem
+from generator.target import find_target
+from normforge.launch.kernel_arguments import (
+    DW_ADDED,
+    DW_IN_WEIGHT_DTYPE,
+    ArgumentLayout,
+    Extent,
+    argument_layout,
+    extent_of,
+)
+from normforge.launch.row_layout import RowLayout, gap_factor
+from normforge.operations import OPERATIONS, RMSNORM_BACKWARD, Signature
+from normforge.operations.signature import (
+    added_rows,
+    columns,
+    copied_rows,
+    row,
+    rows,
+    rows_out,
+    sums,
+)
+from normforge.spec import Launch
+from tests.support.fake_driver import argument_names
+from tests.support.samples import plain_variant
+
+WORKSPACE = ("counters", "zeroed", "scratch")
+KINDS = {
+    "long long": ctypes.c_longlong,
+    "unsigned": ctypes.c_uint,
+    "int": ctypes.c_int,
+    "float": ctypes.c_float,
+}
+
+
+def struct_of(signature: Signature) -> str:
+    """The structure in the row kernel's template, of a signature."""
+    text = (TEMPLATES / "row_kernel.cu.j2").read_text()
+    start = text.index("struct Arguments {")
+    template = environment(comments=False).from_string(text[start : text.index("\n};", start) + 3])
+    return without_comments(template.render(signature=signature))
+
+
+def as_compiled(struct: str) -> type[ctypes.Structure]:
+    """A structure of C++ with every member at its natural alignment."""
+    members: list[tuple[str, Any]] = []
+    body = struct.partition("{")[2].rpartition("}")[0]
+    for declaration in filter(None, map(str.strip, body.split(";"))):
+        if "*" in declaration:
+            members.append((declaration.rpartition("* ")[2], ctypes.c_uint64))
+            continue
+        found = re.fullmatch(r"(long long|unsigned|int|float) (\w+(?:, \w+)*)", declaration)
+        assert found, declaration
+        members += [(name, KINDS[found[1]]) for name in found[2].split(", ")]
+    return type("Arguments", (ctypes.Structure,), {"_fields_": members})
+
+
+def places(structure: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:
+    """Where each member begins and ends."""
+    found = {name: getattr(structure, name) for name, *_ in structure._fields_}
+    return {name: (at.offset, at.offset + at.size) for name, at in found.items()}
+
+
+def packed(layout: ArgumentLayout) -> tuple[bytes, dict[str, Any]]:
+    """A block with another value for every argument, and these by name. second: those of the
+    second kernel, but for the address of the sums."""
+    signature = layout.signature
+    launch = Launch(9, 9, 3, 32, counters=100, zeroed=64, scratch=9216, partials=13)
+    extent = Extent(
+        rows=1 << 40,
+        strides=tuple((1 << 33) + 7 * i for i in range(len(signature.strided))),
+        gaps=tuple(-5 - i for i in range(len(signature.early))),
+        gap_factor=0xFFFFFFF1,
+        columns=1003,
+        group=launch.group,
+        dw_mode=DW_ADDED,
+        weight_offset=0.625,
+    )
+    block = layout.block(launch, extent, 1 << 20, 1 << 50)
+    leading = [(1 << 48) + 64 * i for i in range(len(signature.leading))]
+    behind = [(1 << 47) + 64 * i for i in range(len(signature.behind))]
+    layout.pack(block, leading, behind)
+    values = (
+        *leading,
+        *(1 << 20, (1 << 20) + launch.zeroed_offset, 1 << 50, extent.rows),
+        *(*extent.strides, *extent.gaps),
+        *(extent.gap_factor, extent.columns, extent.group, extent.dw_mode, extent.weight_offset),
+        *behind,
+    )
+    assert len(set(values)) == len(values)
+    second = (1 << 50, launch.partials, extent.columns, DW_ADDED, extent.group)
+    named = dict(zip(argument_names(signature), values, strict=True))
+    return block.raw, named | {"second": second}
+
+
+# ---- Of the operations that there are ------------------------------------------------------------
+
+PROGRAM = """
+#include <cstddef>
+#include <cstdio>
+using Element = unsigned short;
+using WeightElement = float;
+using ResidualElement = double;
+{struct}
+void show(const void* value) {{ std::printf("%zu\\n", reinterpret_cast<size_t>(value)); }}
+void show(long long value) {{ std::printf("%lld\\n", value); }}
+void show(unsigned value) {{ std::printf("%u\\n", value); }}
+void show(int value) {{ std::printf("%d\\n", value); }}
+void show(float value) {{ std::printf("%g\\n", value); }}
+int main() {{
+  Arguments args;
+  if (std::fread(&args, sizeof args, 1, stdin) != 1) return 1;
+  std::printf("%zu\\n", sizeof args);
+{lines}
+}}
+"""
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_compiler_reads_what_the_host_packs(name: str, tmp_path: Path) -> None:
+    signature = OPERATIONS[name].signature
+    layout = argument_layout(signature)
+    problem = Problem.parse("4096x1024:bf16", name)
+    source = render(plain_variant(problem, find_target("h200"), strategy="separate"))
+    (struct,) = re.findall(r"^struct Arguments \{.*?^\};", source, re.DOTALL | re.MULTILINE)
+    assert without_comments(struct) == struct_of(signature)
+    names = argument_names(signature)
+    lines = [
+        f'  std::printf("{arg} %zu ", offsetof(Arguments, {arg})); show(args.{arg});'
+        for arg in names
+    ]
+    (tmp_path / "arguments.cpp").write_text(PROGRAM.format(struct=struct, lines="\n".join(lines)))
+    compiler = find_compiler()
+    assert compiler is not None
+    subprocess.run(
+        [compiler, "-std=c++17", "-o", "arguments", "arguments.cpp"], cwd=tmp_path, check=True
+    )
+    block, values = packed(layout)
+    done = subprocess.run([tmp_path / "arguments"], input=block, capture_output=True, check=True)
+    size, *said = done.stdout.decode().splitlines()
+    assert layout.main.size == layout.second_at == int(size) <= layout.size
+    found = {arg: (int(at), float(value)) for arg, at, value in map(str.split, said)}
+    assert [*found] == [*names]
+    assert {arg: value for arg, (_, value) in found.items()} == {n: values[n] for n in names}
+    assert {arg: found[arg][0] for arg in signature.names} == layout.places
+    assert tuple(found[arg][0] for arg in WORKSPACE) == layout.workspace_at
+    assert layout.scratch_at[0] == found["scratch"][0]
+
+
+# ---- Of any signature ----------------------------------------------------------------------------
+
+
+@st.composite
+def signatures(draw: st.DrawFn) -> Signature:
+    """Any order of 1 to 4 rows, up to 2 numbers of a row, columns, a residual, 1 to 3 outputs, and
+    up to 3 sums of every column."""
+    outputs = draw(st.integers(1, 3))
+    tensors = [rows(f"in_{i}") for i in range(draw(st.integers(1, 4)))]
+    tensors += [rows_out(f"out_{i}") for i in range(outputs)]
+    for i in range(draw(st.integers(0, 2))):
+        tensors.append(row(f"of_row_{i}", behind=draw(st.booleans())))
+    tensors += [columns("shared")] * draw(st.booleans())
+    if draw(st.booleans()):
+        of = f"out_{draw(st.integers(0, outputs - 1))}"
+        tensors += [added_rows("more", option="residual")]
+        tensors += [copied_rows("wide", of, option="residual")] * draw(st.booleans())
+    if count := draw(st.integers(0, 2)):
+        tensors.append(sums("total", count=count))
+    ordered = draw(st.permutations(tensors))
+    return Signature(*ordered, row_sums=draw(st.integers(1, 4)), summed=draw(st.booleans()))
+
+
+@settings(max_examples=100)
+@given(signatures())
+def test_layout_of_any_signature_is_that_of_its_structure(signature: Signature) -> None:
+    layout, structure = ArgumentLayout(signature), as_compiled(struct_of(signature))
+    found = places(structure)
+    assert tuple(found) == argument_names(signature)
+    assert {name: found[name][0] for name in signature.names} == layout.places
+    assert tuple(found[name][0] for name in WORKSPACE) == layout.workspace_at
+    assert layout.behind_at == tuple(layout.places[t.name] for t in signature.behind)
+    # The second kernel's behind the main one's, aligned, and no two in one place.
+    assert layout.second_at % 8 == 0 and ctypes.sizeof(structure) <= layout.second_at < layout.size
+    sums_of = layout.places[signature.sums.name] if signature.sums else None
+    both = layout.parameters[1]
+    assert (len(both) == 6 and both[1] == sums_of) if signature.sums else both == ()
+    of_second = [(at, at + (8 if i == 0 else 4)) for i, at in enumerate(both) if i != 1]
+    spans = sorted([*found.values(), *of_second])
+    assert all(one[1] <= other[0] for one, other in pairwise(spans))
+    assert spans[-1][1] <= layout.size
+
+
+@settings(max_examples=50)
+@given(signatures())
+def test_block_of_any_signature_holds_every_value(signature: Signature) -> None:
+    layout = ArgumentLayout(signature)
+    block, values = packed(layout)
+    main = as_compiled(struct_of(signature)).from_buffer_copy(block)
+    names = argument_names(signature)
+    assert {name: getattr(main, name) for name in names} == {name: values[name] for name in names}
+    if signature.sums:
+        of_sums = values[signature.sums.name]
+        wanted = (values["second"][0], of_sums, *values["second"][1:])
+        kinds = (ctypes.c_uint64,) * 2 + (ctypes.c_int,) * 4
+        read = zip(kinds, layout.parameters[1], strict=True)
+        assert tuple(kind.from_buffer_copy(block, at).value for kind, at in read) == wanted
+        assert layout.scratch_at == (layout.workspace_at[2], layout.parameters[1][0])
+
+
+def test_rows_step_as_their_tensors_do() -> None:
+    """In the order of the signature, whatever the order of the layouts; what has none is dense."""
+    signature = RMSNORM_BACKWARD.signature
+    assert [tensor.name for tensor in signature.strided] == ["x", "dy", "dresidual", "dx"]
+    packed_rows = {"dy": RowLayout(64, 4, 720), "x": RowLayout(32, 4, 512)}
+    extent = extent_of(signature, 24, 16, {"dresidual": RowLayout(48), **packed_rows}, group=3)
+    assert extent == Extent(
+        *(24, (32, 64, 48, 16), (512 - 4 * 32, 720 - 4 * 64), gap_factor(24, 4), 16, 3),
+        dw_mode=DW_IN_WEIGHT_DTYPE,
+        weight_offset=0.0,
+    )
+    assert extent.values == (24, 32, 64, 48, 16, 384, 464, gap_factor(24, 4), 16, 3, 0, 0.0)
+    dense = extent_of(signature, 24, 16, {}, group=0)
+    assert (dense.strides, dense.gaps, dense.gap_factor) == ((16,) * 4, (0, 0), 0)
+
+
+class At:
+    """A tensor at an address."""
+
+    def __init__(self, address: int) -> None:
+        self.data_ptr = lambda: address
+
+
+def test_addresses_are_those_of_tensors_by_their_names() -> None:
+    signature = Signature(
+        rows("a"), row("r", behind=True), columns("g"), rows_out("o"), row("q"), sums("t")
+    )
+    layout = ArgumentLayout(signature)
+    given_tensors = {"t": At(5), "r": At(2), "a": At(1), "q": At(4), "g": None}
+    assert layout.addresses(given_tensors) == ([1, 0, 0, 4, 5], [2])

@@ -1,0 +1,337 @@
+"""Calls of an operation that has no functions of its own in the library: by a kernel, whose launch
+computes from what the driver is given, and by the formula."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from normforge.launch.driver import LaunchError
+from normforge.launch.loaded_kernel import LoadedKernel
+from normforge.operations import OPERATIONS, RowOperation, Signature
+from normforge.operations.formula import evaluate
+from normforge.operations.signature import (
+    added_rows,
+    columns,
+    copied_rows,
+    row,
+    rows,
+    rows_out,
+    sums,
+)
+from normforge.serve import rows as module
+from normforge.serve.rows import RowServer
+from normforge.spec import plan_launch
+from normforge.table import Table
+from tests.support.fake_driver import (
+    SPEC,
+    TARGET,
+    FakeDevice,
+    FakeDriver,
+    empty_on_cpu,
+    entry,
+    read_arguments,
+    stand_in,
+)
+
+M, N = 24, 16
+SHAPE = (4, 6, N)
+BLEND = RowOperation(
+    name="blend",
+    signature=Signature(
+        *(rows("a"), rows_out("p"), row("s", behind=True), rows("b"), columns("g")),
+        *(sums("t", count=2), rows("c"), rows_out("q"), row("r")),
+        *(added_rows("d", option="residual"), copied_rows("e", "p", option="residual")),
+        row_sums=1,
+    ),
+    terms=lambda a, b, c, g, r, s: {"p": (a * s, b * g), "q": (c * r, a), "t": (b * c, a * b)},
+)
+WIDE = replace(
+    SPEC,
+    **{"name": "k", "operation": "blend", "strategy": "separate", "dtype": "fp32"},
+    **{"weight_dtype": "fp32", "N": N, "columns": 2 * N, "partial_stride": 2 * N},
+)
+
+
+def read(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+class Device(FakeDriver):
+    """Computes the operation from the arguments of its main kernel, in fp32."""
+
+    residual = torch.float32
+
+    def cuLaunchKernelEx(  # noqa: N802
+        self, config: Any, function: str, parameters: int, extra: int
+    ) -> tuple[Any, ...]:
+        if function == "blend":
+            self.compute(read_arguments(function, parameters))
+        return super().cuLaunchKernelEx(config, function, parameters, extra)
+
+    def compute(self, args: Any) -> None:
+        def gather(name: str, dtype: torch.dtype, gap: int = 0) -> torch.Tensor:
+            address, stride = getattr(args, name), getattr(args, f"{name}_stride")
+            starts = [i * stride + (i * args.gaps >> 32) * gap for i in range(args.rows)]
+            at = [address + start * dtype.itemsize for start in starts]
+            return torch.stack([read(place, args.columns, dtype) for place in at])
+
+        def put(name: str, found: torch.Tensor) -> None:
+            read(getattr(args, name), found.numel(), found.dtype).copy_(found.flatten())
+
+        given: dict[str, Any] = {
+            name: gather(name, torch.float32, getattr(args, f"{name}_gap")) for name in "abc"
+        }
+        given |= {name: read(getattr(args, name), args.rows, torch.float32) for name in "rs"}
+        given["g"] = read(args.g, args.columns, torch.float32) if args.g else None
+        given["d"] = gather("d", self.residual) if args.d else None
+        found = evaluate(BLEND, given)
+        assert (args.p_stride, args.q_stride) == (args.columns, args.columns)
+        for name in "pqt":
+            put(name, found[name])
+        if args.e:
+            put("e", found["p"].to(self.residual))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    stand_in(monkeypatch, made)
+    return made
+
+
+@pytest.fixture
+def serve(driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What serves calls by a kernel for CPU tensors, its outputs, or why there is none."""
+    monkeypatch.setitem(OPERATIONS, "blend", BLEND)
+    monkeypatch.setattr(module, "current_device", lambda: 0)
+    monkeypatch.setattr(module, "raw_stream", lambda index: device.here())
+    monkeypatch.setattr(module, "is_capturing", lambda: device.capturing)
+    monkeypatch.setattr(module, "empty_strided", empty_on_cpu)
+    one_kernel = {"residual": "bf16", "strategy": "column_slices"}
+    table = Table(TARGET, (entry(M, WIDE), entry(M, WIDE, **one_kernel)), ())
+    kept: dict[str, LoadedKernel] = {}
+
+    def load(kernel: Any) -> LoadedKernel:
+        return kept.setdefault(kernel.spec.residual, LoadedKernel(b"cubin", kernel.spec))
+
+    kernels = SimpleNamespace(backward=table, loaded=SimpleNamespace(get=load))
+    server = RowServer(BLEND, lambda index: kernels)  # type: ignore[arg-type, return-value]
+    return lambda tensors: server._by_kernel(server._check(tensors), tensors)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Whole numbers, whose sums are exact in any order."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(-9, 10, shape, generator=generator).to(dtype)
+
+
+def plain(**change: Any) -> dict[str, Any]:
+    given = {name: random(*SHAPE) + i for i, name in enumerate("abc")}
+    return given | {"s": random(*SHAPE[:-1]), "r": random(M, 1), "g": random(N)} | change
+
+
+def check(found: Any, tensors: dict[str, Any]) -> None:
+    assert isinstance(found, dict), found
+    exact = evaluate(BLEND, tensors)
+    for name, out in exact.items():
+        torch.testing.assert_close(found[name], out, rtol=0, atol=0)
+        assert found[name].is_contiguous()
+    wide = {"p", "q", "t"} | ({"e"} if "d" in tensors else set())
+    assert found.keys() == wide
+
+
+PACKED = random(4, 10, 3, N)
+KINDS = {
+    "dense": random(*SHAPE),
+    "strided": random(M, 2 * N)[:, N:].view(SHAPE),
+    "heads": PACKED[:, :6, 0],
+    "wide heads": random(4, 14, N)[:, 4:10],
+    "turned": random(6, 4, N).transpose(0, 1),
+    "one row": random(1, 1, N).expand(SHAPE),
+    "by column": random(N, M).t().reshape(SHAPE[0], 6, N),
+    "columns apart": random(*SHAPE, 2)[..., 1],
+}
+
+
+@pytest.mark.parametrize("c", KINDS)
+@pytest.mark.parametrize("a", KINDS)
+def test_rows_are_read_where_they_lie_or_copied(serve: Any, a: str, c: str) -> None:
+    tensors = plain(a=KINDS[a], b=KINDS["heads"], c=KINDS[c])
+    check(serve(tensors), tensors)
+
+
+def test_rows_that_kernels_can_read_are_not_copied(serve: Any, driver: Device) -> None:
+    tensors = plain(a=KINDS["heads"], b=KINDS["wide heads"], c=KINDS["dense"])
+    serve(tensors)
+    args = driver.launches[0].arguments
+    for name in ("a", "b", "c", "g"):
+        assert getattr(args, name) == tensors[name].data_ptr()
+    assert (args.rows, args.columns) == (M, N)
+    assert (args.a_stride, args.b_stride, args.c_stride) == (3 * N, N, N)
+    assert (args.a_gap, args.b_gap, args.c_gap) == (12 * N, 8 * N, 0)
+    assert args.dw_mode == 0 and args.weight_offset == 0
+
+
+def test_numbers_of_rows_and_columns_have_any_strides(serve: Any) -> None:
+    change = {"s": random(4, 6, 2)[..., 0], "r": torch.ones(1, 1).expand(M, 1) * 3}
+    change |= {"g": random(1).expand(N).clone(), "r": random(1, 1).expand(M, 1)}
+    check(serve(plain(**change)), plain(**change))
+    without = plain(g=None)
+    check(serve(without), without)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_residual_of_another_dtype_has_an_output_of_its_own(
+    serve: Any, driver: Device, strided: bool
+) -> None:
+    driver.residual = torch.bfloat16
+    d = random(*SHAPE, dtype=torch.bfloat16)
+    if strided:  # which the kernel reads at one stride: that of heads takes a copy
+        d = torch.cat([d, d], 1)[:, :6]
+    tensors = plain(d=d)
+    found = serve(tensors)
+    check(found, tensors)
+    assert found["e"].dtype == torch.bfloat16
+    assert torch.equal(found["e"], found["p"].bfloat16())
+
+
+def test_the_second_kernel_sums_what_the_first_one_left(serve: Any, driver: Device) -> None:
+    found = serve(plain())
+    main, second = driver.launches
+    assert (main.function, second.function) == ("blend", "sum_partials")
+    plan = plan_launch(replace(WIDE, name="k"), M)
+    places = (main.arguments.scratch, found["t"].data_ptr())
+    assert second.arguments == (*places, plan.partials, N, 0, plan.group)
+    assert (main.grid, second.grid) == (plan.grid, plan.sum_grid)
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_captured_call_has_memory_of_its_own(
+    serve: Any, driver: Device, device: FakeDevice, monkeypatch: pytest.MonkeyPatch,
+    default: torch.dtype,
+) -> None:  # fmt: skip
+    """Of fp32 words, whatever PyTorch's default is."""
+    made: list[torch.Tensor] = []
+
+    def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        made.append(empty_on_cpu(size, stride, dtype))
+        return made[-1]
+
+    monkeypatch.setattr(module, "empty_strided", empty)
+    before = torch.get_default_dtype()
+    serve(plain())
+    device.capturing = True
+    torch.set_default_dtype(default)
+    try:
+        check(serve(plain()), plain())
+    finally:
+        torch.set_default_dtype(before)
+    eager, _, captured, _ = (seen.arguments for seen in driver.launches)
+    assert captured.scratch != eager.scratch
+    needed = plan_launch(WIDE, M).scratch * 4
+    assert [one.nbytes for one in made] == [needed] and made[0].data_ptr() == captured.scratch
+
+
+def test_a_captured_call_has_counters_of_its_own(
+    serve: Any, driver: Device, device: FakeDevice
+) -> None:
+    """They are zero at every replay, whatever other calls do meanwhile."""
+    driver.residual = torch.bfloat16
+    tensors = plain(d=random(*SHAPE, dtype=torch.bfloat16))
+    for device.capturing in (False, False, True):
+        serve(tensors)
+    first, second, captured = (seen.arguments for seen in driver.launches)
+    assert first.counters == second.counters != captured.counters != 0
+
+
+def test_what_no_kernel_serves_is_said(serve: Any) -> None:
+    for change in (
+        {"d": random(*SHAPE)},  # a residual of fp32 has no kernel here
+        {"g": random(N).double()},
+        {"g": random(N + 1)[1:]},
+        {"a": random(M * N + 1)[1:].view(SHAPE)},
+        {"c": random(M, N + 1)[:, :N].view(SHAPE)},
+        {"a": KINDS["heads"], "b": random(4, 10 * N + 2)[:, : 6 * N].view(SHAPE)},
+    ):
+        assert isinstance(serve(plain(**change)), str), [*change]
+
+
+def test_a_refused_launch_is_told(serve: Any, driver: Device) -> None:
+    serve(plain())
+    driver.status = driver.CUresult.CUDA_ERROR_LAUNCH_FAILED
+    with pytest.raises(LaunchError, match="launching blend of k"):
+        serve(plain())
+
+
+# ---- By the formula ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> RowServer:
+    return RowServer(BLEND, lambda index: None)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("residual", [None, torch.bfloat16, torch.float32])
+def test_results_have_the_dtypes_of_what_they_belong_to(
+    server: RowServer, dtype: torch.dtype, residual: torch.dtype | None
+) -> None:
+    tensors = {name: one.to(dtype) if name in "abc" else one for name, one in plain().items()}
+    if residual:
+        tensors["d"] = random(*SHAPE, dtype=residual)
+    exact, found = evaluate(BLEND, tensors), server(tensors)
+    assert {name: out.dtype for name, out in found.items() if name in "pq"} == {
+        "p": dtype,
+        "q": dtype,
+    }
+    assert (found["t"].dtype, found["t"].shape) == (torch.float32, (2, N))
+    assert ("e" in found) is (residual not in (None, dtype))
+    copies = {"e": "p"}
+    for name, out in found.items():
+        assert torch.equal(out, exact[copies.get(name, name)].to(out.dtype)), name
+
+
+def test_no_rows_have_sums_of_zero(server: RowServer) -> None:
+    tensors = {name: torch.empty(0, N) for name in "abc"}
+    found = server(tensors | {"s": torch.empty(0), "r": torch.empty(0), "g": random(N)})
+    assert (found["p"].shape, found["t"].tolist()) == ((0, N), [[0.0] * N] * 2)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "another name": ({"x": random(*SHAPE)}, "blend takes no 'x'"),
+    "one that is missing": ({"b": None}, "blend needs b"),
+    "no number of each row": ({"s": None}, "blend needs s"),
+    "no tensor": ({"c": 3.0}, "c must be a tensor, got float"),
+    "another shape": ({"b": random(M, N)}, "b must have the shape (4, 6, 16) of a, got (24, 16)"),
+    "another dtype": ({"b": random(*SHAPE).half()}, "b must be of torch.float32, got"),
+    "narrow numbers": ({"s": random(M).half()}, "s must be of torch.float32, got torch.float16"),
+    "too few numbers": ({"s": random(6)}, "s must have one number for each row, got (6,)"),
+    "columns of rows": ({"g": random(1, N)}, "g must have shape (16,), got (1, 16)"),
+    "integer columns": ({"g": torch.ones(N, dtype=torch.int32)}, "g must be of"),
+    "a residual of rows": ({"d": random(N)}, "d must have the shape (4, 6, 16) of a, got (16,)"),
+    "integers": (
+        {name: torch.ones(SHAPE, dtype=torch.int64) for name in "abc"},
+        "a must be floating rows of at least one element, got torch.int64 of shape (4, 6, 16)",
+    ),
+    "no columns": (
+        {name: torch.ones(4, 0) for name in "abc"} | {"s": torch.ones(4), "r": torch.ones(4)},
+        "a must be floating rows of at least one element",
+    ),
+    "another device": ({"c": torch.empty(SHAPE, device="meta")}, "c is on meta and a on cpu"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_together_is_one_sentence(server: RowServer, name: str) -> None:
+    change, said = WRONG[name]
+    with pytest.raises((TypeError, ValueError), match=re.escape(said)) as error:
+        server(plain(**change))
+    assert "\n" not in str(error.value)
