@@ -1,0 +1,131 @@
+"""Kernels with a warp of its own that asks for rows: right under every schedule, and wrong where a
+bug is planted."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from generator.emulate import find_compiler
+from generator.emulate.check import check_source, check_variant, small_launch
+from generator.errors import NormforgeError
+from generator.kernels.render import render
+from generator.kernels.variant import Variant, make_variant
+from generator.paths import SEARCH_SPACES
+from generator.problem import Problem
+from generator.space.legal_configs import LegalConfigs
+from generator.space.load import load_space
+from tests.support.forward import H200
+from tests.support.samples import plain_variant
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
+
+SPACE = load_space(SEARCH_SPACES / "producer.yaml")
+SHAPES = (
+    *("64x512:bf16", "100x1024:fp16", "64x4096:fp32", "100x1024:bf16+residual"),
+    *(
+        "60x8192:bf16+residual_fp32",
+        "100x1024:bf16:fp32+offset",
+        "layernorm_backward:100x1024:bf16",
+    ),
+)
+
+
+def drawn(shape: str, count: int) -> list[Variant]:
+    """Random kernels with a producer."""
+    problem, rng = Problem.parse(shape), random.Random(shape)
+    legal, found = LegalConfigs(SPACE, problem, H200), []
+    while len(found) < count:
+        config = legal.draw(rng, ())
+        if config is not None and config["pipeline"] == "producer":
+            found.append(make_variant(config, problem))
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_kernels_are_right_under_every_schedule(shape: str) -> None:
+    for variant in drawn(shape, 3):
+        check = check_variant(variant, Problem.parse(shape), schedules=4)
+        assert check.passed, (variant, check.problems)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_many_random_kernels_are_right_under_many_schedules(shape: str) -> None:
+    for variant in drawn(shape, 12):
+        check = check_variant(variant, Problem.parse(shape), schedules=12)
+        assert check.passed, (variant, check.problems)
+
+
+def example(**knobs: Any) -> tuple[Variant, Problem]:
+    shape = "100x4096:fp32" if knobs.get("cluster", 1) > 1 else "100x1024:bf16"
+    fixed = {"pipeline": "producer", "threads_per_row": 64, "rows_per_cta": 2, "stages": 3}
+    problem = Problem.parse(shape)
+    config = {**plain_variant(problem, H200).config, "column_sums": "late", **fixed, **knobs}
+    return make_variant(config, problem), problem
+
+
+BUGS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "reads are not fenced before a stage is handed back": (
+        *("    fence_async_shared();\n    warp_barrier();", "    warp_barrier();"),
+        *("no proxy fence: hands a stage back", {}),
+    ),
+    "a stage is handed back before it is read": (
+        "    pipeline.await();\n    pipeline.read(xs, dys, batch);\n",
+        "    pipeline.await();\n    pipeline.release();\n    pipeline.read(xs, dys, batch);\n",
+        *("", {}),
+    ),
+    "one warp hands a stage back for all": (
+        *("mbarrier_init(&empty[s], kWarpsPerRow);", "mbarrier_init(&empty[s], 1);"),
+        *("", {"threads_per_row": 128}),
+    ),
+    "the producer does not wait for a stage": (
+        *("        mbarrier_wait(&empty[team * kStages + into], turn);\n", "", "", {}),
+    ),
+    "the producer waits for a phase too many": (
+        *("unsigned turn = 1;", "unsigned turn = 0;", "deadlock", {}),
+    ),
+    "too few bytes are expected": (
+        *("valid * (2 * kRowBytes + kResidualRowBytes)", "valid * (kRowBytes)", "", {}),
+    ),
+    "rows of the next team are asked for": (
+        *("fetch(batch + team, team", "fetch(batch + (team + 1) % kTeams, team", "", {}),
+    ),
+    "a team meets at the barrier of the CTA": (
+        *("named_barrier(1 + team_index(), kThreadsPerRow)", "cta_barrier()", "", {}),
+    ),
+    "teams read weights that are not all written": (
+        *("  named_barrier(1 + kTeams, kThreads);", "", "race", {"weight_in": "smem"}),
+    ),
+    "the producer's lane sets up barriers of a team that there is not": (
+        *(" && team_index() < kTeams", "", "where an mbarrier is", {"cluster": 2}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_found(name: str) -> None:
+    old, new, said, knobs = BUGS[name]
+    variant, problem = example(**knobs)
+    source = render(variant)
+    assert old in source
+    spec, launch = small_launch(variant, problem.M)
+    check = check_source(source.replace(old, new), spec, launch, problem, schedules=16)
+    assert any(said in problem for problem in check.problems), check.problems
+    assert check_source(source, spec, launch, problem, schedules=4).passed
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"threads_per_row": 16}, "parts of warps"),
+        ({"rows_per_cta": 15, "threads_per_row": 32}, "15 teams"),
+        ({"column_sums": "early", "reload": "smem"}, "early sums"),
+    ],
+)
+def test_kernels_that_there_cannot_be(knobs: dict[str, Any], said: str) -> None:
+    variant, problem = example()
+    with pytest.raises(NormforgeError, match=said):
+        make_variant({**variant.config, **knobs}, problem)
