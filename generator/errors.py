@@ -17,5 +17,10 @@ class CompilerError(NormforgeError):
     """NVRTC itself does not work, whatever the kernel."""
 
 
+class CompilerFailedError(CompilerError):
+    """NVRTC failed for a reason that is not in the source, such as a lack of memory: another try
+    may succeed."""
+
+
 class ProblemError(NormforgeError):
     """One problem cannot be finished now; its finished trials are kept, and others may go on."""

@@ -14,7 +14,13 @@ from pathlib import Path
 
 from generator.disk import replacing
 from generator.kernels.code_digest import AnyVariant, compiler_input
-from generator.kernels.nvrtc import Compiled, compile_options, compile_source, nvrtc_version
+from generator.kernels.nvrtc import (
+    Compiled,
+    blames_source,
+    compile_options,
+    compile_source,
+    nvrtc_version,
+)
 from generator.kernels.ptxas import Resources
 from generator.paths import CACHE
 
@@ -32,8 +38,9 @@ def compile_variant(variant: AnyVariant, arch: str, cache_folder: Path = DEFAULT
 
 
 def compile_cached(folder: Path, source: str, arch: str, register_cap: int = 0) -> Compiled:
-    """The cached result, or a fresh one that is stored. An entry that is damaged is compiled again
-    and replaced. folder: of the cache, which any number of processes share."""
+    """The cached result, or a fresh one that is stored: a cubin, or what is wrong with the source.
+    An entry that is damaged is compiled again and replaced. folder: of the cache, which any number
+    of processes share. Raises CompilerError, and stores nothing, where NVRTC itself failed."""
     path = entry_path(folder, source, arch, register_cap)
     found = _read(path, source)
     if found is None:
@@ -71,6 +78,8 @@ def _read(path: Path, source: str) -> Compiled | None:
         found = Compiled(**data)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    if found.error and not blames_source(found.error):
+        return None  # stored by an earlier version, when memory was short
     return found if found.source == source else None
 
 

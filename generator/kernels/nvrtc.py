@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from generator.errors import CompilerError, NormforgeError
+from generator.errors import CompilerError, CompilerFailedError
 from generator.kernels.ptxas import Resources, overrides_cap, read_resources
 from normforge.spec import SUM_KERNEL
 
@@ -45,19 +46,26 @@ class Compiled:
 
 
 LEAST_NVRTC = 13
+_NOT_THE_SOURCE = re.compile(
+    "memory allocation failure|out of memory|cannot allocate|no space left|internal error"
+    "|nvrtcResult",
+    re.IGNORECASE,
+)
+"""In the log of NVRTC where it, or a part of it, gave up. Only old entries of the cache have the
+name of a status."""
 
 
 @cache
 def nvrtc_version() -> str:
-    """Version of the NVRTC library in use, for example "13.0". Raises NormforgeError for one that
+    """Version of the NVRTC library in use, for example "13.0". Raises CompilerError for one that
     is too old."""
     from cuda.bindings import nvrtc
 
     status, major, minor = nvrtc.nvrtcVersion()
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise NormforgeError("NVRTC does not answer: install the package nvidia-cuda-nvrtc")
+        raise CompilerError("NVRTC does not answer: install the package nvidia-cuda-nvrtc")
     if major < LEAST_NVRTC:
-        raise NormforgeError(
+        raise CompilerError(
             f"NVRTC {major}.{minor} is in use, probably that of PyTorch, and kernels need "
             f"{LEAST_NVRTC}.0 or newer: install a PyTorch for CUDA {LEAST_NVRTC}"
         )
@@ -79,13 +87,14 @@ def compile_source(
     source: str, arch: str, register_cap: int = 0, include: Path | None = None
 ) -> Compiled:
     """Compile one source for one architecture, without the cache. include: the folder that the
-    names of included files are relative to. Raises CompilerError where NVRTC lacks a part."""
+    names of included files are relative to. Raises CompilerError where NVRTC lacks a part, and
+    CompilerFailedError where it failed and did not say that the source is wrong."""
     from cuda.bindings import nvrtc
 
     success = nvrtc.nvrtcResult.NVRTC_SUCCESS
     status, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], [])
     if status != success:
-        raise NormforgeError(f"NVRTC cannot create a program: {status}")
+        raise CompilerFailedError(f"NVRTC cannot create a program: {status}")
     try:
         named = compile_options(arch, register_cap)
         named += [f"--include-path={include}"] if include else []
@@ -93,19 +102,34 @@ def compile_source(
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         log = read_buffer(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode()
         log = log.rstrip("\0").strip()
-        if status == nvrtc.nvrtcResult.NVRTC_ERROR_BUILTIN_OPERATION_FAILURE:
-            raise CompilerError(f"NVRTC is not whole, install nvidia-cuda-nvrtc again: {log}")
         if status != success:
-            return Compiled(arch, source, b"", {}, nvrtc_version(), False, log, log or str(status))
+            error = _refusal(status.name, log)
+            return Compiled(arch, source, b"", {}, nvrtc_version(), False, log, error)
         cubin = read_buffer(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     kernels = read_resources(log)
     if not kernels:
-        raise NormforgeError(
+        raise CompilerError(
             f"NVRTC {nvrtc_version()} reported no resources of any kernel; its log was: {log}"
         )
     return Compiled(arch, source, cubin, kernels, nvrtc_version(), overrides_cap(log), log)
+
+
+def _refusal(status: str, log: str) -> str:
+    """NVRTC's complaint about a source. Raises CompilerError where it is about something else."""
+    if status == "NVRTC_ERROR_BUILTIN_OPERATION_FAILURE":
+        raise CompilerError(f"NVRTC is not whole, install nvidia-cuda-nvrtc again: {log}")
+    if status == "NVRTC_ERROR_INVALID_OPTION":
+        raise CompilerError(f"NVRTC {nvrtc_version()} does not know an option: {log}")
+    if status != "NVRTC_ERROR_COMPILATION" or not blames_source(log):
+        raise CompilerFailedError(f"NVRTC failed ({status}): {log}")
+    return log
+
+
+def blames_source(error: str) -> bool:
+    """Whether the error of a compilation is about its source, and would come again."""
+    return bool(error) and not _NOT_THE_SOURCE.search(error)
 
 
 def read_buffer(size_of: Any, read: Any, program: Any) -> bytes:
