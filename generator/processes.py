@@ -8,12 +8,30 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import parent_process
+from multiprocessing import get_context, parent_process
+from multiprocessing.spawn import get_preparation_data
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from generator.errors import NormforgeError
+
 MANAGER_SECONDS = 1.0
 """For a killed process to go, and for the thread of its pool to notice."""
+
+
+def context_of(method: str) -> Any:
+    """What multiprocessing starts processes with, by the name of the method. Raises NormforgeError
+    where "spawn" cannot: each process imports the program again, and one that Python reads from its
+    standard input is no file."""
+    if method == "spawn":
+        program = get_preparation_data("").get("init_main_from_path")
+        if program is not None and not Path(program).exists():
+            raise NormforgeError(
+                f"the program is not a file ({Path(program).name}), and every process that "
+                "compiles or measures has to import it: save it as a file, and start that"
+            )
+    return get_context(method)
 
 
 def end_with_parent(niceness: int = 0, sigterm: signal.Handlers = signal.SIG_DFL) -> None:

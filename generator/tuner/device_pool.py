@@ -7,7 +7,6 @@ that no machine code passes through a third process; the cubins are shared on di
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import time
 from collections import Counter
@@ -18,7 +17,7 @@ from typing import Any
 
 from generator.errors import NormforgeError
 from generator.problem import Problem
-from generator.processes import shielded
+from generator.processes import context_of, shielded
 from generator.tuner.device_process import Device, Gpu, run_device
 from generator.tuner.display import Status
 from generator.tuner.lifecycle import Stop
@@ -39,7 +38,7 @@ class _DeviceProcess:
     """The process of one GPU, as its parent sees it."""
 
     def __init__(self, index: int, open_device: Callable[[int], Device], method: str) -> None:
-        context: Any = multiprocessing.get_context(method)
+        context: Any = context_of(method)
         self.index = index
         self.connection, child = context.Pipe()
         self._process = context.Process(target=run_device, args=(child, index, open_device))

@@ -267,6 +267,23 @@ def test_missing_package_is_said() -> None:
     assert "has no package 'optuna': install what is needed" in sentence
 
 
+def test_program_from_standard_input(tmp_path: Path) -> None:
+    """No process of the compiler could import it, and every candidate would seem to crash."""
+    line = [*RUN.split(), "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=f"import sys, tune\nsys.exit(tune.main({line}))\n",
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "the program is not a file (<stdin>)" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "out").glob("studies*"))
+
+
 def test_reader_that_has_seen_enough_is_no_error() -> None:
     line = f"{sys.executable} tune.py --help | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], cwd=REPOSITORY, capture_output=True, text=True)

@@ -9,22 +9,39 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing import active_children, get_context
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from threading import Timer
+from typing import Any
 
 import pytest
 
-from generator.errors import CompilerError
+from generator.errors import CompilerError, CompilerFailedError, NormforgeError
+from generator.evaluate.predict.evaluator import Predictor
 from generator.kernels import compile_pool
-from generator.kernels.compile_pool import CompilePool
+from generator.kernels.compile_pool import (
+    MAX_CRASHES,
+    MAX_TIMEOUTS,
+    CompilePool,
+    compile_known_good,
+)
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.nvrtc import Compiled
 from generator.kernels.variant import Variant
 from generator.paths import REPOSITORY
 from generator.processes import end_pool
+from generator.search.budget import Budget
+from generator.search.search import search_problem
+from generator.studies.records import study_name
+from generator.studies.storage import open_storage
+from generator.studies.study_log import StudyLog
 from generator.target import find_target
 from tests.support.patience import patience
 from tests.support.samples import plain_variant
+from tests.support.synthetic import LEGAL, PROBLEM, SPACE, TARGET
 
 SHAPE = "4096x1024:bf16"
 
@@ -68,6 +85,132 @@ def test_a_compiler_that_does_not_work_is_no_fault_of_a_variant(tmp_path: Path) 
             pool._alone(other, 60.0)
 
 
+# A machine on which nothing compiles, for a while or for good.
+
+
+@dataclass(frozen=True)
+class Ill:
+    """Compiles, and checks, as long as a file does not exist, and then fails in a way. Every try is
+    a line of the file `log`. only: the variant that it fails on, and never on the check."""
+
+    folder: Path
+    way: str
+    only: str = ""
+
+    def __call__(self, variant: Variant, arch: str, cache: Path) -> Compiled:
+        with (self.folder / "log").open("a", encoding="utf-8") as log:
+            log.write(f"{variant.id}\n")
+        if not self.only or self.only == variant.id:
+            self.fail()
+        return Compiled(arch, "", b"cubin", {}, "0", False, "")
+
+    def check(self, arch: str) -> None:
+        if not self.only:
+            self.fail()
+
+    def fail(self) -> None:
+        if not (self.folder / "ill").exists():
+            return
+        if self.way == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.way == "hangs":
+            time.sleep(60)
+        errors = {
+            "memory": CompilerFailedError("NVRTC failed (NVRTC_ERROR_OUT_OF_MEMORY)"),
+            "python": ImportError("cannot import name 'render'"),
+            "files": FileNotFoundError(2, "No such file", "templates"),
+            "bug": KeyError("no such template"),
+            "refusal": NormforgeError("this cannot be rendered"),
+        }
+        raise errors[self.way]
+
+    def pool(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> CompilePool:
+        """Of an ill machine, which is given so many seconds."""
+        (self.folder / "ill").touch()
+        monkeypatch.setattr(compile_pool, "FIRST_PAUSE", 0.1)
+        monkeypatch.setattr(compile_pool, "CHECK_SECONDS", 2.0)
+        monkeypatch.setattr(compile_pool, "MACHINE_SECONDS", seconds)
+        return CompilePool("sm_90a", 2, self.folder, compile=self, method="fork", check=self.check)
+
+    def tries(self) -> int:
+        return len((self.folder / "log").read_text(encoding="utf-8").splitlines())
+
+
+WAYS = ["killed", "memory", "python", "files", "hangs"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_machine_that_recovers_costs_no_variant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    with Ill(tmp_path, way).pool(monkeypatch, patience(60)) as pool:
+        jobs = [(v, pool.submit(v)) for v in variants()]
+        recovery = Timer(3.0, (tmp_path / "ill").unlink)
+        recovery.start()
+        for v, future in jobs:
+            assert pool.result(v, future, timeout=2.0).error == ""
+        recovery.join()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_machine_that_stays_ill_is_a_sentence_and_nothing_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    with Ill(tmp_path, way).pool(monkeypatch, 0.5) as pool:
+        late = partial(pool.result, timeout=1.0)
+        monkeypatch.setattr(pool, "result", late)
+        storage = open_storage(tmp_path / "studies.journal")
+        with pytest.raises(CompilerError, match=r"compiled nothing for 0 s .*same command"):
+            search_problem(LEGAL, pool, Predictor(TARGET), storage, Budget(trials=5))
+    name = study_name(PROBLEM, TARGET, "predicted", SPACE)
+    assert StudyLog(storage, name).trials() == []
+
+
+@pytest.mark.parametrize(
+    ("way", "tries", "says"),
+    [
+        ("killed", 1 + MAX_CRASHES, "NVRTC crashed on this variant 3 times"),
+        ("memory", MAX_CRASHES, "NVRTC failed (NVRTC_ERROR_OUT_OF_MEMORY)"),
+        ("bug", MAX_CRASHES, "KeyError: 'no such template'"),
+        ("refusal", MAX_CRASHES, "this cannot be rendered"),
+        ("hangs", MAX_TIMEOUTS, "NVRTC took more than 1 s"),
+    ],
+)
+def test_what_fails_alone_on_a_sound_machine_is_the_variants_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, tries: int, says: str
+) -> None:
+    v = variants()[0]
+    ill = Ill(tmp_path, way, only=v.id)
+    with ill.pool(monkeypatch, 0.0) as pool:
+        assert pool.result(v, pool.submit(v), timeout=1.0).error == says
+    assert ill.tries() == tries
+
+
+def test_a_machine_that_starts_no_process_is_waited_for(
+    pool: CompilePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_pool, "FIRST_PAUSE", 0.01)
+    starts = iter([True, True, True])
+
+    def start(process: Any) -> None:
+        if next(starts, False):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        real(process)
+
+    real = SpawnProcess.start
+    monkeypatch.setattr(SpawnProcess, "start", start)
+    v = variants()[0]
+    assert pool.result(v, pool.submit(v)).cubin
+    assert not next(starts, False), "the processes were never refused"
+
+
+def test_known_good_kernel_compiles() -> None:
+    for target in ("h200", "gb200", "a100"):
+        compile_known_good(find_target(target).arch)
+    with pytest.raises(CompilerError):
+        compile_known_good("sm_12")
+
+
 def test_compilation_past_its_deadline_is_an_error_and_the_others_go_on(pool: CompilePool) -> None:
     jobs = [(v, pool.submit(v)) for v in (*variants(), *variants())]
     # A worker needs longer than this to start.
@@ -96,10 +239,11 @@ def test_deadlines_missed_together_end_one_pool(
     with CompilePool("sm_90a", 1, tmp_path) as pool:
         old = pool._pool
         monkeypatch.setattr(old, "submit", lambda *arguments: Future())
+        monkeypatch.setattr(pool, "_alone", lambda variant, *_: pool._failed("late"))
         hung, as_well, waiting = (pool.submit(v) for _ in range(3))
-        assert "took more than" in pool.result(v, hung, timeout=0).error
+        assert pool.result(v, hung, timeout=0).error == "late"
         monkeypatch.setattr(pool._pool, "submit", lambda *arguments: answered(done))
-        assert "took more than" in pool.result(v, as_well, timeout=0).error
+        assert pool.result(v, as_well, timeout=0).error == "late"
         assert waiting.cancel()
         assert pool.result(v, waiting) is done
         assert ended == [old]

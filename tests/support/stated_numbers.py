@@ -140,6 +140,7 @@ def faults() -> list[str]:
     drift, spread = (f"{percent(x)} + {noise.JITTER_US} µs" for x in (noise.DRIFT, noise.SPREAD))
     return [
         f"after {WORD[compile_pool.MAX_CRASHES]} processes of its own",
+        f"compiled again for up to {compile_pool.MACHINE_SECONDS:.0f} s",
         f"more than {asked} s",
         f"no answer within {supervisor.JOB_SECONDS:.0f} s",
         f"{session.SLOW} times the time of the best",

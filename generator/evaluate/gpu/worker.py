@@ -6,7 +6,6 @@ lost context) ends that process and becomes the candidate's outcome; the next jo
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import traceback
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 
 from generator.errors import NormforgeError, one_line
 from generator.evaluate.gpu.protocol import Answer, Handler, Job, WorkerLostError
-from generator.processes import end_with_parent, shielded
+from generator.processes import context_of, end_with_parent, shielded
 
 START_SECONDS = 120.0
 _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGINT}
@@ -38,7 +37,7 @@ class GpuWorker:
         open_handler: Callable[[int], Handler] = open_session,
         method: str = "spawn",
     ) -> None:
-        context: Any = multiprocessing.get_context(method)
+        context: Any = context_of(method)
         self._connection, child = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(child, device, open_handler), daemon=True
