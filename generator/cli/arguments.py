@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from generator.errors import NormforgeError
 from generator.problem import RMSNORM_BACKWARD
+from generator.space.space import Space
 from normforge.operations import OPERATIONS
 
 if TYPE_CHECKING:
@@ -105,3 +106,21 @@ def storage_url(text: str) -> str:
             "SQLAlchemy does not know postgres://: write postgresql+psycopg:// in its place"
         )
     return text
+
+
+def parse_config(text: str, space: Space) -> dict[str, int | str]:
+    """Read `knob=value,knob=value`. Raises NormforgeError naming the knob or its values."""
+    choices = {knob.name: knob.choices for knob in space.knobs}
+    given: dict[str, int | str] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = entry.partition("=")
+        if name not in choices:
+            raise NormforgeError(f"unknown knob '{name}': the space has {', '.join(choices)}")
+        matching = [choice for choice in choices[name] if str(choice) == value]
+        if not matching:
+            shown = ", ".join(map(str, choices[name]))
+            raise NormforgeError(f"'{entry}': {name} is one of {shown}")
+        given[name] = matching[0]
+    if not given:
+        raise NormforgeError("--config names no knob: write strategy=last_cta,stages=2")
+    return given

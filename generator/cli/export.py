@@ -1,4 +1,5 @@
-"""`tune.py export`: a package, or the trials of a shape, in the form that other tools load."""
+"""`tune.py export`: a package, or the trials of a shape, in the form that other tools load. What
+makes it is imported when the arguments are known to be right."""
 
 from __future__ import annotations
 
@@ -9,11 +10,8 @@ from pathlib import Path
 from generator.cli.arguments import CommandLine, folder_name
 from generator.cli.report import add_study_options, find_study
 from generator.errors import NormforgeError
-from generator.package.hub.export import export_package
-from generator.package.standalone import export_standalone
 from generator.paths import program_version, results_of
 from generator.problem import Problem
-from generator.report.other_tuners import kernel_tuner, t4
 from generator.target import find_target
 
 
@@ -49,6 +47,9 @@ def export(argv: list[str]) -> int:
         raise NormforgeError("--shape and --storage are for trials, not for packages")
     if args.gpu is not None:
         find_target(args.gpu)
+    from generator.package.hub.export import export_package
+    from generator.package.standalone import export_standalone
+
     output = args.out or results_of(args.gpu or "h200")
     write, what = (
         (export_standalone, "Package") if args.standalone else (export_package, "Repository")
@@ -64,6 +65,8 @@ def _export_trials(args: argparse.Namespace) -> int:
     problem = Problem.parse(args.shape, args.op)
     args.op = problem.operation
     study = find_study(args, problem)
+    from generator.report.other_tuners import kernel_tuner, t4
+
     file: Path = args.t4 or args.kernel_tuner
     content = t4(study, program_version()) if args.t4 else kernel_tuner(study)
     try:

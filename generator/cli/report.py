@@ -1,50 +1,70 @@
-"""`tune.py report` and `tune.py explain`: what the studies of a run say."""
+"""`tune.py report` and `tune.py explain`: what the studies of a run say. What reads them is
+imported when the arguments are known to be right, so that a typo is told at once."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING
 
-from generator.cli.arguments import CommandLine, add_operation, folder_name, storage_url
+from generator.cli.arguments import (
+    CommandLine,
+    add_operation,
+    folder_name,
+    parse_config,
+    storage_url,
+)
 from generator.errors import NormforgeError, one_line
 from generator.paths import results_of
 from generator.problem import RMSNORM_BACKWARD, Problem
-from generator.report.answer import document, explain_from_package, render_answer
-from generator.report.collect import summaries
-from generator.report.explain import Explanation, parse_config
-from generator.report.page import render_page
-from generator.report.text import render_text
 from generator.space.load import load_space, space_file
-from generator.studies.reader import Study, describe_location, read_studies
 from generator.target import find_target
 
+if TYPE_CHECKING:
+    from generator.studies.reader import Study
+    from generator.studies.records import StudyFacts
 
-def _studies(args: argparse.Namespace, *, importance: bool) -> tuple[list[Study], str]:
-    """The studies that the options name, of all operations, and where they are, as
-    `describe_location` has it."""
+
+def _studies(
+    args: argparse.Namespace, wanted: Callable[[StudyFacts], bool], *, importance: bool = False
+) -> tuple[list[Study], list[StudyFacts], str]:
+    """Of the studies where the options say: those that are `wanted`, what the names of all of the
+    operation say, and the place, as `describe_location` has it. Raises NormforgeError where there
+    are none of the operation."""
     if args.gpu is None and args.out is None and args.storage is None:
         raise NormforgeError("name the studies: --gpu h200, --out FOLDER or --storage URL")
     if args.gpu is not None:
         find_target(args.gpu)
+    from generator.studies.reader import describe_location, read_studies
+
+    seen: dict[StudyFacts, None] = {}
+
+    def of_gpu(facts: StudyFacts) -> bool:
+        seen[facts] = None
+        return args.gpu in (None, facts.gpu) and wanted(facts)
+
     where = args.storage or args.out or results_of(args.gpu)
     try:
-        place = describe_location(where)
-        studies = read_studies(where, importance=importance)
+        studies = read_studies(where, importance=importance, wanted=of_gpu)
     except OSError as error:
         raise NormforgeError(
             f"cannot read the studies ({one_line(error)}): put that right, or choose others"
         ) from error
-    if args.gpu is not None:
-        studies = [study for study in studies if study.gpu == args.gpu]
-        if not studies:
-            raise NormforgeError(f"{place} has no studies of {args.gpu}")
-    if all(study.problem.operation != args.op for study in studies):
+    place = describe_location(where)
+    if not seen:
+        raise NormforgeError(f"{place} has no study with finished trials")
+    found = [facts for facts in seen if args.gpu in (None, facts.gpu)]
+    if not found:
+        raise NormforgeError(f"{place} has no studies of {args.gpu}")
+    found = [facts for facts in found if facts.problem.operation == args.op]
+    if not found:
         raise NormforgeError(f"{place} has no studies of {args.op}: choose with --op")
-    return studies, place
+    return studies, found, place
 
 
 def add_study_options(parser: CommandLine) -> None:
@@ -59,17 +79,18 @@ def add_study_options(parser: CommandLine) -> None:
 
 
 def find_study(args: argparse.Namespace, problem: Problem) -> Study:
-    """The study of one problem. Raises NormforgeError where there is none."""
-    studies, place = _studies(args, importance=False)
-    by_gpu = summaries(studies, place, args.op)
-    if len(by_gpu) > 1:
+    """The study of one problem, without reading the others. Raises NormforgeError where there is
+    none."""
+    studies, named, place = _studies(args, lambda facts: facts.problem == problem)
+    if len({facts.gpu for facts in named}) > 1:
         raise NormforgeError(f"{place} has several GPUs: name one with --gpu")
-    found = {study.problem: study for study in by_gpu[0].studies}
-    if problem not in found:
-        near = get_close_matches(str(problem), map(str, found))
+    if not studies:
+        near = get_close_matches(str(problem), {str(facts.problem): None for facts in named})
         hint = f"; near it are {', '.join(near)}" if near else ""
         raise NormforgeError(f"{place} has no study of {problem}{hint}")
-    return found[problem]
+    from generator.report.collect import latest
+
+    return latest(studies)[problem]
 
 
 def report(argv: list[str]) -> int:
@@ -87,7 +108,16 @@ def report(argv: list[str]) -> int:
         "one with --storage)",
     )
     args = parser.parse(argv)
-    studies, place = _studies(args, importance=True)
+    from generator.report.collect import FREE, summaries
+    from generator.report.page import render_page
+    from generator.report.text import render_text
+
+    operations = (args.op, FREE.get(args.op))
+    studies, _, place = _studies(
+        args, lambda facts: facts.problem.operation in operations, importance=True
+    )
+    if all(study.problem.operation != args.op for study in studies):
+        raise NormforgeError(f"{place} has no study of {args.op} with finished trials")
     options = f"--storage {quote(place)}" if args.storage else ""
     if args.out and not args.storage:
         options = f"--out {quote(str(args.out))}"
@@ -130,11 +160,16 @@ def explain(argv: list[str]) -> int:
     space = load_space(args.space or space_file(args.op))
     given = parse_config(args.config, space) if args.config is not None else None
     study = find_study(args, problem)
+    from generator.report import answer
+    from generator.report.explain import Explanation
+
     why = Explanation(study, space, replace(find_target(study.gpu), sms=study.sms))
     verdict = why.why_not(given) if given is not None else None
-    served = explain_from_package((args.out or results_of(study.gpu)) / args.op, problem)
+    package = (args.out or results_of(study.gpu)) / args.op
     if args.json:
-        print(json.dumps(document(why, verdict, served), indent=1))
+        served = answer.explain_from_package(package, problem)
+        print(json.dumps(answer.document(why, verdict, served), indent=1))
     else:
-        print(render_answer(why, verdict, served))
+        chosen = answer.choose_from_package(package, problem)
+        print(answer.render_answer(why, verdict, chosen))
     return 0

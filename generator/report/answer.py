@@ -11,20 +11,33 @@ from generator.problem import Problem
 from generator.report.explain import Explanation, KnobCost, Timed, Verdict
 from generator.report.text import number
 from generator.text_table import columns
-from normforge.packages import open_package
-from normforge.table import TABLE
+from normforge.table import TABLE, Choice, Table
 
 _SHOWN = 20
 """Knob values that are shown, those that change the time most first."""
 
 
-def explain_from_package(folder: Path, problem: Problem) -> dict[str, Any] | None:
-    """What the tables of the emitted package say about the shape, for plain shapes only; None where
-    there are none. Nothing of the package is run: whoever looks at a folder need not trust it.
+def choose_from_package(folder: Path, problem: Problem) -> Choice | None:
+    """What the tables of the emitted package choose for the shape, for plain shapes only; None
+    where there are none. Nothing of the package is run: whoever looks at a folder need not trust
+    it.
 
     Raises NormforgeError for a table that is damaged."""
     if "+" in str(problem) or not (folder / TABLE).exists():
         return None
+    try:
+        table = Table.load(folder)
+    except (OSError, ValueError) as error:
+        raise NormforgeError(str(error)) from error
+    return table.choose(problem.M, problem.N, problem.dtype, problem.weight_dtype)
+
+
+def explain_from_package(folder: Path, problem: Problem) -> dict[str, Any] | None:
+    """The same with all that the package's own `explain` says, which needs PyTorch."""
+    if choose_from_package(folder, problem) is None:
+        return None
+    from normforge.packages import open_package
+
     try:
         package = open_package(str(folder / "__init__.py"), str(folder), problem.operation)
     except (OSError, ValueError, ImportError) as error:
@@ -35,7 +48,7 @@ def explain_from_package(folder: Path, problem: Problem) -> dict[str, Any] | Non
     return served
 
 
-def render_answer(why: Explanation, verdict: Verdict | None, served: dict[str, Any] | None) -> str:
+def render_answer(why: Explanation, verdict: Verdict | None, served: Choice | None) -> str:
     """Why this one, or, with a verdict, why not that one."""
     if verdict is not None:
         return _why_not(why, verdict)
@@ -53,9 +66,9 @@ def render_answer(why: Explanation, verdict: Verdict | None, served: dict[str, A
             f"  checks: {', '.join(winner.result.checks)}"
         )
     if served is not None:
-        kernel = served.get("kernel", "none")
+        kernel = served.kernel.file if served.kernel else "none"
         same = winner is not None and kernel == winner.variant
-        parts[0] += f"\n  package: {'the same kernel' if same else kernel} ({served['reason']})"
+        parts[0] += f"\n  package: {'the same kernel' if same else kernel} ({served.reason})"
     parts[0] += f"\n  {len(study.records)} trials: {counts}"
     parts.append("Config\n" + columns(list(why.winner.items())))
     if winner is not None:

@@ -37,7 +37,7 @@ def summaries(
     for gpu in sorted({study.gpu for study in own}):
         mine = [study for study in own if study.gpu == gpu]
         kept = sorted(
-            _latest(mine).values(), key=lambda s: (kind_of(s.problem), s.problem.N, s.problem.M)
+            latest(mine).values(), key=lambda s: (kind_of(s.problem), s.problem.N, s.problem.M)
         )
         summary = Summary(gpu, place, tuple(kept), len(mine) - len(kept), options)
         if free := FREE.get(operation):
@@ -49,7 +49,7 @@ def summaries(
     return found
 
 
-def _latest(studies: Iterable[Study]) -> dict[Problem, Study]:
+def latest(studies: Iterable[Study]) -> dict[Problem, Study]:
     """The study of each problem that counts."""
 
     def standing(study: Study) -> tuple[bool, str, int]:
@@ -62,7 +62,7 @@ def _latest(studies: Iterable[Study]) -> dict[Problem, Study]:
 def _free(studies: Sequence[Study], others: Iterable[Study]) -> dict[Problem, float]:
     """Ratios of the winners of another operation at the problems of studies, of equal evidence."""
     operation, found = studies[0].problem.operation, {}
-    same = {replace(p, operation=operation): study for p, study in _latest(others).items()}
+    same = {replace(p, operation=operation): study for p, study in latest(others).items()}
     for study in studies:
         other = same.get(study.problem)
         if other and other.evidence == study.evidence and other.ratio is not None:

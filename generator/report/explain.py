@@ -271,21 +271,3 @@ def _may_count(record: Record) -> bool:
 
 def _distance(one: Config, other: Config) -> int:
     return sum(other[name] != value for name, value in one.items())
-
-
-def parse_config(text: str, space: Space) -> Values:
-    """Read `knob=value,knob=value`. Raises NormforgeError naming the knob or its values."""
-    choices = {knob.name: knob.choices for knob in space.knobs}
-    given: Values = {}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = entry.partition("=")
-        if name not in choices:
-            raise NormforgeError(f"unknown knob '{name}': the space has {', '.join(choices)}")
-        matching = [choice for choice in choices[name] if str(choice) == value]
-        if not matching:
-            shown = ", ".join(map(str, choices[name]))
-            raise NormforgeError(f"'{entry}': {name} is one of {shown}")
-        given[name] = matching[0]
-    if not given:
-        raise NormforgeError("--config names no knob: write strategy=last_cta,stages=2")
-    return given

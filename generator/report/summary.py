@@ -12,7 +12,6 @@ from statistics import geometric_mean
 from generator.errors import NormforgeError
 from generator.kernels.strategies import Strategy
 from generator.kernels.variant import make_variant
-from generator.operations import operation_of
 from generator.problem import RMSNORM_BACKWARD, Problem
 from generator.report.peers import Comparison
 from generator.result import OUTCOMES, PREDICTED_OUTCOMES
@@ -143,6 +142,8 @@ class Summary:
     @property
     def norm(self) -> str:
         """What the kernels are the backward of."""
+        from generator.operations import operation_of  # which imports PyTorch
+
         front_end = operation_of(self.studies[0].problem).front_end
         return (front_end and front_end.norm) or self.studies[0].problem.operation
 
@@ -253,6 +254,8 @@ def bandwidth_share(study: Study) -> float | None:
         target = find_target(study.gpu)
     except NormforgeError:
         return None
+    from generator.operations import operation_of
+
     seconds = study.winner.result.us * 1e-6
     moved = operation_of(study.problem).traffic_bytes(study.problem)
     return moved / (seconds * target.bandwidth)

@@ -13,8 +13,10 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from optuna.storages.journal import JournalFileBackend
 
@@ -35,6 +37,71 @@ def corrupt_error(path: Path, reason: str) -> NormforgeError:
     )
 
 
+class SealedRecords:
+    """The records of the journal at `path`, packed or not, as they are read and checked.
+
+    digest: of all that were read; bytes, count: how many; torn: whether one follows of which a kill
+    or a full disk left a part."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.digest = hashlib.sha256()
+        self.bytes = self.count = 0
+        self.torn = False
+
+    def read(self, file: BinaryIO) -> Iterator[bytes]:
+        """The lines behind those that were read. What they hold may be used when all have come:
+        a seal covers those before it, and of those behind the last one it is seen whether they are
+        records. Raises NormforgeError where any is not what was written."""
+        file.seek(self.bytes)
+        self.torn = False
+        bare = self.bytes, self.count  # where the records begin that no seal covers yet
+        for line in file:
+            if not line.endswith(b"\n"):
+                self._check_torn(line)
+                break
+            number = self.count + 1
+            if line.endswith(b"\r\n"):  # which would hide a seal
+                raise corrupt_error(self._path, f"line {number} ends in CRLF instead of LF")
+            sealed = _SEAL.fullmatch(line, max(0, len(line) - _FIELD_BYTES))
+            if sealed is None:
+                self.digest.update(line)
+            else:
+                self.digest.update(line[:-_FIELD_BYTES])
+                if self.digest.hexdigest()[:_DIGITS].encode() != sealed[1]:
+                    self._check_forms(file, *bare, number)
+                    raise corrupt_error(
+                        self._path, f"line {number} or one before it was changed, doubled or lost"
+                    )
+                self.digest.update(line[-_FIELD_BYTES:])
+            self.bytes += len(line)
+            self.count = number
+            if sealed is not None:
+                bare = self.bytes, self.count
+            yield line
+        self._check_forms(file, *bare, self.count)
+
+    def _check_torn(self, line: bytes) -> None:
+        record = line.rstrip(b"\0")  # which some file systems have after a power cut
+        if not record.startswith(_RECORD_START) and not _RECORD_START.startswith(record):
+            raise corrupt_error(self._path, "its end is no record of an Optuna journal")
+        self.torn = True
+
+    def _check_forms(self, file: BinaryIO, start: int, before: int, last: int) -> None:
+        """Whether the lines from the byte `start` are records: from the one behind `before` to the
+        `last`. A seal says more in a fraction of the time."""
+        if before == last:
+            return
+        file.seek(start)
+        for number, line in enumerate(islice(file, last - before), before + 1):
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise corrupt_error(self._path, f"line {number} is no JSON") from error
+            if not isinstance(record, dict) or "op_code" not in record:
+                raise corrupt_error(self._path, f"line {number} is no record of an Optuna journal")
+
+
 class SealedJournal(JournalFileBackend):
     """Optuna's journal file at `path`, which is created when missing, with seals.
 
@@ -45,9 +112,7 @@ class SealedJournal(JournalFileBackend):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._digest = hashlib.sha256()
-        self._checked = 0  # bytes
-        self._records = 0
+        self._records = SealedRecords(path)
         if not path.exists():
             path.touch()
             sync(path.parent)
@@ -61,8 +126,8 @@ class SealedJournal(JournalFileBackend):
         with locked(self._path):
             # What other processes have written since; a torn record is of one that is gone.
             if self._check():
-                os.truncate(self._path, self._checked)
-            before = self._digest.copy()
+                os.truncate(self._path, self._records.bytes)
+            before = self._records.digest.copy()
             try:
                 content = b"".join(map(self._seal, logs))
                 with self._path.open("ab") as file:
@@ -70,62 +135,29 @@ class SealedJournal(JournalFileBackend):
                     file.flush()
                     os.fsync(file.fileno())
             except BaseException:
-                self._digest = before
+                self._records.digest = before
                 raise
-            self._checked += len(content)
-            self._records += len(logs)
+            self._records.bytes += len(content)
+            self._records.count += len(logs)
 
     def _seal(self, log: dict[str, Any]) -> bytes:
         """The record as it is written, after everything that `_digest` has seen."""
         record = json.dumps(log, separators=(",", ":"))[:-1].encode()
-        self._digest.update(record)
-        field = _FIELD % self._digest.hexdigest()[:_DIGITS].encode()
-        self._digest.update(field)
+        digest = self._records.digest
+        digest.update(record)
+        field = _FIELD % digest.hexdigest()[:_DIGITS].encode()
+        digest.update(field)
         return record + field
 
     def _cut(self) -> None:
         """Cut off a torn last record, because an append would join it."""
         with locked(self._path):
             if self._check():  # another run may have been in the middle of writing it
-                os.truncate(self._path, self._checked)
+                os.truncate(self._path, self._records.bytes)
 
     def _check(self) -> bool:
-        """Check the records behind `_checked`, and whether a torn one follows them."""
+        """Check the records behind those that were checked, and whether a torn one follows."""
         with self._path.open("rb") as file:
-            file.seek(self._checked)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    record = line.rstrip(b"\0")  # which some file systems have after a power cut
-                    if record.startswith(_RECORD_START) or _RECORD_START.startswith(record):
-                        return True
-                    raise corrupt_error(self._path, "its end is no record of an Optuna journal")
-                self._check_record(line, self._records + 1)
-                self._records += 1
-                self._checked += len(line)
-        return False
-
-    def _check_record(self, line: bytes, number: int) -> None:
-        """A record under its seal is what `_seal` wrote, and need not be read here: reading would
-        take several times as long as the seal."""
-        if line.endswith(b"\r\n"):  # which would hide a seal
-            raise corrupt_error(self._path, f"line {number} ends in CRLF instead of LF")
-        sealed = _SEAL.fullmatch(line, max(0, len(line) - _FIELD_BYTES))
-        if sealed is None:
-            self._check_form(line, number)
-            self._digest.update(line)
-            return
-        self._digest.update(line[:-_FIELD_BYTES])
-        if self._digest.hexdigest()[:_DIGITS].encode() != sealed[1]:
-            self._check_form(line, number)
-            raise corrupt_error(
-                self._path, f"line {number} or one before it was changed, doubled or lost"
-            )
-        self._digest.update(line[-_FIELD_BYTES:])
-
-    def _check_form(self, line: bytes, number: int) -> None:
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise corrupt_error(self._path, f"line {number} is no JSON") from error
-        if not isinstance(record, dict) or "op_code" not in record:
-            raise corrupt_error(self._path, f"line {number} is no record of an Optuna journal")
+            for _ in self._records.read(file):
+                pass
+        return self._records.torn

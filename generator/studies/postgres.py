@@ -8,26 +8,18 @@ shows within half a minute.
 from __future__ import annotations
 
 import json
-import sqlite3
-import sys
-import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import sqlalchemy as sql
 from optuna.distributions import distribution_to_json
-from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 from optuna.storages._rdb import models
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import orm
 
-from generator.errors import NormforgeError, one_line
 from generator.studies.leases import Lease, LeaseLostError, holds
+from generator.studies.outage import open_error
 
-MAX_OUTAGE_SECONDS = 90.0
-"""How long a database that went away in the middle of a run is waited for."""
-_RETRY_SECONDS = 1.0
 _SCHEMA_LOCK = 0x6E6F726D666F7267  # "normforg": the advisory lock under which tables are created
 # Parameters of libpq, seconds (milliseconds for the last): a peer that is gone without a word is
 # noticed within half a minute instead of two hours.
@@ -38,26 +30,6 @@ _LIBPQ = {
     "keepalives_count": 3,
     "tcp_user_timeout": 30000,
 }
-_T = TypeVar("_T")
-
-
-def without_credentials(url: str) -> str:
-    """The URL without user, password and options, whatever else is wrong with it."""
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
-
-
-def open_error(url: str, error: BaseException) -> NormforgeError:
-    """The error for a database that cannot be opened."""
-    reason = reason_of(error)
-    if isinstance(error, ImportError):
-        remedy = "install the driver, for PostgreSQL `pip install 'psycopg[binary]'`"
-    else:
-        remedy = "check the URL, the driver and the server"
-    place = without_credentials(url)
-    return NormforgeError(
-        f"cannot open the storage {place} ({type(error).__name__}: {reason}): {remedy}"
-    )
 
 
 def connect(url: str) -> sql.Engine:
@@ -79,48 +51,6 @@ def lock_schema(connection: sql.Connection) -> None:
     """Hold other tuners back until the transaction ends: PostgreSQL's CREATE TABLE IF NOT EXISTS
     fails when two do it at once."""
     connection.execute(sql.select(sql.func.pg_advisory_xact_lock(_SCHEMA_LOCK)))
-
-
-def is_outage(error: BaseException) -> bool:
-    """Whether a database error may pass when the server or the network is back, or when another
-    program is done with an SQLite file."""
-    if isinstance(error, StorageInternalError) and error.__cause__ is not None:
-        error = error.__cause__
-    if not isinstance(error, (sql.exc.OperationalError, sql.exc.InterfaceError)):
-        return False
-    return not isinstance(error.orig, sqlite3.Error) or "is locked" in str(error.orig)
-
-
-def reason_of(error: BaseException) -> str:
-    """What the driver says, without what SQLAlchemy and Optuna say around it."""
-    cause = error.__cause__ if isinstance(error, StorageInternalError) else error
-    driver = getattr(cause, "orig", None) or cause or error
-    return one_line(driver, 200)
-
-
-def retry_in_outage(work: Callable[[], _T]) -> _T:
-    """The answer of `work`, which is repeated while the database is away.
-
-    Raises what `work` raises when that is no outage, and NormforgeError when the outage is longer
-    than MAX_OUTAGE_SECONDS."""
-    until = time.monotonic() + MAX_OUTAGE_SECONDS
-    told = False
-    while True:
-        try:
-            return work()
-        except (sql.exc.SQLAlchemyError, StorageInternalError) as error:
-            if not is_outage(error):
-                raise
-            reason = reason_of(error)
-            if time.monotonic() > until:
-                raise NormforgeError(
-                    f"the database did not answer for {MAX_OUTAGE_SECONDS:.0f} s ({reason}): "
-                    "finished trials are kept; run the same command to continue"
-                ) from error
-            if not told:
-                print(f"Waiting for the database ({reason}).", file=sys.stderr, flush=True)
-                told = True
-            time.sleep(_RETRY_SECONDS)
 
 
 class SharedStorage(RDBStorage):

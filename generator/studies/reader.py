@@ -1,24 +1,22 @@
-"""Finished and running studies, read for people. No study changes; to open a storage may cut off a
-torn record of its file, or make tables that its database lacks."""
+"""Finished and running studies, read for people. No study changes; to open a database may make
+tables that it lacks."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.exceptions import ExperimentalWarning
-from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.storages import BaseStorage
 from optuna.study._frozen import FrozenStudy
-from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.trial import FrozenTrial, TrialState
 
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
@@ -26,7 +24,8 @@ from generator.kernels.strategies import Strategy, strategy_of
 from generator.problem import Problem
 from generator.result import Result
 from generator.space.load import load_space_once, space_file
-from generator.studies import postgres
+from generator.studies.excerpt import read_journal
+from generator.studies.outage import without_credentials
 from generator.studies.records import (
     UNREADABLE,
     Record,
@@ -39,7 +38,7 @@ from generator.studies.records import (
     unreadable_error,
 )
 from generator.studies.storage import JOURNAL_NAME, database_file, open_storage
-from generator.studies.study_log import StudyLog
+from generator.studies.study_log import StudyLog, winner_of
 from generator.target import find_target
 
 
@@ -117,49 +116,61 @@ class Study:
         return best
 
 
-def read_studies(where: str | Path, *, importance: bool = False) -> list[Study]:
+def read_studies(
+    where: str | Path,
+    *,
+    importance: bool = False,
+    wanted: Callable[[StudyFacts], bool] | None = None,
+) -> list[Study]:
     """The studies with trials at `where`: a storage URL, or the folder of a GPU with a study file,
     packed or not. Raises NormforgeError when there is none.
 
-    importance: compute that of the knobs, too. A packed file is unpacked elsewhere."""
+    importance: compute that of the knobs, too. wanted: says of each study whether to read it, by
+    default all; where it wants none, there are none."""
+
     if "://" in str(where):
         file = database_file(where)
         if file is not None and not file.exists():
             raise NormforgeError(f"no studies in {file}: there is no such file")
-        return _read(open_storage(where), describe_location(where), importance)
-    journal = Path(where) / JOURNAL_NAME
-    packed = journal.with_name(f"{JOURNAL_NAME}.xz")
-    if journal.exists():
-        return _read(open_storage(journal), str(journal), importance)
-    if not packed.exists():
-        raise NormforgeError(
-            f"no studies in {where}: neither {JOURNAL_NAME} nor {packed.name}; "
-            "tune first, or name another folder with --out"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(packed, folder)
-        unpacked = Path(folder) / JOURNAL_NAME
-        try:
-            return _read(open_storage(unpacked), str(packed), importance)
-        except NormforgeError as error:  # names a file that is gone by then
-            said = str(error).replace(f"{unpacked}.xz", str(packed))
-            raise NormforgeError(said.replace(str(unpacked), str(packed))) from error
+        storage, place = open_storage(where), describe_location(where)
+    else:
+        place = describe_location(where)
+        if not Path(place).exists():
+            raise NormforgeError(
+                f"no studies in {where}: neither {JOURNAL_NAME} nor {JOURNAL_NAME}.xz; "
+                "tune first, or name another folder with --out"
+            )
+        storage = read_journal(Path(place), wanted and partial(_belongs, wanted))
+    found = _read(storage, place, importance, wanted)
+    if not found and wanted is None:
+        raise NormforgeError(f"{place} has no study with finished trials")
+    return found
+
+
+def _belongs(wanted: Callable[[StudyFacts], bool], name: str) -> bool:
+    facts = StudyFacts.of_name(name)
+    return facts is not None and wanted(facts)
 
 
 def describe_location(where: str | Path) -> str:
     """The place of studies for people: a URL without user, password and options, or a file."""
     if "://" in str(where):
-        return postgres.without_credentials(str(where))
+        return without_credentials(str(where))
     journal = Path(where) / JOURNAL_NAME
     packed = journal.with_name(f"{JOURNAL_NAME}.xz")
     return str(packed if packed.exists() and not journal.exists() else journal)
 
 
-def _read(storage: BaseStorage, place: str, importance: bool) -> list[Study]:
+def _read(
+    storage: BaseStorage,
+    place: str,
+    importance: bool,
+    wanted: Callable[[StudyFacts], bool] | None,
+) -> list[Study]:
     found = []
     for entry in storage.get_all_studies():
         facts = StudyFacts.of_name(entry.study_name)
-        if facts is None:
+        if facts is None or (wanted is not None and not wanted(facts)):
             continue
         try:
             study = _read_study(storage, entry, facts, importance)
@@ -168,8 +179,6 @@ def _read(storage: BaseStorage, place: str, importance: bool) -> list[Study]:
             raise NormforgeError(f"{place}: {told}") from error
         if study.records:
             found.append(study)
-    if not found:
-        raise NormforgeError(f"{place} has no study with finished trials")
     return found
 
 
@@ -179,12 +188,10 @@ def _read_study(
     facts: StudyFacts,
     importance: bool,
 ) -> Study:
-    log = StudyLog(storage, entry.study_name)
-    trials = log.current_trials()
-    finals = [
-        (f["config"], Result.from_json(f["result"])) for f in entry.user_attrs.get("finals", ())
-    ]
-    records, winner = tuple(map(Record.from_trial, trials)), log.winner
+    attributes = entry.user_attrs
+    trials = StudyLog(storage, entry.study_name).current_trials()
+    finals = [(f["config"], Result.from_json(f["result"])) for f in attributes.get("finals", ())]
+    records, winner = tuple(map(Record.from_trial, trials)), winner_of(attributes)
     for config in [r.config for r in records] + ([winner.config] if winner else []):
         strategy_of(config)  # one that is unknown is told here
     return Study(
@@ -194,7 +201,7 @@ def _read_study(
         records=records,
         winner=winner,
         finals=tuple(finals),
-        machine=log.machine,
+        machine=dict(attributes.get("machine") or {}),
         importance=_importance(trials, facts) if importance else {},
     )
 
@@ -209,20 +216,29 @@ def _importance(trials: Sequence[FrozenTrial], facts: StudyFacts) -> dict[str, f
         target = replace(find_target(facts.gpu), sms=facts.sms)
     except NormforgeError:
         target = None
-    timed = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    problem = facts.problem
+    space = load_space_once(space_file(problem.operation))
+    timed = []
+    for trial in map(copy, trials):
+        if trial.state != TrialState.COMPLETE:
+            continue
+        kept = space.active_knobs(trial.params, problem, target) if target else {*trial.params}
+        known = trial.distributions
+        trial.params = {knob: value for knob, value in trial.params.items() if knob in kept}
+        trial.distributions = {knob: known[knob] for knob in trial.params}
+        timed.append(trial)
     if len(timed) < 2:
         return {}
-    problem = facts.problem
-    space, study = load_space_once(space_file(problem.operation)), optuna.create_study()
-    for trial in timed:
-        kept = space.active_knobs(trial.params, problem, target) if target else trial.params.keys()
-        params = {knob: value for knob, value in trial.params.items() if knob in kept}
-        choices = {knob: trial.distributions[knob] for knob in params}
-        study.add_trial(create_trial(params=params, distributions=choices, value=trial.value))
+    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances  # a second
+
+    study = optuna.create_study()
+    # To add them would take ten times as long as what follows.
+    study.get_trials = lambda *_, **__: timed  # type: ignore[method-assign]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         warnings.filterwarnings("ignore", "Some regimes", UserWarning)  # a value tried once
         try:
-            return get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
+            shares = get_param_importances(study, evaluator=PedAnovaImportanceEvaluator())
         except (RuntimeError, ValueError):
             return {}  # too few trials, or all with the same time
+    return dict(sorted(shares.items(), key=lambda entry: (-entry[1], entry[0])))

@@ -1,4 +1,5 @@
-"""Where studies live: an Optuna journal file, or any database that Optuna knows.
+"""Where studies live: an Optuna journal file, or any database that Optuna knows. Only who has a
+database imports SQLAlchemy.
 
 A trial is written when it is finished, in one record. A killed run therefore leaves no half-known
 trial behind, and what it had under way is simply tried again.
@@ -15,14 +16,12 @@ from urllib.parse import unquote, urlsplit
 
 import optuna
 import optuna.storages.journal
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError
+from optuna.storages import BaseStorage, JournalStorage
 
 from generator.disk import replacing, sync
 from generator.errors import NormforgeError
 from generator.studies.journal import SealedJournal, corrupt_error
-from generator.studies.postgres import SharedStorage, open_error
+from generator.studies.outage import open_error
 
 JOURNAL_NAME = "studies.journal"
 """The study file in the folder of a GPU; optuna-dashboard opens it."""
@@ -40,6 +39,9 @@ def database_file(where: str | Path | None) -> Path | None:
     run."""
     if "://" not in str(where) or is_shared(where):
         return None
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
     try:
         url = make_url(str(where))
     except (ArgumentError, ValueError) as error:
@@ -66,8 +68,7 @@ def open_storage(where: str | Path) -> BaseStorage:
     full disk tore is cut off. Raises NormforgeError, and leaves the file as it is, when any other
     part of it is no journal or is not what was written.
     """
-    # Optuna reports every new study on stderr, which belongs to the progress line.
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    prepare_optuna()
     if "://" in str(where):
         return _open_database(str(where))
     path = Path(where)
@@ -80,17 +81,19 @@ def open_storage(where: str | Path) -> BaseStorage:
         raise NormforgeError(
             f"cannot use {path} for the studies ({error.strerror}): choose another output folder"
         ) from error
-    _parse_distributions_once()
     try:
         return JournalStorage(backend)
     except Exception as error:  # Optuna raises whatever the content makes its replay stumble over
         raise corrupt_error(path, f"Optuna cannot replay it ({type(error).__name__})") from error
 
 
-def _parse_distributions_once() -> None:
-    """Optuna's replay parses the distribution of every knob anew for every trial, more than half
-    the time of a long journal. Here equal ones are one object, which neither Optuna nor this
-    project ever changes. The name is private to Optuna; without it, the replay is as before."""
+def prepare_optuna() -> None:
+    """Make Optuna silent and its replay of journals faster. It reports every new study on stderr,
+    which belongs to the progress line. Its replay parses the distribution of every knob anew for
+    every trial, more than half the time of a long journal: here equal ones are one object, which
+    neither Optuna nor this project ever changes. The name is private to Optuna; without it, the
+    replay is as before."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     replay: Any = getattr(optuna.storages.journal, "_storage", None)
     parse = getattr(replay, "json_to_distribution", None)
     if parse is not None and not hasattr(parse, "cache_info"):
@@ -114,6 +117,10 @@ def _unpack(path: Path) -> None:
 
 def _open_database(url: str) -> BaseStorage:
     database_file(url)  # refuses what no run can use
+    from optuna.storages import RDBStorage
+
+    from generator.studies.postgres import SharedStorage
+
     try:
         return SharedStorage(url) if is_shared(url) else RDBStorage(url)
     except NormforgeError:

@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.result import Result
-from generator.studies.postgres import reason_of, retry_in_outage
+from generator.studies.outage import reason_of, retry_in_outage
 from generator.studies.records import UNREADABLE, Winner
 
 _T = TypeVar("_T")
@@ -50,7 +50,7 @@ class StudyLog:
     @property
     def winner(self) -> Winner | None:
         """The winner of the last finals."""
-        return _winner(self._attributes())
+        return winner_of(self._attributes())
 
     @property
     def outdated(self) -> frozenset[int]:
@@ -69,7 +69,7 @@ class StudyLog:
         attributes = self._attributes()
         counted = attributes.get("trials_at_finals")
         if counted is None:  # written before finals were counted
-            winner = _winner(attributes)
+            winner = winner_of(attributes)
             return winner.trials if winner else 0
         return int(counted)
 
@@ -122,11 +122,12 @@ def _load_study(storage: BaseStorage, name: str, older_names: Sequence[str]) -> 
 
 def stored_winners(storage: BaseStorage) -> list[Winner]:
     """Winners of every study in the storage, oldest first."""
-    found = [_winner(study.user_attrs) for study in storage.get_all_studies()]
+    found = [winner_of(study.user_attrs) for study in storage.get_all_studies()]
     return sorted((winner for winner in found if winner), key=lambda winner: winner.date)
 
 
-def _winner(attributes: Mapping[str, Any]) -> Winner | None:
+def winner_of(attributes: Mapping[str, Any]) -> Winner | None:
+    """The winner that a study has among its attributes."""
     try:
         return Winner.from_json(attributes["winner"])
     except (*UNREADABLE, NormforgeError):

@@ -12,7 +12,8 @@ import sqlalchemy as sql
 
 from generator.studies import leases
 from generator.studies.leases import Lease
-from generator.studies.postgres import connect, lock_schema, retry_in_outage
+from generator.studies.outage import retry_in_outage
+from generator.studies.postgres import connect, lock_schema
 from generator.studies.storage import is_shared
 
 LEASE_SECONDS = 30.0

@@ -243,15 +243,15 @@ def test_output_that_is_closed(arguments: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_temporary_folder_that_is_full(
+def test_studies_that_a_disk_does_not_give(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(source: Path, to: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(source), None, to)
+    def fail(path: Path, mode: str) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
 
-    monkeypatch.setattr("shutil.copy", full)
+    monkeypatch.setattr("lzma.open", fail)
     assert tune.main(["report", "--gpu", "gb200"]) == 2
-    assert "No space left on device: " in capsys.readouterr().err
+    assert "cannot read the studies ([Errno 5] Input/output error: " in capsys.readouterr().err
 
 
 def test_missing_package_is_said() -> None:
@@ -265,6 +265,39 @@ def test_missing_package_is_said() -> None:
     assert done.returncode == 2 and done.stdout == ""
     (sentence,) = done.stderr.splitlines()
     assert "has no package 'optuna': install what is needed" in sentence
+
+
+IMPORTED = """
+import sys, tune
+code = tune.main(sys.argv[1:])
+known = {"torch", "optuna", "sqlalchemy", "sklearn"}
+print(*sorted({name.split(".")[0] for name in sys.modules} & known))
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "imported"),
+    [
+        ("--gpu gb20", 2, []),
+        ("explain --gpu h20 --shape 4096x4096:bf16", 2, []),
+        ("explain --gpu h200 --shape 4096x4096:bf16 --config stage=3", 2, []),
+        ("report --gpu h200 --bad", 2, []),
+        ("export --gpu h200", 2, []),
+        ("export --gpu h20 --hf {folder}/new", 2, []),
+        ("explain --gpu gb200 --shape 4096x4097:bf16", 2, ["optuna"]),
+        ("explain --gpu gb200 --shape 4096x4096:bf16", 0, ["optuna"]),
+    ],
+)
+def test_nothing_is_imported_that_takes_seconds_and_is_not_needed(
+    tmp_path: Path, arguments: str, code: int, imported: list[str]
+) -> None:
+    line = [word.format(folder=tmp_path) for word in arguments.split()]
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED, *line], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines()[-1].split() == imported
 
 
 def test_program_from_standard_input(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import tune
+from generator.cli.arguments import parse_config
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import is_deterministic
@@ -18,7 +19,7 @@ from generator.kernels.variant import Variant
 from generator.paths import REPOSITORY
 from generator.problem import Problem
 from generator.report.answer import explain_from_package
-from generator.report.explain import Explanation, Verdict, parse_config
+from generator.report.explain import Explanation, Verdict
 from generator.result import Result
 from generator.search.budget import Budget
 from generator.search.search import search_problem

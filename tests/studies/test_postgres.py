@@ -29,8 +29,7 @@ from optuna.storages import RDBStorage
 from generator.errors import NormforgeError
 from generator.search.search import search_problem
 from generator.space.legal_configs import LegalConfigs
-from generator.studies import leases
-from generator.studies import postgres as database
+from generator.studies import leases, outage
 from generator.studies.leases import Lease, LeaseLostError
 from generator.studies.postgres import SharedStorage, connect
 from generator.studies.records import Record
@@ -489,7 +488,7 @@ def test_server_that_stays_away_ends_the_run_with_a_sentence_and_loses_nothing(
     server: Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = make_plan(tmp_path, 30, storage=url, problems=PROBLEMS[:1])
-    monkeypatch.setattr(database, "MAX_OUTAGE_SECONDS", 0.5)
+    monkeypatch.setattr(outage, "MAX_OUTAGE_SECONDS", 0.5)
     monkeypatch.setattr("optuna.storages._rdb.storage.random.random", lambda: 0.0)  # its pauses
 
     class Crashing(FakeEvaluator):

@@ -14,7 +14,7 @@ import pytest
 from optuna.storages import BaseStorage
 
 from generator.errors import NormforgeError
-from generator.studies.postgres import MAX_OUTAGE_SECONDS
+from generator.studies.outage import MAX_OUTAGE_SECONDS
 from generator.studies.reader import read_studies
 from generator.studies.storage import JOURNAL_NAME, open_storage
 from generator.studies.study_log import StudyLog, stored_winners

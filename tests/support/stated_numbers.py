@@ -42,7 +42,7 @@ from generator.search import (
     surrogate,
 )
 from generator.space import forward_space
-from generator.studies import postgres, work_queue
+from generator.studies import outage, postgres, work_queue
 from generator.tuner import device_pool, lifecycle, task_runner
 from generator.tuner import forward as tuner_forward
 from normforge.launch import workspace
@@ -113,7 +113,7 @@ def cluster() -> list[str]:
         f"After {work_queue.LEASE_SECONDS:.0f} s without a heartbeat",
         f"its shapes are free after {work_queue.LEASE_SECONDS:.0f} s",
         f"end within {lifecycle.INTERRUPT_SECONDS} s",
-        f"waits up to {postgres.MAX_OUTAGE_SECONDS:.0f} s",
+        f"waits up to {outage.MAX_OUTAGE_SECONDS:.0f} s",
         f"noticed within {postgres._LIBPQ['tcp_user_timeout'] // 1000} s",
     ]
 
