@@ -13,13 +13,14 @@ filter.addEventListener("input", () => {
   shown.textContent = words.length ? `${count} of ${cards.length}` : "";
 });
 
-// A link from a map opens what it leads to, also when the filter has hidden it.
+// A link opens the section or the study that it leads to, also one that the filter has hidden.
 function open() {
-  const card = document.getElementById(location.hash.slice(1));
-  if (!card || !card.dataset.shape) return;
-  card.hidden = false;
-  card.querySelector("details").open = true;
-  card.scrollIntoView({ block: "start" });
+  const target = document.getElementById(location.hash.slice(1));
+  if (!target) return;
+  target.hidden = false;
+  target.querySelector("details").open = true;
+  target.closest("section").querySelector("details").open = true;
+  target.scrollIntoView({ block: "start" });
 }
 addEventListener("hashchange", open);
 open();

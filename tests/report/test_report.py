@@ -229,6 +229,13 @@ def test_the_page_is_well_formed_and_every_link_inside_it_leads_somewhere(
     assert page.tags["script"] == 1, "what a note says stays text"
 
 
+def test_every_section_folds_and_the_first_is_open(summary: Summary) -> None:
+    page = render_page(summary)
+    sections = re.findall(r'<section id="(\w+)">\n<details( open)?>\n<summary><h2>', page)
+    assert [f"#{name}" for name, _ in sections] == Page(page).links[: page.count("<section")]
+    assert [name for name, opened in sections if opened] == ["winners"]
+
+
 def test_what_a_crafted_journal_says_stays_text(summary: Summary) -> None:
     evil = '"><script>evil()</script><img onerror="evil()" class="'
 
@@ -514,6 +521,34 @@ def test_a_request_would_have_been_seen(tmp_path: Path) -> None:
     careless.write_text('<img src="http://tracker.invalid/pixel.png">')
     _, _, requests = browse(careless.as_uri(), tmp_path)
     assert asked_for(requests, "tracker.invalid")
+
+
+@in_browser
+@pytest.mark.parametrize(
+    ("link", "opened"),
+    [("", ["winners"]), ("knobs", ["winners", "knobs"]), ("study", ["winners", "studies", ""])],
+)
+def test_a_link_opens_the_section_that_it_leads_to(
+    summary: Summary, tmp_path: Path, link: str, opened: list[str]
+) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(render_page(summary), encoding="utf-8")
+    study = anchor(summary.studies[0])
+    dom, said, _ = browse(f"{page.as_uri()}#{study if link == 'study' else link}", tmp_path)
+    assert said == ""
+    found = re.findall(r'(?:<section id="(\w+)">\s*)?<details open="">', dom)
+    assert found == opened
+
+
+@in_browser
+@pytest.mark.slow
+def test_the_page_of_all_studies_is_a_few_screens_high(committed: Path, tmp_path: Path) -> None:
+    page = tmp_path / "high.html"
+    script = "<script>document.title = document.documentElement.scrollHeight</script>"
+    policy = '<meta http-equiv="Content-Security-Policy"'  # which would stop the script
+    page.write_text(committed.read_text(encoding="utf-8").replace(policy, "<meta") + script)
+    dom, _, _ = browse(page.as_uri(), tmp_path)
+    assert int(re.search(r"<title>(\d+)", dom).group(1)) < 6000  # type: ignore[union-attr]
 
 
 @in_browser
