@@ -37,6 +37,11 @@ class Build(build_py):
             shutil.rmtree(Path(self.build_lib, "normforge"), ignore_errors=True)
         super().run()
 
+    def find_package_modules(self, package: str, folder: str) -> list[tuple[str, str, str]]:
+        """Without the module that finds the packages in a checkout."""
+        found = super().find_package_modules(package, folder)
+        return [entry for entry in found if entry[:2] != ("normforge", "generated")]
+
 
 class BuildNative(Build):
     """Compiles the extension."""

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from io import TextIOWrapper
+from pathlib import Path
 
 # The matrices of a search are so small that threads only take cores from the compilers. Read once,
 # when NumPy is loaded.
@@ -46,6 +47,9 @@ def _interrupted(number: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
+    here = str(Path(__file__).resolve().parent)
+    if sys.path[:1] != [here]:  # python -P and PYTHONSAFEPATH leave it out
+        sys.path.insert(0, here)
     signal.signal(signal.SIGINT, _interrupted)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a name that a terminal cannot show is no error

@@ -137,7 +137,7 @@ def run(name: str, cases: int, seconds: float, out: Path) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = command_line(__doc__, "out")
-    parser.add_argument("--package", default="generated.h200.rmsnorm_invariant_backward")
+    parser.add_argument("--package", default="normforge.generated.h200.rmsnorm_invariant_backward")
     parser.add_argument("--cases", type=int, default=10_000, help="of each width")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each width, at most")
     args = parser.parse_args(argv)

@@ -1,2 +1,2 @@
-"""The packages of kernels that runs of the tuner wrote, as `generated.<gpu>.<operation>`; installed
-they are `normforge.generated.<gpu>.<operation>`."""
+"""The packages of kernels that runs of the tuner wrote, as `normforge.generated.<gpu>.<operation>`; in
+a checkout also as `generated.<gpu>.<operation>`."""

@@ -23,7 +23,8 @@ RUNTIME = "runtime"
 INCLUDE = "include"
 """That of the headers."""
 _OF_ALL_PACKAGES = (
-    *("__init__", "packages", "rmsnorm", "batch_invariant", "layernorm", "torchtitan"),
+    *("__init__", "packages", "generated", "rmsnorm", "batch_invariant", "layernorm"),
+    "torchtitan",
 )
 """Modules of the library that choose between packages; a package has no use for them."""
 _OPENING = """\

@@ -300,6 +300,21 @@ def test_nothing_is_imported_that_takes_seconds_and_is_not_needed(
     assert done.stdout.splitlines()[-1].split() == imported
 
 
+def test_a_path_without_the_folder_of_the_script(tmp_path: Path) -> None:
+    """As `python -P` makes it, and with another package of the generator's name."""
+    (tmp_path / "generator").mkdir()
+    (tmp_path / "generator" / "__init__.py").touch()
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "tune.py"), "--version"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("normforge ")
+
+
 def test_program_from_standard_input(tmp_path: Path) -> None:
     """No process of the compiler could import it, and every candidate would seem to crash."""
     line = [*RUN.split(), "--out", str(tmp_path / "out")]

@@ -268,8 +268,13 @@ def run(program: str, path: Path, folder: Path) -> None:
     assert done.stdout.strip() == "done", done.stderr[-3000:]
 
 
-def test_checkout_serves_its_packages(tmp_path: Path) -> None:
-    program = USE.format(generated="generated.", module="generated.h200.rmsnorm_backward")
+@pytest.mark.parametrize("generated", ["generated.", "normforge.generated."])
+def test_checkout_serves_its_packages(tmp_path: Path, generated: str) -> None:
+    """By the names that a wheel has also where another package is called `generated`."""
+    if generated != "generated.":
+        (tmp_path / "generated").mkdir()
+        (tmp_path / "generated" / "__init__.py").touch()
+    program = USE.format(generated=generated, module=f"{generated}h200.rmsnorm_backward")
     run(program, REPOSITORY, tmp_path)
 
 
@@ -293,6 +298,7 @@ def test_wheel_carries_the_packages_and_the_headers(wheel_sources: Path, tmp_pat
         path.name for path in TEMPLATES.glob("*.cuh")
     }
     library = {f"normforge/{name}" for name in files_of(REPOSITORY / "normforge")}
+    library.remove("normforge/generated.py")
     rest = {name for name in names if ".dist-info" not in name and "/generated/" not in name}
     assert rest == library
     module = "normforge.generated.h200.rmsnorm_backward"
