@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -58,18 +58,41 @@ def names_of(operation: str, module: str, names: Sequence[str]) -> Callable[[str
 _serving = "rmsnorm"  # the module whose names these are
 _MODULES = ("batch_invariant", "layernorm", "rmsnorm")
 
+if TYPE_CHECKING:
+    from . import batch_invariant as batch_invariant
+    from . import layernorm as layernorm
+    from . import rmsnorm as rmsnorm
+    from .rmsnorm import (
+        PROVENANCE,
+        RMSNorm,
+        explain,
+        graph_pass,
+        inductor_backend,
+        install,
+        installed,
+        operators,
+        patch,
+        rms_norm,
+        rmsnorm_backward,
+        rmsnorm_forward,
+        uninstall,
+        unpatch,
+        use_native,
+        warmup,
+    )
+else:
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"{__name__}.{name}")
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_serving}"), name)
-    return value
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return import_module(f"{__name__}.{name}")
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_serving}"), name)
+        return value
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, *_MODULES, "__version__"]
 
 
 def use_batch_invariant(enabled: bool = True) -> None:

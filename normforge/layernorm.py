@@ -7,16 +7,45 @@ What is here is what a package of LayerNorm in generated/ has; which one is as f
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from normforge import names_of
 
-_NAMES = (
-    *("LayerNorm", "PROVENANCE", "explain", "graph_pass", "inductor_backend", "install"),
-    *("installed", "layer_norm", "layer_norm_backward", "operators", "patch", "uninstall"),
+__all__ = [
+    "PROVENANCE",
+    "LayerNorm",
+    "explain",
+    "graph_pass",
+    "inductor_backend",
+    "install",
+    "installed",
+    "layer_norm",
+    "layer_norm_backward",
+    "operators",
+    "patch",
+    "uninstall",
     "unpatch",
-)
-__all__ = list(_NAMES)
+]
 
-__getattr__ = names_of("layernorm_backward", __name__, _NAMES)
+if TYPE_CHECKING:
+    from .frontends.layer_norm import LayerNorm, LayerNormPackage
+
+    _package = LayerNormPackage(Path())
+    PROVENANCE = _package.provenance
+    explain = _package.explain
+    graph_pass = _package.graph_pass
+    inductor_backend = _package.inductor_backend
+    install = _package.install
+    installed = _package.installed
+    layer_norm = _package.layer_norm
+    layer_norm_backward = _package.layer_norm_backward
+    operators = _package.operators
+    patch = _package.patch
+    uninstall = _package.uninstall
+    unpatch = _package.unpatch
+else:
+    __getattr__ = names_of("layernorm_backward", __name__, __all__)
 
 
 def __dir__() -> list[str]:

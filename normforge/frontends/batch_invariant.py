@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from threading import Lock
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -89,6 +89,36 @@ class InvariantNorm(Norm):
         # A graph may ask for them before anybody here has.
         operators.of_form = lambda form: self.of_form(form).operators  # type: ignore[method-assign]
 
+    @overload
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+        *,
+        bias: torch.Tensor | None = None,
+        weight_offset: float = 0.0,
+        residual: None = None,
+        out_dtype: torch.dtype | None = None,
+        residual_dtype: None = None,
+        matches: str | None = None,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+        *,
+        bias: torch.Tensor | None = None,
+        weight_offset: float = 0.0,
+        residual: torch.Tensor,
+        out_dtype: torch.dtype | None = None,
+        residual_dtype: torch.dtype | None = None,
+        matches: str | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
     def rms_norm(
         self,
         x: torch.Tensor,
@@ -121,8 +151,8 @@ class InvariantNorm(Norm):
         """
         if bias is not None:
             raise ValueError(NO_INVARIANT_BIAS)
-        run = super().rms_norm if matches is None else self.matching(matches).rms_norm
-        return run(
+        norm: Any = super() if matches is None else self.matching(matches)
+        return norm.rms_norm(
             *(x, weight, eps),
             weight_offset=weight_offset,
             residual=residual,
@@ -165,6 +195,7 @@ class BatchInvariantPackage(Package):
     operation = "rmsnorm_invariant_backward"
     _forward_class = BatchInvariantForward
     _norm_class = InvariantNorm
+    _norm: InvariantNorm
     _invariant, _advice = True, _ADVICE
     _sm_margin = 0
 

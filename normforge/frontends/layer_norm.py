@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -58,6 +58,28 @@ class LayerNormPackage(NormPackage):
         self._patched_forward = lambda module, input: self.layer_norm(
             input, module.weight, module.bias, module.eps
         )
+
+    @overload
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+        *,
+        residual: None = None,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        eps: float = 1e-5,
+        *,
+        residual: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def layer_norm(
         self,
@@ -228,6 +250,18 @@ class LayerNorm(torch.nn.LayerNorm):
         rows, other, weight, bias = flat(shape, input, residual, self.weight, self.bias)
         y = self._package.layer_norm(rows, weight, bias, self.eps, residual=other)
         return like(input, y, shape)
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(self, input: torch.Tensor, residual: None = None) -> torch.Tensor: ...
+
+        @overload
+        def __call__(
+            self, input: torch.Tensor, residual: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+        def __call__(self, *given: Any, **named: Any) -> Any: ...
 
 
 def _is_sharded(given: Any) -> bool:

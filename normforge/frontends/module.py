@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 
@@ -50,16 +50,6 @@ class RMSNorm(torch.nn.RMSNorm):
     _simple: bool = False
     """One normalised dimension and a weight. The package then checks the shape itself."""
 
-    def __new__(cls, *given: Any, batch_invariant: bool = False, **options: Any) -> Any:
-        if not batch_invariant or cls._package_invariant:
-            return super().__new__(cls)
-        if "_package_norm" not in vars(cls):
-            raise TypeError(
-                f"{cls.__name__} cannot become batch-invariant: derive it from the RMSNorm of "
-                "normforge.batch_invariant"
-            )
-        return cls._invariant_class()(*given, **options)
-
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -74,6 +64,12 @@ class RMSNorm(torch.nn.RMSNorm):
         batch_invariant: bool = False,
         matches: str | None = None,
     ) -> None:
+        if batch_invariant and not self._package_invariant:
+            kind = self.__class__ = self._class_that_is_invariant()
+            given = (normalized_shape, eps, elementwise_affine, device, dtype)
+            options = {"weight_offset": weight_offset, "main_grad": main_grad, "matches": matches}
+            kind.__init__(self, *given, bias=bias, **options)
+            return
         if bias and self._package_invariant:
             raise ValueError(NO_INVARIANT_BIAS)
         self.matches = matches
@@ -89,6 +85,15 @@ class RMSNorm(torch.nn.RMSNorm):
         self.register_parameter("bias", None)
         if bias and elementwise_affine:
             self.bias = torch.nn.Parameter(torch.zeros_like(self.weight))
+
+    @classmethod
+    def _class_that_is_invariant(cls) -> Any:
+        if "_package_norm" not in vars(cls):
+            raise TypeError(
+                f"{cls.__name__} cannot become batch-invariant: derive it from the RMSNorm of "
+                "normforge.batch_invariant"
+            )
+        return cls._invariant_class()
 
     def _norm(self) -> Norm:
         if self.matches is None:
@@ -123,6 +128,18 @@ class RMSNorm(torch.nn.RMSNorm):
         if bias is not None:
             results = self._package_norm.add_bias(results, bias, weight)
         return like(x, results, self.normalized_shape)
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(self, x: torch.Tensor, residual: None = None) -> torch.Tensor: ...
+
+        @overload
+        def __call__(
+            self, x: torch.Tensor, residual: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+        def __call__(self, *given: Any, **named: Any) -> Any: ...
 
     def extra_repr(self) -> str:
         offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -24,6 +24,7 @@ from ..torch_internals import (
 from .differentiable import foreign_norm, is_foreign
 from .dtensor import register_sharding
 from .gradients import gradients, gradients_of_sum, is_watched
+from .nodes import EagerAddNorm, EagerNorm
 from .operators import Operators
 from .unfused import add_bias, widened, with_dtype
 
@@ -52,6 +53,34 @@ class Norm:
     def __reduce__(self) -> tuple[Any, ...]:
         """By reference, as a package."""
         return getattr, (self._server, "_norm")
+
+    @overload
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+        *,
+        bias: torch.Tensor | None = None,
+        weight_offset: float = 0.0,
+        residual: None = None,
+        out_dtype: torch.dtype | None = None,
+        residual_dtype: None = None,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+        *,
+        bias: torch.Tensor | None = None,
+        weight_offset: float = 0.0,
+        residual: torch.Tensor,
+        out_dtype: torch.dtype | None = None,
+        residual_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def rms_norm(
         self,
@@ -229,62 +258,3 @@ class Norm:
         seen = is_watched(dy, dstream)
         run = self.operators.backward if seen else self.run
         return gradients_of_sum(run, ctx, ctx.needs_input_grad[1:4], dy, dstream, seen)
-
-
-class EagerNorm(torch.autograd.Function):
-    """The node of `rms_norm` without a residual."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        norm: Norm,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        eps: float | None,
-        weight_offset: float,
-    ) -> torch.Tensor:
-        y, rstd = norm.forward(x, weight, eps, weight_offset)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.norm, ctx.eps, ctx.weight_offset = norm, eps, weight_offset
-        ctx.set_materialize_grads(False)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[Any, ...]:
-        if dy is None:
-            return (None,) * 5
-        x, weight, rstd = ctx.saved_tensors
-        _, need_dx, need_dw, _, _ = ctx.needs_input_grad
-        dx, dw = ctx.norm.gradients(
-            dy, x, weight, rstd, ctx.eps, ctx.weight_offset, need_dx, need_dw
-        )
-        return None, dx, dw, None, None
-
-
-class EagerAddNorm(torch.autograd.Function):
-    """The node of `rms_norm` with a residual."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        norm: Norm,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor | None,
-        eps: float | None,
-        weight_offset: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        y, rstd, stream = norm.forward(x, weight, eps, weight_offset, residual)
-        ctx.save_for_backward(stream, weight, rstd)
-        ctx.norm, ctx.eps, ctx.weight_offset, ctx.x_dtype = norm, eps, weight_offset, x.dtype
-        ctx.set_materialize_grads(False)
-        if not any(ctx.needs_input_grad[1:3]):
-            ctx.mark_non_differentiable(stream)
-        return y, stream
-
-    @staticmethod
-    def backward(
-        ctx: Any, dy: torch.Tensor | None, dstream: torch.Tensor | None
-    ) -> tuple[Any, ...]:
-        dx, dresidual, dw = ctx.norm.gradients_of_sum(ctx, dy, dstream)
-        return None, dx, dresidual, dw, None, None

@@ -1,0 +1,66 @@
+"""What type checkers, `inspect` and `dir` see of the library."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+import normforge.batch_invariant as batch_invariant
+from generator.paths import REPOSITORY
+from tests.support.patience import patience
+
+
+@pytest.mark.parametrize(
+    ("checker", "options"),
+    [
+        ("pyright", ["--pythonpath", sys.executable]),
+        pytest.param("mypy", [], marks=pytest.mark.slow),
+    ],
+)
+def test_names_have_types_and_other_names_are_refused(checker: str, options: list[str]) -> None:
+    """By what tests/support/typed_use.py says."""
+    pytest.importorskip(checker)
+    command = [sys.executable, "-m", checker, *options, "tests/support/typed_use.py"]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=patience(300)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_signature_of_a_layer_is_that_of_its_init() -> None:
+    class Own(normforge.RMSNorm):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+
+    found = inspect.signature(normforge.RMSNorm).parameters
+    plain = inspect.signature(torch.nn.RMSNorm).parameters
+    assert [*found][: len(plain)] == [*plain]
+    assert {"bias", "weight_offset", "main_grad", "batch_invariant", "matches"} <= {*found}
+    assert [*inspect.signature(Own).parameters] == ["width"]
+    # Which asks for a parameter `device`.
+    made: Any = torch.nn.utils.skip_init(normforge.RMSNorm, 64)
+    assert type(made) is normforge.RMSNorm
+
+
+def test_a_layer_of_a_layer_cannot_ask_for_batch_invariance_in_vain() -> None:
+    class Own(normforge.RMSNorm):
+        def __init__(self) -> None:
+            super().__init__(64, batch_invariant=True)
+
+    with pytest.raises(TypeError, match="Own cannot become batch-invariant"):
+        Own()
+    found = normforge.RMSNorm((4, 16), 1e-5, dtype=torch.float64, batch_invariant=True)
+    assert type(found) is batch_invariant.RMSNorm
+    assert (found.normalized_shape, found.weight.dtype) == ((4, 16), torch.float64)
+
+
+def test_dir_has_every_name() -> None:
+    found = dir(normforge)
+    assert {*normforge.__all__, "__version__", "layernorm", "batch_invariant"} <= {*found}
+    assert all(hasattr(normforge, name) for name in found)
