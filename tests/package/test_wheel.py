@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import warnings
+from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -301,6 +303,10 @@ def test_wheel_carries_the_packages_and_the_headers(wheel_sources: Path, tmp_pat
     library.remove("normforge/generated.py")
     rest = {name for name in names if ".dist-info" not in name and "/generated/" not in name}
     assert rest == library
+    (installed,) = distributions(path=[str(tmp_path / "site")])
+    assert installed.metadata.get_all("Provides-Extra") is None, "of what no wheel has"
+    needs = {re.split(r"\W", need)[0] for need in installed.requires or ()}
+    assert needs == {"torch", "cuda", "nvidia"}
     module = "normforge.generated.h200.rmsnorm_backward"
     run(USE.format(generated="normforge.generated.", module=module), tmp_path / "site", tmp_path)
 
