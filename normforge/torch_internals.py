@@ -43,6 +43,9 @@ empty_strided: Callable[..., torch.Tensor] = _find(
 element gets written by a kernel."""
 
 
+driver_version: Callable[[], int] = _find("_cuda_getDriverVersion", lambda: 13000)
+"""The newest CUDA that the driver serves, 13000 for 13.0."""
+
 _forward_ad = torch.autograd.forward_ad
 _SEE_WATCHERS = (
     hasattr(torch._C, "_len_torch_dispatch_stack")
@@ -141,17 +144,23 @@ def is_plain(tensor: torch.Tensor | None) -> bool:
     return type(tensor) in PLAIN_TYPES or tensor is None or not isinstance(tensor, torch.Tensor)
 
 
-def served_dtype(scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    """A weight or bias in a dtype that goes with x: fp32, unless it has x's. Raises
-    TypeError for what is no tensor, as the shape is that torch.nn.functional's norms take there,
-    and for one of whole or complex numbers."""
-    if scale is None:
-        return None
-    if not hasattr(scale, "dtype"):
+def check_scale(scale: Any) -> None:
+    """Raise TypeError for a weight or bias that is no tensor, as the shape is that PyTorch's norms
+    take in its place."""
+    if scale is not None and not hasattr(scale, "dtype"):
         raise TypeError(
             f"weight and bias must be tensors or None, got {type(scale).__name__}: the norm is "
-            "over the last dimension of x, and takes no normalized_shape"
+            "over the last dimension of x and takes no normalized_shape, so write rms_norm(x, "
+            "weight, eps) or layer_norm(x, weight, bias, eps)"
         )
+
+
+def served_dtype(scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """A weight or bias in a dtype that goes with x: fp32, unless it has x's. Raises
+    TypeError for what is no tensor, and for one of whole or complex numbers."""
+    check_scale(scale)
+    if scale is None:
+        return None
     if not scale.dtype.is_floating_point:
         raise TypeError(f"weight and bias must be of a floating dtype, got {scale.dtype}")
     return scale if scale.dtype in (x.dtype, torch.float32) else scale.float()

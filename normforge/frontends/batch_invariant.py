@@ -124,7 +124,7 @@ class InvariantNorm(Norm):
         x: torch.Tensor,
         weight: torch.Tensor | None = None,
         eps: float | None = None,
-        *,
+        *others: Any,
         bias: torch.Tensor | None = None,
         weight_offset: float = 0.0,
         residual: torch.Tensor | None = None,
@@ -153,7 +153,7 @@ class InvariantNorm(Norm):
             raise ValueError(NO_INVARIANT_BIAS)
         norm: Any = super() if matches is None else self.matching(matches)
         return norm.rms_norm(
-            *(x, weight, eps),
+            *(x, weight, eps, *others),
             weight_offset=weight_offset,
             residual=residual,
             out_dtype=out_dtype,

@@ -14,7 +14,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -57,6 +58,26 @@ def _rms_norm_backward(quick: Serve, route: Serve, leave: Callable[..., Any]) ->
         return leave(dy, x, normalized_shape, rstd, weight, output_mask)
 
     return routed
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _of_all_models(function: F) -> F:
+    """A function that takes no argument, and tells who gives it a model."""
+
+    @wraps(function)
+    def checked(self: Any, *given: Any) -> Any:
+        if given:
+            name, got = function.__name__, type(given[0]).__name__
+            patch = "unpatch" if name == "uninstall" else "patch"
+            raise TypeError(
+                f"{name}() is for all of PyTorch's norms and takes no argument, got {got}: write "
+                f"{name}() or, for one model, {patch}(model)"
+            )
+        return function(self)
+
+    return cast(F, checked)
 
 
 RMS_NORM = Routed(
@@ -102,6 +123,7 @@ class Installation:
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self.of, "_installation")
 
+    @_of_all_models
     def install(self) -> None:
         """Route PyTorch's backward to this package from now on. A second call does nothing.
 
@@ -112,6 +134,7 @@ class Installation:
             self._wanted = True
             self._apply()
 
+    @_of_all_models
     def uninstall(self) -> None:
         """Restore PyTorch's kernel, as soon as no `installed()` block is open."""
         with self._lock:
@@ -119,6 +142,7 @@ class Installation:
             self._end_predecessor()
             self._apply()
 
+    @_of_all_models
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Route inside a `with` block, for all threads. Blocks can be nested. A backward that is

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
@@ -15,6 +15,7 @@ from ..serve.options import Arguments, Options
 from ..serve.reference import Results
 from ..torch_internals import (
     PLAIN_TYPES,
+    check_scale,
     float_of,
     is_plain,
     served_dtype,
@@ -32,8 +33,8 @@ from .layer_norm_operators import (
 from .layer_norm_routes import LAYER_NORM, dw_and_db, layer_norm_aten_call
 from .module import flat, like
 from .package import NormPackage
-from .patch import ALREADY, ModuleForward, replace_forwards
-from .tried import are_close, dtypes_of_results, evenly, results_of, rows_to_try, try_training
+from .patch import ALREADY, REMADE, ModuleForward, replace_forwards
+from .tried import is_layer_norm
 
 
 class LayerNormPackage(NormPackage):
@@ -58,6 +59,7 @@ class LayerNormPackage(NormPackage):
         self._patched_forward = lambda module, input: self.layer_norm(
             input, module.weight, module.bias, module.eps
         )
+        setattr(self._patched_forward, REMADE, partial(getattr, self, "_patched_forward"))
 
     @overload
     def layer_norm(
@@ -87,7 +89,7 @@ class LayerNormPackage(NormPackage):
         weight: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         eps: float = 1e-5,
-        *,
+        *others: Any,
         residual: torch.Tensor | None = None,
     ) -> Any:
         """torch.nn.functional.layer_norm over the last dimension, with `layer_norm_backward` as its
@@ -113,8 +115,11 @@ class LayerNormPackage(NormPackage):
         Raises:
             TypeError, ValueError: if the arguments do not fit together.
         """
-        if type(eps) is not float:
+        if type(eps) is not float or others:
+            check_scale(weight)
             eps = float_of(eps)
+        if others:
+            raise TypeError("layer_norm takes x, weight, bias and eps by position: name a residual")
         if (
             residual is None
             and type(x) in PLAIN_TYPES
@@ -233,7 +238,7 @@ class LayerNormPackage(NormPackage):
         def forward_for(module: Any) -> ModuleForward | str:
             if hasattr(type(module), "_package"):
                 return ALREADY
-            return self._patched_forward if _may_be_served(module) else other
+            return self._patched_forward if is_layer_norm(module) else other
 
         return replace_forwards(model, self._layer, forward_for)
 
@@ -269,31 +274,3 @@ def _is_sharded(given: Any) -> bool:
     none need not wait for its import."""
     kind = type(given)
     return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
-
-
-def _may_be_served(module: Any) -> bool:
-    kind = type(module)
-    if not isinstance(module, torch.nn.LayerNorm):
-        return False
-    if len(module.normalized_shape) != 1 or isinstance(module.eps, torch.Tensor):
-        return False
-    if kind is torch.nn.LayerNorm:
-        return True
-    alone = {*module.state_dict()} <= {"weight", "bias"}
-    if not alone or len(inspect.signature(module.forward).parameters) != 1:
-        return False
-    (width,) = module.normalized_shape
-    values = {"weight": evenly(-1, 2, width), "bias": evenly(2, -3, width)}
-    scales = {name: None if getattr(module, name) is None else values[name] for name in values}
-    given = [value for value in scales.values() if value is not None]
-
-    def norm(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-        leaves = iter(given)
-        weight, bias = (None if value is None else next(leaves) for value in scales.values())
-        return torch.nn.functional.layer_norm(x, (width,), weight, bias, module.eps)
-
-    # Some take four dimensions for channels before rows, and some compute narrow rows in fp32.
-    for x in rows_to_try(width):
-        if not are_close(try_training(module, scales, x), results_of(norm, x, *given), x):
-            return False
-    return all(dtype == x for (x, _), dtype in dtypes_of_results(module, scales, width).items())

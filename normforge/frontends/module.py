@@ -154,6 +154,8 @@ def flat(shape: tuple[int, ...], x: Any, *others: torch.Tensor | None) -> tuple[
     """The tensors with their normalised dimensions flattened into one. Raises ValueError if x does
     not end in these dimensions."""
     dims = len(shape)
+    if dims == 0:
+        raise ValueError("normalized_shape must have at least one dimension, got ()")
     # torch.fx traces with objects that are not tensors.
     if isinstance(x, torch.Tensor) and x.shape[-dims:] != shape:
         raise ValueError(

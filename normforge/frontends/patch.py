@@ -11,7 +11,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from .tried import (
 CASTINGS = ("llama", "gemma", "torch")
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _ORIGINAL, _SERVED = "_normforge_original", "_normforge_served"
+REMADE = "_normforge_remade"  # of a ModuleForward: what makes it again out of a pickle
 _LIBRARY = Path(__file__).parent.parent
 _UNTRIED = "untried"
 ALREADY = "a package serves it already"
@@ -257,16 +258,25 @@ def _forward_of(norm: Norm, casting: str) -> ModuleForward:
         return rounded_once(self, x.float()).to(self.weight.dtype)
 
     others = {"llama": rounded_twice, "widening": widening, "weight's": as_its_weight}
-    return others.get(casting, rounded_once)
+    found = others.get(casting, rounded_once)
+    setattr(found, REMADE, partial(_forward_of, norm, casting))
+    return found
 
 
 @cache
-def _patched(kind: type, norm: str, forward: ModuleForward) -> type:
+def _patched(kind: Any, norm: str, forward: ModuleForward) -> type:
     """A subclass of a class of norms, with another forward, whose argument has the same name."""
     original: Any = getattr(kind, _ORIGINAL, kind)
     _, name = inspect.signature(original.forward).parameters
     scope: dict[str, Any] = {"served": forward}
     exec(f"def forward(self, {name}):\n    return served(self, {name})", scope)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        """The class, which no module has, by what it is made of."""
+        make, given, *state = kind.__reduce_ex__(self, protocol)
+        if given[:1] == (found,):
+            make, given = _remake, (kind, norm, getattr(forward, REMADE), make, *given[1:])
+        return make, given, *state
 
     def extra_repr(self: Any) -> str:
         return ", ".join(filter(None, (original.extra_repr(self), "by Normforge")))
@@ -277,7 +287,14 @@ def _patched(kind: type, norm: str, forward: ModuleForward) -> type:
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
         "extra_repr": extra_repr,
+        "__reduce_ex__": reduce,
         _ORIGINAL: kind,
         _SERVED: norm,
     }
-    return type(kind.__name__, (kind,), members)
+    found = type(kind.__name__, (kind,), members)
+    return found
+
+
+def _remake(kind: type, norm: str, forward: Callable[[], Any], make: Any, *given: Any) -> Any:
+    """A patched module out of a pickle or of a copy, before it has its state."""
+    return make(_patched(kind, norm, forward()), *given)

@@ -14,6 +14,7 @@ from ..serve.reference import norm_formula
 from ..serve.server import Server
 from ..torch_internals import (
     PLAIN_TYPES,
+    check_scale,
     float_of,
     is_plain,
     served_dtype,
@@ -87,7 +88,7 @@ class Norm:
         x: torch.Tensor,
         weight: torch.Tensor | None = None,
         eps: float | None = None,
-        *,
+        *others: Any,
         bias: torch.Tensor | None = None,
         weight_offset: float = 0.0,
         residual: torch.Tensor | None = None,
@@ -127,6 +128,9 @@ class Norm:
             TypeError, ValueError: if the arguments do not fit together, or for a bias in a
                 batch-invariant package.
         """
+        if others:
+            check_scale(weight)
+            raise TypeError("rms_norm takes x, weight and eps by position: name all that follows")
         if bias is not None or out_dtype is not None or residual_dtype is not None:
             x, residual = widened(x, residual, out_dtype, residual_dtype)
             results = self.rms_norm(x, weight, eps, weight_offset=weight_offset, residual=residual)
@@ -180,6 +184,7 @@ class Norm:
     def _watched(self, x: Any, weight: Any, eps: Any, offset: float, residual: Any) -> Any:
         """`rms_norm` when a tracer, a mode, a transform or a tensor subclass is active."""
         run: Any = self._operator
+        check_scale(weight)
         eps = float_of(eps)
         if is_foreign(x):
             return foreign_norm(x, weight, eps, offset, residual)

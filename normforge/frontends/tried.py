@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any
@@ -107,3 +108,32 @@ def are_close(found: Results | None, wanted: Results, x: torch.Tensor) -> bool:
         if not torch.allclose(one * size, other * size, rtol=1e-4, atol=1e-5):
             return False
     return True
+
+
+def is_layer_norm(module: Any) -> bool:
+    """Whether a module computes what torch.nn.LayerNorm does, over one dimension."""
+    kind = type(module)
+    if not isinstance(module, torch.nn.LayerNorm):
+        return False
+    if len(module.normalized_shape) != 1 or isinstance(module.eps, torch.Tensor):
+        return False
+    if kind is torch.nn.LayerNorm:
+        return True
+    alone = {*module.state_dict()} <= {"weight", "bias"}
+    if not alone or len(inspect.signature(module.forward).parameters) != 1:
+        return False
+    (width,) = module.normalized_shape
+    values = {"weight": evenly(-1, 2, width), "bias": evenly(2, -3, width)}
+    scales = {name: None if getattr(module, name) is None else values[name] for name in values}
+    given = [value for value in scales.values() if value is not None]
+
+    def norm(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        leaves = iter(given)
+        weight, bias = (None if value is None else next(leaves) for value in scales.values())
+        return torch.nn.functional.layer_norm(x, (width,), weight, bias, module.eps)
+
+    # Some take four dimensions for channels before rows, and some compute narrow rows in fp32.
+    for x in rows_to_try(width):
+        if not are_close(try_training(module, scales, x), results_of(norm, x, *given), x):
+            return False
+    return all(dtype == x for (x, _), dtype in dtypes_of_results(module, scales, width).items())

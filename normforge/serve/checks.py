@@ -7,9 +7,12 @@ from typing import Any
 import torch
 
 from ..table import runs_on
+from ..torch_internals import driver_version
 from .options import DTYPES, Arguments, Options, dw_shape
 from .reference import wide_dtype
 
+_DRIVER = 13000
+"""The CUDA that a driver has to serve: of NVRTC, which made the kernels."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -164,7 +167,15 @@ def check_forward(
 
 
 def foreign_device(target: dict[str, Any], device: int) -> str:
-    """Why the kernels of a table's target do not run on a CUDA device, "" when they do."""
+    """Why the kernels of a table's target do not run on a CUDA device or with its driver, "" when
+    they do."""
+    driver = driver_version()
+    if torch.version.hip is None and driver < _DRIVER:
+        served = f"{driver // 1000}.{driver % 1000 // 10}"
+        return (
+            f"the NVIDIA driver is for CUDA {served}, and these kernels need one for CUDA 13: "
+            "install version 580 or newer"
+        )
     properties = torch.cuda.get_device_properties(device)
     # AMD's GPUs have capabilities, too: those of gfx90a say 9.0.
     capability = (properties.major, properties.minor)

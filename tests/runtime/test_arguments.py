@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
+import normforge
+import normforge.batch_invariant as invariant
+import normforge.layernorm as layernorm
 from normforge.api import Package
 from normforge.launch.row_layout import RowLayout, dense, row_layout
 from normforge.serve.checks import check_arguments
@@ -19,6 +23,47 @@ from normforge.serve.options import (
 from tests.support.fake_driver import (
     tensors,
 )
+
+
+@pytest.mark.parametrize(
+    "given", [((16,), 1), (16, 1), ([16], 1, 1e-6), ((16,), 1, 1e-6), ((16,), 1, 1, 1e-6)]
+)
+def test_arguments_in_pytorchs_order_are_told_which_is_ours(given: Any) -> None:
+    shape, *others = given
+    x, weight = torch.randn(4, 16), torch.ones(16)
+    order = (shape, *(weight if other == 1 else other for other in others))
+    says = (
+        r"got (tuple|list|int): .* so write rms_norm\(x, weight, eps\) or layer_norm\(x, weight, "
+    )
+    for function in (normforge.rms_norm, invariant.rms_norm, layernorm.layer_norm):
+        with pytest.raises(TypeError, match=says):
+            function(x, *order)
+
+
+def test_what_else_is_given_by_position_is_refused() -> None:
+    x, weight = torch.randn(4, 16), torch.ones(16)
+    for function in (normforge.rms_norm, invariant.rms_norm):
+        with pytest.raises(TypeError, match="takes x, weight and eps by position"):
+            function(x, weight, 1e-6, weight)
+    with pytest.raises(TypeError, match="takes x, weight, bias and eps by position"):
+        layernorm.layer_norm(x, weight, weight, 1e-6, x)
+
+
+@pytest.mark.parametrize("name", ["install", "uninstall", "installed"])
+def test_routing_takes_no_model(name: str) -> None:
+    patch = "unpatch" if name == "uninstall" else "patch"
+    for module in (normforge, layernorm):
+        with pytest.raises(
+            TypeError, match=rf"got Linear: write {name}\(\) or, .* {patch}\(model\)"
+        ):
+            getattr(module, name)(torch.nn.Linear(1, 1))
+    assert not inspect.signature(normforge.install).parameters
+
+
+def test_a_norm_without_dimensions_is_refused() -> None:
+    for layer in (normforge.RMSNorm(()), layernorm.LayerNorm(())):
+        with pytest.raises(ValueError, match=r"at least one dimension, got \(\)"):
+            layer(torch.randn(4))
 
 
 @pytest.mark.parametrize(

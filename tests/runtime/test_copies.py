@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import pickle
 import subprocess
 import sys
@@ -71,6 +72,68 @@ def test_another_process_gets_its_own_functions(tmp_path: Path) -> None:
         "assert normforge.rms_norm in found and normforge.install in found"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+class NoNorm(torch.nn.RMSNorm):
+    """A norm of a model, of which a package serves some."""
+
+
+def patched() -> torch.nn.Module:
+    model = torch.nn.Sequential(
+        torch.nn.RMSNorm(8), NoNorm(8, eps=1e-3), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
+    )
+    assert normforge.patch(model) == ["0", "1"] and layernorm.patch(model) == ["2"]
+    return model
+
+
+def saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def by_value(value: Any) -> Any:
+    cloudpickle = pytest.importorskip("cloudpickle")
+    return pickle.loads(cloudpickle.dumps(value))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved, by_value])
+def test_a_patched_model_is_copied_as_a_patched_model(copied: Any) -> None:
+    model, x = patched(), torch.randn(3, 8)
+    other = copied(model)
+    assert torch.equal(other(x), model(x))
+    assert [type(module) for module in other] == [type(module) for module in model]
+    assert "by Normforge" in repr(other[0]) and other[0].weight is not model[0].weight
+    assert normforge.unpatch(other) == ["0", "1"] and layernorm.unpatch(other) == ["2"]
+    assert type(other[1]) is NoNorm and torch.equal(pickled(other)(x), other(x))
+
+
+@pytest.mark.parametrize("value", [normforge.rms_norm, normforge.RMSNorm, layernorm.layer_norm])
+def test_cloudpickle_takes_names_by_reference(value: Any) -> None:
+    assert by_value(value) == value
+
+
+def test_another_process_reads_a_patched_model(tmp_path: Path) -> None:
+    file = tmp_path / "model"
+    model = torch.nn.Sequential(torch.nn.RMSNorm(8))
+    normforge.patch(model)
+    torch.save(model, file)
+    code = (
+        f"import torch; model = torch.load({str(file)!r}, weights_only=False); "
+        "assert 'by Normforge' in repr(model); model(torch.randn(3, 8)).sum().backward()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_a_copy_of_a_model_has_no_main_grad() -> None:
+    """As docs/adopting.md says."""
+    norm = normforge.RMSNorm(8, main_grad=True)
+    norm.weight.main_grad = torch.zeros(8)
+    other = copy.deepcopy(norm)
+    assert not hasattr(other.weight, "main_grad")
+    with pytest.raises(RuntimeError, match="let the trainer make its buffers"):
+        other(torch.randn(3, 8)).sum().backward()
 
 
 def test_functions_that_no_module_has_are_not_pickled(package: Package) -> None:

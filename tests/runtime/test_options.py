@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from normforge.serve import checks
 from normforge.serve.checks import check_arguments, foreign_device
 from normforge.serve.options import (
     PLAIN,
@@ -100,6 +101,18 @@ def test_kernels_of_another_gpu_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
     assert foreign_device({"arch": "sm_90a", "title": "NVIDIA H200"}, 0) == ""
     said = foreign_device({"arch": "sm_100a", "title": "NVIDIA GB200"}, 0)
     assert "NVIDIA GB200 (sm_100a)" in said and "do not run on H200" in said
+
+
+def test_a_driver_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What there is for its GPU is then served by PyTorch, as on a GPU without kernels."""
+    here = SimpleNamespace(major=9, minor=0, name="H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: here)
+    monkeypatch.setattr(checks, "driver_version", lambda: 12080)
+    said = foreign_device({"arch": "sm_90a", "title": "NVIDIA H200"}, 0)
+    assert said.startswith("the NVIDIA driver is for CUDA 12.8, and these kernels need one")
+    assert said.endswith("install version 580 or newer")
+    monkeypatch.setattr(checks, "driver_version", lambda: 13000)
+    assert foreign_device({"arch": "sm_90a", "title": "NVIDIA H200"}, 0) == ""
 
 
 @pytest.mark.parametrize("wanting", [(), ("dy",), ("x",), ("dy", "x"), ("weight",)])
