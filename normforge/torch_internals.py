@@ -127,6 +127,15 @@ PLAIN_KEYS = _plain_keys()
 would be next: no mode, transform, subclass, lazy view or other wrapper is in the way."""
 
 
+def without_inference(error: RuntimeError, *given: Any) -> tuple[Any, ...]:
+    """The same values, with copies in the place of tensors that were made in inference mode, which
+    autograd cannot save. Raises the error that it gave where there is none."""
+    found = [isinstance(value, torch.Tensor) and value.is_inference() for value in given]
+    if not any(found):
+        raise error
+    return tuple(v.clone() if made else v for v, made in zip(given, found, strict=True))
+
+
 def nothing_like(x: torch.Tensor) -> torch.Tensor:
     """An empty vector of x's dtype on its device, of its own."""
     if x.is_cuda and current_device() == x.get_device():

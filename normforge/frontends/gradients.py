@@ -17,6 +17,7 @@ from ..torch_internals import (
     is_plain,
     transforms_active,
     watched,
+    without_inference,
 )
 from .differentiable import differentiable_backward
 from .dtensor import register_sharding
@@ -153,7 +154,10 @@ def autograd_of(
         if not plain and (transforms_active() or has_tangent(*given)):
             return formula(*given)  # as these see through PyTorch's operators only
         if _want_gradient(given):
-            results: tuple[torch.Tensor, ...] = node.apply(*given)
+            try:
+                results: tuple[torch.Tensor, ...] = node.apply(*given)
+            except RuntimeError as error:
+                results = node.apply(*without_inference(error, *given))
             return results
         return run(*given) if plain else below_autograd(operator, given)
 

@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..serve.options import Arguments, Options, dw_elsewhere
 from ..serve.reference import Results
-from ..torch_internals import tracing, transforms_active
+from ..torch_internals import tracing, transforms_active, without_inference
 from .gradients import gradients_of_sum, is_watched
 from .rms_norm import Norm
 
@@ -40,6 +40,10 @@ def main_grad_norm(
         # A graph would not see what happens to attributes of a parameter. Not a decorator: the
         # import of this module would import the compiler.
         apply = torch.compiler.disable(apply)
+    try:
+        return apply(norm, x, residual, weight, parameter, eps, weight_offset)
+    except RuntimeError as error:
+        x, residual = without_inference(error, x, residual)
     return apply(norm, x, residual, weight, parameter, eps, weight_offset)
 
 

@@ -21,6 +21,7 @@ from ..torch_internals import (
     tracing,
     transforms_active,
     watched,
+    without_inference,
 )
 from .differentiable import foreign_norm, is_foreign
 from .dtensor import register_sharding
@@ -156,12 +157,16 @@ class Norm:
         ):
             y, _, *stream = self.forward(x, weight, eps, weight_offset, residual)
             return (y, *stream) if stream else y
-        if residual is not None:
-            return EagerAddNorm.apply(self, x, residual, weight, eps, weight_offset)
-        native = self._native.norm
-        if native is None:
-            return EagerNorm.apply(self, x, weight, eps, weight_offset)
-        return native(x, weight, eps, weight_offset)
+        try:
+            if residual is not None:
+                return EagerAddNorm.apply(self, x, residual, weight, eps, weight_offset)
+            native = self._native.norm
+            if native is None:
+                return EagerNorm.apply(self, x, weight, eps, weight_offset)
+            return native(x, weight, eps, weight_offset)
+        except RuntimeError as error:
+            x, weight, residual = without_inference(error, x, weight, residual)
+        return self.rms_norm(x, weight, eps, weight_offset=weight_offset, residual=residual)
 
     def add_bias(self, results: Any, bias: torch.Tensor, weight: torch.Tensor | None) -> Any:
         """Results of `rms_norm` with a bias added to y."""

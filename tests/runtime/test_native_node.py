@@ -13,6 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from normforge.api import Package
+from normforge.torch_internals import without_inference
 from tests.support.entry_points import (
     MODULE,
     Swallowed,
@@ -69,6 +70,40 @@ def test_gradient_that_nobody_computed_leaves_the_weight_without_one(package: Pa
     norm = package.RMSNorm(16)
     Swallowed.apply(norm(leaf(4, 16))).sum().backward()
     assert norm.weight.grad is None
+
+
+def made_in_inference_mode(*shape: int) -> torch.Tensor:
+    with torch.inference_mode():
+        return leaf(*shape, seed=3).detach()
+
+
+def test_rows_from_inference_mode_train_a_weight(package: Package) -> None:
+    """As PyTorch's norm does on the CPU."""
+    x, other = made_in_inference_mode(6, 16), made_in_inference_mode(16)
+    training = {
+        "alone": lambda x, w: package.rms_norm(x, w),
+        "residual": lambda x, w: package.rms_norm(leaf(6, 16), w, residual=x)[0],
+        "operator": lambda x, w: package.rmsnorm_forward(x, w)[0],
+    }
+    for name, norm in training.items():
+        found, wanted = leaf(16), leaf(16)
+        norm(x, found).square().sum().backward()
+        norm(x.clone(), wanted).square().sum().backward()
+        assert torch.equal(found.grad, wanted.grad), name
+    rows = leaf(6, 16)
+    package.rms_norm(rows, other).sum().backward()
+    assert rows.grad is not None
+    norm = package.RMSNorm(16, main_grad=True)
+    norm.weight.main_grad = torch.zeros(16)
+    norm(x).sum().backward()
+    assert norm.weight.main_grad.any()
+
+
+def test_another_error_of_a_node_stays_as_it_is() -> None:
+    error = RuntimeError("of a node")
+    with pytest.raises(RuntimeError) as raised:
+        without_inference(error, torch.ones(2), None, 1e-6)
+    assert raised.value is error
 
 
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
