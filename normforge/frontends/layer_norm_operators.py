@@ -19,7 +19,7 @@ from .gradients import (
     is_watched,
 )
 from .layer_norm_routes import LAYER_NORM_ROUTES, dw_and_db
-from .library import Implementation, Served, define, differentiate
+from .library import Implementation, Served, decompose, define, differentiate
 from .operators import (
     NormOperators,
     fake_backward,
@@ -196,6 +196,7 @@ def _define(name: str, run: Implementation, fake: Implementation) -> Any:
 
 
 LayerNormOperators.layer_norm = _define("layer_norm", layer_norm_forward, _fake_layer_norm)
+decompose(LayerNormOperators.layer_norm, layer_norm_forward)
 _backward = implementation_of_backward(_served)
 LayerNormOperators.layer_norm_backward = LayerNormOperators.backward_operator = _define(
     "layer_norm_backward", _backward, fake_backward

@@ -56,6 +56,12 @@ def differentiate(operator: Any, kernel: Implementation) -> None:
     _library.impl(f"{name}.{VERSION}", kernel, "Autograd", with_keyset=True)
 
 
+def decompose(operator: Any, formula: Implementation) -> None:
+    """Say what an operator is made of, for exporters that ask, such as ONNX's. Nothing else does: a
+    graph keeps the operator."""
+    torch._decomp.register_decomposition(operator)(formula)
+
+
 class OfPackage(Protocol):
     """What serves the calls that ask for one package."""
 

@@ -16,7 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from ..serve.call import QuickCall
 from ..serve.checks import check_dx_out, check_options
 from ..serve.options import Arguments, Backward, FormulaOptions, Options, dw_shape
-from ..serve.reference import Results, wide_dtype
+from ..serve.reference import Results, norm_formula, wide_dtype
 from ..torch_internals import is_plain, nothing_like, watched
 from .gradients import (
     autograd_of_backward,
@@ -24,7 +24,7 @@ from .gradients import (
     wants_gradient,
     without_gradient,
 )
-from .library import Implementation, Served, define, differentiate
+from .library import Implementation, Served, decompose, define, differentiate
 from .routes import RMS_NORM_ROUTES, Routes
 
 # DTensor remembers the shardings of an operator by its tensors, and by what stands behind the first
@@ -235,6 +235,16 @@ Operators.add_rms_norm = _define("add_rms_norm", _add_rms_norm, _fake_add_rms_no
 _backward = implementation_of_backward(_served)
 Operators.rms_norm_backward = Operators.backward_operator = _define(
     "rms_norm_backward", _backward, fake_backward
+)
+decompose(
+    Operators.rms_norm,
+    lambda x, weight, eps, offset, package: norm_formula(x, weight, eps, offset),
+)
+decompose(
+    Operators.add_rms_norm,
+    lambda x, residual, weight, eps, offset, package: norm_formula(
+        x, weight, eps, offset, residual
+    ),
 )
 Operators.all = (Operators.rms_norm, Operators.add_rms_norm, Operators.rms_norm_backward)
 for _norm, _run in ((Operators.rms_norm, _rms_norm), (Operators.add_rms_norm, _add_rms_norm)):
