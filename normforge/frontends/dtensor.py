@@ -10,6 +10,12 @@ _known: set[Any] = set()
 _lock = Lock()
 
 
+def is_dtensor(given: Any) -> bool:
+    """By name, because whoever has none need not wait for the import."""
+    kind = type(given)
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")
+
+
 def register_sharding(*operators: Any) -> None:
     """Tell DTensor how to run operators of RMSNorm on shards; nothing before DTensor has been
     imported, and nothing for others, of which it is not told.

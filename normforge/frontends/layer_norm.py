@@ -24,6 +24,7 @@ from ..torch_internals import (
     watched,
 )
 from .differentiable import is_foreign
+from .dtensor import is_dtensor
 from .layer_norm_operators import (
     LayerNormOperators,
     eager_layer_norm,
@@ -145,7 +146,7 @@ class LayerNormPackage(NormPackage):
     def _forward_for(self, given: tuple[Any, ...]) -> Callable[..., Any]:
         """What computes y, mean, rstd and the sum of these arguments."""
         plain = all(map(is_plain, given))
-        if not plain and any(map(_is_sharded, given)):
+        if not plain and any(map(is_dtensor, given)):  # for which the operators have no rule
             return layer_norm_forward
         if is_dynamo_compiling():
             return self.ops.layer_norm
@@ -267,10 +268,3 @@ class LayerNorm(torch.nn.LayerNorm):
         ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
         def __call__(self, *given: Any, **named: Any) -> Any: ...
-
-
-def _is_sharded(given: Any) -> bool:
-    """Whether it is a DTensor, for which the operators have no rule. By name, because whoever has
-    none need not wait for its import."""
-    kind = type(given)
-    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed.")

@@ -9,7 +9,8 @@ from torch.compiler import is_dynamo_compiling
 
 from ..serve.options import Arguments, Options, dw_elsewhere
 from ..serve.reference import Results
-from ..torch_internals import tracing, transforms_active, without_inference
+from ..torch_internals import is_plain, tracing, transforms_active, without_inference
+from .dtensor import is_dtensor
 from .gradients import gradients_of_sum, is_watched
 from .rms_norm import Norm
 
@@ -119,6 +120,13 @@ def _main_grad(parameter: torch.nn.Parameter, shape: torch.Size) -> torch.Tensor
         raise RuntimeError(
             "RMSNorm(main_grad=True) adds its gradient to weight.main_grad, and there is none: "
             "let the trainer make its buffers before the first backward"
+        )
+    alike = is_plain(buffer) and is_plain(parameter)
+    if not alike and is_dtensor(buffer) != is_dtensor(parameter):
+        wanted, got = "a DTensor" if is_dtensor(parameter) else "no DTensor", type(buffer).__name__
+        raise TypeError(
+            f"weight.main_grad must be {wanted}, as the weight is, got {got}: make it with "
+            "torch.zeros_like(weight)"
         )
     try:
         return buffer.view(shape)

@@ -266,3 +266,47 @@ print("done")
 
 def test_placement_of_every_result_is_that_of_what_it_holds(tmp_path: Path) -> None:
     runs_to_its_end(PLACEMENTS, tmp_path)
+
+
+MAIN_GRAD = """
+import sys
+sys.path.insert(0, "{root}")
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from tests.support.entry_points import write_package
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://{folder}/store", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+x, scale = torch.randn(4, 8), torch.randn(8)
+norm = write_package(Path("{folder}") / f"package{{rank}}").RMSNorm(8, main_grad=True)
+norm.weight.data, norm.weight.main_grad = scale, torch.ones(8)
+norm(x).square().sum().backward()
+wanted = norm.weight.main_grad
+shards = distribute_tensor(x, mesh, [Shard(0)])
+for placement in (Replicate(), Shard(0)):
+    weight = norm.weight = torch.nn.Parameter(distribute_tensor(scale, mesh, [placement]))
+    weight.main_grad = torch.ones_like(weight.data)
+    norm(shards).square().sum().backward()
+    assert weight.main_grad.placements == (placement,)
+    torch.testing.assert_close(weight.main_grad.full_tensor(), wanted)
+weight.main_grad = torch.ones(8)
+try:
+    norm(shards).sum().backward()
+except TypeError as error:
+    assert "main_grad must be a DTensor, as the weight is, got Tensor: make it" in str(error), error
+    print("done")
+"""
+
+
+def test_dw_of_all_ranks_is_added_to_a_main_grad_that_is_split_like_its_weight(
+    tmp_path: Path,
+) -> None:
+    script = MAIN_GRAD.format(root=str(REPOSITORY), folder=str(tmp_path))
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    ranks = [subprocess.Popen([*command, rank], stdout=subprocess.PIPE, text=True) for rank in "01"]
+    said = [rank.communicate(timeout=patience(200))[0] for rank in ranks]
+    assert said == ["done\n", "done\n"]
