@@ -109,7 +109,8 @@ class Package(NormPackage):
             dx_out: a contiguous tensor for dx, in x's shape and dtype. It is returned as dx. It may
                 be dy itself, which then holds dx instead; it may overlap no other argument. Where
                 no kernel may write it, and in compiled code, dx is copied to it.
-            dw_out: a tensor for dw, in the weight's dtype or fp32. It is returned as dw.
+            dw_out: a tensor for dw, in the weight's dtype or fp32. It is returned as dw. It may
+                overlap no other argument, which is not checked.
             accumulate: add dw to dw_out instead of overwriting it, in fp32 and in a fixed order.
             dw_dtype: torch.float32 to get dw without rounding it to the weight's dtype.
 

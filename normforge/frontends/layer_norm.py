@@ -193,7 +193,7 @@ class LayerNormPackage(NormPackage):
             need_dx: False to skip dx.
             need_dw: False to skip dw and db.
             dw_out: a tensor (2, N) for dw and db, in the weight's dtype or fp32. Its rows are
-                returned as dw and db.
+                returned as dw and db. It may overlap no other argument, which is not checked.
             accumulate: add dw and db to dw_out instead of overwriting it, in fp32 and in a fixed
                 order.
             dw_dtype: torch.float32 to get dw and db without rounding them to the weight's dtype.
