@@ -130,7 +130,8 @@ would be next: no mode, transform, subclass, lazy view or other wrapper is in th
 def without_inference(error: RuntimeError, *given: Any) -> tuple[Any, ...]:
     """The same values, with copies in the place of tensors that were made in inference mode, which
     autograd cannot save. Raises the error that it gave where there is none."""
-    found = [isinstance(value, torch.Tensor) and value.is_inference() for value in given]
+    with torch._C.DisableTorchFunction():  # what sees functions may have raised it
+        found = [isinstance(value, torch.Tensor) and value.is_inference() for value in given]
     if not any(found):
         raise error
     return tuple(v.clone() if made else v for v, made in zip(given, found, strict=True))

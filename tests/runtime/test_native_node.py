@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -100,9 +101,15 @@ def test_rows_from_inference_mode_train_a_weight(package: Package) -> None:
 
 
 def test_another_error_of_a_node_stays_as_it_is() -> None:
-    error = RuntimeError("of a node")
-    with pytest.raises(RuntimeError) as raised:
-        without_inference(error, torch.ones(2), None, 1e-6)
+    """Also where what raised it sees every function of PyTorch."""
+
+    class Refusing(TorchFunctionMode):
+        def __torch_function__(self, *_: Any) -> Any:
+            raise RuntimeError("of the mode")
+
+    error, x = RuntimeError("of a node"), torch.ones(2)
+    with pytest.raises(RuntimeError) as raised, Refusing():
+        without_inference(error, x, None, 1e-6)
     assert raised.value is error
 
 
