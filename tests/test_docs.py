@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import pkgutil
 import re
 from pathlib import Path
 
@@ -53,6 +56,31 @@ def test_every_function_of_a_package_is_on_its_page() -> None:
     described = {line.split(".")[-1] for line in re.findall(r"^::: (\S+)$", page, flags=re.M)}
     described.remove("use_batch_invariant")  # of normforge, not of one package
     assert {name.lower() for name in exported} == {name.lower() for name in described}
+
+
+def test_what_that_page_describes_has_a_docstring_and_an_anchor_of_its_own() -> None:
+    spec = importlib.util.spec_from_file_location("hooks", REPOSITORY / "docs" / "site_hooks.py")
+    assert spec is not None and spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = (REPOSITORY / "docs" / "api.md").read_text()
+    paths = re.findall(r"^::: (\S+)$", page, flags=re.M)
+    for path in paths:
+        found = pkgutil.resolve_name(path)
+        assert inspect.getdoc(found), path
+        assert isinstance(found, property) or inspect.signature(found), path
+    names = [hooks.public_name(path) for path in paths]
+    assert len({*names}) == len(names)
+    for name in names:
+        if name not in ("provenance", "LayerNorm"):
+            assert pkgutil.resolve_name(f"normforge.{name}"), name
+
+
+def test_the_site_breaks_lines_as_the_code_does() -> None:
+    """Signatures stand in one line without a formatter."""
+    pins = [REPOSITORY / folder / "requirements.txt" for folder in (".", "docs")]
+    here, site = (re.search(r"^ruff==\S+", pin.read_text(), re.M) for pin in pins)
+    assert here is not None and site is not None and here[0] == site[0]
 
 
 def test_pages_name_the_versions_of_pytorch_that_are_tested() -> None:

@@ -131,7 +131,7 @@ class InvariantNorm(Norm):
         out_dtype: torch.dtype | None = None,
         residual_dtype: torch.dtype | None = None,
         matches: str | None = None,
-    ) -> Any:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """As `Norm.rms_norm`, by batch-invariant kernels.
 
         Args:

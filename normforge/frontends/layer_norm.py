@@ -92,7 +92,7 @@ class LayerNormPackage(NormPackage):
         eps: float = 1e-5,
         *others: Any,
         residual: torch.Tensor | None = None,
-    ) -> Any:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """torch.nn.functional.layer_norm over the last dimension, with `layer_norm_backward` as its
         backward.
 

@@ -95,7 +95,7 @@ class Norm:
         residual: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         residual_dtype: torch.dtype | None = None,
-    ) -> Any:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """y = x * rstd * (weight + weight_offset) + bias with rstd = 1 / sqrt(mean(x^2) + eps) of
         each row, differentiable in x, weight, bias and residual.
 
@@ -156,7 +156,7 @@ class Norm:
             or (residual is not None and residual.requires_grad)
         ):
             y, _, *stream = self.forward(x, weight, eps, weight_offset, residual)
-            return (y, *stream) if stream else y
+            return (y, stream[0]) if stream else y
         try:
             if residual is not None:
                 return EagerAddNorm.apply(self, x, residual, weight, eps, weight_offset)
