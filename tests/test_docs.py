@@ -106,6 +106,14 @@ def test_pages_name_the_versions_of_pytorch_that_are_tested() -> None:
     assert f"also with {oldest} and {newest}." in page
 
 
+def test_the_recipe_for_kernelize_names_the_versions_that_are_tested() -> None:
+    pins = (REPOSITORY / ".ci" / "pytorch_versions.txt").read_text()
+    versions = dict(re.findall(r"^(kernels|transformers)==(\S+)$", pins, flags=re.M))
+    page = " ".join((REPOSITORY / "docs" / "adopting.md").read_text().split())
+    said = "Tested with transformers {transformers} and `kernels` {kernels};"
+    assert said.format(**versions) in page
+
+
 def test_ci_runs_the_test_command_of_the_readme() -> None:
     (line,) = re.findall(
         r"^    (python3 .*pytest.*)$", (REPOSITORY / "README.md").read_text(), re.M

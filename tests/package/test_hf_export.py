@@ -295,6 +295,33 @@ def test_kernelized_model_trains_as_before(kernels: Any, exported: Path, compile
     torch.testing.assert_close(results(run, x), wanted)
 
 
+def test_norms_of_transformers_are_kernelized(kernels: Any, exported: Path) -> None:
+    """The recipe of docs/adopting.md: a transformers that wants another version of `kernels` marks
+    no class for it."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    norms = [m for m in model.modules() if type(m).__name__ == "LlamaRMSNorm"]
+    tokens, before = torch.arange(12).view(2, 6), [norm.forward.__func__ for norm in norms]
+
+    def trained() -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    wanted = trained()
+    mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
+    build = exported / "build" / "torch-cuda"
+    layer = kernels.LocalLayerRepository(build, layer_name="RMSNorm")
+    with kernels.use_kernel_mapping({"RMSNorm": {"cpu": {mode: layer}}}, inherit_mapping=False):
+        model = kernels.kernelize(model, mode=mode, device="cpu")
+    after = {norm.forward.__func__ for norm in norms}
+    assert len(norms) == 5 and len(after) == 1 and not after & {*before}
+    torch.testing.assert_close(trained(), wanted)
+
+
 # ---- What goes wrong -----------------------------------------------------------------------------
 
 
