@@ -9,73 +9,24 @@ from typing import Any, overload
 import torch
 
 from ..api import Package
-from ..launch.forward_call import ForwardCall
-from ..launch.row_layout import alignment_of, row_layout
 from ..serve.call import Call
 from ..serve.call_cache import CallCache
-from ..serve.checks import check_forward
 from ..serve.forward import Forward
-from ..serve.kernels import Kernels, Source
 from ..serve.options import Arguments, Options
 from ..serve.reference import Results
 from ..serve.server import Server
 from ..spec import KernelSpec, Launch, plan_launch
-from ..table import ForwardTable
-from .matching import MatchingNorm, TileTable, form_of
+from .invariant_forward import (
+    ADVICE,
+    BatchInvariantForward,
+    MatchingForward,
+    advice_for,
+    misplaced,
+    placed,
+)
+from .matching import MatchingNorm, form_of
 from .operators import Operators
 from .rms_norm import NO_INVARIANT_BIAS, Norm
-
-_ADVICE = (
-    "the bits of any other kernel may depend on the batch. Tune this width (docs/determinism.md "
-    "says how), or take the package whose kernels do not promise it"
-)
-
-
-class BatchInvariantForward(Forward):
-    """As Forward, but with these kernels or none: y and rstd of a row depend on that row, N, the
-    dtypes and the options alone. Raises RuntimeError where there is no kernel for a CUDA call."""
-
-    _advice = _ADVICE
-
-    def _table_of(self, kernels: Kernels) -> ForwardTable | None:
-        table = kernels.forward  # whose kernels for any row are those of `matches`
-        return None if table is None else replace(table, fallback=())
-
-    def _prepare(
-        self, x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
-    ) -> ForwardCall:
-        check_forward(x, weight, residual)
-        if x.device.type == "cuda" and any(map(_misplaced, (x, weight, residual))):
-            return self._copied
-        return super()._prepare(x, weight, residual)
-
-    def _copied(self, x: Any, weight: Any, eps: Any, offset: float, residual: Any) -> Any:
-        """Where another kernel would be needed: the same kernel on copies."""
-        x, weight, residual = map(_placed, (x, weight, residual))
-        return self(x, weight, eps, offset, residual)
-
-    def _fallback(self, reason: str) -> ForwardCall:
-        raise RuntimeError(f"{reason}, and {self._advice}")
-
-
-class MatchingForward(BatchInvariantForward):
-    """The forward of a package that adds as Triton does. form: as of `form_of`."""
-
-    _advice = (
-        "no other adds as vLLM's does. Leave `matches` out, or tune this operation again for a GPU "
-        "of sm_90a, for which alone that order was read off"
-    )
-
-    def __init__(self, source: Source, form: str) -> None:
-        super().__init__(source)
-        self._form = form
-
-    def _table_of(self, kernels: Kernels) -> ForwardTable | None:
-        table = kernels.forward
-        if table is None:
-            return None
-        tiles = tuple(k for k in table.fallback if k.config["form"] == self._form)
-        return TileTable(table.target, fallback=tiles)
 
 
 class InvariantNorm(Norm):
@@ -196,7 +147,7 @@ class BatchInvariantPackage(Package):
     _forward_class = BatchInvariantForward
     _norm_class = InvariantNorm
     _norm: InvariantNorm
-    _invariant, _advice = True, _ADVICE
+    _invariant, _advice = True, ADVICE
     _sm_margin = 0
 
     def use_native(self) -> None:
@@ -235,12 +186,12 @@ class BatchInvariantPackage(Package):
     def _find(self, given: Arguments, options: Options) -> Call | str:
         found = super()._find(given, options)
         if isinstance(found, str):
-            raise RuntimeError(f"{found}, and {self._advice}")
+            raise RuntimeError(f"{found}, and {advice_for(given.x, given.weight)}")
         return found
 
     def _with_kernel(self, given: Arguments, options: Options, device: int) -> Call | str:
         total = given.dw_out if options.accumulate else None
-        if any(map(_misplaced, (given.dy, given.x, given.weight, total))):
+        if any(map(misplaced, (given.dy, given.x, given.weight, total))):
             return self._copied(options)
         return super()._with_kernel(given, options, device)
 
@@ -261,8 +212,8 @@ class BatchInvariantPackage(Package):
         def call(
             dy: Any, x: Any, rstd: Any, weight: Any, dresidual: Any, dw_out: Any, *others: Any
         ) -> Results:
-            dy, x, weight = map(_placed, (dy, x, weight))
-            place = _placed(dw_out) if options.accumulate else dw_out
+            dy, x, weight = map(placed, (dy, x, weight))
+            place = placed(dw_out) if options.accumulate else dw_out
             given = Arguments(dy, x, rstd, weight, dresidual, place, *others)
             dx, dw, *third = self._run(given, options)
             if place is not dw_out:
@@ -271,23 +222,3 @@ class BatchInvariantPackage(Package):
             return (dx, dw, *third)
 
         return call
-
-
-def _misplaced(tensor: torch.Tensor | None) -> bool:
-    """Whether the rows of a tensor lie worse than those of a copy: not at one stride or two, or not
-    at multiples of the power of two, up to MAX_ALIGNMENT, that divides a row."""
-    if tensor is None:
-        return False
-    rows = row_layout(tensor)
-    if rows is None:
-        return True
-    size = tensor.element_size()
-    places = tensor.data_ptr() | (rows.stride | rows.outer) * size
-    return places % alignment_of(tensor.shape[-1] * size) != 0
-
-
-def _placed(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The same numbers, in a copy where the tensor is misplaced."""
-    if tensor is None or not _misplaced(tensor):
-        return tensor
-    return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -15,7 +15,9 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 
+from generator.cli.main import make_parser
 from generator.paths import GENERATED
+from generator.problem import Problem
 from normforge import torch_internals
 from normforge.frontends import rms_norm as rms_norm_module
 from normforge.frontends.batch_invariant import BatchInvariantPackage
@@ -333,7 +335,17 @@ NOT_TUNED = [(96, None), (1000, None), (1001, None), (4100, None), (N, torch.flo
 
 def sentence(width: int, wide: Any) -> str:
     kind = "bf16:fp32" if wide else "bf16"
-    return rf"nothing like 6x{width}:{kind} was tuned, and no fallback .* Tune this width"
+    return rf"nothing like 6x{width}:{kind} was tuned, and no fallback .* {command(width, wide)}"
+
+
+def command(width: int, wide: Any) -> str:
+    """What makes the kernel that is missing, as tune.py takes it."""
+    operation, shape = "rmsnorm_invariant_backward", f"6x{width}:{'bf16:fp32' if wide else 'bf16'}"
+    given = f"--op {operation} --gpu auto --shapes {shape}"
+    options = make_parser().parse_args(given.split())
+    problem = Problem.parse(options.shapes, options.op)
+    assert str(problem) == f"{operation}:{shape}"
+    return rf"Tune this width \(python tune\.py {given}; docs/determinism\.md says more\)"
 
 
 @pytest.mark.parametrize(("width", "wide"), NOT_TUNED)
@@ -355,7 +367,7 @@ def test_forward_without_a_kernel_is_refused_with_the_reason(
     package: BatchInvariantPackage, width: int, wide: Any
 ) -> None:
     _, x, _, weight = map(on_gpu, tensors(6, width, weight=wide))
-    told = rf"no forward kernel serves rows of {width} .* Tune this width"
+    told = rf"no forward kernel serves rows of {width} .* {command(width, wide)}"
     for serve in (package.rmsnorm_forward, package.rms_norm):
         with pytest.raises(RuntimeError, match=told):
             serve(x, weight)
@@ -382,7 +394,7 @@ def test_device_of_another_kind_is_refused_with_the_reason(
 
 def test_float64_is_refused_with_the_reason(package: BatchInvariantPackage) -> None:
     x = on_gpu(torch.zeros(4, 64, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match=r"no kernel for torch\.float64, and the bits"):
+    with pytest.raises(RuntimeError, match=r"no kernel for torch\.float64, .*: take the"):
         package.rmsnorm_backward(x, x, on_gpu(torch.ones(4)), x[0])
     with pytest.raises(RuntimeError, match=r"no forward kernel for torch\.float64, and the bits"):
         package.rms_norm(x)
