@@ -24,6 +24,7 @@ import torch
 from benchmarks.command import command_line, exit_code
 from benchmarks.gpu import check_cuda, this_machine
 from benchmarks.results import show_json
+from generator.evaluate.gpu.order import balanced_orders
 from generator.operations import operation_of
 from generator.operations.rmsnorm_backward import Inputs
 from generator.problem import RMSNORM_BACKWARD, Problem
@@ -68,8 +69,8 @@ def host_us(
     installed for the lines of `install()` only, and `native` for those of them that are native."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
-    for turn in range(PASSES):
-        for name in (*names[turn:], *names[:turn]):
+    for order in balanced_orders(len(names), PASSES):
+        for name in (names[which] for which in order):
             by = native if native is not None and name.endswith(", native") else package
             with by.installed() if name.startswith("install()") else nullcontext():
                 found[name].append(_batches(calls[name]) - _batches(_nothing))

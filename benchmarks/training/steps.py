@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,6 +16,7 @@ from benchmarks.harness import sentence
 from benchmarks.training.model import MODELS, Norm, Weights, block, make_weights, rotation
 from benchmarks.training.ranges import RANGE, in_ranges
 from benchmarks.training.ways import MODES, WAYS
+from generator.evaluate.gpu.order import balanced_orders
 
 TOKENS = 16384
 BLOCKS = 2
@@ -128,15 +128,16 @@ class Steps:
         return model
 
     def time(self, rounds: int, warmups: int, seed: int) -> dict[str, list[float]]:
-        """Milliseconds of every step. All ways take turns in `orders`, for at least `rounds`
-        rounds. The first step on an idle GPU takes longer than others and is not timed."""
-        names, rng = list(self.calls), random.Random(seed)
+        """Milliseconds of every step. All ways take turns in a balanced order, which each process
+        has of its own, by its seed. The first step on an idle GPU takes longer than others and is
+        not timed."""
+        names = list(self.calls)
         found: dict[str, list[float]] = {name: [] for name in names}
-        before = orders(names, warmups, rng)[:warmups]
-        for number, order in enumerate([*before, *orders(names, rounds, rng)]):
+        before = balanced_orders(len(names), warmups, seed)
+        for number, order in enumerate([*before, *balanced_orders(len(names), rounds, seed)]):
             self.calls[names[0]]()
             events = {}
-            for name in order:
+            for name in (names[which] for which in order):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
                 self.calls[name]()
@@ -177,18 +178,6 @@ class Steps:
             on_cpu = [e for e in calls if e.device_type == DeviceType.CPU]
             found.append(sum(event.device_time_total for event in on_cpu) / 1e3)
         return median(found)
-
-
-def orders(names: Sequence[str], rounds: int, rng: random.Random) -> list[list[str]]:
-    """The order of every round, from whole random Latin squares, and so for a few rounds more: each
-    name takes every place equally often, and none always follows the same other one."""
-    count = len(names)
-    found: list[list[str]] = []
-    while len(found) < rounds:
-        columns, mixed = rng.sample(range(count), count), rng.sample(names, count)
-        square = [[mixed[(row + column) % count] for column in columns] for row in range(count)]
-        found += rng.sample(square, count)
-    return found
 
 
 def measure(case: Case, rounds: int, warmups: int, process: int) -> dict[str, Any]:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, permutations
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.training import __main__ as command
 from benchmarks.training import model, ways
 from benchmarks.training.ranges import RANGE, in_ranges
-from benchmarks.training.steps import Case, Steps, orders
+from benchmarks.training.steps import Case, Steps
 from benchmarks.training.summary import Gain, cases
 from benchmarks.training.ways import BASELINE, Named, Way
+from tests.support.fake_clock import FakeClock
 
 CPU = torch.device("cpu")
 SMALL = model.Widths("small", 128, 4, 2, 256, head_norm=True, head=32)
@@ -103,24 +102,25 @@ def test_other_cases_are_refused(text: str, capsys: pytest.CaptureFixture[str]) 
     assert "MODEL,LENGTH,MODE" in capsys.readouterr().err
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(count=st.integers(1, 8), rounds=st.integers(1, 40), seed=st.integers(0, 5))
-def test_orders_are_balanced(count: int, rounds: int, seed: int) -> None:
+@pytest.mark.parametrize("count", [3, 7])
+def test_ways_take_turns_in_balanced_order(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    clock, found = FakeClock(monkeypatch), object.__new__(Steps)
     names = [f"way {number}" for number in range(count)]
-    found = orders(names, rounds, Random(seed))
-    assert rounds <= len(found) < rounds + count
-    for places in zip(*found, strict=True):
-        assert {*Counter(places).values()} == {len(found) // count}, "not every place equally often"
-    assert all(sorted(order) == names for order in found)
-    assert found == orders(names, rounds, Random(seed))
-
-
-def test_processes_have_orders_of_their_own() -> None:
-    names = list("abcdefg")
-    assert orders(names, 30, Random(0)) != orders(names, 30, Random(1))
-    before = Counter(pair for order in orders(names, 70, Random(0)) for pair in pairwise(order))
-    assert len(before) == 42, "one never follows another"
-    assert max(before.values()) < 20, "one nearly always follows the same other"
+    found.calls = {name: clock.operation(name, 1e3 + us) for us, name in enumerate(names)}
+    assert found.time(20, 4, 0) == {
+        name: [pytest.approx(1 + us / 1e3)] * 20 for us, name in enumerate(names)
+    }
+    rounds = [clock.log[first : first + count + 1] for first in range(0, len(clock.log), count + 1)]
+    assert len(rounds) == 24 and all({*row[1:]} == {*names} for row in rounds)
+    before = Counter(pair for row in rounds[4:] for pair in pairwise(row[1:]))
+    often = [before[pair] for pair in permutations(names, 2)]
+    assert max(often) - min(often) <= 2 and min(often) > 0
+    seeds = []
+    for process in (0, 0, 1):
+        clock.log.clear()
+        found.time(20, 4, process)
+        seeds.append(list(clock.log))
+    assert seeds[0] == seeds[1] != seeds[2], "processes have orders of their own"
 
 
 class _Marked(torch.autograd.Function):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from generator.evaluate.gpu.l2_flush import ColdCache
+from generator.evaluate.gpu.order import balanced_orders
 
 Timed = Callable[[], object]
 """Launches one whole operation on the current stream, without waiting."""
@@ -17,13 +18,15 @@ WARM_SECONDS = 0.005
 
 class Timer:
     """Times operations on the current device. A block is one CUDA graph: flush, event, operation,
-    event, for every operation in turn and several rounds, in an order that rotates. So no interval
-    contains the host or a graph launch, and all operations of a block see the same clocks."""
+    event, for every operation in turn and several rounds, in a balanced order (see order.py). So no
+    interval contains the host or a graph launch, all operations of a block see the same clocks, and
+    none has always the same one before it."""
 
     def __init__(self, device: torch.device, flush_bytes: int | None = None) -> None:
         self.device = device
         self.cold = ColdCache(device, flush_bytes)
         self.stream = torch.cuda.Stream(device)
+        self._blocks = 0
 
     def prepare(self, value: float) -> None:
         """What comes before every operation, outside its interval. value: another in each round."""
@@ -36,12 +39,13 @@ class Timer:
             for operation in operations:
                 operation()
         self.stream.synchronize()
+        orders = balanced_orders(len(operations), rounds, self._blocks)
+        self._blocks += 1
         graph = torch.cuda.CUDAGraph()
         events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in operations]
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            for round_ in range(rounds):
-                for turn in range(len(operations)):
-                    which = (turn + round_) % len(operations)
+            for round_, order in enumerate(orders):
+                for which in order:
                     before = torch.cuda.Event(enable_timing=True, external=True)
                     after = torch.cuda.Event(enable_timing=True, external=True)
                     self.prepare(float(round_))
