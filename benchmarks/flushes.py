@@ -13,11 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from itertools import count
 from statistics import median
 from typing import Any
 
@@ -30,8 +26,9 @@ from benchmarks.peers import choose_peers
 from benchmarks.peers.peer import Bind
 from benchmarks.results import machine, write_json
 from generator.errors import NormforgeError
+from generator.evaluate.gpu.rotation import FLUSH, ROTATION, Timed
 from generator.evaluate.gpu.session import Session, Workload
-from generator.evaluate.gpu.timer import Timed, Timer
+from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.verify.bench import Bench
 from generator.evaluate.verify.determinism import digest
 from generator.kernels.geometry import Config
@@ -48,8 +45,6 @@ PEER_SHAPES = (
     "16384x4096:bf16,65536x4096:bf16,16384x8192:bf16,4096x16384:bf16,"
     "32768x3072:bf16,65536x3072:bf16,4096x8192:fp32,4096x16384:fp32"
 )
-SETS, SETS_BYTES = 6, 192 << 20
-"""Of x, dy and dx under the condition `rotating`: so many, and more until they have these bytes."""
 READ_BYTES = 128 << 20
 """By plain reads: more than twice the L2 of an H200."""
 
@@ -57,12 +52,10 @@ READ_BYTES = 128 << 20
 class Condition(Timer):
     """The present flush: reads with the priority evict_last, then 256 MB of writes."""
 
-    def sets(self, workload: Workload) -> int:
-        """How many inputs and outputs the operations share."""
-        return 1
+    timed_under = FLUSH
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+        super().__init__(device, condition=self.timed_under)
         self._clean = torch.zeros(READ_BYTES // 4, device=device)
         self._most = torch.empty((), device=device)
 
@@ -93,11 +86,7 @@ class Clean(Condition):
 class Rotating(Condition):
     """No flush: every operation takes the inputs and outputs that were used longest ago."""
 
-    def sets(self, workload: Workload) -> int:
-        return max(SETS, SETS_BYTES // workload.floor_bytes + 1)
-
-    def prepare(self, value: float) -> None:
-        return
+    timed_under = ROTATION
 
 
 class Drained(Condition):
@@ -134,43 +123,23 @@ def check_bits(workload: Workload, benches: Mapping[str, Bench]) -> None:
         raise NormforgeError(f"{workload.problem}: dx or dw has other bits with another load hint")
 
 
-def sets_of(workload: Workload, number: int) -> list[tuple[Inputs, torch.Tensor]]:
-    """Inputs and a dx each: those of the workload, then copies."""
-    first, dx = workload.inputs, workload.outputs["dx"].tensor
-    copies = [
-        replace(first, x=first.x.clone(), dy=first.dy.clone(), rstd=first.rstd.clone())
-        for _ in range(number - 1)
-    ]
-    return [(first, dx), *((inputs, torch.empty_like(dx)) for inputs in copies)]
-
-
 def operations(
     workload: Workload, benches: Mapping[str, Bench], peers: Mapping[str, Bind], number: int
-) -> dict[str, Timed]:
-    """The floor first, by name. All take from the same `number` sets, in the order of the calls."""
-    sets, turn = sets_of(workload, number), count()
-
-    def rotate(calls: Sequence[Timed]) -> Timed:
-        return lambda: calls[next(turn) % number]()
-
-    def keep(calls: Sequence[Timed]) -> list[Timed]:
-        kept: deque[object] = deque(maxlen=number)  # so that each set has results of its own
-        return [lambda call=call: kept.append(call()) for call in calls]  # type: ignore[misc]
-
-    floor = workload.operation.floor
-    found = {"floor": rotate([floor(workload.problem, i, {"dx": dx}) for i, dx in sets])}
-    for name, bench in benches.items():
-        found[name] = rotate([partial(bench.run, i, instead={"dx": dx}) for i, dx in sets])
-    for name, bind in peers.items():
-        found[name] = rotate(keep([bind(inputs) for inputs, _ in sets]))
-    return found
+) -> dict[str, list[Timed]]:
+    """The floor first, by name: each with a call for each of `number` sets."""
+    ours = workload.operations(list(benches.values()), number)
+    found = dict(zip(("floor", *benches), ours, strict=True))
+    sets = workload.sets(number)
+    return found | {name: [bind(inputs) for inputs, _ in sets] for name, bind in peers.items()}
 
 
-def measure(found: Mapping[str, Timed], timer: Condition) -> dict[str, Any]:
-    """Medians over all rounds of each operation: `us`, and `over_floor`, its ratio to the floor."""
-    timed = [timer.ending(operation) for operation in found.values()]
+def measure(found: Mapping[str, Sequence[Timed]], timer: Condition) -> dict[str, Any]:
+    """Medians over all rounds of each operation: `us`, and `over_floor`, its ratio to the floor;
+    and through how many sets they rotated."""
+    timed = [[timer.ending(call) for call in calls] for calls in found.values()]
     rounds = dict(zip(found, take_turns(timer, timed), strict=True))
     return {
+        "sets": len(timed[0]),
         "us": {name: round(median(times), 2) for name, times in rounds.items()},
         "over_floor": {
             name: round(paired_ratio(times, rounds["floor"]), 4) for name, times in rounds.items()
@@ -192,7 +161,8 @@ def measure_shape(
     usable = {name: bind for name, bind in peers.items() if _serves(bind, workload.inputs)}
     row: dict[str, Any] = {"shape": str(problem), "hint": str(config["load_hint"])}
     for name, timer in timers.items():
-        row[name] = measure(operations(workload, benches, usable, timer.sets(workload)), timer)
+        sets = timer.sets(workload.floor_bytes)
+        row[name] = measure(operations(workload, benches, usable, sets), timer)
     return row
 
 

@@ -12,9 +12,10 @@ import torch
 from benchmarks.results import Environment, machine
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.protocol import Candidate, Job, WorkerLostError
+from generator.evaluate.gpu.rotation import FLUSH, Operation
 from generator.evaluate.gpu.session import Session, Workload, device_facts
 from generator.evaluate.gpu.supervisor import Supervisor
-from generator.evaluate.gpu.timer import Timed, Timer
+from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.verify.bench import Bench
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.geometry import Config
@@ -49,11 +50,11 @@ def target_of(facts: Mapping[str, Any], gpu: str = "auto") -> Target:
     return target
 
 
-def open_session(device: int = 0) -> Session:
+def open_session(device: int = 0, condition: str = FLUSH) -> Session:
     """A session on a GPU of this machine. Raises NormforgeError where there is none."""
     check_cuda()
     try:
-        return Session(device)
+        return Session(device, condition)
     except RuntimeError as error:
         raise NormforgeError(f"device {device} cannot be used: {error}") from error
 
@@ -88,7 +89,7 @@ def evaluate(
 
 def take_turns(
     timer: Timer,
-    operations: Sequence[Timed],
+    operations: Sequence[Operation],
     blocks: int = BLOCKS,
     rounds: int = ROUNDS,
     before: Callable[[], None] = lambda: None,

@@ -13,9 +13,7 @@ from benchmarks import flushes
 from benchmarks.flushes import (
     CONDITIONS,
     HINTS,
-    SETS,
     Condition,
-    Rotating,
     check_bits,
     measure,
     operations,
@@ -47,8 +45,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def write(self, value: float) -> None:
             said.append("write")
 
-    def begin(self: Any, device: torch.device) -> None:
-        self.cold = FakeCache()
+    def begin(self: Any, device: torch.device, *, condition: str) -> None:
+        self.cold, self.condition = FakeCache(), condition
 
     monkeypatch.setattr(Timer, "__init__", begin)
     monkeypatch.setattr(flushes, "READ_BYTES", 16)
@@ -62,7 +60,6 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("present", ["flush", "run"]),
         ("writes", ["write", "run"]),
         ("clean", ["flush", "read", "run"]),
-        ("rotating", ["run"]),
         ("drained", ["flush", "run", "read"]),
     ],
 )
@@ -74,14 +71,6 @@ def test_each_condition_does_what_it_says(log: list[str], name: str, happens: li
     assert log == happens
 
 
-def test_small_shapes_rotate_over_more_sets(log: list[str], workload: Workload) -> None:
-    timer = Rotating(torch.device("cpu"))
-    workload.floor_bytes = flushes.SETS_BYTES // 10
-    assert timer.sets(workload) == 11
-    workload.floor_bytes = flushes.SETS_BYTES
-    assert timer.sets(workload) == SETS
-
-
 class Bench:
     def __init__(self) -> None:
         self.ran: list[tuple[int, int]] = []
@@ -90,20 +79,24 @@ class Bench:
         self.ran.append((inputs.x.data_ptr(), instead["dx"].data_ptr()))
 
 
-def test_operations_take_sets_in_the_order_of_the_calls(workload: Workload) -> None:
+def test_every_operation_has_a_call_for_each_set(workload: Workload) -> None:
     ours, seen = Bench(), []
 
     def bind(inputs: Inputs) -> Callable[[], tuple[torch.Tensor, ...]]:
         return lambda: (seen.append(inputs.x.data_ptr()), inputs.x)[1:]
 
     found = operations(workload, {"default": cast(Any, ours)}, {"peer": bind}, 3)
+    assert {name: len(calls) for name, calls in found.items()} == dict.fromkeys(found, 3)
     assert list(found) == ["floor", "default", "peer"]
-    for name in ("default", "peer", "default", "default", "default"):
-        found[name]()
+    for call in (*found["default"], *found["peer"]):
+        call()
     xs, dxs = zip(*ours.ran, strict=True)
-    assert len(set(xs)) == len(set(dxs)) == 3 and ours.ran[0] == ours.ran[2]
-    assert xs[0] == workload.inputs.x.data_ptr() and seen[0] not in xs[:1]
+    assert len(set(xs)) == len(set(dxs)) == 3 and seen == list(xs), "all take the same sets"
+    assert xs[0] == workload.inputs.x.data_ptr()
     assert dxs[0] == workload.outputs["dx"].tensor.data_ptr()
+    found["floor"][1]()
+    inputs, places = workload.sets(3)[1]
+    assert torch.equal(places["dx"], inputs.x + inputs.dy)
 
 
 class FixedBench:
@@ -131,14 +124,6 @@ def test_other_bits_with_the_hint_are_refused(workload: Workload) -> None:
         check_bits(workload, same | {"evict_last": FixedBench(workload, 5.5, ran)})
 
 
-def test_copies_hold_what_the_workload_holds(workload: Workload) -> None:
-    for inputs, dx in flushes.sets_of(workload, 3):
-        assert torch.equal(inputs.x, workload.inputs.x) and torch.equal(
-            inputs.dy, workload.inputs.dy
-        )
-        assert dx.shape == inputs.x.shape
-
-
 def test_ratios_are_those_within_a_round() -> None:
     class FakeTimer:
         blocks = 0
@@ -151,9 +136,13 @@ def test_ratios_are_those_within_a_round() -> None:
             return [[10.0 * self.blocks] * rounds, [11.0 * self.blocks] * rounds]
 
     timer = FakeTimer()
-    row = measure({"floor": print, "ours": print}, cast(Any, timer))
+    row = measure({"floor": [print], "ours": [print]}, cast(Any, timer))
     assert timer.blocks == BLOCKS
-    assert row == {"us": {"floor": 20.0, "ours": 22.0}, "over_floor": {"floor": 1.0, "ours": 1.1}}
+    assert row == {
+        "sets": 1,
+        "us": {"floor": 20.0, "ours": 22.0},
+        "over_floor": {"floor": 1.0, "ours": 1.1},
+    }
 
 
 @pytest.mark.parametrize(

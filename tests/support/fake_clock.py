@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+L2_BYTES = 50 << 20
 
 
 class FakeClock:
@@ -70,6 +73,7 @@ class FakeClock:
         named: dict[str, Any] = {"Event": Event, "CUDAGraph": Graph, "Stream": Stream}
         named |= {"graph": capture, "stream": use, "current_stream": Stream}
         named |= {"synchronize": lambda *_: None}
+        named |= {"get_device_properties": lambda _: SimpleNamespace(L2_cache_size=L2_BYTES)}
         for name, fake in named.items():
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr("generator.evaluate.gpu.timer.ColdCache", Cache)

@@ -4,8 +4,9 @@ file, timer.py, l2_flush.py, verify/, and the operations and launches that they 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from generator.evaluate.gpu.noise import SEARCH_PAUSES, collect
 from generator.evaluate.gpu.protocol import Answer, Candidate, Job, NoGpuError
+from generator.evaluate.gpu.rotation import FLUSH, Timed, copies
 from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.verify.accuracy import Accuracy, check_accuracy
 from generator.evaluate.verify.batch_invariance import check_batch_invariance
@@ -31,6 +33,9 @@ from generator.problem import Problem
 from generator.result import Result
 from normforge.launch.driver import LaunchError
 from normforge.launch.loaded_kernel import LoadedKernel
+
+Set = tuple[Any, dict[str, torch.Tensor]]
+"""Inputs, and places for outputs by name."""
 
 SEARCH_ROUNDS = 15
 FINAL_ROUNDS = 21
@@ -63,6 +68,23 @@ class Workload:
         places = {name: guarded.tensor for name, guarded in self.outputs.items()}
         self.floor_bytes = operation.traffic_bytes(problem)
         self.floor = operation.floor(problem, self.inputs, places)
+        self._sets: list[Set] = [(self.inputs, places)]
+
+    def sets(self, number: int) -> list[Set]:
+        """So many inputs, with places for outputs; the first are the workload's own."""
+        (inputs, places), missing = self._sets[0], number - len(self._sets)
+        for more in copies(inputs, missing + 1)[1:]:
+            self._sets.append((more, {name: torch.empty_like(t) for name, t in places.items()}))
+        return self._sets[:number]
+
+    def operations(self, benches: Sequence[Bench], sets: int) -> list[list[Timed]]:
+        """The floor and kernels, each with a call for each of so many sets."""
+        found = self.sets(sets)
+        floor = [self.operation.floor(self.problem, inputs, places) for inputs, places in found]
+        return [floor] + [
+            [partial(bench.run, inputs, instead=places) for inputs, places in found]
+            for bench in benches
+        ]
 
     def new_outputs(self) -> dict[str, Guarded]:
         """Room for the outputs of one kernel."""
@@ -79,12 +101,13 @@ class Workload:
 class Session:
     """One process's hold of one GPU. Keeps the workload of the problem it last saw."""
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, condition: str = FLUSH) -> None:
+        """condition: of all times, one of rotation.CONDITIONS."""
         if not torch.cuda.is_available():
             raise NoGpuError("PyTorch sees no CUDA device")
         torch.cuda.set_device(device)
         self.device = torch.device("cuda", device)
-        self.timer = Timer(self.device)
+        self.timer = Timer(self.device, condition=condition)
         self.disturbance = Disturbance(self.device)
         self.facts = device_facts(device)
         self._workload: Workload | None = None
@@ -131,7 +154,7 @@ class Session:
         accuracy = check_accuracy(bench, workload.inputs, workload.expected)
         if accuracy.fault:
             return Answer(_accuracy_result(accuracy))
-        operations = [workload.floor, lambda: bench.run(workload.inputs)]
+        operations = self._operations(workload, bench)
         timing = collect(
             lambda: self.timer.block(operations, SEARCH_ROUNDS),
             1,
@@ -186,15 +209,15 @@ class Session:
         return Answer(Result("ok", extra={"digest": digest(bench, workload.cancelling)}))
 
     def _interleave(self, workload: Workload, job: Job) -> Answer:
-        def operation(bench: Bench) -> Callable[[], None]:
-            return lambda: bench.run(workload.inputs)
-
         benches = [workload.bench(candidate) for candidate in job.candidates]
-        operations = [workload.floor, *map(operation, benches)]
+        operations = self._operations(workload, *benches)
         return Answer(block=self.timer.block(operations, job.rounds or FINAL_ROUNDS))
 
     def _probe(self, workload: Workload, job: Job) -> Answer:
-        return Answer(block=self.timer.block([workload.floor], SEARCH_ROUNDS))
+        return Answer(block=self.timer.block(self._operations(workload), SEARCH_ROUNDS))
+
+    def _operations(self, workload: Workload, *benches: Bench) -> list[list[Timed]]:
+        return workload.operations(benches, self.timer.sets(workload.floor_bytes))
 
 
 def _accuracy_result(accuracy: Accuracy) -> Result:

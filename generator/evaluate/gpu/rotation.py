@@ -1,0 +1,44 @@
+"""What operations find in the L2: nothing, because it is flushed before each, or what others have
+left, while inputs and outputs rotate through more memory than it has. No CUDA here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+FLUSH, ROTATION = "flush", "rotation"
+CONDITIONS = {
+    FLUSH: "before each operation, reads with evict_last and then writes displace what the L2 has",
+    ROTATION: "nothing between operations; each takes the inputs and outputs used longest ago",
+}
+
+Timed = Callable[[], object]
+"""Launches one whole operation on the current stream, without waiting."""
+Operation = Timed | Sequence[Timed]
+"""What is timed: a call, or the same call on one set of inputs and outputs after another."""
+
+SETS, SETS_BYTES, L2_TIMES = 6, 192 << 20, 2
+"""Sets rotate through at least so many, so many bytes, and so many times the L2."""
+
+
+def sets_for(set_bytes: int, l2_bytes: int) -> int:
+    """How many sets rotate. set_bytes: of the inputs and outputs of one. One set is on top, because
+    what an operation reads is not yet displaced by itself."""
+    return max(SETS, -(-max(SETS_BYTES, L2_TIMES * l2_bytes) // set_bytes) + 1)
+
+
+def copies(inputs: Any, number: int) -> list[Any]:
+    """A dataclass of inputs, and so many less one with copies of all of its tensors."""
+    tensors = [each.name for each in fields(inputs) if torch.is_tensor(getattr(inputs, each.name))]
+    return [inputs] + [
+        replace(inputs, **{name: getattr(inputs, name).clone() for name in tensors})
+        for _ in range(number - 1)
+    ]
+
+
+def calls_of(operation: Operation) -> Sequence[Timed]:
+    """One for each set."""
+    return operation if isinstance(operation, Sequence) else (operation,)
