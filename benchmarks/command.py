@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from generator.errors import NormforgeError
+from generator.evaluate.gpu.rotation import CONDITIONS
 from normforge.operations import OPERATIONS
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -20,6 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpu": {"help": "must be the GPU of this machine"},
     "device": {"type": int, "help": "index of the GPU"},
     "seed": {"type": int, "help": "of everything random"},
+    "condition": {"choices": list(CONDITIONS), "help": "what operations find in the L2"},
     "op": {"choices": list(OPERATIONS), "help": "the operation"},
 }
 """Options that mean the same in every command that has them."""

@@ -36,6 +36,7 @@ from benchmarks.prepare import prepare
 from benchmarks.report import missing_sentence
 from benchmarks.results import Results
 from generator.errors import NormforgeError
+from generator.evaluate.gpu.rotation import FLUSH
 from generator.problem import load_problems
 
 TUNED = (
@@ -52,7 +53,13 @@ PREPARE_SHARE = 0.4
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = command_line(
-        *(__doc__, "out"), module=None, op=None, shapes="compare", seconds=540.0, device=0
+        *(__doc__, "out"),
+        module=None,
+        op=None,
+        shapes="compare",
+        seconds=540.0,
+        device=0,
+        condition=FLUSH,
     )
     parser.add_argument("--peers", default="all", help="all, or a comma-separated list")
     parser.add_argument(
@@ -84,13 +91,12 @@ def compare(args: argparse.Namespace) -> int:
     wanted = choose_peers(args.peers, operation)
     processes = spare_cores()
     _set_environment(processes)
-    session = open_session(args.device)
+    session = open_session(args.device, args.condition)
     contenders, missing = load_peers(wanted, session.timer)
     say(missing_sentence(missing))
     peers = tuple(peer for peer in wanted if peer.name in contenders)
     plan = Plan(tuple(problems), frozenset(tuned), peers, until, operation)
-    flush_bytes = session.timer.cold.flush_bytes
-    environment = describe(session.facts, flush_bytes, peers, missing, args.module, operation)
+    environment = describe(session.facts, session.timer, peers, missing, args.module, operation)
     results = Results(args.out, environment)
     if args.resume:
         results = Results.resume(args.out, environment)

@@ -125,7 +125,7 @@ class Comparison:
             add_us = run.run()
         torch.cuda.empty_cache()
         facts = self.module.explain(problem.M, problem.N, problem.dtype, problem.weight_dtype)
-        return make_row(problem, add_us, run.cells, facts, run.beside_us)
+        return make_row(problem, add_us, run.cells, facts, run.beside_us) | {"sets": run.sets}
 
     def _plain_weight(self, inputs: Inputs) -> Callable[[], Gradients]:
         """Ours on the same inputs, with the weight in x's dtype."""
@@ -210,7 +210,7 @@ def load_peers(wanted: Sequence[Peer], timer: Timer) -> tuple[dict[str, Contende
 
 def describe(
     facts: dict[str, Any],
-    flush_bytes: int,
+    timer: Timer,
     peers: Sequence[Peer],
     missing: dict[str, str],
     module: Path,
@@ -226,7 +226,7 @@ def describe(
         "missing": missing,
         "module": module_facts(module),
         "harness": {
-            "flush_bytes": flush_bytes,
+            **timer.facts(),
             "blocks": harness.BLOCKS,
             "rounds": harness.ROUNDS,
             "host_calls": harness.HOST_CALLS,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from math import isfinite
 from statistics import median
 
@@ -15,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu import BLOCKS, ROUNDS, take_turns
 from benchmarks.peers.peer import Bind, Gradients
 from generator.errors import NormforgeError
+from generator.evaluate.gpu.rotation import copies
 from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.verify.accuracy import compare
 from generator.evaluate.verify.determinism import RUNS, equal_bits
@@ -76,7 +78,8 @@ class Entrant:
 class ShapeRun:
     """All contenders on one problem. `cells` fills up while `run` works; a contender that raises
     gets the reason into its cell and takes no further part. beside: another operation, which is
-    only timed, in the same blocks: `beside_us` has its microseconds then."""
+    only timed, in the same blocks: `beside_us` has its microseconds then; `sets`: through how many
+    sets of inputs and outputs all rotated."""
 
     def __init__(
         self,
@@ -89,6 +92,7 @@ class ShapeRun:
         self.operation = operation_of(problem)
         self.beside = beside
         self.beside_us: float | None = None
+        self.sets = 1
         self.cells = {name: Cell() for name in contenders}
         self._entrants: dict[str, Entrant] = {}
 
@@ -147,30 +151,36 @@ class ShapeRun:
 
     def _time(self, inputs: Inputs) -> float:
         """Times all in the same blocks, beside the floor; returns the floor's microseconds."""
-        dx = torch.empty_like(inputs.x)
-        floor = self.operation.floor(self.problem, inputs, {"dx": dx})
-        together = []
+        sets = copies(inputs, self.timer.sets(self.operation.traffic_bytes(self.problem)))
+        self.sets = len(sets)
+        floor = [
+            self.operation.floor(self.problem, each, {"dx": torch.empty_like(each.x)})
+            for each in sets
+        ]
+        together: dict[str, list[Entrant]] = {}
         for name, entrant in self._entrants.items():
             try:
-                self.timer.block([entrant.run], 1)
-                together.append(name)
+                more = [Entrant(self.contenders[name], each) for each in sets[1:]]
+                self.timer.block([[each.run for each in (entrant, *more)]], 1)
+                together[name] = [entrant, *more]
             except Exception:
                 check_gpu(name, self.problem)
                 self.cells[name].timed = "events"
-        operations = [floor, *(self._entrants[name].run for name in together)]
+        operations = [floor, *([each.run for each in own] for own in together.values())]
         if self.beside is not None:
-            operations.append(self.beside(inputs))
-        times = take_turns(self.timer, operations, before=self._restore)
+            operations.append([self.beside(each) for each in sets])
+
+        def restore() -> None:
+            for entrant in chain(*together.values()):
+                entrant.restore()
+
+        times = take_turns(self.timer, operations, before=restore)
         for name, own in zip(together, times[1 : 1 + len(together)], strict=True):
             self.cells[name].us = median(own)
         if self.beside is not None:
             self.beside_us = median(times[-1])
         self._each(self._time_by_events)
         return median(times[0])
-
-    def _restore(self) -> None:
-        for entrant in self._entrants.values():
-            entrant.restore()
 
     def _time_by_events(self, name: str, entrant: Entrant) -> None:
         if self.cells[name].timed == "events":

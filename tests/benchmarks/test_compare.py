@@ -424,7 +424,7 @@ def test_what_cannot_be_captured_is_timed_by_events_and_says_so(
 
     class Capturing(CpuTimer):
         def block(self, operations: list[Any], rounds: int) -> list[list[float]]:
-            if any(operation in uncapturable for operation in operations):
+            if any(call in uncapturable for calls in operations for call in calls):
                 raise RuntimeError("operation not permitted when stream is capturing")
             return super().block(operations, rounds)
 

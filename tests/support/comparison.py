@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.harness import Cell
 from benchmarks.results import Environment, Row
+from generator.evaluate.gpu.rotation import calls_of
 from generator.operations import RMSNORM_BACKWARD
 from generator.problem import Problem
 
@@ -53,7 +54,10 @@ class CpuTimer:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
+    def sets(self, set_bytes: int) -> int:
+        return 1
+
     def block(self, operations: list[Any], rounds: int) -> list[list[float]]:
-        for operation in operations:
-            operation()
+        for call in (call for operation in operations for call in calls_of(operation)):
+            call()
         return [[100.0 + index] * rounds for index in range(len(operations))]
