@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu import BLOCKS, ROUNDS, take_turns
 from benchmarks.peers.peer import Bind, Gradients
 from generator.errors import NormforgeError
-from generator.evaluate.gpu.rotation import copies
+from generator.evaluate.gpu.rotation import Operation, copies
 from generator.evaluate.gpu.timer import Timer
 from generator.evaluate.verify.accuracy import compare
 from generator.evaluate.verify.determinism import RUNS, equal_bits
@@ -166,7 +166,10 @@ class ShapeRun:
             except Exception:
                 check_gpu(name, self.problem)
                 self.cells[name].timed = "events"
-        operations = [floor, *([each.run for each in own] for own in together.values())]
+        operations: list[Operation] = [
+            floor,
+            *([each.run for each in own] for own in together.values()),
+        ]
         if self.beside is not None:
             operations.append([self.beside(each) for each in sets])
 
