@@ -1,0 +1,314 @@
+"""What the pages say about files made by hand: every expected number is worked out beside it, and
+none by the code that it judges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.pages import comparison, method, performance, training
+from benchmarks.training.summary import Gain
+from tests.support.hand_made import compared, comparison_of, tuned, use, write
+
+A, B, C = "4096x256:bf16", "4096x512:bf16", "16384x1024:bf16"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    use(monkeypatch, tmp_path)
+    return tmp_path
+
+
+def cells(page: str, row: str) -> list[str]:
+    """Of the one line of a table that begins so."""
+    (line,) = [line for line in page.splitlines() if line.startswith(f"| {row}")]
+    return [cell.strip() for cell in line.strip("| ").split("|")][1:]
+
+
+def three_shapes() -> dict[str, Any]:
+    """Ours takes 1, 2 and 4 times the floor, so 2 in the geometric mean. cuDNN is ahead at two
+    shapes: by 1/9 at A, and by half a percent at B. At C, QuACK is the fastest peer."""
+    return comparison_of(
+        compared(A, 10.0, 10.0, cudnn=9.0, quack=20.0),
+        compared(B, 10.0, 20.0, cudnn=19.9, quack=40.0),
+        compared(C, 10.0, 40.0, cudnn=80.0, quack=40.4),
+    )
+
+
+def test_peers_over_the_floor_and_over_ours(folder: Path) -> None:
+    write(folder, "h200", three_shapes())
+    page = comparison.peers()
+    assert cells(page, "**Normforge**") == ["**2.00**"]
+    # Over the floor 0.9, 1.99, 8: the cube root of 14.328. Over ours 0.9, 0.995, 2: of 1.791.
+    assert cells(page, "cuDNN best plan") == ["2.43", "1.21"]
+    # Over the floor 2, 4, 4.04: the cube root of 32.32. Over ours 2, 2, 1.01: of 4.04.
+    assert cells(page, "QuACK") == ["3.19", "1.59"]
+    assert page.endswith(f"At {A}, a peer takes 0.90 times as long.")
+
+
+def test_the_closest_peer_is_named_where_none_is_faster(folder: Path) -> None:
+    rows = (compared(A, 10.0, 10.0, cudnn=10.4, quack=30.0), compared(B, 9.0, 10.0, quack=10.3))
+    write(folder, "h200", comparison_of(*rows))
+    said = "No peer is faster at any of the 2 shapes. The closest one takes 3 % longer, at"
+    assert comparison.peers().endswith(f"{said} {B}.")
+
+
+def h100(folder: Path) -> None:
+    """The three shapes, and a second run: ahead at one of two, 12.5 against 10 µs."""
+    write(folder, "h100", three_shapes())
+    entries = [tuned(A, 1.0, 400), tuned(B, 2.0, 400), tuned(C, 4.0, 60)]
+    write(folder, "h100/rmsnorm_backward/table", {"tuned": entries})
+    again = (compared(A, 9.0, 12.5, cudnn=10.0), compared(B, 9.0, 10.0, cudnn=10.1))
+    write(folder, "h100_more_trials", comparison_of(*again))
+
+
+def test_a_peer_is_faster_wherever_it_takes_less(folder: Path) -> None:
+    """Also where it is faster by less than one percent."""
+    h100(folder)
+    page = comparison.on_h100()
+    assert cells(page, "cuDNN best plan") == ["2.43", "1.21", f"0.90, {A}", "2"]
+    assert cells(page, "QuACK") == ["3.19", "1.59", f"1.01, {C}", "0"]
+    said = " ".join(page.split())
+    # The fastest peers take 0.9, 0.995 and 1.01 of ours: the cube root of 0.904455.
+    assert "takes 0.97 times as long as Normforge on average" in said
+    assert "is faster at 2 of the 3 shapes, by up to 11.1 %" in said  # 10 / 9
+    assert "searched with 60 trials or more" in said
+    assert "After 400 trials for each of these 2, a second run" in said
+    assert "had a peer ahead at 1, by up to 25.0 %" in said  # 12.5 / 10
+    assert "at 1, by up to 25.0 %" in comparison.h100_in_short().replace("\n", " ")
+
+
+def test_tuned_peers_on_the_h200(folder: Path) -> None:
+    rows = [
+        compared(A, 10.0, 10.0, quack_tuned=11.0, inductor_max=20.0),
+        compared(B, 10.0, 10.0, quack_tuned=44.0, inductor_max=45.0),
+    ]
+    write(folder, "tuned_peers_h200", comparison_of(*rows))
+    said = " ".join(comparison.tuned_on_h200().split())
+    assert "at only 2 of the shapes" in said
+    # Roots of 1.1 * 4.4 and of 2 * 4.5.
+    assert "QuACK tuned takes 2.20 times (at least 1.10) as long" in said
+    assert "Inductor max-autotune takes 3.00 times (at least 2.00)" in said
+
+
+def steps(base: list[float]) -> dict[str, Any]:
+    return {
+        "ms": {"pytorch": base, "rms_norm": [100.0] * len(base)},
+        "norm_ms": {"pytorch": 5.15, "rms_norm": 1.0},
+        "repeats_bits": {"pytorch": True, "rms_norm": False},
+    }
+
+
+def trained(folder: Path) -> None:
+    """Six pairs over two processes: 1, 1.01, 1.02, 1.04, 1.05 and 1.1. With six, the interval of
+    95 % goes from the least to the most: each other one has more than 2.5 % of all orders."""
+    found = [steps([100.0, 101.0, 102.0]), steps([104.0, 105.0, 110.0])]
+    names = ("qwen3_2b,4096,eager", "qwen3_2b,4096,blocks")
+    names += ("llama3_8b,4096,eager", "llama3_8b,4096,blocks")
+    environment = {"gpu": "GPU", "tokens": 16384}
+    write(
+        folder, "training_h100", {"environment": environment, "cases": dict.fromkeys(names, found)}
+    )
+
+
+def test_a_gain_has_the_larger_half_of_its_interval(folder: Path) -> None:
+    trained(folder)
+    assert training.gain("qwen3_2b,4096,eager") == "3.0 % (± 7.0)"
+    assert str(Gain.of([1.0, 1.01, 1.02, 1.04, 1.05, 1.1])) == "1.030 ± 0.070"
+    assert str(Gain.of([1.1, 1.09, 1.08, 1.06, 1.05, 1.0])) == "1.070 ± 0.070"
+    # Of nine, the second and the last but one: 10 of 512 orders are outside at each end.
+    assert Gain.of([float(i) for i in range(1, 10)]) == Gain(5.0, 2.0, 8.0)
+    page = training.training()
+    row = cells(page, "Qwen 3 1.7B, sequences of 4096, eager")
+    assert row[0] == "103.0 ms (159)"  # the middle of 102 and 104; 16384 / 103
+    assert "1.030 ± 0.070" in row
+    # 5.15 of 103 ms.
+    assert "norms take 5 % of a step" in training.training_gain().replace("\n", " ")
+    said = " ".join(training.training_bits().split())
+    assert "in all 8 combinations" in said and "except rms_norm in qwen3_2b,4096,eager" in said
+
+
+def test_the_top_of_the_readme(folder: Path) -> None:
+    document = three_shapes()
+    document["environment"]["peers"] |= {"aten": "torch 2.11.0", "inductor": "torch 2.11.0"}
+    for row, aten in zip(document["rows"], (20.0, 20.0, 250.0), strict=True):
+        row["peers"] |= {"aten": {"us": aten}, "inductor": {"us": 50.0}}
+    write(folder, "h200", document)
+    trained(folder)
+    said = " ".join(comparison.in_short().split())
+    assert "the backward takes 2.00 times as long as a `torch.add`" in said
+    assert "geometric mean of 3 shapes" in said
+    # ATen: the cube root of 2 * 2 * 25.
+    assert "PyTorch's takes 4.64 times as long as that `torch.add`, Inductor's 5.00" in said
+    assert "and cuDNN's, the fastest of the others, 2.43" in said
+    assert "run 3.0 % (± 7.0) faster in eager code" in said
+
+
+def under(evict_last: float, default: float, floor_us: float, **more: float) -> dict[str, Any]:
+    over = {"floor": 1.0, "evict_last": evict_last, "default": default, **more}
+    return {"over_floor": over, "us": {name: ratio * floor_us for name, ratio in over.items()}}
+
+
+def flushed(folder: Path) -> None:
+    """Two shapes: the first has the hint, a floor of 10 µs and cuDNN beside it; the second is
+    without the hint and has a floor of 30 µs."""
+    first = {
+        "present": under(1.0, 2.0, 10.0, cudnn=3.0),
+        "writes": under(2.0, 1.98, 10.0, cudnn=4.0),
+        "clean": under(1.004, 1.0, 10.0, cudnn=2.008),
+        "rotating": under(3.0, 1.0, 10.0, cudnn=1.5),
+    }
+    second = {
+        "present": under(4.0, 4.0, 30.0),
+        "writes": under(9.0, 8.0, 30.0),
+        "clean": under(16.0, 4.0, 30.0),
+        "rotating": under(3.0, 12.0, 30.0),
+    }
+    rows = [
+        {"shape": A, "hint": "evict_last", **first},
+        {"shape": C, "hint": "default", **second},
+    ]
+    write(folder, "flushes_h200", {"rows": rows})
+
+
+def test_each_condition_has_its_own_numbers(folder: Path) -> None:
+    """Columns: winners, all without the hint, the winner with the small floor, cuDNN over it."""
+    flushed(folder)
+    page = comparison.flushes()
+    assert cells(page, "reads with") == ["2.000", "2.828", "1.000", "3.000 (3.000)"]  # √4, √8
+    assert cells(page, "256 MB") == ["4.000", "3.980", "2.000", "2.000 (2.000)"]  # √16, √15.84
+    assert cells(page, "as in") == ["2.004", "2.000", "1.004", "2.000 (2.000)"]  # √4.016, √4
+    assert cells(page, "nothing") == ["6.000", "3.464", "3.000", "0.500 (0.500)"]  # √36, √12
+    assert "winners, 2 shapes" in page and "floor below 20 µs" in page
+    assert "cuDNN / Normforge, 1 shapes" in page
+    # By more than half a percent: none; both; the second; the first.
+    assert page.split("\n\n")[1].startswith("Of the 2 winners, 0, 2, 1 and 1 are more than 0.5 %")
+
+
+def test_rotation_is_not_the_flush(folder: Path) -> None:
+    flushed(folder)
+    assert comparison.flushed("rotating") == pytest.approx(6.0)
+    assert "Normforge takes 6.00 times the floor" in " ".join(comparison.flush_in_short().split())
+
+
+def test_determinism_costs_what_the_fastest_free_sum_saves(folder: Path) -> None:
+    rows = [
+        {
+            **{"shape": A, "winner": "mailbox", "trials_of_winner": 60},
+            "over_floor": {"mailbox": 1.2, "atomic": 1.0, "bulk_reduce (free)": 1.5},
+        },
+        {
+            **{"shape": C, "winner": "separate", "trials_of_winner": 80},
+            "over_floor": {"separate": 1.0, "atomic": 4.0, "bulk_reduce (free)": 2.0},
+        },
+    ]
+    write(folder, "determinism_overhead_h200", {"rows": rows})
+    page = comparison.overhead()
+    assert cells(page, A) == ["60", "mailbox", "1.200", "atomic", "1.000", "1.200"]
+    assert cells(page, C) == ["80", "separate", "1.000", "bulk_reduce (free)", "2.000", "0.500"]
+    assert cells(page, "**geometric mean**")[-1] == "**0.775**"  # √0.6
+
+
+def test_untuned_shapes_have_the_mean_and_the_range(folder: Path) -> None:
+    def row(unknown: str, tuned: float, aten: float, floor: float) -> dict[str, Any]:
+        over = {"ours_over_tuned": tuned, "ours_over_aten": aten, "ours_over_floor": floor}
+        return {"unknown": unknown, **over}
+
+    few = [row("M", 0.8, 0.4, 1.0), row("M", 1.8, 0.1, 1.3), row("N", 2.0, 0.5, 1.5)]
+    for name in ("untuned_h200", "untuned_seed1_h200", "untuned_long_h100"):
+        write(folder, name, {"rows": few})
+    page = performance.untuned()
+    # The root of 0.8 * 1.8.
+    assert cells(page, "first, 2 shapes, untuned M") == [
+        *("1.200", "0.80 to 1.80", "0.10 to 0.40", "1.00 to 1.30"),
+    ]
+    assert cells(page, "second, 1 shapes, untuned N")[0] == "2.000"
+    assert cells(page, "long rows, 1 shapes, untuned N")[1] == "2.00 to 2.00"
+
+
+def test_ratios_of_host_times_are_those_of_the_passes(folder: Path) -> None:
+    """Not the quotient of the two columns."""
+    times = {"rmsnorm_backward": 8.0, "rmsnorm_backward, native": 5.0, "aten op": 10.0}
+    ratios = {"rmsnorm_backward / aten op": 0.9, "rmsnorm_backward, native / aten op": 0.4}
+    write(folder, "host_time_h200", {"whole calls": times, "ratios": ratios})
+    page = performance.host_times()
+    assert cells(page, "`rmsnorm_backward`") == ["10.0", "8.0 (0.90)", "5.0 (0.40)"]
+    assert len(page.splitlines()) == 3
+
+
+def test_brackets_show_the_best_layout_and_the_lowest_of_aten(folder: Path) -> None:
+    def group(vector_bytes: int, columns: int, best: float, *aten: float) -> dict[str, Any]:
+        ranked = [{"mean": best}, {"mean": best + 1}]
+        return {"vector_bytes": vector_bytes, "columns": columns, "best": ranked, "aten": aten}
+
+    groups = [group(size, 1024, 1.5, 4.0, 3.0) for size in (16, 8, 4, 2)]
+    groups += [group(16, 768, 1.25, 2.5, 2.75), group(16, 8192, 1.75, 9.0)]
+    write(folder, "layouts_h200", {"groups": groups})
+    page = performance.brackets()
+    assert cells(page, "16 ") == ["1.25", "1.50", "", "", "1.75", "2.5"]
+    assert cells(page, "8 ") == ["", "1.50", "", "", "", "3.0"]
+
+
+def test_layernorm_beside_its_peers(folder: Path) -> None:
+    rows = [
+        compared(A, 10.0, 10.0, aten=20.0, cudnn=12.0),
+        compared(C, 10.0, 10.2, aten=40.0, cudnn=10.404),
+    ]
+    document = comparison_of(*rows)
+    document["environment"]["peers"] = {"aten": "torch 2.11.0", "cudnn": "cuDNN 9.1"}
+    write(folder, "layernorm_h200", document)
+    page = comparison.layernorm()
+    assert cells(page, "**Normforge**")[0] == "**1.01**"  # √1.02
+    # Roots of 2 * 4, and of 2 * 40 / 10.2; the least is the one of A.
+    assert cells(page, "ATen") == ["2.83", "2.80", "2.000"]
+    # Over ours 1.2 and 1.02: the root of 1.224.
+    assert cells(page, "cuDNN best plan")[1:] == ["1.11", "1.020"]
+    said = " ".join(page.split())
+    assert f"The closest peer takes 2.0 % longer, at {C}" in said
+    assert "at most 1.250 times those of ATen" in said and "is met" in said
+
+
+def test_forwards_are_over_the_copy_of_their_round(folder: Path) -> None:
+    """`ratio` is that of the rounds, and not of the medians in `us`."""
+    names = ("aten", "inductor", "liger_triton", "quack", "cudnn")
+
+    def row(shape: str, ours: float, theirs: float) -> dict[str, Any]:
+        cells = {name: {"us": theirs, "ratio": 3.0} for name in names}
+        return {"shape": shape, "cells": {"ours": {"us": ours, "ratio": 1.5}, **cells}}
+
+    versions = {"liger-kernel": "1", "quack-kernels": "2", "nvidia-cudnn-cu13": "3"}
+    environment = {"libraries": versions, "torch": "2.11.0", "gpu": "GPU"}
+    rows = [row(A, 10.0, 9.9), row(C, 10.0, 40.0)]
+    write(folder, "forward_h200", {"environment": environment, "rows": rows})
+    page = comparison.forward_peers()
+    assert cells(page, "**Normforge**")[0] == "**1.50**"
+    # The root of 0.99 * 4; it is faster at A.
+    assert cells(page, "QuACK") == ["3.00", "1.99", f"0.99, {A}", "1"]
+
+
+def test_invariance_is_compared_with_the_winner_of_the_same_shape(folder: Path) -> None:
+    free = [tuned(A, 1.0), tuned(C, 2.0), tuned(C, 9.0, residual="bf16")]
+    for gpu in ("h200", "h100"):
+        write(folder, f"{gpu}/rmsnorm_backward/table", {"tuned": free})
+        ours = [tuned(A, 1.21), tuned(C, 2.0), tuned(B, 7.0)]
+        write(folder, f"{gpu}/rmsnorm_invariant_backward/table", {"tuned": ours})
+    page = method.overhead_of_invariance_in_short()
+    # 1.21 and 1, so 1.1 in the mean; over the floor 1.21 and 2: the root of 2.42.
+    assert cells(page, "H200") == ["2", "1.10", "1.21", "1.56"]
+
+
+def test_goals_for_other_flushes(folder: Path) -> None:
+    flushed(folder)
+    write(folder, "h200", three_shapes())
+    rows = [{"shape": A, "winner": "a", "trials_of_winner": 1, "over_floor": {"a": 1.0, "b": 2.0}}]
+    write(folder, "determinism_overhead_h200", {"rows": rows})
+    page = performance.goal_table()
+    assert cells(page, "256 MB of writes")[-1] == "**missed**: 4.000"
+    assert cells(page, "inputs in rotation")[-1] == "**missed**: 6.000"
+    assert cells(page, "overhead of determinism")[-1] == f"0.500 (1 shapes; 0.500 at worst, {A})"
+    assert cells(page, "all 47 shapes")[-1] == "**missed**: 2.000 (3 shapes)"
+    # The fastest peers over ours: 0.9, 0.995 and 1.01.
+    assert cells(page, "faster than the best peer, each")[-1] == f"**missed**: 0.900 at worst ({A})"
+    assert cells(page, "faster than the best peer, geometric")[-1] == "**missed**: 0.967"
