@@ -7,9 +7,9 @@ import lzma
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from math import nan
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.goals import best_peer
+from benchmarks.goals import best_peer, geometric_mean
 from benchmarks.pages.text import generated, read
 from benchmarks.results import problem_of
 from generator.kernels.strategies import launches
@@ -126,10 +126,50 @@ def load_hints(pipeline: str) -> list[float]:
     return [row["evict_last"] / row["default"] for row in rows]
 
 
-def kept_outputs(condition: str, operation: str, follower: str) -> list[dict[str, float]]:
+def kept_outputs(condition: str, operation: str, follower: str) -> list[dict[str, Any]]:
     """Times of an operation and what follows it, with neither, either and both hints."""
     wanted = {"condition": condition, "operation": operation, "follower": follower}
     return [row for row in read("stores_h100")["rows"] if wanted.items() <= row.items()]
+
+
+def saved_by_stores() -> float:
+    """The largest share of a cold forward that stores with `evict_last` save."""
+    rows = kept_outputs("cold", "forward", "nothing")
+    return max(1 - row["stores_us"] / row["default_us"] for row in rows)
+
+
+def gained_by_both() -> float:
+    """The most µs that stores with the hint, beside loads with it, save where a backward's dx is
+    read next and nothing is flushed."""
+    rows = kept_outputs("loop", "backward", "torch.mul(out, 2.0)")
+    return max(row["loads_us"] - row["both_us"] for row in rows)
+
+
+class Hinted(NamedTuple):
+    """Kernels with loads by `evict_last` beside the same without. longer: how much longer they
+    take, by shape; hinted, plain: geometric means of both over the floor."""
+
+    longer: dict[str, float]
+    hinted: float
+    plain: float
+
+
+def hint_under(condition: str) -> Hinted:
+    """The H100's backwards with nothing behind them, under a condition of benchmarks/flushes.py."""
+    rows = kept_outputs(condition, "backward", "nothing")
+    hinted, plain = (
+        geometric_mean(row[f"{name}_us"] / row["floor_us"] for row in rows)
+        for name in ("loads", "default")
+    )
+    return Hinted(
+        {row["shape"]: row["loads_us"] / row["default_us"] - 1 for row in rows}, hinted, plain
+    )
+
+
+def hinted(gpu: str) -> tuple[int, int]:
+    """How many winners of a GPU load with `evict_last`, and how many there are."""
+    every = known_winners(GENERATED / gpu / "rmsnorm_backward")
+    return sum(winner.config["load_hint"] == "evict_last" for winner in every), len(every)
 
 
 def _journal() -> Iterator[tuple[str, str]]:

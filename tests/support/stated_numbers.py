@@ -217,16 +217,12 @@ def lab_notes() -> list[str]:
     )
     slow = winners["4096x16384:fp16"]
     near, shapes = notes.near_the_floor(1.1)
-    cold = notes.kept_outputs("cold", "forward", "nothing")
-    alone = [1 - row["stores_us"] / row["default_us"] for row in cold]
-    read_next = notes.kept_outputs("loop", "backward", "torch.mul(out, 2.0)")
-    gained = max(row["loads_us"] - row["both_us"] for row in read_next)
     return [
         *held_again(),
         f"ended the run after {first_search_seconds()} s, with"
         f" {len(read('h100_first_search')['rows'])} of its {first_search_shapes()} shapes done",
-        f"up to {percent(max(alone))} of the forward",
-        f"it would gain up to {gained:.1f} µs",
+        f"up to {percent(notes.saved_by_stores())} of the forward",
+        f"it would gain up to {notes.gained_by_both():.1f} µs",
         f"{slower} of {slower + same + faster} kernels were more than 1 % slower,"
         f" and {faster} more than 1 % faster",
         f"{span(notes.early_arrival(True), sign='+')} µs up to {notes.SMALL >> 20} M elements,"
@@ -341,6 +337,21 @@ def against() -> tuple[list[float], list[float]]:
     return operators, [us for name, us in found if ", operator" not in name]
 
 
+def hint_on_h100() -> list[str]:
+    rotating, cold = notes.hint_under("rotating"), notes.hint_under("cold")
+    where = max(rotating.longer, key=rotating.longer.__getitem__)
+    slower = sum(share > 0 for share in rotating.longer.values())
+    with_it, every = notes.hinted("h100")
+    return [
+        f"the hint slows {slower} of {len(rotating.longer)} winners of an H100, by up to"
+        f" {percent(rotating.longer[where], 1)} ({where.partition(':')[0]}), and all by"
+        f" {percent(rotating.hinted / rotating.plain - 1, 1)} in the mean: they take"
+        f" {rotating.hinted:.3f} times the floor with it, and {rotating.plain:.3f} without",
+        f"after the flush {cold.hinted:.3f} and {cold.plain:.3f}",
+        f"{with_it} of the H100's {every} kernels for tuned shapes have it",
+    ]
+
+
 def performance() -> list[str]:
     measured_by = read("h200")["environment"]
     nvrtc = layernorm_entries()[0]["kernel"]["nvrtc"]
@@ -367,6 +378,7 @@ def performance() -> list[str]:
         f"operators take up to {max(operators):.1f} µs longer. Other calls took between"
         f" {-min(others):.1f} µs less and {max(others):.1f} µs more",
         f"within {PLAN_SECONDS:.0f} seconds",
+        *hint_on_h100(),
         f"forward and backward of {WORD[BLOCKS]} transformer blocks",
         f"on {TOKENS:,} tokens",
         f"its {percent(CONFIDENCE)} confidence interval",
