@@ -9,6 +9,7 @@ from typing import Any
 from generator.errors import NormforgeError
 from generator.problem import Problem
 from generator.report.explain import Explanation, KnobCost, Timed, Verdict
+from generator.report.reason import reason
 from generator.report.text import number
 from generator.text_table import columns
 from normforge.table import TABLE, Choice, Table
@@ -62,7 +63,7 @@ def render_answer(why: Explanation, verdict: Verdict | None, served: Choice | No
             f"{study.problem} on {study.gpu}: {winner.variant}\n"
             f"  {number(winner.result.us)} us, {number(winner.result.ratio, 3)} x {winner.floor}, "
             f"{winner.evidence}, determinism {winner.result.determinism}\n"
-            f"  {winner.reason}\n"
+            f"  {reason(study)}\n"
             f"  checks: {', '.join(winner.result.checks)}"
         )
     if served is not None:
@@ -151,7 +152,7 @@ def document(
         "study": study.name,
         "trials": len(study.records),
         "outcomes": study.counts,
-        "winner": study.winner.to_json() if study.winner else None,
+        "winner": {**study.winner.to_json(), "reason": reason(study)} if study.winner else None,
         "config": dict(why.winner),
         "package": served,
         "strategies": [

@@ -10,6 +10,7 @@ from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import Strategy, is_deterministic
 from generator.kernels.variant import make_variant
+from generator.report.reason import reason
 from generator.space.legal_configs import LegalConfigs
 from generator.space.space import Space
 from generator.studies.reader import Study
@@ -171,12 +172,12 @@ class Explanation:
         """Kind and sentence for a config that was tried."""
         study, result = self.study, record.result
         if config == self.winner:
-            return "winner", study.winner.reason if study.winner else "the fastest trial so far"
+            return "winner", reason(study) if study.winner else "the fastest trial so far"
         if not is_deterministic(config) or result.outcome == "nondeterministic":
-            reason = result.note or "its bits depend on the order in which CTAs finish"
+            why = result.note or "its bits depend on the order in which CTAs finish"
             behind = self._behind(record)
             timed = "" if behind is None else f"; it takes {1 + behind:.3f} times the winner's time"
-            return "not_deterministic", f"not deterministic: {reason}{timed}"
+            return "not_deterministic", f"not deterministic: {why}{timed}"
         final = next((r for c, r in study.finals if self._today(c) == config), None)
         reference = study.winner.result.ratio if study.winner else None
         if final is not None and reference and final.outcome != "ok":

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from generator.kernels.knobs import KNOBS
 from generator.report import charts
+from generator.report.reason import reason
 from generator.report.summary import (
     Summary,
     bandwidth_share,
@@ -39,6 +40,7 @@ def render_page(summary: Summary) -> str:
         lstrip_blocks=True,
     )
     environment.filters["kernel"] = kernel
+    environment.filters["reason"] = reason
     environment.filters["csp_hash"] = csp_hash
     style = environment.get_template("page.css").render(strategies=KNOBS["strategy"].domain)
     return environment.get_template("page.html.j2").render(

@@ -15,10 +15,10 @@ from generator.cli.arguments import parse_config
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import is_deterministic
-from generator.kernels.variant import Variant
+from generator.kernels.variant import Variant, make_variant
 from generator.paths import REPOSITORY
 from generator.problem import Problem
-from generator.report.answer import explain_from_package
+from generator.report.answer import document, explain_from_package, render_answer
 from generator.report.explain import Explanation, Verdict
 from generator.result import Result
 from generator.search.budget import Budget
@@ -162,6 +162,27 @@ def test_the_winner_itself(why: Explanation) -> None:
     assert verdict.kind == "winner"
     assert why.study.winner is not None
     assert verdict.sentences == (why.study.winner.reason,)
+
+
+def test_a_faster_finalist_is_told_behind_the_recorded_reason(why: Explanation) -> None:
+    """The winner takes 1.01 of the floor and another one 1.003. The rule would choose that one;
+    0.698 % is what lies between. One that is as fast, or predicted, is not told."""
+    study, winner = why.study, why.study.winner
+    assert winner is not None
+    other = next(r.config for r in study.records if r.config["strategy"] == "last_cta")
+
+    def among(ratio: float, evidence: str = "measured") -> Explanation:
+        times = ((winner.config, 1.01), (other, ratio))
+        finals = tuple((c, replace(winner.result, ratio=value)) for c, value in times)
+        return replace(why, study=replace(study, finals=finals, gpu="h200", evidence=evidence))
+
+    faster, name = among(1.003), make_variant(other, study.problem).id
+    said = f"{winner.reason}; kept, though finalist {name} was 0.70% faster"
+    assert ask(faster, "strategy=separate").sentences == (said,)
+    assert f"  {said}\n" in render_answer(faster, None, None)
+    assert document(faster, None, None)["winner"]["reason"] == said
+    for told in (among(1.01), among(1.02), among(1.003, "predicted")):
+        assert ask(told, "strategy=separate").sentences == (winner.reason,)
 
 
 def test_a_winner_whose_trial_was_not_kept(why: Explanation) -> None:

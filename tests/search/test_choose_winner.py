@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,9 @@ from generator.kernels.resource_gate import refuse
 from generator.kernels.strategies import is_deterministic, launches
 from generator.kernels.variant import Variant, make_variant
 from generator.paths import GENERATED
+from generator.report.reason import passed_over, reason
 from generator.result import Result
+from generator.search import choose_winner
 from generator.search.choose_winner import (
     HOST_US,
     INCUMBENT_TIE,
@@ -29,7 +32,7 @@ from generator.search.choose_winner import (
 )
 from generator.search.finals import ONE_LAUNCH_PLACES, hold_finals
 from generator.space.legal_configs import LegalConfigs
-from generator.space.load import load_space, space_file
+from generator.space.load import load_space, load_space_once, space_file
 from generator.studies.reader import read_studies
 from generator.studies.records import INCUMBENT_STAYS, Record
 from generator.target import find_target
@@ -232,17 +235,63 @@ def test_reasons_say_who_was_how_far_behind() -> None:
     assert not reason.startswith("beat the incumbent")
 
 
-@pytest.mark.parametrize("gpu", [pytest.param("h200", marks=pytest.mark.slow), "gb200"])
+GPUS = [pytest.param("h200", marks=pytest.mark.slow), "h100", "gb200"]
+
+
+@pytest.mark.parametrize("gpu", GPUS)
 def test_committed_winners_stay_when_their_finals_are_asked_again(gpu: str) -> None:
     """Also those that today's rules would not choose among the same times: they are incumbents."""
     for study in read_studies(GENERATED / gpu):
         if study.winner is None:
             continue
         target = replace(find_target(gpu), sms=study.sms)
-        space = load_space(space_file(study.problem.operation))
+        space = load_space_once(space_file(study.problem.operation))
         legal = LegalConfigs(space, study.problem, target)
         predicted = study.evidence == "predicted"
         preference = preference_of(Predictor(target), study.problem) if predicted else None
         choice = choose(study.finals, legal.rank, study.winner.config, preference)
         assert choice is not None
         assert study.finals[choice.winner][0] == study.winner.config, study.name
+
+
+BEFORE = 0.01
+"""TIE of the older studies, and that of their incumbents."""
+UNDER_BEFORE = {"h100": 26, "h200": 37}
+"""How many winners that were no incumbents are not what TIE of today chooses."""
+
+
+@pytest.mark.parametrize("gpu", GPUS[:2])
+def test_committed_winners_are_what_the_rule_of_their_time_chose(
+    monkeypatch: pytest.MonkeyPatch, gpu: str
+) -> None:
+    """With the incumbent of that time, which the reason tells: the winner itself, or none that won.
+    Where today's rule passes over a faster finalist, the reason as it is printed names it."""
+    older = 0
+    for study in read_studies(GENERATED / gpu):
+        winner, rank = study.winner, None
+        if winner is None or study.evidence == "predicted":
+            continue
+        rank = LegalConfigs(
+            load_space_once(space_file(study.problem.operation)), study.problem, find_target(gpu)
+        ).rank
+        stayed = winner.reason.startswith(INCUMBENT_STAYS)
+        incumbent = winner.config if stayed else None
+
+        def wins(incumbent: Any, study: Any = study, rank: Any = rank) -> bool:
+            choice = choose(study.finals, rank, incumbent)
+            assert choice is not None
+            return bool(study.finals[choice.winner][0] == study.winner.config)
+
+        over = passed_over(study)
+        if over is not None:
+            assert not wins(None) and over[1] > 0
+            assert reason(study) == (
+                f"{winner.reason}; kept, though finalist {over[0]} was {over[1]:.2%} faster"
+            )
+        if not wins(incumbent):
+            older += 1
+            assert over is not None and over[1] < BEFORE, study.name
+            with monkeypatch.context() as before:
+                before.setattr(choose_winner, "TIE", BEFORE)
+                assert wins(incumbent), study.name
+    assert older == UNDER_BEFORE[gpu]
