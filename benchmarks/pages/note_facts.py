@@ -172,6 +172,21 @@ def hinted(gpu: str) -> tuple[int, int]:
     return sum(winner.config["load_hint"] == "evict_last" for winner in every), len(every)
 
 
+def fastest_forwards(gpu: str) -> tuple[int, int]:
+    """How many measured forward kernels of a GPU's package are the fastest of their finals, and of
+    how many: others are among those that tie with it."""
+    tuned = generated(gpu, "rmsnorm_backward", "forward.json")["tuned"]
+    facts = [entry["provenance"] for entry in tuned if entry["evidence"] == "measured"]
+    first = [each["ratio"] <= min(other["ratio"] for other in each["tie"]) for each in facts]
+    return sum(first), len(first)
+
+
+def usual_stores() -> list[float]:
+    """cuDNN's forward over kernels that store y without a hint, on an H100."""
+    cells = [row["cells"] for row in read("forward_usual_stores_h100")["rows"]]
+    return [each["cudnn"]["us"] / each["ours"]["us"] for each in cells]
+
+
 def _journal() -> Iterator[tuple[str, str]]:
     """Shape and line, of all lines about a study of the H200. By line, because opening the file as
     studies takes many times as long."""

@@ -150,6 +150,27 @@ def test_host_times_against_those_before(folder: Path) -> None:
     assert stated_numbers.against() == ([0.4, 0.6], [-0.7, 0.25])
 
 
+def test_forwards_that_are_the_fastest_of_their_finals(folder: Path) -> None:
+    """The first is, the second ties with a faster one, the third was predicted."""
+
+    def entry(evidence: str, ratio: float, *tie: float) -> dict[str, Any]:
+        return {
+            "evidence": evidence,
+            "provenance": {"ratio": ratio, "tie": [{"ratio": each} for each in tie]},
+        }
+
+    entries = [entry("measured", 1.0, 1.0, 1.005), entry("measured", 1.005, 1.0, 1.005)]
+    entries.append(entry("predicted", 1.0, 1.0))
+    write(folder, "h200/rmsnorm_backward/forward", {"tuned": entries})
+    assert notes.fastest_forwards("h200") == (1, 2)
+
+
+def test_cudnn_over_usual_stores(folder: Path) -> None:
+    rows = [{"cells": {"ours": {"us": 10.0}, "cudnn": {"us": us}}} for us in (9.0, 11.0)]
+    write(folder, "forward_usual_stores_h100", {"rows": rows})
+    assert notes.usual_stores() == [0.9, 1.1]
+
+
 def test_a_span_is_from_the_least_to_the_most() -> None:
     assert notes.span([2.0, 1.0, 3.0], 1) == "1.0 to 3.0"
     assert notes.span([-0.5, 0.25], sign="+") == "-0.50 to +0.25"

@@ -157,7 +157,15 @@ def faults() -> list[str]:
 
 def forward_page() -> list[str]:
     wide, busy = (forward_space._most_vectors(threads) for threads in (512, 1024))
+    first, every = notes.fastest_forwards("h200")
+    other_first, others = notes.fastest_forwards("h100")
+    usual = notes.usual_stores()
     return [
+        f"at {first} of the {every} shapes of the H200's package, and at {other_first} of the"
+        f" {others} of the H100's",
+        f"took at most {percent(tuner_forward.TIE)} longer than the fastest",
+        f"cuDNN's took {geometric_mean(usual):.3f} times as long as kernels that stored y as usual,"
+        f" in the mean of {len(usual)} shapes",
         f"up to {wide} vectors a thread ({busy} in CTAs of 1024)",
         f"The {WORD[forward.FINALISTS]} fastest must repeat their bits in {determinism.RUNS} runs",
         f"within {percent(tuner_forward.TIE)} of the best",
