@@ -41,7 +41,7 @@ from normforge.table import (
 )
 
 _INIT = '''\
-"""{what} for {title}. Written by Normforge; tune again instead of editing."""
+"""{what} for {title}.{unverified} Written by Normforge; tune again instead of editing."""
 
 {opening}
 
@@ -187,12 +187,22 @@ def write_stub(folder: Path, table: Table, opening: str = _BY_LIBRARY) -> None:
     text = _INIT.format(
         what=front_end.norm or operation,
         title=title,
+        unverified=unverified(table),
         layer="".join(_LAYER.format(norm=layer) for layer in layers),
         opening=opening.format(operation=operation, **vars(front_end)),
         functions="\n".join(f"{name} = _package.{name}" for name in front_end.functions),
         names="\n".join(f'    "{name}",' for name in names),
     )
     (folder / "__init__.py").write_text(text, encoding="utf-8")
+
+
+def unverified(table: Table) -> str:
+    """A sentence behind a blank where kernels of a package have not run on its GPU, else ""."""
+    count = sum(tuned.evidence == "predicted" for tuned in table.tuned)
+    if not count:
+        return ""
+    which = "its kernels" if count == len(table.tuned) else f"{count} kernels"
+    return f" Unverified: {which} were chosen by a model and have not run on this GPU."
 
 
 def gpu_of_table(table: Table) -> tuple[str, str]:

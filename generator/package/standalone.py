@@ -12,7 +12,12 @@ from typing import Any
 from generator.errors import NormforgeError
 from generator.kernels.render import headers
 from generator.package.atomic_folder import check_writable, replacing_folder, writer_lock
-from generator.package.files import gpu_of_table, operation_of_table, write_stub
+from generator.package.files import (
+    gpu_of_table,
+    operation_of_table,
+    unverified,
+    write_stub,
+)
 from generator.package.sources import old_headers, with_old_headers
 from generator.paths import LIBRARY, REPOSITORY, program_version
 from normforge.cubins import CUBINS, CUBINS_INDEX
@@ -54,7 +59,7 @@ build-backend = "setuptools.build_meta"
 [project]
 name = "{name}"
 version = "{version}"
-description = "{norm} for {title}"
+description = "{norm} for {title}.{unverified}"
 license = "Apache-2.0"
 license-files = ["LICENSE"]
 requires-python = ">=3.10"
@@ -105,6 +110,7 @@ def add_library(folder: Path, *, exported: bool = False) -> None:
         version=program_version(),
         norm=front_end.norm or operation,
         title=title,
+        unverified=unverified(table),
         packages="\n".join(f'    "{name}",' for name in sorted(packages)),
     )
     (folder / "pyproject.toml").write_text(project, encoding="utf-8")

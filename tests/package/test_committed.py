@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 from generator.kernels.machine_code import illegal_copies
 from generator.package.entries import problem_of
 from generator.package.fallback_kernels import DTYPES
-from generator.package.files import write_stub
+from generator.package.files import unverified, write_stub
+from generator.package.hub.export import export_package
 from generator.package.sources import config_of, header_revision, variant_of
+from generator.package.standalone import export_standalone
 from generator.paths import GENERATED, LIBRARY, REPOSITORY, TEMPLATES
 from generator.problem import Problem
 from generator.space.forward_space import fallback_forwards, tile_forwards
@@ -208,3 +211,29 @@ def test_batch_invariant_kernels_were_checked_for_it() -> None:
         assert "batch invariance" in one.provenance["checks"]
         problem = Problem(one.M, one.N, one.dtype, one.weight_dtype)
         assert one.provenance["space"] in space.hashes(problem)
+
+
+@pytest.mark.parametrize("gpu", ["gb200", "h200"])
+def test_whatever_leaves_with_predicted_kernels_says_unverified(gpu: str, tmp_path: Path) -> None:
+    """And where the GPU ran them, nobody is told so."""
+    package, doubt = GENERATED / gpu / "rmsnorm_backward", gpu == "gb200"
+    table = Table.load(package)
+    assert {tuned.evidence for tuned in table.tuned} == {"predicted" if doubt else "measured"}
+    export_standalone(package, tmp_path / "alone")
+    export_package(package, tmp_path / "hub")
+    told = (
+        package / "__init__.py",
+        tmp_path / "alone" / "__init__.py",
+        tmp_path / "alone" / "pyproject.toml",
+        tmp_path / "hub" / "README.md",
+    )
+    for path in told:
+        assert ("Unverified: its kernels were chosen by a model" in path.read_text()) == doubt, path
+    card = (tmp_path / "hub" / "README.md").read_text()
+    assert ("The same inputs give the same bits in every run" in card) != doubt
+    some = replace(table, tuned=[*table.tuned[:2], replace(table.tuned[0], evidence="measured")])
+    assert unverified(some) == (
+        " Unverified: 2 kernels were chosen by a model and have not run on this GPU."
+        if doubt
+        else ""
+    )

@@ -1,4 +1,4 @@
-"""RMSNorm for NVIDIA GB200 (one Blackwell GPU of the Grace Blackwell Superchip). Written by Normforge; tune again instead of editing."""
+"""RMSNorm for NVIDIA GB200 (one Blackwell GPU of the Grace Blackwell Superchip). Unverified: its kernels were chosen by a model and have not run on this GPU. Written by Normforge; tune again instead of editing."""
 
 try:
     from normforge.packages import open_package

@@ -8,7 +8,8 @@ import shutil
 from pathlib import Path
 
 from generator.errors import NormforgeError
-from generator.package.hub.texts import CARD, INIT, LAYERS
+from generator.package.files import unverified
+from generator.package.hub.texts import CARD, INIT, LAYERS, PREDICTED, VERIFIED
 from generator.package.standalone import (
     RUNTIME,
     add_library,
@@ -108,8 +109,10 @@ def _card(table: Table, forward: ForwardTable | None, name: str) -> str:
     counts = {kind: sum(tuned.evidence == kind for tuned in table.tuned) for kind in said}
     shapes = "; ".join(f"{count}, {said[kind]}" for kind, count in counts.items() if count)
     kernels = [*table.kernels(), *(forward.kernels() if forward else ())]
+    doubt = unverified(table).strip()
     return CARD.format(
         name=name,
+        bits=PREDICTED.format(unverified=doubt) if doubt else VERIFIED,
         title=table.target["title"],
         arch=table.target["arch"],
         shapes=shapes or "none",

@@ -49,8 +49,7 @@ tags:
 RMSNorm for training, forward and backward, by CUDA kernels that Normforge tuned for one GPU:
 {title}.
 
-The same inputs give the same bits in every run: no kernel's result depends on the order in which
-its threads happen to run.
+{bits}
 
 | | |
 |---|---|
@@ -101,3 +100,11 @@ adds 1 to its weight, as Gemma's, must not be mapped to it.
 Apache-2.0, in the file LICENSE. The sources of the tuned kernels are in `build/torch-cuda/kernels`.
 """
 """The model card."""
+
+VERIFIED = """\
+The same inputs give the same bits in every run: no kernel's result depends on the order in which
+its threads happen to run."""
+PREDICTED = """\
+**{unverified}** They are written so that no result depends on the order in which threads happen to
+run, and they repeated their bits on an emulator; on the GPU this is not verified."""
+"""What the card says of bits."""
