@@ -253,6 +253,7 @@ def make_row(
         **{f"{OURS}_{key}": value for key, value in asdict(cells[OURS]).items()},
         "plain_weight_us": plain_weight_us,
         "strategy": facts.get("strategy", "none"),
+        "kernel": facts.get("kernel"),
         "how": facts["how"],
         "peers": {name: asdict(cell) for name, cell in cells.items() if name != OURS},
     }

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.command import command_line, exit_code, say
-from benchmarks.gpu import bench_of, open_session, paired_ratio, target_of
+from benchmarks.gpu import bench_of, cubin_of, open_session, paired_ratio, target_of
 from benchmarks.repeatability import measured_studies
 from benchmarks.results import machine, write_json
 from generator.evaluate.gpu.rotation import CONDITIONS, FLUSH, ROTATION
@@ -157,7 +157,14 @@ def measure(timers: Mapping[str, Timer], session: Session, study: Study, target:
     return {
         "shape": str(study.problem),
         "winner_hint": str(configs[0]["load_hint"]),
-        "entries": [{"config": dict(config), "hint": hint} for config, hint in entries],
+        "entries": [
+            {
+                "config": dict(config),
+                "hint": hint,
+                "cubin": cubin_of(study.problem, {**config, "load_hint": hint}, target),
+            }
+            for config, hint in entries
+        ],
         **found,
         "summary": summary(hints, found),
     }

@@ -163,7 +163,9 @@ def run(args: argparse.Namespace) -> int:
             legal = LegalConfigs(load_space(), problem, target)
             rows.append(overhead(legal, pool, evaluator, studies[problem], args.seed))
             say(str(rows[-1]))
-            write_json(args.out, {"environment": machine(evaluator.facts), "rows": rows})
+            write_json(
+                args.out, {"environment": machine(evaluator.facts, timed=True), "rows": rows}
+            )
     return 1 if len(rows) < len(problems) else 0
 
 

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.command import command_line, exit_code, say
 from benchmarks.comparison import load_peers
-from benchmarks.gpu import bench_of, open_gpu, paired_ratio, take_turns
+from benchmarks.gpu import bench_of, cubin_of, open_gpu, paired_ratio, take_turns
 from benchmarks.peers import choose_peers
 from benchmarks.peers.peer import Bind
 from benchmarks.results import machine, write_json
@@ -159,7 +159,8 @@ def measure_shape(
     workload = session.workload(problem)
     benches = kernels_of(workload, config, target)
     usable = {name: bind for name, bind in peers.items() if _serves(bind, workload.inputs)}
-    row: dict[str, Any] = {"shape": str(problem), "hint": str(config["load_hint"])}
+    cubins = {hint: cubin_of(problem, {**config, "load_hint": hint}, target) for hint in HINTS}
+    row: dict[str, Any] = {"shape": str(problem), "hint": config["load_hint"], "cubins": cubins}
     for name, timer in timers.items():
         sets = timer.sets(workload.floor_bytes)
         row[name] = measure(operations(workload, benches, usable, sets), timer)
@@ -197,7 +198,8 @@ def run(args: argparse.Namespace) -> int:
     document: dict[str, Any] = {
         "environment": machine(session.facts),
         "conditions": {
-            name: " ".join(str(kind.__doc__).split()) for name, kind in CONDITIONS.items()
+            name: {"what": " ".join(str(kind.__doc__).split()), **timers[name].facts()}
+            for name, kind in CONDITIONS.items()
         },
         "rows": [],
     }

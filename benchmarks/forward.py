@@ -31,7 +31,6 @@ from benchmarks.command import command_line, exit_code, say, spare_cores
 from benchmarks.gpu import BLOCKS, ROUNDS, open_gpu, paired_ratio, take_turns
 from benchmarks.harness import host_time, sentence
 from benchmarks.peers.cudnn_plans import cudnn_forward
-from benchmarks.peers.peer import installed_version
 from benchmarks.results import kept, machine, module_facts, write_json
 from generator.errors import NormforgeError
 from generator.evaluate.gpu.session import Session
@@ -45,8 +44,8 @@ from normforge.serve.kernels import source_of
 from normforge.table import FORWARD_TABLE
 
 Call = Callable[[], Any]
-LIBRARIES = ("liger-kernel", "quack-kernels", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13")
-SAME = ("gpu", "driver", "torch", "libraries", "module", "harness")
+
+SAME = ("gpu", "uuid", "commit", "driver", "torch", "libraries", "module", "harness")
 """What must not differ between the rows of one file. Of the module, its digest."""
 
 
@@ -94,13 +93,7 @@ def compare(
     forward = Forward(source_of(module, RMSNORM_BACKWARD))
     harness = {"blocks": BLOCKS, "rounds": ROUNDS, "floor": "torch.mul(x, 1.5, out=y)"}
     table = module_facts(module, FORWARD_TABLE)
-    versions = {name: installed_version(name) for name in LIBRARIES}
-    environment = {
-        **machine(session.facts),
-        "module": table,
-        "harness": harness,
-        "libraries": {name: version for name, version in versions.items() if version},
-    }
+    environment = {**machine(session.facts, timed=True), "module": table, "harness": harness}
     former = kept(args.out, environment, SAME) if args.resume else {}
     rows = {row["shape"]: row for row in former.get("rows", [])}
     todo = [problem for problem in problems if str(problem) not in rows]

@@ -75,6 +75,11 @@ def bench_of(workload: Workload, config: Config, target: Target) -> Bench:
     return workload.bench(Candidate(compiled.cubin, variant.spec(target.sms)))
 
 
+def cubin_of(problem: Problem, config: Config, target: Target) -> str:
+    """The digest of a config's machine code, which the cache has once it was compiled."""
+    return compile_variant(make_variant(config, problem), target.arch).digest
+
+
 def evaluate(
     gpu: Supervisor, problem: Problem, candidate: Candidate, kind: str = "evaluate"
 ) -> Result:

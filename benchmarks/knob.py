@@ -156,7 +156,11 @@ def run(args: argparse.Namespace) -> int:
                     print(table(own))
                     if any("us" in row for row in own):
                         timed.add(problem)
-                document = {"environment": machine(gpu.facts), "knob": args.knob, "rows": rows}
+                document = {
+                    "environment": machine(gpu.facts, timed=True),
+                    "knob": args.knob,
+                    "rows": rows,
+                }
                 write_json(args.out, document)
     return 0 if len(timed) == len(problems) else 1
 

@@ -152,7 +152,7 @@ def run(args: argparse.Namespace, gpu: Supervisor, target: Target, pool: Pool, u
     for group in groups:  # compiled while those before are timed
         variants = [*known(group, ours, target), *draw(group, target, args.draws, args.seed)]
         futures[group] = {v.id: (v, pool.submit(v)) for v in variants}
-    document: dict[str, Any] = {"environment": machine(gpu.facts), "dtype": args.dtype}
+    document: dict[str, Any] = {"environment": machine(gpu.facts, timed=True), "dtype": args.dtype}
     document |= {"weight_dtype": args.weight_dtype} if args.weight_dtype else {}
     document |= {"groups": [], "left": []}
     winners: dict[tuple[int, int], Made] = {}

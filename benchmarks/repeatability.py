@@ -220,7 +220,7 @@ def run(args: argparse.Namespace) -> int:
     gpu = Supervisor(args.device)
     target = target_of(gpu.facts, studies[problems[0]].gpu)
     plan = {name: getattr(args, name) for name in ("repeats", "searches", "trials")}
-    environment = {**machine(gpu.facts), **plan}
+    environment = {**machine(gpu.facts, timed=True), **plan}
     same = [name for name in environment if name != "date"]
     former = kept(args.out, environment, same) if args.resume else {}
     rows = {row["shape"]: row for row in former.get("rows", [])}

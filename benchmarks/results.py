@@ -1,15 +1,17 @@
 """The results file: written whole after every shape, so that an interrupted run keeps what it has.
 
-    {"environment": {"operation", "gpu", "driver", "torch", "triton", "peers", "missing", "module",
-                     "date", …},
+    {"environment": {"operation", "gpu", "uuid", "driver", "torch", "commit", "libraries", "peers",
+                     "missing", "module": {"digest", "cubins", …}, "harness": {"condition",
+                     "order", "flush_bytes", …}, "date", …},
      "rows": [{"M", "N", "dtype", "weight_dtype", "add_us", "ours_us", "ours_host_us", "strategy",
-               "plain_weight_us",
+               "plain_weight_us", "sets",
                "peers": {name: {"us", "host_us", "error_dx", "error_dw", "deterministic", "path"}},
                …}]}
 
 `operation`: that of all rows, RMSNorm's backward where none is named. `error_dw`: of all sums over
 rows together. `plain_weight_us`: of ours with a weight of x's dtype, in the blocks of a row whose
-weight has another. Times are in microseconds; None stands for what could not be measured, with a
+weight has another. `sets`: through how many sets of inputs and outputs all rotated, 1 where the L2
+is flushed. Times are in microseconds; None stands for what could not be measured, with a
 `reason` beside it.
 """
 
@@ -23,6 +25,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from benchmarks.provenance import cubins_of, origin
 from generator.disk import read_json, replacing
 from generator.errors import NormforgeError
 from generator.problem import RMSNORM_BACKWARD, Problem
@@ -34,7 +37,7 @@ Environment = dict[str, Any]
 OURS = "ours"
 LONGEST = (100, 100, 2500)
 """Characters of an entry on one line: of the document, of its entries, and of all below."""
-SAME = ("gpu", "driver", "torch", "triton", "peers", "module", "harness")
+SAME = ("gpu", "uuid", "commit", "driver", "torch", "triton", "peers", "module", "harness")
 """What must not differ between the rows of one file. Of the module, its digest."""
 
 
@@ -150,22 +153,21 @@ def _check_same(path: Path, old: Environment, new: Environment, same: Iterable[s
             )
 
 
-def module_facts(folder: Path, table: str = TABLE) -> dict[str, str]:
-    """Where a package lies, and the digest of the table that names its kernels. Raises
-    NormforgeError where there is no such table."""
+def module_facts(folder: Path, table: str = TABLE) -> dict[str, Any]:
+    """Where a package lies, and the digests of the table that names its kernels and of each of
+    these. Raises NormforgeError where there is no such table."""
     try:
         content = (folder / table).read_bytes()
     except OSError as error:
         raise NormforgeError(f"{folder} has no readable {table}: {error.strerror}") from error
-    return {"path": str(folder), "digest": hashlib.sha256(content).hexdigest()[:16]}
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    return {"path": str(folder), "digest": digest, "cubins": cubins_of(content)}
 
 
-def machine(facts: Mapping[str, Any]) -> Environment:
-    """Today's date and what says with which GPU and software times were taken. facts: of a
-    generator.evaluate.gpu.session.Session."""
-    same = ("sms", "driver", "cuda_driver", "torch")
-    environment = {"gpu": facts["name"], **{name: facts[name] for name in same}}
-    return environment | {"date": today()}
+def machine(facts: Mapping[str, Any], *, timed: bool = False) -> Environment:
+    """Today's date and what says from where numbers come. facts: of a
+    generator.evaluate.gpu.session.Session; timed: whether its timer took the times."""
+    return {**origin(facts, timed=timed), "date": today()}
 
 
 def today() -> str:

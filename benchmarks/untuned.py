@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.command import command_line, exit_code, say, spare_cores
 from benchmarks.gpu import bench_of, open_session, paired_ratio, take_turns
 from benchmarks.peers.pytorch import aten
-from benchmarks.results import today, write_json
+from benchmarks.results import machine, write_json
 from generator.errors import NormforgeError, ProblemError
 from generator.evaluate.gpu.session import Session
 from generator.kernels.compile_pool import CompilePool
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
             row = compare(problem, winner, package, session, target)
             rows.append({"unknown": kind, **row})
             print(kind, row["shape"], row["how"], row["ours_over_tuned"], row["ours_over_aten"])
-            environment = {**measured.facts, "date": today()}
+            environment = machine(measured.facts, timed=True)
             document = {"environment": environment, "trials": args.trials, "rows": rows}
             write_json(args.out, document)
     if left := len(cases) - len(rows):

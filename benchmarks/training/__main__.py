@@ -46,7 +46,19 @@ CASES = (
 ENVIRONMENT = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Of the processes: with it cuBLAS repeats its bits, which deterministic algorithms ask for."""
 PACKAGES = ("triton", "liger-kernel", "quack-kernels")
-SAME = ("gpu", "driver", "torch", *PACKAGES, "tokens", "blocks", "rounds", "warmups", "kernels")
+SAME = (
+    "gpu",
+    "uuid",
+    "commit",
+    "driver",
+    "torch",
+    *PACKAGES,
+    "tokens",
+    "blocks",
+    "rounds",
+    "warmups",
+    "kernels",
+)
 """What must not differ between the processes of one file."""
 OPERATIONS = ("rmsnorm_backward", "rmsnorm_invariant_backward")
 """Of the packages whose kernels take part."""

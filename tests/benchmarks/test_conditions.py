@@ -122,6 +122,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
         device=torch.device("cpu"), facts=FACTS, workload=lambda problem: Workload()
     )
     monkeypatch.setattr(conditions, "bench_of", bench_of)
+    monkeypatch.setattr(conditions, "cubin_of", lambda problem, made, _: made["load_hint"][:4])
     monkeypatch.setattr(conditions, "open_session", lambda device: session)
     found = study(config("separate", load_hint="evict_last"), config("mailbox", 64))
     monkeypatch.setattr(conditions, "measured_studies", lambda _, ps: dict.fromkeys(ps, found))
@@ -135,6 +136,7 @@ def test_a_study_on_a_fake_machine(clock: FakeClock, tmp_path: Path) -> None:
     (row,) = document["rows"]
     assert row["shape"] == "64x256:bf16" and row["winner_hint"] == "evict_last"
     assert [entry["hint"] for entry in row["entries"]] == ["evict_last", "default"] * 2
+    assert [entry["cubin"] for entry in row["entries"]] == ["evic", "defa"] * 2
     assert (row[FLUSH]["sets"], row[ROTATION]["sets"]) == (1, 6)
     assert row[FLUSH]["trials"] == [[r] * TRIALS for r in (4.68, 5.2, 7.56, 8.4)]
     assert row[FLUSH]["finals"] == [[r] * FINALS for r in (4.68, 5.2, 7.56, 8.4)]

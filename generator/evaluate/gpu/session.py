@@ -109,7 +109,7 @@ class Session:
         self.device = torch.device("cuda", device)
         self.timer = Timer(self.device, condition=condition)
         self.disturbance = Disturbance(self.device)
-        self.facts = device_facts(device)
+        self.facts = {**device_facts(device), **self.timer.facts()}
         self._workload: Workload | None = None
 
     def workload(self, problem: Problem, operation: Operation | None = None) -> Workload:
