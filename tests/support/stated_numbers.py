@@ -23,7 +23,7 @@ from benchmarks.prediction import fit, score
 from benchmarks.search_replay import recording, replay
 from benchmarks.training.steps import BLOCKS, TOKENS
 from benchmarks.training.summary import CONFIDENCE
-from generator.evaluate.gpu import forward, l2_flush, noise, session, supervisor
+from generator.evaluate.gpu import forward, l2_flush, noise, rotation, session, supervisor
 from generator.evaluate.predict import correction, prior
 from generator.evaluate.predict.model import MODEL
 from generator.evaluate.verify import determinism
@@ -436,6 +436,10 @@ PAGES: dict[str, Callable[[], list[str]]] = {
     ],
     "lab-notes.md": lab_notes,
     "layernorm.md": layernorm,
+    "method.md": lambda: [
+        *(f"- **`{name}`**:" for name in rotation.CONDITIONS),
+        f"more than {['', 'once', 'twice'][rotation.L2_TIMES]} the bytes of the L2",
+    ],
     "performance.md": performance,
     "prediction.md": prediction,
     "runtime.md": lambda: [
