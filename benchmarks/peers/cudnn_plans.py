@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers.peer import TUNER_ROUNDS, Bind, Gradients
+from generator.evaluate.gpu.rotation import Timed, copies
 from generator.evaluate.gpu.timer import Timer
 from generator.operations.rmsnorm_backward import Inputs
 from generator.operations.rmsnorm_forward import EPS, ForwardInputs
@@ -182,8 +183,11 @@ def cudnn_forward(inputs: ForwardInputs, timer: Timer) -> Callable[[], tuple[tor
 
 
 def choose_plan(graph: CudnnGraph, inputs: Any, timer: Timer | None) -> int:
-    """The first plan that can be built, with a timer the fastest. Raises RuntimeError for none."""
-    calls: dict[int, Callable[[], object]] = {}
+    """The first plan that can be built, with a timer the fastest, under the timer's condition.
+    Raises RuntimeError for none."""
+    calls: dict[int, list[Timed]] = {}
+    moved = sum(tensor.nbytes for tensor in (*graph.buffers(inputs), *graph.like(inputs)))
+    sets = copies(inputs, timer.sets(moved)) if timer else [inputs]
     failure: Exception | None = None
     until = time.monotonic() + PLAN_SECONDS
     for plan in range(graph.plans):
@@ -195,7 +199,7 @@ def choose_plan(graph: CudnnGraph, inputs: Any, timer: Timer | None) -> int:
                 return plan
             call()
             torch.cuda.synchronize()
-            calls[plan] = call
+            calls[plan] = [call, *(graph.call(plan, more) for more in sets[1:])]
         except Exception as error:
             failure = failure or error
             torch.cuda.synchronize()  # raises where the plan left the GPU unusable

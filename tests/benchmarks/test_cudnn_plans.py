@@ -96,10 +96,19 @@ class FakeGraph:
 
 
 class SlowestFirst:
-    """A timer by which the last plan is the fastest."""
+    """A timer by which the last plan is the fastest. asked: for how many bytes it told how many
+    sets there shall be; seen: how many calls each operation had."""
+
+    def __init__(self, sets: int = 1) -> None:
+        self._sets, self.asked, self.seen = sets, [], []  # type: ignore[var-annotated]
+
+    def sets(self, set_bytes: int) -> int:
+        self.asked.append(set_bytes)
+        return self._sets
 
     def block(self, operations: list[Any], rounds: int) -> list[list[float]]:
-        return [[100.0 / float(operation()[0][0, 0])] * rounds for operation in operations]
+        self.seen += [len(calls) for calls in operations]
+        return [[100.0 / float(calls[-1]()[0][0, 0])] * rounds for calls in operations]
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +176,18 @@ def test_the_fastest_plan_runs_on_all_inputs_of_a_shape(
     assert graph.built == [1, 2, 3]
     assert graph.packed[graph.given["input"]] is other.x
     assert graph.packed[graph.given["grad"]] is other.dy
+
+
+def test_plans_are_chosen_under_the_condition_of_the_timer() -> None:
+    """x, dy and dx have 16 x 64 elements of two bytes, rstd 16 of four, the weight and dw 64 of
+    two."""
+    timer, inputs = SlowestFirst(sets=3), inputs_of("16x64:bf16")
+    bind = cudnn_best(timer)  # type: ignore[arg-type]
+    assert float(bind(inputs)()[0][0, 0]) == 3.0
+    assert timer.asked == [3 * 16 * 64 * 2 + 16 * 4 + 2 * 64 * 2]
+    assert timer.seen == [3, 3], "a call for each set, of the two plans that run"
+    (graph,) = FakeGraph.made
+    assert graph.packed[graph.given["input"]] is inputs.x, "and then its own"
 
 
 def test_the_forward_runs_by_its_fastest_plan() -> None:
