@@ -17,7 +17,7 @@ from generator.kernels.render import _fragment
 from generator.kernels.strategies import STRATEGIES, Strategy
 from generator.paths import TEMPLATES
 from normforge.operations import Signature
-from normforge.operations.signature import rows, rows_out
+from normforge.operations.signature import added_rows, rows, rows_out
 from tests.support.litmus import Event
 from tests.support.primitives import bodies, calls, event, instructions
 from tests.support.protocols import PROTOCOLS, protocol
@@ -258,12 +258,13 @@ FRAGMENTS = {
 @pytest.mark.parametrize("summed", [False, True])
 def test_a_stage_whose_values_may_arrive_late_is_read_with_a_fence(summed: bool) -> None:
     """The barrier of the row sum waits for what goes into it, and not for other reads."""
-    tensors = (rows("a"), rows("b"), rows("c"), rows_out("o"))
+    tensors = (rows("a"), rows("b"), rows("c"), rows_out("o"), added_rows("d", "residual"))
     text = _fragment("rows_bulk.cuh", True, Signature(*tensors, summed=summed))
-    assert calls("rows_bulk", "read", text) == ["fence_async_shared"] * (not summed)
-    last_read, refill = text.rindex("load_shared_packet"), text.index("DEVICE void refill")
-    assert summed or last_read < text.index("fence_async_shared()") < refill
-    assert calls("rows_bulk", "fetch", text) == ["mbarrier_expect", *["bulk_load"] * 3]
+    for function, last_read in (("read", "load_shared_packet"), ("read_residual", "gather_chunks")):
+        assert calls("rows_bulk", function, text) == ["fence_async_shared"] * (not summed)
+        after = text[text.rindex(last_read) :]
+        assert summed or after.index("fence_async_shared()") < after.index("DEVICE void")
+    assert calls("rows_bulk", "fetch", text) == ["mbarrier_expect", *["bulk_load"] * 4]
 
 
 def unlisted(strategies: Sequence[Strategy]) -> set[str]:

@@ -188,16 +188,27 @@ def test_numbers_of_rows_and_columns_have_any_strides(serve: Any) -> None:
     check(serve(without), without)
 
 
-@pytest.mark.parametrize("strided", [False, True])
+BF16 = torch.bfloat16
+RESIDUALS = {
+    "dense": random(*SHAPE, dtype=BF16),
+    "at a stride": random(M, 2 * N, dtype=BF16)[:, N:].view(SHAPE),
+    "heads": random(4, 12, N, dtype=BF16)[:, :6],  # which have two strides
+    "at an odd address": random(M * N + 1, dtype=BF16)[1:].view(SHAPE),
+    "at an odd stride": random(M, N + 2, dtype=BF16)[:, :N].view(SHAPE),
+}
+
+
+@pytest.mark.parametrize("kind", RESIDUALS)
 def test_a_residual_of_another_dtype_has_an_output_of_its_own(
-    serve: Any, driver: Device, strided: bool
+    serve: Any, driver: Device, kind: str
 ) -> None:
-    driver.residual = torch.bfloat16
-    d = random(*SHAPE, dtype=torch.bfloat16)
-    if strided:  # which the kernel reads at one stride: that of heads takes a copy
-        d = torch.cat([d, d], 1)[:, :6]
+    """The kernel reads it in whole vectors and at one stride."""
+    driver.residual, d = BF16, RESIDUALS[kind]
     tensors = plain(d=d)
     found = serve(tensors)
+    args = driver.launches[0].arguments
+    assert args.d % 16 == args.d_stride * 2 % 16 == 0
+    assert (args.d == d.data_ptr()) is (kind in ("dense", "at a stride"))
     check(found, tensors)
     assert found["e"].dtype == torch.bfloat16
     assert torch.equal(found["e"], found["p"].bfloat16())
