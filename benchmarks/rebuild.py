@@ -4,9 +4,9 @@
 
 Every kernel goes from its config in the table to a variant, to source and to a cubin, whose digest
 has to be that of the table; so has the launch. With --sources it is the kernels/*.cu that are
-compiled, with the headers of templates/. Another version of NVRTC than the one that made a kernel
-may make another, and then a difference proves nothing. Needs no GPU. Exit code 1 for a kernel that
-differs under its own version.
+compiled, with the headers of templates/ and generated/include/. Another version of NVRTC than the
+one that made a kernel may make another, and then a difference proves nothing. Needs no GPU. Exit
+code 1 for a kernel that differs under its own version.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from generator.errors import CompilerError, NormforgeError
 from generator.kernels.code_digest import compiler_input
 from generator.kernels.nvrtc import compile_source, nvrtc_version
 from generator.package.sources import variant_of
-from generator.paths import GENERATED, TEMPLATES
+from generator.paths import GENERATED, INCLUDE, TEMPLATES
 from normforge.table import ForwardKernel, ForwardTable, Kernel, Table
 
 Stored = Kernel | ForwardKernel
@@ -85,7 +85,7 @@ def rebuild(kernel: Stored, folder: Path, arch: str, sms: int, sources: bool = F
             return done("has another launch")
     except (NormforgeError, TypeError, OSError) as error:
         return done(f"has no source ({error})")
-    compiled = compile_source(source, arch, register_cap, TEMPLATES if sources else None)
+    compiled = compile_source(source, arch, register_cap, (TEMPLATES, INCLUDE) if sources else ())
     if compiled.error:
         return done(f"does not compile ({compiled.error.splitlines()[0]})")
     same = compiled.digest == kernel.digest

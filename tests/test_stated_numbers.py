@@ -23,7 +23,7 @@ WHOLE_NUMBERS = {
 
 NO_NUMBER_OF_OURS = re.compile(
     r"exits? (?:with|code) \d+|from version 12|offsets of 64 bits|2√CTAs|^\d\. "
-    r"|NVRTC 13\.0 and 13\.5"
+    r"|NVRTC 13\.0 and 13\.5|transformers \d\.\d+ and \d\.\d+"
     r"|Triton \d\.\d+ (?:to|and) \d\.\d+(?: \(PyTorch [\d. to]+\))?",
     re.M,
 )

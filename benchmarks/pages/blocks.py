@@ -11,6 +11,7 @@ from benchmarks.pages.comparison import COMPARISON_BLOCKS
 from benchmarks.pages.method import METHOD_BLOCKS
 from benchmarks.pages.notes import NOTE_BLOCKS
 from benchmarks.pages.performance import PERFORMANCE_BLOCKS
+from benchmarks.pages.pipelines import PIPELINE_BLOCKS
 from benchmarks.pages.training import TRAINING_BLOCKS
 from generator.paths import REPOSITORY
 
@@ -22,6 +23,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **METHOD_BLOCKS,
     **NOTE_BLOCKS,
     **PERFORMANCE_BLOCKS,
+    **PIPELINE_BLOCKS,
 }
 
 
