@@ -36,6 +36,9 @@ class Build(build_py):
         if not self.editable_mode:
             shutil.rmtree(Path(self.build_lib, "normforge"), ignore_errors=True)
         super().run()
+        if not self.editable_mode:
+            for header in Path("generated", "include").glob("*.cuh"):
+                shutil.copy(header, Path(self.build_lib, "normforge", header))
 
     def find_package_modules(self, package: str, folder: str) -> list[tuple[str, str, str]]:
         """Without the module that finds the packages in a checkout."""

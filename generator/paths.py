@@ -8,6 +8,8 @@ import normforge
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TEMPLATES = REPOSITORY / "templates"
+INCLUDE = REPOSITORY / "generated" / "include"
+"""Those headers of sources that are templates, as RMSNorm's kernels have them."""
 SEARCH_SPACES = REPOSITORY / "search_spaces"
 GENERATED = REPOSITORY / "generated"
 """What runs wrote: `results_of` has the folder of each GPU."""

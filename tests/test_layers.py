@@ -17,7 +17,7 @@ from generator.paths import LIBRARY, REPOSITORY
 
 GENERATOR = REPOSITORY / "generator"
 LAYERS = (
-    *("errors paths disk processes text_table", "problem target result", "operations"),
+    *("errors paths disk processes text_table", "problem target result own_files", "operations"),
     *("kernels", "space", "evaluate", "studies", "package", "emulate", "search", "tuner"),
     *("report", "cli"),
 )

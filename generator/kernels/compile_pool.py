@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, TimeoutError
@@ -15,6 +16,7 @@ from generator.errors import CompilerError, CompilerFailedError, NormforgeError,
 from generator.kernels.code_digest import AnyVariant, code_digest
 from generator.kernels.cubin_cache import DEFAULT_CACHE, compile_variant
 from generator.kernels.nvrtc import Compiled, compile_source, nvrtc_version
+from generator.own_files import OWN_OPERATIONS
 from generator.processes import context_of, end_pool, end_with_parent, shielded
 
 NICE = 5
@@ -37,6 +39,13 @@ def compile_known_good(arch: str) -> None:
     """Compile, without the cache, what every sound machine can compile. Raises CompilerError."""
     if error := compile_source(KNOWN_GOOD, arch).error:
         raise CompilerFailedError(f"NVRTC refuses a kernel that is sound: {error}")
+
+
+def _begin() -> None:
+    """What a process of the pool does first. That needs PyTorch only for a user's operations."""
+    end_with_parent(NICE)
+    if os.environ.get(OWN_OPERATIONS):
+        import generator.operations  # noqa: F401
 
 
 class CompilePool:
@@ -71,7 +80,7 @@ class CompilePool:
         self._closed = Event()
 
     def _start(self, processes: int) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(processes, context_of(self._method), end_with_parent, (NICE,))
+        return ProcessPoolExecutor(processes, context_of(self._method), _begin)
 
     def _submit(self, pool: ProcessPoolExecutor, variant: AnyVariant) -> Future[Compiled]:
         with shielded():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -84,10 +84,10 @@ def compile_options(arch: str, register_cap: int) -> list[str]:
 
 
 def compile_source(
-    source: str, arch: str, register_cap: int = 0, include: Path | None = None
+    source: str, arch: str, register_cap: int = 0, include: Sequence[Path] = ()
 ) -> Compiled:
-    """Compile one source for one architecture, without the cache. include: the folder that the
-    names of included files are relative to. Raises CompilerError where NVRTC lacks a part, and
+    """Compile one source for one architecture, without the cache. include: the folders that
+    the names of included files are relative to. Raises CompilerError where NVRTC lacks a part, and
     CompilerFailedError where it failed and did not say that the source is wrong."""
     from cuda.bindings import nvrtc
 
@@ -97,7 +97,7 @@ def compile_source(
         raise CompilerFailedError(f"NVRTC cannot create a program: {status}")
     try:
         named = compile_options(arch, register_cap)
-        named += [f"--include-path={include}"] if include else []
+        named += [f"--include-path={folder}" for folder in include]
         options = [option.encode() for option in named]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         log = read_buffer(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode()

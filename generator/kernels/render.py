@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from generator.kernels.variant import Variant
-from generator.operations.own import template_of
+from generator.own_files import template_of
 from generator.paths import TEMPLATES
 from generator.problem import RMSNORM_BACKWARD
 from normforge.operations import Signature, signature_of

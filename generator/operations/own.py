@@ -15,17 +15,13 @@ from generator.errors import NormforgeError
 from generator.operations.operation import FrontEnd
 from generator.operations.row_inputs import incoming_gradient, make_inputs
 from generator.operations.rows import inputs_class, row_operation, tensor_specs
-from generator.paths import SEARCH_SPACES, TEMPLATES
+from generator.own_files import FILES, OWN_OPERATIONS
 from generator.problem import Problem
 from normforge import operations
 from normforge.operations import RowOperation, Signature
 from normforge.operations.formula import evaluate, terms_of
 from normforge.own import OwnPackage, read_operation
 
-OWN_OPERATIONS = "NORMFORGE_OPERATIONS"
-"""The environment variable with the files of a user's operations, for the processes of a run."""
-FILES: dict[str, Path] = {}
-"""The files of a user's operations by their names."""
 _FEW = (5, 24)
 _TAKEN = ("folder", "name", "operation", "serve")
 """What else the object of a package has."""
@@ -64,28 +60,6 @@ def add_operations_of_run(known: dict[str, Any]) -> None:
     """Register what a run told its processes of. Raises NormforgeError."""
     for path in filter(None, os.environ.get(OWN_OPERATIONS, "").split(os.pathsep)):
         add_operation(Path(path), known)
-
-
-def template_of(operation: str) -> Path:
-    """The file of an operation's template."""
-    if operation in FILES:
-        return FILES[operation].with_name(f"{operation}.cu.j2")
-    return TEMPLATES / f"{operation}.cu.j2"
-
-
-def space_of(operation: str) -> Path:
-    """The file of an operation's search space: its own, or that of operations like it."""
-    beside = FILES[operation].with_name(f"{operation}.yaml") if operation in FILES else None
-    for path in (beside, SEARCH_SPACES / f"{operation}.yaml"):
-        if path is not None and path.exists():
-            return path
-    sums = operations.signature_of(operation).column_sums
-    like = (
-        name
-        for name, known in operations.OPERATIONS.items()
-        if name not in FILES and known.signature.column_sums == min(sums, 2)
-    )
-    return SEARCH_SPACES / f"{next(like, 'rows_alone')}.yaml"
 
 
 def _faults(operation: RowOperation, path: Path) -> Iterator[str]:

@@ -17,7 +17,7 @@ from generator.kernels.code_digest import AnyVariant
 from generator.kernels.nvrtc import Compiled
 from generator.operations import OPERATIONS
 from generator.operations.operation import FrontEnd
-from generator.operations.own import FILES
+from generator.own_files import FILES
 from generator.package.cubin_archive import pack_cubins
 from generator.package.sources import (
     config_of,

@@ -11,7 +11,7 @@ from generator.disk import read_yaml
 from generator.errors import NormforgeError
 from generator.kernels.forward import FORWARD_FIELDS
 from generator.kernels.knobs import KNOBS
-from generator.operations.own import space_of
+from generator.own_files import space_of
 from generator.paths import SEARCH_SPACES
 from generator.problem import ITEMSIZE, RMSNORM_BACKWARD
 from generator.space.expressions import DERIVED, GIVEN_NAMES, Expression

@@ -117,14 +117,15 @@ def may_overwrite_dy(config: Mapping[str, Any]) -> bool:
 
     - async: it may. The thread that writes an element has copied it to shared memory itself, and
       has waited for that. What is read later, also by a reload, is the copy.
-    - bulk: it may. One copy brings a row, or a CTA's columns of it, and all threads that write
-      there wait for it. Its completion comes with a fence between the async and the generic proxy.
+    - bulk, producer: it may. One copy brings a row, or a CTA's columns of it, and all threads that
+      write there wait for it. Its completion comes with a fence between the async and the generic
+      proxy.
     - direct: it may not. Each element is loaded once, by the thread that writes it. But the loads
       are `ld.global.nc`, for memory that nobody writes, and the assembler may repeat them.
 
     Copies under way are of later rows of the same team of threads, which no other team writes.
     """
-    return config.get("pipeline") in ("async", "bulk")
+    return config.get("pipeline") in ("async", "bulk", "producer")
 
 
 def _kernel_writes(dw_out: torch.Tensor, weight: torch.Tensor | None, options: Options) -> bool:

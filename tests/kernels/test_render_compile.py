@@ -25,7 +25,7 @@ from generator.kernels.nvrtc import Compiled, compile_source
 from generator.kernels.ptxas import Resources, read_resources
 from generator.kernels.render import headers, render
 from generator.kernels.resource_gate import refuse, resource_fault
-from generator.kernels.variant import Variant
+from generator.kernels.variant import Variant, make_variant
 from generator.paths import REPOSITORY, TEMPLATES
 from generator.problem import Problem
 from generator.target import Target, find_target
@@ -127,6 +127,11 @@ def test_every_fragment_is_used_by_some_variant() -> None:
         v = plain_variant(problem, find_target("h200"), strategy=strategy, pipeline=pipeline)
         assert present(render(v)) == fragments(v)
         used |= fragments(v)
+    producer = plain_variant(SHAPE, find_target("h200")).config
+    knobs = {"pipeline": "producer", "stages": 3, "rows_per_cta": 2, "column_sums": "late"}
+    producer = {**producer, **knobs}
+    source = render(make_variant(producer, Problem.parse(SHAPE)), include=True)
+    used |= {*re.findall(r'^#include "(\w+)\.cuh"', source, flags=re.M)}
     for example in (REPOSITORY / "examples" / "own_operation").glob("*.cu.j2"):
         used |= {*re.findall(r'source\("(\w+)\.cuh"\)', example.read_text())}
     found = {path.name.partition(".")[0] for path in TEMPLATES.glob("*.cuh*")}

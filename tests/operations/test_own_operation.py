@@ -18,6 +18,7 @@ from generator.emulate import find_compiler
 from generator.emulate.check import check_variant
 from generator.errors import NormforgeError
 from generator.kernels import render
+from generator.kernels.compile_pool import CompilePool
 from generator.kernels.cubin_cache import compile_variant
 from generator.kernels.resource_gate import refuse
 from generator.kernels.strategies import NO_SUMS, STRATEGIES
@@ -301,3 +302,11 @@ def test_a_problem_has_the_options_of_its_signature_only(text: str) -> None:
     name = add(EXAMPLES / "softmax_backward.py")
     with pytest.raises(NormforgeError, match="softmax_backward has no"):
         Problem.parse(text, name)
+
+
+def test_processes_that_compile_know_the_operation(tmp_path: Path) -> None:
+    """Though they import no PyTorch otherwise."""
+    problem = Problem.parse("64x1024:bf16", add(EXAMPLES / "softmax_backward.py"))
+    variant = plain_variant(problem, H200, strategy=NO_SUMS.name, grid="full")
+    with CompilePool(H200.arch, 1, tmp_path) as pool:
+        assert pool.submit(variant).result().error == ""

@@ -18,13 +18,14 @@ from generator.package import sources
 from generator.package.emit import emit_package
 from generator.package.entries import PROVENANCE_KEYS, Entry, Forwards
 from generator.package.fallback_kernels import DTYPES, fallback_variants
+from generator.package.include import rendered_headers
 from generator.package.sources import (
     config_of,
     header_revision,
     source_of,
     variant_of,
 )
-from generator.paths import TEMPLATES
+from generator.paths import INCLUDE, TEMPLATES
 from generator.problem import Problem
 from generator.space.forward_space import fallback_forwards, forward_variants
 from normforge.table import ForwardTable, KernelOf, Table
@@ -76,6 +77,11 @@ def emitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_committed_headers_are_what_templates_render() -> None:
+    """After a change of these: python -m generator.package.include."""
+    assert {path.name: path.read_text() for path in INCLUDE.iterdir()} == rendered_headers()
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WITH_SOURCE)
 def test_source_alone_makes_the_same_cubin(emitted: Path, name: str) -> None:
@@ -83,7 +89,7 @@ def test_source_alone_makes_the_same_cubin(emitted: Path, name: str) -> None:
     source = (emitted / "kernels" / f"{variant.id}.cu").read_text()
     assert len(source) < 16_000
     _, register_cap = compiler_input(variant)
-    again = compile_source(source, H200.arch, register_cap, include=TEMPLATES)
+    again = compile_source(source, H200.arch, register_cap, include=(TEMPLATES, INCLUDE))
     assert again.error == ""
     assert again.cubin == made(variant).cubin
 
@@ -97,7 +103,7 @@ def test_source_compiles_with_nvcc_wherever_it_is_called(
     """To machine code of its own: nvcc is another compiler than NVRTC, of any version."""
     source = emitted / "kernels" / f"{VARIANTS[name].id}.cu"
     options = ["-cubin", f"-arch={H200.arch}", "-std=c++17", "-fmad=false", "-diag-suppress=177"]
-    options.append(f"-I{TEMPLATES}")
+    options += [f"-I{TEMPLATES}", f"-I{INCLUDE}"]
     done = subprocess.run(
         ["nvcc", *options, "-o", str(tmp_path / "kernel.cubin"), str(source)],
         capture_output=True,

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import normforge
-from generator.paths import REPOSITORY, TEMPLATES
+from generator.kernels.render import headers
+from generator.paths import REPOSITORY
 from generator.target import load_targets
 from normforge import packages as packages_module
 from normforge.packages import Gpu, Tuned, choose
@@ -295,10 +296,8 @@ def test_wheel_carries_the_packages_and_the_headers(wheel_sources: Path, tmp_pat
         assert files_of(folder) == {
             name.removeprefix(prefix) for name in names if name.startswith(prefix)
         }
-    prefix = "normforge/generated/include/"
-    assert {name.removeprefix(prefix) for name in names if name.startswith(prefix)} == {
-        path.name for path in TEMPLATES.glob("*.cuh")
-    }
+    included = tmp_path / "site" / "normforge" / "generated" / "include"
+    assert {path.name: path.read_text() for path in included.iterdir()} == headers()
     library = {f"normforge/{name}" for name in files_of(REPOSITORY / "normforge")}
     library.remove("normforge/generated.py")
     rest = {name for name in names if ".dist-info" not in name and "/generated/" not in name}

@@ -278,5 +278,6 @@ def test_compositions_give_the_bits_of_a_call_without_dx_out(
 def test_pipelines_are_those_of_the_kernels_that_there_are() -> None:
     """Each one that the search space has is either argued for or excluded."""
     pipelines = KNOBS["pipeline"].domain
-    assert pipelines == ("bulk", "direct", "async")
-    assert [may_overwrite_dy({"pipeline": name}) for name in pipelines] == [True, False, True]
+    assert pipelines == ("bulk", "direct", "async", "producer")
+    may = [may_overwrite_dy({"pipeline": name}) for name in pipelines]
+    assert may == [True, False, True, True]

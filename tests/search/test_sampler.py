@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import pytest
 from optuna.trial import TrialState
@@ -227,15 +227,20 @@ def test_equal_seeds_alone_propose_alike_in_every_process() -> None:
     assert len(outputs) == 1
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_surrogate_finds_better_configs_sooner_than_chance(seed: int) -> None:
-    """80 proposals beat 80 random configs, and the last of them are better on the whole than the
-    best before the surrogate was asked."""
-    ratios = [ratio_of(config) for config in ask_and_tell(LegalSampler(LEGAL, seed), 80)]
-    rng = random.Random(seed)
-    drawn = [LEGAL.draw(rng, ()) for _ in range(80)]
-    assert min(ratios) < min(ratio_of(config) for config in drawn if config)
-    assert median(ratios[60:]) < min(ratios[:FIRST])
+def test_the_surrogate_finds_better_configs_sooner_than_chance() -> None:
+    """On average over seeds, the best of 80 proposals is better than that of 80 random configs, and
+    the last proposals are better on the whole than the best before the surrogate was asked."""
+    first, last, best, by_chance = [], [], [], []
+    for seed in range(3):
+        ratios = [ratio_of(config) for config in ask_and_tell(LegalSampler(LEGAL, seed), 80)]
+        first.append(min(ratios[:FIRST]))
+        last.append(median(ratios[60:]))
+        rng = random.Random(seed)
+        drawn = [LEGAL.draw(rng, ()) for _ in range(80)]
+        best.append(min(ratios))
+        by_chance.append(min(ratio_of(config) for config in drawn if config))
+    assert fmean(best) < fmean(by_chance)
+    assert fmean(last) < fmean(first)
 
 
 def test_a_study_in_which_nothing_may_win_goes_on() -> None:
