@@ -216,8 +216,8 @@ def record(
         raise NormforgeError(f"more than {MOST} legal configs: narrow {space.path.name} further")
     budget = Budget(trials=max(count, 1), sweep_limit=MOST)
     search_problem(legal, pool, _Thorough(evaluator), storage, budget, on_progress=on_progress)
-    name = study_name(problem, target, evaluator.evidence, space)
-    records = [Record.from_trial(trial) for trial in StudyLog(storage, name).trials()]
+    log = StudyLog(storage, study_name(problem, target, evaluator.evidence))
+    records = [r for r in map(Record.from_trial, log.trials()) if legal.is_legal(r.config)]
     results = {record.identity: record.result for record in records if record.identity}
     results |= _measured_again(problem, records, pool, evaluator)
     values = {

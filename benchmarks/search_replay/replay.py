@@ -167,7 +167,7 @@ def by_tuner(
     storage, legal = InMemoryStorage(), replayed.legal
     budget = Budget(trials=trials)
     search_problem(legal, replayed, replayed, storage, budget, known_winners=winners, seed=seed)
-    name = study_name(legal.problem, legal.target, replayed.evidence, legal.space)
+    name = study_name(legal.problem, legal.target, replayed.evidence)
     records = [Record.from_trial(trial) for trial in StudyLog(storage, name).trials()]
     return [replayed.ratio(record.config) if record.feasible else inf for record in records]
 

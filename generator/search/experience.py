@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import ceil, exp, inf, log
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from generator.search.surrogate import WORST
 from generator.space.expressions import DERIVED
 from generator.space.legal_configs import LegalConfigs
 from generator.studies.records import UNREADABLE, Record, StudyFacts, over_median_floor
-from generator.studies.study_log import StudyLog
+from generator.studies.study_log import StudyLog, without_copied
 
 STUDIES = 32
 """The nearest ones, from which it learns: in the replay of three spaces more were no better, and 16
@@ -83,6 +84,7 @@ class Experience:
 
     def _features(self, config: Config, problem: Problem) -> list[float]:
         """The knobs, the numbers that rules of the space may use, and the shape."""
+        config = replace(self.legal, problem=problem).complete(config)
         target, variant = self.legal.target, make_variant(config, problem)
         derived = {name: d.value(variant, problem, target) for name, d in DERIVED.items()}
         rounds = derived["batches"] / max(1, derived["participants"] * derived["teams"])
@@ -112,7 +114,7 @@ def learn(legal: LegalConfigs, storage: BaseStorage, evidence: str) -> Experienc
         return None
     problem, place = legal.problem, (legal.target.name, legal.target.sms, evidence)
     others: list[tuple[Problem, str]] = []
-    for entry in storage.get_all_studies():
+    for entry in without_copied(storage.get_all_studies()):
         facts = StudyFacts.of_name(entry.study_name)
         if facts is None or facts[1:] != place or facts.problem == problem:
             continue

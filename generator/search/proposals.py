@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from generator.kernels.geometry import Config
 from generator.kernels.strategies import REDUCTION_KNOBS, is_deterministic, strategy_of
@@ -13,6 +14,9 @@ from generator.studies.records import Record, fastest_first
 
 OVERHEAD_SHARE = 0.05
 """Share of the budget for reduction kinds that are not deterministic, beside their seeds."""
+BASES = 3
+"""Configs that are tried with every value that was added to the space since the last search."""
+_DRAWS = 100  # where no config that is known can have such a value
 _MAX_OVERHEAD_SHARE = 0.1  # of a budget that is small for one trial of each such kind
 
 
@@ -20,7 +24,8 @@ _MAX_OVERHEAD_SHARE = 0.1  # of a budget that is small for one trial of each suc
 class Proposals:
     """The order of a search. `starts` are configs known to be good elsewhere, most promising first;
     `records`, `taken` and `used` (fraction of the budget) are those of the running search and are
-    read whenever the next config is asked for."""
+    read whenever the next config is asked for. `added` are knobs with values that earlier trials
+    could not have."""
 
     legal: LegalConfigs
     rng: random.Random
@@ -30,6 +35,7 @@ class Proposals:
     used: Callable[[], float]
     trials: int
     sweep_limit: int
+    added: Sequence[tuple[str, int | str]] = ()
 
     def plan(self) -> Iterator[tuple[str, Values | None]]:
         """Endless pairs of origin and config, or of "search" and None where the sampler is to
@@ -44,6 +50,7 @@ class Proposals:
         if len(first) <= limit:
             yield from (("sweep", config) for config in first if self._new(config))
             return
+        yield from (("seed", config) for config in self._with_added_values())
         yield from (("seed", config) for config in self._seeds() if self._new(config))
         overhead_from = 1 - self._overhead_share()
         while self.used() < overhead_from:
@@ -54,6 +61,31 @@ class Proposals:
 
     def _new(self, config: Config) -> bool:
         return self.legal.key(config) not in self.taken
+
+    def _with_added_values(self) -> Iterator[Values]:
+        """For every value that was added to the space since, the best configs with it."""
+        made: list[Values] = []
+        walks = [self._having(name, value, made) for name, value in self.added]
+        for _ in range(BASES):
+            for walk in walks:
+                for config in islice(walk, 1):
+                    made.append(config)
+                    yield config
+
+    def _having(self, name: str, value: int | str, made: Sequence[Values]) -> Iterator[Values]:
+        """Configs with a value, made from the best ones, and where the knob means nothing in any of
+        these from those `made` for other values, or drawn ones."""
+        space, problem, target = self.legal.space, self.legal.problem, self.legal.target
+        drawn = (self.legal.draw(self.rng, ()) for _ in range(_DRAWS))
+        for config in chain([*self._ranked()], made, filter(None, drawn)):
+            wanted = space.normalize({**config, name: value}, problem, target)
+            if wanted[name] != value:
+                continue
+            near = self.legal.nearest(
+                wanted, self.rng, held=[name], taken=self.taken, deterministic=True
+            )
+            if near is not None and near[name] == value:
+                yield near
 
     def _seeds(self) -> Iterator[Values]:
         """The starts, then the reduction kinds without a trial, in the shape of the best config."""

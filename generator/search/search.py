@@ -26,12 +26,12 @@ from generator.kernels.nvrtc import Compiled
 from generator.kernels.resource_gate import identity, refuse
 from generator.kernels.variant import Variant, make_variant
 from generator.result import Result
+from generator.search import resume
 from generator.search.budget import Budget, Progress
 from generator.search.choose_winner import choose, expected_error, preference_of
 from generator.search.experience import Experience, learn
 from generator.search.finals import fastest_ineligible, hold_finals
 from generator.search.proposals import Proposals
-from generator.search.resume import Known, still_made, up_to_date
 from generator.search.sampler import LegalSampler, NothingLeftError, distributions
 from generator.search.starts import incumbent_and_starts
 from generator.space.legal_configs import LegalConfigs, Values
@@ -41,8 +41,7 @@ from generator.studies.records import (
     fastest_first,
     now,
     over_median_floor,
-    plain_floor,
-    study_names,
+    study_name,
 )
 from generator.studies.study_log import StudyLog, stored_winners
 
@@ -64,25 +63,20 @@ def search_problem(
     legal: the configs to choose from, of one space for one problem and target. known_winners: those
     of packages, for what the storage has none of; the incumbent is the last for the same problem,
     target and evidence. machine: facts to store with the finals, about the machine that holds them.
-    Stored trials count whose configs still give the machine code that was measured, and whose
-    floor is the problem's. A study that has used up its budget and held its finals answers with the
-    winner it has, and nothing is measured. Raises NormforgeError when no config is legal for the
-    problem or the storage fails.
+    Stored trials count, of any space, whose configs are legal and still give the machine code that
+    was measured, and whose floor is the problem's. A study that has used up its budget and held its
+    finals answers with the winner it has, and nothing is measured. Raises NormforgeError when no
+    config is legal for the problem or the storage fails.
     """
-    name, *older = study_names(legal.problem, legal.target, evaluator.evidence, legal.space)
-    log = StudyLog(storage, name, older)
+    log = StudyLog(storage, study_name(legal.problem, legal.target, evaluator.evidence))
+    log.take_over()
     trials = log.trials()
-    known = up_to_date(log.name, trials, legal.problem, pool)
-    winner = log.winner
-    enough = winner and winner.trials >= budget.trials
-    if winner and enough and len(known) == len(trials) and still_made(winner, pool):
+    known = resume.up_to_date(log.name, trials, legal, pool)
+    if len(known) == len(trials) and (
+        winner := resume.answer(log, known, legal, pool, budget.trials)
+    ):
         return winner
-    # A search compares ratios, and does without those to another floor.
-    known = {
-        number: (record, trial)
-        for number, (record, trial) in known.items()
-        if not plain_floor(legal.problem, evaluator.evidence, record.result)
-    }
+    known = resume.comparable(known, legal.problem, evaluator.evidence)
     log.mark_outdated([trial.number for trial in trials if trial.number not in known])
     search = _Search(
         legal=legal,
@@ -126,17 +120,18 @@ class _Search:
         experience: Experience | None,
         seed: int,
         on_progress: Callable[[Progress], None] | None,
-        known: Mapping[int, Known],
+        known: Mapping[int, resume.Known],
         stored: int,
     ) -> None:
         """known: stored trials that are up to date, by their numbers; stored: how many there are
         in all."""
         self.legal, self.pool, self.evaluator, self.log = legal, pool, evaluator, log
         self.budget, self.on_progress = budget, on_progress
-        self.records: list[Record] = []
+        candidates = resume.candidates_of(known, legal)  # measurements stand of the others, too
+        self.records = [record for record, _ in candidates.values()]
         self.measured: dict[str, tuple[int, Result]] = {}
         for number, (record, _) in known.items():
-            self._keep(number, record)
+            self._keep_measured(number, record)
         self.stored = stored
         self.before = max((record.elapsed for record in self.records), default=0.0)
         self.started = time.monotonic()
@@ -147,7 +142,7 @@ class _Search:
         self.sampler = LegalSampler(legal, rng.randrange(2**32), experience)
         self.sampler.taken |= {legal.key(record.config) for record in self.records}
         self.study = optuna.create_study(sampler=self.sampler)
-        self.study.add_trials([trial for _, trial in known.values()])
+        self.study.add_trials([trial for _, trial in candidates.values()])
 
         self.incumbent, starts = incumbent_and_starts(legal, evaluator, winners, log.name)
         self.proposals = Proposals(
@@ -159,6 +154,7 @@ class _Search:
             used=self._used,
             trials=budget.trials,
             sweep_limit=budget.sweep_limit,
+            added=resume.added_values(legal, known.values()),
         )
 
     def run(self) -> None:
@@ -179,10 +175,11 @@ class _Search:
 
     def finish(self, machine: Mapping[str, Any]) -> Winner | None:
         """The stored winner where it is up to date, else that of new finals."""
+        winner = self.log.winner
         if self.records and self.log.trials_at_finals == self.stored:
-            winner = self.log.winner
-            if winner is None or still_made(winner, self.pool):
-                return winner
+            still = winner and resume.standing(winner, self.legal, self.pool, len(self.records))
+            if still or winner is None:
+                return still
         self._report("finals")
         finals = hold_finals(self.legal, self.pool, self.evaluator, self.records, self.incumbent)
         results = [(final.variant.config, final.result) for final in finals]
@@ -204,7 +201,7 @@ class _Search:
                 trials=len(self.records),
                 counts=self._counts(),
                 study=self.log.name,
-                space_hash=self.log.name.rpartition(":")[2],
+                space_hash=self.legal.space.digest(self.legal.problem),
                 reason=choice.reason + expected_error(final.result),
                 date=now(),
             )
@@ -256,7 +253,8 @@ class _Search:
         for name, value in record.attributes().items():
             trial.set_user_attr(name, value)
         trial.set_constraint("infeasible", 0.0 if record.feasible else 1.0)
-        self._keep(self.stored, record)
+        self.records.append(record)
+        self._keep_measured(self.stored, record)
         timed = result.ratio is not None
         value = None
         if timed:
@@ -266,8 +264,7 @@ class _Search:
         self.stored += 1
         self._report(pending.origin)
 
-    def _keep(self, number: int, record: Record) -> None:
-        self.records.append(record)
+    def _keep_measured(self, number: int, record: Record) -> None:
         if record.identity:
             self.measured.setdefault(record.identity, (number, record.result))
 

@@ -10,7 +10,7 @@ from generator.kernels.geometry import Config
 from generator.kernels.knobs import KNOBS
 from generator.problem import Problem
 from generator.space.legal_configs import LegalConfigs
-from generator.studies.records import Winner
+from generator.studies.records import Winner, without_space
 from generator.target import Target
 
 WARM_STARTS = 6
@@ -28,7 +28,8 @@ def incumbent_and_starts(
     place = (legal.problem, legal.target.name, evaluator.evidence)
     incumbents = [w for w in winners if (w.problem, w.target, w.evidence) == place]
     if evaluator.evidence == "predicted":
-        incumbents = [w for w in incumbents if w.study == study]
+        own = without_space(study)
+        incumbents = [w for w in incumbents if without_space(w.study) == own]
     others = [w for w in winners if w not in incumbents]
     known_good = evaluator.starts(legal.problem) if isinstance(evaluator, Preferring) else []
     starts: list[Config] = []
@@ -37,8 +38,8 @@ def incumbent_and_starts(
             starts.append(config)
     if not incumbents:
         return None, starts
-    incumbent = dict(incumbents[-1].config)
-    return incumbent if legal.is_legal(incumbent) else None, [incumbent, *starts]
+    incumbent = incumbents[-1].config
+    return legal.today(incumbent), [incumbent, *starts]
 
 
 def distance(one: Problem, other: Problem) -> float:

@@ -14,8 +14,10 @@ from heapq import heappop, heappush
 from itertools import count, islice
 
 from generator.kernels.geometry import Config
+from generator.kernels.knobs import KNOBS
 from generator.kernels.strategies import REDUCTION_KNOBS, Strategy, is_deterministic, strategy_of
 from generator.problem import Problem
+from generator.space.expressions import Names
 from generator.space.space import Space
 from generator.target import Target
 
@@ -53,6 +55,28 @@ class LegalConfigs:
         if config.keys() != known.keys() or any(config[n] not in known[n] for n in known):
             return False
         return self.space.reject(config, self.problem, self.target) is None
+
+    def today(self, config: Config) -> Values | None:
+        """A recorded config with the knobs of today, None where the space allows it no more."""
+        complete = self.complete(config)
+        return complete if self.is_legal(complete) else None
+
+    def complete(self, config: Config) -> Values:
+        """A recorded config in the order of today's knobs: those that it lacks because they were
+        added later with the value that changes nothing, and without such values of knobs that the
+        space has no more. It may have values that the space has no more."""
+        knobs = {knob.name: knob for knob in self.space.knobs}
+        added = [knob for name, knob in knobs.items() if name not in config]
+        gone = sorted(config.keys() - knobs.keys())
+        if not (added or gone) or any(KNOBS[knob.name].neutral is None for knob in added):
+            return dict(config)
+        names = Names(self.problem, self.target, True)
+        names.update(config)
+        for knob in added:
+            neutral = KNOBS[knob.name].neutral
+            names[knob.name] = neutral if knob.is_active(names) else knob.otherwise
+        kept = [n for n in gone if n not in KNOBS or config[n] != KNOBS[n].neutral]
+        return {name: names[name] for name in (*knobs, *kept)}
 
     def first(self, limit: int) -> list[Values]:
         """Up to `limit` configs in the order of the file."""

@@ -6,13 +6,14 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
+from generator.kernels.knobs import KNOBS
 from generator.problem import Problem
 from generator.space.expressions import Expression, Names
 from generator.target import Target
@@ -124,22 +125,14 @@ class Space:
             )
         return None
 
-    def hashes(self, problem: Problem) -> tuple[str, ...]:
+    def digest(self, problem: Problem) -> str:
         """Twelve hex digits over knobs, values, rules (not the prose) and what is fixed for a
-        problem. Then those of older versions, which hashed all of `fixed`: one for each length it
-        may have had since it got the problem's entry. So new entries go at the end."""
+        problem."""
         own = self._fixed_entry(problem)
-        if own is None:
-            return (self._hash(),)
-        counts = range(len(self.fixed), self.fixed.index(own), -1)
-        older = [self._hash([astuple(entry) for entry in self.fixed[:count]]) for count in counts]
-        return (self._hash(own.knobs), *older)
-
-    def _hash(self, *fixed: object) -> str:
         content = [
             [(k.name, k.values, k.when and k.when.text, k.otherwise) for k in self.knobs],
             [(r.id, r.require.text) for r in self.rules],
-            *fixed,
+            *([own.knobs] if own else []),
         ]
         return hashlib.sha256(repr(content).encode()).hexdigest()[:12]
 
@@ -159,8 +152,9 @@ class Space:
 
     def normalize(self, config: Config, problem: Problem, target: Target) -> dict[str, int | str]:
         """The config with every knob present: fixed ones at that value, those without meaning at
-        `otherwise`, missing ones at their first value. Raises NormforgeError for an unknown knob or
-        a value that the space does not have."""
+        `otherwise`, missing ones at their first value, or the one of a knob added later that
+        changes nothing. Raises NormforgeError for an unknown knob or a value that the space does
+        not have."""
         for name, value in config.items():
             if name not in self._position:
                 raise NormforgeError(f"unknown knob '{name}': {self.path.name} has none such")
@@ -170,7 +164,7 @@ class Space:
         names = Names(problem, target, True)
         fixed = self.fixed_for(problem)
         for knob in self.knobs:
-            wanted = fixed.get(knob.name, config.get(knob.name))
+            wanted = fixed.get(knob.name, config.get(knob.name, KNOBS[knob.name].neutral))
             value = wanted if wanted in knob.values else knob.values[0]
             names[knob.name] = value if knob.is_active(names) else knob.otherwise
         return {knob.name: names[knob.name] for knob in self.knobs}

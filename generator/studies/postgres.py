@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 import sqlalchemy as sql
-from optuna.distributions import distribution_to_json
+from optuna.distributions import BaseDistribution, distribution_to_json
 from optuna.storages import RDBStorage
 from optuna.storages._rdb import models
 from optuna.trial import FrozenTrial, TrialState
@@ -53,7 +53,26 @@ def lock_schema(connection: sql.Connection) -> None:
     connection.execute(sql.select(sql.func.pg_advisory_xact_lock(_SCHEMA_LOCK)))
 
 
-class SharedStorage(RDBStorage):
+class GrowingStorage(RDBStorage):
+    """Optuna's storage in a database, in which a knob may get more values between the trials of a
+    study. Optuna's journals allow that, too; an Optuna that calls the step otherwise refuses it."""
+
+    def _set_trial_param_without_commit(
+        self,
+        session: orm.Session,
+        trial_id: int,
+        param_name: str,
+        param_value_internal: float,
+        distribution: BaseDistribution,
+        previous_distribution: BaseDistribution | None = None,
+    ) -> None:
+        own = previous_distribution or distribution
+        super()._set_trial_param_without_commit(
+            session, trial_id, param_name, param_value_internal, distribution, own
+        )
+
+
+class SharedStorage(GrowingStorage):
     """Optuna's storage in PostgreSQL. While `lease` is set, whatever is written is written under
     it: LeaseLostError rolls a transaction back when the lease is somebody else's by now."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.distributions import CategoricalDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.storages import BaseStorage
 from optuna.study._frozen import FrozenStudy
@@ -23,6 +24,7 @@ from generator.kernels.geometry import Config
 from generator.kernels.strategies import Strategy, strategy_of
 from generator.problem import Problem
 from generator.result import Result
+from generator.space.legal_configs import LegalConfigs
 from generator.space.load import load_space_once, space_file
 from generator.studies.excerpt import read_journal
 from generator.studies.outage import without_credentials
@@ -38,8 +40,8 @@ from generator.studies.records import (
     unreadable_error,
 )
 from generator.studies.storage import JOURNAL_NAME, database_file, open_storage
-from generator.studies.study_log import StudyLog, winner_of
-from generator.target import find_target
+from generator.studies.study_log import StudyLog, winner_of, without_copied
+from generator.target import Target, find_target
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def _read(
     wanted: Callable[[StudyFacts], bool] | None,
 ) -> list[Study]:
     found = []
-    for entry in storage.get_all_studies():
+    for entry in without_copied(storage.get_all_studies()):
         facts = StudyFacts.of_name(entry.study_name)
         if facts is None or (wanted is not None and not wanted(facts)):
             continue
@@ -190,8 +192,14 @@ def _read_study(
 ) -> Study:
     attributes = entry.user_attrs
     trials = StudyLog(storage, entry.study_name).current_trials()
-    finals = [(f["config"], Result.from_json(f["result"])) for f in attributes.get("finals", ())]
     records, winner = tuple(map(Record.from_trial, trials)), winner_of(attributes)
+    complete = _completing(facts)
+    records = tuple(replace(record, config=complete(record.config)) for record in records)
+    if winner is not None:
+        winner = replace(winner, config=complete(winner.config))
+    finals = [
+        (complete(f["config"]), Result.from_json(f["result"])) for f in attributes.get("finals", ())
+    ]
     for config in [r.config for r in records] + ([winner.config] if winner else []):
         strategy_of(config)  # one that is unknown is told here
     return Study(
@@ -202,29 +210,48 @@ def _read_study(
         winner=winner,
         finals=tuple(finals),
         machine=dict(attributes.get("machine") or {}),
-        importance=_importance(trials, facts) if importance else {},
+        importance=_importance(trials, records, facts) if importance else {},
     )
 
 
-def _importance(trials: Sequence[FrozenTrial], facts: StudyFacts) -> dict[str, float]:
+def _completing(facts: StudyFacts) -> Callable[[Config], Config]:
+    """What gives recorded configs the knobs that were added to the space since; nothing for a GPU
+    that search_spaces/gpus.yaml does not know."""
+    space = load_space_once(space_file(facts.problem.operation))
+    target = _target(facts)
+    return LegalConfigs(space, facts.problem, target).complete if target else dict
+
+
+def _target(facts: StudyFacts) -> Target | None:
+    try:
+        return replace(find_target(facts.gpu), sms=facts.sms)
+    except NormforgeError:
+        return None
+
+
+def _importance(
+    trials: Sequence[FrozenTrial], records: Sequence[Record], facts: StudyFacts
+) -> dict[str, float]:
     """Share of each knob in being among the fastest tenth, by PED-ANOVA (Watanabe, Bansal and
     Hutter, "PED-ANOVA: Efficiently Quantifying Hyperparameter Importance in Arbitrary Subspaces",
     IJCAI 2023): the evaluator that needs nothing but Optuna, and the one optuna-dashboard shows.
     A knob counts in the trials where it means something; elsewhere its value only repeats what
     other knobs say. For a GPU that search_spaces/gpus.yaml does not know, all count everywhere."""
-    try:
-        target = replace(find_target(facts.gpu), sms=facts.sms)
-    except NormforgeError:
-        target = None
-    problem = facts.problem
+    problem, target = facts.problem, _target(facts)
     space = load_space_once(space_file(problem.operation))
+    # One for each knob, though its choices may have grown between trials.
+    choices: dict[str, dict[Any, None]] = {}
+    for trial, record in zip(trials, records, strict=True):
+        for knob, value in record.config.items():
+            had = getattr(trial.distributions.get(knob), "choices", ())
+            choices.setdefault(knob, {}).update(dict.fromkeys((*had, value)))
+    known = {knob: CategoricalDistribution(tuple(found)) for knob, found in choices.items()}
     timed = []
-    for trial in map(copy, trials):
+    for trial, record in zip(map(copy, trials), records, strict=True):
         if trial.state != TrialState.COMPLETE:
             continue
-        kept = space.active_knobs(trial.params, problem, target) if target else {*trial.params}
-        known = trial.distributions
-        trial.params = {knob: value for knob, value in trial.params.items() if knob in kept}
+        kept = space.active_knobs(record.config, problem, target) if target else {*record.config}
+        trial.params = {knob: value for knob, value in record.config.items() if knob in kept}
         trial.distributions = {knob: known[knob] for knob in trial.params}
         timed.append(trial)
     if len(timed) < 2:

@@ -20,7 +20,6 @@ from generator.kernels.geometry import Config
 from generator.kernels.strategies import Strategy, is_deterministic, strategy_of
 from generator.problem import Problem
 from generator.result import Result
-from generator.space.space import Space
 from generator.target import Target
 
 
@@ -154,22 +153,26 @@ class Winner:
         return cls(**{**data, **known})
 
 
-def study_name(problem: Problem, target: Target, evidence: str, space: Space) -> str:
+def study_name(problem: Problem, target: Target, evidence: str) -> str:
     """Names the study of a problem: results that must not mix have different names. The number of
     SMs takes part because a slice of a GPU keeps its name. Templates and compiler take no part:
-    each record says which code it was measured with. Predictions of another model do not compare,
-    so its revision takes part."""
-    return study_names(problem, target, evidence, space)[0]
-
-
-def study_names(problem: Problem, target: Target, evidence: str, space: Space) -> tuple[str, ...]:
-    """The name of a study, and those that an older one of the same results may have."""
+    each record says which code it was measured with. Nor does the search space: a result stands
+    whatever else may be tried by now. Predictions of another model do not compare, so its revision
+    takes part."""
     by = f"{evidence}-{model_revision()}" if evidence == "predicted" else evidence
-    place = f"{problem}@{target}-{target.sms}sm:{by}"
-    return tuple(f"{place}:{space_hash}" for space_hash in space.hashes(problem))
+    return f"{problem}@{target}-{target.sms}sm:{by}"
 
 
-_NAME = re.compile(r"(?P<problem>[^@]+)@(?P<gpu>.+)-(?P<sms>\d+)sm:(?P<evidence>\w+)(-\w+)?:\w+")
+_NAME = re.compile(
+    r"((?P<problem>[^@]+)@(?P<gpu>.+)-(?P<sms>\d+)sm:(?P<evidence>\w+)(-\w+)?)(:\w+)?"
+)
+
+
+def without_space(name: str) -> str:
+    """The name of a study as `study_name` has it: earlier versions put a digest of the search space
+    behind it, and began another study for every change of the space."""
+    match = _NAME.fullmatch(name)
+    return match[1] if match else name
 
 
 class StudyFacts(NamedTuple):

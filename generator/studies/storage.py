@@ -117,12 +117,10 @@ def _unpack(path: Path) -> None:
 
 def _open_database(url: str) -> BaseStorage:
     database_file(url)  # refuses what no run can use
-    from optuna.storages import RDBStorage
-
-    from generator.studies.postgres import SharedStorage
+    from generator.studies.postgres import GrowingStorage, SharedStorage
 
     try:
-        return SharedStorage(url) if is_shared(url) else RDBStorage(url)
+        return SharedStorage(url) if is_shared(url) else GrowingStorage(url)
     except NormforgeError:
         raise
     except Exception as error:  # whatever the driver raises, import errors included

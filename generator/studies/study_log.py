@@ -5,32 +5,37 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from typing import Any, TypeVar
 
 import optuna
 from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.storages import BaseStorage
+from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState
 
 from generator.errors import NormforgeError
 from generator.kernels.geometry import Config
 from generator.result import Result
 from generator.studies.outage import reason_of, retry_in_outage
-from generator.studies.records import UNREADABLE, Winner
+from generator.studies.records import UNREADABLE, Winner, without_space
 
 _T = TypeVar("_T")
 METRIC = "time over the floor"
 """What the value of a trial is, by the name that optuna-dashboard shows."""
+COPY_OF, CONTINUED_IN = "copy_of", "continued_in"
+"""Attributes of the copy of a trial, and of a study whose trials another one has, too."""
 
 
 class StudyLog:
-    """The stored study of one problem, which may still have one of its `older_names`. While a
-    database is away its methods wait for it."""
+    """The stored study of one problem: that of the name, or the last one with that name and the
+    digest of a search space, which earlier versions wrote. While a database is away its methods
+    wait for it."""
 
-    def __init__(self, storage: BaseStorage, name: str, older_names: Sequence[str] = ()) -> None:
-        self.name = name
-        self._study = self._retry(lambda: _load_study(storage, name, older_names))
+    def __init__(self, storage: BaseStorage, name: str) -> None:
+        self._storage, self.name = storage, name
+        self._study = self._retry(lambda: _load_study(storage, name))
         self.name = self._study.study_name
 
     def trials(self) -> list[FrozenTrial]:
@@ -46,6 +51,37 @@ class StudyLog:
     def add(self, trial: FrozenTrial) -> None:
         """Write one finished trial in one record."""
         self._retry(lambda: self._study.add_trial(trial))
+
+    def take_over(self) -> None:
+        """Copy the trials of other studies with its name but for the search space. What a kill in
+        the middle leaves is copied by the next call, and nothing twice. A search then finds all
+        that is known of a problem in one study."""
+        for name in self._retry(lambda: studies_like(self._storage, self.name)):
+            if name != self.name:
+                self._copy(StudyLog(self._storage, name))
+
+    def _copy(self, other: StudyLog) -> None:
+        own = {_origin(trial, self.name): trial for trial in self.trials()}
+        mine = [t for origin, t in own.items() if not origin.startswith(f"{other.name}#")]
+        before = max((trial.user_attrs.get("elapsed", 0.0) for trial in mine), default=0.0)
+        numbers = {origin: trial.number for origin, trial in own.items()}
+        following = len(self._retry(lambda: self._study.get_trials(deepcopy=False)))
+        origins = {trial.number: _origin(trial, other.name) for trial in other.trials()}
+        for trial in other.trials():
+            origin = origins[trial.number]
+            if origin in numbers:
+                continue
+            attributes = trial.user_attrs | {COPY_OF: origin}
+            attributes["elapsed"] = round(before + attributes.get("elapsed", 0.0), 3)
+            if (shared := attributes.get("shared_with")) is not None:
+                attributes["shared_with"] = numbers.get(origins.get(shared, ""))
+            copied = copy(trial)
+            copied.user_attrs = attributes
+            self.add(copied)
+            numbers[origin] = following
+            following += 1
+        if other._attributes().get(CONTINUED_IN) != self.name:
+            self._retry(lambda: other._study.set_user_attr(CONTINUED_IN, self.name))
 
     @property
     def winner(self) -> Winner | None:
@@ -107,10 +143,28 @@ class StudyLog:
             ) from error
 
 
-def _load_study(storage: BaseStorage, name: str, older_names: Sequence[str]) -> optuna.Study:
-    for known in (name, *older_names):
-        with suppress(KeyError):
-            return optuna.load_study(study_name=known, storage=storage)
+def _origin(trial: FrozenTrial, study: str) -> str:
+    """Which trial it is, in whatever studies it has copies."""
+    return str(trial.user_attrs.get(COPY_OF, f"{study}#{trial.number}"))
+
+
+def studies_like(storage: BaseStorage, name: str) -> list[str]:
+    """The studies in a storage whose names are equal but for the search space, oldest first."""
+    names = [study.study_name for study in storage.get_all_studies()]
+    return [known for known in names if without_space(known) == without_space(name)]
+
+
+def without_copied(studies: Sequence[FrozenStudy]) -> list[FrozenStudy]:
+    """The studies of a storage but those whose trials another one of them has, too."""
+    names = {study.study_name for study in studies}
+    return [study for study in studies if study.user_attrs.get(CONTINUED_IN) not in names]
+
+
+def _load_study(storage: BaseStorage, name: str) -> optuna.Study:
+    with suppress(KeyError):
+        return optuna.load_study(study_name=name, storage=storage)
+    if name == without_space(name) and (older := studies_like(storage, name)):
+        return optuna.load_study(study_name=older[-1], storage=storage)
     study = optuna.create_study(
         storage=storage, study_name=name, direction="minimize", load_if_exists=True
     )

@@ -94,7 +94,7 @@ class Plan:
 
     def study(self, problem: Problem) -> str:
         """The name of the study of a problem."""
-        return study_name(problem, self.target, self.evidence, self.space)
+        return study_name(problem, self.target, self.evidence)
 
 
 def longest_first(problems: Sequence[Problem]) -> list[Problem]:

@@ -17,11 +17,13 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Task:
-    """A problem that this run has claimed. index: its place in the plan."""
+    """A problem that this run has claimed. index: its place in the plan; space: the digest of the
+    search space that the run began with."""
 
     index: int
     problem: Problem
     lease: Lease
+    space: str
 
 
 class TaskList:
@@ -30,7 +32,7 @@ class TaskList:
     answers at once. So all runs have the same winners."""
 
     def __init__(self, plan: Plan, queue: Queue) -> None:
-        self._queue = queue
+        self._queue, self._space = queue, plan.space
         alone = plan.parallel_searches == 1 and not plan.shared
         order = plan.problems if alone else longest_first(plan.problems)
         self._index = {problem: index for index, problem in enumerate(plan.problems)}
@@ -55,7 +57,7 @@ class TaskList:
             return None
         self._open.remove(lease.study)
         problem = self._problems[lease.study]
-        task = Task(self._index[problem], problem, lease)
+        task = Task(self._index[problem], problem, lease, self._space.digest(problem))
         self._tasks.add(task)
         return task
 

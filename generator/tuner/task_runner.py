@@ -77,7 +77,7 @@ class TaskRunner:
         """The winner of a claimed problem. Raises LeaseLostError when the claim is void by now,
         ProblemError when there was no time for a trial, and what `search_problem` raises."""
         plan = self.plan
-        if plan.study(task.problem) != task.lease.study:
+        if plan.space.digest(task.problem) != task.space:
             raise NormforgeError(f"{plan.space_file} was changed meanwhile: start the run again")
         if isinstance(self.storage, SharedStorage):
             self.storage.lease = task.lease

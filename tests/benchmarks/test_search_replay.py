@@ -284,7 +284,7 @@ def test_replayed_and_live_searches_are_the_same_search(recording: Recording) ->
         Budget(trials=60, sweep_limit=50),
         seed=3,
     )
-    name = study_name(PROBLEM, TARGET, "measured", SWEPT.space)
+    name = study_name(PROBLEM, TARGET, "measured")
     live = [Record.from_trial(trial) for trial in StudyLog(storage, name).trials()]
     assert len(live) == 60
     replayed = by_tuner(Replayed(recording, FakePool.processes), 60, 3)

@@ -202,8 +202,8 @@ def test_clear_differences_are_not_overruled() -> None:
 
 
 def test_predictions_of_another_model_are_other_studies(monkeypatch: pytest.MonkeyPatch) -> None:
-    today = study_name(PLAIN, GB200, "predicted", SPACE)
+    today = study_name(PLAIN, GB200, "predicted")
     assert model_revision() in today
-    assert study_name(PLAIN, GB200, "measured", SPACE).count(model_revision()) == 0
+    assert study_name(PLAIN, GB200, "measured").count(model_revision()) == 0
     monkeypatch.setattr("generator.studies.records.model_revision", lambda: "00000000")
-    assert study_name(PLAIN, GB200, "predicted", SPACE) != today
+    assert study_name(PLAIN, GB200, "predicted") != today

@@ -596,4 +596,4 @@ def test_measuring_run_that_is_killed_resumes(here: Target, tmp_path: Path) -> N
     assert "fresh process" in row["checks"]
     dispatch = Package(out / "rmsnorm_backward").explain(4096, 1024, "bf16")
     assert dispatch["how"] == "tuned"
-    assert SPACE.hashes(PROBLEM)[0] in dispatch["provenance"]["study"]
+    assert dispatch["provenance"]["space"] == SPACE.digest(PROBLEM)

@@ -46,7 +46,7 @@ LEGAL = LegalConfigs(little_space(), PROBLEM, TARGET)
 SOUND: list[Config] = [
     config for config in LEGAL.first(1000) if make_variant(config, PROBLEM).determinism != "none"
 ]
-NAME = study_name(PROBLEM, TARGET, "measured", little_space())
+NAME = study_name(PROBLEM, TARGET, "measured")
 
 
 def steady(floor_us: float = 40.0, ratio: float = 1.2, rounds: int = 15) -> Block:

@@ -41,7 +41,7 @@ from generator.studies.study_log import StudyLog
 from generator.target import find_target
 from tests.support.patience import patience
 from tests.support.samples import plain_variant
-from tests.support.synthetic import LEGAL, PROBLEM, SPACE, TARGET
+from tests.support.synthetic import LEGAL, PROBLEM, TARGET
 
 SHAPE = "4096x1024:bf16"
 
@@ -162,7 +162,7 @@ def test_a_machine_that_stays_ill_is_a_sentence_and_nothing_is_recorded(
         storage = open_storage(tmp_path / "studies.journal")
         with pytest.raises(CompilerError, match=r"compiled nothing for 0 s .*same command"):
             search_problem(LEGAL, pool, Predictor(TARGET), storage, Budget(trials=5))
-    name = study_name(PROBLEM, TARGET, "predicted", SPACE)
+    name = study_name(PROBLEM, TARGET, "predicted")
     assert StudyLog(storage, name).trials() == []
 
 

@@ -92,7 +92,17 @@ def test_too_few_trials_are_no_experience() -> None:
         Experience(LEGAL, [(problem, foreign)])
 
 
-@pytest.mark.parametrize("knob", ["spare_sms", "cluster", "arrival"])
+def test_trials_from_before_a_knob_have_its_neutral_value() -> None:
+    problem, own = trials(OTHERS[0], 2 * FEWEST_TRIALS)
+    late = [(config, time) for config, time in own if config["arrival"] == "late"]
+    older = [({k: v for k, v in config.items() if k != "arrival"}, time) for config, time in late]
+    assert len(late) > FEWEST_TRIALS
+    configs = drawn(LEGAL, 5)
+    expected = Experience(LEGAL, [(problem, late)]).expect(configs)
+    assert Experience(LEGAL, [(problem, older)]).expect(configs) == expected
+
+
+@pytest.mark.parametrize("knob", ["spare_sms", "cluster"])
 def test_trials_without_a_knob_of_today_are_left_out(knob: str) -> None:
     problem, own = trials(OTHERS[0], FEWEST_TRIALS)
     older = [({k: v for k, v in config.items() if k != knob}, time) for config, time in own]
@@ -171,7 +181,7 @@ def test_a_search_begins_with_what_it_learned_from_its_storage() -> None:
 def test_a_damaged_study_is_left_out() -> None:
     storage = InMemoryStorage()
     searched(storage, "4096x512:bf16")
-    name = study_name(Problem.parse("4096x512:bf16"), TARGET, "measured", SPACE)
+    name = study_name(Problem.parse("4096x512:bf16"), TARGET, "measured")
     number = storage.get_study_id_from_name(name)
     for trial in storage.get_all_trials(number, deepcopy=False):
         trial.user_attrs.pop("result")

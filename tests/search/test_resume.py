@@ -65,7 +65,7 @@ def test_committed_studies_answer_when_the_space_fixes_another_width(
     before = StudyLog(storage, name).winner
     codes = {record.variant: record.code for record in records(storage, name)}
     monkeypatch.setattr(FakePool, "code", lambda pool, variant: codes[variant.id])
-    monkeypatch.setattr("generator.search.search.still_made", lambda winner, pool: True)
+    monkeypatch.setattr("generator.search.resume.still_made", lambda winner, pool: True)
     space = load_space(space_file(problem.operation))
     space = replace(space, fixed=(*space.fixed, Fixed((96,), ("bf16",), space.fixed[0].knobs)))
     evaluator = FakeEvaluator(evidence="measured" if ":measured:" in name else "predicted")

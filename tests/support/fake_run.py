@@ -102,7 +102,7 @@ class Run:
         journal = self.folder / JOURNAL_NAME
         if not journal.exists():
             return []
-        name = study_name(PROBLEM, TARGET, "measured", little_space())
+        name = study_name(PROBLEM, TARGET, "measured")
         return [
             Record.from_trial(trial) for trial in StudyLog(open_storage(journal), name).trials()
         ]

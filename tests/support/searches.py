@@ -21,7 +21,7 @@ from generator.studies.records import Record, Winner, study_name
 from generator.studies.study_log import StudyLog
 from tests.support.synthetic import LEGAL, PROBLEM, SPACE, TARGET, FakeEvaluator, FakePool, cost
 
-NAME = study_name(PROBLEM, TARGET, "measured", SPACE)
+NAME = study_name(PROBLEM, TARGET, "measured")
 DETERMINISTIC = [config for config in LEGAL.reduction_kinds if is_deterministic(config)]
 
 

@@ -175,7 +175,7 @@ def make_winner(config: Config, ratio: float = 1.2, **changes: Any) -> Winner:
         trials=1,
         counts={"ok": 1},
         study="elsewhere",
-        space_hash=SPACE.hashes(PROBLEM)[0],
+        space_hash=SPACE.digest(PROBLEM),
         reason="",
         date="2026-01-01T00:00:00+00:00",
     )
